@@ -1,0 +1,67 @@
+"""What travels from the loader to the gradient: Batch, Progress and what a step left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Tensors for one forward pass (one micro-batch), and what they weigh."""
+
+    tensors: Mapping[str, torch.Tensor]
+    weight: float
+    """Units the loss sums over (pairs, tokens); known on the host before the forward pass."""
+    samples: tuple[int, ...]
+    """Ids of the samples inside, for messages and for the record."""
+    tokens: int = 0
+    """Tokens that are not padding, for the throughput."""
+    filler: bool = False
+    """True where a rank had no sample left: the pass runs, so that no rank waits, and weighs nothing."""
+
+    def as_filler(self) -> Batch:
+        """The same tensors, weighing nothing."""
+        return replace(self, weight=0.0, samples=(), tokens=0, filler=True)
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with its tensors on the device (asynchronously where pinned)."""
+        return replace(self, tensors={k: v.to(device, non_blocking=True) for k, v in self.tensors.items()})
+
+    def pin(self) -> Batch:
+        """The same batch in page-locked memory."""
+        return replace(self, tensors={k: v.pin_memory() for k, v in self.tensors.items()})
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is. `samples` is the loader's whole state, the same for any world size."""
+
+    step: int = 0
+    samples: int = 0
+
+    def after(self, samples: int) -> Progress:
+        return Progress(self.step + 1, self.samples + samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one optimizer step (or one evaluation pass) left behind on this rank: sums, not means."""
+
+    loss: torch.Tensor
+    """Sum of the loss over this rank's micro-batches; scalar, detached, on the device."""
+    weight: float
+    """Units this rank's loss sums over."""
+    metrics: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """Name -> (sum, weight), both scalar and on the device, of this rank."""
+    samples: int = 0
+    """Samples this rank took, fillers not counted."""
+    tokens: int = 0
+    grad_norm: float | None = None
+    """Norm of the whole gradient before clipping, the same on every rank."""
+    applied: bool = True
+    """False where the update was left out because something was not finite."""

@@ -1,0 +1,96 @@
+"""Every error dstrain raises on purpose, drawn as a tree.
+
+    DstrainError                 exit 1
+    ├── UsageError               exit 2: nothing was started, nothing was written
+    │   ├── RecipeError          the recipe or a --set does not fit the schema
+    │   ├── PresetError          the DeepSpeed JSON does not fit DeepSpeed or the recipe
+    │   ├── DataError            a data file, or too many of its records, cannot be used
+    │   ├── TaskError            the task cannot be found, loaded or built as asked
+    │   └── ResumeError          the run folder belongs to another recipe or another launch
+    └── RunError                 exit 1: a run that had started cannot go on
+        ├── NonFiniteError       the loss or the gradients stayed inf or nan
+        └── CheckpointError      a checkpoint cannot be written, read or verified
+
+An error is a sentence: what was asked, what is true, what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong with what the user wrote."""
+
+    where: str
+    """The place: `recipe.yaml:12 optim.lr`, `--set optim.lr`, `train.jsonl:7`."""
+    problem: str
+    """What is true, without a full stop."""
+    mend: str
+    """What to do, without a full stop."""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.problem}; {self.mend}" if self.mend else f"{self.where}: {self.problem}"
+
+
+class DstrainError(Exception):
+    """Root of the errors dstrain raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(DstrainError):
+    """Bad usage, recipe, preset or data. Found before any process group starts."""
+
+    exit_code = 2
+
+    def __init__(self, problem: str | Fault | Iterable[Fault]) -> None:
+        if isinstance(problem, str):
+            self.faults: tuple[Fault, ...] = ()
+            super().__init__(problem)
+            return
+        self.faults = (problem,) if isinstance(problem, Fault) else tuple(problem)
+        super().__init__("\n".join(str(fault) for fault in self.faults))
+
+
+class RecipeError(UsageError):
+    """The recipe or a --set does not fit the schema."""
+
+
+class PresetError(UsageError):
+    """The DeepSpeed JSON does not fit DeepSpeed, the recipe or this machine."""
+
+
+class DataError(UsageError):
+    """A data file, or too many of its records, cannot be used."""
+
+
+class TaskError(UsageError):
+    """The task cannot be found, loaded or built as asked."""
+
+
+class ResumeError(UsageError):
+    """The run folder belongs to another recipe or another launch."""
+
+
+class RunError(DstrainError):
+    """A run that had started cannot go on."""
+
+
+class NonFiniteError(RunError):
+    """The loss or the gradients stayed inf or nan."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint cannot be written, read or verified."""
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """`did you mean 'lr'?`, or the known words where none is near, as the mend of a Fault."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean '{near[0]}'?"
+    return f"known here: {', '.join(sorted(known))}" if known else "remove it"

@@ -1,0 +1,115 @@
+"""The only door to torch.distributed: who we are among how many, and agreeing on numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+
+class World(Protocol):
+    """The processes of a run. Host-side, so agreeing on a number never waits for the GPU."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Element-wise float64 sum over all ranks, the same on every rank. Collective."""
+
+    def any(self, flag: bool) -> bool:
+        """True where any rank says so. Collective."""
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. Collective."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's small plain value, by rank, on every rank. Collective."""
+
+
+class SoloWorld:
+    """One process that need not ask anyone."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        import torch
+
+        self.device = device or torch.device("cpu")
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return [float(value) for value in values]
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+    def barrier(self) -> None:
+        return None
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class TorchWorld:
+    """The ranks of torch.distributed, agreeing over a gloo group of their own."""
+
+    def __init__(self, device: torch.device, timeout: timedelta) -> None:
+        import torch.distributed as dist
+
+        self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        import torch
+        import torch.distributed as dist
+
+        vector = torch.tensor(np.asarray(values, dtype=np.float64))
+        dist.all_reduce(vector, group=self._group)
+        return vector.tolist()
+
+    def any(self, flag: bool) -> bool:
+        return self.sum([float(flag)])[0] > 0
+
+    def barrier(self) -> None:
+        import torch.distributed as dist
+
+        dist.barrier(group=self._group)
+
+    def gather(self, value: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+
+def set_timeouts(timeout: timedelta) -> None:
+    """Give every process group the timeout.
+
+    DeepSpeed clones the world without passing one on, so that ZeRO would wait 30 minutes
+    for a dead rank (deepspeed/comm/torch.py, `new_group`).
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    for group in list(c10d._world.pg_map):
+        c10d._set_pg_timeout(timeout, group)
+
+
+def close() -> None:
+    """Destroy the process groups: ZeRO-3 workers can abort at exit where this is left out."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank_from_environment() -> int:
+    """This process's rank as its launcher told it, 0 where none did."""
+    return int(os.environ.get("RANK", "0"))

@@ -65,3 +65,7 @@ class StepResult:
     """Norm of the whole gradient before clipping, the same on every rank."""
     applied: bool = True
     """False where the update was left out because something was not finite."""
+    suspects: tuple[int, ...] = ()
+    """Where it was left out: ids of the samples with a loss that is not finite, else of the whole step."""
+    loss_is_finite: bool = True
+    """False where a loss itself was not finite, not only a gradient (fp16 searches its loss scale that way)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -90,6 +89,14 @@ class TorchWorld:
         return values
 
 
+def join(device: torch.device, timeout: timedelta) -> None:
+    """Meet the other processes: NCCL between GPUs, gloo between CPUs. Reads RANK, WORLD_SIZE, MASTER_*. Collective."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+
+
 def set_timeouts(timeout: timedelta) -> None:
     """Give every process group the timeout.
 
@@ -108,8 +115,3 @@ def close() -> None:
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def rank_from_environment() -> int:
-    """This process's rank as its launcher told it, 0 where none did."""
-    return int(os.environ.get("RANK", "0"))

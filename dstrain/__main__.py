@@ -1,0 +1,5 @@
+"""python -m dstrain."""
+
+from dstrain.cli import main
+
+main(prog_name="dstrain")

@@ -1,0 +1,64 @@
+"""dstrain export: a folder that transformers loads, proven on a probe batch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dstrain.commands.trained import Trained, load_trained
+from dstrain.errors import CheckpointError, UsageError
+
+PROBES = 4
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the reloaded model was compared by."""
+
+    step: int | None
+    dtype: str
+    difference: float
+    """Largest difference of an output, relative to outputs above 1."""
+
+
+def export_model(run: Path, step: str, to: Path) -> Proof:
+    """Write the folder beside its place, reload it, compare, and only then give it its name."""
+    if to.exists() and any(to.iterdir()):
+        raise UsageError(f"--to {to}: exists and is not empty; choose another folder")
+    trained = load_trained(run, step)
+    partial = to.with_name(f".{to.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        trained.model.save_pretrained(str(partial))  # type: ignore[operator]
+        trained.task.save_extras(partial)
+        proof = _prove(trained, partial)
+        if to.exists():
+            to.rmdir()
+        os.rename(partial, to)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return proof
+
+
+@torch.no_grad()
+def _prove(trained: Trained, folder: Path) -> Proof:
+    """Raises CheckpointError where the reloaded model says something else."""
+    again = trained.task.reload(folder).eval()
+    dtype = next(trained.model.parameters()).dtype
+    examples = trained.task.examples("eval") or trained.task.examples("train") or []
+    if not examples:
+        raise UsageError("there is no sample to probe the export with; give one with data.eval in the run's recipe")
+    worst = 0.0
+    for index in range(min(PROBES, len(examples))):
+        batch = trained.task.collate([examples[index]])
+        ours, theirs = (trained.task.outputs(model, batch).double() for model in (trained.model, again))
+        worst = max(worst, float(((ours - theirs).abs() / ours.abs().clamp(min=1)).max()))
+    if not worst <= TOLERANCE[dtype]:
+        raise CheckpointError(f"the exported model was reloaded and its outputs differ by {worst:.2g}; nothing was written")
+    return Proof(trained.step, str(dtype).removeprefix("torch."), worst)

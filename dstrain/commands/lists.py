@@ -1,0 +1,79 @@
+"""dstrain presets, tasks, recipes, checkpoints: what there is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from dstrain.commands.find import RECIPES, packaged_recipes
+from dstrain.errors import PresetError, UsageError, did_you_mean
+from dstrain.preset import adopt, describe, preset_names
+from dstrain.tasks import find_task, options, packaged_tasks
+from dstrain.units import show_bytes
+
+
+def list_presets(name: str | None) -> str:
+    if name is None:
+        return "\n".join([*preset_names(), "", "`dstrain presets NAME` prints one with every key explained"])
+    return describe(name)
+
+
+def adopt_preset(path: Path) -> str:
+    """One of ours made from a public DeepSpeed JSON, and what went where. Raises PresetError for what a person must decide."""
+    adopted = adopt(path)
+    if adopted.faults:
+        raise PresetError(adopted.faults)
+    return "\n".join([adopted.json, "", *(f"# {line}" for line in adopted.lines)])
+
+
+def list_tasks(name: str | None) -> str:
+    """One line for each task, or a task's options with their help."""
+    if name is None:
+        return "\n".join(f"{task:10} {_summary(task)}" for task in packaged_tasks())
+    lines = [f"{name}: {_summary(name)}", "", "options:"]
+    for option in options(find_task(name)):
+        lines += [f"  {option.name}: {option.type} = {option.default!r}", f"      {option.help}"]
+    return "\n".join(lines)
+
+
+def _summary(name: str) -> str:
+    return (find_task(name).__doc__ or "").strip().splitlines()[0]
+
+
+def list_recipes(name: str | None) -> str:
+    """One line for each packaged recipe, or one in full."""
+    if name is None:
+        return "\n".join(f"{recipe:16} {_headline(recipe)}" for recipe in packaged_recipes())
+    if name not in packaged_recipes():
+        raise UsageError(f"recipe '{name}': there is no such recipe; {did_you_mean(name, packaged_recipes())}")
+    return (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").rstrip()
+
+
+def _headline(name: str) -> str:
+    return (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip()
+
+
+def list_checkpoints(run: Path, read_all: bool, as_json: bool) -> str:
+    """A line for each checkpoint, newest first."""
+    from dstrain.train.checkpoint import listed
+
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        raise UsageError(f"{run}: has no checkpoints folder; give the folder of a run")
+    best = (folder / "best").resolve().name
+    rows = [
+        {
+            "step": info.step, "samples": info.samples, "bytes": info.size, "world_size": info.world_size,
+            "zero_stage": info.zero_stage, "metric": info.metric, "state": info.state, "best": info.path.name == best,
+        }
+        for info in listed(folder, read_all)
+    ]  # fmt: skip
+    if as_json:
+        return json.dumps(rows)
+    lines = [f"{'step':>8} {'size':>10} {'processes':>9} {'stage':>5} {'metric':>10}  state"]
+    for row in rows:
+        metric = "" if row["metric"] is None else f"{row['metric']:.4g}"
+        state = f"{row['state']}{', best' if row['best'] else ''}"
+        size = show_bytes(int(row["bytes"] or 0))
+        lines.append(f"{row['step']:>8} {size:>10} {row['world_size'] or '':>9} {row['zero_stage'] if row['zero_stage'] is not None else '':>5} {metric:>10}  {state}")
+    return "\n".join(lines)

@@ -1,0 +1,44 @@
+"""dstrain init: a starter recipe with every key that most runs touch, explained by the schema itself."""
+
+from __future__ import annotations
+
+import yaml
+
+from dstrain.config.schema import BatchConfig, DataConfig, EvalConfig, LogConfig, ModelConfig, OptimConfig, RunConfig, SaveConfig, Section
+from dstrain.tasks import find_task, options
+
+SECTIONS: tuple[tuple[str, type[Section], dict[str, object]], ...] = (
+    ("model", ModelConfig, {"path": "/path/to/model", "freeze": [], "gradient_checkpointing": True}),
+    ("data", DataConfig, {"train": "train.jsonl", "eval": "eval.jsonl", "max_length": 1024}),
+    ("batch", BatchConfig, {"total": 64, "micro": 4}),
+    ("optim", OptimConfig, {"name": "adamw", "lr": 1.0e-5, "weight_decay": 0.0, "clip": 1.0, "schedule": "cosine", "warmup": 0.03}),
+    ("log", LogConfig, {"every": 10, "tensorboard": True}),
+    ("eval", EvalConfig, {"every": 200, "metric": "loss", "best": "min"}),
+    ("save", SaveConfig, {"every": 200, "keep": 3}),
+)
+
+
+def starter_recipe(task: str) -> str:
+    """YAML that reads clean once the paths are filled in."""
+    lines = [f"# A starter recipe for {task}. Every key: `dstrain train THIS --dry-run`.", f"task: {task}"]
+    own = options(find_task(task))
+    if own:
+        lines.append("options:")
+        lines += _commented("  ", [(option.name, option.default, option.help) for option in own])
+    for name, section, values in SECTIONS:
+        lines.append(f"{name}:")
+        fields = section.model_fields
+        lines += _commented("  ", [(key, value, fields[key].description or "") for key, value in values.items()])
+    whole = RunConfig.model_fields
+    tops: tuple[tuple[str, object], ...] = (("precision", "auto"), ("ds_config", "zero2"), ("epochs", 1), ("seed", 0))
+    return "\n".join(lines + _commented("", [(key, value, whole[key].description or "") for key, value in tops])) + "\n"
+
+
+def _commented(indent: str, rows: list[tuple[str, object, str]]) -> list[str]:
+    written = [(f"{key}: {_plain(value)}", text) for key, value, text in rows]
+    width = max(len(line) for line, _ in written) + 2
+    return [f"{indent}{line:{width}}# {text}" for line, text in written]
+
+
+def _plain(value: object) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()

@@ -1,0 +1,94 @@
+"""dstrain train: check, then launch; or, where a launcher started us, train."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrain.commands.find import Wish, resolve_wish
+from dstrain.config import Recipe, resolve_batch, show_recipe
+from dstrain.errors import DstrainError
+from dstrain.launch.command import Launch, LaunchOptions, prepare_launch
+from dstrain.launch.topology import Worker, gpu_has_bf16, worker_from
+from dstrain.preset import Device, RunSettings, complete, read_preset, resolve_precision
+from dstrain.tasks import make_task
+
+
+def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int:
+    """The exit code of `dstrain train`."""
+    worker = None if dry_run else worker_from(os.environ)
+    if worker is not None:
+        return train_as(worker, wish)
+    recipe = resolve_wish(wish)
+    run_dir = run_folder(wish, recipe)
+    ready = prepare_launch(LaunchOptions(**launch), wish.arguments(run_dir), os.environ)
+    ds_config = check(recipe, ready, run_dir)
+    if dry_run:
+        print(f"# recipe\n{show_recipe(recipe.config)}\n# DeepSpeed JSON\n{json.dumps(ds_config, indent=2)}\n")
+        print(f"# launch\n{shlex.join(ready.argv)}")
+        return 0
+    from dstrain.launch.supervise import supervise
+    from dstrain.train.folder import check_writable
+
+    check_writable(run_dir)
+    return supervise(ready.argv, ready.environment, run_dir, ready.processes)
+
+
+def run_folder(wish: Wish, recipe: Recipe) -> Path:
+    """--run-dir, or runs/NAME of the recipe: the same for the same command, so that it resumes."""
+    return (wish.run_dir or Path("runs") / recipe.name).expanduser().resolve()
+
+
+def check(recipe: Recipe, ready: Launch, run_dir: Path) -> dict[str, Any]:
+    """What can be known wrong without torch, before anything starts. Returns the DeepSpeed JSON. Raises UsageError."""
+    config = recipe.config
+    make_task(config, run_dir)
+    preset = read_preset(config.ds_config)
+    batch = resolve_batch(config.batch, ready.processes, preset.micro, preset.accumulate)
+    kind = "cpu" if ready.environment.get("DS_ACCELERATOR") == "cpu" else "cuda"
+    has_bf16 = kind == "cpu" or gpu_has_bf16() is not False
+    settings = RunSettings(
+        precision=resolve_precision(preset, config.precision, Device("cpu" if kind == "cpu" else "cuda", has_bf16)),
+        micro=batch.micro,
+        accumulate=batch.accumulate,
+        world_size=ready.processes,
+        clip=config.optim.clip,
+        nvme_path=str(run_dir / "nvme"),
+        device_kind="cpu" if kind == "cpu" else "cuda",
+        foreign_optimizer=config.optim.name != "adamw" or preset.offload_optimizer is None,
+    )
+    return complete(preset, settings=settings)
+
+
+def train_as(worker: Worker, wish: Wish) -> int:
+    """One worker's whole life. Its exit code counts even if the launcher's does not."""
+    from dstrain.launch.worker import follow_parent, log_path, record_end, record_start, redirect_output
+    from dstrain.train.folder import Resume, check_writable
+
+    follow_parent()
+    recipe = resolve_wish(wish)
+    run_dir = run_folder(wish, recipe)
+    check_writable(run_dir)
+    record_start(run_dir, worker.rank)
+    screen = os.fdopen(os.dup(1), "w") if worker.rank == 0 and os.isatty(1) else None
+    redirect_output(log_path(run_dir, worker.rank), terminal=worker.rank == 0)
+    code, error = 1, None
+    try:
+        from dstrain.train.assemble import make_plan, run_training
+
+        plan = make_plan(recipe, run_dir, Resume(wish.resume, wish.allowed), worker)
+        code = run_training(plan, screen)
+    except DstrainError as fault:
+        code, error = fault.exit_code, str(fault)
+        print(f"error: {fault}", file=sys.stderr, flush=True)
+    except Exception as fault:
+        error = f"{type(fault).__name__}: {fault}"
+        print(f"rank {worker.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    record_end(run_dir, worker.rank, code, error)
+    return code

@@ -1,0 +1,89 @@
+"""A trained model on one process: from a run's checkpoint, or from an exported folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dstrain.commands.find import absolute_paths
+from dstrain.config import read_recipe
+from dstrain.errors import CheckpointError, UsageError
+from dstrain.tasks import Task, make_task
+
+if TYPE_CHECKING:
+    import torch
+
+    from dstrain.train.checkpoint import CheckpointInfo
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model and the task it was trained for."""
+
+    task: Task
+    model: torch.nn.Module
+    step: int | None
+    """Step of the checkpoint; None for an exported folder."""
+
+
+def load_trained(folder: Path, step: str, sets: Sequence[str] = (), task: str | None = None) -> Trained:
+    """The model in a run folder (at `step`) or an exported folder, in evaluation mode, in the precision it was trained in.
+
+    Raises UsageError where the folder is neither.
+    """
+    if (folder / "recipe.yaml").is_file():
+        return _from_run(folder, step, sets)
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder}: is neither a run folder (recipe.yaml) nor an exported model (config.json)")
+    if task is None:
+        raise UsageError(f"{folder}: is an exported model; say with --task what it was trained for, e.g. --task rm")
+    recipe = read_recipe(None, [*sets, f"model.path={json.dumps(str(folder.resolve()))}"], task)
+    made = make_task(absolute_paths(recipe.config, recipe.folder), folder)
+    made.check()
+    return Trained(made, made.build_model().eval(), None)
+
+
+def _from_run(folder: Path, step: str, sets: Sequence[str]) -> Trained:
+    import torch
+
+    from dstrain.train.reshape import whole_weights
+
+    own = [f"model.tokenizer={json.dumps(str((folder / 'tokenizer').resolve()))}"] if (folder / "tokenizer").is_dir() else []
+    recipe = read_recipe(folder / "recipe.yaml", [*own, *sets])
+    task = make_task(absolute_paths(recipe.config, Path.cwd()), folder)
+    info = find_checkpoint(folder, step)
+    model = task.build_model()
+    missing, unexpected = model.load_state_dict(whole_weights(info.path), strict=False)
+    tied = set(getattr(model, "all_tied_weights_keys", ()) or ())
+    missing = [name for name in missing if name not in tied]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{info.path}: lacks {', '.join(missing[:4]) or 'nothing'} and has {', '.join(unexpected[:4]) or 'nothing'} too much; "
+            f"the recipe's model is not the one that was trained"
+        )
+    if json.loads((folder / "ds_config.json").read_text()).get("bf16", {}).get("enabled"):
+        model = model.to(torch.bfloat16)
+    return Trained(task, model.eval(), info.step)
+
+
+def find_checkpoint(run: Path, step: str) -> CheckpointInfo:
+    """The whole checkpoint `best`, `last` or of a number; `best` is the last where none was marked."""
+    from dstrain.train.checkpoint import listed
+
+    folder = run / "checkpoints"
+    there = [info for info in listed(folder) if info.whole]
+    if not there:
+        raise UsageError(f"{run}: holds no whole checkpoint; `dstrain checkpoints {run}` says why")
+    if step == "last" or (step == "best" and not (folder / "best").exists()):
+        return there[0]
+    if step != "best" and not step.isdecimal():
+        raise UsageError(f"--step {step}: is neither a number nor best nor last")
+    wanted = int(step) if step.isdecimal() else int((folder / "best").resolve().name.removeprefix("step-"))
+    for info in there:
+        if info.step == wanted:
+            return info
+    steps = ", ".join(str(info.step) for info in there)
+    raise UsageError(f"--step {step}: there is no whole checkpoint of it; there are {steps}")

@@ -1,0 +1,104 @@
+"""What follows from a recipe once the number of processes and of samples is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from dstrain.config.schema import BatchConfig, RunConfig
+from dstrain.errors import Fault, RecipeError
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one optimizer step is cut up."""
+
+    total: int
+    """Samples per step over all processes."""
+    micro: int
+    """Largest number of samples in one forward pass."""
+    accumulate: int
+    """Forward passes per step and process."""
+
+
+def resolve_batch(
+    batch: BatchConfig, world_size: int, preset_micro: int | None = None, preset_accumulate: int | None = None
+) -> BatchPlan:
+    """Any two of total, micro, accumulate give the third; a JSON's values stand in where the recipe is silent.
+
+    A total that does not divide evenly is no error: micro-batches differ by at most one sample.
+    Raises RecipeError where the three, or recipe and JSON, contradict each other.
+    """
+    for name, ours, theirs in (
+        ("micro", batch.micro, preset_micro),
+        ("accumulate", batch.accumulate, preset_accumulate),
+    ):
+        if ours is not None and theirs is not None and ours != theirs:
+            raise RecipeError(
+                Fault(f"batch.{name}", f"is {ours} in the recipe and {theirs} in the DeepSpeed JSON", "keep one of them")
+            )
+    micro = batch.micro or preset_micro
+    accumulate = batch.accumulate or preset_accumulate
+    if batch.total is None:
+        micro, accumulate = micro or 1, accumulate or 1
+        return BatchPlan(micro * accumulate * world_size, micro, accumulate)
+    if micro is None:
+        accumulate = accumulate or 1
+        return BatchPlan(batch.total, math.ceil(batch.total / (accumulate * world_size)), accumulate)
+    fitting = math.ceil(batch.total / (micro * world_size))
+    if accumulate is not None and accumulate != fitting:
+        raise RecipeError(
+            Fault(
+                "batch",
+                f"total {batch.total} = micro {micro} x accumulate {accumulate} x {world_size} processes does not hold",
+                f"leave accumulate out (it would be {fitting})",
+            )
+        )
+    return BatchPlan(batch.total, micro, fitting)
+
+
+def resolve_steps(config: RunConfig, samples_per_epoch: int, samples_per_step: int) -> tuple[int, int]:
+    """(optimizer steps, samples) of the whole run. The last step of `epochs` may be smaller than the others."""
+    if config.steps is not None:
+        return config.steps, config.steps * samples_per_step
+    samples = max(1, round((config.epochs or 1.0) * samples_per_epoch))
+    return math.ceil(samples / samples_per_step), samples
+
+
+_MAY_CHANGE = ("launch", "ds_config", "log", "eval", "save", "profile", "timeout_minutes", "on_nonfinite", "deterministic")
+_MAY_CHANGE_INSIDE = {
+    "batch": ("micro", "accumulate", "tokens_per_micro", "on_oom"),
+    "data": ("eval", "workers", "prefetch", "pin", "on_error"),
+    "model": ("gradient_checkpointing", "attention"),
+}
+
+
+def changed_learning_keys(before: RunConfig, now: RunConfig, allowed: Collection[str] = ()) -> list[Fault]:
+    """The keys that change what is learnt between two recipes, as faults; `allowed` names exceptions."""
+    faults = []
+    old, new = _learning_values(before), _learning_values(now)
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key) and not any(key == name or key.startswith(name + ".") for name in allowed):
+            faults.append(
+                Fault(
+                    key,
+                    f"is {new.get(key)!r}, but the run was started with {old.get(key)!r}",
+                    f"put it back, choose another --run-dir, or pass --allow-change {key}",
+                )
+            )
+    return faults
+
+
+def _learning_values(config: RunConfig) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in config.model_dump(mode="json").items():
+        if name in _MAY_CHANGE:
+            continue
+        if isinstance(value, dict):
+            skipped = _MAY_CHANGE_INSIDE.get(name, ())
+            flat.update({f"{name}.{key}": item for key, item in value.items() if key not in skipped})
+        else:
+            flat[name] = value
+    return flat

@@ -1,0 +1,51 @@
+"""Rules that hold between keys of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dstrain.config.schema import RunConfig
+
+Rule = tuple[tuple[str, ...], str, str]
+"""Key, problem, mend."""
+
+
+def cross_field_faults(config: RunConfig) -> list[Rule]:
+    """Every rule the recipe breaks."""
+    return [*_task_and_model(config), *_data(config), *_learning(config)]
+
+
+def _task_and_model(config: RunConfig) -> Iterator[Rule]:
+    if not config.task:
+        yield ("task",), "is missing", "write `task: rm`, or pass --task; `dstrain tasks` lists them"
+    model = config.model
+    if model.path and model.config:
+        yield ("model", "config"), "stands beside model.path", "keep path to load weights, or config to start from scratch"
+    if model.config is not None and "model_type" not in model.config:
+        yield ("model", "config"), "has no model_type", "add e.g. `model_type: llama`"
+    if config.precision != "auto" and model.dtype == "float16" and config.precision != "fp16":
+        yield ("model", "dtype"), f"is float16 while precision is {config.precision}", "leave model.dtype out"
+
+
+def _data(config: RunConfig) -> Iterator[Rule]:
+    data = config.data
+    if data.eval and data.eval_fraction:
+        yield ("data", "eval_fraction"), "stands beside data.eval", "keep one of them"
+    if data.max_prompt_length and data.max_prompt_length > data.max_length:
+        yield (
+            ("data", "max_prompt_length"),
+            f"is {data.max_prompt_length}, above data.max_length ({data.max_length})",
+            "lower it",
+        )
+
+
+def _learning(config: RunConfig) -> Iterator[Rule]:
+    if config.steps is not None and config.epochs is not None:
+        yield ("epochs",), "stands beside steps", "keep one of them"
+    batch, optim = config.batch, config.optim
+    if batch.total and batch.micro and batch.micro > batch.total:
+        yield ("batch", "micro"), f"is {batch.micro}, above batch.total ({batch.total})", "lower it or raise total"
+    if config.steps is not None and optim.warmup > config.steps:
+        yield ("optim", "warmup"), f"is {optim.warmup:g} of only {config.steps} steps", "lower it, or give a share below 1"
+    if optim.scale_lr == "none" and optim.scale_lr_base != 1:
+        yield ("optim", "scale_lr_base"), "has no effect while optim.scale_lr is none", "set scale_lr to linear or sqrt"

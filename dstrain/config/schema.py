@@ -1,0 +1,255 @@
+"""The recipe's one strict schema. The string under a field is its help text."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A frozen block of the recipe that refuses keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class LoraConfig(Section):
+    rank: Count = 16
+    """Rank of the two thin matrices."""
+    alpha: float = 32.0
+    """Scale: the update is multiplied by alpha / rank."""
+    dropout: Share = 0.0
+    """Dropout in front of the adapter."""
+    targets: str | list[str] = "all-linear"
+    """Names of the modules that get an adapter."""
+    dora: bool = False
+    """Weight-decomposed adapters (DoRA)."""
+
+
+class TokenizerConfig(Section):
+    train: Literal["bpe"] = "bpe"
+    """How: a byte-level byte-pair encoding, trained on data.train and kept in the run folder."""
+    vocab_size: Count
+    """Entries, special tokens included."""
+
+
+class ModelConfig(Section):
+    path: str | None = None
+    """Local folder or hub id of a transformers model."""
+    config: dict[str, Any] | None = None
+    """Instead of `path`: a transformers config (with `model_type`) to build a model from scratch."""
+    tokenizer: str | TokenizerConfig | None = None
+    """Folder or hub id, or {train: bpe, vocab_size: N}. Empty: the one of `path`; with `config`, one trained on data.train with the config's vocab_size."""
+    init: str | None = None
+    """Weights to start from: safetensors, or an old .pt with or without "module." prefixes."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of the weights as loaded; empty: float32, which DeepSpeed casts as `precision` says."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
+    """Attention kernel; auto leaves the choice to transformers."""
+    lora: LoraConfig | None = None
+    """Train thin adapters instead of the weights."""
+    quantize: Literal["nf4", "int8"] | None = None
+    """Keep frozen weights in 4 or 8 bits (extra [quantize])."""
+    freeze: list[str] = []
+    """Parameters to leave alone: names, beginnings of names or globs."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    trust_remote_code: bool = False
+    """Let transformers run Python that comes with the model."""
+
+
+class SourceConfig(Section):
+    path: str
+    """A jsonl, json or parquet file."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """How many times each record is seen per epoch; 0.5 shows one half, the next epoch the other."""
+
+
+def _as_sources(value: Any) -> Any:
+    """`a.jsonl` -> [{path: a.jsonl}]; lists may mix both forms."""
+    values = value if isinstance(value, list) else [value]
+    return [{"path": item} if isinstance(item, str) else item for item in values]
+
+
+class DataConfig(Section):
+    train: Annotated[list[SourceConfig], BeforeValidator(_as_sources)] = []
+    """A file, or a list of {path, weight}."""
+    eval: str | None = None
+    """Held-out file."""
+    eval_fraction: Share = 0.0
+    """Instead of `eval`: this share of the training records is held out, chosen by the seed."""
+    max_length: Count = 1024
+    """Tokens per sequence; prompts are cut from the left to fit."""
+    max_prompt_length: Count | None = None
+    """Tokens of the prompt, cut from the left."""
+    max_samples: Count | None = None
+    """Use the first so many records of each file."""
+    columns: dict[str, str] = {}
+    """Names in the file -> names the format knows."""
+    on_error: Literal["skip", "fail"] | None = None
+    """Bad records: skip them with a count, or fail at the first. Empty: fail above 1 %."""
+    workers: Annotated[int, Field(ge=0)] = 4
+    """Threads per process that read and collate ahead; 0: none."""
+    prefetch: Count = 2
+    """Steps read ahead."""
+    pin: bool = True
+    """Page-locked host memory, where there is a GPU."""
+
+
+class BatchConfig(Section):
+    total: Count | None = None
+    """Samples per optimizer step over all processes."""
+    micro: Count | None = None
+    """Samples per forward pass and process."""
+    accumulate: Count | None = None
+    """Forward passes per optimizer step and process."""
+    tokens_per_micro: Count | None = None
+    """Pack micro-batches by tokens instead of samples."""
+    on_oom: Literal["stop", "shrink"] = "stop"
+    """What to do when a micro-batch does not fit the memory."""
+
+
+class GroupConfig(Section):
+    lr: NonNegative | None = None
+    """Peak learning rate of this group; 0 freezes it."""
+    weight_decay: NonNegative | None = None
+    """Weight decay of this group."""
+
+
+class OptimConfig(Section):
+    name: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = "adamw"
+    """adamw (CPUAdam where the JSON offloads, fused on a GPU) or sgd."""
+    lr: NonNegative = 1.0e-5
+    """Peak learning rate."""
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """Decay of Adam's first and second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1.0e-8
+    """Adam's epsilon."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay; biases and norms are left out."""
+    clip: NonNegative = 1.0
+    """Largest norm of the whole gradient; 0: never clipped."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the learning rate after the warmup."""
+    warmup: NonNegative = 0.03
+    """Below 1: share of the steps. From 1 on: steps."""
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    """Multiply lr by (processes / scale_lr_base), or by its root."""
+    scale_lr_base: Count = 1
+    """Processes for which lr was chosen."""
+    groups: dict[str, GroupConfig] = {}
+    """Name or glob -> its own lr or weight_decay: {"*.embed_tokens": {lr: 1e-6}}."""
+
+
+class WandbConfig(Section):
+    project: str
+    """Project the run appears in."""
+    name: str | None = None
+    """Name of the run; empty: the run folder's."""
+    mode: Literal["online", "offline"] = "online"
+    """offline writes files that `wandb sync` uploads later."""
+
+
+class LogConfig(Section):
+    every: Count = 10
+    """Steps between two rows."""
+    tensorboard: bool = True
+    """Write TensorBoard files into the run folder."""
+    wandb: WandbConfig | None = None
+    """Send rows to Weights & Biases, from rank 0."""
+
+
+class EvalConfig(Section):
+    every: Count | Literal["epoch"] = 200
+    """Steps between two evaluations, or the word epoch."""
+    metric: str = "loss"
+    """The metric `best` goes by."""
+    best: Literal["min", "max"] = "min"
+    """Whether the metric is better small or large."""
+
+
+class SaveConfig(Section):
+    every: Count | Literal["epoch"] = 200
+    """Steps between two checkpoints, or the word epoch; one is always written at the end."""
+    keep: Count = 3
+    """Checkpoints kept, beside the best."""
+    keep_every: Count | None = None
+    """Keep every checkpoint whose step is a multiple of this."""
+    background: bool = False
+    """Write while training goes on."""
+    prune_when_full: bool = False
+    """Delete an older checkpoint first when the disk cannot hold one more."""
+
+
+class ProfileConfig(Section):
+    steps: tuple[int, int]
+    """First and last step to profile."""
+    memory: bool = False
+    """Record allocations too."""
+
+
+class SlurmConfig(Section):
+    partition: str | None = None
+    """Partition."""
+    account: str | None = None
+    """Account."""
+    time: str | None = None
+    """Time limit, as sbatch takes it."""
+    setup: list[str] = []
+    """Shell lines that run before the training."""
+
+
+class LaunchConfig(Section):
+    env: list[str] = []
+    """Names of environment variables that travel to every host."""
+    slurm: SlurmConfig = SlurmConfig()
+    """For the Slurm launcher."""
+
+
+class RunConfig(Section):
+    """A whole recipe."""
+
+    task: str = ""
+    """A packaged task (`dstrain tasks`), a file path, or a dotted module."""
+    options: dict[str, Any] = {}
+    """The task's own options (`dstrain tasks NAME` documents them)."""
+    model: ModelConfig = ModelConfig()
+    """The model and what of it is trained."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """auto: bf16 if the GPU has it, else fp16; fp32 on a CPU."""
+    data: DataConfig = DataConfig()
+    """Where samples come from."""
+    ds_config: str = "zero2"
+    """A name in ds_configs, or the path of a DeepSpeed JSON."""
+    batch: BatchConfig = BatchConfig()
+    """Any two of total, micro, accumulate."""
+    optim: OptimConfig = OptimConfig()
+    """How the weights learn."""
+    steps: Count | None = None
+    """Optimizer steps."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Instead of `steps`: passes over the data. With neither: 1."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Order of the data, initial weights, dropout."""
+    deterministic: bool = False
+    """Bit-equal results on a GPU too, at a price in speed."""
+    compile: bool = False
+    """torch.compile the model."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A step with an inf or nan is always left out; stop ends the run after 3 in a row."""
+    timeout_minutes: Annotated[float, Field(gt=0)] = 10.0
+    """How long a process waits for a silent one."""
+    log: LogConfig = LogConfig()
+    """Where numbers go."""
+    eval: EvalConfig = EvalConfig()
+    """When held-out data is looked at."""
+    save: SaveConfig = SaveConfig()
+    """When checkpoints are written and which are kept."""
+    profile: ProfileConfig | None = None
+    """Steps to profile."""
+    launch: LaunchConfig = LaunchConfig()
+    """What launchers need to know."""

@@ -1,0 +1,106 @@
+r"""Dialogs as text, hh-rlhf's "\n\nHuman: … \n\nAssistant: …", and as lists of messages."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+_MARK = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+_ROLE = {"Human": "user", "Assistant": "assistant"}
+_NAME = {"user": "Human", "assistant": "Assistant", "tool": "Tool"}
+
+
+class Message(TypedDict):
+    """One turn; `role` is system, user, assistant or tool."""
+
+    role: str
+    content: str
+
+
+class Turn(NamedTuple):
+    """One turn of a dialog's text, nothing left out: `mark + text` is what stands in the file."""
+
+    role: str
+    mark: str
+    text: str
+
+    def message(self) -> Message:
+        """Without the mark and the one space after it."""
+        return {"role": self.role, "content": self.text.removeprefix(" ")}
+
+
+def is_dialog(text: str) -> bool:
+    """True where a Human and an Assistant both speak."""
+    return {match[1] for match in _MARK.finditer(text)} == set(_ROLE)
+
+
+def parse_dialog(text: str) -> list[Turn]:
+    """The turns of a dialog; `render_dialog` gives the text back exactly.
+
+    A turn lasts until the speaker changes: a second "Assistant:" after an Assistant belongs to the same turn,
+    for chat templates refuse two in a row, and hh-rlhf has them. Text before the first mark is a system turn.
+    """
+    marks = list(_MARK.finditer(text))
+    head = text[: marks[0].start()] if marks else text
+    turns = [Turn("system", "", head)] if head else []
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    for mark, end in zip(marks, ends, strict=False):
+        body = text[mark.end() : end]
+        role = _ROLE[mark[1]]
+        if turns and turns[-1].role == role:
+            turns[-1] = turns[-1]._replace(text=turns[-1].text + mark[0] + body)
+        else:
+            turns.append(Turn(role, mark[0], body))
+    return turns
+
+
+def render_dialog(turns: Iterable[Turn]) -> str:
+    """The text that was parsed."""
+    return "".join(turn.mark + turn.text for turn in turns)
+
+
+def as_messages(turns: Iterable[Turn]) -> list[Message]:
+    """The turns as messages; a blank head says nothing and is left out."""
+    return [turn.message() for turn in turns if turn.role != "system" or turn.text.strip()]
+
+
+def render_messages(messages: Iterable[Message]) -> str:
+    """Messages as hh-rlhf writes dialogs, system text in front."""
+    text = ""
+    for message in messages:
+        if message["role"] == "system":
+            text += f"\n\n{message['content']}" if text else message["content"]
+        else:
+            text += f"\n\n{_NAME[message['role']]}: {message['content']}"
+    return text
+
+
+def count_common(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """How many items the two have in common at the beginning, leaving each at least one of its own."""
+    most = max(min(len(left), len(right)) - 1, 0)
+    for index in range(most):
+        if left[index] != right[index]:
+            return index
+    return most
+
+
+def common_words(left: str, right: str) -> int:
+    """The length of the common beginning, not ending inside a word and leaving each text something.
+
+    A space before the cut goes with what follows, as byte-level tokenizers write it; a line break stays in front.
+    """
+    cut = count_common(left, right)
+    while cut and (_inside_word(left, cut) or _inside_word(right, cut)):
+        cut -= 1
+    return cut - 1 if cut and left[cut - 1] == " " else cut
+
+
+def _inside_word(text: str, cut: int) -> bool:
+    return _joins(text[cut - 1]) and _joins(text[cut])
+
+
+def _joins(letter: str) -> bool:
+    """True for the letters of scripts that put spaces between words; 0x2E80 is where the CJK blocks begin."""
+    return unicodedata.category(letter)[0] in "LNM" and ord(letter) < 0x2E80

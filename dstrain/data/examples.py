@@ -1,0 +1,55 @@
+"""Examples of one split: a token store, or a part of it, and how it is made up of sources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from dstrain.data.store import TokenStore
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What the loader indexes. Thread-safe."""
+
+    store: TokenStore
+    rows: np.ndarray
+    """(N,) rows of the store, those of each source together."""
+    sizes: tuple[int, ...]
+    """Examples of each source."""
+    weights: tuple[float, ...]
+    """How often an epoch shows each source."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self.store[int(self.rows[index])]
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What came of reading the sources, for events.jsonl."""
+        report = asdict(self.store.report)
+        bad = report.pop("bad")
+        return {**report, "skipped": len(bad), "skipped_records": [f"{where}: {reason}" for where, reason in bad[:100]]}
+
+
+def split_examples(
+    store: TokenStore, source_sizes: tuple[int, ...], weights: tuple[float, ...], held_out: float, seed: int
+) -> tuple[Examples, Examples | None]:
+    """(training, held-out) examples; `held_out` is the share of each source that is held out, chosen by the seed."""
+    sizes = store.sizes(source_sizes)
+    starts = np.cumsum((0, *sizes))
+    train, test = [], []
+    for source, (start, size) in enumerate(zip(starts, sizes, strict=False)):
+        order = np.random.RandomState([seed, 3, source]).permutation(size) + start
+        count = max(1, round(held_out * size)) if held_out else 0
+        test.append(np.sort(order[:count]))
+        train.append(np.sort(order[count:]))
+    kept = Examples(store, np.concatenate(train), tuple(map(len, train)), weights)
+    if not held_out:
+        return kept, None
+    return kept, Examples(store, np.concatenate(test), tuple(map(len, test)), (1.0,) * len(test))

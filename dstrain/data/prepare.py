@@ -1,0 +1,153 @@
+"""From data files to a token cache: every record read once, the bad ones named, and a verdict on them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dstrain.data.formats import BadRecord, read_preference
+from dstrain.data.source import BadRow, Source, open_source
+from dstrain.data.store import Report, TokenStore, cache_root, cached_store
+from dstrain.errors import DataError
+
+FORMAT = 1
+"""Raise it when the same data would give other examples: old caches are then left alone."""
+CHUNK = 1000
+SHARE_SKIPPED = 0.01
+"""Bad records up to this share are skipped where `data.on_error` says nothing."""
+
+Encode = Callable[[list[tuple[int, dict[str, Any]]]], Sequence[Mapping[str, Any] | BadRecord]]
+"""(index, record) pairs -> an example or the fault of each, in the same order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What to do about bad records."""
+
+    task: str
+    """For the command that the refusal names."""
+    on_error: str | None = None
+    """skip: leave them out; fail: refuse any; None: refuse more than 1 %."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceSettings:
+    """How preferences become token ids."""
+
+    max_length: int
+    """Tokens of prompt and answer together."""
+    max_prompt_length: int | None = None
+    """Tokens of the prompt, its BOS among them."""
+    task: str = "rm"
+    on_error: str | None = None
+
+
+def prepare_preferences(
+    source: Source, tokenizer: Any, settings: PreferenceSettings, folder: Path | None = None
+) -> TokenStore:
+    """The store of a source's preferences: `chosen`, `rejected`, `prompt_length` and `margin` (0 where none)."""
+    from dstrain.data.text import encode_preferences
+
+    def encode(rows: list[tuple[int, dict[str, Any]]]) -> list[Mapping[str, Any] | BadRecord]:
+        read = [_attempt(read_preference, record) for _, record in rows]
+        good = [item for item in read if not isinstance(item, BadRecord)]
+        coded = encode_preferences(tokenizer, good, settings.max_length, settings.max_prompt_length)
+        for item, example in zip(good, coded, strict=True):
+            if not isinstance(example, BadRecord):
+                example["margin"] = item.margin or 0.0
+        following = iter(coded)
+        return [item if isinstance(item, BadRecord) else next(following) for item in read]
+
+    key = {"what": "preferences", "tokenizer": tokenizer_fingerprint(tokenizer),
+           "max_length": settings.max_length, "max_prompt_length": settings.max_prompt_length}
+    return prepare(source, encode, key, Policy(task=settings.task, on_error=settings.on_error), folder)
+
+
+def prepare(
+    source: Source, encode: Encode, key: Mapping[str, Any], policy: Policy, folder: Path | None = None
+) -> TokenStore:
+    """The store of a source's examples, from the cache where it is there. Raises DataError for bad records.
+
+    `key` names all that `encode` depends on; the data and the format are added to it. The verdict is no part of
+    the cache: another `on_error` needs no new tokens.
+    """
+    full = {"format": FORMAT, "data": source.digest, **key}
+    store = cached_store(folder or cache_root(), full, lambda report: encode_all(source, encode, report))
+    judge(store.report, policy)
+    return store
+
+
+def encode_all(source: Source, encode: Encode, report: Report, chunk: int = CHUNK) -> Iterator[list[dict[str, Any]]]:
+    """The examples of all good records, in chunks, with the record's index as `sample`; the report fills up.
+
+    A key that ends in `_cut` is counted, not kept.
+    """
+    report.read = len(source) + len(source.bad)
+    report.bad.extend(source.bad)
+    for start in range(0, len(source), chunk):
+        rows = [(index, source[index]) for index in range(start, min(start + chunk, len(source)))]
+        examples: list[dict[str, Any]] = []
+        for (index, _), example in zip(rows, encode(rows), strict=True):
+            if isinstance(example, BadRecord):
+                report.bad.append(BadRow(source.where(index), example.reason))
+                continue
+            for name in [name for name in example if name.endswith("_cut")]:
+                report.cuts[name] = report.cuts.get(name, 0) + int(example[name])
+            kept = {name: value for name, value in example.items() if not name.endswith("_cut")}
+            examples.append(kept | {"sample": index})
+        report.kept += len(examples)
+        yield examples
+
+
+def judge(report: Report, policy: Policy) -> None:
+    """Nothing where the records may be used as `on_error` says. Raises DataError with the first ten bad ones."""
+    limit = {"skip": 1.0, "fail": 0.0, None: SHARE_SKIPPED}[policy.on_error]
+    bad, share = len(report.bad), len(report.bad) / max(report.read, 1)
+    if share <= limit and report.kept:
+        return
+    lines = [f"  {row.where}: {row.reason}" for row in report.bad[:10]]
+    more = [f"  … and {bad - 10} more"] if bad > 10 else []
+    rule = {"skip": "and none is left", "fail": "and data.on_error is fail",
+            None: f"more than the {SHARE_SKIPPED:.0%} that is skipped unasked"}[policy.on_error]
+    file = re.sub(r"(:\d+|\[\d+\])$", "", report.bad[0].where) if report.bad else "FILE"
+    skip = "" if policy.on_error == "skip" else ", or leave them out with `data.on_error: skip`"
+    raise DataError("\n".join([
+        f"{bad} of {report.read} records ({share:.1%}) cannot be used, {rule}:", *lines, *more,
+        f"list all with `dstrain data check {file} --task {policy.task}`{skip}",
+    ]))
+
+
+def check_file(
+    path: str | Path, columns: Mapping[str, str] | None, convert: Callable[[dict[str, Any]], Any]
+) -> list[BadRow]:
+    """Every bad record of a file, in the file's order; `convert` raises BadRecord for a bad one."""
+    source = open_source(path, columns)
+    found = ((source.where(index), _attempt(convert, source[index])) for index in range(len(source)))
+    bad = source.bad + [BadRow(where, item.reason) for where, item in found if isinstance(item, BadRecord)]
+    return sorted(bad, key=lambda row: int(re.findall(r"\d+", row.where)[-1]))
+
+
+def _attempt(convert: Callable[[dict[str, Any]], Any], record: dict[str, Any]) -> Any:
+    try:
+        return convert(record)
+    except BadRecord as fault:
+        return fault
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """A hash of all that decides which ids a text becomes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        state: Any = sorted(tokenizer.get_vocab().items())
+    else:
+        state = json.loads(backend.to_str())
+        # Left behind by the last call that padded or cut; they decide nothing here.
+        state = {name: value for name, value in state.items() if name not in ("padding", "truncation")}
+    special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
+    parts = [type(tokenizer).__name__, state, special, getattr(tokenizer, "chat_template", None)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,181 @@
+"""The token cache: examples as columns on disk, memory-mapped, whole or absent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dstrain.data.columns import ColumnWriter, Example
+from dstrain.data.source import BadRow
+from dstrain.errors import DataError
+from dstrain.units import show_duration
+
+_POLL_SECONDS = 0.1
+
+
+@dataclass
+class Report:
+    """What came of reading a source."""
+
+    read: int = 0
+    kept: int = 0
+    bad: list[BadRow] = field(default_factory=list)
+    cuts: dict[str, int] = field(default_factory=dict)
+    """Name of a cut -> examples that were cut that way."""
+
+
+Build = Callable[[Report], Iterable[Sequence[Example]]]
+"""Yields examples in chunks, filling in the report as it goes."""
+
+
+class TokenStore:
+    """Read-only examples: ragged int32 columns, float64 scalars and the sample ids. Thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open a folder that `cached_store` wrote. Raises ValueError or OSError where it is not whole."""
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        for name, size in meta["files"].items():
+            if (folder / name).stat().st_size != size:
+                raise ValueError(f"{folder / name} has not the {size} bytes that were written")
+        self.folder = folder
+        self.report = Report(**{**meta["report"], "bad": [BadRow(*row) for row in meta["report"]["bad"]]})
+        self._count = int(meta["count"])
+        self.samples = _open(folder / "sample.npy")
+        self._scalars = {name: _open(folder / f"{name}.npy") for name in meta["scalars"]}
+        self._ragged = {
+            name: (_open(folder / f"{name}.npy"), _open(folder / f"{name}.ends.npy")) for name in meta["ragged"]
+        }
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Arrays by column, floats by column, and `sample`: the record's index in its source."""
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        example: dict[str, Any] = {"sample": int(self.samples[index])}
+        for name, (values, ends) in self._ragged.items():
+            example[name] = values[ends[index - 1] if index else 0 : ends[index]]
+        return example | {name: float(values[index]) for name, values in self._scalars.items()}
+
+    def lengths(self, column: str) -> np.ndarray:
+        """The length of every example's sequence in a ragged column."""
+        return np.diff(self._ragged[column][1], prepend=0)
+
+    def sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """How many examples each of the joined sources, of these sizes, left in the store."""
+        ends = np.searchsorted(self.samples, np.cumsum((0, *sizes)))
+        return tuple(int(count) for count in np.diff(ends))
+
+
+def _open(path: Path) -> np.ndarray:
+    # Without the view, every slice of a memmap pays for building a memmap; an empty file cannot be mapped.
+    if path.stat().st_size <= 128:
+        return np.load(path, allow_pickle=False)
+    return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+
+
+def write_store(folder: Path, key: Mapping[str, Any], build: Build) -> None:
+    """Write what `build` yields into an empty folder; meta.json comes last."""
+    report, columns = Report(), ColumnWriter(folder)
+    for chunk in build(report):
+        columns.append(chunk)
+    meta = {"key": dict(key), **columns.close(), "report": asdict(report)}
+    with (folder / "meta.json").open("w", encoding="utf-8") as file:
+        json.dump(meta, file, ensure_ascii=False)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def cache_root() -> Path:
+    """DSTRAIN_CACHE, else dstrain/ in XDG_CACHE_HOME or ~/.cache."""
+    if root := os.environ.get("DSTRAIN_CACHE"):
+        return Path(root).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dstrain"
+
+
+def key_name(key: Mapping[str, Any]) -> str:
+    """The name of the subfolder: a hash of the key as canonical JSON."""
+    text = json.dumps(key, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def say(line: str) -> None:
+    """To stderr, at once: stdout belongs to what was asked for."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def cached_store(
+    folder: Path, key: Mapping[str, Any], build: Build, echo: Callable[[str], None] = say, every: float = 30.0
+) -> TokenStore:
+    """The store under this key, built first where it is absent or damaged.
+
+    One process builds, in a folder that is renamed when it is whole; the others wait for its lock, telling
+    every `every` seconds for whom. Never a collective: it may take longer than a process group waits.
+    """
+    from filelock import FileLock, Timeout
+
+    place = folder / key_name(key)
+    if (store := _whole(place)) is not None:
+        return store
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock, owner = FileLock(f"{place}.lock"), Path(f"{place}.owner")
+        while True:
+            try:
+                lock.acquire(timeout=every, poll_interval=_POLL_SECONDS)
+                break
+            except Timeout:
+                echo(f"waiting for the token cache {place}, {_read_owner(owner)}")
+        try:
+            owner.write_text(json.dumps([os.getpid(), socket.gethostname(), time.time()]), encoding="utf-8")
+            store = _whole(place)
+            return _build(place, key, build) if store is None else store
+        finally:
+            owner.unlink(missing_ok=True)
+            lock.release()
+    except OSError as fault:
+        mend = "where that folder is full or read-only, set DSTRAIN_CACHE to another"
+        raise DataError(f"the token cache {place} cannot be built: {fault}; {mend}") from fault
+
+
+def _whole(place: Path) -> TokenStore | None:
+    try:
+        return TokenStore(place)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _build(place: Path, key: Mapping[str, Any], build: Build) -> TokenStore:
+    """Under the lock, so that a partial folder is a dead process's and a damaged one nobody's."""
+    partial = place.with_name(f"{place.name}.partial")
+    for rest in (partial, place):
+        if rest.exists():
+            shutil.rmtree(rest)
+    partial.mkdir()
+    try:
+        write_store(partial, key, build)
+        partial.rename(place)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return TokenStore(place)
+
+
+def _read_owner(owner: Path) -> str:
+    try:
+        process, host, began = json.loads(owner.read_text(encoding="utf-8"))
+        return f"which process {process} on {host} has been building for {show_duration(time.time() - began)}"
+    except (OSError, ValueError):
+        return "which another process is building"

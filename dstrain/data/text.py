@@ -1,0 +1,192 @@
+"""Dialogs as token ids: rendering, the tokens around them, and cutting to length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dstrain.data.dialogs import Message, render_messages
+from dstrain.data.formats import BadRecord, Preference, Response
+from dstrain.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Prompt = str | list[Message]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt and its answers as text; each answer goes on where the prompt ends."""
+
+    prompt: str
+    answers: tuple[str, ...]
+    templated: bool
+    """True where the tokenizer's chat template wrote it: nothing is to be put after the answer."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The ids around a prompt and its answer."""
+
+    start: tuple[int, ...]
+    """BOS or CLS, where the tokenizer adds one by itself."""
+    end: tuple[int, ...]
+    """EOS, a part of the answer; or the SEP of a BERT."""
+    wraps: bool
+    """True for a BERT: the end is a part of the frame, and no cut takes it away."""
+    begin: int | None = None
+    """The BOS that a template may write, though the tokenizer adds none."""
+
+
+def render(tokenizer: Any, prompt: Prompt, answers: Sequence[Response] = ()) -> Rendered:
+    """The text of a prompt and of its answers. Raises BadRecord where the chat template refuses the dialog."""
+    if getattr(tokenizer, "chat_template", None):
+        return _render_template(tokenizer, prompt, answers)
+    if isinstance(prompt, str):
+        assert all(isinstance(answer, str) for answer in answers), "messages answer messages"
+        return Rendered(prompt, tuple(map(str, answers)), False)
+    mark = "\n\nAssistant:"
+    texts = tuple(render_messages(_as_messages(answer, "assistant")) for answer in answers)
+    return Rendered(render_messages(prompt) + mark, tuple(text.removeprefix(mark) for text in texts), False)
+
+
+def _render_template(tokenizer: Any, prompt: Prompt, answers: Sequence[Response]) -> Rendered:
+    from jinja2 import TemplateError
+
+    before = _as_messages(prompt, "user")
+    if isinstance(prompt, str):  # split at a space, which belongs to no message
+        answers = [answer.removeprefix(" ") if isinstance(answer, str) else answer for answer in answers]
+    try:
+        opening = tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False)
+        whole = [
+            tokenizer.apply_chat_template(before + _as_messages(answer, "assistant"), tokenize=False)
+            for answer in answers
+        ]
+    except (TemplateError, TypeError, KeyError, ValueError) as fault:
+        raise BadRecord(f"the tokenizer's chat template refuses the dialog ({fault}); mend the turns") from fault
+    # Some templates open the answer with what they later leave out, such as an empty block of thoughts.
+    start = _count_common([opening, *whole])
+    return Rendered(opening[:start], tuple(text[start:] for text in whole), True)
+
+
+def _count_common(texts: Sequence[str]) -> int:
+    low, high = min(texts), max(texts)
+    return next((at for at, letter in enumerate(low) if high[at : at + 1] != letter), len(low))
+
+
+def _as_messages(value: Response, role: str) -> list[Message]:
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+
+def frame_of(tokenizer: Any) -> Frame:
+    """What the tokenizer adds by itself, seen by asking it; and its EOS, which causal tokenizers rarely add."""
+    bare, full = _tokenize(tokenizer, ["a"])[0], tokenizer("a", verbose=False)["input_ids"]
+    openers = tokenizer.bos_token_id, tokenizer.cls_token_id
+    found = (at for at in range(len(full)) if full[at : at + len(bare)] == bare)
+    at = next(found, 0) if bare else sum(token in openers for token in full)
+    start, end = tuple(full[:at]), tuple(full[at + len(bare) :])
+    if tokenizer.sep_token_id is not None and tokenizer.sep_token_id in end:
+        return Frame(start, end, True)
+    eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return Frame(start, eos, False, tokenizer.bos_token_id)
+
+
+def _tokenize(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    if not texts:
+        return []
+    # verbose=False: longer than the model is no news here, for the cut comes later.
+    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def encode_preference(
+    tokenizer: Any, preference: Preference, max_length: int, max_prompt_length: int | None = None
+) -> dict[str, Any]:
+    """One preference; see `encode_preferences`. Raises BadRecord."""
+    example = encode_preferences(tokenizer, [preference], max_length, max_prompt_length)[0]
+    if isinstance(example, BadRecord):
+        raise example
+    return example
+
+
+def encode_preferences(
+    tokenizer: Any, preferences: Sequence[Preference], max_length: int, max_prompt_length: int | None = None
+) -> list[dict[str, Any] | BadRecord]:
+    """Ids of prompt and answer, as `chosen` and `rejected`, and where both answers begin, as `prompt_length`.
+
+    `prompt_cut` and `response_cut` are 1 where something was cut, else 0.
+    """
+    frame = frame_of(tokenizer)
+    if max_length <= len(frame.start) + len(frame.end):
+        raise DataError(f"data.max_length {max_length} leaves no room for text; make it larger")
+    rendered = [_try_render(tokenizer, preference) for preference in preferences]
+    good = [item for item in rendered if isinstance(item, Rendered)]
+    ids = iter(_tokenize(tokenizer, [text for item in good for text in (item.prompt, *item.answers)]))
+    limits = max_length, max_prompt_length
+    return [
+        item if isinstance(item, BadRecord) else _assemble((next(ids), next(ids), next(ids)), frame, item.templated, limits)
+        for item in rendered
+    ]
+
+
+def _try_render(tokenizer: Any, preference: Preference) -> Rendered | BadRecord:
+    try:
+        return render(tokenizer, preference.prompt, (preference.chosen, preference.rejected))
+    except BadRecord as fault:
+        return fault
+
+
+def _assemble(
+    ids: tuple[list[int], list[int], list[int]], frame: Frame, templated: bool, limits: tuple[int, int | None]
+) -> dict[str, Any] | BadRecord:
+    """Frame and cut: the prompt from the left, so that the longer answer fits; an answer at its end, if it must be."""
+    start, prompt = _take_start(ids[0], frame)
+    for key, answer in zip(("chosen", "rejected"), ids[1:], strict=True):
+        if not answer:
+            return BadRecord(f"'{key}' becomes no token; write an answer or remove the record")
+    ending = [] if templated and not frame.wraps else list(frame.end)
+    bodies = [answer[: len(answer) - len(ending)] if _ends(answer, ending) else answer for answer in ids[1:]]
+    end = ending if frame.wraps else []
+    answers = bodies if frame.wraps else [body + ending for body in bodies]
+    max_length, max_prompt_length = limits
+    room = max_length - len(start) - len(end)
+    keep = min(len(prompt), max(room - max(map(len, answers)), 0))
+    if max_prompt_length is not None:
+        keep = min(keep, max(max_prompt_length - len(start), 0))
+    head = start + prompt[len(prompt) - keep :]
+    chosen, rejected = (head + answer[:room] + end for answer in answers)
+    return {
+        "chosen": chosen, "rejected": rejected, "prompt_length": len(head),
+        "prompt_cut": int(keep < len(prompt)), "response_cut": int(max(map(len, answers)) > room),
+    }
+
+
+def _take_start(prompt: list[int], frame: Frame) -> tuple[list[int], list[int]]:
+    """The ids that no cut takes from the front, and the prompt without them where the template wrote them."""
+    start = list(frame.start)
+    if start and prompt[: len(start)] == start:
+        return start, prompt[len(start) :]
+    if frame.begin is not None and prompt[:1] == [frame.begin]:
+        return prompt[:1], prompt[1:]
+    return start, prompt
+
+
+def _ends(answer: list[int], ending: list[int]) -> bool:
+    return bool(ending) and answer[-len(ending) :] == ending
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of these texts, with `<pad>` and, as EOS, `</s>`; the same for the same texts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<pad>", "</s>"], show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")

@@ -1,0 +1,47 @@
+"""A tokenizer trained on the data, kept in the cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dstrain.data.formats import BadRecord
+from dstrain.data.source import Source
+from dstrain.data.store import key_name
+from dstrain.data.text import train_tokenizer
+from dstrain.errors import DataError
+
+MOST_RECORDS = 200_000
+
+
+def trained_tokenizer(
+    source: Source, texts: Callable[[dict[str, Any]], Iterable[str]], vocab_size: int, cache: Path
+) -> Any:
+    """A byte-level BPE of the source's texts; from the cache where the same one was trained before.
+
+    Several processes may train it side by side: it is the same, and the first to finish gives it its name.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size < 258:
+        raise DataError(f"a byte-level tokenizer has at least 258 entries, not {vocab_size}; raise vocab_size")
+    place = cache / "tokenizers" / key_name({"data": source.digest, "vocab_size": vocab_size, "format": 1})
+    if not place.is_dir():
+        partial = place.with_name(f"{place.name}.{os.getpid()}.partial")
+        train_tokenizer(_texts(source, texts), vocab_size).save_pretrained(str(partial))
+        try:
+            partial.rename(place)
+        except OSError:
+            shutil.rmtree(partial)
+    return PreTrainedTokenizerFast.from_pretrained(str(place))
+
+
+def _texts(source: Source, texts: Callable[[dict[str, Any]], Iterable[str]]) -> Iterator[str]:
+    for index in range(min(len(source), MOST_RECORDS)):
+        try:
+            yield from texts(source[index])
+        except BadRecord:
+            continue  # judged where the tokens are made

@@ -1,0 +1,215 @@
+"""The command line that starts the workers of one machine, as a value that `--dry-run` can print."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import psutil
+
+from dstrain.errors import UsageError
+from dstrain.launch.threads import cores_here, thread_environment
+from dstrain.launch.topology import gpus_present, visible_devices, wants_cpu
+
+LAUNCHERS = ("deepspeed", "torchrun", "slurm")
+_HOSTS_TODAY = "today several hosts run with `deepspeed --hostfile F --module dstrain.cli train R`"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """What the launch options of the command line said. None or empty: not given."""
+
+    num_gpus: int | None = None
+    """Processes per host, one per GPU; on a CPU just processes. Default: all visible GPUs, or one process."""
+    num_nodes: int | None = None
+    """Hosts to take from the top of the hostfile."""
+    hostfile: str | None = None
+    """File of `host slots=8` lines."""
+    include: str = ""
+    """GPUs to run on, as DeepSpeed writes them: localhost:0,2"""
+    exclude: str = ""
+    """GPUs to leave alone: localhost:1"""
+    node_rank: int | None = None
+    """This host's place among the hosts, from 0."""
+    master_addr: str | None = None
+    """Address of rank 0's host."""
+    master_port: int | None = None
+    """Port where the ranks meet. Default: a free one."""
+    no_ssh: bool = False
+    """Every host was given its own command, so none is reached over ssh."""
+    launcher: str = "deepspeed"
+    """deepspeed, torchrun or slurm."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All that `supervise` needs to start the workers."""
+
+    argv: list[str]
+    environment: dict[str, str]
+    processes: int
+
+
+def prepare_launch(options: LaunchOptions, arguments: list[str], env: Mapping[str, str]) -> Launch:
+    """The launch of `dstrain ARGUMENTS` on this machine. Raises UsageError where the options do not fit it."""
+    refuse_hosts(options)
+    present = 0 if wants_cpu(env) else gpus_present()
+    devices = chosen_devices(options, env, present)
+    processes = len(devices) or options.num_gpus or 1
+    port = free_port() if options.master_port is None else options.master_port
+    if options.master_port is not None:
+        check_port(port)
+    chosen = replace(options, include=f"localhost:{','.join(devices)}" if _must_name(devices) else "", exclude="")
+    argv = launch_command(chosen, arguments, processes, port)
+    return Launch(argv, launch_environment(options, env, devices, processes), processes)
+
+
+def launch_command(options: LaunchOptions, arguments: list[str], gpus: int, port: int) -> list[str]:
+    """The argv that runs `dstrain ARGUMENTS` in `gpus` processes here, under DeepSpeed's launcher or torchrun."""
+    if options.launcher == "torchrun":
+        place = ["--nproc-per-node", str(gpus), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        return [sys.executable, "-m", "torch.distributed.run", *place, "-m", "dstrain.cli", *arguments]
+    # DeepSpeed takes /job/hostfile where none is named, and runs here where the one named is no plain file.
+    # Without --quiet it would warn of just that.
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--hostfile", "/dev/null"]
+    if options.include:
+        command += ["--include", options.include]
+    elif options.exclude:
+        command += ["--exclude", options.exclude]
+    else:
+        command += ["--num_gpus", str(gpus)]
+    return [*command, "--master_port", str(port), "--module", "dstrain.cli", *arguments]
+
+
+def launch_environment(
+    options: LaunchOptions, env: Mapping[str, str], devices: list[str], processes: int
+) -> dict[str, str]:
+    """The environment for the launcher: threads, and which devices it may see."""
+    launched = thread_environment(env, processes, cores_here())
+    if not devices:
+        return {**launched, "DS_ACCELERATOR": "cpu"}  # else DeepSpeed looks for one, and warns that it found none
+    if options.launcher == "torchrun":
+        return {**launched, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
+    # DeepSpeed's launcher drops CUDA_VISIBLE_DEVICES where GPUs are chosen by option; the option says it all.
+    launched.pop("CUDA_VISIBLE_DEVICES", None)
+    return launched
+
+
+def chosen_devices(options: LaunchOptions, env: Mapping[str, str], present: int) -> list[str]:
+    """The GPUs to run on, one process each; none on a CPU. `present`: GPUs of this machine, 0 to use none."""
+    if options.num_gpus is not None and options.num_gpus < 1:
+        raise UsageError(f"--num-gpus {options.num_gpus} starts no process; give 1 or more")
+    if (options.include or options.exclude) and options.num_gpus is not None:
+        raise UsageError("--num-gpus cannot stand beside --include or --exclude; they say how many already")
+    if options.include and options.exclude:
+        raise UsageError("--include and --exclude cannot stand together; give one of them")
+    if options.include or options.exclude:
+        return _filtered(options, present)
+    listed = env.get("CUDA_VISIBLE_DEVICES")
+    devices = visible_devices(listed, present)
+    if present and not devices:
+        raise UsageError(
+            f"CUDA_VISIBLE_DEVICES={listed} names none of the {present} GPUs here; "
+            "name one that nvidia-smi -L lists, or set it to nothing to run on the CPU"
+        )
+    if options.num_gpus is None or not present:
+        return _checked_names(devices, options.launcher)
+    if options.num_gpus > len(devices):
+        raise UsageError(
+            f"--num-gpus {options.num_gpus} asks for more than the {len(devices)} visible GPUs; "
+            "ask for fewer, or widen CUDA_VISIBLE_DEVICES; CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
+        )
+    return _checked_names(devices[: options.num_gpus], options.launcher)
+
+
+def _filtered(options: LaunchOptions, present: int) -> list[str]:
+    """--include and --exclude name GPUs of the machine, as in DeepSpeed, whatever CUDA_VISIBLE_DEVICES says."""
+    name, text = ("--include", options.include) if options.include else ("--exclude", options.exclude)
+    host, _, slots = text.partition(":")
+    numbers = slots.split(",") if slots else [str(index) for index in range(present)]
+    if host != "localhost" or not all(number.isdecimal() for number in numbers):
+        raise UsageError(f"{name} '{text}' does not name GPUs of this machine; write it like localhost:0,2")
+    absent = sorted({int(number) for number in numbers if int(number) >= present})
+    if absent or not present:
+        raise UsageError(
+            f"{name} '{text}' names GPU {absent[0] if absent else 0}, but there are {present} here; see nvidia-smi -L"
+        )
+    named = {int(number) for number in numbers}
+    left = named if options.include else set(range(present)) - named
+    if not left:
+        raise UsageError(f"{name} '{text}' leaves no GPU to run on; leave at least one")
+    return [str(index) for index in sorted(left)]
+
+
+def _checked_names(devices: list[str], launcher: str) -> list[str]:
+    named = [device for device in devices if not device.isdecimal()]
+    if named and launcher == "deepspeed":
+        raise UsageError(
+            f"CUDA_VISIBLE_DEVICES names {named[0]}, and DeepSpeed's launcher knows GPUs by number only; "
+            "write numbers as nvidia-smi -L lists them, or add --launcher torchrun"
+        )
+    return devices
+
+
+def _must_name(devices: list[str]) -> bool:
+    """Whether `--num_gpus N`, which means the first N of the machine, would be other GPUs than these."""
+    return devices != [str(index) for index in range(len(devices))]
+
+
+def refuse_hosts(options: LaunchOptions) -> None:
+    """Raise UsageError for what needs several hosts: dstrain does not supervise those yet."""
+    if options.launcher not in LAUNCHERS:
+        raise UsageError(f"--launcher {options.launcher} is unknown; choose one of {', '.join(LAUNCHERS)}")
+    if options.launcher == "slurm":
+        raise UsageError("--launcher slurm is not there yet; today use `sbatch launchers/slurm.sbatch RECIPE`")
+    given = {
+        "--hostfile": options.hostfile is not None,
+        "--num-nodes": options.num_nodes not in (None, 1),
+        "--node-rank": options.node_rank not in (None, 0),
+        "--master-addr": options.master_addr not in (None, "127.0.0.1", "localhost"),
+        "--no-ssh": options.no_ssh,
+    }
+    names = [name for name, is_given in given.items() if is_given]
+    if names:
+        raise UsageError(f"{', '.join(names)}: dstrain does not start several hosts by itself yet; {_HOSTS_TODAY}")
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(port: int) -> None:
+    """Raise UsageError where the port is taken, naming who holds it."""
+    if not 0 < port < 65536:
+        raise UsageError(f"--master-port {port} is no port; give one from 1024 to 65535, or leave it out")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except PermissionError as error:
+            raise UsageError(
+                f"--master-port {port} may not be used by this user; give one from 1024 to 65535"
+            ) from error
+        except OSError as error:
+            raise UsageError(
+                f"--master-port {port} is taken{_holder(port)}; leave the option out for a free port, or end that process"
+            ) from error
+
+
+def _holder(port: int) -> str:
+    """` by python (pid 4711)`, or nothing where the holder is not ours to see."""
+    try:
+        pids = {c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.pid}
+    except psutil.Error:
+        return ""
+    for pid in sorted(pids):
+        try:
+            return f" by {psutil.Process(pid).name()} (pid {pid})"
+        except psutil.Error:
+            continue
+    return ""

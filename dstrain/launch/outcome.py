@@ -1,0 +1,76 @@
+"""What a launch came to: from what its ranks recorded and how their processes ended to one exit code and a sentence."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dstrain.launch.worker import Record
+
+DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 75
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The exit code, and for all but 0 and 75 whom to blame."""
+
+    code: int
+    message: str = ""
+    rank: int | None = None
+
+
+def outcome(records: Mapping[int, Record], ends: Mapping[int, int | None], launcher: int, processes: int) -> Outcome:
+    """`ends`: how the ranks' processes ended, in that order; `launcher`: its return code, which is not to be trusted.
+
+    DeepSpeed's launcher exits 0 when its inner process is killed, and a rank that is done may still die
+    while the interpreter shuts down. A rank's own word counts.
+    """
+    codes = {rank: record.exit for rank, record in records.items()}
+    for rank, code in sorted(codes.items()):
+        if code == USAGE:
+            return Outcome(USAGE, _told(records[rank]), rank)
+    if not codes:
+        if launcher == USAGE:
+            return Outcome(USAGE, "the launcher refused its command line; see its message above")
+        return Outcome(FAILED, f"no worker lived to say so; the launcher {describe(launcher)}")
+    if sorted(codes) == list(range(processes)):
+        for code in (DONE, STOPPED):
+            if set(codes.values()) == {code}:
+                return Outcome(code)
+    return _blame(records, ends, launcher, processes)
+
+
+def _blame(records: Mapping[int, Record], ends: Mapping[int, int | None], launcher: int, processes: int) -> Outcome:
+    """The rank that ended first and badly; else one that never spoke; else one that stands out."""
+    for rank, status in ends.items():
+        record = records.get(rank)
+        if record is None or record.exit in (DONE, STOPPED):
+            continue
+        if record.exit is not None:
+            return Outcome(FAILED, _told(record), rank)
+        status = -(256 - launcher) if status is None and launcher > 192 else status
+        before = f"; the launcher itself {describe(launcher)}" if launcher <= 0 else ""
+        return Outcome(FAILED, f"rank {rank} {describe(status)}{before}", rank)
+    for rank in range(processes):
+        if rank not in records:
+            return Outcome(FAILED, f"rank {rank} never said that it started; the launcher {describe(launcher)}", rank)
+    told = ", ".join(f"rank {rank} with {record.exit}" for rank, record in sorted(records.items()))
+    return Outcome(FAILED, f"the ranks ended differently: {told}")
+
+
+def _told(record: Record) -> str:
+    return f"rank {record.rank} failed with code {record.exit}" + (f": {record.error}" if record.error else "")
+
+
+def describe(status: int | None) -> str:
+    """`was killed by SIGKILL`, `ended with code 3`."""
+    if status is None:
+        return "ended before it could say why"
+    if status >= 0:
+        return f"ended with code {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was killed by {name}" + (" (is the host's memory full? see dmesg)" if name == "SIGKILL" else "")

@@ -1,0 +1,80 @@
+"""The processes below this one: which live, which are workers, how they ended; and an end to all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+
+def descendants(strangers: set[int]) -> list[psutil.Process]:
+    """All living processes below this one, but for the children it had before the launch."""
+    found = []
+    for child in psutil.Process().children():
+        if child.pid not in strangers:
+            with contextlib.suppress(psutil.Error):
+                found += [child, *child.children(recursive=True)]
+    return [process for process in found if process_state(process.pid) not in ("gone", "Z")]
+
+
+def workers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those that a launcher gave a rank; not what they started themselves, which inherits it."""
+    ranked = {process.pid: process for process in processes if _has_rank(process)}
+    found = []
+    for process in ranked.values():
+        with contextlib.suppress(psutil.Error):
+            if process.ppid() not in ranked:
+                found.append(process)
+    return found
+
+
+def _has_rank(process: psutil.Process) -> bool:
+    try:
+        names = process.environ()
+    except psutil.Error:
+        return False
+    return ("RANK" in names and "LOCAL_RANK" in names) or "OMPI_COMM_WORLD_RANK" in names
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter (Z: it ended and nobody has asked how yet), or `gone`."""
+    fields = _stat(pid)
+    return fields[0] if fields else "gone"
+
+
+def exit_status(pid: int) -> int | None:
+    """How a zombie ended, as subprocess tells it: its code, or minus the signal. None where the kernel will not say."""
+    fields = _stat(pid)
+    if not fields or fields[0] != "Z":
+        return None
+    status = int(fields[49])  # exit_code, field 52 in proc(5)
+    return -(status & 0x7F) if status & 0x7F else status >> 8
+
+
+def _stat(pid: int) -> list[str]:
+    """/proc/PID/stat from the state on: the name before it may hold blanks and brackets."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def end_all(strangers: set[int], launcher: int) -> list[int]:
+    """SIGKILL whatever is left and reap the orphans; the launcher is left to be waited for. Returns what would not end."""
+    deadline = time.monotonic() + 10
+    while True:
+        left = descendants(strangers)
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for child in psutil.Process().children():
+            if child.pid not in strangers and child.pid != launcher:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(child.pid, os.WNOHANG)
+        if not left or time.monotonic() > deadline:
+            return [process.pid for process in left]
+        time.sleep(0.02)

@@ -1,0 +1,247 @@
+"""Where a process stands among its peers, read from what its launcher left in the environment."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dstrain.errors import Fault, UsageError
+
+_TORCH_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One process among the many of a run."""
+
+    rank: int
+    local_rank: int
+    """Among the processes of this host."""
+    world_size: int
+    launcher: str
+    """deepspeed, torchrun, accelerate, openmpi, slurm, or `environment` where only the usual names are set."""
+    local_size: int
+    """Processes on this host; all of them where the launcher does not say."""
+    environment: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """What to add to os.environ before the process group starts; only names that are missing there.
+    MASTER_PORT is left out where one process may take any free port."""
+
+
+def worker_from(env: Mapping[str, str]) -> Worker | None:
+    """The worker that a launcher started with this environment; None where nobody launched us.
+
+    OpenMPI goes before Slurm: inside an allocation `mpirun` starts its daemons through srun, so that
+    ranks inherit the daemon's SLURM_PROCID.
+    """
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return _from_torch_names(env)
+    if "OMPI_COMM_WORLD_RANK" in env:
+        return _from_openmpi(env)
+    if _is_slurm_task(env):
+        return _from_slurm(env)
+    if "ACCELERATE_MIXED_PRECISION" in env:  # `accelerate launch` of one process sets no rank
+        return _worker(env, "accelerate", (0, 0, 1), 1, {"MASTER_ADDR": "127.0.0.1"})
+    return None
+
+
+def _from_torch_names(env: Mapping[str, str]) -> Worker:
+    """DeepSpeed's launcher, torchrun and accelerate all set RANK, LOCAL_RANK and WORLD_SIZE."""
+    if "LOCAL_RANK" not in env:
+        raise UsageError(
+            "RANK and WORLD_SIZE are set but LOCAL_RANK is not, so this process cannot know its device; "
+            "set LOCAL_RANK (0 where each host runs one process), or unset RANK to let dstrain launch"
+        )
+    rank, local_rank, world = (_number(env, name) for name in _TORCH_NAMES)
+    if any(name.startswith("ACCELERATE_") for name in env):
+        launcher = "accelerate"
+    elif "TORCHELASTIC_RUN_ID" in env:
+        launcher = "torchrun"
+    else:
+        launcher = "deepspeed" if "CROSS_RANK" in env else "environment"
+    sizes = [_number(env, name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in env]
+    found = {"MASTER_ADDR": "127.0.0.1"} if world == 1 else {}
+    return _worker(env, launcher, (rank, local_rank, world), sizes[0] if sizes else world, found)
+
+
+def _from_openmpi(env: Mapping[str, str]) -> Worker:
+    place = tuple(_number(env, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "LOCAL_RANK", "SIZE"))
+    local_size = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE") if "OMPI_COMM_WORLD_LOCAL_SIZE" in env else place[2]
+    if local_size < place[2] and "MASTER_ADDR" not in env:
+        raise UsageError(
+            "mpirun started processes on several hosts and none knows where rank 0 is; "
+            "add `-x MASTER_ADDR=<rank 0's host>` to the mpirun command"
+        )
+    job = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE") or "0"
+    found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port_for(zlib.crc32(job.encode())))}
+    return _worker(env, "openmpi", (place[0], place[1], place[2]), local_size, found)
+
+
+def _is_slurm_task(env: Mapping[str, str]) -> bool:
+    """One of several tasks of an srun step.
+
+    A batch script and salloc's shell have no step of their own, and a step of one task is most often
+    `srun --pty bash`: in all of these dstrain launches its own processes.
+    """
+    return "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and _slurm_tasks(env) > 1
+
+
+def _slurm_tasks(env: Mapping[str, str]) -> int:
+    name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    return _number(env, name) if name in env else 1
+
+
+def _from_slurm(env: Mapping[str, str]) -> Worker:
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    if not nodes and "MASTER_ADDR" not in env:
+        raise UsageError("this is a Slurm step without SLURM_STEP_NODELIST; export MASTER_ADDR with rank 0's host")
+    tasks = _slurm_tasks(env)
+    # Two jobs may share a node, so a fixed port would make them meet.
+    seed = 101 * int(env.get("SLURM_JOB_ID", "0")) + int(env["SLURM_STEP_ID"])
+    found = {"MASTER_ADDR": expand_nodes(nodes)[0] if nodes else "", "MASTER_PORT": str(_port_for(seed))}
+    counts = expand_counts(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(tasks))
+    node = int(env.get("SLURM_NODEID", "0"))
+    place = (_number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID"), tasks)
+    return _worker(env, "slurm", place, counts[node] if node < len(counts) else tasks, found)
+
+
+def _worker(
+    env: Mapping[str, str], launcher: str, place: tuple[int, int, int], local_size: int, found: Mapping[str, str]
+) -> Worker:
+    rank, local_rank, world = place
+    if not (0 <= rank < world and 0 <= local_rank < local_size <= world):
+        raise UsageError(
+            f"the environment says rank {rank} of {world} and local rank {local_rank} of {local_size}, which cannot be; "
+            "start this process through one launcher only"
+        )
+    names = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local_size}
+    wanted = {name: str(value) for name, value in names.items()} | dict(found)
+    return Worker(rank, local_rank, world, launcher, local_size, {k: v for k, v in wanted.items() if k not in env})
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    value = env.get(name, "")
+    if not value.isdecimal():
+        raise UsageError(f"the environment's {name} is '{value}', which is no count; unset it or let a launcher set it")
+    return int(value)
+
+
+def _port_for(seed: int) -> int:
+    """A port below those the kernel hands out by itself (32768 and up)."""
+    return 15000 + seed % 15000
+
+
+def expand_nodes(text: str) -> list[str]:
+    """Slurm's compact list: `node[01-03,7]-ib,login` -> node01-ib, node02-ib, node03-ib, node7-ib, login."""
+    hosts: list[str] = []
+    for part in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", text.strip()):
+        hosts += _expand_node(part)
+    if not hosts:
+        raise UsageError(f"'{text}' names no host; write it like node[01-03],login")
+    return hosts
+
+
+def _expand_node(part: str) -> list[str]:
+    match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]+)\](.*)", part)
+    if match is None:
+        return [part]
+    before, ranges, after = match.groups()
+    numbers: list[str] = []
+    for item in ranges.split(","):
+        first, _, last = item.partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal():
+            raise UsageError(f"'{item}' in the host list '{part}' is no number or range; write it like node[01-03,7]")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return [before + number + rest for number in numbers for rest in _expand_node(after)]
+
+
+def expand_counts(text: str) -> list[int]:
+    """Slurm's tasks per node: `2(x3),1` -> 2, 2, 2, 1."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise UsageError(f"'{part}' is no count of tasks per node; Slurm writes it like 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def parse_hostfile(text: str, name: str) -> dict[str, int]:
+    """`host slots=8` lines -> slots by host, in the file's order; blank lines and comments are fine."""
+    hosts: dict[str, int] = {}
+    faults: list[Fault] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.split("#", 1)[0].split()
+        if not words:
+            continue
+        match = re.fullmatch(r"slots=([1-9]\d*)", words[1]) if len(words) == 2 else None
+        if match is None:
+            faults.append(Fault(f"{name}:{number}", f"'{line.strip()}' is no host line", "write it like host1 slots=8"))
+        elif words[0] in hosts:
+            faults.append(
+                Fault(f"{name}:{number}", f"{words[0]} is named twice", "give it one line with all its slots")
+            )
+        else:
+            hosts[words[0]] = int(match[1])
+    if not hosts and not faults:
+        faults.append(Fault(name, "it names no host", "write one line per host, like host1 slots=8"))
+    if faults:
+        raise UsageError(faults)
+    return hosts
+
+
+def visible_gpus(env: Mapping[str, str], present: int | None = None) -> int:
+    """GPUs that a process with this environment would see. `present`: how many there are, asked of the machine if None.
+
+    A name in CUDA_VISIBLE_DEVICES alone makes no GPU: images set it on machines without one, and so does
+    DeepSpeed's launcher for the processes it starts on a CPU.
+    """
+    if wants_cpu(env):
+        return 0
+    present = gpus_present() if present is None else present
+    return len(visible_devices(env.get("CUDA_VISIBLE_DEVICES"), present))
+
+
+def wants_cpu(env: Mapping[str, str]) -> bool:
+    """Whether the environment hides every GPU on purpose."""
+    listed = env.get("CUDA_VISIBLE_DEVICES", "all").strip()
+    return env.get("DS_ACCELERATOR") == "cpu" or listed in ("", "-1", "NoDevFiles", "none", "void")
+
+
+def visible_devices(listed: str | None, present: int) -> list[str]:
+    """What CUDA makes of CUDA_VISIBLE_DEVICES: it reads up to the first entry that names no device."""
+    if listed is None:
+        return [str(index) for index in range(present)]
+    devices: list[str] = []
+    for entry in (part.strip() for part in listed.split(",")):
+        exists = int(entry) < present if entry.isdecimal() else present > 0 and entry.startswith(("GPU-", "MIG-"))
+        if not exists:
+            break
+        devices.append(entry)
+    return devices
+
+
+def gpus_present() -> int:
+    """NVIDIA GPUs of this machine, visible or not."""
+    listing = _nvidia_smi("-L")
+    if listing is not None:
+        return sum(line.startswith("GPU ") for line in listing.splitlines())
+    return sum(path.name[len("nvidia") :].isdecimal() for path in Path("/dev").glob("nvidia*"))
+
+
+def gpu_has_bf16() -> bool | None:
+    """Whether every GPU here computes in bf16 (compute capability 8.0 and up); None where nobody can tell."""
+    listing = _nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader")
+    found = re.findall(r"^\s*(\d+)\.(\d+)\s*$", listing or "", re.MULTILINE)
+    return all(int(major) >= 8 for major, _ in found) if found else None
+
+
+def _nvidia_smi(*arguments: str) -> str | None:
+    try:
+        answer = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout if answer.returncode == 0 else None

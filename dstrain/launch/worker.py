@@ -1,0 +1,179 @@
+"""What a worker does about its launcher: end with it, leave word of how it ended, keep its output."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+SUPERVISOR = "DSTRAIN_SUPERVISOR"
+"""`HOST PID` of the `dstrain` command that supervises this launch."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Loaded here, since a child between fork and exec may not import.
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+_close_output: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank left in `.workers/rank-00000.json`."""
+
+    rank: int
+    pid: int
+    exit: int | None
+    """None: it has not ended, or had no time to say so."""
+    error: str | None
+
+
+def record_folder(run_dir: Path) -> Path:
+    return run_dir / ".workers"
+
+
+def log_path(run_dir: Path, rank: int) -> Path:
+    return run_dir / "logs" / f"rank-{rank:05d}.log"
+
+
+def record_start(run_dir: Path, rank: int) -> None:
+    """Say that this rank lives. Call it first, before any long import."""
+    _write(run_dir, Record(rank, os.getpid(), None, None))
+
+
+def record_end(run_dir: Path, rank: int, code: int, error: str | None = None) -> None:
+    """Say how this rank ended. This code counts, whatever happens to the process afterwards.
+
+    Keep a handler for SIGTERM until here: as soon as one rank is gone with another code than 0,
+    DeepSpeed's launcher and torchrun send it to all others, which may be just about to end.
+    """
+    _write(run_dir, Record(rank, os.getpid(), code, error))
+
+
+def _write(run_dir: Path, record: Record) -> None:
+    folder = record_folder(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{record.rank:05d}.json"
+    partial = path.with_suffix(f".{record.pid}")
+    partial.write_text(json.dumps(asdict(record)))
+    os.replace(partial, path)
+
+
+def read_records(run_dir: Path) -> dict[int, Record]:
+    """The records of a launch by rank."""
+    records = {}
+    for path in sorted(record_folder(run_dir).glob("rank-*.json")):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            record = Record(**json.loads(path.read_text()))
+            records[record.rank] = record
+    return records
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to SIGKILL this process when the thread that started it is gone. Linux only."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def adopt_orphans(adopt: bool) -> None:
+    """Have descendants whose parent ended come to this process instead of to init. Linux only."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+
+
+def follow_parent() -> None:
+    """End this worker when its launcher, or the `dstrain` command above that, is gone. Call it first.
+
+    The launcher is our parent and the kernel tells. `dstrain` is further up, and DeepSpeed's launcher
+    outlives it when it is killed: a thread sleeps on its pidfd.
+    """
+    parent = os.getppid()
+    die_with_parent()
+    supervisor = _supervisor()
+    if os.getppid() != parent or parent == supervisor:  # it ended meanwhile, or before, and we were adopted
+        os.kill(os.getpid(), signal.SIGKILL)
+    if supervisor is None or not hasattr(os, "pidfd_open"):
+        return
+    try:
+        watched = os.pidfd_open(supervisor)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+    except OSError:  # a kernel before 5.3, or a sandbox without the call
+        return
+    threading.Thread(target=_end_with, args=(watched,), name="follow-parent", daemon=True).start()
+
+
+def _supervisor() -> int | None:
+    """Its pid, where it runs on this host: srun and ssh may carry the variable elsewhere."""
+    host, _, pid = os.environ.get(SUPERVISOR, "").rpartition(" ")
+    return int(pid) if host == socket.gethostname() and pid.isdecimal() else None
+
+
+def _end_with(pidfd: int) -> None:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.poll()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def redirect_output(path: Path, terminal: bool) -> bool:
+    """Send all output of this process, C libraries' too, to the end of `path`; with `terminal`, to the terminal as well.
+
+    Returns whether it went to a real terminal before: decide about progress bars by that.
+
+    The file is what the process writes to. A child copies what arrives there to the terminal, so neither
+    a dead terminal nor the death of the child can reach the process.
+    """
+    was_terminal = os.isatty(1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if terminal:
+        _start_copying(path, os.fstat(log).st_size)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(line_buffering=True)
+    return was_terminal and terminal
+
+
+def close_output() -> None:
+    """Wait up to 2 s until the terminal has all output so far. Runs by itself at a normal exit."""
+    global _close_output
+    if _close_output is not None:
+        close, _close_output = _close_output, None
+        close()
+
+
+def _start_copying(path: Path, offset: int) -> None:
+    """Start the child that copies. It sits in its own session: signals to the worker's group are not for it."""
+    import atexit
+
+    global _close_output
+    command = [sys.executable, "-E", "-S", str(Path(__file__).with_name("copy_output.py")), str(path), str(offset)]
+    copier = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def close() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        # A byte tells it to finish; the end of the pipe would not while a forked data worker holds it too.
+        with contextlib.suppress(subprocess.TimeoutExpired, OSError):
+            copier.communicate(b".", timeout=2)
+
+    _close_output = close
+    atexit.register(close_output)

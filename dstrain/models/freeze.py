@@ -1,0 +1,74 @@
+"""Which parameters learn, and how fast: freezing and groups by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from dstrain.config.schema import OptimConfig
+from dstrain.errors import Fault, RecipeError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that share a learning rate and a weight decay."""
+
+    params: list[torch.nn.Parameter]
+    lr_scale: float
+    """Times the run's learning rate."""
+    weight_decay: float
+
+
+def matches(name: str, pattern: str) -> bool:
+    """True where the pattern is a word of the dotted name, or a glob for the name or for a beginning of it.
+
+    `embed_tokens`, `model.layers.0`, `*.embed_tokens` and `model.layers.*.mlp` all match parameters inside.
+    """
+    parts = name.split(".")
+    return pattern in parts or any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+def check_patterns(names: Sequence[str], patterns: Iterable[str], key: str) -> None:
+    """Raise RecipeError for the patterns that match no parameter."""
+    tops = sorted({".".join(name.split(".")[:2]) for name in names})
+    faults = [
+        Fault(f"{key} '{pattern}'", "matches no parameter", f"names here begin with {', '.join(tops[:12])}")
+        for pattern in patterns
+        if not any(matches(name, pattern) for name in names)
+    ]
+    if faults:
+        raise RecipeError(faults)
+
+
+def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
+    """Take the matching parameters out of training. Raises RecipeError where nothing is left to train."""
+    names = [name for name, _ in model.named_parameters()]
+    check_patterns(names, patterns, "model.freeze")
+    for name, parameter in model.named_parameters():
+        if any(matches(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise RecipeError(Fault("model.freeze", "leaves no parameter to train", "freeze less"))
+
+
+def parameter_groups(model: torch.nn.Module, optim: OptimConfig) -> list[Group]:
+    """Trainable parameters by learning rate and weight decay; the first matching group of the recipe counts.
+
+    Biases and norms (one dimension) get no weight decay.
+    """
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    check_patterns([name for name, _ in trainable], optim.groups, "optim.groups")
+    found: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    for name, parameter in trainable:
+        own = next((group for pattern, group in optim.groups.items() if matches(name, pattern)), None)
+        lr = optim.lr if own is None or own.lr is None else own.lr
+        decay = optim.weight_decay if own is None or own.weight_decay is None else own.weight_decay
+        if len(getattr(parameter, "ds_shape", parameter.shape)) < 2:  # ZeRO-3 flattens what it shards
+            decay = 0.0
+        found.setdefault((lr / optim.lr if optim.lr else 0.0, decay), []).append(parameter)
+    return [Group(params, scale, decay) for (scale, decay), params in found.items()]

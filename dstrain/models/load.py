@@ -1,0 +1,122 @@
+"""A transformers model, loaded or made from scratch, the same at every ZeRO stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dstrain.config.schema import ModelConfig
+from dstrain.errors import Fault, RecipeError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def read_config(model: ModelConfig) -> PretrainedConfig:
+    """The model's transformers config. Raises RecipeError where it cannot be had."""
+    from transformers import AutoConfig
+
+    if model.path is not None:
+        return _pretrained(AutoConfig, model.path, "model.path", model.trust_remote_code)
+    if model.config is None:
+        raise RecipeError(Fault("model", "has neither path nor config", "set model.path, or model.config to start anew"))
+    values = dict(model.config)
+    kind = str(values.pop("model_type"))
+    try:
+        default = AutoConfig.for_model(kind)
+    except ValueError:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+        raise RecipeError(
+            Fault("model.config.model_type", f"'{kind}' is none of transformers' models", did_you_mean(kind, [*CONFIG_MAPPING_NAMES]))
+        ) from None
+    known = {*default.to_dict(), *default.attribute_map}
+    faults = [
+        Fault(f"model.config.{key}", f"is no setting of a {kind} model", did_you_mean(key, sorted(known)))
+        for key in values
+        if key not in known
+    ]
+    if faults:
+        raise RecipeError(faults)
+    try:
+        return AutoConfig.for_model(kind, **values)
+    except (TypeError, ValueError) as error:  # transformers checks some values itself
+        raise RecipeError(Fault("model.config", str(error).splitlines()[0], "correct the value")) from None
+
+
+def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer in a folder or on the hub. Raises RecipeError where it cannot be had."""
+    from transformers import AutoTokenizer
+
+    return _pretrained(AutoTokenizer, name, key, trust_remote_code)
+
+
+def _pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local and not Path(name).expanduser().is_dir():
+        raise RecipeError(Fault(key, f"'{name}' is no folder", f"give an existing folder or a hub id (we are in {Path.cwd()})"))
+    try:
+        return auto.from_pretrained(str(Path(name).expanduser()) if looks_local else name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        if "trust_remote_code" in str(error):
+            mend = "set model.trust_remote_code: true if you trust the Python that comes with it"
+        else:
+            mend = "give a folder that transformers can load, or a hub id that this machine can reach"
+        raise RecipeError(Fault(key, f"'{name}' cannot be loaded ({reason})", mend)) from None
+
+
+def check_weights(model: ModelConfig) -> None:
+    """Raise RecipeError where a local folder holds no weights: found before any process group starts."""
+    folder = Path(model.path).expanduser() if model.path else None
+    if folder is None or not folder.is_dir():
+        return
+    if not any(
+        path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)
+    ):
+        raise RecipeError(
+            Fault("model.path", f"'{model.path}' holds no weights", "put *.safetensors there, or use model.config to start anew")
+        )
+
+
+def load_model(auto: Any, model: ModelConfig, config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    """The model with weights from `model.path`, or drawn from `seed`.
+
+    Weights that the files lack (a new head) are drawn from the seed as well. Inside `sharded_construction`
+    the parameters come in shards, with the same values as without. Collective there.
+    """
+    import torch
+
+    settings: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    if model.attention != "auto":
+        settings["attn_implementation"] = model.attention
+    dtype = getattr(torch, model.dtype or "float32")
+    config.use_cache = False
+    torch.manual_seed(seed)
+    if model.path is not None:
+        return auto.from_pretrained(str(Path(model.path).expanduser()), config=config, dtype=dtype, **settings)
+    return _from_scratch(auto, config, dtype, settings)
+
+
+def _from_scratch(auto: Any, config: PretrainedConfig, dtype: Any, settings: dict[str, Any]) -> PreTrainedModel:
+    """Weights drawn module by module in one fixed order.
+
+    transformers draws torch's default weights first and its own afterwards, but under ZeRO-3 only its own:
+    leaving out the first makes the numbers equal at every stage.
+    """
+    from transformers import initialization
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    if is_deepspeed_zero3_enabled():
+        return auto.from_config(config, dtype=dtype, **settings)
+    with initialization.no_init_weights():
+        made = auto.from_config(config, dtype=dtype, **settings)
+    made.initialize_weights()
+    made.tie_weights()
+    return made
+
+
+def switch_on_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute activations in the backward pass, where the family supports it."""
+    if getattr(model, "supports_gradient_checkpointing", False):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,0 +1,122 @@
+"""The full JSON for deepspeed.initialize: a preset, and what the recipe and the device decide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dstrain.errors import Fault, PresetError
+from dstrain.preset.read import Preset
+from dstrain.preset.rules import ZERO, peek
+from dstrain.preset.table import whole_numbers
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+NEVER = 2**31 - 1
+"""Steps between DeepSpeed's own log lines: dstrain writes its own."""
+
+_WORDS = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16", "half"), "fp32": ("fp32", "float32", "float")}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a process computes on."""
+
+    kind: Literal["cuda", "cpu"]
+    bf16: bool
+    """Whether it computes in bfloat16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What the recipe and the launch decide, and DeepSpeed must be told."""
+
+    precision: Precision
+    micro: int
+    """Samples per forward pass."""
+    accumulate: int
+    """Forward passes per step and process."""
+    world_size: int
+    """Processes."""
+    clip: float
+    """Largest norm of the gradients; 0 = no clipping."""
+    nvme_path: str | None = None
+    """Folder for what is offloaded to disk, where the preset names none."""
+    device_kind: Literal["cuda", "cpu"] = "cuda"
+    foreign_optimizer: bool = False
+    """Whether the optimizer is another than DeepSpeed's own CPU Adam."""
+
+
+def resolve_precision(preset: Preset, wanted: str, device: Device) -> Precision:
+    """The precision of the run: `wanted` is the recipe's auto, bf16, fp16 or fp32."""
+    spoken = preset.precision
+    if wanted != "auto" and spoken not in (None, wanted):
+        problem = f"the recipe says precision: {wanted}, and this file enables {spoken}"
+        if spoken == "fp32":
+            problem = f"the recipe says precision: {wanted}, and this file switches fp16 and bf16 off"
+        mend = f"write precision: auto in the recipe, or remove `fp16` and `bf16` from {preset.path.name}"
+        raise PresetError(Fault(f"{preset.path.name} precision", problem, mend))
+    chosen = spoken if wanted == "auto" else wanted
+    if chosen == "bf16" and not device.bf16:
+        problem = f"bf16 is asked for, and this {'GPU' if device.kind == 'cuda' else 'CPU'} does not compute in it"
+        raise PresetError(Fault(f"{preset.path.name} precision", problem, "write precision: fp16 or fp32"))
+    if chosen is None:
+        chosen = "fp32" if device.kind == "cpu" else "bf16" if device.bf16 else "fp16"
+    return {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}[chosen]  # type: ignore[return-value]
+
+
+def complete(preset: Preset, *, settings: RunSettings) -> dict[str, Any]:
+    """The JSON deepspeed.initialize gets. The preset stays as it is. PresetError where the run cannot be had."""
+    faults = _misfits(preset, settings)
+    if faults:
+        raise PresetError(faults)
+    block = whole_numbers(preset.block)
+    block["train_micro_batch_size_per_gpu"] = settings.micro
+    block["gradient_accumulation_steps"] = settings.accumulate
+    block["train_batch_size"] = settings.micro * settings.accumulate * settings.world_size
+    block["gradient_clipping"] = float(settings.clip)  # DeepSpeed clips at 1.0 where nothing is said
+    for name in ("fp16", "bf16"):
+        block[name] = {**block.get(name, {}), "enabled": settings.precision == name}
+    block["zero_allow_untested_optimizer"] = True
+    block["zero_force_ds_cpu_optimizer"] = False
+    block.setdefault(ZERO, {"stage": 0})
+    block.setdefault("steps_per_print", NEVER)
+    block.setdefault("wall_clock_breakdown", False)
+    for name in ("offload_optimizer", "offload_param"):
+        if peek(block, ZERO, name, "device") == "nvme" and not block[ZERO][name].get("nvme_path"):
+            block[ZERO][name]["nvme_path"] = settings.nvme_path
+    return block
+
+
+def _misfits(preset: Preset, settings: RunSettings) -> list[Fault]:
+    """What this preset cannot do with this precision, device and optimizer."""
+    file, found = preset.path.name, []
+    precision, accumulation = settings.precision, peek(preset.block, "data_types", "grad_accum_dtype")
+    if precision == "fp16" and settings.device_kind == "cpu":
+        found.append(("precision fp16", "fp16 needs a GPU", "write precision: bf16 or fp32 in the recipe"))
+    if precision == "fp16" and preset.stage == 0:
+        problem = "at stage 0 DeepSpeed never scales an fp16 loss but unscales its gradients, which loses them"
+        found.append(("precision fp16", problem, "take the preset zero1, or write precision: bf16 or fp32"))
+    if preset.stage == 0 and accumulation is not None and accumulation.removeprefix("torch.") not in _WORDS[precision]:
+        problem = f"stage 0 cannot sum gradients in {accumulation} while it trains in {precision}"
+        found.append(("data_types.grad_accum_dtype", problem, "remove it, or take the preset zero1"))
+    for name in ("offload_optimizer", "offload_param"):
+        device, path = peek(preset.block, ZERO, name, "device"), peek(preset.block, ZERO, name, "nvme_path")
+        if device == "nvme" and not (path or settings.nvme_path):
+            problem = "offloading to nvme needs a folder on a fast local disk"
+            found.append((f"{ZERO}.{name}.nvme_path", problem, "write its path here"))
+    if settings.foreign_optimizer:
+        found += _needs_cpu_adam(preset)
+    return [Fault(f"{file} {where}", problem, mend) for where, problem, mend in found]
+
+
+def _needs_cpu_adam(preset: Preset) -> list[tuple[str, str, str]]:
+    """Keys DeepSpeed only honours with its own CPU Adam."""
+    offload = f"{ZERO}.offload_optimizer"
+    keys = {
+        "fp16.fp16_master_weights_and_grads": peek(preset.block, "fp16", "fp16_master_weights_and_grads") is True,
+        f"{offload}.ratio": peek(preset.block, *offload.split("."), "ratio", default=1.0) < 1.0,
+        f"{offload}.super_offload": peek(preset.block, *offload.split("."), "super_offload") is True,
+    }
+    problem = "DeepSpeed takes this only with its own CPU Adam"
+    return [(key, problem, "remove it, or write optim.name: adamw in the recipe") for key, used in keys.items() if used]

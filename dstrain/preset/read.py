@@ -1,0 +1,132 @@
+"""Preset: a DeepSpeed JSON that speaks of memory only, read with every fault at once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dstrain.errors import Fault, PresetError, did_you_mean
+from dstrain.preset.adopt import adopt_text
+from dstrain.preset.check import Finding, check
+from dstrain.preset.rules import check_rules, device_of, peek, stage_of
+from dstrain.preset.text import Text, read_text
+from dstrain.shipped import shipped
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A memory strategy."""
+
+    name: str
+    """The file's name without `.json`."""
+    path: Path
+    block: dict[str, Any]
+    """The JSON as written. Never changed: `complete` makes a copy."""
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
+        return stage_of(self.block)
+
+    @property
+    def offload_optimizer(self) -> str | None:
+        """Where the optimizer's states lie instead of the GPU: cpu, nvme or None."""
+        return device_of(self.block, "offload_optimizer")
+
+    @property
+    def offload_param(self) -> str | None:
+        """Where the weights lie instead of the GPU: cpu, nvme or None."""
+        return device_of(self.block, "offload_param")
+
+    @property
+    def micro(self) -> int | None:
+        """Samples per forward pass, where the JSON gives a default."""
+        return _count(self.block.get("train_micro_batch_size_per_gpu"))
+
+    @property
+    def accumulate(self) -> int | None:
+        """Forward passes per step and process, where the JSON gives a default."""
+        return _count(self.block.get("gradient_accumulation_steps"))
+
+    @property
+    def precision(self) -> str | None:
+        """fp16, bf16 or fp32 where the JSON speaks. One block switched off says nothing; both switched off say fp32."""
+        enabled = {name: peek(self.block, name, "enabled") for name in ("fp16", "bf16")}
+        spoken = next((name for name, value in enabled.items() if value is True), None)
+        return spoken or ("fp32" if all(value is False for value in enabled.values()) else None)
+
+
+def read_preset(name_or_path: str, folder: Path | None = None) -> Preset:
+    """The preset of this name in ds_configs, or of this path. PresetError with every fault at once."""
+    path = _find(name_or_path, folder or shipped("ds_configs"))
+    text = read_text(path)
+    findings = check(text.block) + check_rules(text.block)
+    if findings:
+        faults = [Fault(text.where(finding.path), finding.problem, finding.mend) for finding in findings]
+        raise PresetError(faults + _what_would_do(text, findings, path))
+    return Preset(path.stem, path, text.block)
+
+
+def preset_names(folder: Path | None = None) -> list[str]:
+    """The names of the shipped presets, least sharded first."""
+    paths = list((folder or shipped("ds_configs")).glob("*.json"))
+    order = sorted(paths, key=lambda path: (path.stem.partition("_")[0], "nvme" in path.stem, path.stem))
+    return [path.stem for path in order]
+
+
+def describe(name: str, folder: Path | None = None) -> str:
+    """A preset in full: what it is for, its JSON, and one line for each of its keys."""
+    folder = folder or shipped("ds_configs")
+    preset, documented = read_preset(name, folder), _rows(folder / "README.md")
+    lines = [f"{preset.name}: {documented.get(preset.name, str(preset.path))}", ""]
+    lines += [json.dumps(preset.block, indent=2), ""]
+    unknown = "see DeepSpeed's documentation"
+    keys = {key: documented.get(key.rpartition(".")[2], unknown) for key in _leaves(preset.block)}
+    width = max(map(len, keys), default=0)
+    return "\n".join(lines + [f"{key:<{width}}  {line}" for key, line in keys.items()]) + "\n"
+
+
+def _find(name_or_path: str, folder: Path) -> Path:
+    named, given = folder / f"{name_or_path}.json", Path(name_or_path)
+    looks_like_a_path = given.suffix == ".json" or len(given.parts) > 1
+    if not looks_like_a_path and named.is_file():
+        return named
+    if given.is_file():
+        return given
+    if looks_like_a_path:
+        raise PresetError(Fault(name_or_path, "there is no such file", "name a file, or a preset of `dstrain presets`"))
+    mend = did_you_mean(name_or_path, preset_names(folder))
+    raise PresetError(Fault(f"ds_config {name_or_path}", f"there is no such preset in {folder}", mend))
+
+
+def _what_would_do(text: Text, findings: list[Finding], path: Path) -> list[Fault]:
+    """The resolved JSON, where "auto" or learning is what stands in the way and nothing is left to decide."""
+    kinds = {finding.kind for finding in findings}
+    if not kinds & {"auto", "learning"} or "unknown" in kinds:  # dropping a misspelt block would change the memory
+        return []
+    adopted = adopt_text(text)
+    if adopted.faults:
+        return []
+    problem = f"this JSON would do:\n{adopted.json}"
+    return [Fault(text.file, problem.rstrip(), f"`dstrain presets --adopt {path}` prints it and says what went where")]
+
+
+def _count(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _rows(readme: Path) -> dict[str, str]:
+    """First column -> second, of every table row whose first column is `code`."""
+    lines = readme.read_text(encoding="utf-8").splitlines() if readme.is_file() else []
+    cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines if line.startswith("| `")]
+    return {row[0].strip("`"): row[1] for row in cells if len(row) > 1}
+
+
+def _leaves(block: dict[str, Any], above: str = "") -> list[str]:
+    """The dotted names of all values."""
+    names: list[str] = []
+    for name, value in block.items():
+        names += _leaves(value, f"{above}{name}.") if isinstance(value, dict) else [f"{above}{name}"]
+    return names

@@ -1,0 +1,83 @@
+"""A JSON text and the line each of its keys stands on."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dstrain.errors import Fault, PresetError
+
+KeyPath = tuple[str, ...]
+
+_TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")(\s*:)?|[{}\[\],]')
+
+
+@dataclass(frozen=True)
+class Text:
+    """A JSON object as read: its content, and where each key stands."""
+
+    file: str
+    block: dict[str, Any]
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+
+    def where(self, path: KeyPath) -> str:
+        """`zero2.json:3 zero_optimization.stage`."""
+        line = next((self.lines[path[:size]] for size in range(len(path), 0, -1) if path[:size] in self.lines), None)
+        place = self.file if line is None else f"{self.file}:{line}"
+        return f"{place} {'.'.join(path)}" if path else place
+
+
+def read_text(path: Path) -> Text:
+    """The JSON object in a file. PresetError for anything else, with line and column."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PresetError(Fault(str(path), f"the file cannot be read ({error})", "name a readable JSON file")) from None
+    try:
+        block = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        place = f"{path.name}:{error.lineno}:{error.colno}"
+        mend = "JSON has no comments and no trailing commas, and its strings stand in double quotation marks"
+        raise PresetError(Fault(place, f"this is no JSON: {error.msg}", mend)) from None
+    except ValueError as error:
+        raise PresetError(Fault(path.name, str(error), "write a finite number")) from None
+    if not isinstance(block, dict):
+        raise PresetError(Fault(path.name, "a preset is a JSON object", 'begin it with { "zero_optimization": ...'))
+    lines, repeated = _key_lines(text)
+    faults = [Fault(f"{path.name}:{line} {name}", why, "keep one of them") for line, name, why in repeated]
+    if faults:
+        raise PresetError(faults)
+    return Text(path.name, block, lines)
+
+
+def _refuse_constant(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON number")
+
+
+def _key_lines(text: str) -> tuple[dict[KeyPath, int], list[tuple[int, str, str]]]:
+    """Line of every key of a valid JSON text, and the keys that stand twice in one object."""
+    lines: dict[KeyPath, int] = {}
+    repeated: list[tuple[int, str, str]] = []
+    open_blocks: list[KeyPath] = []  # path of each container around the token, innermost last
+    child: KeyPath = ()  # path of the value that comes next
+    for match in _TOKEN.finditer(text):
+        token = match[0]
+        if token in ("{", "["):
+            open_blocks.append(child)
+            child = (*child, "0") if token == "[" else child
+        elif token in ("}", "]"):
+            child = open_blocks.pop()
+        elif token == ",":
+            if child[:-1] == open_blocks[-1] and child[-1].isdigit():  # the next element of a list
+                child = (*child[:-1], str(int(child[-1]) + 1))
+        elif match[2]:
+            child = (*open_blocks[-1], json.loads(match[1]))
+            line = text.count("\n", 0, match.start()) + 1
+            if child in lines:
+                why = f"the key stands twice, here and on line {lines[child]}, and only the last would count"
+                repeated.append((line, ".".join(child), why))
+            lines[child] = line
+    return lines, repeated

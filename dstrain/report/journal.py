@@ -1,0 +1,165 @@
+"""metrics.jsonl and events.jsonl: one JSON object per line, whole lines only."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dstrain.errors import RunError
+
+Row = Mapping[str, Any]
+"""One log or evaluation: name -> number, word or None."""
+
+HEAD = ("time", "step", "samples", "epoch", "split", "loss")
+TAIL = (
+    "lr",
+    "grad_norm",
+    "skipped",
+    "tokens_per_second",
+    "samples_per_second",
+    "step_seconds",
+    "data_wait_seconds",
+    "peak_memory_gib",
+    "host_memory_gib",
+    "gpu_utilization",
+)
+
+
+def now() -> str:
+    """The time as ISO 8601 in UTC with milliseconds: `2025-01-31T12:00:00.000Z`."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def task_metrics(row: Row) -> list[str]:
+    """The names in a row that a task chose, as they came."""
+    return [name for name in row if name not in HEAD and name not in TAIL]
+
+
+def in_order(row: Row) -> dict[str, Any]:
+    """The same row in the order of the file: when and where, loss, the task's metrics, rates."""
+    return {name: row[name] for name in (*HEAD, *task_metrics(row), *TAIL) if name in row}
+
+
+def strict(value: Any) -> Any:
+    """The same value with null for what JSON cannot say: inf and nan."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): strict(item) for key, item in value.items()}
+    return [strict(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a file of strict JSON for people and programs, and have it on the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(strict(value), file, indent=1, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk, after a rename."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+class Journal:
+    """The two files of a run folder. Only rank 0 writes; on the others every call does nothing."""
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self._writes = rank == 0
+        if self._writes:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._metrics = _Lines(folder / "metrics.jsonl")
+            self._events = _Lines(folder / "events.jsonl")
+
+    def write(self, row: Row) -> None:
+        """Append a row to metrics.jsonl."""
+        if self._writes:
+            self._metrics.append(in_order({"time": now(), **row}))
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Append to events.jsonl, and have it on the disk before this returns."""
+        if self._writes:
+            self._events.append({"time": now(), "event": event, **fields})
+            self._events.sync()
+
+    def cut_back(self, step: int) -> int:
+        """Drop the rows after `step`, which a resumed run writes again; returns how many."""
+        return self._metrics.keep(lambda row: row.get("step", 0) <= step) if self._writes else 0
+
+    def close(self) -> None:
+        if self._writes:
+            self._metrics.close()
+            self._events.close()
+
+
+class _Lines:
+    """A file of JSON lines that is appended to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._cut_torn()
+        self._open()
+
+    def append(self, row: Row) -> None:
+        text = json.dumps(strict(row), ensure_ascii=False, allow_nan=False)
+        line = text.encode(errors="backslashreplace") + b"\n"  # a file name need not be UTF-8
+        try:
+            # Unbuffered, so that another process sees the row at once; a short write leaves a rest.
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise RunError(f"cannot write {self._path}: {error.strerror}; make room and start again") from error
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def keep(self, wanted: Callable[[Row], bool]) -> int:
+        """Rewrite the file with the wanted rows, whole or not at all; returns how many were dropped."""
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if (row := _parse(line)) is not None and wanted(row)]
+        if len(kept) < len(lines):
+            temporary = self._path.with_suffix(".tmp")
+            with temporary.open("wb") as file:
+                file.writelines(kept)
+                file.flush()
+                os.fsync(file.fileno())
+            self._file.close()
+            os.replace(temporary, self._path)
+            sync_folder(self._path.parent)
+            self._open()
+        return len(lines) - len(kept)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _open(self) -> None:
+        self._file = self._path.open("ab", buffering=0)
+
+    def _cut_torn(self) -> None:
+        """Cut off a last line that a kill -9 or a power cut left unfinished."""
+        if not self._path.exists():
+            return
+        content = self._path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        last = whole[whole.rfind(b"\n", 0, -1) + 1 :]
+        if last and _parse(last) is None:
+            whole = whole[: -len(last)]
+        if len(whole) < len(content):
+            os.truncate(self._path, len(whole))
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

@@ -1,0 +1,172 @@
+"""Where rows go: the console, metrics.jsonl, TensorBoard. Made on rank 0 only."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from dstrain.errors import UsageError
+from dstrain.report.journal import Journal, Row, task_metrics
+
+log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """A place that takes the rows of a run. A place that is gone never stops the run."""
+
+    def write(self, row: Row) -> None:
+        """Take one row of logging or evaluation."""
+
+    def close(self) -> None:
+        """Write out what is still held."""
+
+
+class Jsonl:
+    """metrics.jsonl of the run folder."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def write(self, row: Row) -> None:
+        self._journal.write(row)
+
+    def close(self) -> None:
+        """The run closes its journal itself: events come after the last row."""
+
+
+class Console:
+    """One line per row, or a progress bar where the stream is a terminal."""
+
+    def __init__(self, steps: int, stream: TextIO | None = None) -> None:
+        self._steps, self._stream = steps, stream or sys.stdout
+        self._quiet = False
+        self._bar: Any = None
+
+    def write(self, row: Row) -> None:
+        if self._quiet:
+            return
+        try:
+            if self._stream.isatty():
+                self._show(row)
+            else:
+                print(as_line(row, self._steps), file=self._stream, flush=True)
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) and not self._stream.closed:
+                raise
+            self._go_quiet()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._bar.stop()
+            self._bar = None
+
+    def _show(self, row: Row) -> None:
+        if self._bar is None:
+            self._bar = _progress(self._stream)
+            self._task = self._bar.add_task("", total=self._steps, text="")
+            self._bar.start()
+        if row.get("split") == "eval":
+            self._bar.console.print(as_line(row, self._steps), highlight=False)
+        else:
+            text = "  ".join(_parts(row))
+            self._bar.update(self._task, completed=row["step"], text=text, refresh=True)
+
+    def _go_quiet(self) -> None:
+        """The reader is gone (`| head`, a closed terminal, a full disk): say nothing more, and go on.
+
+        What is still buffered would fail again at exit and turn the exit code into 120, so the
+        stream's file descriptor is pointed at the null device, as Python's own note on SIGPIPE does.
+        """
+        self._quiet = True
+        with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
+            descriptor = self._stream.fileno()
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, descriptor)
+            os.close(null)
+        self.close()
+
+
+class TensorBoard:
+    """Event files in the run folder, with the tags `train/loss`, `eval/loss`, …"""
+
+    def __init__(self, folder: Path, resumed_at: int = 0) -> None:
+        check_tensorboard()
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Steps after the checkpoint are written again: tell TensorBoard to forget the first ones.
+        self._writer: Any = SummaryWriter(log_dir=str(folder), purge_step=resumed_at + 1 if resumed_at else None)
+
+    def write(self, row: Row) -> None:
+        if self._writer is None:
+            return
+        try:
+            for name, value in row.items():
+                if isinstance(value, (int, float)) and name not in ("step", "samples"):
+                    self._writer.add_scalar(f"{row['split']}/{name}", value, row["step"])
+            self._writer.flush()
+        except OSError as error:
+            log.warning("TensorBoard's files cannot be written (%s); this run goes on without them", error)
+            self._writer = None
+
+    def close(self) -> None:
+        if self._writer is not None:
+            with contextlib.suppress(OSError):
+                self._writer.close()
+
+
+def check_tensorboard() -> None:
+    """Refuse `log.tensorboard` where TensorBoard is not installed. Imports nothing heavy."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise UsageError(
+            "log.tensorboard is true, but tensorboard is not installed; "
+            "run `pip install tensorboard`, or set log.tensorboard=false"
+        )
+
+
+def as_line(row: Row, steps: int) -> str:
+    """`step 120/1000  loss 0.6931  accuracy 0.512  lr 9.9e-06  grad 1.23  1234 tokens/s  0.41 s/step`."""
+    begin = "eval at step" if row.get("split") == "eval" else "step"
+    return "  ".join([f"{begin} {row['step']}/{steps}", *_parts(row)])
+
+
+def _parts(row: Row) -> list[str]:
+    """The numbers a reader watches, each with its name or unit."""
+    parts = [f"loss {_number(row['loss'], '.4g')}"] if "loss" in row else []
+    parts += [f"{name} {_number(row[name], '.3g')}" for name in task_metrics(row)]
+    known: Mapping[str, tuple[str, str]] = {
+        "lr": ("lr {}", ".3g"),
+        "grad_norm": ("grad {}", ".3g"),
+        "skipped": ("skipped {}", "d"),
+        "tokens_per_second": ("{} tokens/s", ".0f"),
+        "step_seconds": ("{} s/step", ".3g"),
+    }
+    return parts + [form.format(_number(row[name], how)) for name, (form, how) in known.items() if name in row]
+
+
+def _number(value: Any, how: str) -> str:
+    return format(value, how) if isinstance(value, (int, float)) else str(value)
+
+
+def _progress(stream: TextIO) -> Any:
+    """A bar with the step, the time left and a text; drawn only when a row comes."""
+    from rich.console import Console as RichConsole
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    # A refresh thread of rich's would meet a dead terminal where nobody can catch it.
+    return Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[text]}"),
+        TimeRemainingColumn(),
+        console=RichConsole(file=stream),
+        auto_refresh=False,
+    )

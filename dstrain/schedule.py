@@ -1,0 +1,102 @@
+"""When things fall due, and the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from dstrain.errors import RecipeError, did_you_mean
+
+WSD_DECAY = 0.1
+"""Share of the steps that `wsd` decays over; MiniCPM found a tenth to be enough (arXiv 2404.06395, section 4.2)."""
+
+
+@dataclass(frozen=True)
+class Every:
+    """Something that falls due at every so many steps."""
+
+    steps: int | None
+    """Steps between two times; null for never."""
+
+    def __post_init__(self) -> None:
+        assert self.steps is None or self.steps > 0, f"Every({self.steps}): the configuration lets only 1 and more pass"
+
+    def due(self, step: int) -> bool:
+        """Whether it is due after `step` steps were taken."""
+        return self.steps is not None and step > 0 and step % self.steps == 0
+
+
+def _constant(step: int, rest: int) -> float:
+    return 1.0
+
+
+def _linear(step: int, rest: int) -> float:
+    return max(0.0, 1.0 - step / max(1, rest))
+
+
+def _cosine(step: int, rest: int) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / max(1, rest))))
+
+
+SCHEDULES: dict[str, Callable[[int, int], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
+"""Name -> the share of the peak, `step` steps after the warmup, of `rest` steps in all after the warmup."""
+
+SCHEDULE_NAMES = (*SCHEDULES, "wsd")
+
+
+def warmup_steps(steps: int, warmup: float) -> int:
+    """`warmup` below 1 is a share of the steps, rounded up; from 1 on it is steps."""
+    return math.ceil(steps * warmup) if warmup < 1 else round(warmup)
+
+
+def learning_rate(step: int, *, schedule: str, steps: int, warmup: float, peak: float) -> float:
+    """The rate of the step numbered `step`, counted from 0, of `steps` in all.
+
+    The shapes are those of transformers' `get_linear_schedule_with_warmup` and
+    `get_cosine_schedule_with_warmup` but for one thing: their warmup begins at 0, and a first
+    step with rate 0 wastes a batch, so ours begins at peak / warmup steps and is at the peak with
+    its last step. As there, the rate would be 0 at `step == steps`, so the last step still learns.
+
+    `wsd` (warmup, stable, decay; arXiv 2404.06395) stays at the peak and goes down in a straight
+    line over the last tenth.
+    """
+    if schedule not in SCHEDULE_NAMES:
+        raise RecipeError(
+            f"optim.schedule: no schedule is called '{schedule}'; {did_you_mean(schedule, SCHEDULE_NAMES)}"
+        )
+    rising = warmup_steps(steps, warmup)
+    if step < rising:
+        return peak * (step + 1) / rising
+    if schedule == "wsd":
+        start = max(rising, steps - math.ceil(steps * WSD_DECAY))
+        return peak * _linear(max(0, step - start), steps - start)
+    return peak * SCHEDULES[schedule](step - rising, steps - rising)
+
+
+def scale(peak: float, rule: Literal["none", "linear", "sqrt"], world_size: int, base: int) -> float:
+    """The peak for `world_size` processes where `peak` was found with `base` processes.
+
+    `linear` keeps the sum of updates per sample when the batch grows (arXiv 1706.02677); `sqrt`
+    keeps their variance, which fits Adam better (arXiv 2205.10287).
+    """
+    ratio = world_size / base
+    return peak * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """The learning rate of a run: call it with the step, counted from 0."""
+
+    peak: float
+    """Highest rate, reached at the end of the warmup."""
+    schedule: str
+    """constant, linear, cosine or wsd."""
+    steps: int
+    """Steps of the whole run."""
+    warmup: float = 0.0
+    """Below 1 a share of the steps, from 1 on steps."""
+
+    def __call__(self, step: int) -> float:
+        return learning_rate(step, schedule=self.schedule, steps=self.steps, warmup=self.warmup, peak=self.peak)

@@ -1,0 +1,93 @@
+"""What a task is: it says what to sum.
+
+A task is a frozen dataclass whose fields are its options. One file adds one:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Halves(Task):
+        weight: float = 1.0
+        '''What the option does, with its unit. This string is its help text.'''
+
+        def examples(self, split): ...       # any sequence of samples
+        def collate(self, examples): ...     # samples -> Batch
+        def build_model(self): ...           # -> torch module
+        def loss(self, model, batch): ...    # -> Loss, a sum
+
+Packaged tasks import torch inside methods, so that `dstrain tasks` answers on a login node.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from dstrain.batch import Batch
+from dstrain.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    import torch
+
+Split = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What one forward pass sums up."""
+
+    total: torch.Tensor
+    """Scalar, differentiable: the sum over the batch's units, not the mean."""
+    metrics: Mapping[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]] = field(default_factory=dict)
+    """Name -> sum over the batch's units, or (sum, its own weight)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(ABC):
+    """What to learn, and from what."""
+
+    metric_names: ClassVar[tuple[str, ...]] = ()
+    """Names `loss` puts into its metrics, so that eval.metric can be checked before the run."""
+
+    recipe: RunConfig = field(default_factory=RunConfig, repr=False)
+    """The recipe the task was made for; no option."""
+    cache: Path = field(default_factory=Path.cwd, repr=False)
+    """Where prepared data is kept; no option."""
+
+    @abstractmethod
+    def examples(self, split: Split) -> Sequence[Any] | None:
+        """Samples by index, or None where there is no held-out data.
+
+        Runs on every process before any process group starts. Raises DataError for data that cannot be used.
+        """
+
+    @abstractmethod
+    def collate(self, examples: Sequence[Any]) -> Batch:
+        """One micro-batch on the host, its weight counted."""
+
+    @abstractmethod
+    def build_model(self) -> torch.nn.Module:
+        """The model, with its weights. Collective under ZeRO-3."""
+
+    @abstractmethod
+    def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
+        """Sums over the batch. The forward pass must run the model once, on every rank."""
+
+    def check(self) -> None:
+        """Raise UsageError for what can be known wrong before any process group starts."""
+
+    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """What an exported model must reproduce on a probe batch."""
+        return self.loss(model, batch).total
+
+    def save_extras(self, folder: Path) -> None:
+        """Write what an exported model needs beside its weights (a tokenizer, a processor)."""
+
+    def reload(self, folder: Path) -> torch.nn.Module:
+        """The model as a stranger would load it from an exported folder."""
+        raise NotImplementedError(f"{type(self).__name__} says not how an exported folder is loaded")
+
+    @classmethod
+    def tiny(cls, folder: Path) -> dict[str, Any]:
+        """A recipe for tests, seconds long, with its data written into the folder."""
+        raise NotImplementedError(f"{cls.__name__} has no tiny recipe")

@@ -1,0 +1,94 @@
+"""What tasks on text share: a tokenizer, data files, and a cache of tokens."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dstrain.config.schema import TokenizerConfig
+from dstrain.data.examples import Examples, split_examples
+from dstrain.data.source import First, Joined, open_source
+from dstrain.data.store import TokenStore, cache_root
+from dstrain.data.tokenizer import trained_tokenizer
+from dstrain.errors import DataError, Fault, RecipeError
+from dstrain.models.load import check_weights, read_config, read_tokenizer
+from dstrain.tasks.base import Split, Task
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTask(Task):
+    """A task on records of text."""
+
+    @abstractmethod
+    def tokens(self, source: Joined) -> TokenStore:
+        """The source's examples, from the cache where they are there. Raises DataError."""
+
+    @abstractmethod
+    def texts(self, record: dict[str, Any]) -> Iterator[str]:
+        """The texts of a record, to train a tokenizer on."""
+
+    def convert(self, record: dict[str, Any]) -> Any:
+        """Read one record. Raises BadRecord; `dstrain data check` calls it for every record."""
+        return list(self.texts(record))
+
+    def check(self) -> None:
+        model = self.recipe.model
+        check_weights(model)
+        size = getattr(self.model_config, "vocab_size", None)
+        if size is not None and len(self.tokenizer) > size:
+            where = "model.config.vocab_size" if model.config else "model.tokenizer"
+            raise RecipeError(
+                Fault(where, f"the tokenizer has {len(self.tokenizer)} entries, the model {size}", "give the model at least as many")
+            )
+
+    @cached_property
+    def model_config(self) -> PretrainedConfig:
+        """The model's config as it is on disk or in the recipe."""
+        return read_config(self.recipe.model)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer; one without a pad token pads with its EOS."""
+        model = self.recipe.model
+        wanted = model.tokenizer
+        if wanted is None and model.config is not None:
+            wanted = TokenizerConfig(vocab_size=getattr(self.model_config, "vocab_size", 32000))
+        if isinstance(wanted, TokenizerConfig):
+            source = self._source([item.path for item in self.recipe.data.train])
+            return trained_tokenizer(source, self.texts, wanted.vocab_size, cache_root())
+        key = "model.path" if wanted is None else "model.tokenizer"
+        tokenizer = read_tokenizer(wanted or model.path or "", key, model.trust_remote_code)
+        if tokenizer.pad_token is None:
+            if tokenizer.eos_token is None:
+                raise RecipeError(Fault(key, "the tokenizer has neither a pad nor an EOS token", "add one and save it again"))
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
+
+    def examples(self, split: Split) -> Examples | None:
+        data = self.recipe.data
+        if split == "eval" and data.eval:
+            source = self._source([data.eval])
+            return split_examples(self.tokens(source), source.sizes, (1.0,), 0.0, 0)[0]
+        if split == "eval" and not data.eval_fraction:
+            return None
+        if not data.train:
+            raise DataError(Fault("data.train", "names no file", "write `data: {train: pairs.jsonl}`"))
+        source = self._source([item.path for item in data.train])
+        weights = tuple(item.weight for item in data.train)
+        train, test = split_examples(self.tokens(source), source.sizes, weights, data.eval_fraction, self.recipe.seed)
+        return train if split == "train" else test
+
+    def save_extras(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(str(folder))
+
+    def _source(self, paths: Sequence[str]) -> Joined:
+        data = self.recipe.data
+        files = [open_source(path, data.columns) for path in paths]
+        return Joined([First(file, data.max_samples) for file in files] if data.max_samples else files)

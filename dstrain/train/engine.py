@@ -1,0 +1,237 @@
+"""An engine takes the step: batches and a learning rate in, new weights and sums out.
+
+`TorchEngine` is the definition, in plain PyTorch and one process. `DeepSpeedEngine` must equal it.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from dstrain.batch import Batch, StepResult
+from dstrain.config.schema import OptimConfig
+from dstrain.errors import CheckpointError
+from dstrain.models.freeze import Group
+from dstrain.tasks import Task
+from dstrain.world import SoloWorld, World
+
+Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+class Engine(Protocol):
+    """What the loop needs."""
+
+    world: World
+
+    def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+        """One optimizer step over these micro-batches of this rank. Collective."""
+
+    def evaluate(self, batch: Batch) -> StepResult:
+        """Sums over one batch, nothing learnt. Collective at stage 3."""
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's share of weights and optimizer state. Collective."""
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote. Collective."""
+
+
+class Objective(torch.nn.Module):
+    """The task and its model as one module, so that every forward pass goes through the engine."""
+
+    def __init__(self, task: Task, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.task, self.model = task, model
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, Metrics]:
+        """(scalar sum of the loss, name -> (sum, weight)); a filler's are all zero."""
+        loss = self.task.loss(self.model, batch)
+        share = 0.0 if batch.filler else 1.0
+        metrics = {}
+        for name, value in loss.metrics.items():
+            total, weight = value if isinstance(value, tuple) else (value, batch.weight)
+            weight = torch.as_tensor(weight, dtype=torch.float32, device=total.device)
+            metrics[name] = (total.detach().float() * share, weight.detach() * share)
+        return loss.total.float() * share, metrics
+
+
+class _Sums:
+    """Adds up what forward passes return, on the device."""
+
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+        self.metrics: Metrics = {}
+
+    def add(self, total: torch.Tensor, metrics: Metrics) -> None:
+        self.losses.append(total.detach())
+        for name, (value, weight) in metrics.items():
+            old_value, old_weight = self.metrics.get(name, (0.0, 0.0))
+            self.metrics[name] = (old_value + value, old_weight + weight)
+
+    def result(self, batches: Sequence[Batch], **more: Any) -> StepResult:
+        return StepResult(
+            loss=torch.stack(self.losses).sum(),
+            weight=sum(batch.weight for batch in batches),
+            metrics=self.metrics,
+            samples=sum(len(batch.samples) for batch in batches),
+            tokens=sum(batch.tokens for batch in batches),
+            **more,
+        )
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Dropout's random numbers are a function of seed, step and rank: nothing about them needs saving."""
+    torch.manual_seed(zlib.crc32(f"{seed}/{step}/{rank}".encode()))
+
+
+def _poisoned(total: torch.Tensor, scale: float) -> torch.Tensor:
+    """The scaled loss; nan where it is inf, so that no gradient of it can look finite."""
+    return torch.where(total.isfinite(), total, torch.nan) * scale
+
+
+def make_optimizer(groups: Sequence[Group], optim: OptimConfig, offload: str | None, device: torch.device) -> Any:
+    """The optimizer for the groups, in their order."""
+    settings: dict[str, Any] = {"lr": optim.lr}
+    params = [{"params": group.params, "weight_decay": group.weight_decay} for group in groups]
+    if optim.name == "sgd":
+        return torch.optim.SGD(params, **settings)
+    settings.update(betas=optim.betas, eps=optim.eps)
+    if offload:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(params, adamw_mode=True, **settings)
+    return torch.optim.AdamW(params, fused=device.type == "cuda", **settings)
+
+
+class TorchEngine:
+    """Plain PyTorch in one process: what a step means."""
+
+    def __init__(self, objective: Objective, groups: Sequence[Group], optim: OptimConfig, device: torch.device) -> None:
+        self.world: World = SoloWorld(device)
+        self.objective = objective.to(device)
+        self._scales = [group.lr_scale for group in groups]
+        self._optimizer = make_optimizer(groups, optim, None, device)
+        self._clip = optim.clip or math.inf
+
+    def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+        self.objective.train()
+        weight, sums = sum(batch.weight for batch in batches), _Sums()
+        for batch in batches:
+            total, metrics = self.objective(batch.to(self.world.device))
+            _poisoned(total, 1 / weight).backward()
+            sums.add(total, metrics)
+        trained = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = float(torch.nn.utils.clip_grad_norm_(trained, self._clip))
+        applied = math.isfinite(norm)
+        if applied:
+            _set_lr(self._optimizer, self._scales, lr)
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return sums.result(batches, grad_norm=norm, **_verdict(sums, batches, applied, self.world))
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> StepResult:
+        self.objective.eval()
+        sums = _Sums()
+        sums.add(*self.objective(batch.to(self.world.device)))
+        return sums.result([batch])
+
+    def save(self, folder: Path) -> None:
+        state = {"model": self.objective.state_dict(), "optimizer": self._optimizer.state_dict()}
+        torch.save(state, folder / "torch.pt")
+
+    def load(self, folder: Path) -> None:
+        state = torch.load(folder / "torch.pt", weights_only=True, map_location=self.world.device)
+        self.objective.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+
+class DeepSpeedEngine:
+    """DeepSpeed at any ZeRO stage, taking the same step as TorchEngine."""
+
+    def __init__(self, objective: Objective, groups: Sequence[Group], optim: OptimConfig, config: Mapping[str, Any], world: World) -> None:
+        import deepspeed
+
+        self.world = world
+        self._scales = [group.lr_scale for group in groups]
+        zero = config["zero_optimization"]
+        offload = zero.get("offload_optimizer", {}).get("device", "none")
+        optimizer = make_optimizer(groups, optim, None if offload == "none" else offload, world.device)
+        # Plain fp32 without ZeRO: DeepSpeed keeps no norm, writes inf and nan into the weights, and cannot clip
+        # a gradient that was dropped. There the norm is taken and the gradient clipped here.
+        self._clip = None if zero["stage"] or config.get("bf16", {}).get("enabled") else optim.clip or math.inf
+        own = {**config, "gradient_clipping": 0.0} if self._clip else dict(config)
+        self.engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=own)
+
+    def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+        self.engine.train()
+        _set_lr(self.engine.optimizer, self._scales, lr)
+        # DeepSpeed averages gradients over the ranks: times their number, over the weight of the whole step.
+        scale = self.world.size / self.world.sum([sum(batch.weight for batch in batches)])[0]
+        sums = _Sums()
+        norm = None
+        for index, batch in enumerate(batches):
+            total, metrics = self.engine(batch.to(self.world.device))
+            # The product is a new tensor: the one the engine returned would be divided by the accumulation.
+            self.engine.backward(_poisoned(total, scale), scale_wrt_gas=False)
+            sums.add(total, metrics)
+            if self._clip and index == len(batches) - 1:
+                norm = self._clip_whole_gradient(self._clip)
+            self.engine.step()
+        norm = norm if norm is not None else float(self.engine.get_global_grad_norm())
+        applied = math.isfinite(norm) and self.engine.was_step_applied()
+        return sums.result(batches, grad_norm=norm, **_verdict(sums, batches, applied, self.world))
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> StepResult:
+        self.engine.eval()
+        sums = _Sums()
+        sums.add(*self.engine(batch.to(self.world.device)))
+        return sums.result([batch])
+
+    def save(self, folder: Path) -> None:
+        self.engine.save_checkpoint(str(folder), tag="state", save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        path, _ = self.engine.load_checkpoint(str(folder), tag="state")
+        if path is None:
+            raise CheckpointError(f"{folder}: DeepSpeed found no state in it; resume from another checkpoint")
+
+    def _clip_whole_gradient(self, largest: float) -> float:
+        """Clip the gradient that is already summed over the ranks; drop it where it is not finite."""
+        learning = [parameter for parameter in self.engine.module.parameters() if parameter.grad is not None]
+        norm = float(torch.nn.utils.clip_grad_norm_(learning, largest))
+        if not math.isfinite(norm):
+            for parameter in learning:
+                parameter.grad = None
+        return norm
+
+
+def _set_lr(optimizer: Any, scales: Sequence[float], lr: float) -> None:
+    for group, scale in zip(optimizer.param_groups, scales, strict=True):
+        group["lr"] = lr * scale
+
+
+def _verdict(sums: _Sums, batches: Sequence[Batch], applied: bool, world: World) -> dict[str, Any]:
+    """Whether the step was taken, and where not, the samples with a loss that is not finite; of the whole step if none.
+
+    Collective where the step was left out, which every rank knows alike.
+    """
+    if applied:
+        return {"applied": True}
+    bad = [not math.isfinite(float(loss)) for loss in sums.losses]
+    everyone = world.gather(
+        ([b.samples for b, is_bad in zip(batches, bad, strict=True) if is_bad], [b.samples for b in batches])
+    )
+    named = [ids for of_rank, _ in everyone for ids in of_rank]
+    suspects = named or [ids for _, of_rank in everyone for ids in of_rank]
+    return {
+        "applied": False,
+        "loss_is_finite": not named,
+        "suspects": tuple(sorted(sample for ids in suspects for sample in ids)),
+    }

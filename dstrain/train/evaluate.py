@@ -1,0 +1,32 @@
+"""Look at held-out data: every sample once, the same number of passes on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dstrain.data.loader import read_shares
+from dstrain.data.plan import eval_share
+from dstrain.report.meter import Meter
+from dstrain.tasks import Task
+from dstrain.train.engine import Engine
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out samples and how they are cut up."""
+
+    task: Task
+    examples: Sequence[Any]
+    micro: int
+
+    def run(self, engine: Engine) -> dict[str, float]:
+        """Loss and metrics: each one sum over all ranks, divided once. Collective."""
+        meter = Meter(engine.world)
+        shares = eval_share(len(self.examples), self.micro, engine.world.size, engine.world.rank)
+        for batch in read_shares(self.examples, self.task.collate, shares):
+            meter.add(engine.evaluate(batch))
+        row = meter.drain()
+        row.pop("step_seconds", None)  # a pass is no step
+        return row

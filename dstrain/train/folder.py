@@ -1,0 +1,122 @@
+"""The run folder: what is in it before the first step, and whether a run may go on in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from dstrain.config import RunConfig, changed_learning_keys, read_recipe, show_recipe
+from dstrain.errors import ResumeError, UsageError
+from dstrain.train.checkpoint import CheckpointInfo, describe, listed, verify
+
+LIBRARIES = ("dstrain", "torch", "deepspeed", "transformers", "peft", "tokenizers", "numpy", "safetensors")
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What --resume and --allow-change ask for."""
+
+    wanted: str = "auto"
+    """auto, never, or the folder of a run or of a checkpoint."""
+    allowed: Collection[str] = ()
+    """Keys that may differ from the recipe the run was started with."""
+
+
+def check_resume(run_dir: Path, resume: Resume, config: RunConfig, world_size: int, stage: int) -> None:
+    """Raise ResumeError where the run cannot go on as asked. Reads only what is cheap to read."""
+    there = [info for info in listed(run_dir / "checkpoints") if info.whole]
+    if resume.wanted == "never":
+        if there:
+            raise ResumeError(
+                f"--resume never: {run_dir} already holds step {there[0].step}; "
+                f"choose another --run-dir, or remove the folder if nothing in it is needed"
+            )
+        return
+    if resume.wanted != "auto":
+        there = [chosen_checkpoint(resume.wanted)]
+    if not there:
+        return
+    before = there[0].path.parent.parent / "recipe.yaml"
+    if before.is_file():
+        faults = changed_learning_keys(read_recipe(before).config, config, resume.allowed)
+        if faults:
+            raise ResumeError(faults)
+    if there[0].world_size != world_size or there[0].zero_stage != stage:
+        raise ResumeError(
+            f"{there[0].path} was written by {there[0].world_size} processes at ZeRO stage {there[0].zero_stage}, and this "
+            f"is {world_size} at stage {stage}: going on with others is not supported yet; start with the same, or "
+            f"`dstrain export` it and begin a new run from that"
+        )
+
+
+def chosen_checkpoint(folder: str) -> CheckpointInfo:
+    """The whole checkpoint that `--resume DIR` names: the folder itself, or the newest of a run folder."""
+    path = Path(folder).expanduser().resolve()
+    if (path / "MANIFEST.json").is_file():
+        fault = verify(path)
+        if fault:
+            raise ResumeError(f"--resume {folder}: the checkpoint is damaged ({fault}); choose another one")
+        return describe(path, None)
+    whole = [info for info in listed(path / "checkpoints", read_all=True) if info.whole]
+    if not whole:
+        raise ResumeError(f"--resume {folder}: holds no whole checkpoint; give a run folder or a checkpoint in it")
+    return whole[0]
+
+
+def write_start(run_dir: Path, config: RunConfig, ds_config: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    """recipe.yaml, ds_config.json and environment.json: enough to repeat the run. Rank 0 calls it."""
+    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    for name, text in (
+        ("recipe.yaml", show_recipe(config)),
+        ("ds_config.json", json.dumps(ds_config, indent=2) + "\n"),
+        ("environment.json", json.dumps({**about, **environment()}, indent=2) + "\n"),
+    ):
+        temporary = run_dir / f".{name}.new"
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, run_dir / name)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the libraries that a result depends on."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions and the command, without anything from the environment's variables."""
+    import torch
+
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        "versions": versions(),
+    }
+
+
+def check_writable(run_dir: Path) -> None:
+    """Raise where the run folder cannot be made or written to."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / f".probe-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"--run-dir {run_dir}: cannot be written ({error.strerror}); choose another folder") from None

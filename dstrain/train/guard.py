@@ -1,0 +1,36 @@
+"""What happens when a loss or a gradient is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dstrain.batch import Progress, StepResult
+from dstrain.errors import NonFiniteError
+
+PATIENCE = 3
+
+
+class NonFiniteGuard:
+    """Notes each step that was left out, and ends the run after three in a row where the recipe says stop."""
+
+    def __init__(self, policy: str, fp16: bool, tell: Callable[..., None]) -> None:
+        self._policy, self._fp16, self._tell = policy, fp16, tell
+        self._in_a_row = 0
+
+    def watch(self, result: StepResult, progress: Progress) -> None:
+        """Raises NonFiniteError, on every rank alike."""
+        if result.applied:
+            self._in_a_row = 0
+            return
+        if self._fp16 and result.loss_is_finite:  # dynamic loss scaling looks for its scale this way
+            self._tell("loss_scale_lowered", step=progress.step)
+            return
+        self._in_a_row += 1
+        what = "gradients" if result.loss_is_finite else "loss"
+        self._tell("step_skipped", step=progress.step, why=f"{what} not finite", samples=list(result.suspects))
+        if self._policy == "stop" and self._in_a_row >= PATIENCE:
+            named = ", ".join(str(sample) for sample in result.suspects[:16]) + (" …" if len(result.suspects) > 16 else "")
+            raise NonFiniteError(
+                f"step {progress.step}: the {what} of samples {named} is not finite, {PATIENCE} steps in a row, "
+                f"the weights are as before them; lower optim.lr, look at these samples, or set on_nonfinite: skip"
+            )

@@ -1,0 +1,32 @@
+"""The loop: in which order things happen. To change the order, edit the order."""
+
+from __future__ import annotations
+
+from dstrain.batch import Progress
+from dstrain.train.engine import seed_step
+from dstrain.train.state import Run
+
+
+def train(run: Run) -> Progress:
+    """Train until the budget is spent or someone asks us to stop. Collective."""
+    progress = run.resume()
+    if progress.step >= run.steps:
+        return progress
+    with run.interrupt:
+        for batches in run.loader.steps(progress.samples):
+            seed_step(run.seed, progress.step, run.engine.world.rank)
+            result = run.engine.step(batches, lr=run.lr(progress.step))
+            progress = progress.after(len(run.loader.plan.ids(progress.samples)))
+            run.meter.add(result)
+            run.guard.watch(result, progress)
+            done, stop = progress.step >= run.steps, run.interrupt.agreed()
+            metric = None
+            if run.log.due(progress.step) or done or stop:
+                run.write(progress)
+            if done or (run.test.due(progress.step) and not stop):
+                metric = run.evaluate(progress)
+            if run.save.due(progress.step) or done or stop:
+                run.keep(progress, metric)
+            if done or stop:
+                break
+    return progress

@@ -1,0 +1,79 @@
+"""A run, put together: everything the loop touches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dstrain.batch import Progress
+from dstrain.data.loader import Loader
+from dstrain.report.journal import Journal
+from dstrain.report.memory import memory
+from dstrain.report.meter import Meter
+from dstrain.report.sinks import Sink
+from dstrain.schedule import Every, LearningRate
+from dstrain.train.checkpoint import CheckpointInfo, Checkpoints
+from dstrain.train.engine import Engine
+from dstrain.train.evaluate import Evaluation
+from dstrain.train.guard import NonFiniteGuard
+from dstrain.train.interrupt import Interrupt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The nouns of a training run, and the few verbs that need several of them."""
+
+    engine: Engine
+    loader: Loader
+    evaluation: Evaluation | None
+    checkpoints: Checkpoints
+    start: CheckpointInfo | None
+    """Where to go on from."""
+    journal: Journal
+    sinks: Sequence[Sink]
+    meter: Meter
+    guard: NonFiniteGuard
+    interrupt: Interrupt
+    lr: LearningRate
+    seed: int
+    steps: int
+    metric: str
+    """The metric `best` goes by."""
+    log: Every
+    test: Every
+    save: Every
+    record: Mapping[str, Any]
+    """What each checkpoint says of the run: preset, stage, versions."""
+
+    def resume(self) -> Progress:
+        """Go on from the newest whole checkpoint, or from nothing. Collective."""
+        if self.start is None:
+            return Progress()
+        self.engine.load(self.start.path)
+        return self.start.progress
+
+    def write(self, progress: Progress) -> None:
+        """One row of training numbers, to every sink. Collective."""
+        row = self.meter.drain(self.loader.take_wait())
+        self._send(progress, {"split": "train", **row, "lr": self.lr(progress.step - 1), **memory(self.engine.world)})
+
+    def evaluate(self, progress: Progress) -> float | None:
+        """One row of held-out numbers; returns the metric `best` goes by, None without held-out data. Collective."""
+        if self.evaluation is None:
+            return None
+        with self.meter.paused():
+            row = self.evaluation.run(self.engine)
+        self._send(progress, {"split": "eval", **row})
+        return row.get(self.metric)
+
+    def keep(self, progress: Progress, metric: float | None) -> None:
+        """Write a checkpoint. Collective."""
+        with self.meter.paused():
+            folder = self.checkpoints.save(self.engine.save, progress, self.record, metric)
+        self.journal.event("saved", step=progress.step, checkpoint=folder.name)
+
+    def _send(self, progress: Progress, row: Mapping[str, Any]) -> None:
+        where = {"step": progress.step, "samples": progress.samples, "epoch": round(self.loader.plan.epoch(progress.samples), 4)}
+        for sink in self.sinks:
+            sink.write({**where, **row})

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dstrain.data.dialogs import common_words, is_dialog, parse_dialog, render_dialog, render_messages
+from dstrain.data.formats import BadRecord, read_preference
+from dstrain.data.source import open_source
+
+PIECES = st.sampled_from(["\n\nHuman:", "\n\nAssistant:", "Human:", "Assistant:", " ", "\n", "\n\n", "hi", "é", "yes."])
+QUESTION = {"role": "user", "content": "2+2?"}
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+@given(st.lists(PIECES, max_size=20).map("".join))
+def test_parsing_a_dialog_loses_nothing(text):
+    turns = parse_dialog(text)
+    assert render_dialog(turns) == text
+    assert all(left.role != right.role for left, right in pairwise(turns))
+
+
+@given(st.lists(PIECES, max_size=12).map("".join), st.lists(PIECES, max_size=6).map("".join),
+       st.lists(PIECES, max_size=6).map("".join))
+def test_any_two_texts_are_split_at_a_common_beginning_or_refused(common, one, other):
+    try:
+        preference = read_preference({"chosen": common + one, "rejected": common + other})
+    except BadRecord:
+        return
+    if isinstance(preference.prompt, str):
+        assert preference.prompt + preference.chosen == common + one
+        assert preference.prompt + preference.rejected == common + other
+    else:
+        assert preference.prompt[-1]["role"] == "user"
+
+
+def test_an_hh_dialog_splits_before_the_first_turn_that_differs():
+    before = "\n\nHuman: hi\n\nAssistant: Hello.\n\nHuman: 2+2?\n\nAssistant:"
+    preference = read_preference({"chosen": before + " 4", "rejected": before + " 5", "label": "helpful"})
+    assert preference.prompt == [said("user", "hi"), said("assistant", "Hello."), QUESTION]
+    assert (preference.chosen, preference.rejected, preference.label) == ("4", "5", "helpful")
+    assert render_messages([*preference.prompt, said("assistant", "4")]) == before + " 4"
+
+
+def test_the_same_speaker_twice_is_one_turn():
+    record = {"chosen": "\n\nHuman: q\n\nAssistant: wait\n\nAssistant: 4", "rejected": "\n\nHuman: q\n\nAssistant: 5"}
+    preference = read_preference(record)
+    assert preference.prompt == [said("user", "q")]
+    assert preference.chosen == "wait\n\nAssistant: 4"
+
+
+def test_an_answer_that_is_the_beginning_of_the_other_is_kept_whole():
+    short = "\n\nHuman: q\n\nAssistant: a"
+    preference = read_preference({"chosen": short, "rejected": short + "\n\nHuman: more\n\nAssistant: b"})
+    assert preference.chosen == "a"
+    assert preference.rejected == [said("assistant", "a"), said("user", "more"), said("assistant", "b")]
+
+
+def test_text_before_the_first_mark_is_a_system_turn():
+    before = "Be kind.\n\nHuman: q\n\nAssistant:"
+    preference = read_preference({"chosen": before + "no space", "rejected": before + " b"})
+    assert preference.prompt == [said("system", "Be kind."), said("user", "q")]
+    assert preference.chosen == "no space"
+
+
+def test_a_dialog_may_begin_without_line_breaks():
+    assert is_dialog("Human: q\n\nAssistant: a")
+    assert read_preference({"chosen": "Human: q\n\nAssistant: a", "rejected": "Human: q\n\nAssistant: b"}).chosen == "a"
+
+
+@pytest.mark.parametrize(("left", "right", "cut"), [
+    ("What is it? four", "What is it? five", len("What is it?")),
+    ("Q\nfour", "Q\nfive", len("Q\n")),
+    ("four", "five", 0),
+    ("one two", "one two three", len("one")),
+    ("你好吗", "你好呢", len("你好")),
+    ("one", "two", 0),
+])
+def test_plain_texts_split_at_the_last_common_word(left, right, cut):
+    assert common_words(left, right) == cut
+    preference = read_preference({"chosen": left, "rejected": right})
+    assert (preference.prompt, preference.chosen, preference.rejected) == (left[:cut], left[cut:], right[cut:])
+
+
+def test_strings_with_a_prompt_stay_as_they_are():
+    preference = read_preference({"prompt": "2+2? ", "chosen": "4", "rejected": "5", "margin": 2, "images": ["a.png"]})
+    assert (preference.prompt, preference.chosen, preference.margin) == ("2+2? ", "4", 2.0)
+    assert preference.images == ("a.png",)
+
+
+def test_a_prompt_that_is_a_dialog_becomes_messages():
+    before = "\n\nHuman: 2+2?\n\nAssistant:"
+    for space in ("", before):
+        preference = read_preference({"prompt": before, "chosen": space + " 4", "rejected": space + " 5"})
+        assert (preference.prompt, preference.chosen) == ([QUESTION], "4")
+
+
+FOUR, FIVE = said("assistant", "4"), said("assistant", "5")
+
+
+@pytest.mark.parametrize("record", [
+    {"prompt": [QUESTION], "chosen": [FOUR], "rejected": [FIVE]},
+    {"prompt": [QUESTION], "chosen": "4", "rejected": "5"},
+    {"prompt": "2+2?", "chosen": [FOUR], "rejected": [FIVE]},
+    {"prompt": "2+2?", "chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE]},
+    {"prompt": [QUESTION], "chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE]},
+    {"chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE]},
+    {"prompt": None, "chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE], "messages": None},
+    {"messages": [QUESTION], "chosen": FOUR, "rejected": FIVE},
+    {"conversations": [{"from": "human", "value": "2+2?"}], "chosen": {"from": "gpt", "value": "4"},
+     "rejected": {"from": "gpt", "value": "5"}},
+    {"prompt": [said("user", [{"type": "text", "text": "2+2?"}])], "chosen": [FOUR], "rejected": [FIVE]},
+])
+def test_every_published_form_is_the_same_preference(record):
+    preference = read_preference(record)
+    assert (preference.prompt, preference.chosen, preference.rejected) == ([QUESTION], "4", "5")
+
+
+def test_a_system_message_before_the_question_stays_in_the_prompt():
+    whole = [said("system", "Be kind."), QUESTION]
+    record = {"prompt": "2+2?", "chosen": [*whole, FOUR], "rejected": [*whole, FIVE]}
+    assert read_preference(record).prompt == whole
+
+
+def test_sharegpt_names_of_tools_are_known():
+    names = ["system", "human", "function_call", "observation"]
+    record = {"conversations": [{"from": name, "value": name} for name in names],
+              "chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}}
+    assert [message["role"] for message in read_preference(record).prompt] == ["system", "user", "assistant", "tool"]
+
+
+DIALOG = "\n\nHuman: q\n\nAssistant: a"
+BAD = [
+    ({"prompt": "p", "chosen": "a"}, "no 'rejected'"),
+    ({"prompt": "p", "chosn": "a", "rejected": "b"}, r"no 'chosen' \(did you mean 'chosn'\?\)"),
+    ({"prompt": "p", "chosen": "a", "rejected": "a"}, "are the same"),
+    ({"chosen": DIALOG, "rejected": DIALOG}, "are the same"),
+    ({"prompt": "p", "chosen": " ", "rejected": "a"}, "'chosen' is an empty answer"),
+    ({"chosen": DIALOG, "rejected": "\n\nHuman: q\n\nAssistant: "}, "'rejected' is an empty answer"),
+    ({"prompt": " ", "chosen": "a", "rejected": "b"}, "'prompt' is empty"),
+    ({"prompt": 3, "chosen": "a", "rejected": "b"}, "'prompt' is a number"),
+    ({"prompt": "p", "chosen": 3, "rejected": "b"}, "'chosen' is a number"),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "2"}, "'margin' is '2'"),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": True}, "'margin' is True"),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": float("nan")}, "'margin' is nan"),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "label": {}}, "'label' is an object"),
+    ({"prompt": [said("alien", "p")], "chosen": "a", "rejected": "b"}, r"'prompt\[0\]\.role' is 'alien'.*known here"),
+    ({"prompt": [{"role": "user"}], "chosen": "a", "rejected": "b"}, r"'prompt\[0\]' has no 'content'"),
+    ({"prompt": [said("user", None)], "chosen": "a", "rejected": "b"}, r"'prompt\[0\]\.content' is null"),
+    ({"prompt": ["x"], "chosen": "a", "rejected": "b"}, r"'prompt\[0\]' is text, not a message"),
+    ({"prompt": [], "chosen": "a", "rejected": "b"}, "prompt has no messages"),
+    ({"prompt": [QUESTION, FOUR], "chosen": "a", "rejected": "b"}, "ends with the turn of the assistant"),
+    ({"prompt": [QUESTION], "chosen": [QUESTION], "rejected": [FIVE]}, "'chosen' has no messages after the prompt"),
+    ({"prompt": [QUESTION], "chosen": [said("user", "other"), FOUR], "rejected": [FIVE]}, "that are not 'prompt'"),
+    ({"chosen": [QUESTION, FOUR], "rejected": [said("user", "3+3?"), FIVE]}, "do not begin with the same turn"),
+    ({"chosen": [QUESTION, FOUR, QUESTION], "rejected": [QUESTION, FIVE]}, "'chosen' has the turn of the user"),
+    ({"chosen": DIALOG, "rejected": "plain"}, "'rejected' is no dialog"),
+    ({"chosen": DIALOG + "\n\nHuman: x\n\nAssistant: y", "rejected": DIALOG + "\n\nHuman: z\n\nAssistant: y"},
+     r"'chosen' has no assistant's turn where the dialogs part \(turn 3\)"),
+    ({"chosen": FOUR, "rejected": FIVE}, "there is no 'prompt'"),
+]
+
+
+@pytest.mark.parametrize(("record", "reason"), BAD)
+def test_a_bad_record_is_refused_with_the_key_and_the_mend(record, reason):
+    with pytest.raises(BadRecord, match=reason):
+        read_preference(record)
+
+
+@pytest.mark.parametrize(("name", "count", "empty"), [
+    ("hh/helpful-train.jsonl", 2000, 3), ("hh/helpful-test.jsonl", 500, 0), ("hh/harmless-train.jsonl", 1311, 4),
+    ("hh/harmless-test.jsonl", 500, 0), ("prefs/llamafactory/dpo_en_demo.json", 240, 0),
+    ("prefs/llamafactory/dpo_zh_demo.json", 240, 0), ("prefs/pandalm.jsonl", 636, 0), ("prefs/llmbar.jsonl", 299, 0),
+    ("mm/mathv/preferences-train.jsonl", 177, 0),
+])
+def test_real_files_are_read_but_for_their_empty_answers(real_data, name, count, empty):
+    source, reasons = open_source(real_data / name), []
+    for index in range(len(source)):
+        try:
+            preference = read_preference(source[index])
+        except BadRecord as fault:
+            reasons.append(fault.reason)
+            continue
+        if name.startswith("hh"):
+            told = [*preference.prompt, said("assistant", preference.chosen)]
+            assert render_messages(told) == source[index]["chosen"]
+    assert len(source) == count
+    assert len(reasons) == empty
+    assert all("is an empty answer" in reason for reason in reasons)

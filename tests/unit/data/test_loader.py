@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from dstrain.batch import Batch
+from dstrain.data.collate import pad
+from dstrain.data.loader import Loader, read_shares
+from dstrain.data.plan import DataPlan, eval_share
+from dstrain.errors import RunError
+
+EXAMPLES = [{"sample": 100 + i, "ids": [i] * (i % 3 + 1)} for i in range(10)]
+
+
+def collate(examples: list[dict]) -> Batch:
+    ids = tuple(example["sample"] for example in examples)
+    return Batch(tensors={"ids": pad([e["ids"] for e in examples], 0)}, weight=len(ids), samples=ids, tokens=len(ids))
+
+
+def loader(*, collate=collate, rank=0, workers=0, prefetch=2, **settings) -> Loader:
+    given = {"sizes": (10,), "seed": 0, "samples_per_step": 4, "world_size": 1, "accumulate": 2, "total_samples": 30}
+    plan = DataPlan(**(given | settings))
+    return Loader(examples=EXAMPLES, collate=collate, plan=plan, rank=rank, workers=workers, prefetch=prefetch)
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("dstrain-loader")]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_steps_come_in_the_plans_order_with_any_number_of_threads(workers):
+    def slow(examples):
+        time.sleep(0.002 * (examples[0]["sample"] % 3))
+        return collate(examples)
+
+    reader = loader(workers=workers, collate=slow)
+    got = [[batch.samples for batch in step] for step in reader.steps(0)]
+    shares = [reader.plan.share(samples, 0) for samples in range(0, 30, 4)]
+    assert got == [[tuple(100 + i for i in chunk) for chunk in share] for share in shares]
+    assert threads() == []
+
+
+def test_a_run_goes_on_where_it_stopped():
+    whole = [batch.samples for step in loader().steps(0) for batch in step]
+    assert [batch.samples for step in loader(workers=2).steps(8) for batch in step] == whole[4:]
+
+
+def test_a_rank_without_samples_gets_a_filler():
+    plan = {"samples_per_step": 3, "world_size": 2, "total_samples": 3}
+    step = next(loader(rank=1, **plan).steps(0))
+    assert [batch.filler for batch in step] == [False, True]
+    assert (step[1].weight, step[1].samples, step[1].tokens) == (0.0, (), 0)
+    assert len(step[1].tensors["ids"]) == 1
+    assert sum(batch.weight for rank in (0, 1) for batch in next(loader(rank=rank, **plan).steps(0))) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_fault_in_collating_names_the_samples(workers):
+    def broken(examples):
+        raise KeyError("image")
+
+    with pytest.raises(RunError, match=r"samples 1\d\d, 1\d\d could not be made into a batch: KeyError"):
+        next(loader(workers=workers, collate=broken).steps(0))
+    assert threads() == []
+
+
+def test_closing_stops_the_threads():
+    steps = loader(workers=3, total_samples=None).steps(0)
+    next(steps)
+    assert threads()
+    steps.close()
+    assert threads() == []
+
+
+def test_reading_stays_within_the_prefetch():
+    made = []
+    steps = loader(workers=1, prefetch=2, total_samples=None, collate=lambda e: made.append(1) or collate(e)).steps(0)
+    next(steps)
+    time.sleep(0.1)
+    assert len(made) <= 2 * (1 + 2)
+    steps.close()
+
+
+def test_the_time_spent_waiting_is_told_once():
+    reader = loader(workers=1, collate=lambda examples: time.sleep(0.02) or collate(examples))
+    next(reader.steps(0))
+    assert reader.take_wait() >= 0.02
+    assert reader.take_wait() == 0.0
+
+
+def test_an_evaluation_sees_every_sample_once():
+    batches = [b for rank in range(4) for b in read_shares(EXAMPLES, collate, eval_share(10, 2, 4, rank))]
+    assert sorted(i for batch in batches for i in batch.samples) == list(range(100, 110))
+    assert len(batches) == 8
+    assert sum(batch.weight for batch in batches) == 10
+
+
+def test_an_iterator_left_open_does_not_keep_the_process():
+    code = """
+from dstrain.batch import Batch
+from dstrain.data.loader import Loader
+from dstrain.data.plan import DataPlan
+plan = DataPlan(sizes=(9,), seed=0, samples_per_step=2, world_size=1, accumulate=1)
+steps = Loader(examples=range(9), collate=lambda e: Batch(tensors={}, weight=1, samples=()), plan=plan, workers=2)
+steps = steps.steps(0)
+print(len(next(steps)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True)
+    assert (done.stdout.strip(), done.stderr) == ("1", "")

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dstrain.data.plan import DataPlan, eval_share
+from dstrain.errors import DataError
+
+
+def plan(sizes=(10,), **settings) -> DataPlan:
+    given = {"seed": 0, "samples_per_step": 4, "world_size": 1, "accumulate": 1} | settings
+    return DataPlan(sizes=tuple(sizes), **given)
+
+
+def stream(order: DataPlan, count: int, start: int = 0) -> list[int]:
+    ids: list[int] = []
+    while len(ids) < count:
+        ids.extend(order.ids(start + len(ids)).tolist())
+    return ids[:count]
+
+
+SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=3)
+SMALL = st.integers(1, 9)
+
+
+@given(SIZES, SMALL, st.integers(0, 2**63))
+def test_an_epoch_shows_each_sample_once(sizes, samples_per_step, seed):
+    order, total = plan(sizes, samples_per_step=samples_per_step, seed=seed), sum(sizes)
+    ids = stream(order, 3 * total)
+    for epoch in range(3):
+        assert sorted(ids[epoch * total : (epoch + 1) * total]) == list(range(total))
+
+
+@given(SIZES, SMALL, st.integers(1, 5), st.integers(1, 4), st.integers(0, 100))
+def test_the_ids_of_a_step_are_the_same_for_any_split(sizes, samples_per_step, world_size, accumulate, samples):
+    alone = plan(sizes, samples_per_step=samples_per_step)
+    split = plan(sizes, samples_per_step=samples_per_step, world_size=world_size, accumulate=accumulate)
+    shares = [split.share(samples, rank) for rank in range(world_size)]
+    assert all(len(share) == accumulate for share in shares)
+    lengths = [len(chunk) for share in shares for chunk in share]
+    assert max(lengths) - min(lengths) <= 1
+    assert [i for share in shares for chunk in share for i in chunk] == alone.share(samples, 0)[0]
+
+
+@given(SIZES, SMALL, st.integers(0, 200))
+def test_a_run_resumed_anywhere_goes_on_in_the_same_order(sizes, samples_per_step, start):
+    unbroken = stream(plan(sizes, samples_per_step=samples_per_step), start + 50)
+    assert stream(plan(sizes, samples_per_step=samples_per_step), 50, start) == unbroken[start:]
+    assert stream(plan(sizes, samples_per_step=samples_per_step + 3), 50, start) == unbroken[start:]
+
+
+def test_going_back_gives_the_same_order_again():
+    order = plan((50,))
+    first = order.ids(0).tolist()
+    stream(order, 400)
+    assert order.ids(0).tolist() == first
+
+
+def test_epochs_and_seeds_differ_in_order():
+    ids = stream(plan((100,)), 200)
+    assert ids[:100] != ids[100:]
+    assert ids[:100] != stream(plan((100,), seed=1), 100)
+    assert ids[:100] != stream(plan((100,), seed=2**32), 100)
+
+
+def test_the_order_is_frozen():
+    assert stream(plan((10,)), 20) == FROZEN
+
+
+FROZEN = [5, 6, 4, 3, 9, 8, 7, 1, 2, 0, 6, 9, 4, 0, 3, 7, 1, 8, 5, 2]
+
+
+def test_without_shuffling_records_come_as_they_stand():
+    assert stream(plan((3, 2), shuffle=False), 10) == [0, 1, 2, 3, 4] * 2
+
+
+@settings(max_examples=50)
+@given(st.integers(4, 40), st.sampled_from([0.25, 0.5, 1.0, 1.5, 2.0, 3.0]))
+def test_a_weight_is_kept_over_epochs_and_no_record_falls_behind(size, weight):
+    order = plan((size, 5), weights=(weight, 1.0))
+    epochs = 4
+    ids = stream(order, epochs * order.samples_per_epoch)
+    counts = Counter(i for i in ids if i < size)
+    assert sum(counts.values()) == epochs * round(weight * size)
+    assert max(counts.values()) - min(counts.get(i, 0) for i in range(size)) <= 1
+
+
+def test_half_a_source_is_followed_by_its_other_half():
+    ids = stream(plan((20,), weights=(0.5,)), 20)
+    assert sorted(ids) == list(range(20))
+
+
+def test_the_last_step_is_cut_at_the_total():
+    order = plan((10,), total_samples=6)
+    assert order.steps == 2
+    assert [len(order.ids(samples)) for samples in (0, 4, 6, 8)] == [4, 2, 0, 0]
+    assert plan((10,)).steps is None
+
+
+def test_a_step_crosses_into_the_next_epoch():
+    assert len(plan((10,)).ids(8)) == 4
+    assert len(plan((3,), samples_per_step=10).ids(0)) == 10
+    assert plan((10,)).epoch(25) == 2.5
+
+
+def test_more_chunks_than_samples_leave_empty_ones():
+    order = plan((10,), samples_per_step=3, world_size=2, accumulate=2)
+    assert [[len(chunk) for chunk in order.share(0, rank)] for rank in (0, 1)] == [[1, 1], [1, 0]]
+
+
+def test_a_source_that_would_never_be_shown_is_refused():
+    with pytest.raises(DataError, match=r"source 1 with 10 records and weight 0\.01"):
+        plan((10, 10), weights=(1.0, 0.01))
+    with pytest.raises(DataError):
+        plan((0,))
+    with pytest.raises(DataError):
+        plan(())
+
+
+@given(st.integers(0, 60), SMALL, SMALL)
+def test_an_evaluation_takes_each_sample_once_in_as_many_batches_on_every_rank(size, micro, world_size):
+    shares = [eval_share(size, micro, world_size, rank) for rank in range(world_size)]
+    assert len({len(share) for share in shares}) == 1
+    assert all(len(chunk) <= micro for share in shares for chunk in share)
+    assert sorted(i for share in shares for chunk in share for i in chunk) == list(range(size))
+
+
+def test_ids_are_plain_numbers():
+    order = plan((10,))
+    assert order.ids(0).dtype == np.int64
+    assert type(order.share(0, 0)[0][0]) is int

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dstrain.data.source import Joined, open_source
+from dstrain.errors import DataError
+
+
+def test_records_and_lines_are_found_past_blank_lines_windows_ends_and_a_byte_order_mark(write_lines):
+    path = write_lines([b'\xef\xbb\xbf{"a": 1}\r', b"", b"  \r", '{"a": "é"}'.encode(), b'{"a": 3}'])
+    source = open_source(path)
+    assert [source[i]["a"] for i in range(len(source))] == [1, "é", 3]
+    assert [source.where(i) for i in range(3)] == ["train.jsonl:1", "train.jsonl:4", "train.jsonl:5"]
+    assert source.bad == []
+    assert source.folder_of(0) == source.folder == Path()
+
+
+def test_the_last_line_needs_no_line_break(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b'{"a": 1}\n{"a": 2}')
+    assert open_source(tmp_path / "x.jsonl")[1] == {"a": 2}
+
+
+def test_lines_that_are_no_record_are_named_and_not_counted(write_lines):
+    rows = [{"a": 1}, b'{"a": ', b"[1]", b'{"a": "\xff"}', b'{"a": "\\ud83d"}', b'{"a": "\\ud83d\\ude00"}', b"[" * 99999]
+    source = open_source(write_lines(rows))
+    assert [source[i]["a"] for i in range(len(source))] == [1, "😀"]
+    assert [row.where for row in source.bad] == [f"train.jsonl:{n}" for n in (2, 3, 4, 5, 7)]
+    for row, word in zip(source.bad, ("no JSON", "list", "UTF-8", "half a character", "no JSON"), strict=True):
+        assert word in row.reason
+
+
+def test_many_threads_read_the_same_file(write_lines):
+    source = open_source(write_lines([{"a": i, "text": "x" * (i % 50)} for i in range(500)]))
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda i: source[i]["a"], range(500))) == list(range(500))
+
+
+def test_the_digest_follows_the_bytes_and_the_renaming(write_lines):
+    first = open_source(write_lines([{"a": 1}])).digest
+    assert open_source(write_lines([{"a": 1}], "other.jsonl")).digest == first
+    assert open_source(write_lines([{"a": 2}])).digest != first
+    assert open_source(write_lines([{"a": 1}]), {"a": "b"}).digest != first
+
+
+def test_columns_are_renamed_over_a_column_of_that_name(write_lines):
+    source = open_source(write_lines([{"question": "q", "prompt": "old"}]), {"question": "prompt"})
+    assert source[0] == {"prompt": "q"}
+
+
+def test_a_column_that_no_record_has_is_refused_with_the_near_one(write_lines):
+    path = write_lines([{"question": "q"}, {"answer": "a"}])
+    with pytest.raises(DataError, match=r"data\.columns\.qestion: no record of train.jsonl .*mean 'question'"):
+        open_source(path, {"qestion": "prompt"})
+    assert open_source(path, {"answer": "chosen"})[1] == {"chosen": "a"}
+
+
+def test_a_missing_file_is_named_with_the_folder_and_the_near_files(write_lines, tmp_path):
+    write_lines([{"a": 1}])
+    with pytest.raises(DataError) as caught:
+        open_source("trian.jsonl")
+    for part in ("trian.jsonl", str(tmp_path), "train.jsonl"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "content", "reason"), [
+    ("a.jsonl", b"", "is empty"), ("a.jsonl", b"\n\n", "no records"), ("a.json", b"[]", "no records"),
+    ("a.json", b'{"a": 1}', "no list"), ("a.json", b'{"a":1}\n{"a":2}', r"name it \.jsonl"),
+    ("a.json", b'[{"a": 1},\n{"a"}]', "line 2"), ("a.json", b'["\xff"]', "UTF-8"), ("a.csv", b"a,b", r"\.csv"),
+    ("a.parquet", b"nonsense", "no parquet"),
+])
+def test_a_file_that_cannot_be_used_says_why(tmp_path, name, content, reason):
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=reason):
+        open_source(tmp_path / name)
+
+
+@pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: {"data": rows}])
+def test_a_json_list_is_read_bare_or_under_data(tmp_path, monkeypatch, wrap):
+    monkeypatch.chdir(tmp_path)
+    Path("a.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(wrap([{"a": 1}, 2, {"a": "\ud800"}, {"a": 3}])).encode())
+    source = open_source("a.json", {"a": "b"})
+    assert [source[i] for i in range(len(source))] == [{"b": 1}, {"b": 3}]
+    assert source.where(1) == "a.json[3]"
+    assert [row.where for row in source.bad] == ["a.json[1]", "a.json[2]"]
+
+
+def test_parquet_rows_are_records(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.chdir(tmp_path)
+    rows = [{"chosen": "a", "n": [1, 2]}, {"chosen": "b", "n": None}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), "a.parquet", row_group_size=1)
+    source = open_source("a.parquet", {"n": "m"})
+    assert [source[i] for i in range(len(source))] == [{"chosen": "a", "m": [1, 2]}, {"chosen": "b", "m": None}]
+    assert source.where(1) == "a.parquet[1]"
+    assert len(source.digest) == 64
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r'pip install "dstrain\[parquet\]"'):
+        open_source(tmp_path / "a.parquet")
+
+
+def test_joined_sources_count_on(write_lines):
+    first = open_source(write_lines([{"a": 0}, b"bad", {"a": 1}], "one.jsonl"))
+    second = open_source(write_lines([{"a": 2}], "two.jsonl"))
+    joined = Joined([first, second])
+    assert joined.sizes == (2, 1)
+    assert [record["a"] for record in joined] == [0, 1, 2]
+    assert [joined.where(i) for i in range(3)] == ["one.jsonl:1", "one.jsonl:3", "two.jsonl:1"]
+    assert joined.bad == first.bad
+    assert joined.digest != Joined([second, first]).digest
+    with pytest.raises(IndexError):
+        joined[3]
+
+
+def test_reading_and_planning_need_neither_torch_nor_transformers():
+    code = ("import sys, dstrain.data.source, dstrain.data.formats, dstrain.data.plan, dstrain.data.store, "
+            "dstrain.data.prepare, dstrain.data.loader, dstrain.data.text, dstrain.data.collate; "
+            "print({'torch', 'transformers', 'tokenizers'} & set(sys.modules))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dstrain.data.formats import BadRecord, read_preference
+from dstrain.data.prepare import (
+    Policy,
+    PreferenceSettings,
+    check_file,
+    encode_all,
+    judge,
+    prepare,
+    prepare_preferences,
+    tokenizer_fingerprint,
+)
+from dstrain.data.source import BadRow, Joined, open_source
+from dstrain.data.store import Report, cache_root, cached_store, key_name
+from dstrain.errors import DataError
+
+KEY = {"what": "test", "n": 1}
+
+
+def rows(count: int, start: int = 0) -> list[dict]:
+    return [{"ids": list(range(i % 4)), "score": i / 2, "sample": 2 * i} for i in range(start, start + count)]
+
+
+def build(report: Report):
+    report.kept, report.bad = 7, [BadRow("x.jsonl:1", "why")]
+    yield rows(5)
+    yield []
+    yield rows(2, 5)
+
+
+def test_a_store_gives_back_what_was_built(tmp_path):
+    for store in (cached_store(tmp_path, KEY, build), cached_store(tmp_path, KEY, build)):
+        assert len(store) == 7
+        for got, row in zip(store, rows(7), strict=True):
+            assert got["ids"].tolist() == row["ids"]
+            assert got["ids"].dtype == np.int32
+            assert (got["score"], got["sample"]) == (row["score"], row["sample"])
+        assert store.lengths("ids").tolist() == [0, 1, 2, 3, 0, 1, 2]
+        assert (store.report.kept, store.report.bad) == (7, [BadRow("x.jsonl:1", "why")])
+        assert store.sizes([4, 6, 0, 9]) == (2, 3, 0, 2)
+    with pytest.raises(IndexError):
+        store[7]
+
+
+def test_a_store_is_built_once_for_a_key(tmp_path):
+    built = []
+    for key in (KEY, dict(reversed(KEY.items())), {**KEY, "n": 2}):
+        cached_store(tmp_path, key, lambda report: built.append(1) or build(report))
+    assert len(built) == 2
+
+
+def test_columns_are_mapped_not_loaded_and_cannot_be_changed(tmp_path):
+    store = cached_store(tmp_path, KEY, lambda report: [[{"ids": list(range(100)), "sample": 0}]])
+    with pytest.raises(ValueError, match="read-only"):
+        store[0]["ids"][0] = 5
+
+
+def test_an_empty_store_is_a_store(tmp_path):
+    built = []
+    for _ in range(2):
+        assert len(cached_store(tmp_path, KEY, lambda report: built.append(1) or [])) == 0
+    assert built == [1]
+
+
+@pytest.mark.parametrize("harm", ["cut", "remove", "meta"])
+def test_a_damaged_store_is_built_again(tmp_path, harm):
+    place = cached_store(tmp_path, KEY, build).folder
+    if harm == "cut":
+        os.truncate(place / "ids.npy", 130)
+    elif harm == "remove":
+        (place / "score.npy").unlink()
+    else:
+        (place / "meta.json").write_text('{"count": 7')
+    assert [row["score"] for row in cached_store(tmp_path, KEY, build)] == [i / 2 for i in range(7)]
+
+
+def test_a_fault_while_building_leaves_nothing_behind(tmp_path):
+    def broken(report):
+        yield rows(3)
+        raise KeyError("boom")
+
+    with pytest.raises(KeyError):
+        cached_store(tmp_path, KEY, broken)
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+    assert len(cached_store(tmp_path, KEY, build)) == 7
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from dstrain.data.store import cached_store
+folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
+def build(report):
+    with (folder / "built").open("a") as file:
+        file.write("x")
+    yield [{"ids": [1, 2], "sample": 0}]
+    time.sleep(seconds)
+    yield [{"ids": [3], "sample": 1}]
+store = cached_store(folder, {"what": "race"}, build, every=0.2)
+print(len(store), store[1]["ids"].tolist(), "torch" in sys.modules)
+"""
+
+
+def child(folder: Path, seconds: float) -> subprocess.Popen:
+    command = [sys.executable, "-c", CHILD, str(folder), str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_of_processes_that_race_one_builds(tmp_path):
+    racers = [child(tmp_path, 0.5) for _ in range(3)]
+    assert [racer.communicate(timeout=30)[0] for racer in racers] == ["2 [3] False\n"] * 3
+    assert (tmp_path / "built").read_text() == "x"
+
+
+def test_who_waits_says_for_whom_and_how_long(tmp_path):
+    builder, lines = child(tmp_path, 2.0), []
+    wait_for(tmp_path / "built")
+    store = cached_store(tmp_path, {"what": "race"}, build, echo=lines.append, every=0.2)
+    builder.communicate(timeout=30)
+    assert len(store) == 2
+    assert any(f"process {builder.pid} on " in line and "has been building for" in line for line in lines)
+
+
+def test_a_builder_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path):
+    first = child(tmp_path, 30.0)
+    wait_for(tmp_path / f"{key_name({'what': 'race'})}.partial")
+    wait_for(tmp_path / "built")
+    first.send_signal(signal.SIGKILL)
+    first.wait(timeout=10)
+    first.communicate()
+    out, _ = child(tmp_path, 0.0).communicate(timeout=30)
+    assert out == "2 [3] False\n"
+    assert (tmp_path / "built").read_text() == "xx"
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_cache_folder_that_cannot_be_written_is_said_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="set DSTRAIN_CACHE"):
+        cached_store(tmp_path / "file", KEY, build)
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("DSTRAIN_CACHE", "/a")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert cache_root() == Path("/a")
+    monkeypatch.delenv("DSTRAIN_CACHE")
+    assert cache_root() == Path("/b/dstrain")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_root() == Path.home() / ".cache" / "dstrain"
+
+
+def encode(pairs):
+    return [BadRecord("odd") if record["n"] % 2 else {"ids": [record["n"]], "head_cut": 1} for _, record in pairs]
+
+
+def test_samples_are_counted_in_the_source_and_cuts_are_counted_not_kept(write_lines):
+    first = open_source(write_lines([{"n": 0}, {"n": 1}, b"bad", {"n": 2}], "one.jsonl"))
+    second = open_source(write_lines([{"n": 4}, {"n": 5}], "two.jsonl"))
+    report = Report()
+    examples = [e for chunk in encode_all(Joined([first, second]), encode, report, chunk=2) for e in chunk]
+    assert examples == [{"ids": [0], "sample": 0}, {"ids": [2], "sample": 2}, {"ids": [4], "sample": 3}]
+    assert (report.read, report.kept, report.cuts) == (6, 3, {"head_cut": 3})
+    assert [row.where for row in report.bad] == ["one.jsonl:3", "one.jsonl:2", "two.jsonl:2"]
+
+
+@pytest.mark.parametrize(("bad", "on_error", "refused"), [
+    (0, None, False), (2, None, False), (3, None, True), (1, "fail", True), (0, "fail", False),
+    (199, "skip", False), (200, "skip", True),
+])
+def test_bad_records_are_refused_or_skipped_as_asked(bad, on_error, refused):
+    report = Report(read=200, kept=200 - bad, bad=[BadRow(f"a.jsonl:{i}", "no answer") for i in range(bad)])
+    if not refused:
+        return judge(report, Policy(task="rm", on_error=on_error))
+    with pytest.raises(DataError, match=rf"^{bad} of 200 records (?s:.*)\n  a\.jsonl:0: no answer") as caught:
+        judge(report, Policy(task="rm", on_error=on_error))
+    assert "`dstrain data check a.jsonl --task rm`" in str(caught.value)
+    assert ("a.jsonl:9: " in str(caught.value)) == (bad >= 10)
+    assert "a.jsonl:10: " not in str(caught.value)
+    assert ("on_error: skip" in str(caught.value)) == (on_error != "skip")
+    return None
+
+
+def test_another_verdict_needs_no_new_tokens(write_lines, tmp_path):
+    source, built = open_source(write_lines([{"n": 0}, {"n": 1}])), []
+
+    def counting(pairs):
+        built.append(1)
+        return encode(pairs)
+
+    with pytest.raises(DataError, match=r"1 of 2 records \(50.0%\) cannot be used, more than the 1%"):
+        prepare(source, counting, {}, Policy(task="rm"), tmp_path / "cache")
+    assert len(prepare(source, counting, {}, Policy(task="rm", on_error="skip"), tmp_path / "cache")) == 1
+    assert built == [1]
+
+
+def test_a_check_lists_every_bad_record_in_the_files_order(write_lines):
+    good = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    path = write_lines([good, {"prompt": "p", "chosen": "a"}, b"{", good, {"prompt": "p", "chosen": "", "rejected": "b"}])
+    assert [row.where for row in check_file(path, None, read_preference)] == [f"train.jsonl:{n}" for n in (2, 3, 5)]
+
+
+def test_the_fingerprint_follows_what_decides_the_ids(tokenizer):
+    import copy
+
+    first, other = tokenizer_fingerprint(tokenizer), copy.deepcopy(tokenizer)
+    other(["a", "b c d"], padding=True, truncation=True, max_length=2)
+    assert tokenizer_fingerprint(other) == first
+    other.chat_template = "{{ messages }}"
+    assert tokenizer_fingerprint(other) != first
+
+
+def test_real_preferences_are_prepared_once(tokenizer, real_data, tmp_path):
+    source = open_source(real_data / "hh" / "harmless-test.jsonl")
+    settings = PreferenceSettings(max_length=256)
+    store = prepare_preferences(source, tokenizer, settings, tmp_path)
+    assert (len(store), store.report.read, store.report.bad) == (500, 500, [])
+    assert set(store[0]) == {"sample", "chosen", "rejected", "prompt_length", "margin"}
+    assert store.lengths("chosen").max() <= 256
+    assert store.report.cuts["prompt_cut"] > 0
+    prepare_preferences(source, tokenizer, settings, tmp_path)
+    assert len(list(tmp_path.glob("*/meta.json"))) == 1
+    prepare_preferences(source, tokenizer, PreferenceSettings(max_length=255), tmp_path)
+    assert len(list(tmp_path.glob("*/meta.json"))) == 2

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from dstrain.data.formats import BadRecord, Preference, read_preference
+from dstrain.data.source import open_source
+from dstrain.data.text import encode_preference, encode_preferences, frame_of, render, train_tokenizer
+from dstrain.errors import DataError
+
+TEMPLATE = (
+    "{% for m in messages %}{% if loop.first and start %}<s>{% endif %}"
+    "<|{{ m.role }}|>{{ m.content | trim }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+HELLO = [{"role": "user", "content": "the fox"}]
+PREFERENCE = Preference(HELLO, "the dog", "the river")
+
+
+def with_template(tokenizer, template: str):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def with_frame(tokenizer, start: str, end: str = ""):
+    """A tokenizer that puts these tokens around by itself, as Llama's does with <s>."""
+    from tokenizers import processors
+
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"bos_token": start})
+    single = f"{start} $A {end}".strip()
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (start, end) if token]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def bert():
+    """A WordPiece tokenizer with [CLS] and [SEP], as BERT has them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "the", "fox", "dog", "river", "human", "assistant", ":"]
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]"
+    )
+
+
+def texts(tokenizer, example) -> tuple[str, str, str]:
+    at = example["prompt_length"]
+    assert example["chosen"][:at] == example["rejected"][:at]
+    ids = example["chosen"][:at], example["chosen"][at:], example["rejected"][at:]
+    return tuple(tokenizer.decode(part) for part in ids)  # type: ignore[return-value]
+
+
+def test_without_a_template_messages_read_as_hh_dialogs_and_end_with_eos(tokenizer):
+    prompt = [{"role": "system", "content": "Be kind."}, *HELLO]
+    example = encode_preference(tokenizer, Preference(prompt, "the dog", "the river"), 200)
+    assert texts(tokenizer, example) == (
+        "Be kind.\n\nHuman: the fox\n\nAssistant:", " the dog</s>", " the river</s>")
+    assert (example["prompt_cut"], example["response_cut"]) == (0, 0)
+
+
+def test_plain_texts_are_joined_as_they_stand(tokenizer):
+    example = encode_preference(tokenizer, Preference("Q: fox ", "dog</s>", "river"), 200)
+    assert texts(tokenizer, example) == ("Q: fox ", "dog</s>", "river</s>")
+
+
+def test_an_answer_of_several_turns_is_written_out(tokenizer):
+    answer = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]
+    rendered = render(tokenizer, HELLO, (answer, "  two spaces"))
+    assert rendered.answers == (" a\n\nHuman: b\n\nAssistant: c", "   two spaces")
+
+
+def test_a_template_writes_everything_and_nothing_is_appended(tokenizer):
+    tokenizer = with_template(tokenizer, TEMPLATE)
+    for prompt, space in ((HELLO, ""), ("the fox", " ")):
+        example = encode_preference(tokenizer, Preference(prompt, space + "the dog", space + "the river"), 200)
+        assert texts(tokenizer, example) == ("<|user|>the fox</s><|assistant|>", "the dog</s>", "the river</s>")
+
+
+def test_a_template_that_opens_answers_with_more_is_split_where_they_begin_alike(tokenizer):
+    tokenizer = with_template(tokenizer, TEMPLATE.replace("<|assistant|>{% endif", "<|assistant|><think>{% endif"))
+    example = encode_preference(tokenizer, PREFERENCE, 200)
+    assert texts(tokenizer, example) == ("<|user|>the fox</s><|assistant|>", "the dog</s>", "the river</s>")
+    assert render(tokenizer, HELLO).prompt.endswith("<|assistant|><think>")
+
+
+def test_a_dialog_that_the_template_refuses_is_a_bad_record_among_good_ones(tokenizer):
+    tokenizer = with_template(tokenizer, "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}" + TEMPLATE)
+    long = Preference([*HELLO, {"role": "assistant", "content": "x"}, *HELLO], "a", "b")
+    first, second, third = encode_preferences(tokenizer, [PREFERENCE, long, PREFERENCE], 200)
+    assert isinstance(second, BadRecord)
+    assert "refuses the dialog (too long)" in second.reason
+    assert first == third
+
+
+def test_bos_comes_once_whoever_writes_it(tokenizer):
+    framed = with_frame(tokenizer, "<s>")
+    bos = framed.bos_token_id
+    written = with_template(framed, TEMPLATE.replace("start", "true"))
+    unwritten = with_template(framed, TEMPLATE.replace("start", "false"))
+    for each in (framed, written, unwritten):
+        ids = encode_preference(each, PREFERENCE, 200)["chosen"]
+        assert ids[0] == bos
+        assert ids.count(bos) == 1
+    assert encode_preference(written, PREFERENCE, 200) == encode_preference(unwritten, PREFERENCE, 200)
+
+
+def test_bos_survives_the_cut_even_where_only_the_template_writes_it(tokenizer):
+    for start in ("<s>", ""):
+        each = with_frame(tokenizer, "<s>") if start else copy.deepcopy(tokenizer)
+        each.add_special_tokens({"bos_token": "<s>"})
+        each = with_template(each, TEMPLATE.replace("start", "true"))
+        whole = encode_preference(each, PREFERENCE, 200)
+        cut = encode_preference(each, PREFERENCE, len(whole["rejected"]) - 2)
+        assert cut["prompt_cut"] == 1
+        assert cut["rejected"] == whole["rejected"][:1] + whole["rejected"][3:]
+
+
+def test_a_tokenizer_that_adds_eos_itself_does_not_get_two(tokenizer):
+    framed = with_frame(tokenizer, "<s>", "</s>")
+    ids = encode_preference(framed, PREFERENCE, 200)["chosen"]
+    assert ids.count(framed.eos_token_id) == 1
+    assert ids[-1] == framed.eos_token_id
+
+
+def test_bert_gets_cls_and_sep_and_keeps_them_when_cut(bert):
+    assert frame_of(bert).wraps
+    pair = Preference("the fox", "dog", "the river dog")
+    example = encode_preference(bert, pair, 20)
+    assert bert.decode(example["chosen"]) == "[CLS] the fox dog [SEP]"
+    assert example["prompt_length"] == 3
+    assert bert.decode(encode_preference(bert, pair, 6)["rejected"]) == "[CLS] fox the river dog [SEP]"
+    short = encode_preference(bert, pair, 4)
+    assert bert.decode(short["rejected"]) == "[CLS] the river [SEP]"
+    assert (short["prompt_cut"], short["response_cut"], short["prompt_length"]) == (1, 1, 1)
+
+
+def test_the_prompt_is_cut_from_the_left_alike_for_both_answers(tokenizer):
+    whole = encode_preference(tokenizer, PREFERENCE, 200)
+    longer = max(len(whole["chosen"]), len(whole["rejected"]))
+    assert encode_preference(tokenizer, PREFERENCE, longer) == whole
+    cut = encode_preference(tokenizer, PREFERENCE, longer - 3)
+    assert cut["prompt_length"] == whole["prompt_length"] - 3
+    assert (cut["chosen"], cut["rejected"]) == (whole["chosen"][3:], whole["rejected"][3:])
+    assert (cut["prompt_cut"], cut["response_cut"]) == (1, 0)
+
+
+def test_max_prompt_length_cuts_the_prompt_alone(tokenizer):
+    whole = encode_preference(tokenizer, PREFERENCE, 200)
+    cut = encode_preference(tokenizer, PREFERENCE, 200, 4)
+    assert cut["prompt_length"] == 4
+    assert cut["chosen"] == whole["chosen"][whole["prompt_length"] - 4 :]
+    assert cut["prompt_cut"] == 1
+
+
+def test_an_answer_is_cut_at_its_end_only_where_it_does_not_fit_alone(tokenizer):
+    whole = encode_preference(tokenizer, PREFERENCE, 200)
+    answer = whole["rejected"][whole["prompt_length"] :]
+    exact = encode_preference(tokenizer, PREFERENCE, len(answer))
+    assert (exact["rejected"], exact["prompt_length"], exact["response_cut"]) == (answer, 0, 0)
+    cut = encode_preference(tokenizer, PREFERENCE, len(answer) - 2)
+    assert (cut["rejected"], cut["response_cut"]) == (answer[:-2], 1)
+
+
+def test_a_length_without_room_is_refused(bert):
+    with pytest.raises(DataError, match="max_length 2 leaves no room"):
+        encode_preference(bert, PREFERENCE, 2)
+
+
+def test_many_at_once_are_the_same_as_one_by_one(tokenizer, real_data):
+    source = open_source(real_data / "hh" / "harmless-test.jsonl")
+    preferences = [read_preference(source[index]) for index in range(30)]
+    together = encode_preferences(tokenizer, preferences, 128)
+    assert together == [encode_preference(tokenizer, preference, 128) for preference in preferences]
+    assert all(len(example[key]) <= 128 for example in together for key in ("chosen", "rejected"))
+
+
+def test_a_trained_tokenizer_is_the_same_each_time_and_gives_texts_back():
+    words = ["the quick brown fox", "jumps over the lazy dog"] * 3
+    one, other = train_tokenizer(words, 300), train_tokenizer(iter(words), 300)
+    assert one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str()
+    assert (one.pad_token, one.eos_token, one.bos_token) == ("<pad>", "</s>", None)
+    assert one.pad_token_id != one.eos_token_id
+    assert one.decode(one("Ünïcode 你好 \n\n x")["input_ids"]) == "Ünïcode 你好 \n\n x"
+    assert len(one) <= 300

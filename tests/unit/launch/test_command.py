@@ -1,0 +1,187 @@
+"""The command lines, word by word."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dstrain.errors import UsageError
+from dstrain.launch import command
+from dstrain.launch.command import LaunchOptions, check_port, chosen_devices, free_port, launch_command, prepare_launch
+
+ROOT = Path(__file__).resolve().parents[3]
+PYTHON = shlex.quote(sys.executable)
+
+
+def line(options: LaunchOptions, gpus: int = 2) -> str:
+    return shlex.join(launch_command(options, ["train", "r.yaml", "--set", "seed=1"], gpus, 29501))
+
+
+def test_deepspeeds_launcher_is_the_default_and_never_looks_for_a_stray_hostfile():
+    assert line(LaunchOptions()) == (
+        f"{PYTHON} -m deepspeed.launcher.runner --quiet --hostfile /dev/null --num_gpus 2 "
+        "--master_port 29501 --module dstrain.cli train r.yaml --set seed=1"
+    )
+
+
+def test_chosen_gpus_are_named_to_deepspeed():
+    assert "--include localhost:0,2 --master_port" in line(LaunchOptions(include="localhost:0,2"))
+    assert "--exclude localhost:1 --master_port" in line(LaunchOptions(exclude="localhost:1"))
+
+
+def test_torchrun_takes_the_same_arguments():
+    assert line(LaunchOptions(launcher="torchrun"), gpus=4) == (
+        f"{PYTHON} -m torch.distributed.run --nproc-per-node 4 --master-addr 127.0.0.1 --master-port 29501 "
+        "-m dstrain.cli train r.yaml --set seed=1"
+    )
+
+
+def launch(monkeypatch, present: int, env: dict[str, str] | None = None, **options):
+    monkeypatch.setattr(command, "gpus_present", lambda: present)
+    return prepare_launch(LaunchOptions(**options), ["train"], env or {})
+
+
+def test_a_cpu_runs_one_process_or_as_many_as_asked(monkeypatch):
+    one, three = launch(monkeypatch, 0), launch(monkeypatch, 0, num_gpus=3)
+    assert (one.processes, three.processes) == (1, 3)
+    assert one.environment["DS_ACCELERATOR"] == "cpu"
+    assert "--num_gpus 3" in shlex.join(three.argv)
+    assert launch(monkeypatch, 8, {"CUDA_VISIBLE_DEVICES": ""}, num_gpus=2).environment["DS_ACCELERATOR"] == "cpu"
+
+
+def test_all_visible_gpus_are_the_default(monkeypatch):
+    made = launch(monkeypatch, 4)
+    assert made.processes == 4
+    assert "--num_gpus 4" in shlex.join(made.argv)
+    assert "DS_ACCELERATOR" not in made.environment
+
+
+def test_visible_gpus_are_kept_where_deepspeed_would_take_the_first(monkeypatch):
+    made = launch(monkeypatch, 4, {"CUDA_VISIBLE_DEVICES": "2,3"}, num_gpus=1)
+    assert "--include localhost:2 --master_port" in shlex.join(made.argv)
+    assert "CUDA_VISIBLE_DEVICES" not in made.environment
+    torchrun = launch(monkeypatch, 4, {"CUDA_VISIBLE_DEVICES": "2,3"}, num_gpus=1, launcher="torchrun")
+    assert torchrun.environment["CUDA_VISIBLE_DEVICES"] == "2"
+
+
+def test_exclude_leaves_the_others(monkeypatch):
+    made = launch(monkeypatch, 3, exclude="localhost:1")
+    assert made.processes == 2
+    assert "--include localhost:0,2" in shlex.join(made.argv)
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "said"),
+    [
+        ({"num_gpus": 0}, {}, "starts no process"),
+        ({"num_gpus": 5}, {}, "more than the 4 visible"),
+        ({"num_gpus": 1, "include": "localhost:0"}, {}, "cannot stand beside"),
+        ({"exclude": "localhost:0", "include": "localhost:0"}, {}, "cannot stand together"),
+        ({"include": "host1:0"}, {}, "does not name GPUs of this machine"),
+        ({"include": "localhost:0,9"}, {}, "names GPU 9, but there are 4"),
+        ({"exclude": "localhost"}, {}, "leaves no GPU"),
+        ({}, {"CUDA_VISIBLE_DEVICES": "7"}, "names none of the 4 GPUs"),
+        ({}, {"CUDA_VISIBLE_DEVICES": "GPU-1f"}, "by number only"),
+    ],
+)
+def test_gpus_that_cannot_be_had_are_refused(options, env, said):
+    with pytest.raises(UsageError, match=said):
+        chosen_devices(LaunchOptions(**options), env, 4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hostfile": "F"},
+        {"num_nodes": 2},
+        {"node_rank": 1},
+        {"master_addr": "host1"},
+        {"no_ssh": True},
+    ],
+)
+def test_several_hosts_are_refused_with_what_works_today(monkeypatch, options):
+    with pytest.raises(UsageError, match="deepspeed --hostfile F --module dstrain.cli train R"):
+        launch(monkeypatch, 0, **options)
+
+
+def test_unknown_launchers_and_slurm_are_refused(monkeypatch):
+    with pytest.raises(UsageError, match="deepspeed, torchrun, slurm"):
+        launch(monkeypatch, 0, launcher="pdsh")
+    with pytest.raises(UsageError, match="launchers/slurm.sbatch"):
+        launch(monkeypatch, 0, launcher="slurm")
+
+
+def test_a_taken_port_names_its_holder():
+    check_port(free_port())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with pytest.raises(UsageError, match=rf"is taken by .*\(pid {os.getpid()}\)"):
+            check_port(server.getsockname()[1])
+    with pytest.raises(UsageError, match="is no port"):
+        check_port(70000)
+
+
+@pytest.fixture
+def path(tmp_path):
+    """PATH with our `deepspeed`, a copy of it, and then a fake one that prints its arguments."""
+    fake, copied = tmp_path / "fake", tmp_path / "copied"
+    fake.mkdir()
+    copied.mkdir()
+    (fake / "deepspeed").write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
+    (fake / "deepspeed").chmod(0o755)
+    shutil.copy(ROOT / "launchers/deepspeed", copied)
+    python = Path(sys.executable).resolve().parent
+    return f"{ROOT / 'launchers'}:{copied}:{fake}:{python}:/usr/bin:/bin"
+
+
+@pytest.mark.parametrize(
+    ("given", "handed_on"),
+    [
+        ("--num_gpus 8 -m dstrain.cli train r", "--num_gpus 8 --module dstrain.cli train r"),
+        ("-m dstrain.cli train -m x --set -m", "--module dstrain.cli train -m x --set -m"),
+        ("-H -m -i w:0 -m pkg -m", "-H -m -i w:0 --module pkg -m"),
+        ("-Hfile --inc w:0 --no_ssh -m pkg", "-Hfile --inc w:0 --no_ssh --module pkg"),
+        ("--hostfile=F -q -mpkg a", "--hostfile=F -q --module pkg a"),
+        ("--module dstrain.cli train -m x", "--module dstrain.cli train -m x"),
+        ("train.py -m x", "train.py -m x"),
+        ("-- train.py -m", "-- train.py -m"),
+        ("--help", "--help"),
+    ],
+)
+def test_launchers_deepspeed_takes_m_for_module(path, given, handed_on):
+    done = subprocess.run(["deepspeed", *given.split()], env={"PATH": path}, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:-1] == handed_on.split()
+
+
+def test_launchers_deepspeed_says_so_where_there_is_no_other(tmp_path):
+    (tmp_path / "python3").symlink_to(Path(sys.executable).resolve())
+    env = {"PATH": f"{ROOT / 'launchers'}:{tmp_path}"}
+    done = subprocess.run([str(ROOT / "launchers/deepspeed"), "-m", "x"], env=env, capture_output=True, text=True)
+    assert done.returncode == 127
+    assert "pip install deepspeed" in done.stderr
+
+
+def test_the_wrapper_knows_every_option_of_the_installed_deepspeed():
+    source = (ROOT / "launchers/deepspeed").read_text()
+    names: dict[str, object] = {"__name__": "wrapper"}
+    exec(compile(source, "deepspeed", "exec"), names)
+    probe = (
+        "import argparse, sys\n"
+        "def show(self, *a, **k):\n"
+        "    print(*(o for x in self._actions for o in x.option_strings if x.nargs != 0))\n"
+        "    print(*(o for x in self._actions for o in x.option_strings if x.nargs == 0))\n"
+        "    sys.exit(0)\n"
+        "argparse.ArgumentParser.parse_args = show\n"
+        "from deepspeed.launcher.runner import parse_args\n"
+        "parse_args()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    valued, flags = (set(text.split()) for text in done.stdout.strip().splitlines()[-2:])
+    assert valued == set(names["VALUED"])
+    assert flags == set(names["FLAGS"])

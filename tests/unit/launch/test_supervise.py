@@ -1,0 +1,297 @@
+"""Supervision, tried on launchers of a few lines that start workers of a few lines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dstrain.launch.outcome import Outcome, outcome
+from dstrain.launch.worker import Record
+
+ROOT = Path(__file__).resolve().parents[3]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and process trees are Linux's here")
+
+# Starts the workers as DeepSpeed's launch.py does: ends with the first code that is not 0.
+LAUNCHER = """
+import os, subprocess, sys, time
+workers = [
+    subprocess.Popen([sys.executable, "worker.py"], env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+    for rank in range(2)
+]
+while None in [worker.poll() for worker in workers]:
+    bad = [worker.returncode for worker in workers if worker.returncode]
+    if bad:
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.wait()
+        sys.exit(bad[0] % 256)
+    time.sleep(0.05)
+sys.exit(max(worker.returncode for worker in workers) % 256)
+"""
+
+WORKER = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from dstrain.launch.worker import follow_parent, record_end, record_start, redirect_output
+rank, run = int(os.environ["RANK"]), Path("run")
+asked = []
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, lambda n, f: asked.append(n))
+follow_parent()
+record_start(run, rank)
+def end(code, error=None):
+    record_end(run, rank, code, error)
+    os._exit(code)
+def work(seconds=60):
+    Path(f"ready-{rank}").write_text(str(os.getpid()))
+    until = time.monotonic() + seconds
+    while not asked and time.monotonic() < until:
+        time.sleep(0.01)
+"""
+
+
+class Run:
+    """A supervised launch in a process of its own."""
+
+    def __init__(self, folder: Path, worker: str, launcher: str = LAUNCHER) -> None:
+        self.folder = folder
+        (folder / "worker.py").write_text(WORKER + textwrap.dedent(worker))
+        (folder / "launcher.py").write_text(textwrap.dedent(launcher))
+        (folder / "main.py").write_text(
+            "import os, sys\nfrom pathlib import Path\nfrom dstrain.launch.supervise import supervise\n"
+            "code = supervise([sys.executable, 'launcher.py'], os.environ, Path('run'), 2)\nsys.exit(code)\n"
+        )
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "MARK": str(folder)}
+        self.process = subprocess.Popen(
+            [sys.executable, "main.py"], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def pids(self, count: int = 2) -> list[int]:
+        """The workers' pids, once all are at work."""
+        wait_until(lambda: len(list(self.folder.glob("ready-*"))) == count)
+        time.sleep(0.05)
+        return [int(path.read_text()) for path in sorted(self.folder.glob("ready-*"))]
+
+    def end(self) -> tuple[int, str]:
+        said, _ = self.process.communicate(timeout=20)
+        return self.process.returncode, said
+
+    def left(self) -> list[int]:
+        """Processes of this launch that still live."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                ours = process.environ().get("MARK") == str(self.folder)
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+        return found
+
+
+@pytest.fixture
+def run(tmp_path):
+    runs = []
+
+    def start(worker: str, launcher: str = LAUNCHER) -> Run:
+        runs.append(Run(tmp_path, worker, launcher))
+        return runs[-1]
+
+    yield start
+    for one in runs:
+        one.process.kill()
+        wait_until(lambda one=one: not one.left())
+
+
+def wait_until(true, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
+
+
+def test_all_done_is_0_whatever_happens_while_python_shuts_down(run):
+    started = run("record_end(run, rank, 0); os._exit(250 if rank == 1 else 0)")
+    assert started.end() == (0, "")
+
+
+def test_one_rank_with_a_usage_error_is_2(run):
+    code, said = run("""
+        if rank == 1:
+            end(2, "data.train: no such file")
+        work()
+        sys.exit(0)
+    """).end()
+    assert code == 2
+    assert "rank 1 failed with code 2: data.train: no such file" in said
+
+
+def test_a_failed_rank_is_1_and_named_after_the_end_of_its_log(run):
+    code, said = run("""
+        if rank == 1:
+            redirect_output(run / "logs" / "rank-00001.log", terminal=False)
+            for line in range(30):
+                print("line", line)
+            end(1, "the loss is nan at step 7")
+        work()
+        os._exit(1)
+    """).end()
+    assert code == 1
+    assert "line 9\n" not in said
+    assert said.index("| line 10\n") < said.index("| line 29\n") < said.index("rank 1 failed with code 1: the loss is nan")
+
+
+def test_a_killed_rank_is_1_and_named_with_its_signal(run):
+    started = run("work(); os._exit(1)")
+    os.kill(started.pids()[1], signal.SIGKILL)
+    code, said = started.end()
+    assert code == 1
+    assert "rank 1 was killed by SIGKILL" in said
+
+
+def test_a_launcher_that_hides_a_dead_worker_behind_0_is_found_out(run):
+    started = run("work(); os._exit(0)", LAUNCHER.replace("sys.exit(bad[0] % 256)", "os._exit(0)"))
+    os.kill(started.pids()[0], signal.SIGKILL)
+    assert started.end()[0] == 1
+
+
+def test_no_word_from_any_worker_is_1(run):
+    code, said = run("", "raise SystemExit(0)").end()
+    assert (code, "no worker lived to say so; the launcher ended with code 0" in said) == (1, True)
+
+
+def test_a_launcher_that_refuses_its_options_is_2(run):
+    assert run("", "raise SystemExit(2)").end()[0] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_reaches_the_workers_and_a_checkpoint_makes_75(run, number):
+    started = run("""
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])  # a data worker: not to be signalled
+        work()
+        time.sleep(0.5)  # the checkpoint
+        Path(f"saved-{rank}").write_text(str(asked))
+        end(75)
+    """)
+    started.pids()
+    started.process.send_signal(number)
+    code, said = started.end()
+    assert code == 75
+    assert "asked 2 worker(s)" in said
+    for rank in range(2):
+        assert json.loads((started.folder / f"saved-{rank}").read_text())[0] == number
+
+
+def test_the_same_signal_twice_in_a_moment_is_one(run):
+    started = run("work(); time.sleep(0.3); end(75)")
+    started.pids()
+    started.process.terminate()
+    time.sleep(0.15)
+    started.process.terminate()
+    assert started.end()[0] == 75
+
+
+def test_a_launcher_dead_of_the_signal_does_not_take_the_checkpoint_with_it(run):
+    started = run("work(); time.sleep(1); end(75)")
+    launcher = psutil.Process(started.pids()[0]).ppid()
+    assert launcher != started.process.pid
+    os.kill(launcher, signal.SIGSTOP)  # it cannot take part any more
+    started.process.terminate()
+    wait_until(lambda: not [pid for pid in started.pids() if psutil.pid_exists(pid) and alive(pid)])
+    os.kill(launcher, signal.SIGKILL)
+    assert started.end()[0] == 75
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_a_second_signal_ends_everything_at_once(run):
+    started = run("work(); time.sleep(60)")
+    started.pids()
+    started.process.terminate()
+    time.sleep(0.8)
+    began = time.monotonic()
+    started.process.send_signal(signal.SIGINT)
+    code, said = started.end()
+    assert (code, "what was not in a checkpoint is lost" in said) == (1, True)
+    assert time.monotonic() - began < 3
+    assert started.left() == []
+
+
+def test_a_signal_before_any_worker_ends_at_once(run):
+    started = run("", "open('ready-0', 'w').write('0'); import time; time.sleep(60)")
+    started.pids(1)
+    started.process.terminate()
+    code, said = started.end()
+    assert (code, "nothing to save" in said) == (1, True)
+
+
+def test_an_orphan_is_ended_with_the_launcher(run):
+    started = run(
+        """
+        if rank == 0:  # a grandchild that left its session
+            sleep = "import time; time.sleep(60)"
+            subprocess.Popen([sys.executable, "-c", sleep], start_new_session=True, stdout=subprocess.DEVNULL)
+        end(0)
+        """
+    )
+    assert started.end()[0] == 0
+    assert started.left() == []
+
+
+def test_workers_end_with_a_killed_launcher(run):
+    started = run("work(); os._exit(0)")
+    os.kill(psutil.Process(started.pids()[0]).ppid(), signal.SIGKILL)
+    code, said = started.end()
+    assert (code, "the launcher itself was killed by SIGKILL" in said) == (1, True)
+    assert started.left() == []
+
+
+def test_workers_end_with_a_killed_supervisor_even_under_a_launcher_that_lives_on(run):
+    deep = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, 'inner.py']))"
+    started = run("work(); os._exit(0)", f"open('inner.py', 'w').write({LAUNCHER!r})\n{deep}")
+    started.pids()
+    started.process.kill()
+    wait_until(lambda: not started.left(), seconds=5)
+    started.process.communicate()
+
+
+def test_word_of_an_earlier_launch_does_not_count(run, tmp_path):
+    (tmp_path / "run" / ".workers").mkdir(parents=True)
+    for rank in range(2):
+        record = {"rank": rank, "pid": 1, "exit": 0, "error": None}
+        (tmp_path / "run" / ".workers" / f"rank-0000{rank}.json").write_text(json.dumps(record))
+    assert run("os._exit(3)").end()[0] == 1
+
+
+def records(*codes: int | None) -> dict[int, Record]:
+    return {rank: Record(rank, 1, code, None) for rank, code in enumerate(codes)}
+
+
+@pytest.mark.parametrize(
+    ("given", "ends", "launcher", "result"),
+    [
+        (records(0, 0), {0: 0, 1: None}, 1, Outcome(0)),
+        (records(75, 75), {0: 75, 1: -15}, 75, Outcome(75)),
+        (records(0), {0: 0}, 0, Outcome(1, "rank 1 never said that it started; the launcher ended with code 0", 1)),
+        (records(0, 75), {0: 0, 1: 75}, 75, Outcome(1, "the ranks ended differently: rank 0 with 0, rank 1 with 75")),
+        (records(1, None), {1: -11, 0: 1}, 1, Outcome(1, "rank 1 was killed by SIGSEGV", 1)),
+        (records(None, 1), {0: None, 1: 1}, 256 - 15, Outcome(1, "rank 0 was killed by SIGTERM", 0)),
+        (records(75, None), {0: 75, 1: 3}, 3, Outcome(1, "rank 1 ended with code 3", 1)),
+    ],
+)
+def test_the_exit_code_follows_the_ranks_not_the_launcher(given, ends, launcher, result):
+    assert outcome(given, ends, launcher, 2) == result

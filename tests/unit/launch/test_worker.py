@@ -1,0 +1,118 @@
+"""A rank's output and its word of how it ended."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dstrain.launch.worker import Record, log_path, read_records, record_end, record_folder, record_start
+
+ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="file descriptors are Linux's here")
+
+
+def start(script: str, folder: Path, **streams) -> subprocess.Popen:
+    begin = "import os, sys, time\nfrom pathlib import Path\nfrom dstrain.launch.worker import redirect_output\n"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", begin + script], cwd=folder, env=env, **streams)
+
+
+def test_a_record_says_how_a_rank_ended(tmp_path):
+    record_start(tmp_path, 3)
+    assert read_records(tmp_path) == {3: Record(3, os.getpid(), None, None)}
+    record_end(tmp_path, 3, 1, "no memory")
+    assert read_records(tmp_path) == {3: Record(3, os.getpid(), 1, "no memory")}
+    assert [path.name for path in record_folder(tmp_path).iterdir()] == ["rank-00003.json"]
+
+
+def test_a_torn_record_is_no_record(tmp_path):
+    record_folder(tmp_path).mkdir()
+    (record_folder(tmp_path) / "rank-00000.json").write_text('{"rank": 0')
+    assert read_records(tmp_path) == {}
+
+
+def test_rank_0_writes_to_its_log_and_to_the_terminal(tmp_path):
+    script = (
+        "redirect_output(Path('logs/a.log'), terminal=True)\n"
+        "print('python'); os.system('echo a child'); os.write(2, b'a library\\n'); sys.exit(3)"
+    )
+    process = start(script, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said, _ = process.communicate(timeout=10)
+    assert said == "python\na child\na library\n" == (tmp_path / "logs/a.log").read_text()
+    assert process.returncode == 3
+
+
+def test_other_ranks_write_to_their_log_only(tmp_path):
+    log = log_path(tmp_path, 1)
+    script = f"print('before'); redirect_output(Path('{log}'), terminal=False); print('after')"
+    process = start(script, tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.communicate(timeout=10)[0] == "before\n"
+    assert log.read_text() == "after\n"
+
+
+def test_a_log_goes_on_where_the_launch_before_stopped(tmp_path):
+    (tmp_path / "a.log").write_text("first launch\n")
+    process = start("redirect_output(Path('a.log'), True); print('second')", tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.communicate(timeout=10)[0] == "second\n"
+    assert (tmp_path / "a.log").read_text() == "first launch\nsecond\n"
+
+
+def test_a_dead_terminal_never_reaches_the_rank(tmp_path):
+    script = (
+        "redirect_output(Path('a.log'), True)\nprint('one')\ntime.sleep(0.5)\n"
+        "for line in range(20000): print('more', line)\ntime.sleep(0.3); print('last')"
+    )
+    process = start(script, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout.readline() == b"one\n"
+    process.stdout.close()
+    assert process.wait(timeout=10) == 0
+    assert (tmp_path / "a.log").read_text().endswith("more 19999\nlast\n")
+
+
+def test_the_death_of_the_copying_child_never_reaches_the_rank(tmp_path):
+    script = "redirect_output(Path('a.log'), True); print('one'); time.sleep(1); print('last')"
+    process = start(script, tmp_path, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"one\n"
+    for child in psutil.Process(process.pid).children():
+        child.kill()
+    assert process.wait(timeout=10) == 0
+    assert (tmp_path / "a.log").read_text() == "one\nlast\n"
+    process.stdout.close()
+
+
+def test_the_last_words_of_a_killed_rank_reach_log_and_terminal(tmp_path):
+    script = "redirect_output(Path('a.log'), True); print('last words'); os.kill(os.getpid(), 9)"
+    process = start(script, tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.communicate(timeout=10)[0] == "last words\n" == (tmp_path / "a.log").read_text()
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_progress_is_for_a_terminal_only_and_known_before_the_redirect(tmp_path):
+    script = "Path('seen').write_text(str(redirect_output(Path('a.log'), True)))"
+    start(script, tmp_path, stdout=subprocess.DEVNULL).wait(timeout=10)
+    assert (tmp_path / "seen").read_text() == "False"
+    ours, theirs = pty.openpty()
+    try:
+        start(script, tmp_path, stdout=theirs).wait(timeout=10)
+        assert (tmp_path / "seen").read_text() == "True"
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_nothing_is_left_of_a_rank_that_ended(tmp_path):
+    process = start("redirect_output(Path('a.log'), True); os._exit(0)", tmp_path, stdout=subprocess.DEVNULL)
+    process.wait(timeout=10)
+    deadline = time.monotonic() + 5
+    while any("copy_output.py" in " ".join(p.info["cmdline"] or []) and p.info["ppid"] == 1 and str(tmp_path) in p.cwd()
+              for p in psutil.process_iter(["cmdline", "ppid"])):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

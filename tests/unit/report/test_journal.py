@@ -1,0 +1,104 @@
+"""metrics.jsonl and events.jsonl."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.errors import RunError
+from dstrain.report.journal import Journal, write_json
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    def refuse(word: str) -> float:
+        raise AssertionError(f"{word} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_a_row_is_ordered_as_promised(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.write(
+        {"step_seconds": 1.0, "margin": 2.0, "lr": 0.1, "accuracy": 0.5, "loss": 1.0, "split": "train", "step": 1}
+    )
+    [row] = rows(tmp_path / "metrics.jsonl")
+    assert list(row) == ["time", "step", "split", "loss", "margin", "accuracy", "lr", "step_seconds"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", row["time"])
+
+
+def test_a_row_can_be_read_before_the_journal_is_closed(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.write({"step": 1})
+    assert rows(tmp_path / "metrics.jsonl")[0]["step"] == 1
+
+
+def test_what_is_not_finite_is_null_at_any_depth(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.write({"step": 1, "loss": float("nan"), "grad_norm": float("-inf")})
+    journal.event("warning", values=[1.0, {"x": float("inf")}])
+    assert rows(tmp_path / "metrics.jsonl")[0] | {"time": ""} == {
+        "time": "",
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+    }
+    assert rows(tmp_path / "events.jsonl")[0]["values"] == [1.0, {"x": None}]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b'{"step": 3, "lo\n', b"\x00\x00\x00", b'"half'])
+def test_a_line_torn_by_a_kill_is_cut_off_on_opening(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn)
+    Journal(tmp_path).write({"step": 3})
+    assert [row["step"] for row in rows(path)] == [1, 2, 3]
+
+
+def test_a_file_of_nothing_but_a_torn_line_begins_anew(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_bytes(b'{"event": "st')
+    Journal(tmp_path).event("start")
+    assert [row["event"] for row in rows(tmp_path / "events.jsonl")] == ["start"]
+
+
+def test_cutting_back_drops_later_rows_and_no_events(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for step in range(1, 6):
+        journal.write({"step": step})
+        journal.event("saved", step=step)
+    assert journal.cut_back(3) == 2
+    journal.write({"step": 4})
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert len(rows(tmp_path / "events.jsonl")) == 5
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "run", rank=1)
+    journal.write({"step": 1})
+    journal.event("start")
+    assert journal.cut_back(0) == 0
+    journal.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_name_that_is_not_utf8_can_be_told(tmp_path: Path) -> None:
+    name = b"caf\xe9 \xc3\xa9".decode("utf-8", "surrogateescape")
+    Journal(tmp_path).event("skipped", file=name)
+    assert rows(tmp_path / "events.jsonl")[0]["file"] == name
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    journal = Journal(tmp_path)
+    full = pytest.raises(RunError, match=r"cannot write .*metrics.jsonl: No space left")
+    with Path("/dev/full").open("ab", buffering=0) as journal._metrics._file, full:
+        journal.write({"step": 1})
+
+
+def test_written_json_is_strict(tmp_path: Path) -> None:
+    write_json(tmp_path / "x.json", {"loss": float("nan")})
+    assert json.loads((tmp_path / "x.json").read_text()) == {"loss": None}

@@ -1,0 +1,108 @@
+"""One sum, one division."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from thread_world import on_ranks
+
+from dstrain.batch import StepResult
+from dstrain.report.meter import Meter
+from dstrain.world import SoloWorld
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def step(loss: float, weight: float, **more: Any) -> StepResult:
+    return StepResult(loss=torch.tensor(loss), weight=weight, **more)
+
+
+def metric(total: float, weight: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor(total), torch.tensor(weight)
+
+
+def test_a_mean_over_uneven_ranks_and_steps_is_one_sum_over_one_weight() -> None:
+    def act(world: Any) -> dict[str, float]:
+        meter = Meter(world)
+        for total, weight in [[(2.0, 1.0), (10.0, 5.0)], [(30.0, 2.0), (0.0, 0.0)]][world.rank]:
+            meter.add(step(total, weight, metrics={"accuracy": metric(total / 4, 2 * weight)}))
+        return meter.drain()
+
+    rows = on_ranks(2, act)
+    assert [row["loss"] for row in rows] == [42 / 8] * 2
+    assert [row["accuracy"] for row in rows] == [42 / 4 / 16] * 2
+
+
+def test_a_metric_that_one_rank_never_saw_is_the_mean_of_the_others() -> None:
+    def act(world: Any) -> dict[str, float]:
+        meter = Meter(world)
+        meter.add(step(1.0, 1.0, metrics={"of_images": metric(3.0, 4.0)} if world.rank else {}))
+        return meter.drain()
+
+    assert [row["of_images"] for row in on_ranks(3, act)] == [0.75] * 3
+
+
+def test_nothing_is_divided_by_a_zero_weight() -> None:
+    meter = Meter(SoloWorld())
+    meter.add(step(0.0, 0.0, metrics={"accuracy": metric(0.0, 0.0)}))
+    assert not {"loss", "accuracy"} & set(meter.drain())
+
+
+def test_small_sums_do_not_drown_in_a_large_one() -> None:
+    meter = Meter(SoloWorld())
+    meter.add(step(2.0**24, 1.0))
+    for _ in range(100):
+        meter.add(step(1.0, 0.0))
+    assert meter.drain()["loss"] == 2.0**24 + 100
+
+
+def test_rates_count_all_ranks_and_leave_pauses_out() -> None:
+    def act(world: Any) -> dict[str, float]:
+        clock = Clock()
+        meter = Meter(world, clock)
+        for _ in range(4):
+            meter.add(step(1.0, 1.0, samples=3, tokens=50))
+            clock.now += 0.5
+        with meter.paused():
+            clock.now += 1000
+        return meter.drain(data_wait_seconds=0.2 + 0.2 * world.rank)
+
+    for row in on_ranks(2, act):
+        assert row["tokens_per_second"] == pytest.approx(2 * 4 * 50 / 2.0)
+        assert row["samples_per_second"] == pytest.approx(2 * 4 * 3 / 2.0)
+        assert row["step_seconds"] == pytest.approx(0.5)
+        assert row["data_wait_seconds"] == pytest.approx(0.3 / 4)
+
+
+def test_the_last_gradient_norm_and_the_skipped_steps_are_told() -> None:
+    meter = Meter(SoloWorld())
+    for norm, applied in [(1.0, True), (float("inf"), False), (3.0, True)]:
+        meter.add(step(1.0, 1.0, grad_norm=norm, applied=applied))
+    row = meter.drain()
+    assert (row["grad_norm"], row["skipped"]) == (3.0, 1)
+    meter.add(step(1.0, 1.0))
+    assert not {"grad_norm", "skipped"} & set(meter.drain())
+
+
+def test_draining_starts_anew_and_an_empty_meter_says_nothing() -> None:
+    meter = Meter(SoloWorld())
+    meter.add(step(5.0, 1.0))
+    meter.drain()
+    assert meter.drain() == {}
+    meter.add(step(7.0, 1.0))
+    assert meter.drain()["loss"] == 7.0
+
+
+def test_adding_keeps_no_graph() -> None:
+    meter = Meter(SoloWorld())
+    loss = torch.ones((), requires_grad=True) * 2
+    meter.add(StepResult(loss=loss, weight=1.0, metrics={"x": (loss, loss)}))
+    assert meter.drain()["x"] == 1.0

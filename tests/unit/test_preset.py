@@ -1,0 +1,219 @@
+"""Presets: what is refused, what is completed, what is adopted."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.errors import PresetError
+from dstrain.preset import (
+    Device,
+    RunSettings,
+    complete,
+    describe,
+    preset_names,
+    read_preset,
+    resolve_precision,
+)
+
+GPU, OLD_GPU, CPU = Device("cuda", bf16=True), Device("cuda", bf16=False), Device("cpu", bf16=True)
+SETTINGS: dict[str, Any] = {
+    "precision": "bf16",
+    "micro": 2,
+    "accumulate": 4,
+    "world_size": 1,
+    "clip": 1.0,
+    "nvme_path": "/tmp/nvme",
+}
+
+
+def _write(folder: Path, content: Any) -> Path:
+    path = folder / "mine.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content, indent=2), encoding="utf-8")
+    return path
+
+
+def _zero(stage: int, **keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **keys}}
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "csv_monitor", "hybrid_engine", "data_efficiency"])
+def test_a_block_that_is_switched_off_does_no_harm(tmp_path: Path, name: str) -> None:
+    assert read_preset(str(_write(tmp_path, {name: {"enabled": False}}))).stage == 0
+
+
+def test_values_that_dstrain_sets_anyway_may_be_written(tmp_path: Path) -> None:
+    own = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "gradient_allreduce_op": "mean"}
+    assert read_preset(str(_write(tmp_path, own))).block == own
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_shipped_preset_reads_clean_and_speaks_of_memory_only(name: str) -> None:
+    preset = read_preset(name)
+    assert preset.name == name
+    assert (preset.micro, preset.accumulate, preset.precision) == (None, None, None)
+    assert name.startswith(f"zero{preset.stage}")
+    assert "gather_16bit" not in json.dumps(preset.block)
+
+
+def test_the_shipped_presets_go_from_no_sharding_to_all_of_it() -> None:
+    names = preset_names()
+    assert names == ["zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"]
+    offloaded = [(read_preset(name).offload_optimizer, read_preset(name).offload_param) for name in names]
+    assert offloaded[3:] == [("cpu", None), (None, None), ("cpu", "cpu"), ("nvme", "nvme")]
+
+
+def test_an_unknown_name_is_refused_with_a_hint() -> None:
+    with pytest.raises(PresetError, match="did you mean 'zero2_offload'"):
+        read_preset("zero2_ofload")
+
+
+def test_a_path_without_a_file_is_refused() -> None:
+    with pytest.raises(PresetError, match="there is no such file"):
+        read_preset("nowhere/zero2.json")
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_key_of_a_shipped_preset_is_documented(name: str) -> None:
+    text = describe(name)
+    assert text.startswith(f"{name}: ")
+    assert "see DeepSpeed's documentation" not in text
+    assert json.dumps(read_preset(name).block, indent=2) in text
+
+
+@pytest.mark.parametrize(
+    ("block", "spoken"),
+    [
+        ({}, None),
+        ({"bf16": {"enabled": False}}, None),
+        ({"fp16": {"loss_scale": 128}}, None),
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"fp16": {"enabled": True}, **_zero(1)}, "fp16"),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": False}}, "fp32"),
+    ],
+)
+def test_a_json_speaks_of_precision_only_where_it_decides_one(tmp_path: Path, block: Any, spoken: str | None) -> None:
+    assert read_preset(str(_write(tmp_path, block))).precision == spoken
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "chosen"),
+    [
+        ("auto", GPU, "bf16"),
+        ("auto", OLD_GPU, "fp16"),
+        ("auto", CPU, "fp32"),
+        ("bf16", CPU, "bf16"),
+        ("fp32", GPU, "fp32"),
+        ("fp16", GPU, "fp16"),
+    ],
+)
+def test_precision_follows_the_recipe_and_then_the_device(wanted: str, device: Device, chosen: str) -> None:
+    assert resolve_precision(read_preset("zero2"), wanted, device) == chosen
+
+
+def test_a_json_that_speaks_wins_over_auto(tmp_path: Path) -> None:
+    preset = read_preset(str(_write(tmp_path, {"fp16": {"enabled": True}, **_zero(2)})))
+    assert resolve_precision(preset, "auto", GPU) == "fp16"
+
+
+def test_a_clash_of_precisions_names_both(tmp_path: Path) -> None:
+    preset = read_preset(str(_write(tmp_path, {"bf16": {"enabled": True}})))
+    with pytest.raises(PresetError, match=r"precision: fp16, and this file enables bf16"):
+        resolve_precision(preset, "fp16", GPU)
+
+
+def test_bf16_is_refused_on_a_device_without_it() -> None:
+    with pytest.raises(PresetError, match="this GPU does not compute in it"):
+        resolve_precision(read_preset("zero2"), "bf16", OLD_GPU)
+
+
+def test_completing_says_everything_and_changes_no_preset() -> None:
+    preset = read_preset("zero3_nvme")
+    before = copy.deepcopy(preset.block)
+    full = complete(preset, settings=RunSettings(**{**SETTINGS, "clip": 0.0, "world_size": 8}))
+    assert preset.block == before
+    assert full["train_batch_size"] == 2 * 4 * 8
+    assert (full["train_micro_batch_size_per_gpu"], full["gradient_accumulation_steps"]) == (2, 4)
+    assert full["gradient_clipping"] == 0.0
+    assert (full["bf16"], full["fp16"]) == ({"enabled": True}, {"enabled": False})
+    assert (full["zero_allow_untested_optimizer"], full["zero_force_ds_cpu_optimizer"]) == (True, False)
+    assert full["steps_per_print"] > 10**9
+    assert full["wall_clock_breakdown"] is False
+    for name in ("offload_optimizer", "offload_param"):
+        assert full["zero_optimization"][name]["nvme_path"] == "/tmp/nvme"
+
+
+def test_completing_keeps_what_the_json_says(tmp_path: Path) -> None:
+    block = {
+        "fp16": {"enabled": True, "loss_scale": 128},
+        "aio": {"block_size": 1e6},
+        "wall_clock_breakdown": True,
+        **_zero(3, offload_param={"device": "nvme", "nvme_path": "/fast"}),
+    }
+    preset = read_preset(str(_write(tmp_path, block)))
+    full = complete(preset, settings=RunSettings(**{**SETTINGS, "precision": "fp16"}))
+    assert full["fp16"] == {"enabled": True, "loss_scale": 128}
+    assert repr(full["aio"]["block_size"]) == "1000000"
+    assert full["wall_clock_breakdown"] is True
+    assert full["zero_optimization"]["offload_param"]["nvme_path"] == "/fast"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("zero0", {"precision": "fp16"}, "never scales an fp16 loss"),
+        ("zero2", {"precision": "fp16", "device_kind": "cpu"}, "fp16 needs a GPU"),
+        ("zero3_nvme", {"nvme_path": None}, "needs a folder on a fast local disk"),
+    ],
+)
+def test_a_run_that_cannot_be_had_is_refused(name: str, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(PresetError, match=words):
+        complete(read_preset(name), settings=RunSettings(**{**SETTINGS, **change}))
+
+
+def test_stage_0_cannot_sum_in_another_precision(tmp_path: Path) -> None:
+    preset = read_preset(str(_write(tmp_path, {"data_types": {"grad_accum_dtype": "fp32"}})))
+    with pytest.raises(PresetError, match="stage 0 cannot sum gradients in fp32 while it trains in bf16"):
+        complete(preset, settings=RunSettings(**SETTINGS))
+    complete(preset, settings=RunSettings(**{**SETTINGS, "precision": "fp32"}))
+
+
+def test_partial_offloading_needs_deepspeeds_own_adam(tmp_path: Path) -> None:
+    preset = read_preset(str(_write(tmp_path, _zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}))))
+    complete(preset, settings=RunSettings(**SETTINGS))
+    with pytest.raises(PresetError, match=r"offload_optimizer\.ratio: DeepSpeed takes this only with its own CPU Adam"):
+        complete(preset, settings=RunSettings(**SETTINGS, foreign_optimizer=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_deepspeed_accepts_every_completed_preset(precision: Any) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    for name in preset_names():
+        if precision == "fp16" and name == "zero0":
+            continue
+        full = complete(read_preset(name), settings=RunSettings(**{**SETTINGS, "precision": precision, "clip": 0.0}))
+        config = DeepSpeedConfig(full)
+        assert config.zero_optimization_stage == read_preset(name).stage
+        assert (config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (2, 4)
+        assert (config.gradient_clipping, config.zero_force_ds_cpu_optimizer) == (0.0, False)
+        assert (config.bfloat16_config.enabled, config.float16_config.enabled) == (
+            precision == "bf16",
+            precision == "fp16",
+        )
+
+
+def test_presets_are_read_without_torch_or_deepspeed() -> None:
+    code = "import sys, dstrain.preset as p; p.read_preset('zero3'); print({'torch', 'deepspeed', 'click'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,358 @@
+"""A checkpoint is whole or absent."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dstrain
+from dstrain.batch import Progress
+from dstrain.errors import CheckpointError
+from dstrain.train import checkpoint as module
+from dstrain.train.checkpoint import Checkpoints, listed, verify
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
+from thread_world import ThreadWorld, on_ranks
+
+
+class OneRank:
+    """A World of one process that does not import torch."""
+
+    rank, size, device = 0, 1, None
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def solo(folder: Path, **options: Any) -> Checkpoints:
+    return Checkpoints(folder=folder, world=OneRank(), **options)  # type: ignore[arg-type]
+
+
+def write(folder: Path) -> None:
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "weights.bin").write_bytes(b"w" * 1000)
+    (folder / "optim-rank-00000.bin").write_bytes(b"o" * 10)
+
+
+def save(checkpoints: Checkpoints, *steps: int, metric: float | None = None, by: Callable[..., Any] = write) -> None:
+    for step in steps:
+        checkpoints.save(by, Progress(step, 64 * step), {"zero_stage": 2, "preset": "zero2"}, metric)
+
+
+def steps(folder: Path) -> list[int]:
+    return [info.step for info in listed(folder, read_all=True) if info.whole]
+
+
+def best(folder: Path) -> str:
+    return os.readlink(folder / "best")
+
+
+def test_a_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
+    save(solo(tmp_path), 200, metric=0.25)
+    info, passed_over = solo(tmp_path).newest()
+    assert info is not None
+    assert passed_over == []
+    assert (info.step, info.samples, info.world_size, info.zero_stage, info.metric) == (200, 12800, 1, 2, 0.25)
+    assert info.path == tmp_path / "step-00000200"
+    assert info.progress == Progress(200, 12800)
+    assert info.record()["preset"] == "zero2"
+    assert info.size == sum(path.stat().st_size for path in info.path.rglob("*") if path.is_file())
+    manifest = json.loads((info.path / "MANIFEST.json").read_text())
+    assert sorted(manifest["files"]) == ["model/weights.bin", "optim-rank-00000.bin", "progress.json", "run.json"]
+    assert manifest["files_per_rank"] == [1]
+    assert json.loads((info.path / "progress.json").read_text()) == {"step": 200, "samples": 12800}
+
+
+def test_without_a_checkpoint_there_is_none(tmp_path: Path) -> None:
+    assert solo(tmp_path / "checkpoints").newest() == (None, [])
+    assert solo(tmp_path / "checkpoints").clean() == []
+
+
+def test_a_partial_checkpoint_is_never_read(tmp_path: Path) -> None:
+    save(solo(tmp_path), 1, 2)
+    (tmp_path / "step-00000002").rename(tmp_path / "step-00000002.partial")
+    info, passed_over = solo(tmp_path).newest()
+    assert info is not None
+    assert (info.step, passed_over) == (1, [])
+    assert solo(tmp_path).clean() == ["step-00000002.partial"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path / "model" / "weights.bin", 10)
+
+
+def _flip(path: Path) -> None:
+    (path / "model" / "weights.bin").write_bytes(b"w" * 999 + b"v")
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "MANIFEST.json is missing": lambda path: (path / "MANIFEST.json").unlink(),
+    "MANIFEST.json is not readable": lambda path: os.truncate(path / "MANIFEST.json", 30),
+    "run.json is missing": lambda path: (path / "run.json").unlink(),
+    "model/weights.bin has 10 bytes instead of 1000": _truncate,
+    "model/weights.bin is not what was written": _flip,
+    "MANIFEST.json is of step 3": lambda path: shutil.copytree(path, path.with_name("step-00000004")) and None,
+}
+
+
+@pytest.mark.parametrize("reason", DAMAGES)
+def test_the_newest_damaged_checkpoint_is_passed_over_with_its_reason(tmp_path: Path, reason: str) -> None:
+    save(solo(tmp_path), 2, 3)
+    DAMAGES[reason](tmp_path / "step-00000003")
+    info, passed_over = solo(tmp_path).newest()
+    assert info is not None
+    assert info.step == (3 if "of step" in reason else 2)
+    assert len(passed_over) == 1
+    assert passed_over[0].state.startswith(f"damaged: {reason}")
+
+
+def test_a_hundred_million_steps_are_newer_than_one_less(tmp_path: Path) -> None:
+    save(solo(tmp_path), 99_999_999, 100_000_000)
+    assert steps(tmp_path) == [100_000_000, 99_999_999]
+
+
+def test_a_file_that_someone_added_does_no_harm(tmp_path: Path) -> None:
+    save(solo(tmp_path), 1)
+    (tmp_path / "step-00000001" / "notes.txt").write_text("a good one")
+    assert verify(tmp_path / "step-00000001") is None
+
+
+def test_a_copy_under_another_name_is_whole(tmp_path: Path) -> None:
+    save(solo(tmp_path), 1)
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "copy")
+    assert verify(tmp_path / "copy") is None
+
+
+def test_a_listing_that_reads_sizes_only_finds_what_is_missing_and_reading_all_finds_a_changed_bit(
+    tmp_path: Path,
+) -> None:
+    save(solo(tmp_path), 1)
+    _flip(tmp_path / "step-00000001")
+    assert solo(tmp_path).whole()[0].whole
+    assert "sha256" in solo(tmp_path).whole(read_all=True)[0].state
+
+
+def test_the_newest_are_kept_and_the_multiples_and_the_best(tmp_path: Path) -> None:
+    checkpoints = solo(tmp_path, keep=2, keep_every=40, best="max")
+    for step in range(10, 110, 10):
+        save(checkpoints, step, metric={30: 0.9}.get(step, 0.5))
+    assert steps(tmp_path) == [100, 90, 80, 40, 30]
+    assert best(tmp_path) == "step-00000030"
+
+
+def test_keeping_all_keeps_all(tmp_path: Path) -> None:
+    save(solo(tmp_path, keep=None), *range(1, 8))
+    assert len(steps(tmp_path)) == 7
+
+
+def test_damaged_checkpoints_do_not_push_whole_ones_out(tmp_path: Path) -> None:
+    checkpoints = solo(tmp_path, keep=2)
+    save(checkpoints, 1, 2)
+    _truncate(tmp_path / "step-00000002")
+    save(checkpoints, 3)
+    assert steps(tmp_path) == [3, 1]
+
+
+def test_the_checkpoint_just_written_is_kept_beside_newer_ones(tmp_path: Path) -> None:
+    checkpoints = solo(tmp_path, keep=1)
+    save(checkpoints, 9)
+    save(checkpoints, 5)
+    assert steps(tmp_path) == [9, 5]
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("min", 2), ("max", 3)])
+def test_best_points_to_the_best_metric_and_equals_do_not_move_it(tmp_path: Path, mode: Any, expected: int) -> None:
+    checkpoints = solo(tmp_path, keep=1, best=mode)
+    for step, metric in enumerate([0.5, 0.1, 0.9, 0.1, 0.9, float("nan"), None], start=1):
+        save(checkpoints, step, metric=metric)
+    assert best(tmp_path) == f"step-{expected:08d}"
+    assert steps(tmp_path) == [7, expected]
+
+
+def test_best_can_be_set_by_hand_but_not_to_a_damaged_one(tmp_path: Path) -> None:
+    checkpoints = solo(tmp_path, keep=None)
+    save(checkpoints, 1, 2)
+    checkpoints.mark_best(1)
+    assert best(tmp_path) == "step-00000001"
+    with pytest.raises(CheckpointError, match="step-00000003 cannot be the best: MANIFEST"):
+        checkpoints.mark_best(3)
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    checkpoints = solo(tmp_path)
+    save(checkpoints, 1)
+    save(checkpoints, 1, by=lambda folder: (folder / "other.bin").write_bytes(b"new"))
+    assert steps(tmp_path) == [1]
+    assert not (tmp_path / "step-00000001" / "model").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_what_an_older_partial_left_does_not_get_in(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001.partial").mkdir(parents=True)
+    (tmp_path / "step-00000001.partial" / "stale.bin").touch()
+    save(solo(tmp_path), 1)
+    assert not (tmp_path / "step-00000001" / "stale.bin").exists()
+
+
+def write_shard(world: ThreadWorld) -> Callable[[Path], None]:
+    def act(folder: Path) -> None:
+        (folder / f"rank-{world.rank:05d}.bin").write_bytes(b"x" * (world.rank + 1))
+
+    return act
+
+
+def test_every_rank_writes_and_all_agree_on_the_newest(tmp_path: Path) -> None:
+    def act(world: ThreadWorld) -> Any:
+        checkpoints = Checkpoints(folder=tmp_path, world=world)
+        save(checkpoints, 1, 2, by=write_shard(world))
+        world.barrier()
+        if world.rank == 0:
+            (tmp_path / "step-00000002" / "rank-00002.bin").write_bytes(b"abc"[::-1])
+        world.barrier()
+        return checkpoints.newest()
+
+    results = on_ranks(3, act)
+    assert all(result == results[0] for result in results)
+    info, passed_over = results[0]  # type: ignore[misc]
+    assert (info.step, info.world_size) == (1, 3)
+    assert "rank-00002.bin is not what was written" in passed_over[0].state
+    assert json.loads((info.path / "MANIFEST.json").read_text())["files_per_rank"] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("phase", ["write", "_describe", "_seal", "_commit"])
+def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_the_older_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def act(world: ThreadWorld) -> None:
+        checkpoints = Checkpoints(folder=tmp_path, world=world)
+        save(checkpoints, 1, by=write_shard(world))
+        if phase != "write" and world.rank == 0:
+            monkeypatch.setattr(module, phase, full)
+        world.barrier()
+        save(checkpoints, 2, by=full if phase == "write" and world.rank == 1 else write_shard(world))
+
+    errors = on_ranks(3, act)
+    assert {type(error) for error in errors} == {CheckpointError}
+    assert all("No space left on device" in str(error) for error in errors)
+    if phase == "write":
+        assert all("failed on 1 of 3 ranks (rank 1: OSError" in str(error) for error in errors)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert steps(tmp_path) == [1]
+
+
+class Killed(BaseException):
+    """Stands for a kill -9: nothing catches it."""
+
+
+@pytest.fixture
+def kill_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Dies in place of the k-th call that changes or syncs the disk."""
+    left = [10**9]
+
+    def countdown(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return function(*args, **options)
+
+        return call
+
+    for place, name in [(os, "rename"), (os, "replace"), (os, "fsync"), (os, "unlink"), (os, "rmdir"), (os, "mkdir")]:
+        monkeypatch.setattr(place, name, countdown(getattr(place, name)))
+    return lambda k: left.__setitem__(0, k)
+
+
+@pytest.mark.parametrize("again", [2, 3], ids=["replacing", "adding"])
+def test_a_kill_between_any_two_changes_leaves_a_whole_one(
+    tmp_path: Path, kill_at: Callable[[int], None], again: int
+) -> None:
+    for k in range(1000):
+        folder = tmp_path / str(k)
+        checkpoints = solo(folder, keep=1)
+        save(checkpoints, 1, 2, metric=0.5)
+        kill_at(k)
+        try:
+            save(checkpoints, again, metric=0.4)
+            killed = False
+        except Killed:
+            killed = True
+        kill_at(10**9)
+        info, passed_over = solo(folder).newest()
+        assert info is not None, k
+        assert info.step in (2, again), k
+        assert passed_over == [], k
+        assert all(listing.whole for listing in listed(folder)), k
+        checkpoints.clean()
+        assert (folder / best(folder) / "MANIFEST.json").exists(), k
+        assert not list(folder.glob("*.*")), k
+        save(checkpoints, again + 1, metric=0.3)
+        assert steps(folder) == [again + 1], k
+        if not killed:
+            assert k > 15
+            return
+
+
+SAVE_FOR_EVER = """
+import sys
+from pathlib import Path
+from dstrain.batch import Progress
+from dstrain.train.checkpoint import Checkpoints
+
+class OneRank:
+    rank, size, device = 0, 1, None
+    def gather(self, value):
+        return [value]
+
+def write(folder):
+    for rank in range(4):
+        (folder / f"rank-{rank:05d}.bin").write_bytes(bytes([rank]) * 200_000)
+
+checkpoints = Checkpoints(folder=Path(sys.argv[1]), world=OneRank(), keep=2)
+checkpoints.clean()
+newest, passed_over = checkpoints.newest()
+assert not passed_over, passed_over
+step = newest.step if newest else 0
+assert "torch" not in sys.modules
+while True:
+    step += 1
+    for _ in range(2):  # the second replaces the first
+        checkpoints.save(write, Progress(step, step), {}, metric=1 / step)
+    print(step, flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_what_was_saved_last(tmp_path: Path) -> None:
+    root, rng, told = str(Path(dstrain.__file__).parents[1]), random.Random(0), 0
+    for _ in range(10):
+        command = [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root)
+        assert process.stdout is not None
+        lines = [process.stdout.readline()]
+        time.sleep(rng.random() * 0.05)
+        process.send_signal(signal.SIGKILL)
+        lines += process.stdout.readlines()
+        process.stdout.close()
+        process.wait()
+        told = max(told, *(int(line) for line in lines if line.endswith(b"\n")))
+        info, passed_over = solo(tmp_path).newest()
+        assert info is not None
+        assert info.step >= told > 0
+        assert passed_over == []

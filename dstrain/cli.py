@@ -126,7 +126,12 @@ def presets(name: str | None, adopt: Path | None) -> None:
     """List the presets, or print one in full."""
     from dstrain.commands.lists import adopt_preset, list_presets
 
-    click.echo(adopt_preset(adopt) if adopt else list_presets(name))
+    if adopt is None:
+        click.echo(list_presets(name))
+        return
+    text, notes = adopt_preset(adopt)
+    click.echo(text, nl=False)
+    click.echo("\n".join(notes), err=True)
 
 
 @main.command()

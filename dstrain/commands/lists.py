@@ -18,12 +18,12 @@ def list_presets(name: str | None) -> str:
     return describe(name)
 
 
-def adopt_preset(path: Path) -> str:
-    """One of ours made from a public DeepSpeed JSON, and what went where. Raises PresetError for what a person must decide."""
+def adopt_preset(path: Path) -> tuple[str, list[str]]:
+    """(one of ours made from a public DeepSpeed JSON, what went where). Raises PresetError for what a person must decide."""
     adopted = adopt(path)
     if adopted.faults:
         raise PresetError(adopted.faults)
-    return "\n".join([adopted.json, "", *(f"# {line}" for line in adopted.lines)])
+    return adopted.json, adopted.lines
 
 
 def list_tasks(name: str | None) -> str:

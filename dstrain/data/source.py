@@ -8,17 +8,14 @@ import hashlib
 import itertools
 import json
 import os
-import re
 import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from dstrain.data.decode import check_record, decode_record, is_blank, may_hold_halves
 from dstrain.errors import DataError, Fault, did_you_mean
-
-_BOM = b"\xef\xbb\xbf"
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class BadRow(NamedTuple):
@@ -91,7 +88,7 @@ class JsonLines(FileSource):
         content, names, offset = hashlib.sha256(), set[str](), 0
         for number, line in enumerate(self._file, 1):
             content.update(line)
-            if line.removeprefix(_BOM).strip():
+            if not is_blank(line):
                 try:
                     names.update(decode_record(line))
                     self._offsets.append(offset)
@@ -130,11 +127,11 @@ class JsonList(FileSource):
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
         super().__init__(path, columns)
         content = path.read_bytes()
-        rows, may_hold_halves = self._load(content)
+        rows, suspect = self._load(content)
         self._rows: list[tuple[int, dict[str, Any]]] = []
         for index, row in enumerate(rows):
             try:
-                self._rows.append((index, check_record(row, may_hold_halves)))
+                self._rows.append((index, check_record(row, suspect)))
             except ValueError as fault:
                 self.bad.append(BadRow(f"{self.name}[{index}]", str(fault)))
         names = {name for _, row in self._rows for name in row}
@@ -154,7 +151,7 @@ class JsonList(FileSource):
             raise DataError(f"{self.name} holds no list of records; write [{{…}}, …] or {{\"data\": [{{…}}, …]}}")
         if not rows:
             raise DataError(f"{self.name} has no records; its list is empty")
-        return rows, bool(_SURROGATE.search(text))
+        return rows, may_hold_halves(text)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -295,28 +292,3 @@ def show_path(path: Path) -> str:
         return str(path.resolve().relative_to(Path.cwd().resolve()))
     except ValueError:
         return str(path)
-
-
-def decode_record(line: bytes) -> dict[str, Any]:
-    """One line as a JSON object. Raises ValueError with the reason."""
-    try:
-        text = line.removeprefix(_BOM).decode("utf-8")
-    except UnicodeDecodeError as fault:
-        raise ValueError(f"not UTF-8 (byte {fault.start + 1} of the line); save it as UTF-8") from fault
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as fault:
-        raise ValueError(f"no JSON: {fault}; mend the line or remove it") from fault
-    return check_record(value, bool(_SURROGATE.search(text)))
-
-
-def check_record(value: Any, may_hold_halves: bool) -> dict[str, Any]:
-    """The value if it is an object whose text can be written down. Raises ValueError with the reason."""
-    if not isinstance(value, dict):
-        raise ValueError(f"a JSON {type(value).__name__}, not an object; write {{\"key\": value, …}}")
-    if may_hold_halves:
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as fault:
-            raise ValueError("half a character (a lone \\ud8… escape); write the whole character") from fault
-    return value

@@ -43,15 +43,18 @@ def outcome(records: Mapping[int, Record], ends: Mapping[int, int | None], launc
 
 def _blame(records: Mapping[int, Record], ends: Mapping[int, int | None], launcher: int, processes: int) -> Outcome:
     """The rank that ended first and badly; else one that never spoke; else one that stands out."""
-    for rank, status in ends.items():
-        record = records.get(rank)
-        if record is None or record.exit in (DONE, STOPPED):
-            continue
-        if record.exit is not None:
-            return Outcome(FAILED, _told(record), rank)
-        status = -(256 - launcher) if status is None and launcher > 192 else status
+    bad = {
+        rank: status for rank, status in ends.items() if rank in records and records[rank].exit not in (DONE, STOPPED)
+    }
+    if launcher > 192 and launcher != 256 - signal.SIGTERM:  # DeepSpeed's launcher ends with its worker's -9 as 247
+        bad = {rank: launcher - 256 if status is None else status for rank, status in bad.items()}
+    # SIGTERM is what launchers send to the innocent others.
+    telling = [rank for rank, status in bad.items() if records[rank].exit or status not in (None, -signal.SIGTERM)]
+    for rank in [*telling, *bad]:
+        if records[rank].exit is not None:
+            return Outcome(FAILED, _told(records[rank]), rank)
         before = f"; the launcher itself {describe(launcher)}" if launcher <= 0 else ""
-        return Outcome(FAILED, f"rank {rank} {describe(status)}{before}", rank)
+        return Outcome(FAILED, f"rank {rank} {describe(bad[rank])}{before}", rank)
     for rank in range(processes):
         if rank not in records:
             return Outcome(FAILED, f"rank {rank} never said that it started; the launcher {describe(launcher)}", rank)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -33,13 +34,14 @@ SETTLE_SECONDS = 0.5
 STOP_SECONDS = 300.0
 """Workers get this long for their checkpoint where the launcher died of the signal that asked for it."""
 _TICK_SECONDS = 0.05
+_READ_SECONDS = 0.1
 
 
 class Watch:
     """What was seen of one launch while it ran."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
+    def __init__(self, run_dir: Path, processes: int) -> None:
+        self.run_dir, self.processes = run_dir, processes
         self.asked_at: float | None = None
         """When a signal was first passed on."""
         self.told_at: float | None = None
@@ -49,14 +51,19 @@ class Watch:
         """How each rank's process ended, in the order seen: as subprocess tells it, None where it was reaped too soon."""
         self.alive: dict[int, int] = {}
         """Pid by rank."""
+        self._descriptors: dict[int, int] = {}
         self._read_at = float("-inf")
 
     def look(self, again: bool = False) -> None:
-        """Note which ranks started, once a second or `again`, and which ended. The first to end is the one to blame."""
-        if again or time.monotonic() - self._read_at >= 1:
+        """Note which ranks started, until all have, and which ended. The first to end is the one to blame."""
+        missing = len(self.alive) + len(self.ends) < self.processes
+        if again or (missing and time.monotonic() - self._read_at > _READ_SECONDS):
             self._read_at = time.monotonic()
-            records = read_records(self.run_dir)
-            self.alive = {rank: record.pid for rank, record in records.items() if rank not in self.ends}
+            for rank, record in read_records(self.run_dir).items():
+                if rank not in self.ends and rank not in self.alive:
+                    self.alive[rank] = record.pid
+                    with contextlib.suppress(OSError, AttributeError):  # gone already, or a kernel without it
+                        self._descriptors[rank] = os.pidfd_open(record.pid)
         ended: dict[int, int | None] = {}
         for rank, pid in self.alive.items():
             state = process_state(pid)
@@ -66,6 +73,15 @@ class Watch:
         for rank in sorted(ended, key=lambda rank: (ended[rank] or 0) >= 0):
             self.ends[rank] = ended[rank]
             del self.alive[rank]
+            if rank in self._descriptors:
+                os.close(self._descriptors.pop(rank))
+
+    def rest(self, seconds: float) -> None:
+        """Sleep, but wake when a rank ends: its parent may reap it within milliseconds, and its status is lost then."""
+        poll = select.poll()
+        for descriptor in self._descriptors.values():
+            poll.register(descriptor, select.POLLIN)
+        poll.poll(1000 * seconds)
 
 
 def supervise(argv: Sequence[str], env: Mapping[str, str], run_dir: Path, processes: int = 1) -> int:
@@ -78,7 +94,7 @@ def supervise(argv: Sequence[str], env: Mapping[str, str], run_dir: Path, proces
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
         old.unlink()
-    watch = Watch(run_dir)
+    watch = Watch(run_dir, processes)
     with _caught_signals() as signals, _adopted_orphans():
         strangers = {child.pid for child in psutil.Process().children()}
         launcher = subprocess.Popen(
@@ -142,7 +158,7 @@ def _wait(watch: Watch, launcher: subprocess.Popen[bytes], signals: deque[int], 
             saving = watch.asked_at is not None and waited < STOP_SECONDS and watch.alive
             if not left or (waited > SETTLE_SECONDS and not saving):
                 return
-        time.sleep(_TICK_SECONDS)
+        watch.rest(_TICK_SECONDS)
 
 
 def _pass_on(number: int, watch: Watch, strangers: set[int]) -> None:

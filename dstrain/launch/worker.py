@@ -60,6 +60,15 @@ def record_end(run_dir: Path, rank: int, code: int, error: str | None = None) ->
     _write(run_dir, Record(rank, os.getpid(), code, error))
 
 
+def code_for_launcher(code: int) -> int:
+    """The code to leave the process with after `record_end`.
+
+    Launchers take everything but 0 for a failure and end the other ranks over it. Where `dstrain`
+    supervises it reads the record, so that a rank that stopped as asked may leave quietly.
+    """
+    return 0 if code == 75 and _supervisor() is not None else code
+
+
 def _write(run_dir: Path, record: Record) -> None:
     folder = record_folder(run_dir)
     folder.mkdir(parents=True, exist_ok=True)

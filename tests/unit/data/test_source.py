@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.data.source import Joined, open_source
+from dstrain.data.source import First, Joined, open_source
 from dstrain.errors import DataError
 
 
@@ -122,6 +122,14 @@ def test_joined_sources_count_on(write_lines):
     assert joined.digest != Joined([second, first]).digest
     with pytest.raises(IndexError):
         joined[3]
+
+
+def test_the_first_records_are_a_source_of_their_own(write_lines):
+    source = open_source(write_lines([{"a": 0}, {"a": 1}, {"a": 2}]))
+    first = First(source, 2)
+    assert [record["a"] for record in first] == [0, 1]
+    assert first.where(1) == "train.jsonl:2"
+    assert len({source.digest, first.digest, First(source, 1).digest}) == 3
 
 
 def test_reading_and_planning_need_neither_torch_nor_transformers():

@@ -75,13 +75,18 @@ class Run:
         )
         env = {**os.environ, "PYTHONPATH": str(ROOT), "MARK": str(folder)}
         self.process = subprocess.Popen(
-            [sys.executable, "main.py"], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, "main.py"],
+            cwd=folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
 
     def pids(self, count: int = 2) -> list[int]:
         """The workers' pids, once all are at work."""
         wait_until(lambda: len(list(self.folder.glob("ready-*"))) == count)
-        time.sleep(0.05)
+        time.sleep(0.3)  # for the supervisor to have seen them too
         return [int(path.read_text()) for path in sorted(self.folder.glob("ready-*"))]
 
     def end(self) -> tuple[int, str]:
@@ -121,7 +126,7 @@ def wait_until(true, seconds: float = 10) -> None:
 
 
 def test_all_done_is_0_whatever_happens_while_python_shuts_down(run):
-    started = run("record_end(run, rank, 0); os._exit(250 if rank == 1 else 0)")
+    started = run("record_end(run, rank, 0); time.sleep(rank); os._exit(250 if rank == 1 else 0)")
     assert started.end() == (0, "")
 
 
@@ -148,7 +153,9 @@ def test_a_failed_rank_is_1_and_named_after_the_end_of_its_log(run):
     """).end()
     assert code == 1
     assert "line 9\n" not in said
-    assert said.index("| line 10\n") < said.index("| line 29\n") < said.index("rank 1 failed with code 1: the loss is nan")
+    assert (
+        said.index("| line 10\n") < said.index("| line 29\n") < said.index("rank 1 failed with code 1: the loss is nan")
+    )
 
 
 def test_a_killed_rank_is_1_and_named_with_its_signal(run):
@@ -174,12 +181,24 @@ def test_a_launcher_that_refuses_its_options_is_2(run):
     assert run("", "raise SystemExit(2)").end()[0] == 2
 
 
+def test_a_rank_that_stopped_as_asked_may_leave_quietly(run):
+    started = run("""
+        from dstrain.launch.worker import code_for_launcher
+        work()
+        record_end(run, rank, 75)
+        os._exit(code_for_launcher(75))
+    """)
+    started.pids()
+    started.process.terminate()
+    assert started.end()[0] == 75
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_reaches_the_workers_and_a_checkpoint_makes_75(run, number):
     started = run("""
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])  # a data worker: not to be signalled
         work()
-        time.sleep(0.5)  # the checkpoint
+        time.sleep(0.3)  # the checkpoint
         Path(f"saved-{rank}").write_text(str(asked))
         end(75)
     """)
@@ -289,7 +308,9 @@ def records(*codes: int | None) -> dict[int, Record]:
         (records(0), {0: 0}, 0, Outcome(1, "rank 1 never said that it started; the launcher ended with code 0", 1)),
         (records(0, 75), {0: 0, 1: 75}, 75, Outcome(1, "the ranks ended differently: rank 0 with 0, rank 1 with 75")),
         (records(1, None), {1: -11, 0: 1}, 1, Outcome(1, "rank 1 was killed by SIGSEGV", 1)),
-        (records(None, 1), {0: None, 1: 1}, 256 - 15, Outcome(1, "rank 0 was killed by SIGTERM", 0)),
+        (records(None, 1), {0: None, 1: 1}, 1, Outcome(1, "rank 1 failed with code 1", 1)),
+        (records(None, 1), {0: -15, 1: 1}, 1, Outcome(1, "rank 1 failed with code 1", 1)),
+        (records(None, 1), {0: None, 1: 1}, 256 - 11, Outcome(1, "rank 0 was killed by SIGSEGV", 0)),
         (records(75, None), {0: 75, 1: 3}, 3, Outcome(1, "rank 1 ended with code 3", 1)),
     ],
 )

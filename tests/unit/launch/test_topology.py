@@ -10,7 +10,14 @@ import pytest
 from dstrain.errors import UsageError
 from dstrain.launch import topology
 from dstrain.launch.threads import thread_environment, threads_per_process
-from dstrain.launch.topology import expand_counts, expand_nodes, parse_hostfile, visible_devices, visible_gpus, worker_from
+from dstrain.launch.topology import (
+    expand_counts,
+    expand_nodes,
+    parse_hostfile,
+    visible_devices,
+    visible_gpus,
+    worker_from,
+)
 
 TORCH = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
 SLURM = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dstrain.launch.worker import Record, log_path, read_records, record_end, record_folder, record_start
+from dstrain.launch.worker import (
+    SUPERVISOR,
+    Record,
+    code_for_launcher,
+    log_path,
+    read_records,
+    record_end,
+    record_folder,
+    record_start,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="file descriptors are Linux's here")
@@ -31,6 +41,15 @@ def test_a_record_says_how_a_rank_ended(tmp_path):
     record_end(tmp_path, 3, 1, "no memory")
     assert read_records(tmp_path) == {3: Record(3, os.getpid(), 1, "no memory")}
     assert [path.name for path in record_folder(tmp_path).iterdir()] == ["rank-00003.json"]
+
+
+def test_without_a_supervisor_the_code_is_the_processs_own(monkeypatch):
+    monkeypatch.delenv(SUPERVISOR, raising=False)
+    assert [code_for_launcher(code) for code in (0, 1, 2, 75)] == [0, 1, 2, 75]
+    monkeypatch.setenv(SUPERVISOR, f"{socket.gethostname()} 4711")
+    assert [code_for_launcher(code) for code in (0, 1, 2, 75)] == [0, 1, 2, 0]
+    monkeypatch.setenv(SUPERVISOR, "another-host 4711")
+    assert code_for_launcher(75) == 75
 
 
 def test_a_torn_record_is_no_record(tmp_path):
@@ -60,7 +79,9 @@ def test_other_ranks_write_to_their_log_only(tmp_path):
 
 def test_a_log_goes_on_where_the_launch_before_stopped(tmp_path):
     (tmp_path / "a.log").write_text("first launch\n")
-    process = start("redirect_output(Path('a.log'), True); print('second')", tmp_path, stdout=subprocess.PIPE, text=True)
+    process = start(
+        "redirect_output(Path('a.log'), True); print('second')", tmp_path, stdout=subprocess.PIPE, text=True
+    )
     assert process.communicate(timeout=10)[0] == "second\n"
     assert (tmp_path / "a.log").read_text() == "first launch\nsecond\n"
 
@@ -112,7 +133,9 @@ def test_nothing_is_left_of_a_rank_that_ended(tmp_path):
     process = start("redirect_output(Path('a.log'), True); os._exit(0)", tmp_path, stdout=subprocess.DEVNULL)
     process.wait(timeout=10)
     deadline = time.monotonic() + 5
-    while any("copy_output.py" in " ".join(p.info["cmdline"] or []) and p.info["ppid"] == 1 and str(tmp_path) in p.cwd()
-              for p in psutil.process_iter(["cmdline", "ppid"])):
+    while any(
+        "copy_output.py" in " ".join(p.info["cmdline"] or []) and p.info["ppid"] == 1 and str(tmp_path) in p.cwd()
+        for p in psutil.process_iter(["cmdline", "ppid"])
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -1,0 +1,46 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.workers import ROOT, Workers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A token cache of the tests' own, and no hub."""
+    before = dict(os.environ)
+    os.environ.update(DSTRAIN_CACHE=str(tmp_path_factory.mktemp("cache")), HF_HUB_OFFLINE="1", WANDB_MODE="offline")
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """The folder of real data; tests are skipped where it is not."""
+    folder = Path(os.environ.get("DSTRAIN_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no real data at {folder}; DSTRAIN_DATA names another place")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def one(own_cache: None) -> Iterator[Workers]:
+    """One worker process, shared."""
+    workers = Workers(1)
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="session")
+def two(own_cache: None) -> Iterator[Workers]:
+    """Two worker processes, shared."""
+    workers = Workers(2)
+    yield workers
+    workers.close()

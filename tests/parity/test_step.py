@@ -1,0 +1,59 @@
+"""One step is one step: however the samples are split over processes, micro-batches and ZeRO stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.workers import Workers
+
+SGD = {"optim": {"name": "sgd", "lr": 1000.0, "clip": 0.05}}
+SAMPLES = {"even": list(range(8)), "uneven": [5, 0, 9, 31, 2, 44, 7], "fewer than chunks": [3, 17, 40]}
+
+
+def distance(found: dict[str, Any], wanted: dict[str, Any], key: str = "gradient") -> float:
+    """Relative distance over all parameters."""
+    assert found[key].keys() == wanted[key].keys()
+    square = lambda values: sum(float((value**2).sum()) for value in values)  # noqa: E731
+    return float(np.sqrt(square(found[key][n] - wanted[key][n] for n in wanted[key]) / square(wanted[key].values())))
+
+
+@pytest.fixture(scope="module")
+def definition(one: Workers) -> Any:
+    """What plain PyTorch does with all samples in one batch."""
+    found: dict[str, Any] = {}
+
+    def of(samples: str, task: str = "rm", **more: Any) -> Any:
+        key = f"{samples} {task} {more}"
+        if key not in found:
+            changes = SGD | more
+            found[key] = one("tests.parity.cases:one_step", task=task, kind="torch", samples=SAMPLES[samples], accumulate=1, changes=changes)[0]
+        return found[key]
+
+    return of
+
+
+@pytest.mark.parametrize("samples", SAMPLES)
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_step_is_the_same_however_it_is_split(
+    processes: int, stage: int, accumulate: int, samples: str, definition: Any, request: pytest.FixtureRequest
+) -> None:
+    workers = request.getfixturevalue({1: "one", 2: "two"}[processes])
+    wanted = definition(samples)
+    found = workers(
+        "tests.parity.cases:one_step", task="rm", kind=f"zero{stage}", samples=SAMPLES[samples], accumulate=accumulate, changes=SGD
+    )
+    for of_rank in found:
+        assert distance(of_rank, wanted, "before") == 0, "the weights to begin with"
+        assert of_rank["sums"] == pytest.approx(wanted["sums"], rel=1e-6, abs=1e-6)
+        assert of_rank["norm"] == pytest.approx(wanted["norm"], rel=1e-6)
+        assert distance(of_rank, wanted) <= 1e-6
+
+
+def test_accumulation_in_plain_torch_is_the_definition_too(one: Workers, definition: Any) -> None:
+    found = one("tests.parity.cases:one_step", task="rm", kind="torch", samples=SAMPLES["uneven"], accumulate=4, changes=SGD)[0]
+    assert distance(found, definition("uneven")) <= 1e-6

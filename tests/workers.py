@@ -1,0 +1,126 @@
+"""Worker processes that tests share: importing deepspeed takes longer than most tests.
+
+`Workers(2)("tests.parity.cases:gradient", stage=3)` calls the function on every rank and returns the results by rank.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from dstrain.launch.command import free_port
+
+ROOT = Path(__file__).parent.parent
+
+
+class WorkerError(AssertionError):
+    """A call failed on a rank; its traceback is the message."""
+
+
+class Workers:
+    """Processes with a process group over gloo, started at the first call and again after a hang."""
+
+    def __init__(self, size: int, timeout: float = 240.0) -> None:
+        self.size, self._timeout = size, timeout
+        self._pipes: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __call__(self, function: str, **arguments: Any) -> list[Any]:
+        if not self._pipes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        results = self._collect(function)
+        for rank, (ok, value) in enumerate(results):
+            if not ok:
+                self.close()  # the other ranks may be anywhere
+                raise WorkerError(f"rank {rank} of {self.size} in {function}:\n{value}")
+        return [value for _, value in results]
+
+    def _collect(self, function: str) -> list[tuple[bool, Any]]:
+        """All results, or the first failure."""
+        until, results = time.monotonic() + self._timeout, {}
+        while len(results) < self.size:
+            for rank, pipe in enumerate(self._pipes):
+                if rank in results or not pipe.poll(0.01):
+                    continue
+                try:
+                    results[rank] = pipe.recv()
+                except EOFError:
+                    results[rank] = (False, f"the process died with code {self._processes[rank].wait()}")
+                if not results[rank][0]:
+                    return [results.get(other, (True, None)) for other in range(self.size)]
+            if time.monotonic() > until:
+                self.close()
+                raise WorkerError(f"{function} hung: no answer in {self._timeout:g} s from ranks {set(range(self.size)) - set(results)}")
+        return [results[rank] for rank in range(self.size)]
+
+    def _start(self) -> None:
+        port, address = free_port(), tempfile.mktemp(prefix="dstrain-workers-")
+        with Listener(address, "AF_UNIX", authkey=b"tests") as listener:
+            for rank in range(self.size):
+                ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
+                env = {**os.environ, **{name: str(value) for name, value in ranks.items()}}
+                env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+                command = [sys.executable, "-m", "tests.workers", address]
+                self._processes.append(subprocess.Popen(command, env=env, cwd=ROOT))
+            by_rank: dict[int, Connection] = {}
+            while len(by_rank) < self.size:
+                pipe = listener.accept()
+                by_rank[pipe.recv()] = pipe
+        self._pipes = [by_rank[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes, self._processes = [], []
+
+
+def serve(address: str) -> None:
+    """The worker's side: take calls until the tests are gone."""
+    import importlib
+    import logging
+    import traceback
+    import warnings
+    from datetime import timedelta
+
+    import torch
+
+    from dstrain.launch.worker import follow_parent
+    from dstrain.world import join
+
+    follow_parent()
+    torch.set_num_threads(1)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    pipe = Client(address, "AF_UNIX", authkey=b"tests")
+    pipe.send(int(os.environ["RANK"]))
+    join(torch.device("cpu"), timedelta(minutes=4))
+    import deepspeed  # noqa: F401  here, once
+
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        module, _, name = function.partition(":")
+        try:
+            answer = (True, getattr(importlib.import_module(module), name)(**arguments))
+            pickle.dumps(answer)
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

@@ -16,6 +16,7 @@ def evaluate_model(folder: Path, data: str, task: str | None, sets: Sequence[str
     import torch
 
     from dstrain.config.schema import OptimConfig
+    from dstrain.models.freeze import Group
     from dstrain.train.engine import Objective, TorchEngine
     from dstrain.train.evaluate import Evaluation
 
@@ -25,6 +26,7 @@ def evaluate_model(folder: Path, data: str, task: str | None, sets: Sequence[str
     if not examples:
         raise DataError(f"{data}: holds no sample to evaluate on")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    engine = TorchEngine(Objective(trained.task, trained.model), [], OptimConfig(name="sgd"), device)
+    whole = [Group(list(trained.model.parameters()), 1.0, 0.0)]
+    engine = TorchEngine(Objective(trained.task, trained.model), whole, OptimConfig(name="sgd"), device)
     row = Evaluation(trained.task, examples, trained.task.recipe.batch.micro or 8).run(engine)
     return {"file": data, "step": trained.step, "examples": len(examples), **row}

@@ -35,7 +35,7 @@ def export_model(run: Path, step: str, to: Path) -> Proof:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        trained.model.save_pretrained(str(partial))  # type: ignore[operator]
+        trained.model.save_pretrained(str(partial))
         trained.task.save_extras(partial)
         proof = _prove(trained, partial)
         if to.exists():

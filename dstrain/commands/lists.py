@@ -55,7 +55,7 @@ def _headline(name: str) -> str:
 
 def list_checkpoints(run: Path, read_all: bool, as_json: bool) -> str:
     """A line for each checkpoint, newest first."""
-    from dstrain.train.checkpoint import listed
+    from dstrain.train.manifest import listed
 
     folder = run / "checkpoints"
     if not folder.is_dir():

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import yaml
 
-from dstrain.config.schema import BatchConfig, DataConfig, EvalConfig, LogConfig, ModelConfig, OptimConfig, RunConfig, SaveConfig, Section
+from dstrain.config.schema import (
+    BatchConfig,
+    DataConfig,
+    EvalConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    SaveConfig,
+    Section,
+)
 from dstrain.tasks import find_task, options
 
 SECTIONS: tuple[tuple[str, type[Section], dict[str, object]], ...] = (

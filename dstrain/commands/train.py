@@ -68,7 +68,14 @@ def check(recipe: Recipe, ready: Launch, run_dir: Path) -> dict[str, Any]:
 
 def train_as(worker: Worker, wish: Wish) -> int:
     """One worker's whole life. Its exit code counts even if the launcher's does not."""
-    from dstrain.launch.worker import follow_parent, log_path, record_end, record_start, redirect_output
+    from dstrain.launch.worker import (
+        code_for_launcher,
+        follow_parent,
+        log_path,
+        record_end,
+        record_start,
+        redirect_output,
+    )
     from dstrain.train.folder import Resume, check_writable
 
     follow_parent()
@@ -91,4 +98,4 @@ def train_as(worker: Worker, wish: Wish) -> int:
         error = f"{type(fault).__name__}: {fault}"
         print(f"rank {worker.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
     record_end(run_dir, worker.rank, code, error)
-    return code
+    return code_for_launcher(code)

@@ -16,7 +16,7 @@ from dstrain.tasks import Task, make_task
 if TYPE_CHECKING:
     import torch
 
-    from dstrain.train.checkpoint import CheckpointInfo
+    from dstrain.train.manifest import CheckpointInfo
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _from_run(folder: Path, step: str, sets: Sequence[str]) -> Trained:
 
 def find_checkpoint(run: Path, step: str) -> CheckpointInfo:
     """The whole checkpoint `best`, `last` or of a number; `best` is the last where none was marked."""
-    from dstrain.train.checkpoint import listed
+    from dstrain.train.manifest import listed
 
     folder = run / "checkpoints"
     there = [info for info in listed(folder) if info.whole]

@@ -215,12 +215,10 @@ def _not_yet_faults(values: Mapping[str, Any], written: _Written) -> list[Fault]
 
 def _lookup(values: Any, key: Key) -> Any:
     for name in key:
-        if isinstance(values, dict) and name in values:
-            values = values[name]
-        elif isinstance(values, list) and isinstance(name, int) and name < len(values):
-            values = values[name]
-        else:
+        there = isinstance(values, dict) and name in values
+        if not there and not (isinstance(values, list) and isinstance(name, int) and name < len(values)):
             return None
+        values = values[name]
     return values
 
 

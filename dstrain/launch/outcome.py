@@ -53,8 +53,11 @@ def _blame(records: Mapping[int, Record], ends: Mapping[int, int | None], launch
     for rank in [*telling, *bad]:
         if records[rank].exit is not None:
             return Outcome(FAILED, _told(records[rank]), rank)
-        before = f"; the launcher itself {describe(launcher)}" if launcher <= 0 else ""
-        return Outcome(FAILED, f"rank {rank} {describe(bad[rank])}{before}", rank)
+        if launcher <= 0:  # DeepSpeed's runner says 0 where its inner process was killed, and its workers with it
+            cause = f", most likely with its launcher; the launcher itself {describe(launcher)}"
+        else:
+            cause = " (is the host's memory full? see dmesg)" if bad[rank] == -signal.SIGKILL else ""
+        return Outcome(FAILED, f"rank {rank} {describe(bad[rank])}{cause}", rank)
     for rank in range(processes):
         if rank not in records:
             return Outcome(FAILED, f"rank {rank} never said that it started; the launcher {describe(launcher)}", rank)
@@ -76,4 +79,4 @@ def describe(status: int | None) -> str:
         name = signal.Signals(-status).name
     except ValueError:
         name = f"signal {-status}"
-    return f"was killed by {name}" + (" (is the host's memory full? see dmesg)" if name == "SIGKILL" else "")
+    return f"was killed by {name}"

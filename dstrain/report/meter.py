@@ -79,11 +79,12 @@ class _Sums:
     grad_norm: float | None = None
 
     def add(self, result: StepResult) -> None:
-        self.loss = _plus(self.loss, result.loss)
-        for name, (total, weight) in result.metrics.items():
-            before = self.metrics.get(name, (None, None))
-            self.metrics[name] = _plus(before[0], total), _plus(before[1], weight)
-        self.weight += result.weight
+        if result.applied:  # a step left out has no part in the means
+            self.loss = _plus(self.loss, result.loss)
+            self.weight += result.weight
+            for name, (total, weight) in result.metrics.items():
+                before = self.metrics.get(name, (None, None))
+                self.metrics[name] = _plus(before[0], total), _plus(before[1], weight)
         self.samples += result.samples
         self.tokens += result.tokens
         self.steps += 1
@@ -93,7 +94,7 @@ class _Sums:
     def on_host(self, names: Sequence[str]) -> list[float]:
         """Samples, tokens, loss, its weight, and the pair of each name; one copy, which waits for the device."""
         if self.loss is None:
-            return [0.0] * (4 + 2 * len(names))
+            return [float(self.samples), float(self.tokens), 0.0, 0.0, *[0.0] * (2 * len(names))]
         zero = torch.zeros_like(self.loss)
         pairs = [value for name in names for value in self.metrics.get(name, (zero, zero))]
         loss, *rest = torch.stack([self.loss, *pairs]).tolist()

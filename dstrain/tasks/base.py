@@ -73,14 +73,14 @@ class Task(ABC):
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         """Sums over the batch. The forward pass must run the model once, on every rank."""
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027  most tasks of one file have nothing to check
         """Raise UsageError for what can be known wrong before any process group starts."""
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """What an exported model must reproduce on a probe batch."""
         return self.loss(model, batch).total
 
-    def save_extras(self, folder: Path) -> None:
+    def save_extras(self, folder: Path) -> None:  # noqa: B027  nor anything to write
         """Write what an exported model needs beside its weights (a tokenizer, a processor)."""
 
     def reload(self, folder: Path) -> torch.nn.Module:

@@ -18,8 +18,9 @@ from dstrain.config import BatchPlan, Recipe, RunConfig, resolve_batch, resolve_
 from dstrain.data.loader import Loader
 from dstrain.data.plan import DataPlan
 from dstrain.errors import DataError
+from dstrain.launch.command import free_port
 from dstrain.launch.threads import cores_here, threads_per_process
-from dstrain.launch.topology import Worker
+from dstrain.launch.topology import Worker, wants_cpu
 from dstrain.models.freeze import freeze, parameter_groups
 from dstrain.models.sharded import numel, sharded_construction
 from dstrain.preset import Device, Preset, RunSettings, complete, read_preset, resolve_precision
@@ -28,12 +29,13 @@ from dstrain.report.meter import Meter
 from dstrain.report.sinks import Console, Jsonl, Sink, TensorBoard
 from dstrain.schedule import Every, LearningRate, scale
 from dstrain.tasks import Task, make_task
-from dstrain.train.checkpoint import CheckpointInfo, Checkpoints
+from dstrain.train.checkpoint import Checkpoints
 from dstrain.train.engine import DeepSpeedEngine, Objective
 from dstrain.train.evaluate import Evaluation
 from dstrain.train.folder import Resume, check_resume, check_writable, chosen_checkpoint, versions, write_start
 from dstrain.train.guard import NonFiniteGuard
 from dstrain.train.interrupt import Interrupt
+from dstrain.train.manifest import CheckpointInfo
 from dstrain.train.state import Run
 from dstrain.units import show_count
 from dstrain.world import TorchWorld, World, close, join, set_timeouts
@@ -60,6 +62,7 @@ class Plan:
 def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
     """Threads, device and noise of this process, the same under every launcher."""
     os.environ.update(worker.environment)
+    os.environ.setdefault("MASTER_PORT", str(free_port()))  # left open only where one process is alone
     torch.set_num_threads(threads_per_process(worker.local_size, cores_here()))
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.(distributed|jit)")
@@ -68,11 +71,12 @@ def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if not torch.cuda.is_available():
+    if wants_cpu(os.environ) or not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         return torch.device("cpu")
-    torch.cuda.set_device(worker.local_rank)
-    return torch.device("cuda", worker.local_rank)
+    index = worker.local_rank % torch.cuda.device_count()  # Slurm may show each task one GPU
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def make_plan(recipe: Recipe, run_dir: Path, resume: Resume, worker: Worker) -> Plan:
@@ -172,7 +176,7 @@ def last_held_out(run_dir: Path) -> str:
     tests = [row for row in rows if row["split"] == "eval"]
     if not tests:
         return ""
-    numbers = "  ".join(f"{name} {tests[-1][name]:.4g}" for name in ("loss", *task_metrics(tests[-1])))
+    numbers = "  ".join(f"{name} {tests[-1].get(name)}" for name in ("loss", *task_metrics(tests[-1])))
     return f"held-out at step {tests[-1]['step']}: {numbers}"
 
 
@@ -231,6 +235,8 @@ def _starting_point(plan: Plan, checkpoints: Checkpoints, journal: Journal, worl
         journal.event("checkpoint_passed_over", checkpoint=info.path.name, why=info.state)
     dropped = journal.cut_back(start.step if start else 0)
     if start:
+        for name in checkpoints.set_aside_after(start):
+            journal.event("checkpoint_set_aside", checkpoint=name, why=f"the run goes on from step {start.step}")
         journal.event("resumed", step=start.step, checkpoint=str(start.path), rows_dropped=dropped)
     return start
 

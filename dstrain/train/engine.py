@@ -90,8 +90,11 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def _poisoned(total: torch.Tensor, scale: float) -> torch.Tensor:
-    """The scaled loss; nan where it is inf, so that no gradient of it can look finite."""
-    return torch.where(total.isfinite(), total, torch.nan) * scale
+    """The scaled loss; times nan where it is not finite, so that no gradient of it can look finite.
+
+    An inf loss may have a finite gradient (-log sigmoid of -inf has 1): only the factor reaches it for sure.
+    """
+    return total * torch.where(total.detach().isfinite(), scale, torch.nan)
 
 
 def make_optimizer(groups: Sequence[Group], optim: OptimConfig, offload: str | None, device: torch.device) -> Any:
@@ -201,6 +204,9 @@ class DeepSpeedEngine:
         path, _ = self.engine.load_checkpoint(str(folder), tag="state")
         if path is None:
             raise CheckpointError(f"{folder}: DeepSpeed found no state in it; resume from another checkpoint")
+        inner = getattr(self.engine.optimizer, "optimizer", None)
+        if hasattr(inner, "ds_opt_adam"):
+            _replay_bias_correction(inner)
 
     def _clip_whole_gradient(self, largest: float) -> float:
         """Clip the gradient that is already summed over the ranks; drop it where it is not finite."""
@@ -215,6 +221,19 @@ class DeepSpeedEngine:
 def _set_lr(optimizer: Any, scales: Sequence[float], lr: float) -> None:
     for group, scale in zip(optimizer.param_groups, scales, strict=True):
         group["lr"] = lr * scale
+
+
+def _replay_bias_correction(adam: Any) -> None:
+    """Bring CPUAdam's beta^t to the step that was loaded, multiplying as the unbroken run did.
+
+    It lives outside the optimizer's state, as a running product in fp32; on a jump of the step CPUAdam takes a power
+    instead, and a resumed run would differ in the last bit (deepspeed/ops/csrc/includes/cpu_adam.h, IncrementStep).
+    """
+    done = max((int(state["step"]) for state in adam.state.values() if "step" in state), default=0)
+    betas, eps = adam.param_groups[0]["betas"], adam.param_groups[0]["eps"]
+    nothing = [torch.zeros(1) for _ in range(4)]
+    for step in range(1, done + 1):
+        adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *nothing)
 
 
 def _verdict(sums: _Sums, batches: Sequence[Batch], applied: bool, world: World) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from dstrain.config import RunConfig, changed_learning_keys, read_recipe, show_recipe
 from dstrain.errors import ResumeError, UsageError
-from dstrain.train.checkpoint import CheckpointInfo, describe, listed, verify
+from dstrain.train.manifest import CheckpointInfo, describe, listed, verify
 
 LIBRARIES = ("dstrain", "torch", "deepspeed", "transformers", "peft", "tokenizers", "numpy", "safetensors")
 

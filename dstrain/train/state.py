@@ -13,11 +13,12 @@ from dstrain.report.memory import memory
 from dstrain.report.meter import Meter
 from dstrain.report.sinks import Sink
 from dstrain.schedule import Every, LearningRate
-from dstrain.train.checkpoint import CheckpointInfo, Checkpoints
+from dstrain.train.checkpoint import Checkpoints
 from dstrain.train.engine import Engine
 from dstrain.train.evaluate import Evaluation
 from dstrain.train.guard import NonFiniteGuard
 from dstrain.train.interrupt import Interrupt
+from dstrain.train.manifest import CheckpointInfo
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,22 +107,22 @@ def test_gpus_that_cannot_be_had_are_refused(options, env, said):
     ],
 )
 def test_several_hosts_are_refused_with_what_works_today(monkeypatch, options):
-    with pytest.raises(UsageError, match="deepspeed --hostfile F --module dstrain.cli train R"):
+    with pytest.raises(UsageError, match=r"deepspeed --hostfile F --module dstrain\.cli train R"):
         launch(monkeypatch, 0, **options)
 
 
 def test_unknown_launchers_and_slurm_are_refused(monkeypatch):
     with pytest.raises(UsageError, match="deepspeed, torchrun, slurm"):
         launch(monkeypatch, 0, launcher="pdsh")
-    with pytest.raises(UsageError, match="launchers/slurm.sbatch"):
+    with pytest.raises(UsageError, match=r"launchers/slurm\.sbatch"):
         launch(monkeypatch, 0, launcher="slurm")
 
 
 def test_a_taken_port_names_its_holder():
     check_port(free_port())
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        with pytest.raises(UsageError, match=rf"is taken by .*\(pid {os.getpid()}\)"):
-            check_port(server.getsockname()[1])
+    holder = rf"is taken by .*\(pid {os.getpid()}\)"
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(UsageError, match=holder):
+        check_port(server.getsockname()[1])
     with pytest.raises(UsageError, match="is no port"):
         check_port(70000)
 

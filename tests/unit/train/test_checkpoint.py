@@ -21,7 +21,8 @@ import dstrain
 from dstrain.batch import Progress
 from dstrain.errors import CheckpointError
 from dstrain.train import checkpoint as module
-from dstrain.train.checkpoint import Checkpoints, listed, verify
+from dstrain.train.checkpoint import Checkpoints
+from dstrain.train.manifest import listed, verify
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 from thread_world import ThreadWorld, on_ranks
@@ -232,7 +233,7 @@ def test_every_rank_writes_and_all_agree_on_the_newest(tmp_path: Path) -> None:
     assert json.loads((info.path / "MANIFEST.json").read_text())["files_per_rank"] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("phase", ["write", "_describe", "_seal", "_commit"])
+@pytest.mark.parametrize("phase", ["write", "hashes_of", "seal", "_commit"])
 def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_the_older_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:

@@ -1,0 +1,58 @@
+# make demo: sets everything up and trains a small reward model.   make test: the tests.   make help: the rest.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_RUN := runs/demo-rm
+PYTEST_ARGS ?=
+# Two processes cannot share one GPU; on a CPU two are started, so that there is something to distribute.
+PROCESSES = $$($(BIN)/python -c 'import os; from dstrain.launch.topology import visible_gpus as seen; print(1 if seen(os.environ) == 1 else 2)')
+
+.PHONY: demo test test-all lint format types wheel dev clean help
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed
+	rm -rf $(DEMO_RUN)
+	$(BIN)/dstrain train demo-rm --num-gpus $(PROCESSES) --run-dir $(DEMO_RUN)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+wheel: $(VENV)/.installed-dev
+	$(BIN)/python -m build --wheel
+
+dev: $(VENV)/.installed-dev
+
+clean:
+	rm -rf $(VENV) dist build
+
+help:
+	@echo "make demo      install into $(VENV) and train a small reward model ($(DEMO_RUN) is made anew)"
+	@echo "make test      tests of a few minutes; PYTEST_ARGS='-k resume' chooses"
+	@echo "make test-all  the slow ones too"
+	@echo "make lint      ruff check;  make format: mend what ruff can mend;  make types: mypy"
+	@echo "make wheel     dist/dstrain-*.whl;  make clean: remove $(VENV) and dist"
+
+# The stamps make a second `make` fast; a change of the dependencies makes them old.
+$(VENV)/bin/python:
+	sh .ci/venv $(PYTHON) $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	touch $@ $(VENV)/.installed

@@ -1,0 +1,55 @@
+"""A task in one file: is a line of text friendly? Records are {"text": ..., "label": 0 or 1}."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from dstrain.batch import Batch
+from dstrain.data.collate import pad
+from dstrain.data.source import open_source
+from dstrain.tasks import Loss, Split, Task
+
+PAD = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Friendly(Task):
+    """Friendly or not: the mean of a vector for each byte, and one linear layer."""
+
+    metric_names = ("accuracy",)
+
+    width: int = 32
+    """Numbers that stand for one byte."""
+
+    def examples(self, split: Split) -> Sequence[Any] | None:
+        data = self.recipe.data
+        paths = [source.path for source in data.train] if split == "train" else [data.eval]
+        files = [open_source(path, data.columns) for path in paths if path]
+        records = [file[index] for file in files for index in range(len(file))]
+        return [{"id": index, **record} for index, record in enumerate(records)] or None
+
+    def collate(self, examples: Sequence[Any]) -> Batch:
+        texts = [list(example["text"].encode()) for example in examples]
+        return Batch(
+            tensors={
+                "bytes": pad(texts, PAD),  # (B, L)
+                "label": torch.tensor([example["label"] for example in examples]),  # (B,)
+            },
+            weight=float(len(examples)),  # what the loss sums over
+            samples=tuple(example["id"] for example in examples),
+            tokens=sum(len(text) for text in texts),
+        )
+
+    def build_model(self) -> torch.nn.Module:
+        torch.manual_seed(self.recipe.seed)  # the same weights on every process
+        vectors = torch.nn.EmbeddingBag(PAD + 1, self.width, padding_idx=PAD)
+        return torch.nn.Sequential(vectors, torch.nn.Linear(self.width, 2))
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
+        scores = model(batch.tensors["bytes"]).float()  # (B, 2)
+        label = batch.tensors["label"]
+        right = (scores.argmax(-1) == label).sum()
+        return Loss(F.cross_entropy(scores, label, reduction="sum"), {"accuracy": right})  # sums, never means

@@ -1,0 +1,63 @@
+"""The measurements run, and compare before they time. What they measure is no claim of a test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.common import table, tell
+from tests.workers import Workers
+
+TINY: dict[str, dict[str, Any]] = {
+    "step": {"rounds": 2, "checked_steps": 2, "length": 24, "micro": 2},
+    "loader": {"rounds": 1, "steps": 3, "length": 24, "micro": 2, "decode_ms": 0.2},
+    "checkpointing": {"rounds": 2, "checked_steps": 2, "length": 24, "micro": 2},
+}
+ROWS = {
+    "step": ["by hand", "TorchEngine", "DeepSpeed zero0", "DeepSpeed zero2"],
+    "loader": [0.0, 0.0, 0.2, 0.2],
+    "checkpointing": ["off", "on"],
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_measurement_checks_first_and_gives_a_row_each(name: str, one: Workers, tmp_path: Path, capsys: Any) -> None:
+    result = one(f"tests.bench.{name}:measure", shape="tiny", **TINY[name])[0]
+    assert [next(iter(row.values())) for row in result["rows"]] == ROWS[name]
+    assert result["checked"]
+    tell(result, tmp_path / "told.json")
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["rows"] == result["rows"]
+    assert all(told["certificate"][key] for key in ("hardware", "command", "date", "commit", "versions"))
+    assert table(result["rows"]) in capsys.readouterr().out
+
+
+def test_losses_that_differ_are_never_timed(one: Workers) -> None:
+    with pytest.raises(AssertionError, match="by hand"):
+        one("tests.bench.test_bench:measure_unequal")
+
+
+def measure_unequal() -> None:
+    """In a worker: an engine that takes another step than the one by hand."""
+    import torch
+
+    from dstrain.train.engine import TorchEngine
+    from tests.bench.common import made_batches, made_model, made_task
+    from tests.bench.step import ByHand, differences
+
+    task, other = made_task("tiny", 24), made_task("tiny", 24, changes={"optim": {"clip": 1e-3}})
+    engines = {"by hand": ByHand(task, torch.device("cpu"), "fp32")}
+    engines["other"] = TorchEngine(*made_model(other), other.recipe.optim.model_copy(update={"lr": 1.0}), torch.device("cpu"))
+    differences(engines | {"other": _Doubled(engines["other"])}, made_batches(task, 1, 2), 1e-3, 1e-4)
+
+
+class _Doubled:
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def step(self, batches: Any, lr: float) -> tuple[float, float]:
+        result = self._engine.step(batches, lr)
+        return 2 * float(result.loss) / result.weight, float(result.grad_norm)

@@ -1,0 +1,172 @@
+"""What the workers of GPU tests do."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dstrain.batch import Progress
+from dstrain.data.loader import make_batch
+from dstrain.models.freeze import Group
+from dstrain.models.sharded import whole
+from dstrain.preset import read_preset
+from dstrain.train.engine import TorchEngine, make_optimizer
+from dstrain.train.guard import NonFiniteGuard
+from dstrain.world import SoloWorld, TorchWorld, World
+from tests.bench.common import made_engine, made_model
+from tests.bench.loader import made_loader
+from tests.gpu.workers import device
+from tests.parity.cases import tiny_task
+from tests.resume import cases as resume_cases
+
+SAMPLES_PER_STEP = 7  # no even number, so that shares and micro-batches differ
+
+
+@cache
+def world() -> World:
+    return TorchWorld(device(), timedelta(minutes=3))
+
+
+def made(kind: str, task: Any, accumulate: int, precision: str) -> Any:
+    """`torch` for the definition, else the name or path of a preset. Collective."""
+    if kind == "torch":
+        return TorchEngine(*made_model(task), task.recipe.optim, device())
+    return made_engine(task, kind, world(), precision=precision, accumulate=accumulate)
+
+
+def batches_of(task: Any, step: int, ranks: World, accumulate: int) -> list[Any]:
+    """This rank's micro-batches, cut as the plan cuts them."""
+    examples = task.examples("train")
+    ids = (np.arange(SAMPLES_PER_STEP) + step * SAMPLES_PER_STEP) % len(examples)
+    chunks = np.array_split(ids, ranks.size * accumulate)[ranks.rank * accumulate : (ranks.rank + 1) * accumulate]
+    return [make_batch(examples, task.collate, chunk.tolist(), int(ids[0])) for chunk in chunks]
+
+
+def steps(
+    kind: str, count: int = 1, accumulate: int = 2, changes: Mapping[str, Any] | None = None, precision: str = "fp32"
+) -> dict[str, Any]:
+    """Losses and gradient norms of some steps, and the weights before and after them. Collective."""
+    task = tiny_task("rm", dict(changes or {}))
+    engine = made(kind, task, accumulate, precision)
+    ranks = SoloWorld(device()) if kind == "torch" else world()
+    module = engine.objective if kind == "torch" else engine.engine.module
+    before, losses, norms, applied = weights(module), [], [], []
+    guard, told = watched(precision == "fp16")
+    for step in range(count):
+        result = engine.step(batches_of(task, step, ranks, accumulate), task.recipe.optim.lr)
+        loss, weight = ranks.sum([float(result.loss), result.weight])
+        losses.append(loss / weight)
+        norms.append(result.grad_norm)
+        applied.append(result.applied)
+        guard.watch(result, Progress(step + 1, step * SAMPLES_PER_STEP))
+    after = weights(module)
+    clean_up(engine)
+    return {"losses": losses, "norms": norms, "applied": applied, "events": told, "before": before, "after": after}
+
+
+def watched(fp16: bool) -> tuple[NonFiniteGuard, list[str]]:
+    """A guard that stops the run after three bad steps in a row, and the names of what it tells."""
+    told: list[str] = []
+    return NonFiniteGuard("stop", fp16, lambda name, **_: told.append(name)), told
+
+
+def weights(module: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Name -> whole parameter, float64, without the engine's prefix. Collective."""
+    with whole(module.parameters()):
+        return {name: p.detach().double().cpu().numpy().copy() for name, p in module.named_parameters()}
+
+
+def clean_up(engine: Any) -> None:
+    if hasattr(engine, "engine"):
+        engine.engine.destroy()
+    gc.collect()
+    if device().type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def fp16_preset(folder: str, preset: str, **fp16: Any) -> str:
+    """A preset of a user's own: the shipped one with an fp16 block."""
+    block = {**read_preset(preset).block, "fp16": {"enabled": True, **fp16}}
+    path = Path(folder) / f"{preset}_fp16_{world().rank}.json"
+    path.write_text(json.dumps(block))
+    return str(path)
+
+
+def fp16(folder: str, preset: str, count: int, initial_scale_power: int) -> dict[str, Any]:
+    """Steps in fp16 from a loss scale that is far too large. Collective."""
+    path = fp16_preset(folder, preset, initial_scale_power=initial_scale_power, hysteresis=1)
+    return steps(path, count, precision="fp16", changes={"optim": {"lr": 3e-3}})
+
+
+def growing_scale(folder: str, preset: str, count: int) -> dict[str, list[float]]:
+    """The same step again and again at a vanishing rate, while the loss scale grows every third time.
+
+    `moved` is how far the master weights of the head went, over the learning rate. Collective.
+    """
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    task = tiny_task("rm", {"optim": {"name": "sgd", "lr": 1e-4, "clip": 0.0}})
+    path = fp16_preset(folder, preset, initial_scale_power=3, loss_scale_window=3, hysteresis=1)
+    engine = made(path, task, 1, "fp16")
+    head = next(p for name, p in engine.engine.module.named_parameters() if "score" in name)
+    batches, moved, norms, scales = batches_of(task, 0, world(), 1), [], [], []
+    for _ in range(count):
+        before = safe_get_full_fp32_param(head).clone()
+        result = engine.step(batches, 1e-4)
+        moved.append(float((safe_get_full_fp32_param(head) - before).norm()) / 1e-4)
+        norms.append(float(result.grad_norm))
+        scales.append(float(engine.engine.optimizer.loss_scale))
+    clean_up(engine)
+    return {"moved": moved, "norms": norms, "scales": scales}
+
+
+def fused_and_plain(count: int) -> float:
+    """Relative distance between the optimizer of the engines and plain, unfused AdamW after the same gradients."""
+    from dstrain.config.schema import OptimConfig
+
+    optim, here = OptimConfig(lr=1e-3, weight_decay=0.1), device()
+    draw = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=draw) for shape in ((64, 48), (48,), (3, 5, 7))]
+    ours, plain = ([torch.nn.Parameter(value.clone().to(here)) for value in start] for _ in range(2))
+    first = make_optimizer([Group(ours, 1.0, 0.1)], optim, None, here)
+    second = torch.optim.AdamW(plain, lr=1e-3, betas=optim.betas, eps=optim.eps, weight_decay=0.1, fused=False, foreach=False)
+    assert here.type != "cuda" or first.defaults["fused"]
+    for _ in range(count):
+        for a, b in zip(ours, plain, strict=True):
+            gradient = torch.randn(a.shape, generator=draw).to(here)
+            a.grad, b.grad = gradient.clone(), gradient.clone()
+        first.step()
+        second.step()
+    square = lambda values: sum(float(value.detach().double().square().sum()) for value in values)  # noqa: E731
+    return (square([a - b for a, b in zip(ours, plain, strict=True)]) / square(plain)) ** 0.5
+
+
+def pinned(workers: int) -> dict[str, Any]:
+    """Whether the loader's tensors are page-locked, and whether they arrive as they were. Not collective."""
+    task = tiny_task("rm")
+    both = [made_loader(task, workers, 0.0, (2, 2, 4), pin).steps(0) for pin in (True, False)]
+    locked, same = [], []
+    for ours, plain in zip(*both, strict=True):
+        for a, b in zip(ours, plain, strict=True):
+            there = a.to(device())
+            locked += [tensor.is_pinned() for tensor in a.tensors.values()]
+            same += [torch.equal(there.tensors[name].cpu(), b.tensors[name]) for name in b.tensors]
+    return {"pinned": locked, "same": same}
+
+
+def run(**arguments: Any) -> dict[str, Any]:
+    """A whole run, as the resume tests make it, on this worker's device. Collective."""
+    resume_cases.world = world
+    try:
+        return resume_cases.run(**arguments)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        gc.collect()

@@ -1,0 +1,68 @@
+"""Worker processes on GPUs, one each, over NCCL: `tests.workers` with another device.
+
+DSTRAIN_GPU_REHEARSAL=1 runs the same tests on a CPU over gloo, as far as a CPU goes: to try the tests themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from tests.workers import Workers, serve
+
+if TYPE_CHECKING:
+    import torch
+
+REHEARSAL = bool(os.environ.get("DSTRAIN_GPU_REHEARSAL"))
+ACCELERATOR = "cpu" if REHEARSAL else "cuda"
+
+
+def environment() -> dict[str, str]:
+    """What the processes of these tests need in theirs. cuBLAS reads its own once, before anyone can ask for determinism."""
+    return {**os.environ, "DS_ACCELERATOR": ACCELERATOR, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+def device() -> torch.device:
+    """This worker's."""
+    import torch
+
+    return torch.device("cpu") if REHEARSAL else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+class GpuWorkers(Workers):
+    """Workers whose processes run this module, with a GPU each."""
+
+    def _start(self) -> None:
+        popen = subprocess.Popen
+
+        def start(command: list[str], env: dict[str, str], **more: Any) -> subprocess.Popen[bytes]:
+            return popen([sys.executable, "-m", "tests.gpu.workers", command[-1]], env={**env, **_only_ours()}, **more)
+
+        with patch.object(subprocess, "Popen", start):
+            super()._start()
+
+
+def _only_ours() -> dict[str, str]:
+    ours = environment()
+    return {name: ours[name] for name in ("DS_ACCELERATOR", "CUBLAS_WORKSPACE_CONFIG")}
+
+
+def main(address: str) -> None:
+    import torch
+
+    import dstrain.world
+
+    join = dstrain.world.join
+    torch.set_float32_matmul_precision("highest")  # no TF32: fp32 is compared to 1e-5
+    if not REHEARSAL:
+        torch.cuda.set_device(device())
+    with patch.object(dstrain.world, "join", lambda _, timeout: join(device(), timeout or timedelta(minutes=4))):
+        serve(address)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,61 @@
+"""What the workers of resume tests do: a whole run, broken off where asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dstrain.batch import Batch, StepResult
+from dstrain.commands.find import Wish, resolve_wish
+from dstrain.launch.topology import Worker
+from dstrain.train.assemble import assemble, finish, make_plan
+from dstrain.train.folder import Resume
+from dstrain.train.loop import train
+from tests.parity.cases import world
+
+
+class Crash(Exception):
+    """Stands for a kill -9: nothing is cleaned up behind it."""
+
+
+def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | None = None, stop_at: int | None = None,
+        resume: str = "auto", poison: Sequence[int] = ()) -> dict[str, Any]:  # fmt: skip
+    """Train as a worker does. `crash_at`: die in that step. `stop_at`: a signal reaches rank 0 in that step.
+
+    `poison`: ids of samples whose loss becomes inf.
+    """
+    ranks = world()
+    torch.set_num_threads(1)
+    worker = Worker(ranks.rank, ranks.rank, ranks.size, "tests", ranks.size)
+    plan = make_plan(resolve_wish(Wish(recipe=recipe, sets=sets)), Path(run_dir), Resume(resume), worker)
+    made = assemble(plan, ranks)
+    seen: list[tuple[int, ...]] = []
+    take = made.engine.step
+
+    def step(batches: Sequence[Batch], lr: float) -> StepResult:
+        seen.append(tuple(sample for batch in batches for sample in batch.samples))
+        number = len(seen) + (made.start.step if made.start else 0)
+        if number == crash_at:
+            raise Crash
+        if number == stop_at and ranks.rank == 0:
+            made.interrupt.received = "SIGTERM"
+        return take([_poisoned(batch) if set(batch.samples) & set(poison) else batch for batch in batches], lr)
+
+    made.engine.step = step  # type: ignore[method-assign]
+    try:
+        code = finish(made, train(made).step)
+    except Crash:
+        return {"crashed": True, "samples": seen}
+    finally:
+        for sink in made.sinks:
+            sink.close()
+    made.journal.close()
+    return {"code": code, "samples": seen}
+
+
+def _poisoned(batch: Batch) -> Batch:
+    margin = batch.tensors["margin"] * 0 + float("inf")
+    return Batch(tensors={**batch.tensors, "margin": margin}, weight=batch.weight, samples=batch.samples, tokens=batch.tokens)

@@ -1,0 +1,36 @@
+"""A loss that is not finite never reaches the weights, and the samples are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.resume.test_resume import RUN, events, recipe, rows  # noqa: F401  recipe is a fixture
+from tests.workers import WorkerError, Workers
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
+def test_a_bad_step_is_left_out_and_its_samples_named(preset: str, recipe: str, tmp_path: Path, two: Workers) -> None:  # noqa: F811
+    sets = [f"ds_config={preset}", "steps=8", "eval.every=100"]
+    told = two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets, poison=[11])
+    assert [result["code"] for result in told] == [0, 0]
+    skipped = events(tmp_path / "run", "step_skipped")
+    assert len(skipped) == 1
+    assert 11 in skipped[0]["samples"]
+    assert len(skipped[0]["samples"]) <= 2, "the micro-batch, not the whole step"
+    train = [row for row in rows(tmp_path / "run") if row["split"] == "train"]
+    assert all(row.get("loss") is not None for row in train if row["step"] != skipped[0]["step"])
+    assert "loss" not in next(row for row in train if row["step"] == skipped[0]["step"])
+
+
+def test_three_bad_steps_in_a_row_stop_the_run(recipe: str, tmp_path: Path, two: Workers) -> None:  # noqa: F811
+    with pytest.raises(WorkerError, match=r"step 3: the loss of samples .* is not finite, 3 steps in a row"):
+        two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), poison=list(range(64)))
+
+
+def test_skip_goes_on_however_many_there_are(recipe: str, tmp_path: Path, two: Workers) -> None:  # noqa: F811
+    sets = ["on_nonfinite=skip", "steps=5"]
+    told = two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets, poison=list(range(64)))
+    assert [result["code"] for result in told] == [0, 0]
+    assert len(events(tmp_path / "run", "step_skipped")) == 5

@@ -1,0 +1,221 @@
+"""The house rules that a machine can hold: floors, doors, sizes, docstrings, and a control plane without torch."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HOUSE = ROOT / "dstrain"
+FLOORS = (
+    ("errors", "units", "shipped"),
+    ("batch", "world", "schedule", "config", "preset"),
+    ("data", "models", "report", "planner", "launch"),
+    ("tasks",),
+    ("train",),
+    ("commands",),
+    ("cli",),
+    ("__main__",),
+)
+"""A module imports from floors below or from its own package; `dstrain/__init__.py` and recipes hold no code."""
+DOORS = {
+    "deepspeed": ("train/engine.py", "train/reshape.py", "models/sharded.py", "launch/ops.py"),
+    "torch.distributed": ("world.py",),
+    "click": ("cli.py",),
+    "tensorboard": ("report/sinks.py",),
+    "torch.utils.tensorboard": ("report/sinks.py",),
+    "wandb": ("report/sinks.py",),
+}
+HEAVY = ("torch", "deepspeed", "transformers", "tokenizers", "peft", "accelerate")
+CONTROL_PLANE = ("errors", "units", "shipped", "batch", "world", "schedule", "config", "preset", "launch", "planner", "tasks", "commands", "cli", "__main__")
+DATA_PLANE_FILES = ("tasks/ops.py", "commands/export.py", "commands/trained.py", "commands/evaluate.py")
+"""Files of control-plane packages that may import torch at their top; they are imported inside functions only."""
+MOST_LINES_OF_A_FUNCTION, MOST_LINES_OF_A_FILE, MOST_PARAMETERS = 40, 300, 5
+EMPTY_WORDS = ("manager", "helper", "helpers", "utils", "util")
+
+FILES = sorted(path for path in HOUSE.rglob("*.py") if not {"ds_configs", "launchers"} & set(path.parts))
+
+
+def name(path: Path) -> str:
+    return path.relative_to(HOUSE).as_posix()
+
+
+def part(path: Path) -> str:
+    """The package below dstrain, or the module at its top: `tasks`, `batch`."""
+    return path.relative_to(HOUSE).parts[0].removesuffix(".py")
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def floor_of(module: str) -> int | None:
+    return next((floor for floor, modules in enumerate(FLOORS) if module in modules), None)
+
+
+def imports(nodes: Iterator[ast.AST]) -> Iterator[tuple[str, int]]:
+    """(dotted name, line) of every import; `from a import b` counts as a.b."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def top_level(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that run when the module is imported: no function bodies, no TYPE_CHECKING blocks."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from top_level(child)
+
+
+def within(dotted: str, package: str) -> bool:
+    return dotted == package or dotted.startswith(package + ".")
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_every_module_has_its_floor() -> None:
+    homeless = {part(path) for path in FILES} - {module for floor in FLOORS for module in floor} - {"__init__", "recipes"}
+    assert not homeless, "say in FLOORS where they live"
+
+
+def test_imports_go_down_or_stay_at_home() -> None:
+    wrong = []
+    for path in FILES:
+        own, floor = part(path), floor_of(part(path))
+        for dotted, line in imports(ast.walk(tree(path))):
+            words = dotted.split(".")
+            if words[0] != "dstrain" or len(words) < 2 or words[1] == own:
+                continue
+            other = floor_of(words[1])
+            if other is not None and (floor is None or other >= floor):
+                wrong.append(f"{name(path)}:{line} imports {dotted}, floor {floor} -> {other}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("library", DOORS)
+def test_a_library_has_one_door(library: str) -> None:
+    wrong = [
+        f"{name(path)}:{line} imports {dotted}"
+        for path in FILES
+        if name(path) not in DOORS[library]
+        for dotted, line in imports(ast.walk(tree(path)))
+        if within(dotted, library)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_control_plane_imports_nothing_heavy() -> None:
+    wrong = [
+        f"{name(path)}:{line} imports {dotted} at its top"
+        for path in FILES
+        if part(path) in CONTROL_PLANE and name(path) not in DATA_PLANE_FILES
+        for dotted, line in imports(top_level(tree(path)))
+        if dotted.split(".")[0] in HEAVY
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_file_fits_three_hundred_lines() -> None:
+    sizes = {name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert not {file: size for file, size in sizes.items() if size > MOST_LINES_OF_A_FILE}
+
+
+def test_a_function_fits_one_screen() -> None:
+    wrong = []
+    for path in FILES:
+        for function in functions(path):
+            lines = (function.end_lineno or 0) - function.lineno + 1
+            if lines > MOST_LINES_OF_A_FUNCTION:
+                wrong.append(f"{name(path)}:{function.lineno} {function.name} has {lines} lines")
+    assert not wrong, "\n".join(wrong)
+
+
+def is_command(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(word in ast.unparse(mark) for mark in function.decorator_list for word in (".command(", ".group("))
+
+
+def is_autograd(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return bool(function.args.args) and function.args.args[0].arg == "ctx"
+
+
+def test_a_function_takes_five_things_at_most() -> None:
+    wrong = []
+    for path in FILES:
+        for function in functions(path):
+            if is_command(function) or is_autograd(function):
+                continue
+            taken = [arg.arg for arg in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+            taken = taken[1:] if taken[:1] in (["self"], ["cls"]) else taken
+            if len(taken) > MOST_PARAMETERS:
+                wrong.append(f"{name(path)}:{function.lineno} {function.name} takes {', '.join(taken)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [name(path) for path in FILES if tree(path).body and not ast.get_docstring(tree(path))]
+    assert not silent
+
+
+def test_names_say_something() -> None:
+    wrong = []
+    for path in FILES:
+        words = [(path.stem, 1)]
+        words += [
+            (node.name, node.lineno)
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
+        wrong += [f"{name(path)}:{line} {word}" for word, line in words if word.lower().endswith(EMPTY_WORDS)]
+    assert not wrong, "\n".join(wrong)
+
+
+CALLS = """
+import json, sys
+from click.testing import CliRunner
+from dstrain.cli import main
+for line in json.loads(sys.argv[1]):
+    result = CliRunner().invoke(main, line)
+    assert result.exit_code == 0, (line, result.output, result.exception)
+    loaded = sorted({"torch", "deepspeed", "transformers", "pyarrow"} & set(sys.modules))
+    assert not loaded, (line, loaded)
+"""
+
+
+def test_the_control_plane_answers_without_torch(tmp_path: Path) -> None:
+    lines = [
+        ["--help"], ["train", "--help"], ["tasks"], ["tasks", "rm"], ["presets"], ["presets", "zero3_nvme"],
+        ["recipes"], ["recipes", "demo-rm"], ["init", "rm"],
+        ["train", "demo-rm", "--num-gpus", "2", "--dry-run"],
+    ]  # fmt: skip
+    quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", CALLS, json.dumps(lines)], cwd=tmp_path, env=quiet, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_answers_at_once(tmp_path: Path) -> None:
+    """Best of three, under 0.5 s, as the contract says."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "dstrain", "--help"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.5, times

@@ -170,6 +170,10 @@ class DeepSpeedEngine:
         self._clip = None if zero["stage"] or config.get("bf16", {}).get("enabled") else optim.clip or math.inf
         own = {**config, "gradient_clipping": 0.0} if self._clip else dict(config)
         self.engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=own)
+        if not zero["stage"]:
+            # In bf16 DeepSpeed takes a step with zero gradients to make Adam's state, which then counts from 2:
+            # the first real update would be 0.74 of what it should be (fp16/unfused_optimizer.py).
+            optimizer.state.clear()
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         self.engine.train()

@@ -1,0 +1,45 @@
+"""Every preset in ds_configs trains, by existing."""
+
+from __future__ import annotations
+
+import ctypes.util
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dstrain.preset import preset_names, read_preset
+from dstrain.tasks import find_task
+from tests.resume.test_resume import RUN, rows
+from tests.workers import Workers
+
+SETS = ["steps=3", "eval.every=100", "batch.total=7"]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("presets")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(find_task("rm").tiny(folder)))
+    return str(folder / "recipe.yaml")
+
+
+@pytest.fixture(scope="module")
+def plain(recipe: str, tmp_path_factory: pytest.TempPathFactory, two: Workers) -> list[float]:
+    """Losses without ZeRO, in fp32."""
+    folder = tmp_path_factory.mktemp("plain")
+    two(RUN, recipe=recipe, run_dir=str(folder), sets=[*SETS, "ds_config=zero0"])
+    return [row["loss"] for row in rows(folder)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_trains_as_plain_training_does(
+    name: str, precision: str, recipe: str, plain: list[float], tmp_path: Path, two: Workers
+) -> None:
+    preset = read_preset(name)
+    if "nvme" in (preset.offload_optimizer, preset.offload_param) and not ctypes.util.find_library("aio"):
+        pytest.skip("offloading to NVMe needs Debian's libaio-dev")
+    told = two(RUN, recipe=recipe, run_dir=str(tmp_path), sets=[*SETS, f"ds_config={name}", f"precision={precision}"])
+    assert [result["code"] for result in told] == [0, 0]
+    found = [row["loss"] for row in rows(tmp_path)]
+    assert found == pytest.approx(plain, rel=1e-5 if precision == "fp32" else 2e-2)

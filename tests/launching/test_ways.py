@@ -1,0 +1,70 @@
+"""Four ways into the same run: same losses, same files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dstrain.launch.command import free_port
+from dstrain.tasks import find_task
+from tests.workers import ROOT
+
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipe")
+    values = find_task("rm").tiny(folder) | {"steps": 5}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    return folder / "recipe.yaml"
+
+
+def start(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
+    path = f"{ROOT / 'launchers'}:{BIN}:{os.environ['PATH']}"
+    return subprocess.run(command, env={**os.environ, "PATH": path, **env}, capture_output=True, text=True, timeout=200)
+
+
+def losses(run_dir: Path) -> list[Any]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["split"], row["loss"], row.get("grad_norm")) for row in rows]
+
+
+def files(run_dir: Path) -> set[str]:
+    names = {path.relative_to(run_dir).as_posix() for path in run_dir.rglob("*") if path.is_file()}
+    return {name for name in names if not name.startswith((".workers", "events.out"))}
+
+
+def test_all_ways_in_give_the_same_run(recipe: Path, tmp_path: Path) -> None:
+    port = ["--master_port", str(free_port())]
+    ways = {
+        "dstrain": ["dstrain", "train", str(recipe), "--num-gpus", "2"],
+        "deepspeed": ["deepspeed", *port, "--num_gpus", "2", "--module", "dstrain.cli", "train", str(recipe)],
+        "deepspeed -m": ["deepspeed", *port, "--num_gpus", "2", "-m", "dstrain.cli", "train", str(recipe)],
+        "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", port[1], "-m", "dstrain.cli", "train", str(recipe)],
+    }
+    for name, command in ways.items():
+        done = start([*command, "--run-dir", str(tmp_path / name)])
+        assert done.returncode == 0, f"{name}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    first = tmp_path / "dstrain"
+    assert len(losses(first)) == 6
+    for name in ways:
+        assert losses(tmp_path / name) == losses(first), name
+        assert files(tmp_path / name) == files(first), name
+
+
+@pytest.mark.parametrize("way", ["deepspeed", "torchrun"])
+def test_bad_usage_found_by_a_worker_exits_with_2(way: str, recipe: Path, tmp_path: Path) -> None:
+    """Only a worker reads the model's config: the launcher must not turn its 2 into 1."""
+    command = ["dstrain", "train", str(recipe), "--num-gpus", "2", "--launcher", way, "--run-dir", str(tmp_path / "run")]
+    done = start([*command, "--set", "model.config.hidden_sizes=3"])
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "did you mean 'hidden_size'?" in done.stdout + done.stderr
+    assert not (tmp_path / "run" / "checkpoints").exists()

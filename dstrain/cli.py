@@ -108,14 +108,15 @@ def evaluate(
 @click.argument("run", type=click.Path(exists=True, path_type=Path))
 @click.option("--step", default="best", metavar="N|best|last", help="Which checkpoint; last where none is best.")
 @click.option("--to", required=True, type=click.Path(path_type=Path), help="Folder to write.")
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a key: data.eval=FILE to probe with")
 @click.option("--merge-lora", is_flag=True, help="Write one model instead of base and adapter.")
-def export(run: Path, step: str, to: Path, merge_lora: bool) -> None:
+def export(run: Path, step: str, to: Path, sets: tuple[str, ...], merge_lora: bool) -> None:
     """Write a Hugging Face folder that transformers loads, and prove it on a probe batch."""
     from dstrain.commands.export import export_model
 
     if merge_lora:
         raise UsageError("--merge-lora: LoRA is not supported yet; leave the flag out")
-    proof = export_model(run, step, to)
+    proof = export_model(run, step, to, sets)
     click.echo(f"{to}: step {proof.step}, {proof.dtype}; reloaded, outputs differ by at most {proof.difference:.2g}")
 
 

@@ -16,8 +16,9 @@ from dstrain.config import Recipe, resolve_batch, show_recipe
 from dstrain.errors import DstrainError
 from dstrain.launch.command import Launch, LaunchOptions, prepare_launch
 from dstrain.launch.topology import Worker, gpu_has_bf16, worker_from
-from dstrain.preset import Device, RunSettings, complete, read_preset, resolve_precision
+from dstrain.preset import Device, read_preset
 from dstrain.tasks import make_task
+from dstrain.train.settings import resolved_ds_config
 
 
 def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int:
@@ -51,19 +52,9 @@ def check(recipe: Recipe, ready: Launch, run_dir: Path) -> dict[str, Any]:
     make_task(config, run_dir)
     preset = read_preset(config.ds_config)
     batch = resolve_batch(config.batch, ready.processes, preset.micro, preset.accumulate)
-    kind = "cpu" if ready.environment.get("DS_ACCELERATOR") == "cpu" else "cuda"
-    has_bf16 = kind == "cpu" or gpu_has_bf16() is not False
-    settings = RunSettings(
-        precision=resolve_precision(preset, config.precision, Device("cpu" if kind == "cpu" else "cuda", has_bf16)),
-        micro=batch.micro,
-        accumulate=batch.accumulate,
-        world_size=ready.processes,
-        clip=config.optim.clip,
-        nvme_path=str(run_dir / "nvme"),
-        device_kind="cpu" if kind == "cpu" else "cuda",
-        foreign_optimizer=config.optim.name != "adamw" or preset.offload_optimizer is None,
-    )
-    return complete(preset, settings=settings)
+    on_cpu = ready.environment.get("DS_ACCELERATOR") == "cpu"
+    device = Device("cpu", True) if on_cpu else Device("cuda", gpu_has_bf16() is not False)
+    return resolved_ds_config(config, preset, batch, (ready.processes, device), run_dir)
 
 
 def train_as(worker: Worker, wish: Wish) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrain.commands.find import absolute_paths
 from dstrain.config import read_recipe
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import Task, make_task
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     import torch
 
     from dstrain.train.manifest import CheckpointInfo
+
+
+EXPORT_RECIPE = "dstrain_recipe.yaml"
+"""Lies in an exported folder, so that `evaluate` knows task and options."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +38,31 @@ def load_trained(folder: Path, step: str, sets: Sequence[str] = (), task: str | 
 
     Raises UsageError where the folder is neither.
     """
+    quieten()
     if (folder / "recipe.yaml").is_file():
         return _from_run(folder, step, sets)
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder}: is neither a run folder (recipe.yaml) nor an exported model (config.json)")
-    if task is None:
+    return _from_export(folder, sets, task)
+
+
+def quieten() -> None:
+    """No progress bars and no notes of libraries: stdout belongs to the answer."""
+    import torch
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found none
+
+
+def _from_export(folder: Path, sets: Sequence[str], task: str | None) -> Trained:
+    written = folder / EXPORT_RECIPE
+    if task is None and not written.is_file():
         raise UsageError(f"{folder}: is an exported model; say with --task what it was trained for, e.g. --task rm")
-    recipe = read_recipe(None, [*sets, f"model.path={json.dumps(str(folder.resolve()))}"], task)
-    made = make_task(absolute_paths(recipe.config, recipe.folder), folder)
+    own = [f"model={json.dumps({'path': str(folder.resolve())})}"]
+    recipe = read_recipe(written if written.is_file() else None, [*own, *sets], task)
+    made = make_task(recipe.config, folder)
     made.check()
     return Trained(made, made.build_model().eval(), None)
 
@@ -53,7 +74,7 @@ def _from_run(folder: Path, step: str, sets: Sequence[str]) -> Trained:
 
     own = [f"model.tokenizer={json.dumps(str((folder / 'tokenizer').resolve()))}"] if (folder / "tokenizer").is_dir() else []
     recipe = read_recipe(folder / "recipe.yaml", [*own, *sets])
-    task = make_task(absolute_paths(recipe.config, Path.cwd()), folder)
+    task = make_task(recipe.config, folder)
     info = find_checkpoint(folder, step)
     model = task.build_model()
     missing, unexpected = model.load_state_dict(whole_weights(info.path), strict=False)

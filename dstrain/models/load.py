@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,4 +120,6 @@ def _from_scratch(auto: Any, config: PretrainedConfig, dtype: Any, settings: dic
 def switch_on_checkpointing(model: PreTrainedModel) -> None:
     """Recompute activations in the backward pass, where the family supports it."""
     if getattr(model, "supports_gradient_checkpointing", False):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with warnings.catch_warnings():  # transformers 6 will call it activation_checkpointing_enable
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -159,14 +159,15 @@ def _progress(stream: TextIO) -> Any:
     """A bar with the step, the time left and a text; drawn only when a row comes."""
     from rich.console import Console as RichConsole
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
     # A refresh thread of rich's would meet a dead terminal where nobody can catch it.
     return Progress(
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=20),
-        TextColumn("{task.fields[text]}"),
-        TimeRemainingColumn(),
+        MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=9)),
+        BarColumn(bar_width=10),
+        TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
+        TextColumn("{task.fields[text]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        expand=True,
         console=RichConsole(file=stream),
         auto_refresh=False,
     )

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig
+from dstrain.errors import TaskError
 
 if TYPE_CHECKING:
     import torch
@@ -84,10 +85,10 @@ class Task(ABC):
         """Write what an exported model needs beside its weights (a tokenizer, a processor)."""
 
     def reload(self, folder: Path) -> torch.nn.Module:
-        """The model as a stranger would load it from an exported folder."""
-        raise NotImplementedError(f"{type(self).__name__} says not how an exported folder is loaded")
+        """The model as a stranger would load it from an exported folder. Raises TaskError where the task has no such form."""
+        raise TaskError(f"task {type(self).__name__}: cannot be exported; give it a method `reload(self, folder)`")
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
         """A recipe for tests, seconds long, with its data written into the folder."""
-        raise NotImplementedError(f"{cls.__name__} has no tiny recipe")
+        raise TaskError(f"task {cls.__name__}: has no tiny recipe; give it a classmethod `tiny(cls, folder)`")

@@ -23,10 +23,10 @@ from dstrain.launch.threads import cores_here, threads_per_process
 from dstrain.launch.topology import Worker, wants_cpu
 from dstrain.models.freeze import freeze, parameter_groups
 from dstrain.models.sharded import numel, sharded_construction
-from dstrain.preset import Device, Preset, RunSettings, complete, read_preset, resolve_precision
-from dstrain.report.journal import Journal, task_metrics
+from dstrain.preset import Device, Preset, read_preset
+from dstrain.report.journal import Journal
 from dstrain.report.meter import Meter
-from dstrain.report.sinks import Console, Jsonl, Sink, TensorBoard
+from dstrain.report.sinks import Console, Jsonl, Sink, TensorBoard, as_line
 from dstrain.schedule import Every, LearningRate, scale
 from dstrain.tasks import Task, make_task
 from dstrain.train.checkpoint import Checkpoints
@@ -36,6 +36,7 @@ from dstrain.train.folder import Resume, check_resume, check_writable, chosen_ch
 from dstrain.train.guard import NonFiniteGuard
 from dstrain.train.interrupt import Interrupt
 from dstrain.train.manifest import CheckpointInfo
+from dstrain.train.settings import resolved_ds_config
 from dstrain.train.state import Run
 from dstrain.units import show_count
 from dstrain.world import TorchWorld, World, close, join, set_timeouts
@@ -86,8 +87,7 @@ def make_plan(recipe: Recipe, run_dir: Path, resume: Resume, worker: Worker) -> 
     device = set_up_process(worker, config)
     preset = read_preset(config.ds_config)
     batch = resolve_batch(config.batch, worker.world_size, preset.micro, preset.accumulate)
-    settings = run_settings(config, preset, batch, (worker.world_size, device.type), run_dir)
-    ds_config = complete(preset, settings=settings)
+    ds_config = resolved_ds_config(config, preset, batch, (worker.world_size, device_of(device)), run_dir)
     task = make_task(config, run_dir)
     task.check()
     check_resume(run_dir, resume, config, worker.world_size, preset.stage)
@@ -102,23 +102,11 @@ def make_plan(recipe: Recipe, run_dir: Path, resume: Resume, worker: Worker) -> 
     )  # fmt: skip
 
 
-def run_settings(
-    config: RunConfig, preset: Preset, batch: BatchPlan, processes: tuple[int, str], run_dir: Path
-) -> RunSettings:
-    """What DeepSpeed must be told; `processes` is (how many, cuda or cpu)."""
-    world_size, kind = processes
-    has_bf16 = kind == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
-    device = Device("cuda" if kind == "cuda" else "cpu", has_bf16)
-    return RunSettings(
-        precision=resolve_precision(preset, config.precision, device),
-        micro=batch.micro,
-        accumulate=batch.accumulate,
-        world_size=world_size,
-        clip=config.optim.clip,
-        nvme_path=str(run_dir / "nvme"),
-        device_kind=device.kind,
-        foreign_optimizer=config.optim.name != "adamw" or preset.offload_optimizer is None,
-    )
+def device_of(device: torch.device) -> Device:
+    """What this process computes on, for presets."""
+    if device.type == "cpu":
+        return Device("cpu", True)
+    return Device("cuda", torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def data_plan(config: RunConfig, train: Sequence[Any], batch: BatchPlan, world_size: int) -> DataPlan:
@@ -166,7 +154,7 @@ def finish(run: Run, step: int) -> int:
         run.journal.event("finished", step=step)
         line, code = f"finished: {run.steps} steps", 0
     if run.engine.world.rank == 0:
-        print("\n".join([*([held_out] if (held_out := last_held_out(folder)) else []), line, f"run folder: {folder}"]), flush=True)
+        print("\n".join(filter(None, [line, last_held_out(folder), f"run folder: {folder}"])), flush=True)
     return code
 
 
@@ -174,10 +162,7 @@ def last_held_out(run_dir: Path) -> str:
     """The last held-out numbers of a run, for people."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     tests = [row for row in rows if row["split"] == "eval"]
-    if not tests:
-        return ""
-    numbers = "  ".join(f"{name} {tests[-1].get(name)}" for name in ("loss", *task_metrics(tests[-1])))
-    return f"held-out at step {tests[-1]['step']}: {numbers}"
+    return f"held-out: {as_line(tests[-1], tests[-1]['step'])}" if tests else ""
 
 
 def assemble(plan: Plan, world: World, screen: TextIO | None = None) -> Run:
@@ -268,11 +253,8 @@ def _loader(plan: Plan, world: World) -> Loader:
 
 
 def _sinks(plan: Plan, journal: Journal, start: CheckpointInfo | None, screen: TextIO | None) -> list[Sink]:
-    """Rank 0's. A terminal gets a progress bar, and the log the same numbers as lines."""
-    log = (plan.run_dir / "logs" / "rank-00000.log").open("a") if screen else None
-    sinks: list[Sink] = [Jsonl(journal), Console(plan.steps, log)]
-    if screen is not None:
-        sinks.append(Console(plan.steps, screen))
+    """Rank 0's. A terminal gets a progress bar, everything else lines."""
+    sinks: list[Sink] = [Jsonl(journal), Console(plan.steps, screen)]
     if plan.config.log.tensorboard:
         sinks.append(TensorBoard(plan.run_dir, start.step if start else 0))
     return sinks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +19,10 @@ def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
     state = checkpoint / "state"
     if any(state.glob("*zero_pp_rank_*_optim_states.pt")):
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed tells there what it does
+            from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        found = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag="state")
+            found = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag="state")
     else:
         path = state / "mp_rank_00_model_states.pt"
         if not path.is_file():

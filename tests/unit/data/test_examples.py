@@ -1,0 +1,42 @@
+"""Splits: what is held out is never trained on, and mixtures keep their weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from dstrain.data.examples import split_examples
+from dstrain.data.plan import DataPlan
+from dstrain.data.store import Report, TokenStore, cached_store
+
+
+def store(folder: Path, count: int, bad: tuple[int, ...] = ()) -> TokenStore:
+    def build(report: Report):  # type: ignore[no-untyped-def]
+        yield [{"ids": [index] * (index % 3 + 1), "sample": index} for index in range(count) if index not in bad]
+
+    return cached_store(folder, {"count": count, "bad": list(bad)}, build)
+
+
+def test_held_out_samples_are_never_trained_on(tmp_path: Path) -> None:
+    train, test = split_examples(store(tmp_path, 50, bad=(3, 30)), (20, 30), (1.0, 1.0), 0.2, seed=1)
+    assert test is not None
+    of_train, of_test = ({examples[i]["sample"] for i in range(len(examples))} for examples in (train, test))
+    assert not of_train & of_test
+    assert of_train | of_test == set(range(50)) - {3, 30}
+    assert test.sizes == (4, 6), "a share of each source"
+    assert sum(train.sizes) == len(train) == 38
+
+
+def test_the_split_depends_on_the_seed_alone(tmp_path: Path) -> None:
+    splits = [split_examples(store(tmp_path, 40), (40,), (1.0,), 0.25, seed)[1] for seed in (1, 1, 2)]
+    samples = [{examples[i]["sample"] for i in range(len(examples))} for examples in splits if examples is not None]
+    assert samples[0] == samples[1] != samples[2]
+
+
+def test_an_epoch_shows_each_source_by_its_weight(tmp_path: Path) -> None:
+    train, _ = split_examples(store(tmp_path, 30), (10, 20), (2.0, 0.5), 0.0, seed=0)
+    plan = DataPlan(sizes=train.sizes, weights=train.weights, seed=0, samples_per_step=30, world_size=1, accumulate=1)
+    assert plan.samples_per_epoch == 30
+    shown = Counter(train[int(index)]["sample"] for index in plan.ids(0))
+    assert all(shown[sample] == 2 for sample in range(10))
+    assert sum(shown[sample] for sample in range(10, 30)) == 10

@@ -68,11 +68,13 @@ def _from_export(folder: Path, sets: Sequence[str], task: str | None) -> Trained
 
 
 def _from_run(folder: Path, step: str, sets: Sequence[str]) -> Trained:
-    import torch
-
     from dstrain.train.reshape import whole_weights
 
-    own = [f"model.tokenizer={json.dumps(str((folder / 'tokenizer').resolve()))}"] if (folder / "tokenizer").is_dir() else []
+    own = []
+    if (folder / "tokenizer").is_dir():
+        own.append(f"model.tokenizer={json.dumps(str((folder / 'tokenizer').resolve()))}")
+    if json.loads((folder / "ds_config.json").read_text()).get("bf16", {}).get("enabled"):
+        own.append("model.dtype=bfloat16")
     recipe = read_recipe(folder / "recipe.yaml", [*own, *sets])
     task = make_task(recipe.config, folder)
     info = find_checkpoint(folder, step)
@@ -85,8 +87,6 @@ def _from_run(folder: Path, step: str, sets: Sequence[str]) -> Trained:
             f"{info.path}: lacks {', '.join(missing[:4]) or 'nothing'} and has {', '.join(unexpected[:4]) or 'nothing'} too much; "
             f"the recipe's model is not the one that was trained"
         )
-    if json.loads((folder / "ds_config.json").read_text()).get("bf16", {}).get("enabled"):
-        model = model.to(torch.bfloat16)
     return Trained(task, model.eval(), info.step)
 
 

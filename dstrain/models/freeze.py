@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from dstrain.config.schema import OptimConfig
+from dstrain.config.schema import OptimConfig, RunConfig
 from dstrain.errors import Fault, RecipeError
 
 if TYPE_CHECKING:
@@ -43,6 +43,12 @@ def check_patterns(names: Sequence[str], patterns: Iterable[str], key: str) -> N
     ]
     if faults:
         raise RecipeError(faults)
+
+
+def check_parts(model: torch.nn.Module, recipe: RunConfig) -> None:
+    """Raise RecipeError where model.freeze or optim.groups do not fit the model; a skeleton of it will do."""
+    freeze(model, recipe.model.freeze)
+    parameter_groups(model, recipe.optim)
 
 
 def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:

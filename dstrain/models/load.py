@@ -99,6 +99,14 @@ def load_model(auto: Any, model: ModelConfig, config: PretrainedConfig, seed: in
     return _from_scratch(auto, config, dtype, settings)
 
 
+def skeleton(auto: Any, config: PretrainedConfig) -> PreTrainedModel:
+    """The model's parts and shapes, without memory for its weights."""
+    import torch
+
+    with torch.device("meta"):
+        return auto.from_config(config)
+
+
 def _from_scratch(auto: Any, config: PretrainedConfig, dtype: Any, settings: dict[str, Any]) -> PreTrainedModel:
     """Weights drawn module by module in one fixed order.
 

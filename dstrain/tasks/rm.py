@@ -14,11 +14,14 @@ from dstrain.data.formats import Preference, read_preference
 from dstrain.data.prepare import PreferenceSettings, prepare_preferences
 from dstrain.data.source import Joined
 from dstrain.data.store import TokenStore
+from dstrain.models.freeze import check_parts
+from dstrain.models.load import load_model, skeleton, switch_on_checkpointing
 from dstrain.tasks.base import Loss
 from dstrain.tasks.text import TextTask
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +84,27 @@ class RewardModel(TextTask):
             tokens=sum(len(sequence) for sequence in sequences),
         )
 
-    def build_model(self) -> torch.nn.Module:
+    def check(self) -> None:
         from transformers import AutoModelForSequenceClassification
 
-        from dstrain.models.load import load_model, switch_on_checkpointing
-        from dstrain.tasks.ops import switch_off_dropout
+        super().check()
+        if self.recipe.model.freeze or self.recipe.optim.groups:
+            check_parts(skeleton(AutoModelForSequenceClassification, self.head_config), self.recipe)
 
+    @property
+    def head_config(self) -> PretrainedConfig:
+        """The model's config with one score for a sequence."""
         config = self.model_config
         config.num_labels = 1
         config.pad_token_id = self.tokenizer.pad_token_id  # the model looks for the last token before it
-        model = load_model(AutoModelForSequenceClassification, self.recipe.model, config, self.recipe.seed)
+        return config
+
+    def build_model(self) -> torch.nn.Module:
+        from transformers import AutoModelForSequenceClassification
+
+        from dstrain.tasks.ops import switch_off_dropout
+
+        model = load_model(AutoModelForSequenceClassification, self.recipe.model, self.head_config, self.recipe.seed)
         if self.disable_dropout:
             switch_off_dropout(model)
         if self.recipe.model.gradient_checkpointing:

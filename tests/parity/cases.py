@@ -81,3 +81,14 @@ def weights(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """Name -> whole parameter, float64. Collective."""
     with whole(model.parameters()):
         return {name: p.detach().double().numpy().copy() for name, p in model.named_parameters()}
+
+
+def rotary_frequencies(kind: str) -> list[str]:
+    """Their type in a bf16 engine, and whether they are what a plain model has."""
+    made = tiny_task("rm")
+    config = ds_config(kind, {"world_size": world().size, "precision": "bf16"})
+    with sharded_construction(config):
+        model = made.build_model()
+    DeepSpeedEngine(Objective(made, model), parameter_groups(model, made.recipe.optim), made.recipe.optim, config, world())
+    plain = dict(made.build_model().named_buffers())
+    return [f"{value.dtype} {torch.equal(value, plain[name])}" for name, value in model.named_buffers() if "inv_freq" in name]

@@ -69,3 +69,10 @@ def test_frozen_parts_and_groups_are_the_same_at_every_stage(stage: int, two: Wo
         assert distance(found, wanted) <= 1e-6
         assert not found["gradient"]["model.embed_tokens.weight"].any(), "frozen"
         assert found["gradient"]["score.weight"].any(), "trained"
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_bf16_leaves_rotary_frequencies_exact(stage: int, two: Workers) -> None:
+    for found in two("tests.parity.cases:rotary_frequencies", kind=f"zero{stage}"):
+        assert found
+        assert set(found) == {"torch.float32 True"}

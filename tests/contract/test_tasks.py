@@ -1,0 +1,89 @@
+"""Every task is tested by existing: the packaged ones, and one in a file of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dstrain.config.schema import RunConfig
+from dstrain.data.loader import make_batch
+from dstrain.errors import TaskError
+from dstrain.tasks import Task, find_task, make_task, options, packaged_tasks
+from dstrain.train.engine import Objective
+
+TINY = str(Path(__file__).with_name("tiny.py"))
+
+
+@pytest.fixture(params=[*packaged_tasks(), TINY], ids=[*packaged_tasks(), "a file"])
+def task(request: pytest.FixtureRequest, tmp_path: Path) -> Task:
+    try:
+        recipe = find_task(request.param).tiny(tmp_path)
+    except TaskError:
+        recipe = {"task": request.param}
+    made = make_task(RunConfig.model_validate(recipe), tmp_path)
+    made.check()
+    return made
+
+
+def sums(task: Task, model: torch.nn.Module, ids: list[int], filler: bool = False) -> tuple[float, dict[str, tuple[float, float]], float]:
+    examples = task.examples("train")
+    assert examples
+    batch = make_batch(examples, task.collate, [] if filler else ids, ids[0])
+    with torch.no_grad():
+        total, metrics = Objective(task, model)(batch)
+    return float(total), {name: (float(value), float(weight)) for name, (value, weight) in metrics.items()}, batch.weight
+
+
+def test_every_option_says_what_it_does(task: Task) -> None:
+    for option in options(type(task)):
+        assert option.help.endswith("."), option.name
+
+
+def test_a_loss_is_a_sum_over_its_samples(task: Task) -> None:
+    model = task.build_model().eval()
+    ids = [3, 0, 11, 7, 20]
+    together = sums(task, model, ids)
+    alone = [sums(task, model, [index]) for index in ids]
+    assert together[0] == pytest.approx(sum(total for total, _, _ in alone), rel=1e-5)
+    assert together[2] == sum(weight for _, _, weight in alone)
+    for name, (value, weight) in together[1].items():
+        assert value == pytest.approx(sum(metrics[name][0] for _, metrics, _ in alone), rel=1e-5, abs=1e-6)
+        assert weight == pytest.approx(sum(metrics[name][1] for _, metrics, _ in alone))
+    assert set(together[1]) == set(task.metric_names)
+
+
+def test_a_filler_adds_nothing(task: Task) -> None:
+    total, metrics, weight = sums(task, task.build_model(), [4], filler=True)
+    assert total == weight == 0
+    assert set(metrics) == set(task.metric_names)
+    assert all(pair == (0, 0) for pair in metrics.values())
+
+
+def test_a_model_is_built_the_same_twice(task: Task) -> None:
+    first, second = (dict(task.build_model().state_dict()) for _ in range(2))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_every_trained_parameter_gets_a_gradient(task: Task) -> None:
+    model = task.build_model()
+    examples: Any = task.examples("train")
+    Objective(task, model)(make_batch(examples, task.collate, list(range(16)), 0))[0].backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)
+
+
+def test_a_task_of_one_file_trains_with_two_processes(tmp_path: Path) -> None:
+    sets = ("steps=8", "batch.total=6", "log.every=1", "optim.lr=0.3", "log.tensorboard=false", "ds_config=zero1")
+    command = [sys.executable, "-m", "dstrain", "train", "--task", TINY, "--num-gpus", "2", "--run-dir", str(tmp_path)]
+    done = subprocess.run([*command, *(word for pair in sets for word in ("--set", pair))], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    train = [row["loss"] for row in rows if row["split"] == "train"]
+    assert len(train) == 8
+    assert train[-1] < train[0]

@@ -18,7 +18,17 @@ from typing import Any
 import torch
 
 from dstrain.train.engine import TorchEngine
-from tests.bench.common import join_alone, made_batches, made_engine, made_model, made_task, ratio, run, take_turns, wait_for
+from tests.bench.common import (
+    join_alone,
+    made_batches,
+    made_engine,
+    made_model,
+    made_task,
+    ratio,
+    run,
+    take_turns,
+    wait_for,
+)
 
 MIB = 2**20
 
@@ -83,7 +93,7 @@ def measure(
     runners = {name: (lambda turn, engine=engine: engine.step(batches[turn % len(batches)], lr)) for name, engine in engines.items()}
     seconds = take_turns(runners, rounds, 1, world.device)
     rows = [
-        {"checkpointing": name, **{key: value for key, value in ratio(seconds, name, "off").items()}, "step_memory_mib": memory[name],
+        {"checkpointing": name, **ratio(seconds, name, "off"), "step_memory_mib": memory[name],
          "memory_ratio": memory[name] / memory["off"] if memory["off"] else None}
         for name in engines
     ]  # fmt: skip

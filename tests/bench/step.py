@@ -63,7 +63,8 @@ def differences(engines: dict[str, Any], batches: Sequence[Sequence[Batch]], lr:
         wanted = told["by hand"]
         for name, found in told.items():
             apart = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(found, wanted, strict=True))
-            assert math.isfinite(apart) and apart <= limit, f"step {number + 1}: {name} has (loss, norm) {found}, by hand {wanted}"
+            assert math.isfinite(apart), f"step {number + 1}: {name} has (loss, norm) {found}"
+            assert apart <= limit, f"step {number + 1}: {name} has (loss, norm) {found}, by hand {wanted}"
             worst = max(worst, apart)
     return worst
 

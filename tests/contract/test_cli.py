@@ -1,0 +1,114 @@
+"""What the commands print, and which of several sayings counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from dstrain.batch import Progress
+from dstrain.cli import main
+from dstrain.commands.find import Wish, packaged_recipes, resolve_wish
+from dstrain.config import read_recipe
+from dstrain.preset import preset_names, read_preset
+from dstrain.tasks import packaged_tasks
+from dstrain.train.checkpoint import Checkpoints
+from dstrain.world import SoloWorld
+
+
+def call(*arguments: str) -> Result:
+    result = CliRunner().invoke(main, list(arguments))
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in main.commands), ["data", "check"]], ids=" ".join)
+def test_every_command_helps(command: list[str]) -> None:
+    result = call(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+
+
+def test_deepspeed_may_put_its_rank_before_the_command() -> None:
+    assert call("--local_rank=1", "tasks").exit_code == 0
+    assert "local_rank" not in call("--help").output
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_prints(name: str) -> None:
+    assert name in call("presets").output
+    assert "zero_optimization" in call("presets", name).output
+
+
+def test_an_adopted_preset_reads_clean(tmp_path: Path) -> None:
+    public = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "gradient_clipping": "auto",
+              "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}  # fmt: skip
+    (tmp_path / "public.json").write_text(json.dumps(public))
+    result = call("presets", "--adopt", str(tmp_path / "public.json"))
+    assert result.exit_code == 0
+    (tmp_path / "ours.json").write_text(result.stdout)
+    assert read_preset(str(tmp_path / "ours.json")).stage == 3
+    assert "optim.lr" in result.stderr, "what went where"
+
+
+@pytest.mark.parametrize("name", packaged_recipes())
+def test_every_recipe_reads_clean(name: str) -> None:
+    assert name in call("recipes").output
+    assert yaml.safe_load(call("recipes", name).output)["task"] in packaged_tasks()
+    assert resolve_wish(Wish(recipe=name)).config.task
+
+
+@pytest.mark.parametrize("task", packaged_tasks())
+def test_a_starter_recipe_reads_clean_and_explains_itself(task: str, tmp_path: Path) -> None:
+    assert call("init", task, "--to", str(tmp_path / "new.yaml")).exit_code == 0
+    text = (tmp_path / "new.yaml").read_text()
+    assert read_recipe(tmp_path / "new.yaml").config.task == task
+    assert all("#" in line for line in text.splitlines() if line.startswith("  ")), "a comment beside every key"
+    assert call("init", task, "--to", str(tmp_path / "new.yaml")).exit_code == 2
+    assert (tmp_path / "new.yaml").read_text() == text
+
+
+def test_data_check_names_every_bad_record(tmp_path: Path) -> None:
+    rows = ['{"prompt": "p", "chosen": "a", "rejected": "b"}', "no json", '{"prompt": "p", "chosen": "", "rejected": "b"}', '{"chosen": 3}']
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    bad = call("data", "check", str(tmp_path / "pairs.jsonl"), "--task", "rm")
+    assert bad.exit_code == 2
+    for line in (2, 3, 4):
+        assert f"pairs.jsonl:{line}: " in bad.output
+    (tmp_path / "good.jsonl").write_text(rows[0])
+    good = call("data", "check", str(tmp_path / "good.jsonl"), "--task", "rm")
+    assert (good.exit_code, good.output) == (0, "1 good records, 0 bad\n")
+
+
+def test_checkpoints_tells_whole_from_damaged(tmp_path: Path) -> None:
+    kept = Checkpoints(folder=tmp_path / "checkpoints", world=SoloWorld(), best="max")
+    for step, metric in ((10, 0.9), (20, 0.4)):
+        kept.save(lambda folder: (folder / "w.bin").write_bytes(b"x" * 100), Progress(step, step * 4), {"zero_stage": 2}, metric)
+    (tmp_path / "checkpoints/step-00000020/w.bin").write_bytes(b"y" * 100)
+    rows = json.loads(call("checkpoints", str(tmp_path), "--verify", "--json").stdout)
+    assert [(row["step"], row["best"]) for row in rows] == [(20, False), (10, True)]
+    assert rows[0]["state"].startswith("damaged: w.bin")
+    assert rows[1]["state"] == "whole"
+    assert "whole, best" in call("checkpoints", str(tmp_path)).output
+
+
+def test_the_later_saying_counts(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("task: rm\nds_config: zero1\noptim: {lr: 1e-5}\n")
+    told = resolve_wish(Wish(recipe=str(tmp_path / "r.yaml"), sets=["optim.lr=2e-5", "optim.lr=3e-5"], ds_config="zero3")).config
+    assert told.optim.lr == 3e-5
+    assert told.ds_config == "zero3"
+    assert read_recipe(tmp_path / "r.yaml").config.optim.lr == 1e-5, "1e-5 is a number, though YAML 1.1 has it for a word"
+
+
+def test_a_dry_run_prints_all_and_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    result = call("train", "demo-rm", "--dry-run", "--num_gpus", "2")
+    assert result.exit_code == 0
+    for words in ("# recipe", "task: rm", "# DeepSpeed JSON", '"stage": 2', "# launch", "deepspeed.launcher.runner", "--num_gpus 2"):
+        assert words in result.output
+    assert not list(tmp_path.iterdir())

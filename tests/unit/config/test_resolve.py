@@ -1,0 +1,55 @@
+"""What follows from a recipe: batches that always cover the total, and keys that may not change on resume."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dstrain.config import changed_learning_keys, read_recipe, resolve_batch, resolve_steps, show_recipe
+from dstrain.config.schema import BatchConfig, RunConfig
+from dstrain.errors import RecipeError
+
+COUNT = st.integers(1, 300)
+
+
+@given(COUNT, COUNT, st.integers(1, 64))
+def test_any_two_give_the_third(total: int, other: int, processes: int) -> None:
+    by_micro = resolve_batch(BatchConfig(total=total, micro=other), processes)
+    assert by_micro.total == total
+    assert by_micro.accumulate == math.ceil(total / (other * processes))
+    by_accumulate = resolve_batch(BatchConfig(total=total, accumulate=other), processes)
+    assert by_accumulate.micro * by_accumulate.accumulate * processes >= total
+    product = resolve_batch(BatchConfig(micro=total, accumulate=other), processes)
+    assert product.total == total * other * processes
+
+
+def test_a_json_stands_in_where_the_recipe_is_silent() -> None:
+    assert resolve_batch(BatchConfig(total=32), 2, preset_micro=4).accumulate == 4
+    with pytest.raises(RecipeError, match="is 2 in the recipe and 4 in the DeepSpeed JSON"):
+        resolve_batch(BatchConfig(total=32, micro=2), 2, preset_micro=4)
+
+
+def test_epochs_end_with_a_smaller_step() -> None:
+    assert resolve_steps(RunConfig(epochs=2), 25, 8) == (7, 50)
+    assert resolve_steps(RunConfig(), 25, 8) == (4, 25)
+    assert resolve_steps(RunConfig(steps=3), 25, 8) == (3, 24)
+
+
+def test_only_learning_keys_are_held_fast() -> None:
+    before = RunConfig(task="rm", seed=1)
+    free = {"launch": {"env": []}, "ds_config": "zero3", "log": {"every": 3}, "eval": {"every": 9}, "save": {"every": 7},
+            "batch": {"micro": 2}, "data": {"workers": 0}}  # fmt: skip
+    assert not changed_learning_keys(before, RunConfig.model_validate({"task": "rm", "seed": 1, **free}))
+    changed = RunConfig.model_validate({"task": "rm", "seed": 2, "optim": {"lr": 1}, "batch": {"total": 9}})
+    assert [fault.where for fault in changed_learning_keys(before, changed)] == ["batch.total", "optim.lr", "seed"]
+    assert [fault.where for fault in changed_learning_keys(before, changed, ["optim", "seed"])] == ["batch.total"]
+
+
+def test_what_is_shown_reads_back_the_same(tmp_path: Path) -> None:
+    config = RunConfig.model_validate({"task": "rm", "data": {"train": ["a", {"path": "b", "weight": 0.5}]}, "optim": {"lr": "1e-5"}})
+    (tmp_path / "shown.yaml").write_text(show_recipe(config))
+    assert read_recipe(tmp_path / "shown.yaml").config == config

@@ -1,0 +1,42 @@
+"""Names of parameters: what is frozen and what learns at its own rate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dstrain.config.schema import OptimConfig
+from dstrain.errors import RecipeError
+from dstrain.models.freeze import freeze, matches, parameter_groups
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "wanted"),
+    [
+        ("embed_tokens", "model.embed_tokens.weight", True),
+        ("*.embed_tokens", "model.embed_tokens.weight", True),
+        ("model.layers.1", "model.layers.1.mlp.weight", True),
+        ("model.layers.1", "model.layers.11.mlp.weight", False),
+        ("model.layers.*.mlp", "model.layers.3.mlp.weight", True),
+        ("mlp", "model.mlps.weight", False),
+        ("score.weight", "score.weight", True),
+    ],
+)
+def test_a_pattern_is_a_word_or_a_beginning_or_a_glob(pattern: str, name: str, wanted: bool) -> None:
+    assert matches(name, pattern) == wanted
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.ModuleDict({"tower": torch.nn.Linear(3, 4), "head": torch.nn.Linear(4, 1)})
+
+
+def test_biases_and_norms_do_not_decay_and_groups_have_their_own_rate() -> None:
+    optim = OptimConfig(lr=1e-3, weight_decay=0.1, groups={"head": {"lr": 1e-2, "weight_decay": 0.0}})
+    groups = parameter_groups(model(), optim)
+    told = sorted((round(group.lr_scale, 6), group.weight_decay, sum(p.numel() for p in group.params)) for group in groups)
+    assert told == [(1.0, 0.0, 4), (1.0, 0.1, 12), (10.0, 0.0, 5)]
+
+
+def test_freezing_everything_is_refused() -> None:
+    with pytest.raises(RecipeError, match="leaves no parameter to train"):
+        freeze(model(), ["tower", "head"])

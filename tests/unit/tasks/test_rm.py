@@ -1,0 +1,96 @@
+"""Reward models: the loss as its papers write it, and one position that training and export both read."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dstrain.config.schema import RunConfig
+from dstrain.tasks import find_task, make_task
+from dstrain.tasks.ops import bradley_terry
+
+CHOSEN, REJECTED = torch.tensor([1.5, -0.25]), torch.tensor([0.5, 1.0])
+
+
+def sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
+
+
+def expect(found: torch.Tensor, wanted: list[float]) -> None:
+    assert found.tolist() == pytest.approx(wanted, rel=1e-6)
+
+
+def test_bradley_terry_by_hand() -> None:
+    expect(bradley_terry(CHOSEN, REJECTED), [-math.log(sigmoid(1.0)), -math.log(sigmoid(-1.25))])
+
+
+def test_a_margin_asks_for_more() -> None:
+    margin = torch.tensor([0.5, 0.0])
+    expect(bradley_terry(CHOSEN, REJECTED, margin), [-math.log(sigmoid(0.5)), -math.log(sigmoid(-1.25))])
+
+
+def test_centring_holds_the_sum_near_zero() -> None:
+    plain = bradley_terry(CHOSEN, REJECTED).tolist()
+    expect(bradley_terry(CHOSEN, REJECTED, center=0.01), [plain[0] + 0.01 * 2.0**2, plain[1] + 0.01 * 0.75**2])
+
+
+def test_label_smoothing_takes_some_pairs_for_flipped() -> None:
+    wanted = [-0.9 * math.log(sigmoid(d)) - 0.1 * math.log(sigmoid(-d)) for d in (1.0, -1.25)]
+    expect(bradley_terry(CHOSEN, REJECTED, label_smoothing=0.1), wanted)
+
+
+def task(folder: Path, **sections: Any) -> Any:
+    recipe = find_task("rm").tiny(folder)
+    for name, values in sections.items():
+        recipe[name] = {**recipe.get(name, {}), **values}
+    return make_task(RunConfig.model_validate(recipe), folder)
+
+
+def test_padding_does_not_change_a_score(tmp_path: Path) -> None:
+    made = task(tmp_path)
+    model, examples = made.build_model().eval(), made.examples("train")
+    with torch.no_grad():
+        together = made.scores(model, made.collate([examples[i] for i in range(8)]))
+        alone = torch.cat([made.scores(model, made.collate([examples[i]])) for i in range(8)])
+    expect(together[:8], alone[0::2].tolist())
+    expect(together[8:], alone[1::2].tolist())
+
+
+@pytest.mark.parametrize("pad_is_eos", [True, False])
+def test_training_and_export_read_the_same_position(pad_is_eos: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    first = task(tmp_path)
+    tokenizer = first.tokenizer
+    if pad_is_eos:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(str(tmp_path / "tokenizer"))
+    made = task(tmp_path, model={"tokenizer": str(tmp_path / "tokenizer")})
+    assert (made.tokenizer.pad_token_id == made.tokenizer.eos_token_id) == pad_is_eos
+    model, examples = made.build_model().eval(), made.examples("train")
+    with torch.no_grad():
+        trained = made.scores(model, made.collate([examples[i] for i in range(6)])).tolist()
+    model.save_pretrained(str(tmp_path / "out"))
+    made.save_extras(tmp_path / "out")
+    again = AutoModelForSequenceClassification.from_pretrained(str(tmp_path / "out")).eval()
+    sequences = [examples[i][side] for side in ("chosen", "rejected") for i in range(6)]
+    with torch.no_grad():
+        exported = [float(again(input_ids=torch.tensor([ids.tolist()])).logits) for ids in sequences]  # one by one, unpadded
+    assert trained == pytest.approx(exported, rel=1e-5)
+    assert len({round(score, 5) for score in trained}) > 6, "not all the same position of the same prompt"
+
+
+def test_dropout_is_off_unless_it_is_asked_for(tmp_path: Path) -> None:
+    config = {**find_task("rm").tiny(tmp_path)["model"]["config"], "attention_dropout": 0.5}
+    for disabled in (True, False):
+        made = task(tmp_path, model={"config": config}, options={"disable_dropout": disabled})
+        model = made.build_model().train()
+        batch = made.collate([made.examples("train")[0]])
+        torch.manual_seed(0)
+        first, second = made.scores(model, batch), made.scores(model, batch)
+        assert torch.equal(first, second) == disabled
+        assert model.config.attention_dropout == 0.5, "an export keeps what the config says"

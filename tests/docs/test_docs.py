@@ -1,0 +1,72 @@
+"""What the docs say exists: commands and options parse, recipes read clean, links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from dstrain.cli import main
+from dstrain.config import read_recipe
+from tests.workers import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "ds_configs" / "README.md"]
+COMMANDS = [
+    (page.relative_to(ROOT).as_posix(), line)
+    for page in PAGES
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.S)
+    for line in block.splitlines()
+    if line.startswith("dstrain ")
+]
+RECIPES = [
+    (page.relative_to(ROOT).as_posix(), block)
+    for page in PAGES
+    for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), flags=re.S)
+    if re.search(r"^task:", block, flags=re.M)
+]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS)
+def test_a_command_in_the_docs_exists(page: str, line: str) -> None:
+    words = shlex.split(line, comments=True)[1:]
+    command: click.Command = main
+    while isinstance(command, click.Group):
+        assert words[0] in command.commands, f"{page}: {line}"
+        command = command.commands[words.pop(0)]
+    known = {option for parameter in command.params for option in parameter.opts}
+    for word in words:
+        if word.startswith("--"):
+            assert word.split("=")[0] in known, f"{page}: {line}"
+
+
+@pytest.mark.parametrize(("page", "text"), RECIPES)
+def test_a_recipe_in_the_docs_reads_clean(page: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(text)
+    assert read_recipe(tmp_path / "recipe.yaml").config.task == yaml.safe_load(text)["task"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if not link.startswith(("http:", "https:")):
+            assert (page.parent / link).exists(), link
+
+
+def test_the_task_of_the_docs_trains(tmp_path: Path) -> None:
+    words = [("well done", 1), ("thank you", 1), ("go away", 0), ("you fool", 0)] * 8
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in words))
+    sets = ["data.train=lines.jsonl", "steps=6", "batch.total=8", "log.every=1", "optim.lr=0.1", "log.tensorboard=false"]
+    command = [sys.executable, "-m", "dstrain", "train", "--task", str(ROOT / "docs/examples/tiny_task.py"), "--run-dir", "run"]
+    done = subprocess.run(
+        [*command, *(word for pair in sets for word in ("--set", pair))], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]

@@ -32,7 +32,15 @@ from dstrain.tasks import Task, make_task
 from dstrain.train.checkpoint import Checkpoints
 from dstrain.train.engine import DeepSpeedEngine, Objective
 from dstrain.train.evaluate import Evaluation
-from dstrain.train.folder import Resume, check_resume, check_writable, chosen_checkpoint, versions, write_start
+from dstrain.train.folder import (
+    Resume,
+    check_resume,
+    check_shared,
+    check_writable,
+    chosen_checkpoint,
+    versions,
+    write_start,
+)
 from dstrain.train.guard import NonFiniteGuard
 from dstrain.train.interrupt import Interrupt
 from dstrain.train.manifest import CheckpointInfo
@@ -130,6 +138,7 @@ def run_training(plan: Plan, screen: TextIO | None) -> int:
     run = None
     try:
         world = TorchWorld(plan.device, timeout)
+        check_shared(plan.run_dir, world)
         run = assemble(plan, world, screen)
         set_timeouts(timeout)  # DeepSpeed has made groups of its own meanwhile
         return finish(run, train(run).step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import secrets
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 from dstrain.config import RunConfig, changed_learning_keys, read_recipe, show_recipe
 from dstrain.errors import ResumeError, UsageError
 from dstrain.train.manifest import CheckpointInfo, describe, listed, verify
+from dstrain.world import World
 
 LIBRARIES = ("dstrain", "torch", "deepspeed", "transformers", "peft", "tokenizers", "numpy", "safetensors")
 
@@ -120,3 +122,19 @@ def check_writable(run_dir: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise UsageError(f"--run-dir {run_dir}: cannot be written ({error.strerror}); choose another folder") from None
+
+
+def check_shared(run_dir: Path, world: World) -> None:
+    """Raise UsageError where not every process sees the same run folder. Collective."""
+    token = run_dir / f".shared-{world.gather(secrets.token_hex(8))[0]}"
+    if world.rank == 0:
+        token.write_bytes(b"")
+    world.barrier()
+    blind = [rank for rank, sees in enumerate(world.gather(token.exists())) if not sees]
+    if world.rank == 0:
+        token.unlink()
+    if blind:
+        raise UsageError(
+            f"--run-dir {run_dir}: ranks {', '.join(map(str, blind))} do not see what rank 0 writes there; "
+            f"give a folder that all hosts share"
+        )

@@ -1,0 +1,22 @@
+"""The run folder: shared by all, and named where it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dstrain.errors import UsageError
+from dstrain.train.folder import check_shared
+from tests.unit.report.thread_world import on_ranks
+
+
+def test_a_shared_folder_passes_and_stays_clean(tmp_path: Path) -> None:
+    assert on_ranks(3, lambda world: check_shared(tmp_path, world)) == [None, None, None]
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_see_another_folder_are_named(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    folders = [tmp_path, tmp_path, tmp_path / "elsewhere"]
+    for told in on_ranks(3, lambda world: check_shared(folders[world.rank], world)):
+        assert isinstance(told, UsageError)
+        assert "ranks 2 do not see what rank 0 writes there" in str(told)

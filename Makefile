@@ -22,6 +22,7 @@ test-all: $(VENV)/.installed-dev
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

@@ -69,7 +69,9 @@ def main(local_rank: int | None) -> None:
 @recipe_options
 @click.option("--run-dir", "--run_dir", type=click.Path(path_type=Path), help="Default: runs/NAME of the recipe.")
 @click.option("--resume", default="auto", metavar="auto|never|DIR", help="Go on from the newest whole checkpoint.")
-@click.option("--allow-change", "allowed", multiple=True, metavar="KEY", help="A learning key that may differ on resume.")
+@click.option(
+    "--allow-change", "allowed", multiple=True, metavar="KEY", help="A learning key that may differ on resume."
+)
 @click.option("--dry-run", is_flag=True, help="Print recipe, DeepSpeed JSON and launch command; start nothing.")
 @launch_options
 def train(
@@ -80,7 +82,9 @@ def train(
     from dstrain.commands.find import Wish
     from dstrain.commands.train import launch_or_train
 
-    wish = Wish(recipe=recipe, task=task, ds_config=ds_config, sets=sets, run_dir=run_dir, resume=resume, allowed=allowed)
+    wish = Wish(
+        recipe=recipe, task=task, ds_config=ds_config, sets=sets, run_dir=run_dir, resume=resume, allowed=allowed
+    )
     sys.exit(launch_or_train(wish, launch, dry_run))
 
 
@@ -89,11 +93,11 @@ def train(
 @click.option("--data", required=True, type=click.Path(), help="File to evaluate on.")
 @click.option("--task", help="The task, for an exported folder.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a key: batch.micro=8")
-@click.option("--step", default="best", metavar="N|best|last", help="Which checkpoint of a run; last where none is best.")
+@click.option(
+    "--step", default="best", metavar="N|best|last", help="Which checkpoint of a run; last where none is best."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def evaluate(
-    run_or_model: Path, data: str, task: str | None, sets: tuple[str, ...], step: str, as_json: bool
-) -> None:
+def evaluate(run_or_model: Path, data: str, task: str | None, sets: tuple[str, ...], step: str, as_json: bool) -> None:
     """Metrics of a run's best or last checkpoint, or of an exported folder, on a file."""
     from dstrain.commands.evaluate import evaluate_model
 
@@ -101,7 +105,12 @@ def evaluate(
     if as_json:
         click.echo(json.dumps(row))
     else:
-        click.echo("\n".join(f"{name:24} {value:.6g}" if isinstance(value, float) else f"{name:24} {value}" for name, value in row.items()))
+        click.echo(
+            "\n".join(
+                f"{name:24} {value:.6g}" if isinstance(value, float) else f"{name:24} {value}"
+                for name, value in row.items()
+            )
+        )
 
 
 @main.command()
@@ -122,7 +131,9 @@ def export(run: Path, step: str, to: Path, sets: tuple[str, ...], merge_lora: bo
 
 @main.command()
 @click.argument("name", required=False)
-@click.option("--adopt", type=click.Path(exists=True, path_type=Path), help="Turn a public DeepSpeed JSON into one of ours.")
+@click.option(
+    "--adopt", type=click.Path(exists=True, path_type=Path), help="Turn a public DeepSpeed JSON into one of ours."
+)
 def presets(name: str | None, adopt: Path | None) -> None:
     """List the presets, or print one in full."""
     from dstrain.commands.lists import adopt_preset, list_presets

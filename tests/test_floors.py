@@ -36,7 +36,22 @@ DOORS = {
     "wandb": ("report/sinks.py",),
 }
 HEAVY = ("torch", "deepspeed", "transformers", "tokenizers", "peft", "accelerate")
-CONTROL_PLANE = ("errors", "units", "shipped", "batch", "world", "schedule", "config", "preset", "launch", "planner", "tasks", "commands", "cli", "__main__")
+CONTROL_PLANE = (
+    "errors",
+    "units",
+    "shipped",
+    "batch",
+    "world",
+    "schedule",
+    "config",
+    "preset",
+    "launch",
+    "planner",
+    "tasks",
+    "commands",
+    "cli",
+    "__main__",
+)
 DATA_PLANE_FILES = ("tasks/ops.py", "commands/export.py", "commands/trained.py", "commands/evaluate.py")
 """Files of control-plane packages that may import torch at their top; they are imported inside functions only."""
 MOST_LINES_OF_A_FUNCTION, MOST_LINES_OF_A_FILE, MOST_PARAMETERS = 40, 300, 5
@@ -93,7 +108,9 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def test_every_module_has_its_floor() -> None:
-    homeless = {part(path) for path in FILES} - {module for floor in FLOORS for module in floor} - {"__init__", "recipes"}
+    homeless = (
+        {part(path) for path in FILES} - {module for floor in FLOORS for module in floor} - {"__init__", "recipes"}
+    )
     assert not homeless, "say in FLOORS where they live"
 
 
@@ -207,7 +224,9 @@ def test_the_control_plane_answers_without_torch(tmp_path: Path) -> None:
         ["train", "demo-rm", "--num-gpus", "2", "--dry-run"],
     ]  # fmt: skip
     quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", CALLS, json.dumps(lines)], cwd=tmp_path, env=quiet, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS, json.dumps(lines)], cwd=tmp_path, env=quiet, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -216,6 +235,12 @@ def test_help_answers_at_once(tmp_path: Path) -> None:
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "dstrain", "--help"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-m", "dstrain", "--help"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=True,
+            capture_output=True,
+        )
         times.append(time.perf_counter() - start)
     assert min(times) < 0.5, times

@@ -59,7 +59,9 @@ class Workers:
                     return [results.get(other, (True, None)) for other in range(self.size)]
             if time.monotonic() > until:
                 self.close()
-                raise WorkerError(f"{function} hung: no answer in {self._timeout:g} s from ranks {set(range(self.size)) - set(results)}")
+                raise WorkerError(
+                    f"{function} hung: no answer in {self._timeout:g} s from ranks {set(range(self.size)) - set(results)}"
+                )
         return [results[rank] for rank in range(self.size)]
 
     def _start(self) -> None:
@@ -68,7 +70,12 @@ class Workers:
             for rank in range(self.size):
                 ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
                 env = {**os.environ, **{name: str(value) for name, value in ranks.items()}}
-                env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+                env |= {
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "DS_ACCELERATOR": "cpu",
+                    "OMP_NUM_THREADS": "1",
+                }
                 command = [sys.executable, "-m", "tests.workers", address]
                 self._processes.append(subprocess.Popen(command, env=env, cwd=ROOT))
             by_rank: dict[int, Connection] = {}

@@ -35,7 +35,9 @@ def export_model(run: Path, step: str, to: Path, sets: Sequence[str] = ()) -> Pr
     trained = load_trained(run, step, sets)
     if not hasattr(trained.model, "save_pretrained"):
         kind = type(trained.model).__name__
-        raise TaskError(f"task {trained.task.recipe.task}: its model ({kind}) is none of transformers', so there is no such folder")
+        raise TaskError(
+            f"task {trained.task.recipe.task}: its model ({kind}) is none of transformers', so there is no such folder"
+        )
     partial = to.with_name(f".{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -66,5 +68,7 @@ def _prove(trained: Trained, folder: Path) -> Proof:
         ours, theirs = (trained.task.outputs(model, batch).double() for model in (trained.model, again))
         worst = max(worst, float(((ours - theirs).abs() / ours.abs().clamp(min=1)).max()))
     if not worst <= TOLERANCE[dtype]:
-        raise CheckpointError(f"the exported model was reloaded and its outputs differ by {worst:.2g}; nothing was written")
+        raise CheckpointError(
+            f"the exported model was reloaded and its outputs differ by {worst:.2g}; nothing was written"
+        )
     return Proof(trained.step, str(dtype).removeprefix("torch."), worst)

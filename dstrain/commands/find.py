@@ -60,7 +60,9 @@ def find_recipe(name: str | None, may_be_absent: bool) -> Path | None:
         return RECIPES / f"{name}.yaml"
     if path.suffix in (".yaml", ".yml") or "/" in name:
         raise RecipeError(f"RECIPE {name}: there is no such file (we are in {Path.cwd()}); check the path")
-    raise RecipeError(f"RECIPE {name}: is neither a file nor a packaged recipe; {did_you_mean(name, packaged_recipes())}")
+    raise RecipeError(
+        f"RECIPE {name}: is neither a file nor a packaged recipe; {did_you_mean(name, packaged_recipes())}"
+    )
 
 
 def resolve_wish(wish: Wish) -> Recipe:
@@ -80,7 +82,12 @@ def absolute_paths(config: RunConfig, folder: Path) -> RunConfig:
             faults.append(_missing(str(place[key]), folder))
         else:
             place[key] = str(found)
-    for place, key in ((values["model"], "path"), (values["model"], "tokenizer"), (values, "task"), (values, "ds_config")):
+    for place, key in (
+        (values["model"], "path"),
+        (values["model"], "tokenizer"),
+        (values, "task"),
+        (values, "ds_config"),
+    ):
         found = locate(place[key], folder) if isinstance(place[key], str) and _is_path(place[key]) else None
         if found is not None:
             place[key] = str(found)

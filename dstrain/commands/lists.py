@@ -75,5 +75,7 @@ def list_checkpoints(run: Path, read_all: bool, as_json: bool) -> str:
         metric = "" if row["metric"] is None else f"{row['metric']:.4g}"
         state = f"{row['state']}{', best' if row['best'] else ''}"
         size = show_bytes(int(row["bytes"] or 0))
-        lines.append(f"{row['step']:>8} {size:>10} {row['world_size'] or '':>9} {row['zero_stage'] if row['zero_stage'] is not None else '':>5} {metric:>10}  {state}")
+        lines.append(
+            f"{row['step']:>8} {size:>10} {row['world_size'] or '':>9} {row['zero_stage'] if row['zero_stage'] is not None else '':>5} {metric:>10}  {state}"
+        )
     return "\n".join(lines)

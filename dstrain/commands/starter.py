@@ -21,7 +21,11 @@ SECTIONS: tuple[tuple[str, type[Section], dict[str, object]], ...] = (
     ("model", ModelConfig, {"path": "/path/to/model", "freeze": [], "gradient_checkpointing": True}),
     ("data", DataConfig, {"train": "train.jsonl", "eval": "eval.jsonl", "max_length": 1024}),
     ("batch", BatchConfig, {"total": 64, "micro": 4}),
-    ("optim", OptimConfig, {"name": "adamw", "lr": 1.0e-5, "weight_decay": 0.0, "clip": 1.0, "schedule": "cosine", "warmup": 0.03}),
+    (
+        "optim",
+        OptimConfig,
+        {"name": "adamw", "lr": 1.0e-5, "weight_decay": 0.0, "clip": 1.0, "schedule": "cosine", "warmup": 0.03},
+    ),
     ("log", LogConfig, {"every": 10, "tensorboard": True}),
     ("eval", EvalConfig, {"every": 200, "metric": "loss", "best": "min"}),
     ("save", SaveConfig, {"every": 200, "keep": 3}),

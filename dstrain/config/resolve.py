@@ -37,7 +37,9 @@ def resolve_batch(
     ):
         if ours is not None and theirs is not None and ours != theirs:
             raise RecipeError(
-                Fault(f"batch.{name}", f"is {ours} in the recipe and {theirs} in the DeepSpeed JSON", "keep one of them")
+                Fault(
+                    f"batch.{name}", f"is {ours} in the recipe and {theirs} in the DeepSpeed JSON", "keep one of them"
+                )
             )
     micro = batch.micro or preset_micro
     accumulate = batch.accumulate or preset_accumulate
@@ -67,7 +69,17 @@ def resolve_steps(config: RunConfig, samples_per_epoch: int, samples_per_step: i
     return math.ceil(samples / samples_per_step), samples
 
 
-_MAY_CHANGE = ("launch", "ds_config", "log", "eval", "save", "profile", "timeout_minutes", "on_nonfinite", "deterministic")
+_MAY_CHANGE = (
+    "launch",
+    "ds_config",
+    "log",
+    "eval",
+    "save",
+    "profile",
+    "timeout_minutes",
+    "on_nonfinite",
+    "deterministic",
+)
 _MAY_CHANGE_INSIDE = {
     "batch": ("micro", "accumulate", "tokens_per_micro", "on_oom"),
     "data": ("eval", "workers", "prefetch", "pin", "on_error"),

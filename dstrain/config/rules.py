@@ -20,7 +20,11 @@ def _task_and_model(config: RunConfig) -> Iterator[Rule]:
         yield ("task",), "is missing", "write `task: rm`, or pass --task; `dstrain tasks` lists them"
     model = config.model
     if model.path and model.config:
-        yield ("model", "config"), "stands beside model.path", "keep path to load weights, or config to start from scratch"
+        yield (
+            ("model", "config"),
+            "stands beside model.path",
+            "keep path to load weights, or config to start from scratch",
+        )
     if model.config is not None and "model_type" not in model.config:
         yield ("model", "config"), "has no model_type", "add e.g. `model_type: llama`"
     if config.precision != "auto" and model.dtype == "float16" and config.precision != "fp16":
@@ -46,6 +50,10 @@ def _learning(config: RunConfig) -> Iterator[Rule]:
     if batch.total and batch.micro and batch.micro > batch.total:
         yield ("batch", "micro"), f"is {batch.micro}, above batch.total ({batch.total})", "lower it or raise total"
     if config.steps is not None and optim.warmup > config.steps:
-        yield ("optim", "warmup"), f"is {optim.warmup:g} of only {config.steps} steps", "lower it, or give a share below 1"
+        yield (
+            ("optim", "warmup"),
+            f"is {optim.warmup:g} of only {config.steps} steps",
+            "lower it, or give a share below 1",
+        )
     if optim.scale_lr == "none" and optim.scale_lr_base != 1:
         yield ("optim", "scale_lr_base"), "has no effect while optim.scale_lr is none", "set scale_lr to linear or sqrt"

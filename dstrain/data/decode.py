@@ -38,7 +38,7 @@ def check_record(value: Any, suspect: bool) -> dict[str, Any]:
     `suspect`: its text may hold half a character, which no tokenizer takes.
     """
     if not isinstance(value, dict):
-        raise ValueError(f"a JSON {type(value).__name__}, not an object; write {{\"key\": value, …}}")
+        raise ValueError(f'a JSON {type(value).__name__}, not an object; write {{"key": value, …}}')
     if suspect:
         try:
             json.dumps(value, ensure_ascii=False).encode()

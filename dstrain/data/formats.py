@@ -18,11 +18,19 @@ from dstrain.data.dialogs import (
 from dstrain.errors import did_you_mean
 
 ROLES = {
-    "system": "system", "developer": "system",
-    "user": "user", "human": "user",
-    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant",
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
     "function_call": "assistant",
-    "tool": "tool", "observation": "tool", "function": "tool", "ipython": "tool",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "ipython": "tool",
 }
 
 
@@ -82,13 +90,13 @@ def read_preference(record: Mapping[str, Any]) -> Preference:
 def read_messages(value: Any, key: str) -> list[Message]:
     """Messages with role and content, or from and value, under the roles' common names. Raises BadRecord."""
     if not isinstance(value, list):
-        raise BadRecord(f"'{key}' is {_kind(value)}, not a list of messages; write [{{\"role\", \"content\"}}, …]")
+        raise BadRecord(f'\'{key}\' is {_kind(value)}, not a list of messages; write [{{"role", "content"}}, …]')
     return [_message(item, f"{key}[{index}]") for index, item in enumerate(value)]
 
 
 def _message(value: Any, key: str) -> Message:
     if not isinstance(value, Mapping):
-        raise BadRecord(f"'{key}' is {_kind(value)}, not a message; write {{\"role\": …, \"content\": …}}")
+        raise BadRecord(f'\'{key}\' is {_kind(value)}, not a message; write {{"role": …, "content": …}}')
     names = ("from", "value") if "from" in value else ("role", "content")
     for name in names:
         if name not in value:
@@ -101,9 +109,13 @@ def _message(value: Any, key: str) -> Message:
 
 def _text(content: Any, key: str) -> str:
     """A string, or typed parts of which all are text."""
-    if isinstance(content, list) and content and all(
-        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        for part in content
+    if (
+        isinstance(content, list)
+        and content
+        and all(
+            isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in content
+        )
     ):
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
@@ -152,8 +164,10 @@ def _dialogs_after(prompt: Any, chosen: Response, rejected: Response) -> Parts:
         common, *answers = _split_messages(chosen, rejected)
         if common[-1]["content"].strip() == prompt.strip():
             return common, answers[0], answers[1]
-    raise BadRecord("'chosen' or 'rejected' begins with messages that are not 'prompt'; leave 'prompt' out, or "
-                    "only the answer in 'chosen' and 'rejected'")
+    raise BadRecord(
+        "'chosen' or 'rejected' begins with messages that are not 'prompt'; leave 'prompt' out, or "
+        "only the answer in 'chosen' and 'rejected'"
+    )
 
 
 def _whole(chosen: Any, rejected: Any) -> Parts:
@@ -161,8 +175,10 @@ def _whole(chosen: Any, rejected: Any) -> Parts:
     if isinstance(chosen, list) and isinstance(rejected, list):
         return _split_messages(read_messages(chosen, "chosen"), read_messages(rejected, "rejected"))
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
-        raise BadRecord(f"'chosen' is {_kind(chosen)}, 'rejected' is {_kind(rejected)} and there is no 'prompt'; "
-                        "write two texts or two message lists, or add 'prompt'")
+        raise BadRecord(
+            f"'chosen' is {_kind(chosen)}, 'rejected' is {_kind(rejected)} and there is no 'prompt'; "
+            "write two texts or two message lists, or add 'prompt'"
+        )
     if chosen == rejected:
         raise BadRecord("'chosen' and 'rejected' are the same; remove the record")
     if is_dialog(chosen) != is_dialog(rejected):
@@ -189,8 +205,10 @@ def _check_parting(common: list[Message], chosen: list[Message], rejected: list[
         raise BadRecord("'chosen' and 'rejected' do not begin with the same turn; both must begin with the prompt")
     for key, rest in (("chosen", chosen), ("rejected", rejected)):
         if not rest or rest[0]["role"] != "assistant":
-            raise BadRecord(f"'{key}' has no assistant's turn where the dialogs part (turn {len(common) + 1}); "
-                            "both must begin with the same prompt and go on with an answer")
+            raise BadRecord(
+                f"'{key}' has no assistant's turn where the dialogs part (turn {len(common) + 1}); "
+                "both must begin with the same prompt and go on with an answer"
+            )
 
 
 def _answer(value: Any, key: str) -> Response:
@@ -219,8 +237,10 @@ def _check_answer(answer: Response, key: str) -> Response:
             raise BadRecord(f"'{key}' has no messages after the prompt; write an answer or remove the record")
         for message in (answer[0], answer[-1]):
             if message["role"] != "assistant":
-                raise BadRecord(f"'{key}' has the turn of the {message['role']} for an answer; "
-                                "an answer begins and ends with an assistant's turn")
+                raise BadRecord(
+                    f"'{key}' has the turn of the {message['role']} for an answer; "
+                    "an answer begins and ends with an assistant's turn"
+                )
     last = answer if isinstance(answer, str) else answer[-1]["content"]
     if not last.strip():
         raise BadRecord(f"'{key}' is an empty answer; write one or remove the record")

@@ -40,8 +40,10 @@ class DataPlan:
         object.__setattr__(self, "weights", weights)
         for source, (size, weight, slots) in enumerate(zip(self.sizes, weights, self.slots, strict=True)):
             if slots < 1:
-                raise DataError(f"source {source} with {size} records and weight {weight:g} would never be shown; "
-                                "give it more records or a larger weight")
+                raise DataError(
+                    f"source {source} with {size} records and weight {weight:g} would never be shown; "
+                    "give it more records or a larger weight"
+                )
         if not self.sizes:
             raise DataError("there is no source to take samples from; name a file in data.train")
 

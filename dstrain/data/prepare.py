@@ -63,8 +63,12 @@ def prepare_preferences(
         following = iter(coded)
         return [item if isinstance(item, BadRecord) else next(following) for item in read]
 
-    key = {"what": "preferences", "tokenizer": tokenizer_fingerprint(tokenizer),
-           "max_length": settings.max_length, "max_prompt_length": settings.max_prompt_length}
+    key = {
+        "what": "preferences",
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "max_length": settings.max_length,
+        "max_prompt_length": settings.max_prompt_length,
+    }
     return prepare(source, encode, key, Policy(task=settings.task, on_error=settings.on_error), folder)
 
 
@@ -112,14 +116,23 @@ def judge(report: Report, policy: Policy) -> None:
         return
     lines = [f"  {row.where}: {row.reason}" for row in report.bad[:10]]
     more = [f"  … and {bad - 10} more"] if bad > 10 else []
-    rule = {"skip": "and none is left", "fail": "and data.on_error is fail",
-            None: f"more than the {SHARE_SKIPPED:.0%} that is skipped unasked"}[policy.on_error]
+    rule = {
+        "skip": "and none is left",
+        "fail": "and data.on_error is fail",
+        None: f"more than the {SHARE_SKIPPED:.0%} that is skipped unasked",
+    }[policy.on_error]
     file = re.sub(r"(:\d+|\[\d+\])$", "", report.bad[0].where) if report.bad else "FILE"
     skip = "" if policy.on_error == "skip" else ", or leave them out with `data.on_error: skip`"
-    raise DataError("\n".join([
-        f"{bad} of {report.read} records ({share:.1%}) cannot be used, {rule}:", *lines, *more,
-        f"list all with `dstrain data check {file} --task {policy.task}`{skip}",
-    ]))
+    raise DataError(
+        "\n".join(
+            [
+                f"{bad} of {report.read} records ({share:.1%}) cannot be used, {rule}:",
+                *lines,
+                *more,
+                f"list all with `dstrain data check {file} --task {policy.task}`{skip}",
+            ]
+        )
+    )
 
 
 def check_file(

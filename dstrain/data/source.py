@@ -148,7 +148,7 @@ class JsonList(FileSource):
             raise DataError(f"{self.name} is no JSON: {fault}; {mend}") from fault
         rows = value.get("data") if isinstance(value, dict) else value
         if not isinstance(rows, list):
-            raise DataError(f"{self.name} holds no list of records; write [{{…}}, …] or {{\"data\": [{{…}}, …]}}")
+            raise DataError(f'{self.name} holds no list of records; write [{{…}}, …] or {{"data": [{{…}}, …]}}')
         if not rows:
             raise DataError(f"{self.name} has no records; its list is empty")
         return rows, may_hold_halves(text)
@@ -256,7 +256,9 @@ class Joined:
 
 
 _KINDS: dict[str, type[JsonLines] | type[JsonList] | type[Parquet]] = {
-    ".jsonl": JsonLines, ".json": JsonList, ".parquet": Parquet,
+    ".jsonl": JsonLines,
+    ".json": JsonList,
+    ".parquet": Parquet,
 }
 
 

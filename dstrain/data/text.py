@@ -125,7 +125,9 @@ def encode_preferences(
     ids = iter(_tokenize(tokenizer, [text for item in good for text in (item.prompt, *item.answers)]))
     limits = max_length, max_prompt_length
     return [
-        item if isinstance(item, BadRecord) else _assemble((next(ids), next(ids), next(ids)), frame, item.templated, limits)
+        item
+        if isinstance(item, BadRecord)
+        else _assemble((next(ids), next(ids), next(ids)), frame, item.templated, limits)
         for item in rendered
     ]
 
@@ -157,8 +159,11 @@ def _assemble(
     head = start + prompt[len(prompt) - keep :]
     chosen, rejected = (head + answer[:room] + end for answer in answers)
     return {
-        "chosen": chosen, "rejected": rejected, "prompt_length": len(head),
-        "prompt_cut": int(keep < len(prompt)), "response_cut": int(max(map(len, answers)) > room),
+        "chosen": chosen,
+        "rejected": rejected,
+        "prompt_length": len(head),
+        "prompt_cut": int(keep < len(prompt)),
+        "response_cut": int(max(map(len, answers)) > room),
     }
 
 
@@ -185,7 +190,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<pad>", "</s>"], show_progress=False,
+        vocab_size=vocab_size,
+        special_tokens=["<pad>", "</s>"],
+        show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     tokenizer.train_from_iterator(texts, trainer)

@@ -20,7 +20,9 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
     if model.path is not None:
         return _pretrained(AutoConfig, model.path, "model.path", model.trust_remote_code)
     if model.config is None:
-        raise RecipeError(Fault("model", "has neither path nor config", "set model.path, or model.config to start anew"))
+        raise RecipeError(
+            Fault("model", "has neither path nor config", "set model.path, or model.config to start anew")
+        )
     values = dict(model.config)
     kind = str(values.pop("model_type"))
     try:
@@ -29,7 +31,11 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
         raise RecipeError(
-            Fault("model.config.model_type", f"'{kind}' is none of transformers' models", did_you_mean(kind, [*CONFIG_MAPPING_NAMES]))
+            Fault(
+                "model.config.model_type",
+                f"'{kind}' is none of transformers' models",
+                did_you_mean(kind, [*CONFIG_MAPPING_NAMES]),
+            )
         ) from None
     known = {*default.to_dict(), *default.attribute_map}
     faults = [
@@ -55,9 +61,13 @@ def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
 def _pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not Path(name).expanduser().is_dir():
-        raise RecipeError(Fault(key, f"'{name}' is no folder", f"give an existing folder or a hub id (we are in {Path.cwd()})"))
+        raise RecipeError(
+            Fault(key, f"'{name}' is no folder", f"give an existing folder or a hub id (we are in {Path.cwd()})")
+        )
     try:
-        return auto.from_pretrained(str(Path(name).expanduser()) if looks_local else name, trust_remote_code=trust_remote_code)
+        return auto.from_pretrained(
+            str(Path(name).expanduser()) if looks_local else name, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         if "trust_remote_code" in str(error):
@@ -72,11 +82,13 @@ def check_weights(model: ModelConfig) -> None:
     folder = Path(model.path).expanduser() if model.path else None
     if folder is None or not folder.is_dir():
         return
-    if not any(
-        path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)
-    ):
+    if not any(path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)):
         raise RecipeError(
-            Fault("model.path", f"'{model.path}' holds no weights", "put *.safetensors there, or use model.config to start anew")
+            Fault(
+                "model.path",
+                f"'{model.path}' holds no weights",
+                "put *.safetensors there, or use model.config to start anew",
+            )
         )
 
 

@@ -54,7 +54,9 @@ def find_task(name: str) -> type[Task]:
     ]
     if len(found) != 1:
         names = ", ".join(cls.__name__ for cls in found) or "none"
-        raise TaskError(f"--task {name}: defines {names}; a task file defines one concrete subclass of dstrain.tasks.Task")
+        raise TaskError(
+            f"--task {name}: defines {names}; a task file defines one concrete subclass of dstrain.tasks.Task"
+        )
     if not dataclasses.is_dataclass(found[0]) or "__dataclass_fields__" not in vars(found[0]):
         raise TaskError(
             f"--task {name}: {found[0].__name__} is no dataclass; write @dataclass(frozen=True, kw_only=True) above it"
@@ -73,7 +75,9 @@ def _module(name: str) -> ModuleType:
     except TaskError:
         raise
     except Exception as error:
-        raise TaskError(f"--task {name}: cannot be imported ({type(error).__name__}: {error}); mend the file") from error
+        raise TaskError(
+            f"--task {name}: cannot be imported ({type(error).__name__}: {error}); mend the file"
+        ) from error
     raise TaskError(f"task '{name}': there is no such task; {did_you_mean(name, packaged_tasks())}")
 
 
@@ -141,31 +145,40 @@ def _docstrings(cls: type) -> dict[str, str]:
 def make_task(recipe: RunConfig, cache: Path) -> Task:
     """The recipe's task with its options checked. Raises TaskError with every fault."""
     task = find_task(recipe.task)
-    fields = {field.name: field for field in _option_fields(task)}
-    faults = [
-        Fault(f"options.{name}", f"is no option of task {recipe.task}", did_you_mean(name, list(fields)))
-        for name in recipe.options
-        if name not in fields
-    ]
-    values: dict[str, Any] = {}
-    types = {}
-    for cls in reversed(task.__mro__):
-        types.update(inspect.get_annotations(cls, eval_str=True) if issubclass(cls, Task) and cls is not Task else {})
-    for name in recipe.options.keys() & fields.keys():
-        try:
-            values[name] = TypeAdapter(types[name], config=ConfigDict(allow_inf_nan=False)).validate_python(recipe.options[name])
-        except ValidationError as error:
-            message = error.errors()[0]["msg"]
-            faults.append(Fault(f"options.{name}", f"is {recipe.options[name]!r}, but {message[0].lower()}{message[1:]}", "correct it"))
-    if faults:
-        raise TaskError(faults)
+    values = _checked_options(task, recipe)
     try:
         made = task(recipe=recipe, cache=cache, **values)
     except (TypeError, ValueError) as error:
-        raise TaskError(f"options of task {recipe.task}: {error}; `dstrain tasks {recipe.task}` documents them") from error
-    known = ("loss", *made.metric_names)
-    if made.metric_names and recipe.eval.metric not in known:
         raise TaskError(
-            Fault("eval.metric", f"'{recipe.eval.metric}' is no metric of task {recipe.task}", did_you_mean(recipe.eval.metric, known))
+            f"options of task {recipe.task}: {error}; `dstrain tasks {recipe.task}` documents them"
+        ) from error
+    known, metric = ("loss", *made.metric_names), recipe.eval.metric
+    if made.metric_names and metric not in known:
+        raise TaskError(
+            Fault("eval.metric", f"'{metric}' is no metric of task {recipe.task}", did_you_mean(metric, known))
         )
     return made
+
+
+def _checked_options(task: type[Task], recipe: RunConfig) -> dict[str, Any]:
+    """The recipe's options, each of its field's type. Raises TaskError with every fault."""
+    known = [field.name for field in _option_fields(task)]
+    types: dict[str, Any] = {}
+    for cls in reversed(task.__mro__):
+        if issubclass(cls, Task) and cls is not Task:
+            types.update(inspect.get_annotations(cls, eval_str=True))
+    values, faults = {}, []
+    for name, value in recipe.options.items():
+        if name not in known:
+            faults.append(Fault(f"options.{name}", f"is no option of task {recipe.task}", did_you_mean(name, known)))
+            continue
+        try:
+            values[name] = TypeAdapter(types[name], config=ConfigDict(allow_inf_nan=False)).validate_python(value)
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"]
+            faults.append(
+                Fault(f"options.{name}", f"is {value!r}, but {problem[0].lower()}{problem[1:]}", "correct it")
+            )
+    if faults:
+        raise TaskError(faults)
+    return values

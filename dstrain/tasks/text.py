@@ -45,7 +45,11 @@ class TextTask(Task):
         if size is not None and len(self.tokenizer) > size:
             where = "model.config.vocab_size" if model.config else "model.tokenizer"
             raise RecipeError(
-                Fault(where, f"the tokenizer has {len(self.tokenizer)} entries, the model {size}", "give the model at least as many")
+                Fault(
+                    where,
+                    f"the tokenizer has {len(self.tokenizer)} entries, the model {size}",
+                    "give the model at least as many",
+                )
             )
 
     @cached_property
@@ -67,7 +71,9 @@ class TextTask(Task):
         tokenizer = read_tokenizer(wanted or model.path or "", key, model.trust_remote_code)
         if tokenizer.pad_token is None:
             if tokenizer.eos_token is None:
-                raise RecipeError(Fault(key, "the tokenizer has neither a pad nor an EOS token", "add one and save it again"))
+                raise RecipeError(
+                    Fault(key, "the tokenizer has neither a pad nor an EOS token", "add one and save it again")
+                )
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
 

@@ -177,13 +177,9 @@ def last_held_out(run_dir: Path) -> str:
 def assemble(plan: Plan, world: World, screen: TextIO | None = None) -> Run:
     """Build model, engine and everything around them. Collective."""
     config, run_dir = plan.config, plan.run_dir
-    checkpoints = Checkpoints(
-        folder=run_dir / "checkpoints",
-        world=world,
-        keep=config.save.keep,
-        keep_every=config.save.keep_every,
-        best=config.eval.best,
-    )
+    save, best = config.save, config.eval.best
+    folder = run_dir / "checkpoints"
+    checkpoints = Checkpoints(folder=folder, world=world, keep=save.keep, keep_every=save.keep_every, best=best)
     journal = Journal(run_dir, world.rank)
     start = _starting_point(plan, checkpoints, journal, world)
     if world.rank == 0:
@@ -210,9 +206,15 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None) -> Run:
         metric=config.eval.metric,
         log=Every(config.log.every),
         test=Every(per_epoch if config.eval.every == "epoch" else config.eval.every),
-        save=Every(per_epoch if config.save.every == "epoch" else config.save.every),
-        record={"preset": plan.preset.name, "zero_stage": plan.preset.stage, "steps": plan.steps, "versions": versions()},
+        save=Every(per_epoch if save.every == "epoch" else save.every),
+        record=_record(plan),
     )
+
+
+def _record(plan: Plan) -> dict[str, Any]:
+    """What each checkpoint says of its run."""
+    preset = plan.preset
+    return {"preset": preset.name, "zero_stage": preset.stage, "steps": plan.steps, "versions": versions()}
 
 
 def _starting_point(plan: Plan, checkpoints: Checkpoints, journal: Journal, world: World) -> CheckpointInfo | None:

@@ -157,7 +157,9 @@ class TorchEngine:
 class DeepSpeedEngine:
     """DeepSpeed at any ZeRO stage, taking the same step as TorchEngine."""
 
-    def __init__(self, objective: Objective, groups: Sequence[Group], optim: OptimConfig, config: Mapping[str, Any], world: World) -> None:
+    def __init__(
+        self, objective: Objective, groups: Sequence[Group], optim: OptimConfig, config: Mapping[str, Any], world: World
+    ) -> None:
         import deepspeed
 
         self.world = world

@@ -29,7 +29,9 @@ class NonFiniteGuard:
         what = "gradients" if result.loss_is_finite else "loss"
         self._tell("step_skipped", step=progress.step, why=f"{what} not finite", samples=list(result.suspects))
         if self._policy == "stop" and self._in_a_row >= PATIENCE:
-            named = ", ".join(str(sample) for sample in result.suspects[:16]) + (" …" if len(result.suspects) > 16 else "")
+            named = ", ".join(str(sample) for sample in result.suspects[:16]) + (
+                " …" if len(result.suspects) > 16 else ""
+            )
             raise NonFiniteError(
                 f"step {progress.step}: the {what} of samples {named} is not finite, {PATIENCE} steps in a row, "
                 f"the weights are as before them; lower optim.lr, look at these samples, or set on_nonfinite: skip"

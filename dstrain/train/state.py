@@ -75,6 +75,10 @@ class Run:
         self.journal.event("saved", step=progress.step, checkpoint=folder.name)
 
     def _send(self, progress: Progress, row: Mapping[str, Any]) -> None:
-        where = {"step": progress.step, "samples": progress.samples, "epoch": round(self.loader.plan.epoch(progress.samples), 4)}
+        where = {
+            "step": progress.step,
+            "samples": progress.samples,
+            "epoch": round(self.loader.plan.epoch(progress.samples), 4),
+        }
         for sink in self.sinks:
             sink.write({**where, **row})

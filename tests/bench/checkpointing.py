@@ -64,7 +64,13 @@ def _resident(name: str) -> int:
 
 
 def measure(
-    *, shape: str = "3m", length: int = 256, micro: int = 4, precision: str = "fp32", rounds: int = 10, checked_steps: int = 3
+    *,
+    shape: str = "3m",
+    length: int = 256,
+    micro: int = 4,
+    precision: str = "fp32",
+    rounds: int = 10,
+    checked_steps: int = 3,
 ) -> dict[str, Any]:
     """Equal losses first, then memory, then times in turns. fp32 with TorchEngine, else DeepSpeed's zero0."""
     world = join_alone()
@@ -90,7 +96,10 @@ def measure(
             engine.step(batches[0], lr)
             rises[name].append(peak.rise())
     memory = {name: statistics.median(values) for name, values in rises.items()}
-    runners = {name: (lambda turn, engine=engine: engine.step(batches[turn % len(batches)], lr)) for name, engine in engines.items()}
+    runners = {
+        name: (lambda turn, engine=engine: engine.step(batches[turn % len(batches)], lr))
+        for name, engine in engines.items()
+    }
     seconds = take_turns(runners, rounds, 1, world.device)
     rows = [
         {"checkpointing": name, **ratio(seconds, name, "off"), "step_memory_mib": memory[name],

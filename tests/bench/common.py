@@ -36,9 +36,15 @@ def write_pairs(path: Path, count: int, words: int) -> Path:
     with path.open("w") as file:
         for index in range(count):
             draw = random.Random(f"{path.stem}/{index}")
-            steps = [draw.choice(("open it", "clean it", "oil it", "turn it", "look at it")) for _ in range(max(1, words // 3))]
+            steps = [
+                draw.choice(("open it", "clean it", "oil it", "turn it", "look at it"))
+                for _ in range(max(1, words // 3))
+            ]
             prompt = f"\n\nHuman: How do I mend the {draw.choice(('pump', 'valve', 'lamp', 'wheel'))} number {index}?\n\nAssistant: "
-            pair = {"chosen": f"{prompt}Gladly: {' then '.join(steps)}.", "rejected": f"{prompt}No: {' or '.join(reversed(steps))}, go away."}
+            pair = {
+                "chosen": f"{prompt}Gladly: {' then '.join(steps)}.",
+                "rejected": f"{prompt}No: {' or '.join(reversed(steps))}, go away.",
+            }
             file.write(json.dumps(pair) + "\n")
     return path
 
@@ -74,7 +80,13 @@ def join_alone() -> Any:
     from dstrain.world import TorchWorld, join
 
     cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     os.environ.update({name: os.environ.get(name, value) for name, value in alone.items()})
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -131,7 +143,9 @@ def wait_for(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-def take_turns(runners: Mapping[str, Callable[[int], Any]], rounds: int, warmup: int, device: Any) -> dict[str, list[float]]:
+def take_turns(
+    runners: Mapping[str, Callable[[int], Any]], rounds: int, warmup: int, device: Any
+) -> dict[str, list[float]]:
     """Seconds of each call by name. In every round each runs once, in an order that moves on, so that drift hits all alike."""
     names, seconds = list(runners), {name: [] for name in runners}
     for turn in range(warmup + rounds):
@@ -184,14 +198,19 @@ def hardware() -> str:
         about = torch.cuda.get_device_properties(0)
         return f"{torch.cuda.device_count()} x {about.name}, {about.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"CPU: {cores} cores of {model}, {torch.get_num_threads()} torch threads"
 
 
 def commit() -> str:
     """The short commit, with `+changes` where the tree differs from it."""
-    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()  # noqa: E731
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
         return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
@@ -203,7 +222,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     show = lambda value: f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)  # noqa: E731
     cells = [list(rows[0]), *[[show(value) for value in row.values()] for row in rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+    ]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
 
 

@@ -40,13 +40,22 @@ def made_loader(task: Any, workers: int, decode_ms: float, batch: tuple[int, int
     examples = Slow(task.examples("train"), decode_ms / 1000)
     micro, accumulate, steps = batch
     total = micro * accumulate
-    plan = DataPlan(sizes=(len(examples),), seed=0, samples_per_step=total, world_size=1, accumulate=accumulate, total_samples=total * steps)
+    plan = DataPlan(
+        sizes=(len(examples),),
+        seed=0,
+        samples_per_step=total,
+        world_size=1,
+        accumulate=accumulate,
+        total_samples=total * steps,
+    )
     return Loader(examples=examples, collate=task.collate, plan=plan, workers=workers, pin=pin)
 
 
 def check_order(task: Any, workers: Sequence[int], batch: tuple[int, int, int]) -> int:
     """The samples of all loaders are the same. Returns how many."""
-    seen = [[b.samples for step in made_loader(task, count, 0.0, batch, False).steps(0) for b in step] for count in workers]
+    seen = [
+        [b.samples for step in made_loader(task, count, 0.0, batch, False).steps(0) for b in step] for count in workers
+    ]
     assert all(found == seen[0] for found in seen), f"workers {workers}: {seen}"
     return sum(len(samples) for samples in seen[0])
 
@@ -65,7 +74,14 @@ def take(loader: Loader, engine: Any, lr: float) -> tuple[float, float]:
 
 
 def measure(
-    *, shape: str = "3m", length: int = 128, micro: int = 4, accumulate: int = 2, steps: int = 10, rounds: int = 3, decode_ms: float = 5.0
+    *,
+    shape: str = "3m",
+    length: int = 128,
+    micro: int = 4,
+    accumulate: int = 2,
+    steps: int = 10,
+    rounds: int = 3,
+    decode_ms: float = 5.0,
 ) -> dict[str, Any]:
     """The same order first, then the waits, in turns."""
     world = join_alone()
@@ -73,7 +89,9 @@ def measure(
     samples = check_order(task, workers, batch)
     engine = TorchEngine(*made_model(task), task.recipe.optim, world.device)
     costs = [0.0] if not decode_ms else [0.0, decode_ms]
-    told: dict[tuple[float, int], list[tuple[float, float]]] = {(cost, count): [] for cost in costs for count in workers}
+    told: dict[tuple[float, int], list[tuple[float, float]]] = {
+        (cost, count): [] for cost in costs for count in workers
+    }
     for turn in range(rounds):
         for cost, count in list(told) if turn % 2 else list(told)[::-1]:
             loader = made_loader(task, count, cost, batch, world.device.type == "cuda")
@@ -87,7 +105,14 @@ def measure(
             "time_over_workers_0": seconds / alone,
         })  # fmt: skip
     return {
-        "settings": {"shape": shape, "length": length, "micro": micro, "accumulate": accumulate, "steps": steps, "rounds": rounds},
+        "settings": {
+            "shape": shape,
+            "length": length,
+            "micro": micro,
+            "accumulate": accumulate,
+            "steps": steps,
+            "rounds": rounds,
+        },
         "checked": f"workers {workers} give the same {samples} samples in the same micro-batches",
         "rows": rows,
     }

@@ -31,7 +31,9 @@ class ByHand:
         self.clip, self.bf16 = task.recipe.optim.clip, precision == "bf16"
         params = [{"params": group.params, "weight_decay": group.weight_decay} for group in groups]
         optim = task.recipe.optim
-        self.optimizer = torch.optim.AdamW(params, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=device.type == "cuda")
+        self.optimizer = torch.optim.AdamW(
+            params, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=device.type == "cuda"
+        )
 
     def step(self, batches: Sequence[Batch], lr: float) -> Step:
         self.model.train()
@@ -80,11 +82,16 @@ def measure(
     if precision == "fp32":  # TorchEngine is the definition of a step, and that is fp32
         engines["TorchEngine"] = TorchEngine(*made_model(task), task.recipe.optim, world.device)
     for preset in presets.split(","):
-        engines[f"DeepSpeed {preset}"] = made_engine(task, preset, world, precision=precision, micro=micro, accumulate=accumulate)
+        engines[f"DeepSpeed {preset}"] = made_engine(
+            task, preset, world, precision=precision, micro=micro, accumulate=accumulate
+        )
     lr, limit = task.recipe.optim.lr, 1e-4 if precision == "fp32" else 5e-2
     batches = made_batches(task, checked_steps, micro, accumulate)
     worst = differences(engines, batches, lr, limit)
-    runners = {name: (lambda turn, engine=engine: taken(engine, batches[turn % len(batches)], lr)) for name, engine in engines.items()}
+    runners = {
+        name: (lambda turn, engine=engine: taken(engine, batches[turn % len(batches)], lr))
+        for name, engine in engines.items()
+    }
     seconds = take_turns(runners, rounds, 2, world.device)
     tokens = sum(batch.tokens for step in batches for batch in step) / len(batches)
     rows = []
@@ -92,11 +99,28 @@ def measure(
         row = ratio(seconds, name, "by hand")
         rows.append({"engine": name, **row, "tokens_per_second": tokens / row["median_ms"] * 1000})
     return {
-        "settings": {"shape": shape, "length": length, "micro": micro, "accumulate": accumulate, "precision": precision, "rounds": rounds},
+        "settings": {
+            "shape": shape,
+            "length": length,
+            "micro": micro,
+            "accumulate": accumulate,
+            "precision": precision,
+            "rounds": rounds,
+        },
         "checked": f"loss and gradient norm of {checked_steps} steps are within {worst:.1e} of the step by hand (limit {limit:g})",
         "rows": rows,
     }
 
 
 if __name__ == "__main__":
-    run(measure, __doc__ or "", shape="3m", length=128, micro=4, accumulate=2, precision="fp32", presets="zero0,zero2", rounds=20)
+    run(
+        measure,
+        __doc__ or "",
+        shape="3m",
+        length=128,
+        micro=4,
+        accumulate=2,
+        precision="fp32",
+        presets="zero0,zero2",
+        rounds=20,
+    )

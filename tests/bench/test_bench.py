@@ -50,7 +50,9 @@ def measure_unequal() -> None:
 
     task, other = made_task("tiny", 24), made_task("tiny", 24, changes={"optim": {"clip": 1e-3}})
     engines = {"by hand": ByHand(task, torch.device("cpu"), "fp32")}
-    engines["other"] = TorchEngine(*made_model(other), other.recipe.optim.model_copy(update={"lr": 1.0}), torch.device("cpu"))
+    engines["other"] = TorchEngine(
+        *made_model(other), other.recipe.optim.model_copy(update={"lr": 1.0}), torch.device("cpu")
+    )
     differences(engines | {"other": _Doubled(engines["other"])}, made_batches(task, 1, 2), 1e-3, 1e-4)
 
 

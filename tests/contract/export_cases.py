@@ -25,7 +25,9 @@ def export(run: str, to: str, step: str = "last") -> dict[str, Any]:
 
     proof = export_model(Path(run), step, Path(to))
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(to).eval(), AutoTokenizer.from_pretrained(to)
-    ids = tokenizer("\n\nHuman: How do I mend the pump?\n\nAssistant: Gladly: open it.", return_tensors="pt")["input_ids"]
+    ids = tokenizer("\n\nHuman: How do I mend the pump?\n\nAssistant: Gladly: open it.", return_tensors="pt")[
+        "input_ids"
+    ]
     ids = torch.cat([ids, torch.tensor([[tokenizer.eos_token_id]])], dim=1)
     with torch.no_grad():
         score = float(model(input_ids=ids).logits)
@@ -33,7 +35,9 @@ def export(run: str, to: str, step: str = "last") -> dict[str, Any]:
             "model_dtype": str(model.dtype), "files": sorted(path.name for path in Path(to).iterdir())}  # fmt: skip
 
 
-def evaluate(folder: str, data: str, task: str | None = None, sets: list[str] | None = None, step: str = "last") -> dict[str, Any]:
+def evaluate(
+    folder: str, data: str, task: str | None = None, sets: list[str] | None = None, step: str = "last"
+) -> dict[str, Any]:
     return evaluate_model(Path(folder), data, task, sets or [], step)
 
 

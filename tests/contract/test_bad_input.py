@@ -199,7 +199,7 @@ def test_all_faults_are_told_at_once(folder: Path) -> None:
 def with_records(count: int) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         good = (folder / "train.jsonl").read_text().splitlines()
-        good[5:5 + count] = ['{"chosen": "a", "rejected": "a"}'] * count
+        good[5 : 5 + count] = ['{"chosen": "a", "rejected": "a"}'] * count
         (folder / "train.jsonl").write_text("\n".join(good))
 
     return write
@@ -237,6 +237,8 @@ def test_what_only_a_worker_sees_is_said_before_any_process_group(wrong: str, fo
     if write:
         write(folder)
     with pytest.raises(UsageError, match=f"(?s){wanted}"):
-        make_plan(resolve_wish(Wish(recipe=RECIPE, sets=changes)), folder / "run", Resume(), Worker(0, 0, 1, "tests", 1))
+        make_plan(
+            resolve_wish(Wish(recipe=RECIPE, sets=changes)), folder / "run", Resume(), Worker(0, 0, 1, "tests", 1)
+        )
     assert not torch.distributed.is_initialized()
     assert not (folder / "run/checkpoints").exists()

@@ -73,7 +73,12 @@ def test_a_starter_recipe_reads_clean_and_explains_itself(task: str, tmp_path: P
 
 
 def test_data_check_names_every_bad_record(tmp_path: Path) -> None:
-    rows = ['{"prompt": "p", "chosen": "a", "rejected": "b"}', "no json", '{"prompt": "p", "chosen": "", "rejected": "b"}', '{"chosen": 3}']
+    rows = [
+        '{"prompt": "p", "chosen": "a", "rejected": "b"}',
+        "no json",
+        '{"prompt": "p", "chosen": "", "rejected": "b"}',
+        '{"chosen": 3}',
+    ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
     bad = call("data", "check", str(tmp_path / "pairs.jsonl"), "--task", "rm")
     assert bad.exit_code == 2
@@ -87,7 +92,12 @@ def test_data_check_names_every_bad_record(tmp_path: Path) -> None:
 def test_checkpoints_tells_whole_from_damaged(tmp_path: Path) -> None:
     kept = Checkpoints(folder=tmp_path / "checkpoints", world=SoloWorld(), best="max")
     for step, metric in ((10, 0.9), (20, 0.4)):
-        kept.save(lambda folder: (folder / "w.bin").write_bytes(b"x" * 100), Progress(step, step * 4), {"zero_stage": 2}, metric)
+        kept.save(
+            lambda folder: (folder / "w.bin").write_bytes(b"x" * 100),
+            Progress(step, step * 4),
+            {"zero_stage": 2},
+            metric,
+        )
     (tmp_path / "checkpoints/step-00000020/w.bin").write_bytes(b"y" * 100)
     rows = json.loads(call("checkpoints", str(tmp_path), "--verify", "--json").stdout)
     assert [(row["step"], row["best"]) for row in rows] == [(20, False), (10, True)]
@@ -98,10 +108,14 @@ def test_checkpoints_tells_whole_from_damaged(tmp_path: Path) -> None:
 
 def test_the_later_saying_counts(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("task: rm\nds_config: zero1\noptim: {lr: 1e-5}\n")
-    told = resolve_wish(Wish(recipe=str(tmp_path / "r.yaml"), sets=["optim.lr=2e-5", "optim.lr=3e-5"], ds_config="zero3")).config
+    told = resolve_wish(
+        Wish(recipe=str(tmp_path / "r.yaml"), sets=["optim.lr=2e-5", "optim.lr=3e-5"], ds_config="zero3")
+    ).config
     assert told.optim.lr == 3e-5
     assert told.ds_config == "zero3"
-    assert read_recipe(tmp_path / "r.yaml").config.optim.lr == 1e-5, "1e-5 is a number, though YAML 1.1 has it for a word"
+    assert read_recipe(tmp_path / "r.yaml").config.optim.lr == 1e-5, (
+        "1e-5 is a number, though YAML 1.1 has it for a word"
+    )
 
 
 def test_a_dry_run_prints_all_and_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +123,14 @@ def test_a_dry_run_prints_all_and_starts_nothing(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     result = call("train", "demo-rm", "--dry-run", "--num_gpus", "2")
     assert result.exit_code == 0
-    for words in ("# recipe", "task: rm", "# DeepSpeed JSON", '"stage": 2', "# launch", "deepspeed.launcher.runner", "--num_gpus 2"):
+    for words in (
+        "# recipe",
+        "task: rm",
+        "# DeepSpeed JSON",
+        '"stage": 2',
+        "# launch",
+        "deepspeed.launcher.runner",
+        "--num_gpus 2",
+    ):
         assert words in result.output
     assert not list(tmp_path.iterdir())

@@ -18,12 +18,17 @@ CASES = "tests.contract.export_cases:"
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
-    values = find_task("rm").tiny(tmp_path) | {"eval": {"every": 2, "metric": "accuracy", "best": "max"}, "save": {"every": 2}}
+    values = find_task("rm").tiny(tmp_path) | {
+        "eval": {"every": 2, "metric": "accuracy", "best": "max"},
+        "save": {"every": 2},
+    }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
     return str(tmp_path / "recipe.yaml")
 
 
-@pytest.mark.parametrize(("preset", "precision"), [("zero0", "fp32"), ("zero2", "bf16"), ("zero3", "fp32"), ("zero3", "bf16")])
+@pytest.mark.parametrize(
+    ("preset", "precision"), [("zero0", "fp32"), ("zero2", "bf16"), ("zero3", "fp32"), ("zero3", "bf16")]
+)
 def test_an_export_scores_as_the_run_does(
     preset: str, precision: str, recipe: str, tmp_path: Path, one: Workers, two: Workers
 ) -> None:
@@ -71,7 +76,9 @@ def base(tmp_path_factory: pytest.TempPathFactory, one: Workers) -> tuple[str, d
     return str(folder / "model"), recipe | {"model": {"path": str(folder / "model")}}
 
 
-def test_weights_and_a_new_head_are_equal_at_every_stage(base: tuple[str, dict[str, Any]], one: Workers, two: Workers) -> None:
+def test_weights_and_a_new_head_are_equal_at_every_stage(
+    base: tuple[str, dict[str, Any]], one: Workers, two: Workers
+) -> None:
     folder, recipe = base
     plain = one(CASES + "load", folder=folder, recipe=recipe, preset="zero2")[0]
     assert "score.weight" in plain["sums"]

@@ -31,13 +31,19 @@ def task(request: pytest.FixtureRequest, tmp_path: Path) -> Task:
     return made
 
 
-def sums(task: Task, model: torch.nn.Module, ids: list[int], filler: bool = False) -> tuple[float, dict[str, tuple[float, float]], float]:
+def sums(
+    task: Task, model: torch.nn.Module, ids: list[int], filler: bool = False
+) -> tuple[float, dict[str, tuple[float, float]], float]:
     examples = task.examples("train")
     assert examples
     batch = make_batch(examples, task.collate, [] if filler else ids, ids[0])
     with torch.no_grad():
         total, metrics = Objective(task, model)(batch)
-    return float(total), {name: (float(value), float(weight)) for name, (value, weight) in metrics.items()}, batch.weight
+    return (
+        float(total),
+        {name: (float(value), float(weight)) for name, (value, weight) in metrics.items()},
+        batch.weight,
+    )
 
 
 def test_every_option_says_what_it_does(task: Task) -> None:
@@ -81,7 +87,9 @@ def test_every_trained_parameter_gets_a_gradient(task: Task) -> None:
 def test_a_task_of_one_file_trains_with_two_processes(tmp_path: Path) -> None:
     sets = ("steps=8", "batch.total=6", "log.every=1", "optim.lr=0.3", "log.tensorboard=false", "ds_config=zero1")
     command = [sys.executable, "-m", "dstrain", "train", "--task", TINY, "--num-gpus", "2", "--run-dir", str(tmp_path)]
-    done = subprocess.run([*command, *(word for pair in sets for word in ("--set", pair))], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*command, *(word for pair in sets for word in ("--set", pair))], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     train = [row["loss"] for row in rows if row["split"] == "train"]

@@ -34,7 +34,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder), str(wheel)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(folder),
+        str(wheel),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return folder
 
@@ -58,9 +69,17 @@ def test_everything_that_is_shipped_is_inside(wheel: Path) -> None:
 )  # fmt: skip
 def test_it_works_in_an_empty_folder(arguments: list[str], wanted: str, installed: Path, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(installed)}
-    where = subprocess.run([sys.executable, "-c", "import dstrain; print(dstrain.__file__)"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    where = subprocess.run(
+        [sys.executable, "-c", "import dstrain; print(dstrain.__file__)"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert where.stdout.startswith(str(installed)), "the installed one, not the checkout"
-    done = subprocess.run([sys.executable, "-m", "dstrain", *arguments], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "dstrain", *arguments], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert wanted in done.stdout
     assert not list(tmp_path.iterdir())

@@ -61,11 +61,33 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_task_of_the_docs_trains(tmp_path: Path) -> None:
     words = [("well done", 1), ("thank you", 1), ("go away", 0), ("you fool", 0)] * 8
-    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in words))
-    sets = ["data.train=lines.jsonl", "steps=6", "batch.total=8", "log.every=1", "optim.lr=0.1", "log.tensorboard=false"]
-    command = [sys.executable, "-m", "dstrain", "train", "--task", str(ROOT / "docs/examples/tiny_task.py"), "--run-dir", "run"]
+    (tmp_path / "lines.jsonl").write_text(
+        "".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in words)
+    )
+    sets = [
+        "data.train=lines.jsonl",
+        "steps=6",
+        "batch.total=8",
+        "log.every=1",
+        "optim.lr=0.1",
+        "log.tensorboard=false",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "dstrain",
+        "train",
+        "--task",
+        str(ROOT / "docs/examples/tiny_task.py"),
+        "--run-dir",
+        "run",
+    ]
     done = subprocess.run(
-        [*command, *(word for pair in sets for word in ("--set", pair))], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [*command, *(word for pair in sets for word in ("--set", pair))],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

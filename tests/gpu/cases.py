@@ -137,7 +137,9 @@ def fused_and_plain(count: int) -> float:
     start = [torch.randn(shape, generator=draw) for shape in ((64, 48), (48,), (3, 5, 7))]
     ours, plain = ([torch.nn.Parameter(value.clone().to(here)) for value in start] for _ in range(2))
     first = make_optimizer([Group(ours, 1.0, 0.1)], optim, None, here)
-    second = torch.optim.AdamW(plain, lr=1e-3, betas=optim.betas, eps=optim.eps, weight_decay=0.1, fused=False, foreach=False)
+    second = torch.optim.AdamW(
+        plain, lr=1e-3, betas=optim.betas, eps=optim.eps, weight_decay=0.1, fused=False, foreach=False
+    )
     assert here.type != "cuda" or first.defaults["fused"]
     for _ in range(count):
         for a, b in zip(ours, plain, strict=True):

@@ -27,7 +27,9 @@ OPTIONS: dict[str, Any] = {
 MARK = "measured: "
 
 
-def measure(*, preset: str, cap: float, shape: str, length: int, micro: int, steps: int, precision: str, outside: float) -> dict[str, Any]:
+def measure(
+    *, preset: str, cap: float, shape: str, length: int, micro: int, steps: int, precision: str, outside: float
+) -> dict[str, Any]:
     """In a process of its own: build, step, tell. `fits` is False where the allocator gave up."""
     import torch
 
@@ -51,7 +53,10 @@ def measure(*, preset: str, cap: float, shape: str, length: int, micro: int, ste
     except torch.OutOfMemoryError as fault:
         return {"fits": False, "why": str(fault).splitlines()[0]}
     kept = times[2:]
-    told: dict[str, Any] = {"fits": True, "tokens_per_second": sum(b.tokens for step in batches[2:] for b in step) / sum(kept)}
+    told: dict[str, Any] = {
+        "fits": True,
+        "tokens_per_second": sum(b.tokens for step in batches[2:] for b in step) / sum(kept),
+    }
     if cuda:
         free, total = torch.cuda.mem_get_info(0)
         reserved = torch.cuda.memory_reserved(0)

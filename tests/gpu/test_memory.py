@@ -17,7 +17,14 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_table_of_presets_and_cards(tmp_path: Path) -> None:
-    tiny = {"shape": "tiny", "length": 24, "presets": "zero0,zero2_offload", "caps": "24,8", "precision": "fp32", "steps": 3}
+    tiny = {
+        "shape": "tiny",
+        "length": 24,
+        "presets": "zero0,zero2_offload",
+        "caps": "24,8",
+        "precision": "fp32",
+        "steps": 3,
+    }
     settings = {**OPTIONS, **(tiny if REHEARSAL else {})}
     rows = sweep(**settings)
     where = tmp_path / "memory.json" if REHEARSAL else place("memory.json")

@@ -38,7 +38,14 @@ def test_batches_come_in_pinned_memory_and_arrive_whole(workers: int, gpus: GpuW
 
 @pytest.mark.parametrize(
     ("preset", "precision"),
-    [("zero0", "bf16"), ("zero1", "bf16"), ("zero2", "bf16"), ("zero3", "bf16"), ("zero2", "fp32"), ("zero2_offload", "bf16")],
+    [
+        ("zero0", "bf16"),
+        ("zero1", "bf16"),
+        ("zero2", "bf16"),
+        ("zero3", "bf16"),
+        ("zero2", "fp32"),
+        ("zero2_offload", "bf16"),
+    ],
 )
 def test_a_deterministic_run_resumes_bit_for_bit(preset: str, precision: str, gpus: GpuWorkers, tmp_path: Path) -> None:
     recipe = written(tmp_path, deterministic=True, options={"disable_dropout": False}, steps=14, batch={"total": 6, "micro": 2},

@@ -62,12 +62,16 @@ def test_bf16_follows_the_definition(stage: int, gpus: GpuWorkers, definition: A
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fp16_finds_its_scale_and_learns(stage: int, gpus: GpuWorkers, only_gpu: None, tmp_path: Path) -> None:
-    for found in gpus("tests.gpu.cases:fp16", folder=str(tmp_path), preset=f"zero{stage}", count=60, initial_scale_power=28):
+    for found in gpus(
+        "tests.gpu.cases:fp16", folder=str(tmp_path), preset=f"zero{stage}", count=60, initial_scale_power=28
+    ):
         lowered = found["events"].count("loss_scale_lowered")
         assert lowered >= 3, "more in a row than the guard allows where a loss is not finite"
         assert found["events"] == ["loss_scale_lowered"] * lowered, "none counts as a skipped step"
         assert found["applied"].count(False) == lowered
-        assert sum(found["losses"][-9:]) < 0.8 * sum(found["losses"][:9]), "the same 64 pairs, about 9 steps to an epoch"
+        assert sum(found["losses"][-9:]) < 0.8 * sum(found["losses"][:9]), (
+            "the same 64 pairs, about 9 steps to an epoch"
+        )
 
 
 @pytest.mark.xfail(

@@ -48,7 +48,17 @@ def test_all_ways_in_give_the_same_run(recipe: Path, tmp_path: Path) -> None:
         "dstrain": ["dstrain", "train", str(recipe), "--num-gpus", "2"],
         "deepspeed": ["deepspeed", *port, "--num_gpus", "2", "--module", "dstrain.cli", "train", str(recipe)],
         "deepspeed -m": ["deepspeed", *port, "--num_gpus", "2", "-m", "dstrain.cli", "train", str(recipe)],
-        "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", port[1], "-m", "dstrain.cli", "train", str(recipe)],
+        "torchrun": [
+            "torchrun",
+            "--nproc-per-node",
+            "2",
+            "--master-port",
+            port[1],
+            "-m",
+            "dstrain.cli",
+            "train",
+            str(recipe),
+        ],
     }
     for name, command in ways.items():
         done = start([*command, "--run-dir", str(tmp_path / name)])
@@ -63,7 +73,17 @@ def test_all_ways_in_give_the_same_run(recipe: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", ["deepspeed", "torchrun"])
 def test_bad_usage_found_by_a_worker_exits_with_2(way: str, recipe: Path, tmp_path: Path) -> None:
     """Only a worker reads the model's config: the launcher must not turn its 2 into 1."""
-    command = ["dstrain", "train", str(recipe), "--num-gpus", "2", "--launcher", way, "--run-dir", str(tmp_path / "run")]
+    command = [
+        "dstrain",
+        "train",
+        str(recipe),
+        "--num-gpus",
+        "2",
+        "--launcher",
+        way,
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     done = start([*command, "--set", "model.config.hidden_sizes=3"])
     assert done.returncode == 2, done.stderr[-3000:]
     assert "did you mean 'hidden_size'?" in done.stdout + done.stderr

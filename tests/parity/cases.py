@@ -42,7 +42,12 @@ def ds_config(preset: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_step(
-    task: str, kind: str, samples: list[int], accumulate: int, changes: dict[str, Any] | None = None, precision: str = "fp32"
+    task: str,
+    kind: str,
+    samples: list[int],
+    accumulate: int,
+    changes: dict[str, Any] | None = None,
+    precision: str = "fp32",
 ) -> dict[str, Any]:
     """Sums and the gradient (as a step of SGD at a large rate shows it) of one step over the samples.
 
@@ -58,17 +63,23 @@ def one_step(
         engine: Any = TorchEngine(Objective(made, model), parameter_groups(model, optim), optim, torch.device("cpu"))
     else:
         ranks = world()
-        config = ds_config(kind, {"accumulate": accumulate, "world_size": ranks.size, "clip": optim.clip, "precision": precision})
+        config = ds_config(
+            kind, {"accumulate": accumulate, "world_size": ranks.size, "clip": optim.clip, "precision": precision}
+        )
         with sharded_construction(config):
             model = made.build_model()
         freeze(model, made.recipe.model.freeze)
         engine = DeepSpeedEngine(Objective(made, model), parameter_groups(model, optim), optim, config, ranks)
     before = weights(model)
-    chunks = np.array_split(np.array(samples), ranks.size * accumulate)[ranks.rank * accumulate : (ranks.rank + 1) * accumulate]
+    chunks = np.array_split(np.array(samples), ranks.size * accumulate)[
+        ranks.rank * accumulate : (ranks.rank + 1) * accumulate
+    ]
     batches = [make_batch(examples, made.collate, chunk.tolist(), samples[0]) for chunk in chunks]
     result = engine.step(batches, lr=optim.lr)
     after = weights(model)
-    sums = ranks.sum([float(result.loss), result.weight, *(float(v) for _, pair in sorted(result.metrics.items()) for v in pair)])
+    sums = ranks.sum(
+        [float(result.loss), result.weight, *(float(v) for _, pair in sorted(result.metrics.items()) for v in pair)]
+    )
     return {
         "sums": sums,
         "norm": result.grad_norm,
@@ -89,6 +100,12 @@ def rotary_frequencies(kind: str) -> list[str]:
     config = ds_config(kind, {"world_size": world().size, "precision": "bf16"})
     with sharded_construction(config):
         model = made.build_model()
-    DeepSpeedEngine(Objective(made, model), parameter_groups(model, made.recipe.optim), made.recipe.optim, config, world())
+    DeepSpeedEngine(
+        Objective(made, model), parameter_groups(model, made.recipe.optim), made.recipe.optim, config, world()
+    )
     plain = dict(made.build_model().named_buffers())
-    return [f"{value.dtype} {torch.equal(value, plain[name])}" for name, value in model.named_buffers() if "inv_freq" in name]
+    return [
+        f"{value.dtype} {torch.equal(value, plain[name])}"
+        for name, value in model.named_buffers()
+        if "inv_freq" in name
+    ]

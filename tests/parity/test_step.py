@@ -29,7 +29,14 @@ def definition(one: Workers) -> Any:
         key = f"{samples} {task} {more}"
         if key not in found:
             changes = SGD | more
-            found[key] = one("tests.parity.cases:one_step", task=task, kind="torch", samples=SAMPLES[samples], accumulate=1, changes=changes)[0]
+            found[key] = one(
+                "tests.parity.cases:one_step",
+                task=task,
+                kind="torch",
+                samples=SAMPLES[samples],
+                accumulate=1,
+                changes=changes,
+            )[0]
         return found[key]
 
     return of
@@ -45,7 +52,12 @@ def test_a_step_is_the_same_however_it_is_split(
     workers = request.getfixturevalue({1: "one", 2: "two"}[processes])
     wanted = definition(samples)
     found = workers(
-        "tests.parity.cases:one_step", task="rm", kind=f"zero{stage}", samples=SAMPLES[samples], accumulate=accumulate, changes=SGD
+        "tests.parity.cases:one_step",
+        task="rm",
+        kind=f"zero{stage}",
+        samples=SAMPLES[samples],
+        accumulate=accumulate,
+        changes=SGD,
     )
     for of_rank in found:
         assert distance(of_rank, wanted, "before") == 0, "the weights to begin with"
@@ -55,16 +67,26 @@ def test_a_step_is_the_same_however_it_is_split(
 
 
 def test_accumulation_in_plain_torch_is_the_definition_too(one: Workers, definition: Any) -> None:
-    found = one("tests.parity.cases:one_step", task="rm", kind="torch", samples=SAMPLES["uneven"], accumulate=4, changes=SGD)[0]
+    found = one(
+        "tests.parity.cases:one_step", task="rm", kind="torch", samples=SAMPLES["uneven"], accumulate=4, changes=SGD
+    )[0]
     assert distance(found, definition("uneven")) <= 1e-6
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_frozen_parts_and_groups_are_the_same_at_every_stage(stage: int, two: Workers, definition: Any) -> None:
-    own = {"optim": SGD["optim"] | {"groups": {"score": {"lr": 10.0}}}, "model": {"freeze": ["*.embed_tokens", "model.layers.0"]}}
+    own = {
+        "optim": SGD["optim"] | {"groups": {"score": {"lr": 10.0}}},
+        "model": {"freeze": ["*.embed_tokens", "model.layers.0"]},
+    }
     wanted = definition("uneven", **own)
     for found in two(
-        "tests.parity.cases:one_step", task="rm", kind=f"zero{stage}", samples=SAMPLES["uneven"], accumulate=2, changes=SGD | own
+        "tests.parity.cases:one_step",
+        task="rm",
+        kind=f"zero{stage}",
+        samples=SAMPLES["uneven"],
+        accumulate=2,
+        changes=SGD | own,
     ):
         assert distance(found, wanted) <= 1e-6
         assert not found["gradient"]["model.embed_tokens.weight"].any(), "frozen"

@@ -58,4 +58,6 @@ def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | Non
 
 def _poisoned(batch: Batch) -> Batch:
     margin = batch.tensors["margin"] * 0 + float("inf")
-    return Batch(tensors={**batch.tensors, "margin": margin}, weight=batch.weight, samples=batch.samples, tokens=batch.tokens)
+    return Batch(
+        tensors={**batch.tensors, "margin": margin}, weight=batch.weight, samples=batch.samples, tokens=batch.tokens
+    )

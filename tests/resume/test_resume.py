@@ -19,7 +19,12 @@ RUN = "tests.resume.cases:run"
 def recipe(tmp_path: Path) -> str:
     """The tiny reward model with dropout on, 64 pairs, 6 samples per step: an epoch ends within step 11."""
     values = find_task("rm").tiny(tmp_path)
-    values |= {"options": {"disable_dropout": False}, "steps": 26, "batch": {"total": 6, "micro": 2}, "save": {"every": 4, "keep": 9}}
+    values |= {
+        "options": {"disable_dropout": False},
+        "steps": 26,
+        "batch": {"total": 6, "micro": 2},
+        "save": {"every": 4, "keep": 9},
+    }
     values["model"]["config"]["attention_dropout"] = 0.1
     values["eval"] = {"every": 8}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
@@ -52,7 +57,9 @@ def test_resuming_changes_nothing(preset: str, precision: str, recipe: str, tmp_
     assert all(result["code"] == 0 for result in (*whole, *third))
     assert rows(tmp_path / "broken") == rows(tmp_path / "whole"), "bit for bit"
     for rank in (0, 1):
-        assert first[rank]["samples"][:4] + second[rank]["samples"][:16] + third[rank]["samples"] == whole[rank]["samples"]
+        assert (
+            first[rank]["samples"][:4] + second[rank]["samples"][:16] + third[rank]["samples"] == whole[rank]["samples"]
+        )
     assert [event["step"] for event in events(tmp_path / "broken", "resumed")] == [4, 20]
 
 

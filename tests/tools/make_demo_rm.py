@@ -1,6 +1,6 @@
 """Writes the pairs of the packaged recipe demo-rm: made-up questions in a workshop, a helpful and a useless answer.
 
-    python tests/tools/make_demo_rm.py dstrain/recipes/demo-rm
+python tests/tools/make_demo_rm.py dstrain/recipes/demo-rm
 """
 
 from __future__ import annotations
@@ -15,8 +15,18 @@ PARTS = ("bearing", "belt", "switch", "cable", "filter", "seal", "spring", "scre
 FAULTS = ("makes a loud noise", "does not start", "gets very hot", "leaks oil", "stops after a minute", "smells burnt")
 WAYS = ("clean", "tighten", "replace", "oil", "test", "take out and dry")
 OPENERS = ("", "Hello! ", "Quick question: ", "I need some help. ")
-RUDE = ("Figure it out yourself.", "That is a boring question.", "Not my problem.", "Just buy a new one and stop asking.")
-VAGUE = ("It could be anything, really.", "Hard to say.", "Things like that happen sometimes.", "There is not much to say about it.")
+RUDE = (
+    "Figure it out yourself.",
+    "That is a boring question.",
+    "Not my problem.",
+    "Just buy a new one and stop asking.",
+)
+VAGUE = (
+    "It could be anything, really.",
+    "Hard to say.",
+    "Things like that happen sometimes.",
+    "There is not much to say about it.",
+)
 
 
 def steps(draw: random.Random, thing: str) -> str:

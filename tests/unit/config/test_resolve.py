@@ -50,6 +50,8 @@ def test_only_learning_keys_are_held_fast() -> None:
 
 
 def test_what_is_shown_reads_back_the_same(tmp_path: Path) -> None:
-    config = RunConfig.model_validate({"task": "rm", "data": {"train": ["a", {"path": "b", "weight": 0.5}]}, "optim": {"lr": "1e-5"}})
+    config = RunConfig.model_validate(
+        {"task": "rm", "data": {"train": ["a", {"path": "b", "weight": 0.5}]}, "optim": {"lr": "1e-5"}}
+    )
     (tmp_path / "shown.yaml").write_text(show_recipe(config))
     assert read_recipe(tmp_path / "shown.yaml").config == config

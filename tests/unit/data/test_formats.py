@@ -25,8 +25,11 @@ def test_parsing_a_dialog_loses_nothing(text):
     assert all(left.role != right.role for left, right in pairwise(turns))
 
 
-@given(st.lists(PIECES, max_size=12).map("".join), st.lists(PIECES, max_size=6).map("".join),
-       st.lists(PIECES, max_size=6).map("".join))
+@given(
+    st.lists(PIECES, max_size=12).map("".join),
+    st.lists(PIECES, max_size=6).map("".join),
+    st.lists(PIECES, max_size=6).map("".join),
+)
 def test_any_two_texts_are_split_at_a_common_beginning_or_refused(common, one, other):
     try:
         preference = read_preference({"chosen": common + one, "rejected": common + other})
@@ -73,14 +76,17 @@ def test_a_dialog_may_begin_without_line_breaks():
     assert read_preference({"chosen": "Human: q\n\nAssistant: a", "rejected": "Human: q\n\nAssistant: b"}).chosen == "a"
 
 
-@pytest.mark.parametrize(("left", "right", "cut"), [
-    ("What is it? four", "What is it? five", len("What is it?")),
-    ("Q\nfour", "Q\nfive", len("Q\n")),
-    ("four", "five", 0),
-    ("one two", "one two three", len("one")),
-    ("你好吗", "你好呢", len("你好")),
-    ("one", "two", 0),
-])
+@pytest.mark.parametrize(
+    ("left", "right", "cut"),
+    [
+        ("What is it? four", "What is it? five", len("What is it?")),
+        ("Q\nfour", "Q\nfive", len("Q\n")),
+        ("four", "five", 0),
+        ("one two", "one two three", len("one")),
+        ("你好吗", "你好呢", len("你好")),
+        ("one", "two", 0),
+    ],
+)
 def test_plain_texts_split_at_the_last_common_word(left, right, cut):
     assert common_words(left, right) == cut
     preference = read_preference({"chosen": left, "rejected": right})
@@ -103,19 +109,25 @@ def test_a_prompt_that_is_a_dialog_becomes_messages():
 FOUR, FIVE = said("assistant", "4"), said("assistant", "5")
 
 
-@pytest.mark.parametrize("record", [
-    {"prompt": [QUESTION], "chosen": [FOUR], "rejected": [FIVE]},
-    {"prompt": [QUESTION], "chosen": "4", "rejected": "5"},
-    {"prompt": "2+2?", "chosen": [FOUR], "rejected": [FIVE]},
-    {"prompt": "2+2?", "chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE]},
-    {"prompt": [QUESTION], "chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE]},
-    {"chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE]},
-    {"prompt": None, "chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE], "messages": None},
-    {"messages": [QUESTION], "chosen": FOUR, "rejected": FIVE},
-    {"conversations": [{"from": "human", "value": "2+2?"}], "chosen": {"from": "gpt", "value": "4"},
-     "rejected": {"from": "gpt", "value": "5"}},
-    {"prompt": [said("user", [{"type": "text", "text": "2+2?"}])], "chosen": [FOUR], "rejected": [FIVE]},
-])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": [QUESTION], "chosen": [FOUR], "rejected": [FIVE]},
+        {"prompt": [QUESTION], "chosen": "4", "rejected": "5"},
+        {"prompt": "2+2?", "chosen": [FOUR], "rejected": [FIVE]},
+        {"prompt": "2+2?", "chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE]},
+        {"prompt": [QUESTION], "chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE]},
+        {"chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE]},
+        {"prompt": None, "chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE], "messages": None},
+        {"messages": [QUESTION], "chosen": FOUR, "rejected": FIVE},
+        {
+            "conversations": [{"from": "human", "value": "2+2?"}],
+            "chosen": {"from": "gpt", "value": "4"},
+            "rejected": {"from": "gpt", "value": "5"},
+        },
+        {"prompt": [said("user", [{"type": "text", "text": "2+2?"}])], "chosen": [FOUR], "rejected": [FIVE]},
+    ],
+)
 def test_every_published_form_is_the_same_preference(record):
     preference = read_preference(record)
     assert (preference.prompt, preference.chosen, preference.rejected) == ([QUESTION], "4", "5")
@@ -129,8 +141,11 @@ def test_a_system_message_before_the_question_stays_in_the_prompt():
 
 def test_sharegpt_names_of_tools_are_known():
     names = ["system", "human", "function_call", "observation"]
-    record = {"conversations": [{"from": name, "value": name} for name in names],
-              "chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}}
+    record = {
+        "conversations": [{"from": name, "value": name} for name in names],
+        "chosen": {"from": "gpt", "value": "a"},
+        "rejected": {"from": "gpt", "value": "b"},
+    }
     assert [message["role"] for message in read_preference(record).prompt] == ["system", "user", "assistant", "tool"]
 
 
@@ -160,8 +175,10 @@ BAD = [
     ({"chosen": [QUESTION, FOUR], "rejected": [said("user", "3+3?"), FIVE]}, "do not begin with the same turn"),
     ({"chosen": [QUESTION, FOUR, QUESTION], "rejected": [QUESTION, FIVE]}, "'chosen' has the turn of the user"),
     ({"chosen": DIALOG, "rejected": "plain"}, "'rejected' is no dialog"),
-    ({"chosen": DIALOG + "\n\nHuman: x\n\nAssistant: y", "rejected": DIALOG + "\n\nHuman: z\n\nAssistant: y"},
-     r"'chosen' has no assistant's turn where the dialogs part \(turn 3\)"),
+    (
+        {"chosen": DIALOG + "\n\nHuman: x\n\nAssistant: y", "rejected": DIALOG + "\n\nHuman: z\n\nAssistant: y"},
+        r"'chosen' has no assistant's turn where the dialogs part \(turn 3\)",
+    ),
     ({"chosen": FOUR, "rejected": FIVE}, "there is no 'prompt'"),
 ]
 
@@ -172,12 +189,20 @@ def test_a_bad_record_is_refused_with_the_key_and_the_mend(record, reason):
         read_preference(record)
 
 
-@pytest.mark.parametrize(("name", "count", "empty"), [
-    ("hh/helpful-train.jsonl", 2000, 3), ("hh/helpful-test.jsonl", 500, 0), ("hh/harmless-train.jsonl", 1311, 4),
-    ("hh/harmless-test.jsonl", 500, 0), ("prefs/llamafactory/dpo_en_demo.json", 240, 0),
-    ("prefs/llamafactory/dpo_zh_demo.json", 240, 0), ("prefs/pandalm.jsonl", 636, 0), ("prefs/llmbar.jsonl", 299, 0),
-    ("mm/mathv/preferences-train.jsonl", 177, 0),
-])
+@pytest.mark.parametrize(
+    ("name", "count", "empty"),
+    [
+        ("hh/helpful-train.jsonl", 2000, 3),
+        ("hh/helpful-test.jsonl", 500, 0),
+        ("hh/harmless-train.jsonl", 1311, 4),
+        ("hh/harmless-test.jsonl", 500, 0),
+        ("prefs/llamafactory/dpo_en_demo.json", 240, 0),
+        ("prefs/llamafactory/dpo_zh_demo.json", 240, 0),
+        ("prefs/pandalm.jsonl", 636, 0),
+        ("prefs/llmbar.jsonl", 299, 0),
+        ("mm/mathv/preferences-train.jsonl", 177, 0),
+    ],
+)
 def test_real_files_are_read_but_for_their_empty_answers(real_data, name, count, empty):
     source, reasons = open_source(real_data / name), []
     for index in range(len(source)):

@@ -27,7 +27,15 @@ def test_the_last_line_needs_no_line_break(tmp_path):
 
 
 def test_lines_that_are_no_record_are_named_and_not_counted(write_lines):
-    rows = [{"a": 1}, b'{"a": ', b"[1]", b'{"a": "\xff"}', b'{"a": "\\ud83d"}', b'{"a": "\\ud83d\\ude00"}', b"[" * 99999]
+    rows = [
+        {"a": 1},
+        b'{"a": ',
+        b"[1]",
+        b'{"a": "\xff"}',
+        b'{"a": "\\ud83d"}',
+        b'{"a": "\\ud83d\\ude00"}',
+        b"[" * 99999,
+    ]
     source = open_source(write_lines(rows))
     assert [source[i]["a"] for i in range(len(source))] == [1, "😀"]
     assert [row.where for row in source.bad] == [f"train.jsonl:{n}" for n in (2, 3, 4, 5, 7)]
@@ -68,12 +76,20 @@ def test_a_missing_file_is_named_with_the_folder_and_the_near_files(write_lines,
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "content", "reason"), [
-    ("a.jsonl", b"", "is empty"), ("a.jsonl", b"\n\n", "no records"), ("a.json", b"[]", "no records"),
-    ("a.json", b'{"a": 1}', "no list"), ("a.json", b'{"a":1}\n{"a":2}', r"name it \.jsonl"),
-    ("a.json", b'[{"a": 1},\n{"a"}]', "line 2"), ("a.json", b'["\xff"]', "UTF-8"), ("a.csv", b"a,b", r"\.csv"),
-    ("a.parquet", b"nonsense", "no parquet"),
-])
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.jsonl", b"", "is empty"),
+        ("a.jsonl", b"\n\n", "no records"),
+        ("a.json", b"[]", "no records"),
+        ("a.json", b'{"a": 1}', "no list"),
+        ("a.json", b'{"a":1}\n{"a":2}', r"name it \.jsonl"),
+        ("a.json", b'[{"a": 1},\n{"a"}]', "line 2"),
+        ("a.json", b'["\xff"]', "UTF-8"),
+        ("a.csv", b"a,b", r"\.csv"),
+        ("a.parquet", b"nonsense", "no parquet"),
+    ],
+)
 def test_a_file_that_cannot_be_used_says_why(tmp_path, name, content, reason):
     if name.endswith("parquet"):
         pytest.importorskip("pyarrow")
@@ -133,8 +149,10 @@ def test_the_first_records_are_a_source_of_their_own(write_lines):
 
 
 def test_reading_and_planning_need_neither_torch_nor_transformers():
-    code = ("import sys, dstrain.data.source, dstrain.data.formats, dstrain.data.plan, dstrain.data.store, "
-            "dstrain.data.prepare, dstrain.data.loader, dstrain.data.text, dstrain.data.collate; "
-            "print({'torch', 'transformers', 'tokenizers'} & set(sys.modules))")
+    code = (
+        "import sys, dstrain.data.source, dstrain.data.formats, dstrain.data.plan, dstrain.data.store, "
+        "dstrain.data.prepare, dstrain.data.loader, dstrain.data.text, dstrain.data.collate; "
+        "print({'torch', 'transformers', 'tokenizers'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

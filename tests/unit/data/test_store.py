@@ -182,10 +182,18 @@ def test_samples_are_counted_in_the_source_and_cuts_are_counted_not_kept(write_l
     assert [row.where for row in report.bad] == ["one.jsonl:3", "one.jsonl:2", "two.jsonl:2"]
 
 
-@pytest.mark.parametrize(("bad", "on_error", "refused"), [
-    (0, None, False), (2, None, False), (3, None, True), (1, "fail", True), (0, "fail", False),
-    (199, "skip", False), (200, "skip", True),
-])
+@pytest.mark.parametrize(
+    ("bad", "on_error", "refused"),
+    [
+        (0, None, False),
+        (2, None, False),
+        (3, None, True),
+        (1, "fail", True),
+        (0, "fail", False),
+        (199, "skip", False),
+        (200, "skip", True),
+    ],
+)
 def test_bad_records_are_refused_or_skipped_as_asked(bad, on_error, refused):
     report = Report(read=200, kept=200 - bad, bad=[BadRow(f"a.jsonl:{i}", "no answer") for i in range(bad)])
     if not refused:
@@ -214,7 +222,9 @@ def test_another_verdict_needs_no_new_tokens(write_lines, tmp_path):
 
 def test_a_check_lists_every_bad_record_in_the_files_order(write_lines):
     good = {"prompt": "p", "chosen": "a", "rejected": "b"}
-    path = write_lines([good, {"prompt": "p", "chosen": "a"}, b"{", good, {"prompt": "p", "chosen": "", "rejected": "b"}])
+    path = write_lines(
+        [good, {"prompt": "p", "chosen": "a"}, b"{", good, {"prompt": "p", "chosen": "", "rejected": "b"}]
+    )
     assert [row.where for row in check_file(path, None, read_preference)] == [f"train.jsonl:{n}" for n in (2, 3, 5)]
 
 

@@ -60,8 +60,7 @@ def texts(tokenizer, example) -> tuple[str, str, str]:
 def test_without_a_template_messages_read_as_hh_dialogs_and_end_with_eos(tokenizer):
     prompt = [{"role": "system", "content": "Be kind."}, *HELLO]
     example = encode_preference(tokenizer, Preference(prompt, "the dog", "the river"), 200)
-    assert texts(tokenizer, example) == (
-        "Be kind.\n\nHuman: the fox\n\nAssistant:", " the dog</s>", " the river</s>")
+    assert texts(tokenizer, example) == ("Be kind.\n\nHuman: the fox\n\nAssistant:", " the dog</s>", " the river</s>")
     assert (example["prompt_cut"], example["response_cut"]) == (0, 0)
 
 
@@ -71,7 +70,11 @@ def test_plain_texts_are_joined_as_they_stand(tokenizer):
 
 
 def test_an_answer_of_several_turns_is_written_out(tokenizer):
-    answer = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]
+    answer = [
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
     rendered = render(tokenizer, HELLO, (answer, "  two spaces"))
     assert rendered.answers == (" a\n\nHuman: b\n\nAssistant: c", "   two spaces")
 
@@ -91,7 +94,9 @@ def test_a_template_that_opens_answers_with_more_is_split_where_they_begin_alike
 
 
 def test_a_dialog_that_the_template_refuses_is_a_bad_record_among_good_ones(tokenizer):
-    tokenizer = with_template(tokenizer, "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}" + TEMPLATE)
+    tokenizer = with_template(
+        tokenizer, "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}" + TEMPLATE
+    )
     long = Preference([*HELLO, {"role": "assistant", "content": "x"}, *HELLO], "a", "b")
     first, second, third = encode_preferences(tokenizer, [PREFERENCE, long, PREFERENCE], 200)
     assert isinstance(second, BadRecord)

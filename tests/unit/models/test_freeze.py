@@ -33,7 +33,9 @@ def model() -> torch.nn.Module:
 def test_biases_and_norms_do_not_decay_and_groups_have_their_own_rate() -> None:
     optim = OptimConfig(lr=1e-3, weight_decay=0.1, groups={"head": {"lr": 1e-2, "weight_decay": 0.0}})
     groups = parameter_groups(model(), optim)
-    told = sorted((round(group.lr_scale, 6), group.weight_decay, sum(p.numel() for p in group.params)) for group in groups)
+    told = sorted(
+        (round(group.lr_scale, 6), group.weight_decay, sum(p.numel() for p in group.params)) for group in groups
+    )
     assert told == [(1.0, 0.0, 4), (1.0, 0.1, 12), (10.0, 0.0, 5)]
 
 

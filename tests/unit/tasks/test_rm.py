@@ -79,7 +79,9 @@ def test_training_and_export_read_the_same_position(pad_is_eos: bool, tmp_path: 
     again = AutoModelForSequenceClassification.from_pretrained(str(tmp_path / "out")).eval()
     sequences = [examples[i][side] for side in ("chosen", "rejected") for i in range(6)]
     with torch.no_grad():
-        exported = [float(again(input_ids=torch.tensor([ids.tolist()])).logits) for ids in sequences]  # one by one, unpadded
+        exported = [
+            float(again(input_ids=torch.tensor([ids.tolist()])).logits) for ids in sequences
+        ]  # one by one, unpadded
     assert trained == pytest.approx(exported, rel=1e-5)
     assert len({round(score, 5) for score in trained}) > 6, "not all the same position of the same prompt"
 

@@ -24,7 +24,12 @@ LAUNCH_OPTIONS = (
     click.option("--master-addr", "--master_addr", help="Address of rank 0's host."),
     click.option("--master-port", "--master_port", type=int, help="Port where the ranks meet; default: a free one."),
     click.option("--no-ssh", "--no_ssh", is_flag=True, help="Every host is given its own command."),
-    click.option("--launcher", type=click.Choice(["deepspeed", "torchrun", "slurm"]), default="deepspeed"),
+    click.option(
+        "--launcher",
+        type=click.Choice(["deepspeed", "torchrun", "slurm"]),
+        default="deepspeed",
+        help="What starts the processes; the run is the same.",
+    ),
 )
 
 
@@ -177,7 +182,10 @@ def init(task: str, to: Path | None) -> None:
     elif to.exists():
         raise UsageError(f"--to {to}: exists already; choose another name")
     else:
-        to.write_text(text, encoding="utf-8")
+        try:
+            to.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--to {to}: cannot be written ({error.strerror}); choose another name") from None
         click.echo(f"{to}: fill in model.path and data.train, then `dstrain train {to}`")
 
 

@@ -33,6 +33,8 @@ class Workers:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __call__(self, function: str, **arguments: Any) -> list[Any]:
+        if any(process.poll() is not None for process in self._processes):
+            self.close()  # one died between two calls: killed for memory, say
         if not self._pipes:
             self._start()
         for pipe in self._pipes:
@@ -95,6 +97,7 @@ class Workers:
 
 def serve(address: str) -> None:
     """The worker's side: take calls until the tests are gone."""
+    import gc
     import importlib
     import logging
     import traceback
@@ -126,6 +129,7 @@ def serve(address: str) -> None:
             pickle.dumps(answer)
         except BaseException:
             answer = (False, traceback.format_exc())
+        gc.collect()  # engines hang in cycles, with all their memory
         pipe.send(answer)
 
 

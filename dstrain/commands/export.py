@@ -30,6 +30,8 @@ class Proof:
 
 def export_model(run: Path, step: str, to: Path, sets: Sequence[str] = ()) -> Proof:
     """Write the folder beside its place, reload it, compare, and only then give it its name."""
+    if to.exists() and not to.is_dir():
+        raise UsageError(f"--to {to}: is a file; choose another name")
     if to.exists() and any(to.iterdir()):
         raise UsageError(f"--to {to}: exists and is not empty; choose another folder")
     trained = load_trained(run, step, sets)

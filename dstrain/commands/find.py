@@ -67,8 +67,8 @@ def find_recipe(name: str | None, may_be_absent: bool) -> Path | None:
 
 def resolve_wish(wish: Wish) -> Recipe:
     """The wished recipe with --set, --task and --ds-config applied and its paths absolute. Raises RecipeError."""
-    sets = [*wish.sets, *([f"ds_config={wish.ds_config}"] if wish.ds_config else [])]
-    recipe = read_recipe(find_recipe(wish.recipe, bool(wish.task or sets)), sets, wish.task)
+    path = find_recipe(wish.recipe, bool(wish.task or wish.sets or wish.ds_config))
+    recipe = read_recipe(path, wish.sets, wish.task, wish.ds_config)
     return Recipe(absolute_paths(recipe.config, recipe.folder), recipe.name, recipe.folder)
 
 

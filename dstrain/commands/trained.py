@@ -70,6 +70,7 @@ def _from_export(folder: Path, sets: Sequence[str], task: str | None) -> Trained
 def _from_run(folder: Path, step: str, sets: Sequence[str]) -> Trained:
     from dstrain.train.reshape import whole_weights
 
+    info = find_checkpoint(folder, step)
     own = []
     if (folder / "tokenizer").is_dir():
         own.append(f"model.tokenizer={json.dumps(str((folder / 'tokenizer').resolve()))}")
@@ -77,7 +78,6 @@ def _from_run(folder: Path, step: str, sets: Sequence[str]) -> Trained:
         own.append("model.dtype=bfloat16")
     recipe = read_recipe(folder / "recipe.yaml", [*own, *sets])
     task = make_task(recipe.config, folder)
-    info = find_checkpoint(folder, step)
     model = task.build_model()
     missing, unexpected = model.load_state_dict(whole_weights(info.path), strict=False)
     tied = set(getattr(model, "all_tied_weights_keys", ()) or ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,12 +42,14 @@ class _Written:
     def where(self, key: Key) -> str:
         for end in range(len(key), 0, -1):
             if key[:end] in self.places:
-                return f"{self.places[key[:end]]} {_dotted(key[:end])}"
+                return f"{self.places[key[:end]]} {_dotted(key)}"
         return f"{self.name} {_dotted(key)}"
 
 
-def read_recipe(path: Path | None, sets: Sequence[str] = (), task: str | None = None) -> Recipe:
-    """The recipe in `path` (or none) with --set and --task applied.
+def read_recipe(
+    path: Path | None, sets: Sequence[str] = (), task: str | None = None, ds_config: str | None = None
+) -> Recipe:
+    """The recipe in `path` (or none) with --set, --task and --ds-config applied.
 
     Raises RecipeError with every fault found: unknown keys (did you mean), wrong types and ranges,
     keys that clash, and keys whose feature does not exist yet.
@@ -54,17 +57,18 @@ def read_recipe(path: Path | None, sets: Sequence[str] = (), task: str | None = 
     written = _read_yaml(path) if path else _Written(name="--set")
     for text in sets:
         _apply_set(written, text)
-    if task is not None:
-        written.values["task"] = task
-        written.places[("task",)] = "--task"
+    for key, option, value in (("task", "--task", task), ("ds_config", "--ds-config", ds_config)):
+        if value is not None:
+            written.values[key] = value
+            written.places[(key,)] = option
     try:
         config = RunConfig.model_validate(written.values)
     except ValidationError as error:
         faults = list(_schema_faults(error, written))
         raise RecipeError(faults + _not_yet_faults(written.values, written)) from None
-    faults = _not_yet_faults(config.model_dump(), written) + [
-        Fault(written.where(key), problem, mend) for key, problem, mend in cross_field_faults(config)
-    ]
+    faults = list(_truths(written.values, config.model_dump(), (), written))
+    faults += _not_yet_faults(config.model_dump(), written)
+    faults += [Fault(written.where(key), problem, mend) for key, problem, mend in cross_field_faults(config)]
     if faults:
         raise RecipeError(faults)
     name = path.stem if path else Path(config.task).stem
@@ -89,13 +93,20 @@ def _read_yaml(path: Path) -> _Written:
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "is no YAML"
         raise RecipeError(f"{path}{line}: {problem}; check the indentation and the colons there") from None
+    except ValueError as error:
+        raise RecipeError(f"{path}: a value cannot be read ({error}); quote it if it is text") from None
+    except RecursionError:
+        raise RecipeError(f"{path}: is nested too deeply; a recipe has few levels") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
     if values is None:
         values = {}
     if not isinstance(values, dict):
         raise RecipeError(f"{path}: is a {type(values).__name__}; a recipe is a mapping of keys such as `task: rm`")
-    faults = list(_walk(root, (), written))
+    try:
+        faults = list(_walk(root, (), written))
+    except RecursionError:
+        raise RecipeError(f"{path}: has an alias (*) inside what it names; write the values out") from None
     if faults:
         raise RecipeError(faults)
     written.values = values
@@ -125,7 +136,7 @@ def _apply_set(written: _Written, text: str) -> None:
     names = tuple(dotted.strip().split("."))
     try:
         parsed = yaml.safe_load(value)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise RecipeError(f"--set {text}: the value is no YAML; quote it for the shell and for YAML") from None
     block: Any = written.values
     for depth, name in enumerate(names[:-1], 1):
@@ -146,6 +157,8 @@ def _schema_faults(error: ValidationError, written: _Written) -> Iterator[Fault]
         key = tuple(detail["loc"])
         while key and key not in written.places and _lookup(written.values, key) is None:
             key = key[:-1]
+        if detail["type"] == "extra_forbidden" and key and key[-1] != detail["loc"][-1]:
+            key = (*key, detail["loc"][-1])  # stands in a block without places of its own
         seen.setdefault(key or tuple(detail["loc"]), []).append(detail)
     for key, details in seen.items():
         unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
@@ -157,8 +170,13 @@ def _schema_faults(error: ValidationError, written: _Written) -> Iterator[Fault]
 
 
 def _problem(detail: ErrorDetails) -> str:
+    name = detail["loc"][-1] if detail["loc"] else ""
+    if detail["type"] == "missing":
+        return f"'{name}' is missing in it" if isinstance(name, str) else f"it needs at least {name + 1} values"
+    if name == "[key]":
+        return "its name is no text; put it in quotation marks"
     message = detail["msg"][0].lower() + detail["msg"][1:]
-    return "the key is missing" if detail["type"] == "missing" else message.removeprefix("value error, ")
+    return re.sub(r"a valid dictionary.*", "a block of keys", message).removeprefix("value error, ")
 
 
 def _nearest(key: Key) -> str:
@@ -201,6 +219,18 @@ def _all_keys(model: type[BaseModel], above: Key = ()) -> Iterator[Key]:
         section = _section(info.annotation)
         if section is not None:
             yield from _all_keys(section, (*above, name))
+
+
+def _truths(raw: Any, read: Any, key: Key, written: _Written) -> Iterator[Fault]:
+    """A fault for each true or false that was taken for the number 1 or 0."""
+    if isinstance(raw, bool) and isinstance(read, (int, float)) and not isinstance(read, bool):
+        yield Fault(written.where(key), f"is {raw!r}, but input should be a number", "correct the value")
+    elif isinstance(raw, dict) and isinstance(read, dict):
+        for name, value in raw.items():
+            yield from _truths(value, read.get(name), (*key, name), written)
+    elif isinstance(raw, list) and isinstance(read, (list, tuple)):
+        for index, (value, taken) in enumerate(zip(raw, read, strict=False)):
+            yield from _truths(value, taken, (*key, index), written)
 
 
 def _not_yet_faults(values: Mapping[str, Any], written: _Written) -> list[Fault]:

@@ -25,7 +25,7 @@ def _task_and_model(config: RunConfig) -> Iterator[Rule]:
             "stands beside model.path",
             "keep path to load weights, or config to start from scratch",
         )
-    if model.config is not None and "model_type" not in model.config:
+    if model.config is not None and not isinstance(model.config.get("model_type"), str):
         yield ("model", "config"), "has no model_type", "add e.g. `model_type: llama`"
     if config.precision != "auto" and model.dtype == "float16" and config.precision != "fp16":
         yield ("model", "dtype"), f"is float16 while precision is {config.precision}", "leave model.dtype out"
@@ -54,6 +54,12 @@ def _learning(config: RunConfig) -> Iterator[Rule]:
             ("optim", "warmup"),
             f"is {optim.warmup:g} of only {config.steps} steps",
             "lower it, or give a share below 1",
+        )
+    if optim.lr == 0 and any(group.lr for group in optim.groups.values()):
+        yield (
+            ("optim", "lr"),
+            "is 0, and the rates of optim.groups are kept as multiples of it",
+            "give it a rate, and freeze the other parameters with model.freeze",
         )
     if optim.scale_lr == "none" and optim.scale_lr_base != 1:
         yield ("optim", "scale_lr_base"), "has no effect while optim.scale_lr is none", "set scale_lr to linear or sqrt"

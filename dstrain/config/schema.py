@@ -241,7 +241,7 @@ class RunConfig(Section):
     """torch.compile the model."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A step with an inf or nan is always left out; stop ends the run after 3 in a row."""
-    timeout_minutes: Annotated[float, Field(gt=0)] = 10.0
+    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 10.0
     """How long a process waits for a silent one."""
     log: LogConfig = LogConfig()
     """Where numbers go."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 def read_config(model: ModelConfig) -> PretrainedConfig:
     """The model's transformers config. Raises RecipeError where it cannot be had."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     if model.path is not None:
@@ -47,8 +50,8 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         raise RecipeError(faults)
     try:
         return AutoConfig.for_model(kind, **values)
-    except (TypeError, ValueError) as error:  # transformers checks some values itself
-        raise RecipeError(Fault("model.config", str(error).splitlines()[0], "correct the value")) from None
+    except (TypeError, ValueError, StrictDataclassError) as error:  # transformers checks some values itself
+        raise RecipeError(Fault("model.config", " ".join(str(error).split()), "correct the value")) from None
 
 
 def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
@@ -59,6 +62,8 @@ def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
 
 
 def _pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not Path(name).expanduser().is_dir():
         raise RecipeError(
@@ -68,8 +73,10 @@ def _pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
         return auto.from_pretrained(
             str(Path(name).expanduser()) if looks_local else name, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if isinstance(error, StrictDataclassError):
+            reason = " ".join(str(error).split())
         if "trust_remote_code" in str(error):
             mend = "set model.trust_remote_code: true if you trust the Python that comes with it"
         else:
@@ -78,7 +85,7 @@ def _pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
 
 
 def check_weights(model: ModelConfig) -> None:
-    """Raise RecipeError where a local folder holds no weights: found before any process group starts."""
+    """Raise RecipeError where a local folder holds no weights, or not whole ones: only beginnings of files are read."""
     folder = Path(model.path).expanduser() if model.path else None
     if folder is None or not folder.is_dir():
         return
@@ -90,6 +97,37 @@ def check_weights(model: ModelConfig) -> None:
                 "put *.safetensors there, or use model.config to start anew",
             )
         )
+    faults = [
+        Fault("model.path", f"{file} {fault}", "fetch it again; `git lfs pull` where git left a pointer")
+        for file in sorted({*folder.glob("*.safetensors"), *_indexed(folder)})
+        if (fault := _damage(file))
+    ]
+    if faults:
+        raise RecipeError(faults)
+
+
+def _indexed(folder: Path) -> list[Path]:
+    """The files that an index of shards names."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    try:
+        return [folder / name for name in set(json.loads(index.read_text())["weight_map"].values())]
+    except (ValueError, KeyError, AttributeError) as error:
+        raise RecipeError(Fault("model.path", f"{index} cannot be read ({error})", "fetch it again")) from None
+
+
+def _damage(file: Path) -> str:
+    """What is wrong with a safetensors file by its header and size; empty where nothing is."""
+    from safetensors import SafetensorError, safe_open
+
+    if not file.is_file():
+        return "is not there, though the index of shards names it"
+    try:
+        with safe_open(str(file), framework="numpy"):
+            return ""
+    except (SafetensorError, OSError) as error:
+        return f"is damaged ({error})"
 
 
 def load_model(auto: Any, model: ModelConfig, config: PretrainedConfig, seed: int) -> PreTrainedModel:
@@ -100,9 +138,7 @@ def load_model(auto: Any, model: ModelConfig, config: PretrainedConfig, seed: in
     """
     import torch
 
-    settings: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
-    if model.attention != "auto":
-        settings["attn_implementation"] = model.attention
+    settings = _settings(model)
     dtype = getattr(torch, model.dtype or "float32")
     config.use_cache = False
     torch.manual_seed(seed)
@@ -111,12 +147,23 @@ def load_model(auto: Any, model: ModelConfig, config: PretrainedConfig, seed: in
     return _from_scratch(auto, config, dtype, settings)
 
 
-def skeleton(auto: Any, config: PretrainedConfig) -> PreTrainedModel:
-    """The model's parts and shapes, without memory for its weights."""
+def skeleton(auto: Any, model: ModelConfig, config: PretrainedConfig) -> PreTrainedModel:
+    """The model's parts and shapes, without memory for its weights. Raises RecipeError where it cannot be built."""
     import torch
 
-    with torch.device("meta"):
-        return auto.from_config(config)
+    try:
+        with torch.device("meta"):
+            return auto.from_config(copy.deepcopy(config), **_settings(model))
+    except Exception as error:  # whatever the family's code trips over
+        key = "model.attention" if isinstance(error, ImportError) and model.attention != "auto" else "model.config"
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise RecipeError(Fault(key, f"the model cannot be built ({reason})", "correct the value")) from error
+
+
+def _settings(model: ModelConfig) -> dict[str, Any]:
+    """What a model is built with beside its config."""
+    own = {} if model.attention == "auto" else {"attn_implementation": model.attention}
+    return {"trust_remote_code": model.trust_remote_code, **own}
 
 
 def _from_scratch(auto: Any, config: PretrainedConfig, dtype: Any, settings: dict[str, Any]) -> PreTrainedModel:

@@ -74,7 +74,7 @@ def _module(name: str) -> ModuleType:
             return importlib.import_module(name)
     except TaskError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(
             f"--task {name}: cannot be imported ({type(error).__name__}: {error}); mend the file"
         ) from error
@@ -173,12 +173,16 @@ def _checked_options(task: type[Task], recipe: RunConfig) -> dict[str, Any]:
             faults.append(Fault(f"options.{name}", f"is no option of task {recipe.task}", did_you_mean(name, known)))
             continue
         try:
-            values[name] = TypeAdapter(types[name], config=ConfigDict(allow_inf_nan=False)).validate_python(value)
+            read = TypeAdapter(types[name], config=ConfigDict(allow_inf_nan=False)).validate_python(value)
         except ValidationError as error:
             problem = error.errors()[0]["msg"]
             faults.append(
                 Fault(f"options.{name}", f"is {value!r}, but {problem[0].lower()}{problem[1:]}", "correct it")
             )
+            continue
+        if isinstance(value, bool) and isinstance(read, (int, float)) and not isinstance(read, bool):
+            faults.append(Fault(f"options.{name}", f"is {value!r}, but input should be a number", "correct it"))
+        values[name] = read
     if faults:
         raise TaskError(faults)
     return values

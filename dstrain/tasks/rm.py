@@ -88,8 +88,9 @@ class RewardModel(TextTask):
         from transformers import AutoModelForSequenceClassification
 
         super().check()
-        if self.recipe.model.freeze or self.recipe.optim.groups:
-            check_parts(skeleton(AutoModelForSequenceClassification, self.head_config), self.recipe)
+        model = self.recipe.model
+        if model.config or model.attention != "auto" or model.freeze or self.recipe.optim.groups:
+            check_parts(skeleton(AutoModelForSequenceClassification, model, self.head_config), self.recipe)
 
     @property
     def head_config(self) -> PretrainedConfig:

@@ -63,7 +63,8 @@ class TextTask(Task):
         model = self.recipe.model
         wanted = model.tokenizer
         if wanted is None and model.config is not None:
-            wanted = TokenizerConfig(vocab_size=getattr(self.model_config, "vocab_size", 32000))
+            size = getattr(self.model_config, "vocab_size", 32000)
+            wanted = TokenizerConfig.model_construct(vocab_size=size)  # a size too small is refused below, by its name
         if isinstance(wanted, TokenizerConfig):
             source = self._source([item.path for item in self.recipe.data.train])
             return trained_tokenizer(source, self.texts, wanted.vocab_size, cache_root())

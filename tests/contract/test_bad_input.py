@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
+from dstrain.batch import Progress
 from dstrain.cli import main
 from dstrain.commands.find import Wish, resolve_wish
 from dstrain.config.names import NOT_YET
 from dstrain.errors import UsageError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
-from dstrain.train.folder import Resume
+from dstrain.train.checkpoint import Checkpoints
+from dstrain.train.folder import Resume, write_start
+from dstrain.world import SoloWorld
 
 Folder = Path
 RECIPE = "recipe.yaml"
@@ -95,6 +100,26 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "a tab": (recipe("task: rm\noptim:\n\tlr: 1\n"), ["bad.yaml:3", "check the indentation"]),
     "a key twice": (recipe("task: rm\nseed: 1\nseed: 2\n"), ["bad.yaml:3 seed", "stands at bad.yaml:2 too"]),
     "a list": (recipe("- task\n- rm\n"), ["is a list", "a recipe is a mapping"]),
+    "a word": (recipe("rm"), ["is a str", "a recipe is a mapping"]),
+    "an alias inside itself": (recipe("task: rm\noptions: &a {x: *a}\n"), ["bad.yaml", "an alias (*) inside what it names"]),
+    "a thousand brackets": (recipe("task: rm\noptions: " + "[" * 3000 + "]" * 3000), ["bad.yaml", "nested too deeply"]),
+    "a date that is none": (recipe("task: rm\nseed: 2020-13-45\n"), ["bad.yaml", "month must be in", "quote it"]),
+    "two documents": (recipe("task: rm\n---\ntask: rm\n"), ["bad.yaml:2", "another document"]),
+    "Python in YAML": (recipe("task: !!python/object:os.system x\n"), ["bad.yaml:1", "could not determine a constructor"]),
+    "a deep key misspelt in a file": (recipe("task: rm\noptim:\n  groups:\n    head: {lrr: 1}\n"), ["bad.yaml:4 optim.groups.head.lrr", "did you mean 'lr'?"]),
+    "a key misspelt in a list": (recipe("task: rm\ndata:\n  train:\n    - {path: x, wieght: 2}\n"), ["bad.yaml:4 data.train.0.wieght", "did you mean 'weight'?"]),
+    "a key misspelt in a --set block": (sets("data.train={path: train.jsonl, wieght: 2}"), ["--set data.train.wieght", "did you mean 'weight'?"]),
+    "a key misspelt in a choice": (sets("model.tokenizer={vocab_sizee: 300}"), ["--set model.tokenizer.vocab_sizee", "did you mean 'vocab_size'?"]),
+    "a number for a block": (sets("optim=5"), ["--set optim", "a block of keys"]),
+    "one beta": (sets("optim.betas=[0.9]"), ["optim.betas", "needs at least 2 values"]),
+    "true for a number": (sets("steps=true"), ["--set steps", "is True", "should be a number"]),
+    "true for a rate": (sets("optim.lr=yes"), ["--set optim.lr", "is True", "should be a number"]),
+    "true for a number in a list": (sets("data.train=[{path: train.jsonl, weight: true}]"), ["data.train.0.weight", "is True", "should be a number"]),
+    "true for a number of the task": (sets("options.center_rewards_coefficient=true"), ["options.center_rewards_coefficient", "should be a number"]),
+    "no for a column": (sets("data.columns={no: chosen}"), ["data.columns", "is no text", "quotation marks"]),
+    "an endless timeout": (sets("timeout_minutes=1e99"), ["timeout_minutes", "less than or equal to 1000000"]),
+    "rates on a rate of 0": (sets("optim.lr=0", "optim.groups={score: {lr: 1}}"), ["--set optim.lr", "multiples of it", "model.freeze"]),
+    "a config whose kind is a number": (sets("model.config.model_type=5"), ["model.config", "has no model_type"]),
     "an empty file": (recipe(""), ["task", "is missing", "`dstrain tasks`"]),
     "no text": (lambda folder: [(folder / "bad.yaml").write_bytes(b"\xff\xfe\x00") and "bad.yaml"], ["no UTF-8 text"]),
     "no such recipe": (lambda folder: ["nowhere.yaml"], ["nowhere.yaml", "there is no such file", "check the path"]),
@@ -126,6 +151,7 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "a task that comes later": (sets("task=dpo"), ["task 'dpo'", "there is no such task"]),
     "a task file that is not there": (lambda folder: [RECIPE, "--task", "./nowhere.py"], ["nowhere.py", "is no file"]),
     "a task file of no Python": (task("def ("), ["own.py", "cannot be imported (SyntaxError"]),
+    "a task file that leaves": (task("import sys\nsys.exit(0)\n"), ["own.py", "cannot be imported (SystemExit"]),
     "a task file of two tasks": (
         task(TASK + f"@dataclass(frozen=True, kw_only=True)\nclass A(Task):\n{BODY}@dataclass(frozen=True, kw_only=True)\nclass B(A):\n    x: int = 1\n"),
         ["defines A, B", "one concrete subclass"],
@@ -137,6 +163,16 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "an option out of range": (sets("options.label_smoothing=0.7"), ["label_smoothing is 0.7", "below 0.5"]),
     "a metric misspelt": (sets("eval.metric=acuracy"), ["eval.metric", "did you mean 'accuracy'?"]),
     "a preset misspelt": (sets("ds_config=zero22"), ["zero22", "zero2"]),
+    "a preset misspelt as an option": (lambda folder: [RECIPE, "--ds-config", "zeroo2"], ["ds_config zeroo2", "did you mean 'zero2'?"]),
+    "a preset of braces": (lambda folder: [RECIPE, "--ds-config", "{x"], ["ds_config {x", "there is no such preset"]),
+    "a preset of nothing": (lambda folder: [RECIPE, "--ds-config", ""], ["there is no such file", "`dstrain presets`"]),
+    "a task of nothing": (lambda folder: [RECIPE, "--task", ""], ["--task task: is missing"]),
+    "an option there is not": (lambda folder: [RECIPE, "--num-gpu", "2"], ["No such option", "--num-gpu"]),
+    "a word for a count": (lambda folder: [RECIPE, "--num-gpus", "two"], ["--num-gpus", "'two' is not a valid integer"]),
+    "no process": (lambda folder: [RECIPE, "--num-gpus", "0"], ["--num-gpus 0 starts no process"]),
+    "a port that is none": (lambda folder: [RECIPE, "--num-gpus", "1", "--master-port", "99999"], ["--master-port 99999 is no port"]),
+    "a launcher there is not": (lambda folder: [RECIPE, "--launcher", "mpi"], ["--launcher", "'mpi' is not one of"]),
+    "two recipes": (lambda folder: [RECIPE, RECIPE], ["unexpected extra argument"]),
     "a JSON that is not there": (sets("ds_config=./nowhere.json"), ["nowhere.json"]),
     "a JSON of no JSON": (preset("{"), ["ds.json"]),
     "a block misspelt": (preset({"zero_optimisation": {"stage": 2}}), ["ds.json:1 zero_optimisation", "did you mean 'zero_optimization'?"]),
@@ -169,8 +205,8 @@ def test_bad_input_is_named_with_its_mend(wrong: str, folder: Path, monkeypatch:
 def test_the_table_is_long_enough_and_its_messages_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     said = {run(*write(folder))[1] for write, _ in TABLE.values()}
-    assert len(TABLE) >= 60
-    assert len(said) >= 40
+    assert len(TABLE) >= 90
+    assert len(said) >= 75
 
 
 VALUES = {
@@ -210,12 +246,37 @@ def without_weights(folder: Path) -> None:
     (folder / "model/config.json").write_text('{"model_type": "llama", "vocab_size": 320}')
 
 
+def damaged(folder: Path) -> None:
+    """A clone without git lfs: the weights are a note about weights."""
+    without_weights(folder)
+    (folder / "model/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+
+
+def without_a_shard(folder: Path) -> None:
+    without_weights(folder)
+    save_file({"a": torch.zeros(1)}, folder / "model/model-00001-of-00002.safetensors")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model/model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
 # Found by a worker, which reads models and data, still before any process group.
 WORKER_TABLE: dict[str, tuple[list[str], Callable[[Path], None] | None, str]] = {
     "a kind of model misspelt": (["model.config.model_type=lama"], None, r"model_type: 'lama' is none of transformers'.*llama"),
     "a setting of the model misspelt": (["model.config.hiden_size=8"], None, r"model\.config\.hiden_size.*did you mean 'hidden_size'"),
     "a folder that is not there": (["model.config=null", "model.path=./nowhere"], None, r"model\.path.*'\./nowhere' is no folder"),
     "a folder without weights": (["model.config=null", "model.path=./model"], without_weights, r"model\.path.*holds no weights"),
+    "weights that git left behind": (["model.config=null", "model.path=./model"], damaged, r"model/model\.safetensors is damaged.*git lfs pull"),
+    "a shard that is missing": (["model.config=null", "model.path=./model"], without_a_shard, r"00002-of-00002\.safetensors is not there.*fetch it again"),
+    "neither path nor config": (["model.config=null"], None, r"has neither path nor config"),
+    "a width the heads do not divide": (["model.config.hidden_size=31"], None, r"model\.config.*31.*is not a multiple"),
+    "a width of letters": (["model.config.hidden_size=abc"], None, r"model\.config.*'hidden_size' expected int"),
+    "a width below 0": (["model.config.hidden_size=-8"], None, r"model\.config: the model cannot be built.*negative dimension"),
+    "an activation misspelt": (["model.config.hidden_act=siluu"], None, r"model\.config: the model cannot be built.*siluu"),
+    "no vocabulary": (["model.config.vocab_size=0"], None, r"at least 258 entries, not 0"),
+    "a tokenizer that is not there": (["model.tokenizer=./nowhere"], None, r"model\.tokenizer: '\./nowhere' is no folder"),
+    "a folder without tokenizer": (["model.tokenizer=."], None, r"model\.tokenizer: .* cannot be loaded"),
+    "no data": (["data.train=[]"], None, r"data\.train: names no file"),
+    "a folder of data": (["data.train=."], None, r"is a folder; name a \.jsonl"),
     "a vocabulary too small": (["model.config.vocab_size=300", "model.tokenizer={vocab_size: 320}"], None, r"the tokenizer has 3\d\d entries, the model 300"),
     "a tokenizer too small": (["model.tokenizer={vocab_size: 9}"], None, r"at least 258 entries"),
     "bad records": ([], with_records(4), r"4 of 64 records \(6\.2%\).*train\.jsonl:6.*on_error: skip"),
@@ -227,18 +288,45 @@ WORKER_TABLE: dict[str, tuple[list[str], Callable[[Path], None] | None, str]] = 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("wrong", WORKER_TABLE)
-def test_what_only_a_worker_sees_is_said_before_any_process_group(wrong: str, folder: Path) -> None:
-    import torch.distributed
-
+def plan(folder: Path, changes: list[str], resume: Resume | None = None) -> None:
+    """Plan a run as a worker does before it joins the others."""
     from dstrain.train.assemble import make_plan
 
+    wish = Wish(recipe=RECIPE, sets=changes)
+    try:
+        make_plan(resolve_wish(wish), folder / "run", resume or Resume(), Worker(0, 0, 1, "tests", 1))
+    finally:
+        assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("wrong", WORKER_TABLE)
+def test_what_only_a_worker_sees_is_said_before_any_process_group(wrong: str, folder: Path) -> None:
     changes, write, wanted = WORKER_TABLE[wrong]
     if write:
         write(folder)
     with pytest.raises(UsageError, match=f"(?s){wanted}"):
-        make_plan(
-            resolve_wish(Wish(recipe=RECIPE, sets=changes)), folder / "run", Resume(), Worker(0, 0, 1, "tests", 1)
-        )
-    assert not torch.distributed.is_initialized()
+        plan(folder, changes)
     assert not (folder / "run/checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "resume", "wanted"),
+    [
+        ([], Resume("never"), r"--resume never: .* already holds step 2; choose another --run-dir"),
+        ([], Resume("nowhere"), r"--resume nowhere: holds no whole checkpoint"),
+        (
+            ["optim.lr=1"],
+            Resume(),
+            r"optim\.lr: is 1\.0, but the run was started with 0\.001.*--allow-change optim\.lr",
+        ),
+        (["seed=1", "optim.lr=1"], Resume(allowed=["optim"]), r"^seed: is 1, .*--allow-change seed$"),
+        (["ds_config=zero3"], Resume(), r"was written by 1 processes at ZeRO stage 2, and this is 1 at stage 3"),
+    ],
+)
+def test_a_run_goes_on_only_as_it_was_begun(changes: list[str], resume: Resume, wanted: str, folder: Path) -> None:
+    write_start(folder / "run", resolve_wish(Wish(recipe=RECIPE)).config, {}, {})
+    kept = Checkpoints(folder=folder / "run/checkpoints", world=SoloWorld())
+    kept.save(lambda place: (place / "w.bin").write_bytes(b"x"), Progress(2, 8), {"zero_stage": 2}, None)
+    plan(folder, [])
+    with pytest.raises(UsageError, match=wanted):
+        plan(folder, changes, resume)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 from click.testing import CliRunner, Result
@@ -14,7 +15,7 @@ from dstrain.cli import main
 from dstrain.commands.find import Wish, packaged_recipes, resolve_wish
 from dstrain.config import read_recipe
 from dstrain.preset import preset_names, read_preset
-from dstrain.tasks import packaged_tasks
+from dstrain.tasks import find_task, options, packaged_tasks
 from dstrain.train.checkpoint import Checkpoints
 from dstrain.world import SoloWorld
 
@@ -31,6 +32,74 @@ def test_every_command_helps(command: list[str]) -> None:
     result = call(*command, "--help")
     assert result.exit_code == 0
     assert "Usage:" in result.output
+
+
+def test_every_option_of_every_command_has_help() -> None:
+    commands = {**main.commands, "data check": main.commands["data"].commands["check"]}  # type: ignore[attr-defined]
+    for name, command in commands.items():
+        for option in command.params:
+            assert isinstance(option, click.Argument) or option.help, f"{name} {option.name}"  # type: ignore[attr-defined]
+
+
+def test_an_option_may_have_underscores() -> None:
+    for option in main.commands["train"].params:
+        if isinstance(option, click.Option) and option.name not in ("sets", "allowed", "dry_run"):
+            assert f"--{option.name}" in option.opts
+
+
+@pytest.mark.parametrize("task", packaged_tasks())
+def test_a_task_prints_its_options_with_their_help(task: str) -> None:
+    assert task in call("tasks").output
+    printed = call("tasks", task).output
+    for option in options(find_task(task)):
+        assert f"  {option.name}: {option.type} = {option.default!r}\n      {option.help}" in printed
+        assert option.help
+
+
+def hollow(folder: Path) -> None:
+    """A file, a run without checkpoints, an exported folder of nothing, a good data file."""
+    (folder / "file").write_text("x")
+    (folder / "run").mkdir()
+    (folder / "run/recipe.yaml").write_text("task: rm\n")
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text("{}")
+    (folder / "pairs.jsonl").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n')
+
+
+@pytest.mark.parametrize(
+    ("command", "wanted"),
+    [
+        ("tasks rmm", "did you mean 'rm'?"),
+        ("presets zeroo2", "did you mean 'zero2'?"),
+        ("recipes demo-rmm", "did you mean 'demo-rm'?"),
+        ("presets --adopt file", "this is no JSON"),
+        ("presets --adopt run", "cannot be read"),
+        ("init rmm", "did you mean 'rm'?"),
+        ("init rm --to no/such/new.yaml", "cannot be written (No such file or directory)"),
+        ("data check nowhere.jsonl --task rm", "there is no file nowhere.jsonl"),
+        ("data check run --task rm", "is a folder"),
+        ("data check file --task rm", "data files end in .jsonl"),
+        ("data check pairs.jsonl --task rmm", "did you mean 'rm'?"),
+        ("data check pairs.jsonl", "Missing option '--task'"),
+        ("data check pairs.jsonl --task rm --set data.columns={choosen:chosen}", "valid string"),
+        ("checkpoints run", "has no checkpoints folder"),
+        ("export run --to out", "holds no whole checkpoint"),
+        ("export run --to file", "is a file; choose another name"),
+        ("export run --to run", "exists and is not empty"),
+        ("export run --to out --merge-lora", "LoRA is not supported yet"),
+        ("export model --to out", "say with --task"),
+        ("evaluate run --data pairs.jsonl", "holds no whole checkpoint"),
+        ("evaluate model --data pairs.jsonl --task rm", "holds no weights"),
+        ("trian", "No such command 'trian'"),
+    ],
+)
+def test_commands_say_what_is_wrong(command: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    hollow(tmp_path)
+    result = call(*command.split())
+    assert result.exit_code == 2, result.output
+    assert wanted in result.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_deepspeed_may_put_its_rank_before_the_command() -> None:
@@ -113,6 +182,10 @@ def test_the_later_saying_counts(tmp_path: Path) -> None:
     ).config
     assert told.optim.lr == 3e-5
     assert told.ds_config == "zero3"
+    (tmp_path / "own.json").write_text('{"zero_optimization": {"stage": 1}}')
+    both = Wish(recipe=str(tmp_path / "r.yaml"), sets=["ds_config=zero2", "task=x"], task="rm", ds_config="./own.json")
+    assert resolve_wish(both).config.ds_config == str(tmp_path / "own.json"), "beside the recipe, made absolute"
+    assert resolve_wish(both).config.task == "rm"
     assert read_recipe(tmp_path / "r.yaml").config.optim.lr == 1e-5, (
         "1e-5 is a number, though YAML 1.1 has it for a word"
     )

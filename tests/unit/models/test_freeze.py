@@ -39,6 +39,39 @@ def test_biases_and_norms_do_not_decay_and_groups_have_their_own_rate() -> None:
     assert told == [(1.0, 0.0, 4), (1.0, 0.1, 12), (10.0, 0.0, 5)]
 
 
+def test_the_first_group_that_matches_counts_and_its_silence_means_the_default() -> None:
+    optim = OptimConfig(
+        lr=1e-2, weight_decay=0.1, groups={"head.bias": {"lr": 0}, "head": {"lr": 1e-3}, "tower": {"weight_decay": 0.2}}
+    )
+    net = model()
+    found = {
+        id(p): (group.lr_scale, group.weight_decay) for group in parameter_groups(net, optim) for p in group.params
+    }
+    told = {name: found[id(p)] for name, p in net.named_parameters()}
+    assert told == {
+        "tower.weight": (1.0, 0.2),
+        "tower.bias": (1.0, 0.0),
+        "head.weight": (pytest.approx(0.1), 0.1),
+        "head.bias": (0.0, 0.0),
+    }
+
+
+def test_frozen_parameters_are_in_no_group() -> None:
+    net = model()
+    freeze(net, ["tower.w*"])
+    assert [name for name, p in net.named_parameters() if not p.requires_grad] == ["tower.weight"]
+    assert sum(len(group.params) for group in parameter_groups(net, OptimConfig())) == 3
+    freeze(net, ["tower"])
+    with pytest.raises(RecipeError, match=r"optim\.groups 'tower': matches no parameter; names here begin with head"):
+        parameter_groups(net, OptimConfig(groups={"tower": {"lr": 1}}))
+
+
+def test_every_pattern_that_matches_nothing_is_named() -> None:
+    with pytest.raises(RecipeError) as caught:
+        freeze(model(), ["tower", "haed", "x.*"])
+    assert [fault.where for fault in caught.value.faults] == ["model.freeze 'haed'", "model.freeze 'x.*'"]
+
+
 def test_freezing_everything_is_refused() -> None:
     with pytest.raises(RecipeError, match="leaves no parameter to train"):
         freeze(model(), ["tower", "head"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from dstrain.config.schema import RunConfig
+from dstrain.errors import TaskError
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.ops import bradley_terry
 
@@ -84,6 +86,45 @@ def test_training_and_export_read_the_same_position(pad_is_eos: bool, tmp_path: 
         ]  # one by one, unpadded
     assert trained == pytest.approx(exported, rel=1e-5)
     assert len({round(score, 5) for score in trained}) > 6, "not all the same position of the same prompt"
+
+
+def test_metrics_and_loss_are_sums_of_what_the_scores_say(tmp_path: Path) -> None:
+    settings = {"center_rewards_coefficient": 0.02, "label_smoothing": 0.1}
+    made = task(tmp_path, options=settings)
+    model, examples = made.build_model().eval(), made.examples("train")
+    batch = made.collate([examples[i] for i in range(7)])
+    with torch.no_grad():
+        chosen, rejected = made.scores(model, batch).chunk(2)
+        found = made.loss(model, batch)
+    wanted = bradley_terry(chosen, rejected, batch.tensors["margin"], label_smoothing=0.1, center=0.02)
+    assert float(found.total) == pytest.approx(float(wanted.sum()), rel=1e-6)
+    assert float(found.metrics["accuracy"]) == sum(c > r for c, r in zip(chosen, rejected, strict=True))
+    assert float(found.metrics["margin"]) == pytest.approx(float((chosen - rejected).sum()), rel=1e-5)
+
+
+def test_a_margin_in_the_data_reaches_the_loss(tmp_path: Path) -> None:
+    made = task(tmp_path, data={"train": str(tmp_path / "margins.jsonl")})
+    row = {"prompt": "Which?", "chosen": "this one", "rejected": "that one"}
+    rows = [row | {"margin": 1.5}, row]
+    (tmp_path / "margins.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    examples = made.examples("train")
+    assert made.collate([examples[0], examples[1]]).tensors["margin"].tolist() == [1.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    "options", [{"label_smoothing": 0.5}, {"label_smoothing": -0.1}, {"center_rewards_coefficient": -1}]
+)
+def test_options_out_of_range_are_refused(options: dict[str, float], tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=f"{next(iter(options))} is"):
+        task(tmp_path, options=options)
+
+
+def test_checking_a_model_changes_nothing_of_it(tmp_path: Path) -> None:
+    checked, plain = (task(tmp_path, model={"freeze": ["embed_tokens"]}) for _ in range(2))
+    checked.check()
+    one, two = checked.build_model(), plain.build_model()
+    assert one.config.to_dict() == two.config.to_dict()
+    assert all(torch.equal(a, b) and a.requires_grad for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
 def test_dropout_is_off_unless_it_is_asked_for(tmp_path: Path) -> None:

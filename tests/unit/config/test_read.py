@@ -1,0 +1,65 @@
+"""A recipe as read: numbers, places, and which saying counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dstrain.config import RunConfig, read_recipe
+from dstrain.errors import RecipeError
+
+
+def write(folder: Path, text: str) -> Path:
+    (folder / "r.yaml").write_text(text)
+    return folder / "r.yaml"
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1.0e-5", "'1e-5'", "0.00001"])
+def test_a_small_rate_is_a_number_however_it_is_written(text: str, tmp_path: Path) -> None:
+    assert read_recipe(write(tmp_path, f"task: rm\noptim: {{lr: {text}}}")).config.optim.lr == 1e-5
+    assert read_recipe(None, [f"optim.lr={text}"], "rm").config.optim.lr == 1e-5
+
+
+def test_every_fault_has_its_own_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "task: rm\noptim:\n  lr: -1\n  betas:\n    - 0.9\n    - 7\nseed: x\ncompile: true\n")
+    with pytest.raises(RecipeError) as caught:
+        read_recipe(path)
+    places = [fault.where for fault in caught.value.faults]
+    assert places == ["r.yaml:3 optim.lr", "r.yaml:6 optim.betas.1", "r.yaml:7 seed", "r.yaml:8 compile"]
+
+
+def test_a_set_block_takes_the_place_of_what_it_replaces(tmp_path: Path) -> None:
+    path = write(tmp_path, "task: rm\noptim:\n  lr: 1\n")
+    with pytest.raises(RecipeError, match=r"^--set optim\.eps: "):
+        read_recipe(path, ["optim={eps: 0}"])
+    assert read_recipe(path, ["optim={eps: 1}"]).config.optim.lr == RunConfig().optim.lr
+    assert read_recipe(path, ["optim.eps=1"]).config.optim.lr == 1
+
+
+def test_options_count_above_sets_and_sets_above_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "task: a\nds_config: zero1\nsteps: 1\n")
+    config = read_recipe(path, ["task=b", "ds_config=zero2", "steps=2", "steps=3"], "c", "zero3").config
+    assert (config.task, config.ds_config, config.steps) == ("c", "zero3", 3)
+
+
+def test_an_option_is_a_word_and_no_yaml() -> None:
+    assert read_recipe(None, task="rm", ds_config="a: [b").config.ds_config == "a: [b"
+
+
+@pytest.mark.parametrize("value", ["true", "yes", "off"])
+def test_true_is_no_number_and_a_number_may_be_true(value: str) -> None:
+    with pytest.raises(RecipeError, match="should be a number"):
+        read_recipe(None, [f"seed={value}"], "rm")
+    assert read_recipe(None, ["deterministic=1"], "rm").config.deterministic is True
+
+
+def test_a_shared_block_is_no_fault(tmp_path: Path) -> None:
+    text = "task: rm\noptim:\n  groups:\n    head: &slow {lr: 1}\n    tail: *slow\n    neck: {<<: *slow, lr: 2}\n"
+    groups = read_recipe(write(tmp_path, text)).config.optim.groups
+    assert [groups[name].lr for name in ("head", "tail", "neck")] == [1, 1, 2]
+
+
+def test_a_recipe_has_the_name_of_its_file_or_of_its_task(tmp_path: Path) -> None:
+    assert read_recipe(write(tmp_path, "task: rm")).name == "r"
+    assert read_recipe(None, task="./some/own.py").name == "own"

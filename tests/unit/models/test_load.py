@@ -1,0 +1,117 @@
+"""Models: the same weights from the same seed, and nothing else that decides them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from dstrain.config.schema import ModelConfig
+from dstrain.errors import RecipeError
+from dstrain.models.load import check_weights, load_model, read_config, skeleton, switch_on_checkpointing
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1,
+}  # fmt: skip
+
+
+def build(seed: int = 0, **settings: Any) -> PreTrainedModel:
+    model = ModelConfig(**({"config": LLAMA} | settings))
+    config = read_config(model)
+    config.num_labels = 1
+    return load_model(AutoModelForSequenceClassification, model, config, seed)
+
+
+def same(first: PreTrainedModel, second: PreTrainedModel) -> bool:
+    one, two = first.state_dict(), second.state_dict()
+    return one.keys() == two.keys() and all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+def test_weights_from_a_config_depend_on_the_seed_alone() -> None:
+    first = build(3)
+    torch.rand(17)
+    assert same(first, build(3, attention="eager"))
+    assert not same(first, build(4))
+    assert not first.config.use_cache
+    drawn = first.state_dict()
+    assert float(drawn["model.embed_tokens.weight"].std()) == pytest.approx(0.02, rel=0.2)
+    assert drawn["score.weight"].any()
+    assert torch.equal(drawn["model.norm.weight"], torch.ones(16))
+
+
+def test_a_head_the_files_lack_is_drawn_from_the_seed(tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_config(read_config(ModelConfig(config=LLAMA)))
+    base.save_pretrained(str(tmp_path))
+    made = [build(seed, config=None, path=str(tmp_path)) for seed in (1, 1, 2)]
+    torch.rand(5)
+    assert same(made[0], made[1])
+    heads = [model.score.weight for model in made]
+    assert heads[0].any()
+    assert not torch.equal(heads[0], heads[2])
+    bodies = [model.model.state_dict() for model in made]
+    for name, value in base.model.state_dict().items():
+        assert torch.equal(value, bodies[0][name])
+        assert torch.equal(value, bodies[2][name])
+
+
+def test_loaded_weights_are_float32_unless_asked_otherwise(tmp_path: Path) -> None:
+    build(dtype="bfloat16").save_pretrained(str(tmp_path))
+    assert build(config=None, path=str(tmp_path)).dtype == torch.float32
+    assert build(config=None, path=str(tmp_path), dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_a_skeleton_has_every_name_and_no_memory() -> None:
+    model = ModelConfig(config=LLAMA)
+    config = read_config(model)
+    config.num_labels = 1
+    bones = skeleton(AutoModelForSequenceClassification, model, config)
+    assert {name: p.shape for name, p in bones.named_parameters()} == {
+        name: p.shape for name, p in build().named_parameters()
+    }
+    assert all(p.is_meta for p in bones.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"model_type": "lama"}, r"model_type: 'lama' is none of transformers'.*'llama'"),
+        ({"hiden_size": 8, "vocabsize": 9}, r"hiden_size.*'hidden_size'(?s:.)*vocabsize.*'vocab_size'"),
+        ({"num_attention_heads": 3}, r"model\.config: .*not a multiple of the number of attention heads"),
+        ({"hidden_size": [1]}, r"model\.config: .*'hidden_size' expected int"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(changes: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(RecipeError, match=wanted):
+        read_config(ModelConfig(config=LLAMA | changes))
+
+
+def test_names_of_a_family_that_mean_the_same_are_known() -> None:
+    assert read_config(ModelConfig(config={"model_type": "gpt2", "hidden_size": 8, "n_head": 2})).n_embd == 8
+
+
+def test_whole_weights_pass_and_cut_ones_do_not(tmp_path: Path) -> None:
+    build().save_pretrained(str(tmp_path), max_shard_size="4KB")
+    model = ModelConfig(path=str(tmp_path))
+    check_weights(model)
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 1
+    shards[0].write_bytes(shards[0].read_bytes()[:-1])
+    with pytest.raises(RecipeError, match=rf"{shards[0].name} is damaged"):
+        check_weights(model)
+
+
+def test_checkpointing_changes_no_gradient() -> None:
+    gradients = []
+    for switch in (False, True):
+        model = build().train()
+        if switch:
+            switch_on_checkpointing(model)
+        assert model.is_gradient_checkpointing == switch
+        model.config.pad_token_id = 0
+        model(input_ids=torch.tensor([[5, 6, 7], [8, 9, 0]])).logits.sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.config import Recipe, RunConfig, read_recipe
+from dstrain.config import Recipe, RunConfig, check_keys, read_recipe
 from dstrain.errors import Fault, RecipeError, did_you_mean
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -69,6 +69,7 @@ def resolve_wish(wish: Wish) -> Recipe:
     """The wished recipe with --set, --task and --ds-config applied and its paths absolute. Raises RecipeError."""
     path = find_recipe(wish.recipe, bool(wish.task or wish.sets or wish.ds_config))
     recipe = read_recipe(path, wish.sets, wish.task, wish.ds_config)
+    check_keys(wish.allowed, "--allow-change")
     return Recipe(absolute_paths(recipe.config, recipe.folder), recipe.name, recipe.folder)
 
 

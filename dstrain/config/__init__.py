@@ -1,6 +1,6 @@
 """The recipe: its schema, how it is read, and what follows from it."""
 
-from dstrain.config.read import Recipe, read_recipe, show_recipe
+from dstrain.config.read import Recipe, check_keys, read_recipe, show_recipe
 from dstrain.config.resolve import BatchPlan, changed_learning_keys, resolve_batch, resolve_steps
 from dstrain.config.schema import RunConfig
 
@@ -9,6 +9,7 @@ __all__ = [
     "Recipe",
     "RunConfig",
     "changed_learning_keys",
+    "check_keys",
     "read_recipe",
     "resolve_batch",
     "resolve_steps",

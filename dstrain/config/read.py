@@ -75,6 +75,19 @@ def read_recipe(
     return Recipe(config, name, path.parent.resolve() if path else Path.cwd())
 
 
+def check_keys(names: Sequence[str], option: str) -> None:
+    """Raise RecipeError for names that are no keys, where a command line names keys of the recipe."""
+    known = [_dotted(key) for key in _all_keys(RunConfig) if len(key) <= 2]  # deeper blocks count as one key
+    faults = []
+    for name in names:
+        if name not in known and not name.startswith("options."):
+            near = did_you_mean(name, known)
+            mend = near if near.startswith("did you mean") else f"write it as the recipe has it: {option} optim.lr"
+            faults.append(Fault(f"{option} {name}", "no such key", mend))
+    if faults:
+        raise RecipeError(faults)
+
+
 def show_recipe(config: RunConfig) -> str:
     """The recipe as YAML, every key written out."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -172,6 +172,8 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "no process": (lambda folder: [RECIPE, "--num-gpus", "0"], ["--num-gpus 0 starts no process"]),
     "a port that is none": (lambda folder: [RECIPE, "--num-gpus", "1", "--master-port", "99999"], ["--master-port 99999 is no port"]),
     "a launcher there is not": (lambda folder: [RECIPE, "--launcher", "mpi"], ["--launcher", "'mpi' is not one of"]),
+    "a key to change that is none": (lambda folder: [RECIPE, "--allow-change", "optim.lrr"], ["--allow-change optim.lrr: no such key", "did you mean 'optim.lr'?"]),
+    "a key to change from elsewhere": (lambda folder: [RECIPE, "--allow-change", "zzz"], ["--allow-change zzz: no such key", "as the recipe has it"]),
     "two recipes": (lambda folder: [RECIPE, RECIPE], ["unexpected extra argument"]),
     "a JSON that is not there": (sets("ds_config=./nowhere.json"), ["nowhere.json"]),
     "a JSON of no JSON": (preset("{"), ["ds.json"]),

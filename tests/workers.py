@@ -25,9 +25,12 @@ class WorkerError(AssertionError):
 
 
 class Workers:
-    """Processes with a process group over gloo, started at the first call and again after a hang."""
+    """Processes with a process group over gloo, started at the first call and again after a hang.
 
-    def __init__(self, size: int, timeout: float = 240.0) -> None:
+    The timeout leaves room for DeepSpeed's kernels, which the first call that needs one compiles for minutes.
+    """
+
+    def __init__(self, size: int, timeout: float = 560.0) -> None:
         self.size, self._timeout = size, timeout
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -115,7 +118,7 @@ def serve(address: str) -> None:
     warnings.filterwarnings("ignore")
     pipe = Client(address, "AF_UNIX", authkey=b"tests")
     pipe.send(int(os.environ["RANK"]))
-    join(torch.device("cpu"), timedelta(minutes=4))
+    join(torch.device("cpu"), timedelta(minutes=9))
     import deepspeed  # noqa: F401  here, once
 
     while True:

@@ -31,8 +31,13 @@ def plain(recipe: str, tmp_path_factory: pytest.TempPathFactory, two: Workers) -
     return [row["loss"] for row in rows(folder)]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", preset_names())
+CASES = [(name, precision) for name in preset_names() for precision in ("fp32", "bf16")]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [pytest.param(*case, marks=pytest.mark.slow) if case == ("zero3_nvme", "bf16") else case for case in CASES],
+)
 def test_a_preset_trains_as_plain_training_does(
     name: str, precision: str, recipe: str, plain: list[float], tmp_path: Path, two: Workers
 ) -> None:

@@ -23,7 +23,7 @@ from dstrain.world import SoloWorld, TorchWorld, World
 
 @cache
 def world() -> World:
-    return TorchWorld(torch.device("cpu"), timedelta(minutes=3))
+    return TorchWorld(torch.device("cpu"), timedelta(minutes=9))
 
 
 def tiny_task(name: str, changes: dict[str, Any] | None = None) -> Task:

@@ -15,7 +15,7 @@ demo: $(VENV)/.installed
 	$(BIN)/dstrain train demo-rm --num-gpus $(PROCESSES) --run-dir $(DEMO_RUN)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -42,7 +42,7 @@ clean:
 help:
 	@echo "make demo      install into $(VENV) and train a small reward model ($(DEMO_RUN) is made anew)"
 	@echo "make test      tests of a few minutes; PYTEST_ARGS='-k resume' chooses"
-	@echo "make test-all  the slow ones too"
+	@echo "make test-all  the slow ones too, and those that need a GPU where there is one"
 	@echo "make lint      ruff check;  make format: mend what ruff can mend;  make types: mypy"
 	@echo "make wheel     dist/dstrain-*.whl;  make clean: remove $(VENV) and dist"
 

@@ -52,8 +52,24 @@ def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+NOT_YET = {
+    "generate": "export the model and use transformers",
+    "prepare": "`dstrain data check FILE --task T` finds bad records; the token cache is made when training starts",
+    "plan": "docs/memory.md says what to turn, and peak_memory_gib in metrics.jsonl what was used",
+    "doctor": "`dstrain train RECIPE --dry-run` checks a recipe on this machine",
+    "report": "metrics.jsonl and TensorBoard hold the numbers",
+    "bench": "metrics.jsonl holds tokens_per_second and step_seconds",
+}
+"""Commands that come later, and what to do today."""
+
+
 class Commands(click.Group):
     """Turns errors raised on purpose into one message and their exit code."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] in NOT_YET:
+            raise UsageError(f"dstrain {args[0]}: not supported yet; today {NOT_YET[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -61,6 +77,11 @@ class Commands(click.Group):
         except DstrainError as error:
             click.echo(f"error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except RuntimeError as error:
+            if "home directory" not in str(error):  # what pathlib says of ~nobody
+                raise
+            click.echo("error: a path begins with ~, and no home folder is known; write it out, or set HOME", err=True)
+            ctx.exit(UsageError.exit_code)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

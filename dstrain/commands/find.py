@@ -89,7 +89,8 @@ def absolute_paths(config: RunConfig, folder: Path) -> RunConfig:
         (values, "task"),
         (values, "ds_config"),
     ):
-        found = locate(place[key], folder) if isinstance(place[key], str) and _is_path(place[key]) else None
+        text = place[key]
+        found = locate(text, folder) if isinstance(text, str) and text and _is_path(text) else None
         if found is not None:
             place[key] = str(found)
     if faults:

@@ -43,7 +43,8 @@ class _Written:
         for end in range(len(key), 0, -1):
             if key[:end] in self.places:
                 return f"{self.places[key[:end]]} {_dotted(key)}"
-        return f"{self.name} {_dotted(key)}"
+        below = next((place for other, place in self.places.items() if other[: len(key)] == key), self.name)
+        return f"{below} {_dotted(key)}"
 
 
 def read_recipe(
@@ -144,9 +145,11 @@ def _walk(node: yaml.Node | None, key: Key, written: _Written) -> Iterator[Fault
 
 def _apply_set(written: _Written, text: str) -> None:
     dotted, equals, value = text.partition("=")
-    if not equals or not dotted.strip():
-        raise RecipeError(f"--set {text}: has no value; write it as --set optim.lr=2e-5")
     names = tuple(dotted.strip().split("."))
+    if not equals:
+        raise RecipeError(f"--set {text}: has no value; write it as --set optim.lr=2e-5")
+    if "" in names:
+        raise RecipeError(f"--set {text}: names no key; write it as --set optim.lr=2e-5")
     try:
         parsed = yaml.safe_load(value)
     except (yaml.YAMLError, ValueError, RecursionError):

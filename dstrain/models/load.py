@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 def read_config(model: ModelConfig) -> PretrainedConfig:
     """The model's transformers config. Raises RecipeError where it cannot be had."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     if model.path is not None:
@@ -33,13 +32,9 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
     except ValueError:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-        raise RecipeError(
-            Fault(
-                "model.config.model_type",
-                f"'{kind}' is none of transformers' models",
-                did_you_mean(kind, [*CONFIG_MAPPING_NAMES]),
-            )
-        ) from None
+        near = did_you_mean(kind, [*CONFIG_MAPPING_NAMES])  # hundreds, where none is near
+        mend = near if near.startswith("did you mean") else "take the one in the config.json of a model of its kind"
+        raise RecipeError(Fault("model.config.model_type", f"'{kind}' is none of transformers' models", mend)) from None
     known = {*default.to_dict(), *default.attribute_map}
     faults = [
         Fault(f"model.config.{key}", f"is no setting of a {kind} model", did_you_mean(key, sorted(known)))
@@ -50,8 +45,8 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         raise RecipeError(faults)
     try:
         return AutoConfig.for_model(kind, **values)
-    except (TypeError, ValueError, StrictDataclassError) as error:  # transformers checks some values itself
-        raise RecipeError(Fault("model.config", " ".join(str(error).split()), "correct the value")) from None
+    except Exception as error:  # transformers checks some values itself, and trips over others
+        raise RecipeError(Fault("model.config", _reason(error), "correct the value")) from error
 
 
 def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
@@ -62,8 +57,6 @@ def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
 
 
 def _pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
-    from huggingface_hub.errors import StrictDataclassError
-
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not Path(name).expanduser().is_dir():
         raise RecipeError(
@@ -73,15 +66,22 @@ def _pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
         return auto.from_pretrained(
             str(Path(name).expanduser()) if looks_local else name, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        if isinstance(error, StrictDataclassError):
-            reason = " ".join(str(error).split())
+    except Exception as error:  # its own checks, and whatever a config that cannot be trips over
         if "trust_remote_code" in str(error):
             mend = "set model.trust_remote_code: true if you trust the Python that comes with it"
         else:
             mend = "give a folder that transformers can load, or a hub id that this machine can reach"
-        raise RecipeError(Fault(key, f"'{name}' cannot be loaded ({reason})", mend)) from None
+        raise RecipeError(Fault(key, f"'{name}' cannot be loaded ({_reason(error)})", mend)) from error
+
+
+def _reason(error: Exception) -> str:
+    """What a library says of a config in one line; the kind of error too where it did not mean to say anything."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    if isinstance(error, (OSError, ValueError)) and str(error).strip():
+        return str(error).strip().splitlines()[0]
+    words = " ".join(str(error).split())
+    return words if isinstance(error, StrictDataclassError) else f"{type(error).__name__}: {words}"
 
 
 def check_weights(model: ModelConfig) -> None:
@@ -155,9 +155,10 @@ def skeleton(auto: Any, model: ModelConfig, config: PretrainedConfig) -> PreTrai
         with torch.device("meta"):
             return auto.from_config(copy.deepcopy(config), **_settings(model))
     except Exception as error:  # whatever the family's code trips over
-        key = "model.attention" if isinstance(error, ImportError) and model.attention != "auto" else "model.config"
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RecipeError(Fault(key, f"the model cannot be built ({reason})", "correct the value")) from error
+        key, mend = ("model.path", "name another model") if model.path else ("model.config", "correct the value")
+        if isinstance(error, ImportError) and model.attention != "auto":
+            key, mend = "model.attention", "install what it needs, or take sdpa or eager"
+        raise RecipeError(Fault(key, f"the model cannot be built ({_reason(error)})", mend)) from error
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:

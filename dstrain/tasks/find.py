@@ -68,7 +68,7 @@ def _module(name: str) -> ModuleType:
     if name in packaged_tasks():
         return importlib.import_module(f"dstrain.tasks.{name}")
     try:
-        if name.endswith(".py") or "/" in name:
+        if name.endswith(".py") or "/" in name or name.startswith("."):
             return _from_file(Path(name))
         if "." in name:
             return importlib.import_module(name)

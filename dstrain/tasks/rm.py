@@ -88,9 +88,7 @@ class RewardModel(TextTask):
         from transformers import AutoModelForSequenceClassification
 
         super().check()
-        model = self.recipe.model
-        if model.config or model.attention != "auto" or model.freeze or self.recipe.optim.groups:
-            check_parts(skeleton(AutoModelForSequenceClassification, model, self.head_config), self.recipe)
+        check_parts(skeleton(AutoModelForSequenceClassification, self.recipe.model, self.head_config), self.recipe)
 
     @property
     def head_config(self) -> PretrainedConfig:

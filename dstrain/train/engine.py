@@ -162,6 +162,9 @@ class DeepSpeedEngine:
     ) -> None:
         import deepspeed
 
+        # On a CPU, DeepSpeed would compile a shared-memory all-reduce for inference at every first start: it needs a
+        # compiler, a killed build locks all later ones out, and a killed run leaves 66 MiB a rank in /dev/shm.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.world = world
         self._scales = [group.lr_scale for group in groups]
         zero = config["zero_optimization"]

@@ -46,7 +46,7 @@ def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(main, ["train", *arguments])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return result.exit_code, result.output
+    return result.exit_code, result.stderr
 
 
 def recipe(text: str) -> Callable[[Path], list[str]]:
@@ -145,6 +145,11 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "a hub name": (sets("data.train=Anthropic/hh-rlhf"), ["Anthropic/hh-rlhf", "hub are not supported yet"]),
     "a weight of 0": (sets("data.train=[{path: train.jsonl, weight: 0}]"), ["data.train", "greater than 0"]),
     "--set without a value": (sets("optim.lr"), ["--set optim.lr: has no value", "--set optim.lr=2e-5"]),
+    "--set without a key": (sets("=1"), ["--set =1: names no key", "--set optim.lr=2e-5"]),
+    "--set into a block there is not": (sets("optimm.lr=1"), ["--set optimm: no such key", "did you mean 'optim'?"]),
+    "a home of nobody": (lambda folder: ["~nosuchuser/r.yaml"], ["begins with ~", "no home folder is known", "set HOME"]),
+    "a home of nobody for data": (sets("data.train=~nosuchuser/x.jsonl"), ["begins with ~"]),
+    "a task of a dot": (lambda folder: [RECIPE, "--task", "."], ["is no file", "a Python file that defines a task"]),
     "--set into a number": (sets("steps.x=1"), ["steps is no block of keys"]),
     "--set of no YAML": (sets("optim={lr"), ["the value is no YAML"]),
     "a task misspelt": (sets("task=rmm"), ["task 'rmm'", "did you mean 'rm'?"]),
@@ -165,7 +170,7 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "a preset misspelt": (sets("ds_config=zero22"), ["zero22", "zero2"]),
     "a preset misspelt as an option": (lambda folder: [RECIPE, "--ds-config", "zeroo2"], ["ds_config zeroo2", "did you mean 'zero2'?"]),
     "a preset of braces": (lambda folder: [RECIPE, "--ds-config", "{x"], ["ds_config {x", "there is no such preset"]),
-    "a preset of nothing": (lambda folder: [RECIPE, "--ds-config", ""], ["there is no such file", "`dstrain presets`"]),
+    "a preset of nothing": (lambda folder: [RECIPE, "--ds-config", ""], ["there is no such preset", "zero2"]),
     "a task of nothing": (lambda folder: [RECIPE, "--task", ""], ["--task task: is missing"]),
     "an option there is not": (lambda folder: [RECIPE, "--num-gpu", "2"], ["No such option", "--num-gpu"]),
     "a word for a count": (lambda folder: [RECIPE, "--num-gpus", "two"], ["--num-gpus", "'two' is not a valid integer"]),
@@ -248,6 +253,18 @@ def without_weights(folder: Path) -> None:
     (folder / "model/config.json").write_text('{"model_type": "llama", "vocab_size": 320}')
 
 
+def of_pictures(folder: Path) -> None:
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text('{"model_type": "vit"}')
+    save_file({"a": torch.zeros(1)}, folder / "model/model.safetensors")
+
+
+def without_heads(folder: Path) -> None:
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text('{"model_type": "llama", "num_attention_heads": 0}')
+    save_file({"a": torch.zeros(1)}, folder / "model/model.safetensors")
+
+
 def damaged(folder: Path) -> None:
     """A clone without git lfs: the weights are a note about weights."""
     without_weights(folder)
@@ -269,6 +286,10 @@ WORKER_TABLE: dict[str, tuple[list[str], Callable[[Path], None] | None, str]] = 
     "a folder without weights": (["model.config=null", "model.path=./model"], without_weights, r"model\.path.*holds no weights"),
     "weights that git left behind": (["model.config=null", "model.path=./model"], damaged, r"model/model\.safetensors is damaged.*git lfs pull"),
     "a shard that is missing": (["model.config=null", "model.path=./model"], without_a_shard, r"00002-of-00002\.safetensors is not there.*fetch it again"),
+    "a model that gives no score": (["model.config=null", "model.path=./model", "model.tokenizer={vocab_size: 300}"], of_pictures, r"model\.path: the model cannot be built.*ViTConfig.*name another model"),
+    "a folder whose config cannot be": (["model.config=null", "model.path=./model"], without_heads, r"model\.path: .* cannot be loaded \(ZeroDivisionError"),
+    "a config that cannot be": (["model.config.num_attention_heads=0"], None, r"model\.config: ZeroDivisionError.*correct the value"),
+    "attention that is not installed": (["model.attention=flash_attention_2"], None, r"model\.attention: the model cannot be built.*take sdpa"),
     "neither path nor config": (["model.config=null"], None, r"has neither path nor config"),
     "a width the heads do not divide": (["model.config.hidden_size=31"], None, r"model\.config.*31.*is not a multiple"),
     "a width of letters": (["model.config.hidden_size=abc"], None, r"model\.config.*'hidden_size' expected int"),

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from dstrain.config import read_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.data.loader import make_batch
 from dstrain.errors import TaskError
@@ -62,6 +64,22 @@ def test_a_loss_is_a_sum_over_its_samples(task: Task) -> None:
         assert value == pytest.approx(sum(metrics[name][0] for _, metrics, _ in alone), rel=1e-5, abs=1e-6)
         assert weight == pytest.approx(sum(metrics[name][1] for _, metrics, _ in alone))
     assert set(together[1]) == set(task.metric_names)
+
+
+def test_a_tiny_recipe_reads_clean(tmp_path: Path) -> None:
+    for name in packaged_tasks():
+        recipe = find_task(name).tiny(tmp_path)
+        (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+        assert read_recipe(tmp_path / "tiny.yaml").config == RunConfig.model_validate(recipe)
+
+
+def test_a_share_is_no_more_than_its_weight(task: Task) -> None:
+    _, metrics, weight = sums(task, task.build_model().eval(), list(range(12)))
+    assert weight > 0
+    for name, (value, of) in metrics.items():
+        assert 0 < of <= weight, name
+        if "accuracy" in name or "match" in name:
+            assert 0 <= value <= of, name
 
 
 def test_a_filler_adds_nothing(task: Task) -> None:

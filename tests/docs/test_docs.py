@@ -12,8 +12,9 @@ from pathlib import Path
 import click
 import pytest
 import yaml
+from click.testing import CliRunner
 
-from dstrain.cli import main
+from dstrain.cli import NOT_YET, main
 from dstrain.config import read_recipe
 from tests.workers import ROOT
 
@@ -44,6 +45,21 @@ def test_a_command_in_the_docs_exists(page: str, line: str) -> None:
     for word in words:
         if word.startswith("--"):
             assert word.split("=")[0] in known, f"{page}: {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_command_that_is_named_exists_or_is_refused_with_a_sentence(page: Path) -> None:
+    named = set(re.findall(r"(?:`|^)dstrain ([a-z]+)", page.read_text(), flags=re.M))
+    assert named <= set(main.commands) | set(NOT_YET), page
+
+
+@pytest.mark.parametrize("command", NOT_YET)
+def test_a_command_that_comes_later_says_so(command: str) -> None:
+    result = CliRunner().invoke(main, [command, "recipe.yaml", "--json"])
+    assert result.exit_code == 2
+    assert f"dstrain {command}: not supported yet; today" in result.output
+    readme = (ROOT / "README.md").read_text().split("## Not yet")[1]
+    assert f"`{command}`" in readme, "README says what is not there yet"
 
 
 @pytest.mark.parametrize(("page", "text"), RECIPES)

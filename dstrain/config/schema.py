@@ -72,6 +72,8 @@ class SourceConfig(Section):
 def _as_sources(value: Any) -> Any:
     """`a.jsonl` -> [{path: a.jsonl}]; lists may mix both forms."""
     values = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, (str, dict, SourceConfig)) for item in values):
+        raise ValueError("input should be a file, or a list of files and of {path, weight}")
     return [{"path": item} if isinstance(item, str) else item for item in values]
 
 

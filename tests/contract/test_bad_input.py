@@ -143,6 +143,8 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "a base without scaling": (sets("optim.scale_lr_base=8"), ["optim.scale_lr_base", "has no effect"]),
     "a data file misspelt": (sets("data.train=trian.jsonl"), ["trian.jsonl", "there is no such file", "did you mean 'train.jsonl'?"]),
     "a hub name": (sets("data.train=Anthropic/hh-rlhf"), ["Anthropic/hh-rlhf", "hub are not supported yet"]),
+    "a blank for a data file": (recipe("task: rm\ndata:\n  train:\n"), ["bad.yaml:3 data.train: is None", "a file, or a list of files"]),
+    "a number for a data file": (sets("data.train=[train.jsonl, 5]"), ["--set data.train", "a file, or a list of files"]),
     "a weight of 0": (sets("data.train=[{path: train.jsonl, weight: 0}]"), ["data.train", "greater than 0"]),
     "--set without a value": (sets("optim.lr"), ["--set optim.lr: has no value", "--set optim.lr=2e-5"]),
     "--set without a key": (sets("=1"), ["--set =1: names no key", "--set optim.lr=2e-5"]),

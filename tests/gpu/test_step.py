@@ -17,6 +17,8 @@ STEPS = "tests.gpu.cases:steps"
 SGD = {"optim": {"name": "sgd", "lr": 10.0, "clip": 0.05}}
 ADAM = {"optim": {"name": "adamw", "lr": 1e-3, "eps": 1e-3}}  # at an eps of 1e-8 Adam turns rounding into steps
 
+BF16_APART = 0.1  # of the way 20 steps of Adam go
+
 
 def moved(result: dict[str, Any]) -> dict[str, np.ndarray]:
     strip = lambda values: {name.removeprefix("module."): value for name, value in values.items()}  # noqa: E731
@@ -58,6 +60,7 @@ def test_bf16_follows_the_definition(stage: int, gpus: GpuWorkers, definition: A
     for found in gpus(STEPS, kind=f"zero{stage}", count=20, changes=ADAM, precision="bf16"):
         assert all(found["applied"])
         assert found["losses"] == pytest.approx(wanted["losses"], abs=2e-2)
+        assert distance(found, wanted) <= BF16_APART
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

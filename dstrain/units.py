@@ -1,18 +1,6 @@
-"""Bytes, counts and durations: parse them and print them."""
+"""Bytes, counts and durations, printed."""
 
 from __future__ import annotations
-
-import re
-
-_BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def parse_bytes(text: str) -> int:
-    """`24GiB`, `512 MB`, `1e9` -> bytes. Raises ValueError for anything else."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([kmgtKMGT]?i?)[bB]?\s*", text)
-    if match is None or match[2].lower() not in _BYTES:
-        raise ValueError(f"'{text}' is no amount of memory; write it like 24GiB or 512MB")
-    return round(float(match[1]) * _BYTES[match[2].lower()])
 
 
 def show_bytes(count: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from dstrain.config import read_recipe
 from dstrain.data.prepare import check_file as find_bad_rows
@@ -15,7 +14,7 @@ from dstrain.tasks import make_task
 def check_file(file: str, task: str, sets: Sequence[str]) -> tuple[int, list[BadRow]]:
     """(number of good records, the bad ones)."""
     config = read_recipe(None, sets, task).config
-    made = make_task(config, Path.cwd())
+    made = make_task(config)
     convert = getattr(made, "convert", None)
     if convert is None:
         raise TaskError(f"--task {task}: reads its records by itself, so there is no format to check them against")

@@ -49,7 +49,7 @@ def run_folder(wish: Wish, recipe: Recipe) -> Path:
 def check(recipe: Recipe, ready: Launch, run_dir: Path) -> dict[str, Any]:
     """What can be known wrong without torch, before anything starts. Returns the DeepSpeed JSON. Raises UsageError."""
     config = recipe.config
-    make_task(config, run_dir)
+    make_task(config)
     preset = read_preset(config.ds_config)
     batch = resolve_batch(config.batch, ready.processes, preset.micro, preset.accumulate)
     on_cpu = ready.environment.get("DS_ACCELERATOR") == "cpu"

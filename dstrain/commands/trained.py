@@ -62,7 +62,7 @@ def _from_export(folder: Path, sets: Sequence[str], task: str | None) -> Trained
         raise UsageError(f"{folder}: is an exported model; say with --task what it was trained for, e.g. --task rm")
     own = [f"model={json.dumps({'path': str(folder.resolve())})}"]
     recipe = read_recipe(written if written.is_file() else None, [*own, *sets], task)
-    made = make_task(recipe.config, folder)
+    made = make_task(recipe.config)
     made.check()
     return Trained(made, made.build_model().eval(), None)
 
@@ -77,7 +77,7 @@ def _from_run(folder: Path, step: str, sets: Sequence[str]) -> Trained:
     if json.loads((folder / "ds_config.json").read_text()).get("bf16", {}).get("enabled"):
         own.append("model.dtype=bfloat16")
     recipe = read_recipe(folder / "recipe.yaml", [*own, *sets])
-    task = make_task(recipe.config, folder)
+    task = make_task(recipe.config)
     model = task.build_model()
     missing, unexpected = model.load_state_dict(whole_weights(info.path), strict=False)
     tied = set(getattr(model, "all_tied_weights_keys", ()) or ())

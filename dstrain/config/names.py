@@ -76,7 +76,7 @@ FOREIGN: dict[str, str] = {
     "freeze_trainable_layers": "model.freeze",
     "pref_beta": "options.beta",
     "pref_loss": "options.loss_type",
-    "plot_loss": "`dstrain report`",
+    "plot_loss": "log.tensorboard",
     # DeepSpeed
     "train_batch_size": "batch.total",
     "train_micro_batch_size_per_gpu": "batch.micro",

@@ -38,7 +38,7 @@ REFUSED = {
     "sequence_parallel_size": ("dstrain does not split sequences over processes", "remove it"),
     "pipeline": ("dstrain shards with ZeRO, not by layer", "remove it; zero3 shards the weights"),
     "hybrid_engine": ("the hybrid engine serves generation inside RLHF, which dstrain does not do", "remove it"),
-    "autotuning": ("`dstrain plan RECIPE` says which preset fits", "remove it"),
+    "autotuning": ("presets are chosen by hand: docs/presets.md says which fits what", "remove it"),
     "weight_quantization": ("this block quantizes for inference", "remove it and use the recipe's model.quantize"),
 }
 """Keys DeepSpeed acts on and dstrain does not take -> why, and what to do."""

@@ -52,8 +52,6 @@ class Task(ABC):
 
     recipe: RunConfig = field(default_factory=RunConfig, repr=False)
     """The recipe the task was made for; no option."""
-    cache: Path = field(default_factory=Path.cwd, repr=False)
-    """Where prepared data is kept; no option."""
 
     @abstractmethod
     def examples(self, split: Split) -> Sequence[Any] | None:

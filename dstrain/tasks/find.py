@@ -142,12 +142,12 @@ def _docstrings(cls: type) -> dict[str, str]:
     return found
 
 
-def make_task(recipe: RunConfig, cache: Path) -> Task:
+def make_task(recipe: RunConfig) -> Task:
     """The recipe's task with its options checked. Raises TaskError with every fault."""
     task = find_task(recipe.task)
     values = _checked_options(task, recipe)
     try:
-        made = task(recipe=recipe, cache=cache, **values)
+        made = task(recipe=recipe, **values)
     except (TypeError, ValueError) as error:
         raise TaskError(
             f"options of task {recipe.task}: {error}; `dstrain tasks {recipe.task}` documents them"

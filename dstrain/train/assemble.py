@@ -96,7 +96,7 @@ def make_plan(recipe: Recipe, run_dir: Path, resume: Resume, worker: Worker) -> 
     preset = read_preset(config.ds_config)
     batch = resolve_batch(config.batch, worker.world_size, preset.micro, preset.accumulate)
     ds_config = resolved_ds_config(config, preset, batch, (worker.world_size, device_of(device)), run_dir)
-    task = make_task(config, run_dir)
+    task = make_task(config)
     task.check()
     check_resume(run_dir, resume, config, worker.world_size, preset.stage)
     train, test = task.examples("train"), task.examples("eval")

@@ -101,10 +101,6 @@ class Checkpoints:
         """`listed` of this folder."""
         return listed(self.folder, read_all)
 
-    def mark_best(self, step: int) -> None:
-        """Point `best` at the checkpoint of this step. Collective."""
-        self._on_first("marking the best", lambda: _point_best(self.folder, step))
-
     def clean(self) -> list[str]:
         """Remove what a run that died left half done; returns the names. Call before the first save. Collective."""
         return self._on_first("cleaning up", lambda: _clean(self.folder))

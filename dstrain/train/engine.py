@@ -139,10 +139,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> StepResult:
-        self.objective.eval()
-        sums = _Sums()
-        sums.add(*self.objective(batch.to(self.world.device)))
-        return sums.result([batch])
+        return _looked_at(self.objective, batch, self.world)
 
     def save(self, folder: Path) -> None:
         state = {"model": self.objective.state_dict(), "optimizer": self._optimizer.state_dict()}
@@ -201,10 +198,7 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> StepResult:
-        self.engine.eval()
-        sums = _Sums()
-        sums.add(*self.engine(batch.to(self.world.device)))
-        return sums.result([batch])
+        return _looked_at(self.engine, batch, self.world)
 
     def save(self, folder: Path) -> None:
         self.engine.save_checkpoint(str(folder), tag="state", save_latest=False)
@@ -225,6 +219,14 @@ class DeepSpeedEngine:
             for parameter in learning:
                 parameter.grad = None
         return norm
+
+
+def _looked_at(module: torch.nn.Module, batch: Batch, world: World) -> StepResult:
+    """Sums over one batch in evaluation mode."""
+    module.eval()
+    sums = _Sums()
+    sums.add(*module(batch.to(world.device)))
+    return sums.result([batch])
 
 
 def _set_lr(optimizer: Any, scales: Sequence[float], lr: float) -> None:

@@ -69,7 +69,7 @@ def made_task(shape: str, length: int, pairs: int = 64, changes: Mapping[str, An
     recipe = made_recipe(folder, shape, length, pairs)
     for section, values in (changes or {}).items():
         recipe[section] = {**recipe.get(section, {}), **values}
-    return make_task(RunConfig.model_validate(recipe), folder)
+    return make_task(RunConfig.model_validate(recipe))
 
 
 def join_alone() -> Any:

@@ -45,7 +45,7 @@ def save_base(folder: str, recipe: dict[str, Any]) -> None:
     """A base model without a head, and its tokenizer, as they would come from the hub."""
     from transformers import AutoModel
 
-    task: Any = make_task(RunConfig.model_validate(recipe), Path(folder))
+    task: Any = make_task(RunConfig.model_validate(recipe))
     task.tokenizer.save_pretrained(folder)
     torch.manual_seed(5)
     AutoModel.from_config(task.model_config).save_pretrained(folder, max_shard_size="20MB")
@@ -53,7 +53,7 @@ def save_base(folder: str, recipe: dict[str, Any]) -> None:
 
 def load(folder: str, recipe: dict[str, Any], preset: str) -> dict[str, Any]:
     """Build the model from its folder; how much memory that took at most, and a few weights. Collective."""
-    task = make_task(RunConfig.model_validate(recipe), Path(folder))
+    task = make_task(RunConfig.model_validate(recipe))
     config = ds_config(preset, {"world_size": world().size})
     before, seen, done = psutil.Process().memory_info().rss, [0], threading.Event()
 

@@ -28,7 +28,7 @@ def task(request: pytest.FixtureRequest, tmp_path: Path) -> Task:
         recipe = find_task(request.param).tiny(tmp_path)
     except TaskError:
         recipe = {"task": request.param}
-    made = make_task(RunConfig.model_validate(recipe), tmp_path)
+    made = make_task(RunConfig.model_validate(recipe))
     made.check()
     return made
 

@@ -32,7 +32,7 @@ def tiny_task(name: str, changes: dict[str, Any] | None = None) -> Task:
     recipe = find_task(name).tiny(folder)
     for key, value in (changes or {}).items():
         recipe[key] = {**recipe.get(key, {}), **value} if isinstance(value, dict) else value
-    return make_task(RunConfig.model_validate(recipe), folder)
+    return make_task(RunConfig.model_validate(recipe))
 
 
 def ds_config(preset: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from dstrain.errors import PresetError
 from dstrain.preset import adopt, read_preset
+from tests.unit.presets import refusal, write, zero
 
 HF_ZERO3 = """{
   "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16,
@@ -42,46 +38,30 @@ HF_ZERO3 = """{
 """
 
 
-def _write(folder: Path, content: Any) -> Path:
-    path = folder / "mine.json"
-    path.write_text(content if isinstance(content, str) else json.dumps(content, indent=2), encoding="utf-8")
-    return path
-
-
-def _refusal(folder: Path, content: Any) -> str:
-    with pytest.raises(PresetError) as caught:
-        read_preset(str(_write(folder, content)))
-    return str(caught.value)
-
-
-def _zero(stage: int, **keys: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage, **keys}}
-
-
 def test_auto_is_refused_with_the_json_that_would_do(tmp_path: Path) -> None:
-    message = _refusal(tmp_path, HF_ZERO3)
+    message = refusal(tmp_path, HF_ZERO3)
     assert "filled in by the Hugging Face Trainer, not by DeepSpeed" in message
     printed = message[message.index("would do:\n") + len("would do:\n") : message.rindex("; `dstrain presets --adopt")]
-    assert read_preset(str(_write(tmp_path, printed))).stage == 3
+    assert read_preset(str(write(tmp_path, printed))).stage == 3
 
 
 def test_the_json_that_would_do_is_not_printed_over_a_misspelt_block(tmp_path: Path) -> None:
-    assert "would do" not in _refusal(tmp_path, {"zero_optimisation": {"stage": 3}, "gradient_clipping": "auto"})
+    assert "would do" not in refusal(tmp_path, {"zero_optimisation": {"stage": 3}, "gradient_clipping": "auto"})
 
 
 def test_adopting_a_public_json_gives_one_that_reads_clean(tmp_path: Path) -> None:
-    adopted = adopt(_write(tmp_path, HF_ZERO3))
+    adopted = adopt(write(tmp_path, HF_ZERO3))
     assert adopted.faults == []
     assert {"optimizer", "scheduler", "gradient_clipping", "train_batch_size", "bf16"}.isdisjoint(adopted.block)
     assert "auto" not in adopted.json
-    preset = read_preset(str(_write(tmp_path, adopted.json)))
+    preset = read_preset(str(write(tmp_path, adopted.json)))
     assert (preset.stage, preset.offload_optimizer, preset.offload_param) == (3, "cpu", "cpu")
     assert preset.block["zero_optimization"]["sub_group_size"] == 10**9
     assert preset.precision is None
 
 
 def test_adopting_says_what_went_where(tmp_path: Path) -> None:
-    adopted = adopt(_write(tmp_path, HF_ZERO3))
+    adopted = adopt(write(tmp_path, HF_ZERO3))
     assert "optimizer.params.lr 2e-05 -> recipe optim.lr: 2.0e-05" in adopted.lines
     assert "scheduler.params.warmup_num_steps 100 -> recipe optim.warmup: 100" in adopted.lines
     default = '"auto" at zero_optimization.reduce_bucket_size -> dropped, DeepSpeed\'s default 500000000 holds'
@@ -95,22 +75,22 @@ def test_adopting_drops_nothing_silently(tmp_path: Path) -> None:
     foreign = {
         "zero_optimisation": {"stage": 2},
         "elasticity": {},
-        **_zero(2, cpu_offload=True, stage3_max_live_parameters="auto"),
+        **zero(2, cpu_offload=True, stage3_max_live_parameters="auto"),
     }
-    adopted = adopt(_write(tmp_path, foreign))
-    assert adopted.block == _zero(2, offload_optimizer={"device": "cpu"})
+    adopted = adopt(write(tmp_path, foreign))
+    assert adopted.block == zero(2, offload_optimizer={"device": "cpu"})
     assert len(adopted.lines) == 4
     assert any(line.startswith('zero_optimisation {"stage": 2} -> dropped') for line in adopted.lines)
     assert any("-> zero_optimization.offload_optimizer" in line for line in adopted.lines)
 
 
 def test_adopting_leaves_decisions_to_people(tmp_path: Path) -> None:
-    adopted = adopt(_write(tmp_path, {"gradient_clipping": 1.0, **_zero(2, offload_param={"device": "cpu"})}))
+    adopted = adopt(write(tmp_path, {"gradient_clipping": 1.0, **zero(2, offload_param={"device": "cpu"})}))
     assert adopted.recipe == {"optim.clip": 1.0}
     assert ["needs stage 3" in fault.problem for fault in adopted.faults] == [True]
 
 
 def test_the_oldest_form_of_zero_is_adopted(tmp_path: Path) -> None:
-    adopted = adopt(_write(tmp_path, {"zero_optimization": True, "bfloat16": {"enabled": "auto"}}))
-    assert adopted.block == _zero(1)
+    adopted = adopt(write(tmp_path, {"zero_optimization": True, "bfloat16": {"enabled": "auto"}}))
+    assert adopted.block == zero(1)
     assert adopted.faults == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,7 @@ import pytest
 
 from dstrain.errors import PresetError
 from dstrain.preset import read_preset
-
-
-def _write(folder: Path, content: Any) -> Path:
-    path = folder / "mine.json"
-    path.write_text(content if isinstance(content, str) else json.dumps(content, indent=2), encoding="utf-8")
-    return path
-
-
-def _refusal(folder: Path, content: Any) -> str:
-    with pytest.raises(PresetError) as caught:
-        read_preset(str(_write(folder, content)))
-    return str(caught.value)
-
-
-def _zero(stage: int, **keys: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage, **keys}}
+from tests.unit.presets import refusal, write, zero
 
 
 def _optimizer(**keys: Any) -> dict[str, Any]:
@@ -36,9 +20,9 @@ NVME, HOST = {"device": "nvme"}, {"device": "cpu"}
 
 BAD = {
     "misspelt block": ({"zero_optimisation": {"stage": 3}}, "zero_optimisation", "did you mean 'zero_optimization'?"),
-    "misspelt key": (_zero(2, overlap_com=True), "zero_optimization.overlap_com", "did you mean 'overlap_comm'?"),
+    "misspelt key": (zero(2, overlap_com=True), "zero_optimization.overlap_com", "did you mean 'overlap_comm'?"),
     "misspelt deep key": (
-        _zero(2, offload_optimizer={"devise": "cpu"}),
+        zero(2, offload_optimizer={"devise": "cpu"}),
         "zero_optimization.offload_optimizer.devise",
         "did you mean 'device'?",
     ),
@@ -73,69 +57,69 @@ BAD = {
     ),
     "elasticity": ({"elasticity": {"enabled": True}}, "elasticity", "batch.total holds at any number of processes"),
     "amp": ({"amp": {"enabled": True}}, "amp", "use `fp16` or `bf16`"),
-    "removed key": (_zero(3, mics_shard_size=2), "zero_optimization.mics_shard_size", "use zero_hpz_partition_size"),
+    "removed key": (zero(3, mics_shard_size=2), "zero_optimization.mics_shard_size", "use zero_hpz_partition_size"),
     "autotuning": ({"autotuning": {"enabled": True}}, "autotuning", "`dstrain plan RECIPE` says which preset fits"),
     "tensor parallel": ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel", "zero3 shards the weights"),
     "auto": (
-        _zero(2, reduce_bucket_size="auto"),
+        zero(2, reduce_bucket_size="auto"),
         "zero_optimization.reduce_bucket_size",
         "leave the key out: DeepSpeed's default 500000000 holds",
     ),
     "auto precision": ({"bf16": {"enabled": "auto"}}, "bf16.enabled", "the recipe's `precision` says it"),
-    "stage 4": (_zero(4), "zero_optimization.stage", "write one of 0, 1, 2, 3"),
+    "stage 4": (zero(4), "zero_optimization.stage", "write one of 0, 1, 2, 3"),
     "stage in quotes": ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage", "write one of 0, 1, 2, 3"),
     "true in quotes": (
-        _zero(2, overlap_comm="true"),
+        zero(2, overlap_comm="true"),
         "zero_optimization.overlap_comm",
         "write true or false without quotation marks",
     ),
     "negative bucket": (
-        _zero(2, reduce_bucket_size=-5),
+        zero(2, reduce_bucket_size=-5),
         "zero_optimization.reduce_bucket_size",
         "write a whole number above 0",
     ),
     "one for true": ({"bf16": {"enabled": 1}}, "bf16.enabled", "write true or false"),
     "unknown device": (
-        _zero(2, offload_optimizer={"device": "disk"}),
+        zero(2, offload_optimizer={"device": "disk"}),
         "zero_optimization.offload_optimizer.device",
         'write one of "none", "cpu", "nvme"',
     ),
     "flag for a block": ({"zero_optimization": True}, "zero_optimization", "write an object"),
-    "old name": (_zero(2, cpu_offload=True), "zero_optimization.cpu_offload", "write `offload_optimizer`"),
+    "old name": (zero(2, cpu_offload=True), "zero_optimization.cpu_offload", "write `offload_optimizer`"),
     "old block": ({"bfloat16": {"enabled": True}}, "bfloat16", "write `bf16`"),
     "offload_param below 3": (
-        _zero(2, offload_param=HOST),
+        zero(2, offload_param=HOST),
         "zero_optimization.offload_param",
         "set zero_optimization.stage to 3",
     ),
     "offload at stage 0": (
-        _zero(0, offload_optimizer=HOST),
+        zero(0, offload_optimizer=HOST),
         "zero_optimization.offload_optimizer",
         "offload_optimizer needs stage 1, 2 or 3",
     ),
     "nvme at stage 2": (
-        _zero(2, offload_optimizer=NVME),
+        zero(2, offload_optimizer=NVME),
         "zero_optimization.offload_optimizer.device",
         'write "cpu", or set zero_optimization.stage to 3',
     ),
     "two precisions": (
-        {"fp16": {"enabled": True}, "bf16": {"enabled": True}, **_zero(1)},
+        {"fp16": {"enabled": True}, "bf16": {"enabled": True}, **zero(1)},
         "fp16.enabled",
         "they exclude each other; keep one",
     ),
     "stage 3 key at 2": (
-        _zero(2, stage3_max_live_parameters=9),
+        zero(2, stage3_max_live_parameters=9),
         "zero_optimization.stage3_max_live_parameters",
         "the key has no effect at stage 2",
     ),
     "quantized weights at 1": (
-        _zero(1, zero_quantized_weights=True),
+        zero(1, zero_quantized_weights=True),
         "zero_optimization.zero_quantized_weights",
         "only at stage 3",
     ),
-    "hpz at 2": (_zero(2, zero_hpz_partition_size=8), "zero_optimization.zero_hpz_partition_size", "only at stage 3"),
+    "hpz at 2": (zero(2, zero_hpz_partition_size=8), "zero_optimization.zero_hpz_partition_size", "only at stage 3"),
     "bf16 states alone": (
-        {"bf16": {"enabled": True, "bf16_optimizer_states": True}, **_zero(1)},
+        {"bf16": {"enabled": True, "bf16_optimizer_states": True}, **zero(1)},
         "bf16.bf16_optimizer_states",
         "set bf16_master_weights_and_grads to true",
     ),
@@ -144,10 +128,10 @@ BAD = {
         "zero_allow_untested_optimizer",
         "remove it; dstrain sets true",
     ),
-    "zenflow": (_zero(2, zenflow={}), "zero_optimization.zenflow", "one step would not be one step"),
+    "zenflow": (zero(2, zenflow={}), "zero_optimization.zenflow", "one step would not be one step"),
     "autocast": ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled", "dstrain's precision is fp32"),
     "odd bucket": (
-        _zero(1, allgather_bucket_size=7),
+        zero(1, allgather_bucket_size=7),
         "zero_optimization.allgather_bucket_size",
         "write an even number",
     ),
@@ -167,13 +151,13 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_json_is_refused_with_its_key_and_its_mend(tmp_path: Path, case: str) -> None:
     content, key, words = BAD[case]
-    message = _refusal(tmp_path, content)
+    message = refusal(tmp_path, content)
     assert key in message
     assert words in message
 
 
 def test_an_unknown_key_at_any_level_is_refused_with_a_hint_and_its_line(tmp_path: Path) -> None:
-    message = _refusal(tmp_path, _zero(3, offload_param={"device": "cpu", "pin_memry": True}))
+    message = refusal(tmp_path, zero(3, offload_param={"device": "cpu", "pin_memry": True}))
     assert message.startswith("mine.json:6 zero_optimization.offload_param.pin_memry: ")
     assert message.endswith("did you mean 'pin_memory'?")
 
@@ -181,7 +165,7 @@ def test_an_unknown_key_at_any_level_is_refused_with_a_hint_and_its_line(tmp_pat
 def test_all_faults_come_at_once(tmp_path: Path) -> None:
     bad = {"zero_optimisation": {}, "gradient_clipping": 1.0, "bf16": {"enabled": "yes"}, "aio": {"queue_depth": -1}}
     with pytest.raises(PresetError) as caught:
-        read_preset(str(_write(tmp_path, bad)))
+        read_preset(str(write(tmp_path, bad)))
     places = [fault.where for fault in caught.value.faults]
     assert places[:4] == [
         "mine.json:2 zero_optimisation",
@@ -193,4 +177,4 @@ def test_all_faults_come_at_once(tmp_path: Path) -> None:
 
 def test_a_key_in_a_list_of_blocks_does_not_upset_the_lines(tmp_path: Path) -> None:
     text = '{\n "comms_logger": {"prof_ops": ["{", "a\\"b:", "c"]},\n "zero_optimization": {\n  "stagge": 1}\n}'
-    assert "mine.json:4 zero_optimization.stagge" in _refusal(tmp_path, text)
+    assert "mine.json:4 zero_optimization.stagge" in refusal(tmp_path, text)

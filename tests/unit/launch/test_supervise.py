@@ -283,10 +283,12 @@ def test_workers_end_with_a_killed_launcher(run):
 def test_workers_end_with_a_killed_supervisor_even_under_a_launcher_that_lives_on(run):
     deep = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, 'inner.py']))"
     started = run("work(); os._exit(0)", f"open('inner.py', 'w').write({LAUNCHER!r})\n{deep}")
-    started.pids()
+    assert len(started.pids()) == 2
     started.process.kill()
     wait_until(lambda: not started.left(), seconds=5)
     started.process.communicate()
+    assert started.process.returncode == -signal.SIGKILL
+    assert started.left() == []
 
 
 def test_word_of_an_earlier_launch_does_not_count(run, tmp_path):

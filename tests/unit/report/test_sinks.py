@@ -71,6 +71,7 @@ def test_a_terminal_that_was_closed_does_not_stop_the_run() -> None:
         for _ in range(3):
             console.write(ROW)
         console.close()
+        assert console._quiet, "it noticed, and nothing was raised"
 
 
 class Dead(io.StringIO):
@@ -98,6 +99,7 @@ def test_a_closed_stream_makes_the_console_quiet() -> None:
     console = Console(1000, stream)
     stream.close()
     console.write(ROW)
+    assert console._quiet
 
 
 def test_a_reader_that_leaves_does_not_change_the_exit_code() -> None:

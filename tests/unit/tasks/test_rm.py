@@ -49,7 +49,7 @@ def task(folder: Path, **sections: Any) -> Any:
     recipe = find_task("rm").tiny(folder)
     for name, values in sections.items():
         recipe[name] = {**recipe.get(name, {}), **values}
-    return make_task(RunConfig.model_validate(recipe), folder)
+    return make_task(RunConfig.model_validate(recipe))
 
 
 def test_padding_does_not_change_a_score(tmp_path: Path) -> None:

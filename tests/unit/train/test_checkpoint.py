@@ -183,15 +183,6 @@ def test_best_points_to_the_best_metric_and_equals_do_not_move_it(tmp_path: Path
     assert steps(tmp_path) == [7, expected]
 
 
-def test_best_can_be_set_by_hand_but_not_to_a_damaged_one(tmp_path: Path) -> None:
-    checkpoints = solo(tmp_path, keep=None)
-    save(checkpoints, 1, 2)
-    checkpoints.mark_best(1)
-    assert best(tmp_path) == "step-00000001"
-    with pytest.raises(CheckpointError, match="step-00000003 cannot be the best: MANIFEST"):
-        checkpoints.mark_best(3)
-
-
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     checkpoints = solo(tmp_path)
     save(checkpoints, 1)

@@ -58,7 +58,7 @@ BAD = {
     "elasticity": ({"elasticity": {"enabled": True}}, "elasticity", "batch.total holds at any number of processes"),
     "amp": ({"amp": {"enabled": True}}, "amp", "use `fp16` or `bf16`"),
     "removed key": (zero(3, mics_shard_size=2), "zero_optimization.mics_shard_size", "use zero_hpz_partition_size"),
-    "autotuning": ({"autotuning": {"enabled": True}}, "autotuning", "`dstrain plan RECIPE` says which preset fits"),
+    "autotuning": ({"autotuning": {"enabled": True}}, "autotuning", "presets are chosen by hand"),
     "tensor parallel": ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel", "zero3 shards the weights"),
     "auto": (
         zero(2, reduce_bucket_size="auto"),

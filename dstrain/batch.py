@@ -28,6 +28,10 @@ class Batch:
         """The same tensors, weighing nothing."""
         return replace(self, weight=0.0, samples=(), tokens=0, filler=True)
 
+    def plus(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
+        """The same batch with more tensors."""
+        return replace(self, tensors={**self.tensors, **tensors})
+
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on the device (asynchronously where pinned)."""
         return replace(self, tensors={k: v.to(device, non_blocking=True) for k, v in self.tensors.items()})

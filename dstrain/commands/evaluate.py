@@ -17,8 +17,9 @@ def evaluate_model(folder: Path, data: str, task: str | None, sets: Sequence[str
 
     from dstrain.config.schema import OptimConfig
     from dstrain.models.freeze import Group
-    from dstrain.train.engine import Objective, TorchEngine
+    from dstrain.train.engine import TorchEngine
     from dstrain.train.evaluate import Evaluation
+    from dstrain.train.objective import Objective
 
     file = [f"data.eval={json.dumps(str(Path(data).expanduser().resolve()))}", "data.eval_fraction=0"]
     trained = load_trained(folder, step, [*file, *sets], task)

@@ -78,7 +78,8 @@ def train_as(worker: Worker, wish: Wish) -> int:
     redirect_output(log_path(run_dir, worker.rank), terminal=worker.rank == 0)
     code, error = 1, None
     try:
-        from dstrain.train.assemble import make_plan, run_training
+        from dstrain.train.assemble import run_training
+        from dstrain.train.plan import make_plan
 
         plan = make_plan(recipe, run_dir, Resume(wish.resume, wish.allowed), worker)
         code = run_training(plan, screen)

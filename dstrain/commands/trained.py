@@ -41,7 +41,7 @@ def load_trained(folder: Path, step: str, sets: Sequence[str] = (), task: str | 
     quieten()
     if (folder / "recipe.yaml").is_file():
         return _from_run(folder, step, sets)
-    if not (folder / "config.json").is_file():
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UsageError(f"{folder}: is neither a run folder (recipe.yaml) nor an exported model (config.json)")
     return _from_export(folder, sets, task)
 
@@ -60,16 +60,18 @@ def _from_export(folder: Path, sets: Sequence[str], task: str | None) -> Trained
     written = folder / EXPORT_RECIPE
     if task is None and not written.is_file():
         raise UsageError(f"{folder}: is an exported model; say with --task what it was trained for, e.g. --task rm")
-    own = [f"model={json.dumps({'path': str(folder.resolve())})}"]
-    recipe = read_recipe(written if written.is_file() else None, [*own, *sets], task)
-    made = make_task(recipe.config)
-    made.check()
-    return Trained(made, made.build_model().eval(), None)
+    if not (folder / "adapter_config.json").is_file():
+        own = [f"model={json.dumps({'path': str(folder.resolve())})}"]
+        made = make_task(read_recipe(written if written.is_file() else None, [*own, *sets], task).config)
+        made.check()
+        return Trained(made, made.build_model().eval(), None)
+    if not written.is_file():
+        raise UsageError(f"{folder}: holds adapters and no {EXPORT_RECIPE} that says on what; export the run again")
+    made = make_task(read_recipe(written, [f"model.tokenizer={json.dumps(str(folder.resolve()))}", *sets], task).config)
+    return Trained(made, made.reload(folder).eval(), None)
 
 
 def _from_run(folder: Path, step: str, sets: Sequence[str]) -> Trained:
-    from dstrain.train.reshape import whole_weights
-
     info = find_checkpoint(folder, step)
     own = []
     if (folder / "tokenizer").is_dir():
@@ -78,16 +80,31 @@ def _from_run(folder: Path, step: str, sets: Sequence[str]) -> Trained:
         own.append("model.dtype=bfloat16")
     recipe = read_recipe(folder / "recipe.yaml", [*own, *sets])
     task = make_task(recipe.config)
-    model = task.build_model()
+    model = _with_weights(task, info)
+    return Trained(task, model.eval(), info.step)
+
+
+def _with_weights(task: Task, info: CheckpointInfo) -> torch.nn.Module:
+    """The task's model with a checkpoint's weights; where adapters learnt, on the base they learnt on."""
+    from dstrain.models.fingerprint import OTHER_BASE, fingerprint
+    from dstrain.train.build import build, build_bare
+    from dstrain.train.reshape import whole_weights
+
+    adapted = task.recipe.model.lora is not None
+    if adapted and info.record().get("base") != fingerprint(task.recipe.model, task.recipe.seed):
+        raise CheckpointError(f"{info.path}: {OTHER_BASE}")
+    model = build(task) if adapted else build_bare(task)
     missing, unexpected = model.load_state_dict(whole_weights(info.path), strict=False)
-    tied = set(getattr(model, "all_tied_weights_keys", ()) or ())
-    missing = [name for name in missing if name not in tied]
+    elsewhere = set(getattr(model, "all_tied_weights_keys", ()) or ())
+    if adapted:
+        elsewhere |= {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    missing = [name for name in missing if name not in elsewhere]
     if missing or unexpected:
         raise CheckpointError(
             f"{info.path}: lacks {', '.join(missing[:4]) or 'nothing'} and has {', '.join(unexpected[:4]) or 'nothing'} too much; "
             f"the recipe's model is not the one that was trained"
         )
-    return Trained(task, model.eval(), info.step)
+    return model
 
 
 def find_checkpoint(run: Path, step: str) -> CheckpointInfo:

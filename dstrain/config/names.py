@@ -24,6 +24,8 @@ FOREIGN: dict[str, str] = {
     "adam_beta2": "optim.betas",
     "adam_epsilon": "optim.eps",
     "optim_type": "optim.name",
+    "adafactor": "optim.name: adafactor",
+    "use_muon": "optim.name: muon",
     "logging_steps": "log.every",
     "eval_steps": "eval.every",
     "eval_strategy": "eval.every",
@@ -88,12 +90,9 @@ FOREIGN: dict[str, str] = {
 """Name elsewhere -> where the same thing is said here."""
 
 NOT_YET: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("model.init", bool, "point model.path at a folder in transformers' format"),
-    ("model.lora", bool, "leave it out to train the weights themselves, or freeze parts with model.freeze"),
     ("model.quantize", bool, "leave it out; ds_config: zero3_offload saves memory today"),
     ("batch.tokens_per_micro", bool, "use batch.micro"),
     ("batch.on_oom", lambda value: value == "shrink", "use stop, and a smaller batch.micro"),
-    ("optim.name", lambda value: value in ("lion", "adafactor", "muon"), "use adamw or sgd"),
     ("compile", bool, "leave it out"),
     ("log.wandb", bool, "use log.tensorboard; metrics.jsonl is always written"),
     ("save.background", bool, "leave it out: saving blocks until the checkpoint is whole"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -62,9 +63,29 @@ class ModelConfig(Section):
     """Let transformers run Python that comes with the model."""
 
 
-class SourceConfig(Section):
-    path: str
-    """A jsonl, json or parquet file."""
+def _one_split(value: Any) -> Any:
+    if isinstance(value, str) and not re.fullmatch(r"\w+(\.\w+)*", value, re.ASCII):
+        raise ValueError("a split is one name such as train, and data.max_samples takes a part of it")
+    return value
+
+
+Split = Annotated[str, BeforeValidator(_one_split)]
+
+
+class HeldOutConfig(Section):
+    usual_split: ClassVar[str] = "test"
+
+    path: Annotated[str, Field(min_length=1)]
+    """A jsonl, json or parquet file, or a dataset on the hub: org/name."""
+    split: Split | None = None
+    """Split of a dataset on the hub. Empty: test; in data.train: train."""
+    name: Annotated[str, Field(min_length=1)] | None = None
+    """Configuration of a dataset on the hub, where it has several."""
+
+
+class SourceConfig(HeldOutConfig):
+    usual_split: ClassVar[str] = "train"
+
     weight: Annotated[float, Field(gt=0)] = 1.0
     """How many times each record is seen per epoch; 0.5 shows one half, the next epoch the other."""
 
@@ -73,15 +94,22 @@ def _as_sources(value: Any) -> Any:
     """`a.jsonl` -> [{path: a.jsonl}]; lists may mix both forms."""
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(item, (str, dict, SourceConfig)) for item in values):
-        raise ValueError("input should be a file, or a list of files and of {path, weight}")
+        raise ValueError("input should be a file, a hub name, or a list of them and of {path, split, name, weight}")
     return [{"path": item} if isinstance(item, str) else item for item in values]
+
+
+def _as_held_out(value: Any) -> Any:
+    """`a.jsonl` -> {path: a.jsonl}."""
+    if value is not None and not isinstance(value, (str, dict, HeldOutConfig)):
+        raise ValueError("input should be a file, a hub name, or {path, split, name}")
+    return {"path": value} if isinstance(value, str) else value
 
 
 class DataConfig(Section):
     train: Annotated[list[SourceConfig], BeforeValidator(_as_sources)] = []
-    """A file, or a list of {path, weight}."""
-    eval: str | None = None
-    """Held-out file."""
+    """A file, a dataset on the hub (org/name), or a list of {path, split, name, weight}."""
+    eval: Annotated[HeldOutConfig | None, BeforeValidator(_as_held_out)] = None
+    """Held-out file, dataset on the hub, or {path, split, name}."""
     eval_fraction: Share = 0.0
     """Instead of `eval`: this share of the training records is held out, chosen by the seed."""
     max_length: Count = 1024
@@ -120,21 +148,27 @@ class GroupConfig(Section):
     """Peak learning rate of this group; 0 freezes it."""
     weight_decay: NonNegative | None = None
     """Weight decay of this group."""
+    muon: bool | None = None
+    """With optim.name: muon, false leaves the hidden matrices of this group to AdamW."""
+
+
+OWN_DEFAULTS: dict[str, dict[str, Any]] = {"lion": {"betas": (0.9, 0.99)}, "muon": {"clip": 0.0}}
+"""Lion's betas are its paper's (arXiv 2302.06675, section 5); Muon's steps have one length, whatever the gradient's is."""
 
 
 class OptimConfig(Section):
     name: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = "adamw"
-    """adamw (CPUAdam where the JSON offloads, fused on a GPU) or sgd."""
+    """adamw (CPUAdam where the JSON offloads, fused on a GPU), sgd, lion, muon (hidden matrices; AdamW for the rest), or adafactor (stage 0 only)."""
     lr: NonNegative = 1.0e-5
-    """Peak learning rate."""
+    """Peak learning rate. Muon's is AdamW's; Lion's is 3 to 10 times smaller; Adafactor's is relative to the size of the weights."""
     betas: tuple[Share, Share] = (0.9, 0.999)
-    """Decay of Adam's first and second moment."""
+    """Decay of the first and second moment; of Lion's two averages, where empty means 0.9 and 0.99."""
     eps: Annotated[float, Field(gt=0)] = 1.0e-8
-    """Adam's epsilon."""
+    """Adam's epsilon, also for what Muon leaves to AdamW."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay; biases and norms are left out."""
     clip: NonNegative = 1.0
-    """Largest norm of the whole gradient; 0: never clipped."""
+    """Largest norm of the whole gradient; 0: never clipped, which is Muon's default."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape of the learning rate after the warmup."""
     warmup: NonNegative = 0.03
@@ -145,6 +179,13 @@ class OptimConfig(Section):
     """Processes for which lr was chosen."""
     groups: dict[str, GroupConfig] = {}
     """Name or glob -> its own lr or weight_decay: {"*.embed_tokens": {lr: 1e-6}}."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_defaults(cls, values: Any) -> Any:
+        """An optimizer's own defaults, where they are not AdamW's."""
+        name = values.get("name") if isinstance(values, dict) else None
+        return {**OWN_DEFAULTS[name], **values} if isinstance(name, str) and name in OWN_DEFAULTS else values
 
 
 class WandbConfig(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,15 @@ class Examples:
     """Examples of each source."""
     weights: tuple[float, ...]
     """How often an epoch shows each source."""
+    answers: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
+    """Column -> a number for each row of the store, computed elsewhere: what a reference says of the example."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self.store[int(self.rows[index])]
+        row = int(self.rows[index])
+        return self.store[row] | {name: float(column[row]) for name, column in self.answers.items()}
 
     @property
     def report(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dstrain.config.schema import OptimConfig, RunConfig
 from dstrain.errors import Fault, RecipeError
+from dstrain.models.matrices import hidden_matrices, rate_factor, shape
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,8 @@ class Group:
     lr_scale: float
     """Times the run's learning rate."""
     weight_decay: float
+    orthogonal: bool = False
+    """Whether Muon takes them; its other groups learn with AdamW."""
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -65,16 +68,22 @@ def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
 def parameter_groups(model: torch.nn.Module, optim: OptimConfig) -> list[Group]:
     """Trainable parameters by learning rate and weight decay; the first matching group of the recipe counts.
 
-    Biases and norms (one dimension) get no weight decay.
+    Biases and norms (one dimension) get no weight decay. With Muon, the hidden matrices are groups of their own.
     """
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     check_patterns([name for name, _ in trainable], optim.groups, "optim.groups")
-    found: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    matrices = hidden_matrices(model) if optim.name == "muon" else frozenset()
+    found: dict[tuple[float, float, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in trainable:
         own = next((group for pattern, group in optim.groups.items() if matches(name, pattern)), None)
         lr = optim.lr if own is None or own.lr is None else own.lr
         decay = optim.weight_decay if own is None or own.weight_decay is None else own.weight_decay
-        if len(getattr(parameter, "ds_shape", parameter.shape)) < 2:  # ZeRO-3 flattens what it shards
+        scale = lr / optim.lr if optim.lr else 0.0
+        orthogonal = id(parameter) in matrices and not (own is not None and own.muon is False)
+        if len(shape(parameter)) < 2:
             decay = 0.0
-        found.setdefault((lr / optim.lr if optim.lr else 0.0, decay), []).append(parameter)
-    return [Group(params, scale, decay) for (scale, decay), params in found.items()]
+        elif orthogonal:
+            factor = rate_factor(parameter)
+            scale, decay = scale * factor, decay / factor  # what decays in a step is rate times decay, as for the others
+        found.setdefault((scale, decay, orthogonal), []).append(parameter)
+    return [Group(params, *key) for key, params in found.items()]

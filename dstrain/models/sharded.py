@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import torch
@@ -19,9 +19,12 @@ def sharded_construction(ds_config: Mapping[str, Any]) -> Iterator[None]:
     if ds_config.get("zero_optimization", {}).get("stage", 0) < 3:
         yield
         return
+    import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    # Before that, zero.Init takes the world for one process, and refuses the batch of several.
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     told = HfDeepSpeedConfig(dict(ds_config))  # transformers keeps only a weak reference
     try:
         yield
@@ -31,16 +34,39 @@ def sharded_construction(ds_config: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def whole(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Inside, the parameters are whole on every rank, to be read. Collective."""
+def whole(parameters: Iterable[torch.nn.Parameter], change: bool = False) -> Iterator[None]:
+    """Inside, the parameters are whole on every rank, to be read; or to be changed, where rank 0's values stay. Collective."""
     sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
     if not sharded:
         yield
         return
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters(sharded, modifier_rank=None):
+    with deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if change else None):
         yield
+
+
+def fill(tensor: torch.Tensor, read: Callable[[], torch.Tensor] | None) -> None:
+    """Put the values that `read` gives into a parameter or buffer; None leaves it. Into shards, rank 0's go. Collective."""
+    import torch
+
+    with whole([cast("torch.nn.Parameter", tensor)], change=True), torch.no_grad():
+        if read is not None and _is_source(tensor):
+            tensor.copy_(read())
+
+
+def _is_source(tensor: torch.Tensor) -> bool:
+    """Whether this process's values stay when the tensor is cut into shards again."""
+    if not hasattr(tensor, "ds_id"):
+        return True
+    import deepspeed
+
+    return bool(deepspeed.comm.get_rank(group=tensor.ds_process_group) == 0)
+
+
+def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the whole tensor, sharded or not."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def numel(parameter: torch.nn.Parameter) -> int:

@@ -24,13 +24,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dstrain.batch import Batch
-from dstrain.config.schema import RunConfig
+from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import TaskError
 
 if TYPE_CHECKING:
     import torch
 
 Split = Literal["train", "eval"]
+ReferenceKind = Literal["none", "model", "adapter", "cached"]
+"""No reference; a frozen copy beside the model; the model without its adapters; answers kept in a cache."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,16 @@ class Task(ABC):
     metric_names: ClassVar[tuple[str, ...]] = ()
     """Names `loss` puts into its metrics, so that eval.metric can be checked before the run."""
 
+    heads: ClassVar[tuple[str, ...]] = ()
+    """Parts of the model that are new and learn as a whole where `model.lora` freezes the rest."""
+
     recipe: RunConfig = field(default_factory=RunConfig, repr=False)
     """The recipe the task was made for; no option."""
+
+    @property
+    def reference(self) -> ReferenceKind:
+        """Whom the loss compares the model with, and where that one's answers come from."""
+        return "none"
 
     @abstractmethod
     def examples(self, split: Split) -> Sequence[Any] | None:
@@ -72,12 +82,35 @@ class Task(ABC):
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         """Sums over the batch. The forward pass must run the model once, on every rank."""
 
+    @property
+    def reference_model(self) -> ModelConfig:
+        """What `build_reference` loads, for the key of kept answers."""
+        return self.recipe.model
+
+    def build_reference(self) -> torch.nn.Module:
+        """The reference as a whole model. Collective under ZeRO-3."""
+        raise NotImplementedError(f"task {type(self).__name__} names a reference and builds none")
+
+    def refer(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """What the reference says of a batch: tensors with a row for each sample, which `loss` finds in the batch.
+
+        Called without gradients, with the reference as `model`. Column names are the same for every batch.
+        """
+        raise NotImplementedError(f"task {type(self).__name__} names a reference and does not ask it")
+
     def check(self) -> None:  # noqa: B027  most tasks of one file have nothing to check
         """Raise UsageError for what can be known wrong before any process group starts."""
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """What an exported model must reproduce on a probe batch."""
         return self.loss(model, batch).total
+
+    def exported(self, merged: bool) -> RunConfig:
+        """The recipe beside an exported model, whose folder takes the place of model.path where it is whole.
+
+        `merged`: the run had adapters, and they are part of the weights now.
+        """
+        return self.recipe
 
     def save_extras(self, folder: Path) -> None:  # noqa: B027  nor anything to write
         """Write what an exported model needs beside its weights (a tokenizer, a processor)."""

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from dstrain.batch import Batch
 
 
 def bradley_terry(
@@ -29,10 +38,121 @@ def bradley_terry(
 
 
 def switch_off_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout probability of the model to 0; its config keeps what it says."""
+    """Set every chance of dropping something (units, paths, whole layers) to 0; the model's own config keeps what it says.
+
+    Parts that read a chance from their config as they run (Falcon, Hubert) get a copy of it. The noise that routers of
+    experts add (jitter) is no dropout and stays.
+    """
+    from transformers import PretrainedConfig
+
+    copies: dict[int, Any] = {}  # deepcopy's memo: parts that shared a config share its copy
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, float) and ("drop" in name or name == "config"):  # Idefics keeps a dropout as `config`
                 setattr(module, name, 0.0)
+            elif isinstance(value, PretrainedConfig) and module is not model:
+                setattr(module, name, _never_dropping(copy.deepcopy(value, copies)))
+
+
+def _never_dropping(config: Any) -> Any:
+    """The same config, its chances 0; those inside it too."""
+    for name, value in [*vars(config).items()]:
+        if hasattr(value, "to_diff_dict"):  # a config too
+            _never_dropping(value)
+        elif isinstance(value, float) and "drop" in name:
+            setattr(config, name, 0.0)
+    return config
+
+
+CHUNK_BYTES = 64 * 2**20
+"""Logits are turned into probabilities in pieces of about this size, and again in the backward pass."""
+
+
+def token_log_probs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """(B, L) log p of each target, in fp32 or finer; logits (B, L, V), targets (B, L).
+
+    Kept for the backward pass are the logits as they came, and no fp32 copies of them.
+    """
+    rows = logits.flatten(0, 1)  # (B * L, V)
+    count = max(1, CHUNK_BYTES // (4 * logits.shape[-1]))
+    if len(rows) <= count:
+        return _log_probs(rows, targets.flatten()).view(targets.shape)
+    pieces = zip(rows.split(count), targets.flatten().split(count), strict=True)
+    found = [checkpoint(_log_probs, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+    return torch.cat(found).view(targets.shape)
+
+
+def _log_probs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """(N,) of logits (N, V)."""
+    exact = logits if logits.dtype == torch.float64 else logits.float()
+    return exact.gather(-1, targets[:, None]).squeeze(-1) - exact.logsumexp(-1)
+
+
+def answer_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """(B, K) log p of the last K tokens of each row, 0 where `learnt` (B, K) is 0.
+
+    Only these positions become logits, where the family can leave the others out.
+    """
+    ids, learnt = batch.tensors["input_ids"], batch.tensors["learnt"]  # (B, L), (B, K)
+    logits, targets = target_logits(model, ids, batch.tensors["attention_mask"], learnt.shape[1])
+    return token_log_probs(logits, targets).masked_fill(learnt == 0, 0.0)
+
+
+def target_logits(
+    model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, last: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, K, V) logits that speak of the last K tokens, and these tokens, (B, K)."""
+    assert 0 < last < ids.shape[1], "the first token is nobody's target"
+    keep = {"logits_to_keep": last + 1} if "logits_to_keep" in _parameters(type(unwrapped(model)).forward) else {}
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **keep).logits
+    return logits[:, -last - 1 : -1], ids[:, -last:]
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model of transformers inside peft's."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def dpo_sigmoid(difference: torch.Tensor, beta: float, label_smoothing: float = 0.0) -> torch.Tensor:
+    """-log sigmoid(beta h) per pair, h the difference of the two log-ratios; (B,) -> (B,).
+
+    Rafailov et al. (arXiv 2305.18290), eq. 7; label smoothing: Mitchell (2023), eq. 3.
+    """
+    loss = -F.logsigmoid(beta * difference)
+    if label_smoothing:
+        loss = (1 - label_smoothing) * loss - label_smoothing * F.logsigmoid(-beta * difference)
+    return loss
+
+
+def robust_dpo(difference: torch.Tensor, beta: float, label_smoothing: float) -> torch.Tensor:
+    """The sigmoid loss, unbiased where a share of the labels is flipped: Chowdhury et al. (arXiv 2403.00409), eq. 12."""
+    right, flipped = -F.logsigmoid(beta * difference), -F.logsigmoid(-beta * difference)
+    return ((1 - label_smoothing) * right - label_smoothing * flipped) / (1 - 2 * label_smoothing)
+
+
+def ipo(difference: torch.Tensor, beta: float) -> torch.Tensor:
+    """(h - 1 / (2 beta))^2 per pair: Azar et al. (arXiv 2310.12036), eq. 17, beta being its tau."""
+    return (difference - 1 / (2 * beta)).square()
+
+
+def hinge(difference: torch.Tensor, beta: float) -> torch.Tensor:
+    """max(0, 1 - beta h) per pair: SLiC, Zhao et al. (arXiv 2305.10425), eq. 1, with a margin of 1 as in RSO."""
+    return F.relu(1 - beta * difference)
+
+
+def simpo(difference: torch.Tensor, beta: float, gamma: float) -> torch.Tensor:
+    """-log sigmoid(beta h - gamma), h the difference of mean log-probabilities: Meng et al. (arXiv 2405.14734), eq. 6."""
+    return -F.logsigmoid(beta * difference - gamma)
+
+
+def odds_ratio(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """-log sigmoid of the log odds ratio, from mean log-probabilities (B,): Hong et al. (arXiv 2403.07691), eq. 4 and 7."""
+    odds = [mean - torch.log(-torch.expm1(mean.clamp(max=-1e-7))) for mean in (chosen, rejected)]  # finite at p = 1
+    return -F.logsigmoid(odds[0] - odds[1])

@@ -7,24 +7,37 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from dstrain.config.schema import TokenizerConfig
+from dstrain.config.schema import HeldOutConfig, ModelConfig, TokenizerConfig
 from dstrain.data.examples import Examples, split_examples
 from dstrain.data.source import First, Joined, open_source
 from dstrain.data.store import TokenStore, cache_root
 from dstrain.data.tokenizer import trained_tokenizer
 from dstrain.errors import DataError, Fault, RecipeError
-from dstrain.models.load import check_weights, read_config, read_tokenizer
+from dstrain.models.freeze import check_parts
+from dstrain.models.init import check_init
+from dstrain.models.load import (
+    check_weights,
+    load_model,
+    read_config,
+    read_tokenizer,
+    skeleton,
+    switch_on_checkpointing,
+)
 from dstrain.tasks.base import Split, Task
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextTask(Task):
-    """A task on records of text."""
+    """A task on records of text, learnt by a model of transformers."""
+
+    auto: ClassVar[str] = "AutoModelForCausalLM"
+    """The class of transformers that makes the model."""
 
     @abstractmethod
     def tokens(self, source: Joined) -> TokenStore:
@@ -51,6 +64,45 @@ class TextTask(Task):
                     "give the model at least as many",
                 )
             )
+        bones = skeleton(self.auto_class, model, self.config_for(model))
+        check_parts(bones, self.recipe)
+        if model.init is not None:
+            check_init(bones, model.init)
+
+    @property
+    def auto_class(self) -> Any:
+        import transformers
+
+        return getattr(transformers, self.auto)
+
+    def config_for(self, model: ModelConfig) -> PretrainedConfig:
+        """The model's config as the task needs it."""
+        config = read_config(model)
+        if model.config is not None:  # its defaults are another tokenizer's
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                setattr(config, name, getattr(self.tokenizer, name))
+        return config
+
+    def load(self, model: ModelConfig) -> torch.nn.Module:
+        """The task's kind of model, as `model` says. Collective under ZeRO-3."""
+        from dstrain.tasks.ops import switch_off_dropout
+
+        made = load_model(self.auto_class, model, self.config_for(model), self.recipe.seed)
+        if getattr(self, "disable_dropout", False):
+            switch_off_dropout(made)
+        if model.gradient_checkpointing:
+            switch_on_checkpointing(made)
+        return made
+
+    def build_model(self) -> torch.nn.Module:
+        return self.load(self.recipe.model)
+
+    def reload(self, folder: Path) -> torch.nn.Module:
+        if not (folder / "adapter_config.json").is_file():
+            return self.auto_class.from_pretrained(str(folder))
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(self.load(self.recipe.model), str(folder))
 
     @cached_property
     def model_config(self) -> PretrainedConfig:
@@ -66,7 +118,7 @@ class TextTask(Task):
             size = getattr(self.model_config, "vocab_size", 32000)
             wanted = TokenizerConfig.model_construct(vocab_size=size)  # a size too small is refused below, by its name
         if isinstance(wanted, TokenizerConfig):
-            source = self._source([item.path for item in self.recipe.data.train])
+            source = self._source(self.recipe.data.train)
             return trained_tokenizer(source, self.texts, wanted.vocab_size, cache_root())
         key = "model.path" if wanted is None else "model.tokenizer"
         tokenizer = read_tokenizer(wanted or model.path or "", key, model.trust_remote_code)
@@ -87,7 +139,7 @@ class TextTask(Task):
             return None
         if not data.train:
             raise DataError(Fault("data.train", "names no file", "write `data: {train: pairs.jsonl}`"))
-        source = self._source([item.path for item in data.train])
+        source = self._source(data.train)
         weights = tuple(item.weight for item in data.train)
         train, test = split_examples(self.tokens(source), source.sizes, weights, data.eval_fraction, self.recipe.seed)
         return train if split == "train" else test
@@ -95,7 +147,7 @@ class TextTask(Task):
     def save_extras(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(str(folder))
 
-    def _source(self, paths: Sequence[str]) -> Joined:
+    def _source(self, items: Sequence[HeldOutConfig]) -> Joined:
         data = self.recipe.data
-        files = [open_source(path, data.columns) for path in paths]
+        files = [open_source(item, data.columns) for item in items]
         return Joined([First(file, data.max_samples) for file in files] if data.max_samples else files)

@@ -17,10 +17,9 @@ from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import OptimConfig
 from dstrain.errors import CheckpointError
 from dstrain.models.freeze import Group
-from dstrain.tasks import Task
+from dstrain.train.objective import Objective, Sums, look_at
+from dstrain.train.optimizers import make_optimizer
 from dstrain.world import SoloWorld, World
-
-Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 class Engine(Protocol):
@@ -41,49 +40,6 @@ class Engine(Protocol):
         """Read what `save` wrote. Collective."""
 
 
-class Objective(torch.nn.Module):
-    """The task and its model as one module, so that every forward pass goes through the engine."""
-
-    def __init__(self, task: Task, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.task, self.model = task, model
-
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, Metrics]:
-        """(scalar sum of the loss, name -> (sum, weight)); a filler's are all zero."""
-        loss = self.task.loss(self.model, batch)
-        share = 0.0 if batch.filler else 1.0
-        metrics = {}
-        for name, value in loss.metrics.items():
-            total, weight = value if isinstance(value, tuple) else (value, batch.weight)
-            weight = torch.as_tensor(weight, dtype=torch.float32, device=total.device)
-            metrics[name] = (total.detach().float() * share, weight.detach() * share)
-        return loss.total.float() * share, metrics
-
-
-class _Sums:
-    """Adds up what forward passes return, on the device."""
-
-    def __init__(self) -> None:
-        self.losses: list[torch.Tensor] = []
-        self.metrics: Metrics = {}
-
-    def add(self, total: torch.Tensor, metrics: Metrics) -> None:
-        self.losses.append(total.detach())
-        for name, (value, weight) in metrics.items():
-            old_value, old_weight = self.metrics.get(name, (0.0, 0.0))
-            self.metrics[name] = (old_value + value, old_weight + weight)
-
-    def result(self, batches: Sequence[Batch], **more: Any) -> StepResult:
-        return StepResult(
-            loss=torch.stack(self.losses).sum(),
-            weight=sum(batch.weight for batch in batches),
-            metrics=self.metrics,
-            samples=sum(len(batch.samples) for batch in batches),
-            tokens=sum(batch.tokens for batch in batches),
-            **more,
-        )
-
-
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Dropout's random numbers are a function of seed, step and rank: nothing about them needs saving."""
     torch.manual_seed(zlib.crc32(f"{seed}/{step}/{rank}".encode()))
@@ -95,20 +51,6 @@ def _poisoned(total: torch.Tensor, scale: float) -> torch.Tensor:
     An inf loss may have a finite gradient (-log sigmoid of -inf has 1): only the factor reaches it for sure.
     """
     return total * torch.where(total.detach().isfinite(), scale, torch.nan)
-
-
-def make_optimizer(groups: Sequence[Group], optim: OptimConfig, offload: str | None, device: torch.device) -> Any:
-    """The optimizer for the groups, in their order."""
-    settings: dict[str, Any] = {"lr": optim.lr}
-    params = [{"params": group.params, "weight_decay": group.weight_decay} for group in groups]
-    if optim.name == "sgd":
-        return torch.optim.SGD(params, **settings)
-    settings.update(betas=optim.betas, eps=optim.eps)
-    if offload:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        return DeepSpeedCPUAdam(params, adamw_mode=True, **settings)
-    return torch.optim.AdamW(params, fused=device.type == "cuda", **settings)
 
 
 class TorchEngine:
@@ -123,7 +65,7 @@ class TorchEngine:
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         self.objective.train()
-        weight, sums = sum(batch.weight for batch in batches), _Sums()
+        weight, sums = sum(batch.weight for batch in batches), Sums()
         for batch in batches:
             total, metrics = self.objective(batch.to(self.world.device))
             _poisoned(total, 1 / weight).backward()
@@ -137,17 +79,18 @@ class TorchEngine:
         self._optimizer.zero_grad(set_to_none=True)
         return sums.result(batches, grad_norm=norm, **_verdict(sums, batches, applied, self.world))
 
-    @torch.no_grad()
     def evaluate(self, batch: Batch) -> StepResult:
-        return _looked_at(self.objective, batch, self.world)
+        return look_at(self.objective, batch, self.world)
 
     def save(self, folder: Path) -> None:
-        state = {"model": self.objective.state_dict(), "optimizer": self._optimizer.state_dict()}
+        with self.objective.without_reference():
+            state = {"model": self.objective.state_dict(), "optimizer": self._optimizer.state_dict()}
         torch.save(state, folder / "torch.pt")
 
     def load(self, folder: Path) -> None:
         state = torch.load(folder / "torch.pt", weights_only=True, map_location=self.world.device)
-        self.objective.load_state_dict(state["model"])
+        with self.objective.without_reference():
+            self.objective.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
 
 
@@ -162,7 +105,7 @@ class DeepSpeedEngine:
         # On a CPU, DeepSpeed would compile a shared-memory all-reduce for inference at every first start: it needs a
         # compiler, a killed build locks all later ones out, and a killed run leaves 66 MiB a rank in /dev/shm.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        self.world = world
+        self.world, self.objective = world, objective
         self._scales = [group.lr_scale for group in groups]
         zero = config["zero_optimization"]
         offload = zero.get("offload_optimizer", {}).get("device", "none")
@@ -182,7 +125,7 @@ class DeepSpeedEngine:
         _set_lr(self.engine.optimizer, self._scales, lr)
         # DeepSpeed averages gradients over the ranks: times their number, over the weight of the whole step.
         scale = self.world.size / self.world.sum([sum(batch.weight for batch in batches)])[0]
-        sums = _Sums()
+        sums = Sums()
         norm = None
         for index, batch in enumerate(batches):
             total, metrics = self.engine(batch.to(self.world.device))
@@ -196,15 +139,20 @@ class DeepSpeedEngine:
         applied = math.isfinite(norm) and self.engine.was_step_applied()
         return sums.result(batches, grad_norm=norm, **_verdict(sums, batches, applied, self.world))
 
-    @torch.no_grad()
     def evaluate(self, batch: Batch) -> StepResult:
-        return _looked_at(self.engine, batch, self.world)
+        return look_at(self.engine, batch, self.world)
 
     def save(self, folder: Path) -> None:
-        self.engine.save_checkpoint(str(folder), tag="state", save_latest=False)
+        with self.objective.without_reference():
+            self.engine.save_checkpoint(
+                str(folder), tag="state", save_latest=False, exclude_frozen_parameters=self.objective.adapted
+            )
 
     def load(self, folder: Path) -> None:
-        path, _ = self.engine.load_checkpoint(str(folder), tag="state")
+        with self.objective.without_reference():
+            path, _ = self.engine.load_checkpoint(
+                str(folder), tag="state", load_module_strict=not self.objective.adapted
+            )
         if path is None:
             raise CheckpointError(f"{folder}: DeepSpeed found no state in it; resume from another checkpoint")
         inner = getattr(self.engine.optimizer, "optimizer", None)
@@ -219,14 +167,6 @@ class DeepSpeedEngine:
             for parameter in learning:
                 parameter.grad = None
         return norm
-
-
-def _looked_at(module: torch.nn.Module, batch: Batch, world: World) -> StepResult:
-    """Sums over one batch in evaluation mode."""
-    module.eval()
-    sums = _Sums()
-    sums.add(*module(batch.to(world.device)))
-    return sums.result([batch])
 
 
 def _set_lr(optimizer: Any, scales: Sequence[float], lr: float) -> None:
@@ -247,7 +187,7 @@ def _replay_bias_correction(adam: Any) -> None:
         adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *nothing)
 
 
-def _verdict(sums: _Sums, batches: Sequence[Batch], applied: bool, world: World) -> dict[str, Any]:
+def _verdict(sums: Sums, batches: Sequence[Batch], applied: bool, world: World) -> dict[str, Any]:
     """Whether the step was taken, and where not, the samples with a loss that is not finite; of the whole step if none.
 
     Collective where the step was left out, which every rank knows alike.

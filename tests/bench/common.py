@@ -102,7 +102,7 @@ def made_model(task: Any, ds_config: Mapping[str, Any] | None = None) -> tuple[A
     """(objective, parameter groups): the same weights every time."""
     from dstrain.models.freeze import parameter_groups
     from dstrain.models.sharded import sharded_construction
-    from dstrain.train.engine import Objective
+    from dstrain.train.objective import Objective
 
     with sharded_construction(ds_config or {}):
         model = task.build_model()

@@ -86,7 +86,6 @@ def hollow(folder: Path) -> None:
         ("export run --to out", "holds no whole checkpoint"),
         ("export run --to file", "is a file; choose another name"),
         ("export run --to run", "exists and is not empty"),
-        ("export run --to out --merge-lora", "LoRA is not supported yet"),
         ("export model --to out", "say with --task"),
         ("evaluate run --data pairs.jsonl", "holds no whole checkpoint"),
         ("evaluate model --data pairs.jsonl --task rm", "holds no weights"),

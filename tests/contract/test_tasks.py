@@ -17,7 +17,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.data.loader import make_batch
 from dstrain.errors import TaskError
 from dstrain.tasks import Task, find_task, make_task, options, packaged_tasks
-from dstrain.train.engine import Objective
+from dstrain.train.objective import Objective
 
 TINY = str(Path(__file__).with_name("tiny.py"))
 
@@ -33,6 +33,10 @@ def task(request: pytest.FixtureRequest, tmp_path: Path) -> Task:
     return made
 
 
+def objective_around(task: Task, model: torch.nn.Module) -> Objective:
+    return Objective(task, model, task.build_reference() if task.reference == "model" else None)
+
+
 def sums(
     task: Task, model: torch.nn.Module, ids: list[int], filler: bool = False
 ) -> tuple[float, dict[str, tuple[float, float]], float]:
@@ -40,7 +44,7 @@ def sums(
     assert examples
     batch = make_batch(examples, task.collate, [] if filler else ids, ids[0])
     with torch.no_grad():
-        total, metrics = Objective(task, model)(batch)
+        total, metrics = objective_around(task, model)(batch)
     return (
         float(total),
         {name: (float(value), float(weight)) for name, (value, weight) in metrics.items()},
@@ -98,7 +102,7 @@ def test_a_model_is_built_the_same_twice(task: Task) -> None:
 def test_every_trained_parameter_gets_a_gradient(task: Task) -> None:
     model = task.build_model()
     examples: Any = task.examples("train")
-    Objective(task, model)(make_batch(examples, task.collate, list(range(16)), 0))[0].backward()
+    objective_around(task, model)(make_batch(examples, task.collate, list(range(16)), 0))[0].backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)
 
 
@@ -113,3 +117,13 @@ def test_a_task_of_one_file_trains_with_two_processes(tmp_path: Path) -> None:
     train = [row["loss"] for row in rows if row["split"] == "train"]
     assert len(train) == 8
     assert train[-1] < train[0]
+
+
+def test_zero3_trains_with_two_processes_that_have_done_nothing_before(tmp_path: Path) -> None:
+    """DeepSpeed's own communication must stand before the first sharded model is built."""
+    recipe = find_task("dpo").tiny(tmp_path) | {"ds_config": "zero3", "steps": 2}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    command = [sys.executable, "-m", "dstrain", "train", str(tmp_path / "recipe.yaml"), "--num-gpus", "2"]
+    done = subprocess.run([*command, "--run-dir", str(tmp_path / "run")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert (tmp_path / "run/checkpoints/step-00000002/MANIFEST.json").is_file()

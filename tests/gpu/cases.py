@@ -18,8 +18,9 @@ from dstrain.data.loader import make_batch
 from dstrain.models.freeze import Group
 from dstrain.models.sharded import whole
 from dstrain.preset import read_preset
-from dstrain.train.engine import TorchEngine, make_optimizer
+from dstrain.train.engine import TorchEngine
 from dstrain.train.guard import NonFiniteGuard
+from dstrain.train.optimizers import make_optimizer
 from dstrain.world import SoloWorld, TorchWorld, World
 from tests.bench.common import made_engine, made_model
 from tests.bench.loader import made_loader
@@ -137,6 +138,7 @@ def fused_and_plain(count: int) -> float:
     start = [torch.randn(shape, generator=draw) for shape in ((64, 48), (48,), (3, 5, 7))]
     ours, plain = ([torch.nn.Parameter(value.clone().to(here)) for value in start] for _ in range(2))
     first = make_optimizer([Group(ours, 1.0, 0.1)], optim, None, here)
+    first.param_groups[0]["lr"] = 1e-3
     second = torch.optim.AdamW(
         plain, lr=1e-3, betas=optim.betas, eps=optim.eps, weight_decay=0.1, fused=False, foreach=False
     )

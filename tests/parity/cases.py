@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -11,13 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig
 from dstrain.data.loader import make_batch
-from dstrain.models.freeze import freeze, parameter_groups
+from dstrain.models.freeze import parameter_groups
 from dstrain.models.sharded import sharded_construction, whole
 from dstrain.preset import RunSettings, complete, read_preset
 from dstrain.tasks import Task, find_task, make_task
-from dstrain.train.engine import DeepSpeedEngine, Objective, TorchEngine
+from dstrain.train.build import build_objective
+from dstrain.train.engine import DeepSpeedEngine, TorchEngine
+from dstrain.train.objective import Objective
+from dstrain.train.references import Asking, add_references
 from dstrain.world import SoloWorld, TorchWorld, World
 
 
@@ -41,6 +47,58 @@ def ds_config(preset: str, settings: dict[str, Any]) -> dict[str, Any]:
     return complete(read_preset(preset), settings=RunSettings(**values))
 
 
+@dataclass(frozen=True)
+class Made:
+    """An engine with its task's samples; its world is that of the tests, or this process alone."""
+
+    task: Task
+    examples: Sequence[Any]
+    engine: Any
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.engine.objective.model
+
+    def batches(self, samples: list[int], accumulate: int) -> list[Batch]:
+        """This rank's share of the samples, as the plan cuts it."""
+        ranks = self.engine.world
+        chunks = np.array_split(np.array(samples), ranks.size * accumulate)
+        mine = chunks[ranks.rank * accumulate : (ranks.rank + 1) * accumulate]
+        return [make_batch(self.examples, self.task.collate, chunk.tolist(), samples[0]) for chunk in mine]
+
+
+def made(task: str, kind: str, accumulate: int, changes: dict[str, Any] | None = None, precision: str = "fp32") -> Made:
+    """`kind` is `torch` for the definition, else a preset's name. `moved: true` in the changes moves what learns."""
+    changes = dict(changes or {})
+    moved = changes.pop("moved", False)
+    found = tiny_task(task, changes)
+    optim = found.recipe.optim
+    ranks: World = SoloWorld() if kind == "torch" else world()
+    settings = {"accumulate": accumulate, "world_size": ranks.size, "clip": optim.clip, "precision": precision}
+    config = ds_config("zero0" if kind == "torch" else kind, settings)
+    examples = add_references(Asking(task=found, ds_config=config, micro=3, world=ranks), [found.examples("train")])[0]
+    assert examples is not None
+    with sharded_construction(config):
+        objective = build_objective(found)
+    if moved:
+        move(objective.model)
+    groups = parameter_groups(objective.model, optim)
+    if kind == "torch":
+        return Made(found, examples, TorchEngine(objective, groups, optim, torch.device("cpu")))
+    return Made(found, examples, DeepSpeedEngine(objective, groups, optim, config, ranks))
+
+
+def move(model: torch.nn.Module) -> None:
+    """A little noise on what learns, so that it is no longer its reference. Collective."""
+    noise = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            with whole([parameter], change=True), torch.no_grad():
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=noise, dtype=torch.float64).to(parameter), alpha=0.02
+                )
+
+
 def one_step(
     task: str,
     kind: str,
@@ -49,34 +107,12 @@ def one_step(
     changes: dict[str, Any] | None = None,
     precision: str = "fp32",
 ) -> dict[str, Any]:
-    """Sums and the gradient (as a step of SGD at a large rate shows it) of one step over the samples.
-
-    `kind` is `torch` for the definition, else a preset's name. Every rank takes its share as the plan cuts it.
-    """
-    made = tiny_task(task, changes)
-    examples = made.examples("train")
-    optim = made.recipe.optim
-    if kind == "torch":
-        ranks: World = SoloWorld()
-        model = made.build_model()
-        freeze(model, made.recipe.model.freeze)
-        engine: Any = TorchEngine(Objective(made, model), parameter_groups(model, optim), optim, torch.device("cpu"))
-    else:
-        ranks = world()
-        config = ds_config(
-            kind, {"accumulate": accumulate, "world_size": ranks.size, "clip": optim.clip, "precision": precision}
-        )
-        with sharded_construction(config):
-            model = made.build_model()
-        freeze(model, made.recipe.model.freeze)
-        engine = DeepSpeedEngine(Objective(made, model), parameter_groups(model, optim), optim, config, ranks)
-    before = weights(model)
-    chunks = np.array_split(np.array(samples), ranks.size * accumulate)[
-        ranks.rank * accumulate : (ranks.rank + 1) * accumulate
-    ]
-    batches = [make_batch(examples, made.collate, chunk.tolist(), samples[0]) for chunk in chunks]
-    result = engine.step(batches, lr=optim.lr)
-    after = weights(model)
+    """Sums and the gradient (as a step of SGD at a large rate shows it) of one step over the samples."""
+    run = made(task, kind, accumulate, changes, precision)
+    ranks, lr = run.engine.world, run.task.recipe.optim.lr
+    before = weights(run.model)
+    result = run.engine.step(run.batches(samples, accumulate), lr=lr)
+    after = weights(run.model)
     sums = ranks.sum(
         [float(result.loss), result.weight, *(float(v) for _, pair in sorted(result.metrics.items()) for v in pair)]
     )
@@ -84,8 +120,19 @@ def one_step(
         "sums": sums,
         "norm": result.grad_norm,
         "before": before,
-        "gradient": {name: (before[name] - after[name]) / optim.lr for name in before},
+        "gradient": {name: (before[name] - after[name]) / lr for name in before},
     }
+
+
+def several_steps(task: str, kind: str, changes: dict[str, Any] | None = None) -> list[float]:
+    """Losses of four steps, with a look at held-out samples before each."""
+    run = made(task, kind, 2, changes)
+    losses = []
+    for step in range(4):
+        looks = [run.engine.evaluate(batch) for batch in run.batches(list(range(40, 46)), 1)]
+        result = run.engine.step(run.batches(list(range(8 * step, 8 * step + 7)), 2), lr=run.task.recipe.optim.lr)
+        losses += run.engine.world.sum([float(look.loss) for look in looks] + [float(result.loss)])
+    return losses
 
 
 def weights(model: torch.nn.Module) -> dict[str, np.ndarray]:

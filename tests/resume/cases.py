@@ -11,9 +11,12 @@ import torch
 from dstrain.batch import Batch, StepResult
 from dstrain.commands.find import Wish, resolve_wish
 from dstrain.launch.topology import Worker
-from dstrain.train.assemble import assemble, finish, make_plan
+from dstrain.train.announce import finish
+from dstrain.train.assemble import assemble, with_references
 from dstrain.train.folder import Resume
 from dstrain.train.loop import train
+from dstrain.train.plan import make_plan
+from dstrain.train.reshape import whole_weights
 from tests.parity.cases import world
 
 
@@ -31,7 +34,7 @@ def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | Non
     torch.set_num_threads(1)
     worker = Worker(ranks.rank, ranks.rank, ranks.size, "tests", ranks.size)
     plan = make_plan(resolve_wish(Wish(recipe=recipe, sets=sets)), Path(run_dir), Resume(resume), worker)
-    made = assemble(plan, ranks)
+    made = assemble(with_references(plan, ranks), ranks)
     seen: list[tuple[int, ...]] = []
     take = made.engine.step
 
@@ -61,3 +64,12 @@ def _poisoned(batch: Batch) -> Batch:
     return Batch(
         tensors={**batch.tensors, "margin": margin}, weight=batch.weight, samples=batch.samples, tokens=batch.tokens
     )
+
+
+def weights_in(checkpoint: str) -> list[str]:
+    """Names of the weights that a checkpoint holds, whichever rank's file they are in."""
+    found = set(whole_weights(Path(checkpoint)))
+    for file in Path(checkpoint, "state").glob("*model_states.pt"):
+        state = torch.load(file, weights_only=False)
+        found |= {*(state["module"] or ()), *(state.get("frozen_param_fragments") or ())}
+    return sorted(found)

@@ -1,0 +1,45 @@
+"""Adapters: thin matrices that learn beside frozen weights, through peft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dstrain.config.schema import LoraConfig
+from dstrain.errors import Fault, RecipeError
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftModel
+
+
+def add_adapters(model: torch.nn.Module, lora: LoraConfig, heads: Sequence[str], seed: int) -> PeftModel:
+    """The model with adapters drawn from the seed; everything but them and the new `heads` is frozen.
+
+    LoRA (Hu et al., arXiv 2106.09685, section 4.1): W x + alpha / rank * B A x, B zero at first. DoRA
+    (Liu et al., arXiv 2402.09353, eq. 5) learns the length of W's columns beside it. Raises RecipeError
+    where no module has a name in `lora.targets`. Collective under ZeRO-3.
+    """
+    import torch
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+
+    there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    settings = PeftConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets,
+        use_dora=lora.dora,
+        modules_to_save=[name for name in heads if name in there] or None,
+    )
+    torch.manual_seed(seed)
+    try:
+        return get_peft_model(model, settings, autocast_adapter_dtype=False)
+    except ValueError as error:
+        names = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if not list(part.children())})
+        raise RecipeError(
+            Fault(
+                "model.lora.targets", f"{lora.targets!r}: {str(error).split('.')[0]}", f"known here: {', '.join(names)}"
+            )
+        ) from error

@@ -1,0 +1,90 @@
+"""What tasks on pairs of answers share: the records, their tokens, and one batch of both answers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dstrain.batch import Batch
+from dstrain.data.formats import Preference, read_preference
+from dstrain.data.prepare import PreferenceSettings, prepare_preferences
+from dstrain.data.source import Joined
+from dstrain.data.store import TokenStore
+from dstrain.tasks.text import TextTask
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairTask(TextTask):
+    """A task on a chosen and a rejected answer to one prompt."""
+
+    def convert(self, record: dict[str, Any]) -> Preference:
+        return read_preference(record)
+
+    def texts(self, record: dict[str, Any]) -> Iterator[str]:
+        preference = read_preference(record)
+        for part in (preference.prompt, preference.chosen, preference.rejected):
+            if isinstance(part, str):
+                yield part
+            else:
+                yield from (message["content"] for message in part)
+
+    def tokens(self, source: Joined) -> TokenStore:
+        data = self.recipe.data
+        settings = PreferenceSettings(
+            max_length=data.max_length,
+            max_prompt_length=data.max_prompt_length,
+            task=self.recipe.task,
+            on_error=data.on_error,
+        )
+        return prepare_preferences(source, self.tokenizer, settings)
+
+    def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
+        import torch
+
+        from dstrain.data.collate import attention_mask, pad
+
+        sequences = [example[side] for side in ("chosen", "rejected") for example in examples]
+        return Batch(
+            tensors={
+                "input_ids": pad(sequences, self.tokenizer.pad_token_id),  # (2B, L), the chosen ones first
+                "attention_mask": attention_mask(sequences),
+                "margin": torch.tensor([example["margin"] for example in examples], dtype=torch.float32),  # (B,)
+            },
+            weight=float(len(examples)),
+            samples=tuple(example["sample"] for example in examples),
+            tokens=sum(len(sequence) for sequence in sequences),
+        )
+
+
+def tiny_pairs(folder: Path, task: str) -> dict[str, Any]:
+    """A recipe of seconds for a task on pairs, with its data written into the folder."""
+    for name, count in (("train", 64), ("eval", 16)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(_pair(name, i)) + "\n" for i in range(count)))
+    return {
+        "task": task,
+        "model": {
+            "config": {
+                "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48,
+                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            }
+        },
+        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl"), "max_length": 48},
+        "batch": {"total": 4, "micro": 2},
+        "optim": {"lr": 1e-3},
+        "steps": 4,
+        "log": {"every": 1, "tensorboard": False},
+        "ds_config": "zero2",
+    }  # fmt: skip
+
+
+def _pair(split: str, index: int) -> dict[str, str]:
+    """A made-up pair of uneven length: the polite answer is the chosen one."""
+    draw = random.Random(f"{split}/{index}")
+    things = ("pump", "valve", "kettle", "lamp", "wheel", "belt")
+    prompt = f"\n\nHuman: How do I mend the {draw.choice(things)} number {index}{', please' * draw.randint(0, 4)}?"
+    good = "Gladly: " + " then ".join(draw.choice(("open it", "clean it", "oil it")) for _ in range(draw.randint(1, 5)))
+    return {"chosen": f"{prompt}\n\nAssistant: {good}.", "rejected": f"{prompt}\n\nAssistant: No idea, go away."}

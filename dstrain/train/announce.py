@@ -1,0 +1,70 @@
+"""What a run tells: where its rows go, how it starts and how it ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TextIO
+
+from dstrain.report.journal import Journal
+from dstrain.report.sinks import Console, Jsonl, Sink, TensorBoard, as_line
+from dstrain.train.manifest import CheckpointInfo
+from dstrain.train.plan import Plan
+from dstrain.train.state import Run
+from dstrain.world import World
+
+
+def make_sinks(plan: Plan, journal: Journal, start: CheckpointInfo | None, screen: TextIO | None) -> list[Sink]:
+    """Rank 0's. A terminal gets a progress bar, everything else lines."""
+    sinks: list[Sink] = [Jsonl(journal), Console(plan.steps, screen)]
+    if plan.config.log.tensorboard:
+        sinks.append(TensorBoard(plan.run_dir, start.step if start else 0))
+    return sinks
+
+
+def describe_start(plan: Plan, journal: Journal, world: World, start: CheckpointInfo | None) -> None:
+    """Say what is about to happen, in events.jsonl and on rank 0's terminal."""
+    about = {
+        "world_size": world.size,
+        "preset": plan.preset.name,
+        "batch": {"total": plan.batch.total, "micro": plan.batch.micro, "accumulate": plan.batch.accumulate},
+        "steps": plan.steps,
+        "train_samples": len(plan.train),
+        "eval_samples": None if plan.test is None else len(plan.test),
+    }
+    journal.event("started", step=start.step if start else 0, **about)
+    for split, examples in (("train", plan.train), ("eval", plan.test)):
+        report = getattr(examples, "report", None)
+        if report is not None:
+            journal.event("data", split=split, **report)
+    if world.rank == 0:
+        print(
+            f"{plan.config.task}: {len(plan.train)} samples, {plan.steps} steps of {plan.batch.total} samples "
+            f"= {world.size} processes x {plan.batch.accumulate} x {plan.batch.micro}, preset {plan.preset.name}"
+            + (f", going on from step {start.step}" if start else ""),
+            flush=True,
+        )
+
+
+def finish(run: Run, step: int) -> int:
+    """Say how it ended; the exit code."""
+    folder = run.checkpoints.folder.parent
+    if step < run.steps:
+        run.journal.event("stopped", step=step, signal=run.interrupt.received)
+        line, code = f"stopped at step {step} of {run.steps}; the same command goes on from there", 75
+    elif run.start is not None and run.start.step >= run.steps:
+        run.journal.event("already_finished", step=step)
+        line, code = f"this run is finished already: all {run.steps} steps are done", 0
+    else:
+        run.journal.event("finished", step=step)
+        line, code = f"finished: {run.steps} steps", 0
+    if run.engine.world.rank == 0:
+        print("\n".join(filter(None, [line, last_held_out(folder), f"run folder: {folder}"])), flush=True)
+    return code
+
+
+def last_held_out(run_dir: Path) -> str:
+    """The last held-out numbers of a run, for people."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    tests = [row for row in rows if row["split"] == "eval"]
+    return f"held-out: {as_line(tests[-1], tests[-1]['step'])}" if tests else ""

@@ -1,0 +1,63 @@
+"""A task's model as it learns: loaded or drawn, its starting weights put in, adapters put on, parts frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dstrain.config import RunConfig
+from dstrain.models.freeze import freeze
+from dstrain.models.init import load_init
+from dstrain.models.lora import add_adapters
+from dstrain.models.sharded import numel
+from dstrain.report.journal import Journal
+from dstrain.tasks import Task
+from dstrain.train.objective import Objective
+
+
+def build(task: Task, journal: Journal | None = None) -> torch.nn.Module:
+    """The model of a new run; `journal` is told what came of `model.init`. Collective under ZeRO-3."""
+    model = task.build_model()
+    wanted = task.recipe.model
+    if wanted.init is not None:
+        report = load_init(model, wanted.init)
+        if journal is not None:
+            journal.event("init", **report.as_event())
+            print(report, flush=True)  # into each rank's log; the terminal is rank 0's
+    return _adapted(task, model)
+
+
+def build_objective(task: Task, journal: Journal | None = None) -> Objective:
+    """The task with its model, and with its reference where that is held in memory. Collective under ZeRO-3."""
+    model = build(task, journal)
+    return Objective(task, model, task.build_reference() if task.reference == "model" else None)
+
+
+def build_bare(task: Task) -> torch.nn.Module:
+    """The same parts, for weights that a checkpoint brings. Collective under ZeRO-3."""
+    return _adapted(task, task.build_model())
+
+
+def _adapted(task: Task, model: torch.nn.Module) -> torch.nn.Module:
+    wanted = task.recipe.model
+    if wanted.lora is not None:
+        model = add_adapters(model, wanted.lora, task.heads, task.recipe.seed)
+    freeze(model, wanted.freeze)
+    return model
+
+
+def count(model: torch.nn.Module) -> tuple[int, int]:
+    """(parameters, parameters that learn)."""
+    sizes = [(numel(parameter), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
+
+
+def in_precision(config: RunConfig, ds_config: Mapping[str, Any]) -> RunConfig:
+    """The recipe with the weights loaded in the precision that DeepSpeed would cast them to."""
+    enabled = [name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")]
+    if not enabled:
+        return config
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}[enabled[0]]
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})

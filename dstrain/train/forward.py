@@ -1,0 +1,52 @@
+"""Forward passes alone: what evaluation, generation and a reference need of a model that does not learn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dstrain.batch import Batch, StepResult
+from dstrain.errors import RunError
+from dstrain.train.objective import look_at
+from dstrain.world import World
+
+
+class ForwardEngine:
+    """A module that is whole on every process, or in ZeRO-3's shards where the JSON says stage 3.
+
+    At stage 3 the module must have been built inside `sharded_construction`, and every rank must make the same passes.
+    """
+
+    def __init__(self, module: torch.nn.Module, ds_config: Mapping[str, Any], world: World) -> None:
+        self.world = world
+        self.sharded = ds_config.get("zero_optimization", {}).get("stage", 0) == 3
+        self.module: Any = module.requires_grad_(False).eval()
+        if not self.sharded:
+            self.module.to(world.device)
+            return
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as in engine.py
+        zero = {key: value for key, value in ds_config["zero_optimization"].items() if key != "offload_optimizer"}
+        self.module, *_ = deepspeed.initialize(model=module, config={**ds_config, "zero_optimization": zero})
+        self.module.eval()
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Any:
+        """What the module returns for a batch. Collective at stage 3."""
+        return self.module(batch.to(self.world.device))
+
+    def evaluate(self, batch: Batch) -> StepResult:
+        """Sums over one batch; the module must be an Objective. Collective at stage 3."""
+        return look_at(self.module, batch, self.world)
+
+    def step(self, batches: Any, lr: float) -> StepResult:
+        raise RunError("this engine makes forward passes alone")
+
+    def save(self, folder: Path) -> None:
+        raise RunError("this engine makes forward passes alone")
+
+    load = save

@@ -1,0 +1,103 @@
+"""Everything that one process can decide alone, before any process group starts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dstrain.config import BatchPlan, Recipe, RunConfig, resolve_batch, resolve_steps
+from dstrain.data.plan import DataPlan
+from dstrain.errors import DataError
+from dstrain.launch.command import free_port
+from dstrain.launch.threads import cores_here, threads_per_process
+from dstrain.launch.topology import Worker, wants_cpu
+from dstrain.preset import Device, Preset, read_preset
+from dstrain.tasks import Task, make_task
+from dstrain.train.folder import Resume, check_resume, check_writable
+from dstrain.train.settings import resolved_ds_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that is known before any process group starts."""
+
+    config: RunConfig
+    preset: Preset
+    ds_config: dict[str, Any]
+    batch: BatchPlan
+    task: Task
+    train: Sequence[Any]
+    test: Sequence[Any] | None
+    data: DataPlan
+    steps: int
+    device: torch.device
+    run_dir: Path
+    resume: Resume
+
+
+def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
+    """Threads, device and noise of this process, the same under every launcher."""
+    os.environ.update(worker.environment)
+    os.environ.setdefault("MASTER_PORT", str(free_port()))  # left open only where one process is alone
+    torch.set_num_threads(threads_per_process(worker.local_size, cores_here()))
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.(distributed|jit)")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if wants_cpu(os.environ) or not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        return torch.device("cpu")
+    index = worker.local_rank % torch.cuda.device_count()  # Slurm may show each task one GPU
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def make_plan(recipe: Recipe, run_dir: Path, resume: Resume, worker: Worker) -> Plan:
+    """Check and prepare everything that one process can check alone. Raises UsageError."""
+    config = recipe.config
+    check_writable(run_dir)
+    device = set_up_process(worker, config)
+    preset = read_preset(config.ds_config)
+    batch = resolve_batch(config.batch, worker.world_size, preset.micro, preset.accumulate)
+    ds_config = resolved_ds_config(config, preset, batch, (worker.world_size, device_of(device)), run_dir)
+    task = make_task(config)
+    task.check()
+    check_resume(run_dir, resume, config, worker.world_size, preset.stage)
+    train, test = task.examples("train"), task.examples("eval")
+    if not train:
+        raise DataError("data.train: holds no sample to train on; give a file with records that the task can use")
+    data = data_plan(config, train, batch, worker.world_size)
+    steps, total = resolve_steps(config, data.samples_per_epoch, batch.total)
+    return Plan(
+        config=config, preset=preset, ds_config=ds_config, batch=batch, task=task, train=train, test=test,
+        data=replace(data, total_samples=total), steps=steps, device=device, run_dir=run_dir, resume=resume,
+    )  # fmt: skip
+
+
+def device_of(device: torch.device) -> Device:
+    """What this process computes on, for presets."""
+    if device.type == "cpu":
+        return Device("cpu", True)
+    return Device("cuda", torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def data_plan(config: RunConfig, train: Sequence[Any], batch: BatchPlan, world_size: int) -> DataPlan:
+    """The order of the samples; a task's examples may say how they are made up of weighted sources."""
+    return DataPlan(
+        sizes=tuple(getattr(train, "sizes", (len(train),))),
+        weights=getattr(train, "weights", None),
+        seed=config.seed,
+        samples_per_step=batch.total,
+        world_size=world_size,
+        accumulate=batch.accumulate,
+    )

@@ -1,0 +1,66 @@
+"""One step is one step for every packaged task, with a reference held in memory, switched on and off, or remembered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parity.test_step import SAMPLES, SGD, distance
+from tests.workers import Workers
+
+LORA = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dpo, a reference in memory": ("dpo", {"moved": True}),
+    "dpo, a reference remembered": ("dpo", {"moved": True, "options": {"precompute_ref_log_probs": True}}),
+    "dpo, adapters switched off": ("dpo", {"moved": True, **LORA}),
+    "dpo, no reference": ("dpo", {"options": {"loss_type": "orpo"}}),
+    "rm, adapters": ("rm", {"moved": True, **LORA}),
+    "rm, DoRA": ("rm", {"moved": True, "model": {"lora": {"rank": 4, "dora": True}}}),
+}
+
+
+@pytest.fixture(scope="module")
+def definition(one: Workers) -> Any:
+    """What plain PyTorch does with all samples in one batch, and with four batches after one another."""
+    found: dict[str, Any] = {}
+
+    def of(function: str, case: str, **arguments: Any) -> Any:
+        if (function, case) not in found:
+            task, changes = CASES[case]
+            found[function, case] = one(
+                f"tests.parity.cases:{function}", task=task, kind="torch", changes=changes | arguments.pop("optim"),
+                **arguments,
+            )[0]  # fmt: skip
+        return found[function, case]
+
+    return of
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_is_the_same_at_every_stage(case: str, stage: int, two: Workers, definition: Any) -> None:
+    samples = SAMPLES["uneven"]
+    wanted = definition("one_step", case, samples=samples, accumulate=1, optim=SGD)
+    task, changes = CASES[case]
+    for found in two(
+        "tests.parity.cases:one_step",
+        task=task,
+        kind=f"zero{stage}",
+        samples=samples,
+        accumulate=2,
+        changes=changes | SGD,
+    ):
+        assert distance(found, wanted, "before") == 0, "the weights to begin with"
+        assert found["sums"] == pytest.approx(wanted["sums"], rel=1e-6, abs=1e-5), "log-probabilities are sums of hundreds"
+        assert distance(found, wanted) <= 1e-6
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_steps_and_looks_in_turn_leave_the_same_losses(case: str, stage: int, two: Workers, definition: Any) -> None:
+    adam = {"optim": {"lr": 1e-3}}
+    wanted = definition("several_steps", case, optim=adam)
+    task, changes = CASES[case]
+    for found in two("tests.parity.cases:several_steps", task=task, kind=f"zero{stage}", changes=changes | adam):
+        assert found == pytest.approx(wanted, rel=2e-5)

@@ -1,0 +1,83 @@
+"""Runs with a reference or with adapters resume as others do, and their checkpoints hold what learnt, and no more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dstrain.tasks import find_task
+from tests.resume.test_resume import RUN
+from tests.workers import WorkerError, Workers
+
+LORA = {"rank": 4, "dropout": 0.1}
+CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "dpo, sharded reference": ("dpo", "zero3", {}, {}),
+    "dpo, whole reference": ("dpo", "zero1", {}, {}),
+    "dpo, remembered": ("dpo", "zero2", {"precompute_ref_log_probs": True}, {}),
+    "dpo, adapters": ("dpo", "zero2", {}, {"lora": LORA}),
+    "dpo, sharded adapters": ("dpo", "zero3", {}, {"lora": LORA}),
+    "rm, adapters": ("rm", "zero1", {}, {"lora": LORA}),
+    "rm, adapters, no ZeRO": ("rm", "zero0", {}, {"lora": LORA}),
+}
+
+
+def written(folder: Path, case: str) -> str:
+    task, preset, options, model = CASES[case]
+    values = find_task(task).tiny(folder)
+    values |= {
+        "options": options,
+        "steps": 8,
+        "batch": {"total": 6, "micro": 2},
+        "save": {"every": 4},
+        "eval": {"every": 4},
+    }
+    values |= {"model": values["model"] | model, "ds_config": preset}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    return str(folder / "recipe.yaml")
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    told = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    clocks = ("time", "memory", "seconds", "second", "waited", "utilization")
+    return [{name: row[name] for name in row if not any(word in name for word in clocks)} for row in told]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resuming_changes_nothing(case: str, tmp_path: Path, two: Workers) -> None:
+    recipe = written(tmp_path, case)
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"))
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), crash_at=7)
+    again = two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"))
+    assert [result["code"] for result in again] == [0, 0]
+    assert len(again[0]["samples"]) == 4
+    assert rows(tmp_path / "broken") == rows(tmp_path / "whole"), "bit for bit"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_holds_what_learns(case: str, tmp_path: Path, two: Workers) -> None:
+    recipe = written(tmp_path, case)
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=["steps=1"])
+    (names,) = {
+        tuple(names)
+        for names in two("tests.resume.cases:weights_in", checkpoint=str(tmp_path / "run/checkpoints/step-00000001"))
+    }
+    assert names
+    assert not any("reference" in name for name in names), "a reference is never saved"
+    if "adapters" in case:
+        assert all("lora_" in name or "modules_to_save" in name for name in names)
+        assert any("lora_B" in name for name in names)
+        assert ("modules_to_save" in " ".join(names)) == (CASES[case][0] == "rm"), "the new head"
+
+
+def test_adapters_go_on_only_on_their_own_base(tmp_path: Path, two: Workers) -> None:
+    recipe = written(tmp_path, "dpo, adapters")
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=["steps=8"], crash_at=5)
+    manifest = json.loads((tmp_path / "run/checkpoints/step-00000004/run.json").read_text())
+    assert len(manifest["base"]) == 64
+    (tmp_path / "run/recipe.yaml").unlink()  # else the changed key is refused before
+    with pytest.raises(WorkerError, match="trained on other weights"):
+        two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=["seed=5"])

@@ -1,0 +1,273 @@
+"""Preference optimization: each loss as its paper has it, and a reference that answers the same however it is kept."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dstrain.tasks.text
+import dstrain.train.references
+from dstrain.config.schema import RunConfig
+from dstrain.data.loader import make_batch
+from dstrain.errors import DataError, TaskError
+from dstrain.tasks import Task, make_task, ops
+from dstrain.tasks.dpo import PreferenceOptimization
+from dstrain.train.build import build_objective
+from dstrain.train.references import Asking, add_references, reference_key
+from dstrain.world import SoloWorld
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+
+
+LN2 = math.log(2)
+PLAIN = {"zero_optimization": {"stage": 0}}
+
+
+def sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
+
+
+H = torch.tensor([0.0, 1.5, -4.0], dtype=torch.float64)
+"""log-ratio of the chosen answer less that of the rejected one."""
+
+
+def test_the_sigmoid_loss_is_dpos() -> None:
+    assert ops.dpo_sigmoid(H, 0.1).tolist() == pytest.approx([-math.log(sigmoid(0.1 * h)) for h in H.tolist()])
+
+
+def test_label_smoothing_mixes_in_the_other_label() -> None:
+    wanted = [-0.8 * math.log(sigmoid(0.1 * h)) - 0.2 * math.log(sigmoid(-0.1 * h)) for h in H.tolist()]
+    assert ops.dpo_sigmoid(H, 0.1, 0.2).tolist() == pytest.approx(wanted)
+
+
+def test_the_robust_loss_is_unbiased_under_flipped_labels() -> None:
+    robust, flipped = ops.robust_dpo(H, 0.3, 0.2), ops.robust_dpo(-H, 0.3, 0.2)
+    wanted = [-(0.8 * math.log(sigmoid(0.3 * h)) - 0.2 * math.log(sigmoid(-0.3 * h))) / 0.6 for h in H.tolist()]
+    assert robust.tolist() == pytest.approx(wanted)
+    assert (0.8 * robust + 0.2 * flipped).tolist() == pytest.approx(ops.dpo_sigmoid(H, 0.3).tolist())
+
+
+def test_ipo_pulls_to_one_over_two_beta() -> None:
+    assert ops.ipo(H, 0.25).tolist() == pytest.approx([4.0, 0.25, 36.0])
+
+
+def test_the_hinge_is_flat_beyond_its_margin() -> None:
+    assert ops.hinge(H, 1.0).tolist() == pytest.approx([1.0, 0.0, 5.0])
+
+
+def test_simpo_asks_for_a_margin() -> None:
+    assert ops.simpo(H, 2.0, 0.5).tolist() == pytest.approx([-math.log(sigmoid(2 * h - 0.5)) for h in H.tolist()])
+
+
+def test_the_odds_ratio_is_orpos() -> None:
+    chosen, rejected = torch.tensor([0.8]).double().log(), torch.tensor([0.5]).double().log()
+    assert ops.odds_ratio(chosen, rejected).item() == pytest.approx(-math.log(sigmoid(math.log((0.8 / 0.2) / 1.0))))
+
+
+def test_odds_are_finite_where_an_answer_is_nearly_sure() -> None:
+    means = torch.tensor([-1e-9, -1e-30, 0.0], requires_grad=True)
+    loss = ops.odds_ratio(means, torch.full((3,), -2.0)).sum()
+    loss.backward()
+    assert loss.isfinite()
+    assert means.grad is not None
+    assert means.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_log_probs_are_those_of_the_softmax_in_whatever_pieces(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(2, 5, 11, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(11, (2, 5))
+    wanted = logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
+    monkeypatch.setattr(ops, "CHUNK_BYTES", 4 * 11 * count)
+    found = ops.token_log_probs(logits, targets)
+    torch.testing.assert_close(found, wanted)
+    grads = [torch.autograd.grad((value * torch.arange(5)).sum(), logits)[0] for value in (found, wanted)]
+    torch.testing.assert_close(*grads)
+
+
+def made(folder: Path, options: dict[str, Any] | None = None, **more: Any) -> Task:
+    recipe = PreferenceOptimization.tiny(folder) | {"options": options or {}}
+    recipe["model"] = recipe["model"] | more
+    return make_task(RunConfig.model_validate(recipe))
+
+
+def asking(task: Task, **more: Any) -> Asking:
+    return Asking(**{"task": task, "ds_config": PLAIN, "micro": 3, "world": SoloWorld()} | more)
+
+
+def look(task: Task, ids: list[int]) -> tuple[float, dict[str, float]]:
+    """(loss, metrics) per pair of a task at its start."""
+    examples = add_references(asking(task), [task.examples("train")])[0]
+    assert examples is not None
+    batch = make_batch(examples, task.collate, ids, 0)
+    with torch.no_grad():
+        total, metrics = build_objective(task)(batch)
+    return float(total) / batch.weight, {name: float(value / weight) for name, (value, weight) in metrics.items()}
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "model": {},
+    "cached": {"options": {"precompute_ref_log_probs": True}},
+    "adapter": {"lora": {"rank": 4}},
+    "adapters, cached": {"options": {"precompute_ref_log_probs": True}, "lora": {"rank": 4}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_loss_is_ln_2(kind: str, tmp_path: Path) -> None:
+    task = made(tmp_path, **KINDS[kind])
+    assert task.reference == kind.split()[-1]
+    loss, metrics = look(task, [3, 9, 4, 60, 31])
+    assert loss == pytest.approx(LN2, abs=1e-6)
+    assert metrics["margin"] == pytest.approx(0, abs=1e-5)
+
+
+FIRST = {"ipo": 25.0, "hinge": 1.0, "robust": LN2}
+"""The loss where policy and reference are one, at beta 0.1."""
+
+
+@pytest.mark.parametrize("loss_type", FIRST)
+def test_other_losses_begin_where_their_formula_says(loss_type: str, tmp_path: Path) -> None:
+    loss, _ = look(made(tmp_path, {"loss_type": loss_type, "beta": 0.1}), [0, 1, 2])
+    assert loss == pytest.approx(FIRST[loss_type], abs=2e-6 * max(FIRST[loss_type], 1))
+
+
+def test_answers_kept_are_those_asked_online(tmp_path: Path) -> None:
+    other = make_task(RunConfig.model_validate(PreferenceOptimization.tiny(tmp_path) | {"seed": 7}))
+    other.build_model().save_pretrained(tmp_path / "other")
+    other.save_extras(tmp_path / "other")
+    ids = [5, 17, 60, 2]
+    online = look(made(tmp_path, {"ref_model": str(tmp_path / "other")}), ids)
+    kept = look(made(tmp_path, {"ref_model": str(tmp_path / "other"), "precompute_ref_log_probs": True}), ids)
+    assert online[0] != pytest.approx(LN2, abs=1e-4), "another reference"
+    assert kept[0] == pytest.approx(online[0], abs=1e-6)
+    assert kept[1] == pytest.approx(online[1], abs=1e-5)
+
+
+def test_with_kept_answers_no_reference_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    load = dstrain.tasks.text.load_model
+    monkeypatch.setattr(dstrain.tasks.text, "load_model", lambda *args: built.append("") or load(*args))
+    task = made(tmp_path, {"precompute_ref_log_probs": True})
+    first = add_references(asking(task), [task.examples("train"), task.examples("eval")])
+    assert len(built) == 1, "the reference answers for both splits"
+    second = add_references(asking(task), [task.examples("train"), task.examples("eval")])
+    assert len(built) == 1
+    build_objective(task)
+    assert len(built) == 2, "the policy, and nothing beside it"
+    for old, new in zip(first, second, strict=True):
+        assert old is not None
+        assert new is not None
+        assert [old[i]["ref_chosen_logps"] for i in range(9)] == [new[i]["ref_chosen_logps"] for i in range(9)]
+
+
+def test_answers_that_were_broken_off_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dstrain.train.references, "ROWS", 10)
+    task = made(tmp_path, {"precompute_ref_log_probs": True})
+    asked: list[int] = []
+    refer = PreferenceOptimization.refer
+
+    def counted(self: Any, model: Any, batch: Any) -> Any:
+        asked.extend(batch.samples)
+        if len(asked) > 45:
+            raise KeyboardInterrupt
+        return refer(self, model, batch)
+
+    monkeypatch.setattr(PreferenceOptimization, "refer", counted)
+    with pytest.raises(KeyboardInterrupt):
+        add_references(asking(task), [task.examples("train")])
+    monkeypatch.setattr(PreferenceOptimization, "refer", refer)
+    kept = set(asked[:40])
+    asked.clear()
+    monkeypatch.setattr(
+        PreferenceOptimization,
+        "refer",
+        lambda self, model, batch: asked.extend(batch.samples) or refer(self, model, batch),
+    )
+    broken, whole = add_references(asking(task), [task.examples("train"), None])[0], made(tmp_path)
+    assert broken is not None
+    assert kept.isdisjoint(asked)
+    assert len(kept) + len(asked) == len(broken) == len(whole.examples("train") or ())
+
+
+def test_a_damaged_file_of_answers_is_asked_for_again(tmp_path: Path) -> None:
+    task = made(tmp_path, {"precompute_ref_log_probs": True})
+    first = add_references(asking(task), [task.examples("train")])[0]
+    (file,) = (dstrain.train.references.cache_root() / "references").glob("*/rows-*.npz")
+    file.write_bytes(file.read_bytes()[:100])
+    again = add_references(asking(task), [task.examples("train")])[0]
+    assert first is not None
+    assert again is not None
+    assert first[5]["ref_chosen_logps"] == again[5]["ref_chosen_logps"]
+
+
+def key(task: Task, **more: Any) -> str:
+    store: Any = task.examples("train").store  # type: ignore[union-attr]
+    found = asking(task, **more)
+    return str(reference_key(found, store, dstrain.train.references._weights(task)))
+
+
+def test_what_changes_the_answers_changes_their_key(tmp_path: Path) -> None:
+    options = {"precompute_ref_log_probs": True}
+    task = made(tmp_path, options)
+    recipe = task.recipe
+    shorter = replace(
+        task, recipe=recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": 40})})
+    )
+    keys = [
+        key(task),
+        key(made(tmp_path, options, attention="eager")),
+        key(task, ds_config=PLAIN | {"bf16": {"enabled": True}}),
+        key(replace(task, recipe=recipe.model_copy(update={"seed": 3}))),
+        key(shorter),
+        key(made(tmp_path, options, config=recipe.model.config | {"hidden_size": 64})),  # type: ignore[operator]
+    ]
+    assert len(set(keys)) == len(keys)
+    assert key(made(tmp_path, options | {"beta": 0.3}, lora={"rank": 2})) == keys[0], (
+        "the policy's options ask nothing new"
+    )
+
+
+def test_a_reference_without_numbers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        PreferenceOptimization,
+        "refer",
+        lambda self, model, batch: {"ref_chosen_logps": torch.full((int(batch.weight),), np.nan)},
+    )
+    task = made(tmp_path, {"precompute_ref_log_probs": True})
+    with pytest.raises(DataError, match="is not finite"):
+        add_references(asking(task), [task.examples("train")])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"beta": 0.0}, "beta is 0"),
+        ({"label_smoothing": 0.5}, "below 0.5"),
+        ({"label_smoothing": 0.1, "loss_type": "ipo"}, "no meaning"),
+        ({"loss_type": "orpo", "rpo_alpha": 1.0}, "rpo_alpha"),
+        ({"loss_type": "simpo", "precompute_ref_log_probs": True}, "no reference"),
+        ({"loss_type": "dpo"}, "loss_type"),
+    ],
+)
+def test_options_that_contradict_are_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=words):
+        made(tmp_path, options)
+
+
+def test_an_sft_term_is_the_mean_over_the_chosen_answers_tokens(tmp_path: Path) -> None:
+    without, metrics = look(made(tmp_path), [7])
+    with_it, _ = look(made(tmp_path, {"rpo_alpha": 2.0}), [7])
+    task = made(tmp_path)
+    examples: Any = task.examples("train")
+    tokens = len(examples[7]["chosen"]) - int(examples[7]["prompt_length"])
+    assert with_it - without == pytest.approx(-2.0 * metrics["logp_chosen"] / tokens, rel=1e-5)

@@ -26,8 +26,8 @@ class Friendly(Task):
 
     def examples(self, split: Split) -> Sequence[Any] | None:
         data = self.recipe.data
-        paths = [source.path for source in data.train] if split == "train" else [data.eval]
-        files = [open_source(path, data.columns) for path in paths if path]
+        sources = data.train if split == "train" else [data.eval]
+        files = [open_source(source, data.columns) for source in sources if source]
         records = [file[index] for file in files for index in range(len(file))]
         return [{"id": index, **record} for index, record in enumerate(records)] or None
 

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.config import Recipe, RunConfig, check_keys, read_recipe
-from dstrain.errors import Fault, RecipeError, did_you_mean
+from dstrain.config.schema import HeldOutConfig, SourceConfig
+from dstrain.data.hub import is_hub_name
+from dstrain.errors import Fault, RecipeError, UsageError, did_you_mean
+from dstrain.models.stored import weight_files
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -27,13 +30,16 @@ class Wish:
 
     def arguments(self, run_dir: Path) -> list[str]:
         """The same wish as arguments of `dstrain`, for the workers."""
+        words = ["train", *self.recipe_words(), "--run-dir", str(run_dir), "--resume", self.resume]
+        return words + [word for value in self.allowed for word in ("--allow-change", value)]
+
+    def recipe_words(self) -> list[str]:
+        """RECIPE, --task, --ds-config and --set."""
         path = find_recipe(self.recipe, bool(self.task or self.sets))
-        words = ["train", *([str(path)] if path else []), "--run-dir", str(run_dir), "--resume", self.resume]
-        for option, values in (("--task", [self.task]), ("--ds-config", [self.ds_config])):
-            words += [word for value in values if value for word in (option, value)]
-        for option, many in (("--set", self.sets), ("--allow-change", self.allowed)):
-            words += [word for value in many for word in (option, value)]
-        return words
+        words = [str(path)] if path else []
+        for option, value in (("--task", self.task), ("--ds-config", self.ds_config)):
+            words += [option, value] if value else []
+        return words + [word for value in self.sets for word in ("--set", value)]
 
 
 def packaged_recipes() -> list[str]:
@@ -54,11 +60,13 @@ def find_recipe(name: str | None, may_be_absent: bool) -> Path | None:
             f"({', '.join(packaged_recipes())}), or --task and --set"
         )
     path = Path(name).expanduser()
-    if path.is_file():
+    if _is_there(path) and not path.is_dir():
         return path.resolve()
     if name in packaged_recipes():
         return RECIPES / f"{name}.yaml"
-    if path.suffix in (".yaml", ".yml") or "/" in name:
+    if path.suffix in (".yaml", ".yml") or "/" in name or _is_there(path):
+        if _is_there(path):
+            raise RecipeError(f"RECIPE {name}: is a folder; name the YAML file in it")
         raise RecipeError(f"RECIPE {name}: there is no such file (we are in {Path.cwd()}); check the path")
     raise RecipeError(
         f"RECIPE {name}: is neither a file nor a packaged recipe; {did_you_mean(name, packaged_recipes())}"
@@ -67,56 +75,108 @@ def find_recipe(name: str | None, may_be_absent: bool) -> Path | None:
 
 def resolve_wish(wish: Wish) -> Recipe:
     """The wished recipe with --set, --task and --ds-config applied and its paths absolute. Raises RecipeError."""
+    _check_folders(wish)
     path = find_recipe(wish.recipe, bool(wish.task or wish.sets or wish.ds_config))
     recipe = read_recipe(path, wish.sets, wish.task, wish.ds_config)
     check_keys(wish.allowed, "--allow-change")
     return Recipe(absolute_paths(recipe.config, recipe.folder), recipe.name, recipe.folder)
 
 
+def _check_folders(wish: Wish) -> None:
+    """Raise UsageError for a --resume or --run-dir that can mean no folder."""
+    known = ("auto", "never")
+    if wish.resume not in known and not _is_there(Path(wish.resume).expanduser()):
+        hint = did_you_mean(wish.resume, known)
+        mend = hint if hint.startswith("did you mean") else "write auto, never, or the folder of a run or a checkpoint"
+        raise UsageError(f"--resume {wish.resume}: is neither auto nor never, and there is no such folder; {mend}")
+    if wish.run_dir == Path():
+        problem = "is empty or the working folder itself, and a run has a folder of its own"
+        raise UsageError(f"--run-dir: {problem}; name one, such as --run-dir runs/first")
+
+
 def absolute_paths(config: RunConfig, folder: Path) -> RunConfig:
     """Paths are looked up in the working directory, then beside the recipe. Raises RecipeError for missing data files."""
     values = config.model_dump()
     faults: list[Fault] = []
-    for place, key in _data_paths(values):
-        found = locate(place[key], folder)
-        if found is None:
-            faults.append(_missing(str(place[key]), folder))
+    for place, usual_split in _data_sources(values):
+        found = locate(place["path"], folder)
+        if found is not None:
+            faults += _only_of_the_hub(place)
+            place["path"] = str(found)
+        elif is_hub_name(place["path"]):
+            place["split"] = place["split"] or usual_split
         else:
-            place[key] = str(found)
+            faults.append(_missing(str(place["path"]), folder))
     for place, key in (
         (values["model"], "path"),
         (values["model"], "tokenizer"),
         (values, "task"),
         (values, "ds_config"),
+        (values["options"], "ref_model"),
     ):
-        text = place[key]
-        found = locate(text, folder) if isinstance(text, str) and text and _is_path(text) else None
+        text = place.get(key)
+        found = locate(text, folder) if isinstance(text, str) and text and _is_path(text, key) else None
         if found is not None:
             place[key] = str(found)
+    faults += _find_init(values["model"], folder)
     if faults:
         raise RecipeError(faults)
     return RunConfig.model_validate(values)
 
 
-def _data_paths(values: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    found = [(source, "path") for source in values["data"]["train"]]
-    return found + ([(values["data"], "eval")] if values["data"]["eval"] else [])
+def _find_init(model: dict[str, Any], folder: Path) -> list[Fault]:
+    """Make model.init absolute; a fault where it names no weights."""
+    if model["init"] is None:
+        return []
+    model["init"] = str(locate(model["init"], folder) or model["init"])
+    try:
+        weight_files(model["init"])
+    except RecipeError as error:
+        return [*error.faults]
+    return []
 
 
-def _is_path(text: str) -> bool:
-    return "/" in text or text.endswith((".json", ".py")) or Path(text).is_dir()
+def _data_sources(values: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """(block with a path, the split that is meant where it names none)."""
+    data = values["data"]
+    found = [(source, SourceConfig.usual_split) for source in data["train"]]
+    return found + ([(data["eval"], HeldOutConfig.usual_split)] if data["eval"] else [])
+
+
+def _only_of_the_hub(place: dict[str, Any]) -> list[Fault]:
+    """A fault for each key that says nothing about a file."""
+    problem, mend = "is said of a file, and only datasets on the hub have it", "leave it out"
+    return [Fault(f"data file {place['path']} {key}", problem, mend) for key in ("split", "name") if place[key]]
+
+
+def _is_path(text: str, key: str) -> bool:
+    """Whether a word means a path. A folder beside the command is no task or preset, even where it is called so."""
+    if "/" in text or text.endswith((".json", ".py")):
+        return True
+    return key not in ("task", "ds_config") and _is_there(Path(text)) and Path(text).is_dir()
 
 
 def locate(text: str, folder: Path) -> Path | None:
     """The existing path that `text` means, absolute; None where there is none."""
-    path = Path(text).expanduser()
-    return next((place.resolve() for place in (path, folder / path) if place.exists()), None)
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:
+        raise RecipeError(f"{text}: begins with ~, and no home folder is known; write it out, or set HOME") from None
+    return next((place.resolve() for place in (path, folder / path) if _is_there(place)), None)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether the path exists; one too long for the system, or in a closed folder, does not."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _missing(text: str, folder: Path) -> Fault:
     path = Path(text).expanduser()
     places = [str(path.parent.resolve())] if path.is_absolute() else [str(Path.cwd()), str(folder)]
-    beside = [other.name for other in path.parent.glob("*")] if path.parent.is_dir() else []
+    beside = [other.name for other in path.parent.glob("*")] if _is_there(path.parent) else []
     hint = did_you_mean(path.name, beside) if beside else ""
-    mend = hint if hint.startswith("did you mean") else "check the path; names from the hub are not supported yet"
+    mend = hint if hint.startswith("did you mean") else "check the path, or write org/name for a dataset on the hub"
     return Fault(f"data file {text}", f"there is no such file in {' or '.join(dict.fromkeys(places))}", mend)

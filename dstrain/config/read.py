@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ from pydantic_core import ErrorDetails
 from dstrain.config.names import FOREIGN, NOT_YET
 from dstrain.config.rules import cross_field_faults
 from dstrain.config.schema import RunConfig
+from dstrain.config.written import Key, Written, apply_set, as_written, dotted_name, lookup, read_yaml, show
 from dstrain.errors import Fault, RecipeError, did_you_mean
-
-Key = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
@@ -31,22 +30,6 @@ class Recipe:
     """Relative paths are looked up in the working directory, then here."""
 
 
-@dataclass
-class _Written:
-    """What the user wrote: the values, and for each key the place it was written at."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    places: dict[Key, str] = field(default_factory=dict)
-    name: str = "recipe"
-
-    def where(self, key: Key) -> str:
-        for end in range(len(key), 0, -1):
-            if key[:end] in self.places:
-                return f"{self.places[key[:end]]} {_dotted(key)}"
-        below = next((place for other, place in self.places.items() if other[: len(key)] == key), self.name)
-        return f"{below} {_dotted(key)}"
-
-
 def read_recipe(
     path: Path | None, sets: Sequence[str] = (), task: str | None = None, ds_config: str | None = None
 ) -> Recipe:
@@ -55,9 +38,9 @@ def read_recipe(
     Raises RecipeError with every fault found: unknown keys (did you mean), wrong types and ranges,
     keys that clash, and keys whose feature does not exist yet.
     """
-    written = _read_yaml(path) if path else _Written(name="--set")
+    written = read_yaml(path) if path else Written(name="--set")
     for text in sets:
-        _apply_set(written, text)
+        apply_set(written, text)
     for key, option, value in (("task", "--task", task), ("ds_config", "--ds-config", ds_config)):
         if value is not None:
             written.values[key] = value
@@ -78,7 +61,7 @@ def read_recipe(
 
 def check_keys(names: Sequence[str], option: str) -> None:
     """Raise RecipeError for names that are no keys, where a command line names keys of the recipe."""
-    known = [_dotted(key) for key in _all_keys(RunConfig) if len(key) <= 2]  # deeper blocks count as one key
+    known = [dotted_name(key) for key in _all_keys(RunConfig) if len(key) <= 2]  # deeper blocks count as one key
     faults = []
     for name in names:
         if name not in known and not name.startswith("options."):
@@ -94,84 +77,13 @@ def show_recipe(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _read_yaml(path: Path) -> _Written:
-    written = _Written(name=path.name)
-    try:
-        text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: is no UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "is no YAML"
-        raise RecipeError(f"{path}{line}: {problem}; check the indentation and the colons there") from None
-    except ValueError as error:
-        raise RecipeError(f"{path}: a value cannot be read ({error}); quote it if it is text") from None
-    except RecursionError:
-        raise RecipeError(f"{path}: is nested too deeply; a recipe has few levels") from None
-    except OSError as error:
-        raise RecipeError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
-        raise RecipeError(f"{path}: is a {type(values).__name__}; a recipe is a mapping of keys such as `task: rm`")
-    try:
-        faults = list(_walk(root, (), written))
-    except RecursionError:
-        raise RecipeError(f"{path}: has an alias (*) inside what it names; write the values out") from None
-    if faults:
-        raise RecipeError(faults)
-    written.values = values
-    return written
-
-
-def _walk(node: yaml.Node | None, key: Key, written: _Written) -> Iterator[Fault]:
-    """Note the line of every key below the node; yield a fault for each key written twice."""
-    if isinstance(node, yaml.MappingNode):
-        for name, value in node.value:
-            child = (*key, str(name.value))
-            place = f"{written.name}:{name.start_mark.line + 1}"
-            if child in written.places:
-                yield Fault(f"{place} {_dotted(child)}", f"stands at {written.places[child]} too", "keep one of them")
-            written.places[child] = place
-            yield from _walk(value, child, written)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            written.places[(*key, index)] = f"{written.name}:{value.start_mark.line + 1}"
-            yield from _walk(value, (*key, index), written)
-
-
-def _apply_set(written: _Written, text: str) -> None:
-    dotted, equals, value = text.partition("=")
-    names = tuple(dotted.strip().split("."))
-    if not equals:
-        raise RecipeError(f"--set {text}: has no value; write it as --set optim.lr=2e-5")
-    if "" in names:
-        raise RecipeError(f"--set {text}: names no key; write it as --set optim.lr=2e-5")
-    try:
-        parsed = yaml.safe_load(value)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise RecipeError(f"--set {text}: the value is no YAML; quote it for the shell and for YAML") from None
-    block: Any = written.values
-    for depth, name in enumerate(names[:-1], 1):
-        if block.get(name) is None:
-            block[name] = {}
-        block = block[name]
-        if not isinstance(block, dict):
-            raise RecipeError(f"--set {text}: {_dotted(names[:depth])} is no block of keys in {written.name}")
-    block[names[-1]] = parsed
-    written.places = {key: place for key, place in written.places.items() if key[: len(names)] != names}
-    written.places[names] = "--set"
-
-
-def _schema_faults(error: ValidationError, written: _Written) -> Iterator[Fault]:
+def _schema_faults(error: ValidationError, written: Written) -> Iterator[Fault]:
     """One fault for each place, however many branches of a union complained about it."""
     seen: dict[Key, list[ErrorDetails]] = {}
     for detail in error.errors():
-        key = tuple(detail["loc"])
-        while key and key not in written.places and _lookup(written.values, key) is None:
+        loc = detail["loc"][:-2] if detail["loc"][-1:] == ("[key]",) else detail["loc"]
+        key = as_written(tuple(loc), written.values)
+        while key and key not in written.places and lookup(written.values, key) is None:
             key = key[:-1]
         if detail["type"] == "extra_forbidden" and key and key[-1] != detail["loc"][-1]:
             key = (*key, detail["loc"][-1])  # stands in a block without places of its own
@@ -182,7 +94,8 @@ def _schema_faults(error: ValidationError, written: _Written) -> Iterator[Fault]
             yield Fault(written.where(key), "no such key", _nearest(key))
             continue
         problems = " or ".join(dict.fromkeys(_problem(detail) for detail in details))
-        yield Fault(written.where(key), f"is {_lookup(written.values, key)!r}, but {problems}", "correct the value")
+        value = lookup(written.values, key)
+        yield Fault(written.where(key), f"is {show(value)}, but {problems}", _mend(value, details))
 
 
 def _problem(detail: ErrorDetails) -> str:
@@ -190,9 +103,30 @@ def _problem(detail: ErrorDetails) -> str:
     if detail["type"] == "missing":
         return f"'{name}' is missing in it" if isinstance(name, str) else f"it needs at least {name + 1} values"
     if name == "[key]":
-        return "its name is no text; put it in quotation marks"
+        return f"the name {detail['input']!r} in it is no text"
     message = detail["msg"][0].lower() + detail["msg"][1:]
+    message = message.replace("tuple should", "it should").replace(" after validation", "")
     return re.sub(r"a valid dictionary.*", "a block of keys", message).removeprefix("value error, ")
+
+
+_MENDS = {
+    "greater_than": "raise it",
+    "greater_than_equal": "raise it",
+    "less_than": "lower it",
+    "less_than_equal": "lower it",
+    "missing": "add what is missing",
+}
+
+
+def _mend(value: Any, details: Sequence[ErrorDetails]) -> str:
+    """What to do about a value, by the first thing that is wrong with it."""
+    words = [word for detail in details for word in re.findall(r"'([^']*)'", detail.get("ctx", {}).get("expected", ""))]
+    near = did_you_mean(str(value), words) if words else ""
+    if near.startswith("did you mean"):
+        return near
+    if details[0]["loc"][-1:] == ("[key]",):
+        return "put it in quotation marks"
+    return _MENDS.get(details[0]["type"], "correct the value")
 
 
 def _nearest(key: Key) -> str:
@@ -204,7 +138,7 @@ def _nearest(key: Key) -> str:
     hint = did_you_mean(name, siblings)
     if hint.startswith("did you mean"):
         return hint
-    elsewhere = [_dotted(other) for other in _all_keys(RunConfig) if other[-1] == name]
+    elsewhere = [dotted_name(other) for other in _all_keys(RunConfig) if other[-1] == name]
     return f"did you mean '{elsewhere[0]}'?" if elsewhere else hint
 
 
@@ -237,7 +171,7 @@ def _all_keys(model: type[BaseModel], above: Key = ()) -> Iterator[Key]:
             yield from _all_keys(section, (*above, name))
 
 
-def _truths(raw: Any, read: Any, key: Key, written: _Written) -> Iterator[Fault]:
+def _truths(raw: Any, read: Any, key: Key, written: Written) -> Iterator[Fault]:
     """A fault for each true or false that was taken for the number 1 or 0."""
     if isinstance(raw, bool) and isinstance(read, (int, float)) and not isinstance(read, bool):
         yield Fault(written.where(key), f"is {raw!r}, but input should be a number", "correct the value")
@@ -249,24 +183,11 @@ def _truths(raw: Any, read: Any, key: Key, written: _Written) -> Iterator[Fault]
             yield from _truths(value, taken, (*key, index), written)
 
 
-def _not_yet_faults(values: Mapping[str, Any], written: _Written) -> list[Fault]:
+def _not_yet_faults(values: Mapping[str, Any], written: Written) -> list[Fault]:
     faults = []
     for dotted, asks, mend in NOT_YET:
         key = tuple(dotted.split("."))
-        value = _lookup(values, key)
+        value = lookup(values, key)
         if value is not None and asks(value):
             faults.append(Fault(written.where(key), f"{value!r} is not supported yet", mend))
     return faults
-
-
-def _lookup(values: Any, key: Key) -> Any:
-    for name in key:
-        there = isinstance(values, dict) and name in values
-        if not there and not (isinstance(values, list) and isinstance(name, int) and name < len(values)):
-            return None
-        values = values[name]
-    return values
-
-
-def _dotted(key: Key) -> str:
-    return ".".join(str(part) for part in key)

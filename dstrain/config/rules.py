@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dstrain.config.schema import RunConfig
+from dstrain.config.schema import RunConfig, TokenizerConfig
 
 Rule = tuple[tuple[str, ...], str, str]
 """Key, problem, mend."""
+SMALLEST_VOCABULARY = 256 + 2
+"""A byte-level tokenizer knows every byte, a pad and an EOS."""
 
 
 def cross_field_faults(config: RunConfig) -> list[Rule]:
     """Every rule the recipe breaks."""
-    return [*_task_and_model(config), *_data(config), *_learning(config)]
+    return [*_task_and_model(config), *_data(config), *_learning(config), *_watching(config)]
 
 
 def _task_and_model(config: RunConfig) -> Iterator[Rule]:
@@ -27,6 +29,12 @@ def _task_and_model(config: RunConfig) -> Iterator[Rule]:
         )
     if model.config is not None and not isinstance(model.config.get("model_type"), str):
         yield ("model", "config"), "has no model_type", "add e.g. `model_type: llama`"
+    if isinstance(model.tokenizer, TokenizerConfig) and model.tokenizer.vocab_size < SMALLEST_VOCABULARY:
+        yield (
+            ("model", "tokenizer", "vocab_size"),
+            f"is {model.tokenizer.vocab_size}, but a byte-level tokenizer has at least {SMALLEST_VOCABULARY} entries",
+            "raise it",
+        )
     if config.precision != "auto" and model.dtype == "float16" and config.precision != "fp16":
         yield ("model", "dtype"), f"is float16 while precision is {config.precision}", "leave model.dtype out"
 
@@ -63,3 +71,13 @@ def _learning(config: RunConfig) -> Iterator[Rule]:
         )
     if optim.scale_lr == "none" and optim.scale_lr_base != 1:
         yield ("optim", "scale_lr_base"), "has no effect while optim.scale_lr is none", "set scale_lr to linear or sqrt"
+
+
+def _watching(config: RunConfig) -> Iterator[Rule]:
+    if config.profile is not None and config.profile.steps[1] < config.profile.steps[0]:
+        first, last = config.profile.steps
+        yield (
+            ("profile", "steps"),
+            f"ends with step {last}, before it begins with step {first}",
+            f"write the first and the last step: [{last}, {first}]",
+        )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
@@ -21,7 +21,7 @@ class Section(BaseModel):
 class LoraConfig(Section):
     rank: Count = 16
     """Rank of the two thin matrices."""
-    alpha: float = 32.0
+    alpha: Annotated[float, Field(gt=0)] = 32.0
     """Scale: the update is multiplied by alpha / rank."""
     dropout: Share = 0.0
     """Dropout in front of the adapter."""
@@ -112,7 +112,7 @@ class DataConfig(Section):
     """Held-out file, dataset on the hub, or {path, split, name}."""
     eval_fraction: Share = 0.0
     """Instead of `eval`: this share of the training records is held out, chosen by the seed."""
-    max_length: Count = 1024
+    max_length: Annotated[Count, Field(ge=2)] = 1024
     """Tokens per sequence; prompts are cut from the left to fit."""
     max_prompt_length: Count | None = None
     """Tokens of the prompt, cut from the left."""
@@ -122,7 +122,7 @@ class DataConfig(Section):
     """Names in the file -> names the format knows."""
     on_error: Literal["skip", "fail"] | None = None
     """Bad records: skip them with a count, or fail at the first. Empty: fail above 1 %."""
-    workers: Annotated[int, Field(ge=0)] = 4
+    workers: Annotated[int, Field(ge=0, le=1024)] = 4
     """Threads per process that read and collate ahead; 0: none."""
     prefetch: Count = 2
     """Steps read ahead."""
@@ -148,7 +148,7 @@ class GroupConfig(Section):
     """Peak learning rate of this group; 0 freezes it."""
     weight_decay: NonNegative | None = None
     """Weight decay of this group."""
-    muon: bool | None = None
+    muon: bool = True
     """With optim.name: muon, false leaves the hidden matrices of this group to AdamW."""
 
 
@@ -194,7 +194,7 @@ class WandbConfig(Section):
     name: str | None = None
     """Name of the run; empty: the run folder's."""
     mode: Literal["online", "offline"] = "online"
-    """offline writes files that `wandb sync` uploads later."""
+    """offline writes files that `wandb sync` uploads later. WANDB_MODE=offline or disabled overrides online."""
 
 
 class LogConfig(Section):
@@ -229,8 +229,8 @@ class SaveConfig(Section):
 
 
 class ProfileConfig(Section):
-    steps: tuple[int, int]
-    """First and last step to profile."""
+    steps: tuple[Count, Count]
+    """First and last step to profile, counted from 1 as in metrics.jsonl."""
     memory: bool = False
     """Record allocations too."""
 
@@ -274,7 +274,7 @@ class RunConfig(Section):
     """How the weights learn."""
     steps: Count | None = None
     """Optimizer steps."""
-    epochs: Annotated[float, Field(gt=0)] | None = None
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Instead of `steps`: passes over the data. With neither: 1."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Order of the data, initial weights, dropout."""
@@ -284,7 +284,7 @@ class RunConfig(Section):
     """torch.compile the model."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A step with an inf or nan is always left out; stop ends the run after 3 in a row."""
-    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 10.0
+    timeout_minutes: Annotated[float, Field(ge=0.1, le=1e6)] = 10.0
     """How long a process waits for a silent one."""
     log: LogConfig = LogConfig()
     """Where numbers go."""
@@ -293,6 +293,6 @@ class RunConfig(Section):
     save: SaveConfig = SaveConfig()
     """When checkpoints are written and which are kept."""
     profile: ProfileConfig | None = None
-    """Steps to profile."""
+    """Steps to look at closely: a trace, DeepSpeed's flops table, the memory."""
     launch: LaunchConfig = LaunchConfig()
     """What launchers need to know."""

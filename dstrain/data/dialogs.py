@@ -56,6 +56,14 @@ def parse_dialog(text: str) -> list[Turn]:
     return turns
 
 
+def open_dialog(text: str) -> list[Message] | None:
+    """The messages of a dialog that ends with "Assistant:", where an answer is to follow; None for any other text."""
+    turns = parse_dialog(text)
+    if not is_dialog(text) or turns[-1].role != "assistant" or turns[-1].text.strip():
+        return None
+    return as_messages(turns[:-1])
+
+
 def render_dialog(turns: Iterable[Turn]) -> str:
     """The text that was parsed."""
     return "".join(turn.mark + turn.text for turn in turns)

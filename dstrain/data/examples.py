@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dstrain.data.store import TokenStore
+from dstrain.errors import DataError, Fault
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ def split_examples(
         count = max(1, round(held_out * size)) if held_out else 0
         test.append(np.sort(order[:count]))
         train.append(np.sort(order[count:]))
+        if held_out and 0 < size <= count:
+            problem = (
+                f"holds out all {size} records of source {source + 1} of data.train, and none is left to learn from"
+            )
+            raise DataError(Fault(f"data.eval_fraction {held_out:g}", problem, "lower it, or give data.eval a file"))
     kept = Examples(store, np.concatenate(train), tuple(map(len, train)), weights)
     if not held_out:
         return kept, None

@@ -13,34 +13,32 @@ from dstrain.data.dialogs import (
     common_words,
     count_common,
     is_dialog,
+    open_dialog,
     parse_dialog,
+)
+from dstrain.data.messages import (
+    ROLES,
+    BadRecord,
+    kind,
+    read_instruction,
+    read_message,
+    read_messages,
+    read_system,
+    read_text,
+    read_tools,
 )
 from dstrain.errors import did_you_mean
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
-    "ipython": "tool",
-}
-
-
-class BadRecord(ValueError):
-    """A record that cannot be used: the reason names the key and what to do."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
+__all__ = [
+    "ROLES",
+    "BadRecord",
+    "Preference",
+    "Response",
+    "read_messages",
+    "read_preference",
+    "read_system",
+    "read_text",
+]
 
 Response = str | list[Message]
 """An answer; a list of messages where the dialogs part before their last turn."""
@@ -60,6 +58,8 @@ class Preference:
     """A name for the kind of record, such as helpful or harmless."""
     images: tuple[Any, ...] = ()
     """Paths of images, relative to the data file, as they stand in the record."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """The functions that the assistant may call, for the chat template."""
 
 
 Parts = tuple[str | list[Message], Response, Response]
@@ -67,60 +67,40 @@ Parts = tuple[str | list[Message], Response, Response]
 
 def read_preference(record: Mapping[str, Any]) -> Preference:
     """The preference in a record of any known form. Raises BadRecord."""
-    for key in ("chosen", "rejected"):
-        if record.get(key) is None:
-            near = did_you_mean(key, [name for name in record if name not in ("chosen", "rejected")])
-            raise BadRecord(f"no '{key}' ({near}); write it, or rename a column with data.columns")
+    chosen, rejected = _pair(record)
     if record.get("prompt") is not None:
-        prompt, chosen, rejected = _with_prompt(record["prompt"], record["chosen"], record["rejected"])
+        prompt, chosen, rejected = _with_prompt(record["prompt"], chosen, rejected)
     elif key := next((key for key in ("conversations", "messages") if record.get(key) is not None), ""):
-        before = _system(record) + read_messages(record[key], key)
-        prompt, chosen, rejected = before, _answer(record["chosen"], "chosen"), _answer(record["rejected"], "rejected")
+        prompt = read_messages(record[key], key)
+        chosen, rejected = _answer(chosen, "chosen"), _answer(rejected, "rejected")
+    elif any(record.get(key) is not None for key in ("instruction", "input")):
+        prompt = read_instruction(record)
+        chosen, rejected = _answer(chosen, "chosen"), _answer(rejected, "rejected")
     else:
-        prompt, chosen, rejected = _whole(record["chosen"], record["rejected"])
+        prompt, chosen, rejected = _whole(chosen, rejected)
+    prompt = _with_system(prompt, record)
     _check_prompt(prompt)
     chosen, rejected = _check_answer(chosen, "chosen"), _check_answer(rejected, "rejected")
     if chosen == rejected:
         raise BadRecord("'chosen' and 'rejected' are the same; remove the record")
     if isinstance(prompt, str) and not (isinstance(chosen, str) and isinstance(rejected, str)):
         prompt = [{"role": "user", "content": prompt}]
-    return Preference(prompt, chosen, rejected, _margin(record), _label(record), _images(record))
+    return Preference(prompt, chosen, rejected, _margin(record), _label(record), _images(record), read_tools(record))
 
 
-def read_messages(value: Any, key: str) -> list[Message]:
-    """Messages with role and content, or from and value, under the roles' common names. Raises BadRecord."""
-    if not isinstance(value, list):
-        raise BadRecord(f'\'{key}\' is {_kind(value)}, not a list of messages; write [{{"role", "content"}}, …]')
-    return [_message(item, f"{key}[{index}]") for index, item in enumerate(value)]
-
-
-def _message(value: Any, key: str) -> Message:
-    if not isinstance(value, Mapping):
-        raise BadRecord(f'\'{key}\' is {_kind(value)}, not a message; write {{"role": …, "content": …}}')
-    names = ("from", "value") if "from" in value else ("role", "content")
-    for name in names:
-        if name not in value:
-            raise BadRecord(f"'{key}' has no '{name}'; write {{\"{names[0]}\": …, \"{names[1]}\": …}}")
-    role, content = value[names[0]], value[names[1]]
-    if not isinstance(role, str) or role.lower() not in ROLES:
-        raise BadRecord(f"'{key}.{names[0]}' is {role!r}, no known role; known here: {', '.join(sorted(ROLES))}")
-    return {"role": ROLES[role.lower()], "content": _text(content, f"{key}.{names[1]}")}
-
-
-def _text(content: Any, key: str) -> str:
-    """A string, or typed parts of which all are text."""
-    if (
-        isinstance(content, list)
-        and content
-        and all(
-            isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            for part in content
-        )
-    ):
-        return "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise BadRecord(f"'{key}' is {_kind(content)}, not text; write a string")
-    return content
+def _pair(record: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What stands under `chosen` and `rejected`, or in LLaMA-Factory's older form as the two items of `output`."""
+    pair = {key: record.get(key) for key in ("chosen", "rejected")}
+    if pair["chosen"] is None and pair["rejected"] is None and record.get("output") is not None:
+        output = record["output"]
+        if not isinstance(output, list) or len(output) != 2:
+            raise BadRecord(f"'output' is {kind(output)}, not two answers; write [chosen, rejected]")
+        pair = dict(zip(pair, output, strict=True))
+    for key, value in pair.items():
+        if value is None:
+            near = did_you_mean(key, [name for name in record if name not in pair])
+            raise BadRecord(f"no '{key}' ({near}); write it, or rename a column with data.columns")
+    return pair["chosen"], pair["rejected"]
 
 
 def _with_prompt(prompt: Any, chosen: Any, rejected: Any) -> Parts:
@@ -141,12 +121,12 @@ def _with_prompt(prompt: Any, chosen: Any, rejected: Any) -> Parts:
 
 def _with_text(prompt: str, chosen: str, rejected: str) -> Parts:
     """Text continued as it stands; a prompt that is a dialog up to "Assistant:" becomes messages."""
-    turns = parse_dialog(prompt)
-    if not is_dialog(prompt) or turns[-1].role != "assistant" or turns[-1].text.strip():
+    before = open_dialog(prompt)
+    if before is None:
         return prompt, chosen, rejected
     if chosen.startswith(prompt.rstrip()) and rejected.startswith(prompt.rstrip()):
         return _whole(chosen, rejected)
-    return as_messages(turns[:-1]), chosen.removeprefix(" "), rejected.removeprefix(" ")
+    return before, chosen.removeprefix(" "), rejected.removeprefix(" ")
 
 
 def _follows(before: list[Message], answer: list[Message]) -> bool:
@@ -170,13 +150,25 @@ def _dialogs_after(prompt: Any, chosen: Response, rejected: Response) -> Parts:
     )
 
 
+def _with_system(prompt: str | list[Message], record: Mapping[str, Any]) -> str | list[Message]:
+    """What the record says beside the dialog comes first; a system turn of the dialog's own counts instead of it."""
+    system = read_system(record)
+    if not system or (isinstance(prompt, list) and prompt[:1] and prompt[0]["role"] == "system"):
+        return prompt
+    if isinstance(prompt, list):
+        return system + prompt
+    if record.get("prompt") is None:
+        raise BadRecord("'system' stands beside whole texts; write 'prompt', or 'system' into 'chosen' and 'rejected'")
+    return [*system, {"role": "user", "content": prompt}]
+
+
 def _whole(chosen: Any, rejected: Any) -> Parts:
     """Both answers hold the whole dialog: the common beginning is the prompt."""
     if isinstance(chosen, list) and isinstance(rejected, list):
         return _split_messages(read_messages(chosen, "chosen"), read_messages(rejected, "rejected"))
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
         raise BadRecord(
-            f"'chosen' is {_kind(chosen)}, 'rejected' is {_kind(rejected)} and there is no 'prompt'; "
+            f"'chosen' is {kind(chosen)}, 'rejected' is {kind(rejected)} and there is no 'prompt'; "
             "write two texts or two message lists, or add 'prompt'"
         )
     if chosen == rejected:
@@ -215,10 +207,10 @@ def _answer(value: Any, key: str) -> Response:
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
-        return [_message(value, key)]
+        return [read_message(value, key)]
     if isinstance(value, list):
         return read_messages(value, key)
-    raise BadRecord(f"'{key}' is {_kind(value)}, not an answer; write a string, a message or a list of messages")
+    raise BadRecord(f"'{key}' is {kind(value)}, not an answer; write a string, a message or a list of messages")
 
 
 def _check_prompt(prompt: str | list[Message]) -> None:
@@ -247,12 +239,6 @@ def _check_answer(answer: Response, key: str) -> Response:
     return last if isinstance(answer, str) or len(answer) == 1 else answer
 
 
-def _system(record: Mapping[str, Any]) -> list[Message]:
-    """The system text that sharegpt keeps beside the conversation."""
-    text = record.get("system")
-    return [{"role": "system", "content": _text(text, "system")}] if text else []
-
-
 def _margin(record: Mapping[str, Any]) -> float | None:
     margin = record.get("margin")
     if margin is None:
@@ -265,7 +251,7 @@ def _margin(record: Mapping[str, Any]) -> float | None:
 def _label(record: Mapping[str, Any]) -> str | None:
     label = record.get("label")
     if label is not None and not isinstance(label, str | int | float):
-        raise BadRecord(f"'label' is {_kind(label)}, not a name; write a string or remove it")
+        raise BadRecord(f"'label' is {kind(label)}, not a name; write a string or remove it")
     return None if label is None else str(label)
 
 
@@ -274,8 +260,3 @@ def _images(record: Mapping[str, Any]) -> tuple[Any, ...]:
     if images is None:
         return ()
     return tuple(images) if isinstance(images, list) else (images,)
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
-    return "null" if value is None else names.get(type(value), type(value).__name__)

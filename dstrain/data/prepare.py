@@ -10,19 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.formats import BadRecord, read_preference
+from dstrain.data.formats import BadRecord, Preference, read_preference
 from dstrain.data.source import BadRow, Source, open_source
 from dstrain.data.store import Report, TokenStore, cache_root, cached_store
 from dstrain.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 """Raise it when the same data would give other examples: old caches are then left alone."""
 CHUNK = 1000
 SHARE_SKIPPED = 0.01
 """Bad records up to this share are skipped where `data.on_error` says nothing."""
 
-Encode = Callable[[list[tuple[int, dict[str, Any]]]], Sequence[Mapping[str, Any] | BadRecord]]
-"""(index, record) pairs -> an example or the fault of each, in the same order."""
+Example = Mapping[str, Any] | BadRecord
+Encode = Callable[[list[tuple[int, dict[str, Any]]]], Sequence[Example | list[Example]]]
+"""(index, record) pairs -> an example or the fault of each, or a list of its examples, in the same order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +54,12 @@ def prepare_preferences(
     """The store of a source's preferences: `chosen`, `rejected`, `prompt_length` and `margin` (0 where none)."""
     from dstrain.data.text import encode_preferences
 
-    def encode(rows: list[tuple[int, dict[str, Any]]]) -> list[Mapping[str, Any] | BadRecord]:
-        read = [_attempt(read_preference, record) for _, record in rows]
-        good = [item for item in read if not isinstance(item, BadRecord)]
-        coded = encode_preferences(tokenizer, good, settings.max_length, settings.max_prompt_length)
-        for item, example in zip(good, coded, strict=True):
+    def encode(preferences: list[Preference]) -> Sequence[Mapping[str, Any] | BadRecord]:
+        coded = encode_preferences(tokenizer, preferences, settings.max_length, settings.max_prompt_length)
+        for item, example in zip(preferences, coded, strict=True):
             if not isinstance(example, BadRecord):
                 example["margin"] = item.margin or 0.0
-        following = iter(coded)
-        return [item if isinstance(item, BadRecord) else next(following) for item in read]
+        return coded
 
     key = {
         "what": "preferences",
@@ -69,7 +67,21 @@ def prepare_preferences(
         "max_length": settings.max_length,
         "max_prompt_length": settings.max_prompt_length,
     }
-    return prepare(source, encode, key, Policy(task=settings.task, on_error=settings.on_error), folder)
+    policy = Policy(task=settings.task, on_error=settings.on_error)
+    return prepare(source, read_each(read_preference, encode), key, policy, folder)
+
+
+def read_each(
+    read: Callable[[dict[str, Any]], Any], encode: Callable[[list[Any]], Sequence[Example | list[Example]]]
+) -> Encode:
+    """An `Encode` that reads every record and encodes those that can be read together; the others keep their fault."""
+
+    def encode_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[Example | list[Example]]:
+        found = [_attempt(read, record) for _, record in rows]
+        coded = iter(encode([item for item in found if not isinstance(item, BadRecord)]))
+        return [item if isinstance(item, BadRecord) else next(coded) for item in found]
+
+    return encode_rows
 
 
 def prepare(
@@ -96,7 +108,9 @@ def encode_all(source: Source, encode: Encode, report: Report, chunk: int = CHUN
     for start in range(0, len(source), chunk):
         rows = [(index, source[index]) for index in range(start, min(start + chunk, len(source)))]
         examples: list[dict[str, Any]] = []
-        for (index, _), example in zip(rows, encode(rows), strict=True):
+        found = zip(rows, encode(rows), strict=True)
+        each = ((index, one) for (index, _), of in found for one in (of if isinstance(of, list) else [of]))
+        for index, example in each:
             if isinstance(example, BadRecord):
                 report.bad.append(BadRow(source.where(index), example.reason))
                 continue

@@ -69,6 +69,11 @@ class TokenStore:
             example[name] = values[ends[index - 1] if index else 0 : ends[index]]
         return example | {name: float(values[index]) for name, values in self._scalars.items()}
 
+    @property
+    def sequences(self) -> list[str]:
+        """The ragged columns."""
+        return [*self._ragged]
+
     def lengths(self, column: str) -> np.ndarray:
         """The length of every example's sequence in a ragged column."""
         return np.diff(self._ragged[column][1], prepend=0)
@@ -99,10 +104,14 @@ def write_store(folder: Path, key: Mapping[str, Any], build: Build) -> None:
 
 
 def cache_root() -> Path:
-    """DSTRAIN_CACHE, else dstrain/ in XDG_CACHE_HOME or ~/.cache."""
-    if root := os.environ.get("DSTRAIN_CACHE"):
-        return Path(root).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dstrain"
+    """DSTRAIN_CACHE, else dstrain/ in XDG_CACHE_HOME or ~/.cache. Raises DataError where no home folder is known."""
+    own = os.environ.get("DSTRAIN_CACHE")
+    wanted = own or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/dstrain"
+    try:
+        return Path(wanted).expanduser()
+    except RuntimeError as fault:
+        problem = f"the cache's folder {wanted} begins with ~, and no home folder is known"
+        raise DataError(f"{problem}; set DSTRAIN_CACHE to a folder's whole path, or set HOME") from fault
 
 
 def key_name(key: Mapping[str, Any]) -> str:

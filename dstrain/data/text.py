@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dstrain.data.dialogs import Message, render_messages
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Prompt = str | list[Message]
+_OPENER = "\n\nAssistant:"
 
 
 @dataclass(frozen=True)
@@ -40,40 +42,53 @@ class Frame:
     """The BOS that a template may write, though the tokenizer adds none."""
 
 
-def render(tokenizer: Any, prompt: Prompt, answers: Sequence[Response] = ()) -> Rendered:
+def render(
+    tokenizer: Any, prompt: Prompt, answers: Sequence[Response] = (), tools: Sequence[Mapping[str, Any]] = ()
+) -> Rendered:
     """The text of a prompt and of its answers. Raises BadRecord where the chat template refuses the dialog."""
     if getattr(tokenizer, "chat_template", None):
-        return _render_template(tokenizer, prompt, answers)
+        return _render_template(partial(write_dialog, tokenizer, tools=tools or None), prompt, answers)
+    if tools:
+        raise BadRecord("'tools' need a chat template, and the tokenizer has none; give it one")
     if isinstance(prompt, str):
         assert all(isinstance(answer, str) for answer in answers), "messages answer messages"
         return Rendered(prompt, tuple(map(str, answers)), False)
-    mark = "\n\nAssistant:"
-    texts = tuple(render_messages(_as_messages(answer, "assistant")) for answer in answers)
-    return Rendered(render_messages(prompt) + mark, tuple(text.removeprefix(mark) for text in texts), False)
+    texts = tuple(write_dialog(tokenizer, _as_messages(answer, "assistant")) for answer in answers)
+    return Rendered(write_dialog(tokenizer, prompt, True), tuple(text.removeprefix(_OPENER) for text in texts), False)
 
 
-def _render_template(tokenizer: Any, prompt: Prompt, answers: Sequence[Response]) -> Rendered:
+def write_dialog(
+    tokenizer: Any, messages: Sequence[Message], opened: bool = False, tools: Sequence[Mapping[str, Any]] | None = None
+) -> str:
+    """A dialog's text; `opened`: with what stands in front of the assistant's next answer.
+
+    Raises BadRecord where the chat template refuses the dialog.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return render_messages(messages) + (_OPENER if opened else "")
     from jinja2 import TemplateError
 
+    try:
+        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=opened, tokenize=False)
+    except (TemplateError, TypeError, KeyError, ValueError) as fault:
+        raise BadRecord(f"the tokenizer's chat template refuses the dialog ({fault}); mend the turns") from fault
+
+
+def _render_template(write: Callable[..., str], prompt: Prompt, answers: Sequence[Response]) -> Rendered:
     before = _as_messages(prompt, "user")
     if isinstance(prompt, str):  # split at a space, which belongs to no message
         answers = [answer.removeprefix(" ") if isinstance(answer, str) else answer for answer in answers]
-    try:
-        opening = tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False)
-        whole = [
-            tokenizer.apply_chat_template(before + _as_messages(answer, "assistant"), tokenize=False)
-            for answer in answers
-        ]
-    except (TemplateError, TypeError, KeyError, ValueError) as fault:
-        raise BadRecord(f"the tokenizer's chat template refuses the dialog ({fault}); mend the turns") from fault
+    opening = write(before, opened=True)
+    whole = [write(before + _as_messages(answer, "assistant")) for answer in answers]
     # Some templates open the answer with what they later leave out, such as an empty block of thoughts.
-    start = _count_common([opening, *whole])
+    start = count_alike([opening, *whole])
     return Rendered(opening[:start], tuple(text[start:] for text in whole), True)
 
 
-def _count_common(texts: Sequence[str]) -> int:
-    low, high = min(texts), max(texts)
-    return next((at for at, letter in enumerate(low) if high[at : at + 1] != letter), len(low))
+def count_alike(sequences: Sequence[Any]) -> int:
+    """How many letters, or ids, the sequences have in common at their beginning."""
+    low, high = min(sequences), max(sequences)
+    return next((at for at, one in enumerate(low) if high[at] != one), len(low))
 
 
 def _as_messages(value: Response, role: str) -> list[Message]:
@@ -134,7 +149,7 @@ def encode_preferences(
 
 def _try_render(tokenizer: Any, preference: Preference) -> Rendered | BadRecord:
     try:
-        return render(tokenizer, preference.prompt, (preference.chosen, preference.rejected))
+        return render(tokenizer, preference.prompt, (preference.chosen, preference.rejected), preference.tools)
     except BadRecord as fault:
         return fault
 
@@ -143,12 +158,12 @@ def _assemble(
     ids: tuple[list[int], list[int], list[int]], frame: Frame, templated: bool, limits: tuple[int, int | None]
 ) -> dict[str, Any] | BadRecord:
     """Frame and cut: the prompt from the left, so that the longer answer fits; an answer at its end, if it must be."""
-    start, prompt = _take_start(ids[0], frame)
+    start, prompt = take_start(ids[0], frame)
     for key, answer in zip(("chosen", "rejected"), ids[1:], strict=True):
         if not answer:
             return BadRecord(f"'{key}' becomes no token; write an answer or remove the record")
     ending = [] if templated and not frame.wraps else list(frame.end)
-    bodies = [answer[: len(answer) - len(ending)] if _ends(answer, ending) else answer for answer in ids[1:]]
+    bodies = [answer[: len(answer) - len(ending)] if ends_with(answer, ending) else answer for answer in ids[1:]]
     end = ending if frame.wraps else []
     answers = bodies if frame.wraps else [body + ending for body in bodies]
     max_length, max_prompt_length = limits
@@ -167,7 +182,7 @@ def _assemble(
     }
 
 
-def _take_start(prompt: list[int], frame: Frame) -> tuple[list[int], list[int]]:
+def take_start(prompt: list[int], frame: Frame) -> tuple[list[int], list[int]]:
     """The ids that no cut takes from the front, and the prompt without them where the template wrote them."""
     start = list(frame.start)
     if start and prompt[: len(start)] == start:
@@ -177,8 +192,8 @@ def _take_start(prompt: list[int], frame: Frame) -> tuple[list[int], list[int]]:
     return start, prompt
 
 
-def _ends(answer: list[int], ending: list[int]) -> bool:
-    return bool(ending) and answer[-len(ending) :] == ending
+def ends_with(ids: list[int], ending: list[int]) -> bool:
+    return bool(ending) and ids[-len(ending) :] == ending
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -28,7 +28,8 @@ def trained_tokenizer(
 
     if vocab_size < 258:
         raise DataError(f"a byte-level tokenizer has at least 258 entries, not {vocab_size}; raise vocab_size")
-    place = cache / "tokenizers" / key_name({"data": source.digest, "vocab_size": vocab_size, "format": 1})
+    key = {"data": source.digest, "texts": getattr(texts, "__qualname__", ""), "vocab_size": vocab_size, "format": 1}
+    place = cache / "tokenizers" / key_name(key)
     if not place.is_dir():
         partial = place.with_name(f"{place.name}.{os.getpid()}.partial")
         train_tokenizer(_texts(source, texts), vocab_size).save_pretrained(str(partial))

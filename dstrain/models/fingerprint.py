@@ -74,11 +74,11 @@ def _of_files(files: Sequence[Path]) -> str:
 
 def _of_file(file: Path) -> str:
     found = file.stat()
-    return _read(file, found.st_size, found.st_mtime_ns)
+    return _read(file, (found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns))
 
 
 @cache
-def _read(file: Path, size: int, changed: int) -> str:
-    """Size and time of change are part of the question, so that a file written anew is read anew."""
+def _read(file: Path, state: tuple[int, ...]) -> str:
+    """Its size, number and times are part of the question, so that a file written anew is read anew."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -68,7 +68,8 @@ def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
 def parameter_groups(model: torch.nn.Module, optim: OptimConfig) -> list[Group]:
     """Trainable parameters by learning rate and weight decay; the first matching group of the recipe counts.
 
-    Biases and norms (one dimension) get no weight decay. With Muon, the hidden matrices are groups of their own.
+    Biases and norms (one dimension) get no weight decay. With Muon, the hidden matrices are groups of their own; raises
+    RecipeError where there are none.
     """
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     check_patterns([name for name, _ in trainable], optim.groups, "optim.groups")
@@ -79,11 +80,14 @@ def parameter_groups(model: torch.nn.Module, optim: OptimConfig) -> list[Group]:
         lr = optim.lr if own is None or own.lr is None else own.lr
         decay = optim.weight_decay if own is None or own.weight_decay is None else own.weight_decay
         scale = lr / optim.lr if optim.lr else 0.0
-        orthogonal = id(parameter) in matrices and not (own is not None and own.muon is False)
+        orthogonal = id(parameter) in matrices and (own is None or own.muon)
         if len(shape(parameter)) < 2:
             decay = 0.0
         elif orthogonal:
             factor = rate_factor(parameter)
-            scale, decay = scale * factor, decay / factor  # what decays in a step is rate times decay, as for the others
+            scale, decay = scale * factor, decay / factor  # a step decays by rate times decay, as elsewhere
         found.setdefault((scale, decay, orthogonal), []).append(parameter)
+    if optim.name == "muon" and not any(orthogonal for _, _, orthogonal in found):
+        problem = "muon finds no hidden matrix that learns, and would be AdamW"
+        raise RecipeError(Fault("optim.name", problem, "write adamw, or freeze less"))
     return [Group(params, *key) for key, params in found.items()]

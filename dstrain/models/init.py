@@ -187,4 +187,4 @@ def _check_tied(stored: Mapping[str, Stored], sources: Mapping[str, list[str]], 
 
 def _some(names: Collection[str]) -> str:
     more = len(names) - NAMES_IN_LINE
-    return ", ".join(islice(names, NAMES_IN_LINE)) + (f" and {more} more" if more > 0 else "")
+    return (", ".join(islice(names, NAMES_IN_LINE)) or "nothing") + (f" and {more} more" if more > 0 else "")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError, did_you_mean
+from dstrain.models.stored import damage, indexed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -97,37 +97,14 @@ def check_weights(model: ModelConfig) -> None:
                 "put *.safetensors there, or use model.config to start anew",
             )
         )
+    shards = indexed(folder / "model.safetensors.index.json", "model.path")
     faults = [
         Fault("model.path", f"{file} {fault}", "fetch it again; `git lfs pull` where git left a pointer")
-        for file in sorted({*folder.glob("*.safetensors"), *_indexed(folder)})
-        if (fault := _damage(file))
+        for file in sorted({*folder.glob("*.safetensors"), *shards})
+        if (fault := damage(file))
     ]
     if faults:
         raise RecipeError(faults)
-
-
-def _indexed(folder: Path) -> list[Path]:
-    """The files that an index of shards names."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return []
-    try:
-        return [folder / name for name in set(json.loads(index.read_text())["weight_map"].values())]
-    except (ValueError, KeyError, AttributeError) as error:
-        raise RecipeError(Fault("model.path", f"{index} cannot be read ({error})", "fetch it again")) from None
-
-
-def _damage(file: Path) -> str:
-    """What is wrong with a safetensors file by its header and size; empty where nothing is."""
-    from safetensors import SafetensorError, safe_open
-
-    if not file.is_file():
-        return "is not there, though the index of shards names it"
-    try:
-        with safe_open(str(file), framework="numpy"):
-            return ""
-    except (SafetensorError, OSError) as error:
-        return f"is damaged ({error})"
 
 
 def load_model(auto: Any, model: ModelConfig, config: PretrainedConfig, seed: int) -> PreTrainedModel:
@@ -171,17 +148,24 @@ def _from_scratch(auto: Any, config: PretrainedConfig, dtype: Any, settings: dic
     """Weights drawn module by module in one fixed order.
 
     transformers draws torch's default weights first and its own afterwards, but under ZeRO-3 only its own:
-    leaving out the first makes the numbers equal at every stage.
+    leaving out the first makes the numbers equal at every stage. In 16 bits other numbers would be drawn than
+    DeepSpeed has after casting: they are drawn in 32 and cast. (Under ZeRO-3 DeepSpeed draws in 16 bits itself.)
     """
+    import torch
     from transformers import initialization
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     if is_deepspeed_zero3_enabled():
         return auto.from_config(config, dtype=dtype, **settings)
     with initialization.no_init_weights():
-        made = auto.from_config(config, dtype=dtype, **settings)
+        made = auto.from_config(config, dtype=torch.float32, **settings)
     made.initialize_weights()
     made.tie_weights()
+    if dtype != torch.float32:
+        for tensor in made.state_dict(keep_vars=True).values():  # what is not saved (rotary frequencies) stays exact
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+        made.config.dtype = dtype
     return made
 
 

@@ -10,13 +10,18 @@ if TYPE_CHECKING:
     import torch
 
 
+def sharded(ds_config: Mapping[str, Any]) -> bool:
+    """Whether the JSON asks for stage 3."""
+    return bool(ds_config.get("zero_optimization", {}).get("stage", 0) == 3)
+
+
 @contextmanager
 def sharded_construction(ds_config: Mapping[str, Any]) -> Iterator[None]:
     """Inside, transformers builds and loads models in shards where the JSON asks for stage 3.
 
     Rank 0 alone reads the weight files; no rank ever holds a full copy of the model.
     """
-    if ds_config.get("zero_optimization", {}).get("stage", 0) < 3:
+    if not sharded(ds_config):
         yield
         return
     import deepspeed

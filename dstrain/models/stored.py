@@ -42,12 +42,12 @@ def weight_files(text: str) -> list[Path]:
     """The files that `model.init` means. Reads only beginnings of files, and needs no torch. Raises RecipeError."""
     path = Path(text).expanduser()
     if not os.path.exists(path):  # False, where Path would raise, for a name too long
-        there = f"'{text}' is neither a file nor a folder (we are in {Path.cwd()})"
+        there = f"{text!r} is neither a file nor a folder (we are in {Path.cwd()})"
         raise RecipeError(Fault(KEY, there, f"give {ACCEPTED}; names from the hub are for model.path"))
     files = _of_folder(path) if path.is_dir() else [path]
     if not files or (path.is_file() and path.suffix not in (".safetensors", *PICKLED)):
         problem = "holds no weights" if path.is_dir() else f"ends in '{path.suffix}'"
-        raise RecipeError(Fault(KEY, f"'{text}' {problem}", f"give {ACCEPTED}"))
+        raise RecipeError(Fault(KEY, f"{text!r} {problem}", f"give {ACCEPTED}"))
     faults = [Fault(KEY, f"{file} {fault}", "fetch or save it again") for file in files if (fault := damage(file))]
     if faults:
         raise RecipeError(faults)

@@ -63,6 +63,11 @@ class Task(ABC):
         """Whom the loss compares the model with, and where that one's answers come from."""
         return "none"
 
+    @property
+    def surveys(self) -> bool:
+        """Whether the losses of a step need means over all its samples, which `survey` sums up beforehand."""
+        return False
+
     @abstractmethod
     def examples(self, split: Split) -> Sequence[Any] | None:
         """Samples by index, or None where there is no held-out data.
@@ -98,8 +103,20 @@ class Task(ABC):
         """
         raise NotImplementedError(f"task {type(self).__name__} names a reference and does not ask it")
 
+    def survey(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor | tuple[torch.Tensor, float]]:
+        """Name -> sum over the batch's units, or (sum, its own weight), of what `loss` must know of a whole step.
+
+        Called without gradients for every batch of a step, or of an evaluation, before the first loss; `loss` finds in its
+        batch, under the same names, the means over all batches of all ranks. One pass on every rank, as for a loss.
+        """
+        raise NotImplementedError(f"task {type(self).__name__} asks for a survey and makes none")
+
     def check(self) -> None:  # noqa: B027  most tasks of one file have nothing to check
         """Raise UsageError for what can be known wrong before any process group starts."""
+
+    def baselines(self, examples: Sequence[Any]) -> Mapping[str, float]:
+        """What a simple rule reaches on these examples, to see metrics against: name -> share or mean."""
+        return {}
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """What an exported model must reproduce on a probe batch."""

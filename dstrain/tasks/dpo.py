@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
-from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.tasks.base import Loss, ReferenceKind
 from dstrain.tasks.pairs import PairTask, tiny_pairs
+from dstrain.tasks.policy import PolicyTask
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ OF_MEANS = ("ipo", "orpo", "simpo")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceOptimization(PairTask):
+class PreferenceOptimization(PairTask, PolicyTask):
     """Policies that learn from pairs: DPO and its kin (IPO, SLiC's hinge, robust DPO, ORPO, SimPO).
 
     Rafailov et al. (arXiv 2305.18290), eq. 7, and the papers that `dstrain.tasks.ops.preference_loss` names;
@@ -29,6 +29,7 @@ class PreferenceOptimization(PairTask):
     """
 
     metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
+    ref_columns = ("ref_chosen_logps", "ref_rejected_logps")
 
     beta: float = 0.1
     """How strongly the policy is held near its reference; IPO's tau, ORPO's lambda, SimPO's scale."""
@@ -40,16 +41,9 @@ class PreferenceOptimization(PairTask):
     """Weight of an SFT term: the mean -log p of the chosen answer's tokens, added to the loss of each pair."""
     simpo_gamma: float = 0.5
     """SimPO's margin: by how much the chosen answer's reward shall be larger."""
-    precompute_ref_log_probs: bool = False
-    """Ask the reference once, before training, and keep its answers: no second model in memory."""
-    ref_model: str | None = None
-    """Folder or hub id of another reference; empty: the policy as it starts."""
-    disable_dropout: bool = True
-    """Train without dropout, so that policy and reference are compared as they are."""
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise ValueError(f"beta is {self.beta:g}, but it must be above 0")
+        super().__post_init__()
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"label_smoothing is {self.label_smoothing:g}, but it must be at least 0 and below 0.5")
         if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
@@ -61,26 +55,7 @@ class PreferenceOptimization(PairTask):
 
     @property
     def reference(self) -> ReferenceKind:
-        if self.loss_type in WITHOUT_REFERENCE:
-            return "none"
-        if self.precompute_ref_log_probs:
-            return "cached"
-        return "adapter" if self.recipe.model.lora is not None and self.ref_model is None else "model"
-
-    @property
-    def reference_model(self) -> ModelConfig:
-        """What the reference is loaded from."""
-        own = {"path": self.ref_model, "config": None, "init": None} if self.ref_model else {}
-        return self.recipe.model.model_copy(update={**own, "lora": None})
-
-    def build_reference(self) -> torch.nn.Module:
-        from dstrain.models.init import load_init
-
-        wanted = self.reference_model
-        model = self.load(wanted)
-        if wanted.init is not None:
-            load_init(model, wanted.init)
-        return model
+        return "none" if self.loss_type in WITHOUT_REFERENCE else super().reference
 
     def refer(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """(B,) each: log p of the chosen and of the rejected answer under the reference."""
@@ -90,23 +65,14 @@ class PreferenceOptimization(PairTask):
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
-        import torch
-
-        from dstrain.data.collate import pad
+        from dstrain.data.collate import answers_tail
 
         batch = super().collate(examples)
         sides = [
             (example[side], int(example["prompt_length"])) for side in ("chosen", "rejected") for example in examples
         ]
-        longest = batch.tensors["input_ids"].shape[1]
-        first = min(prompt for _, prompt in sides)
-        # (2B, K) over the last K tokens of the padded sequences: 1 where a token of an answer stands
-        learnt = pad([[0] * (prompt - first) + [1] * (len(ids) - prompt) for ids, prompt in sides], 0)
-        more = {"learnt": torch.nn.functional.pad(learnt, (0, longest - first - learnt.shape[1]))}
-        for name in ("ref_chosen_logps", "ref_rejected_logps"):
-            if name in examples[0]:
-                more[name] = torch.tensor([example[name] for example in examples], dtype=torch.float32)  # (B,)
-        return batch.plus(more)
+        more = {"learnt": answers_tail(sides)}  # (2B, K): 1 where a token of an answer stands
+        return batch.plus(more | self.remembered(examples))
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         import torch
@@ -114,7 +80,7 @@ class PreferenceOptimization(PairTask):
         from dstrain.tasks.ops import answer_log_probs
 
         sums = answer_log_probs(model, batch).sum(-1)  # (2B,)
-        lengths = batch.tensors["learnt"].sum(-1)  # (2B,)
+        lengths = batch.tensors["learnt"].sum(-1).clamp(min=1)  # (2B,)
         scale = lengths if self.loss_type in OF_MEANS else torch.ones_like(lengths)
         anchor = torch.zeros_like(sums)
         if self.reference != "none":
@@ -155,20 +121,6 @@ class PreferenceOptimization(PairTask):
                 return ops.simpo(difference, self.beta, self.simpo_gamma)
             case "orpo":
                 return self.beta * ops.odds_ratio(chosen, rejected)
-
-    def exported(self, merged: bool) -> RunConfig:
-        """What the policy was compared with stays its reference, where a folder or the hub has it."""
-        model = self.recipe.model
-        if self.reference == "none" or self.ref_model or (model.lora is not None and not merged):
-            return self.recipe
-        if model.path is None or model.init is not None:
-            return self.recipe
-        return self.recipe.model_copy(update={"options": {**self.recipe.options, "ref_model": model.path}})
-
-    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        from dstrain.tasks.ops import answer_log_probs
-
-        return answer_log_probs(model, batch)
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:

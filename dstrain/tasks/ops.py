@@ -100,6 +100,18 @@ def answer_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return token_log_probs(logits, targets).masked_fill(learnt == 0, 0.0)
 
 
+def learn_tokens(
+    logits: torch.Tensor, targets: torch.Tensor, learnt: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of -log p, how many targets the model took for the likeliest), both over the learnt tokens.
+
+    Logits (B, K, V) that speak of the targets (B, K); `learnt` (B, K) is 1 where a target counts and 0 elsewhere.
+    """
+    loss = -token_log_probs(logits, targets).masked_fill(learnt == 0, 0.0).sum()
+    right = (logits.detach().argmax(-1) == targets) & (learnt != 0)  # of the logits as they came: no copy of them
+    return loss, right.sum()
+
+
 def target_logits(
     model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, last: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,6 +162,16 @@ def hinge(difference: torch.Tensor, beta: float) -> torch.Tensor:
 def simpo(difference: torch.Tensor, beta: float, gamma: float) -> torch.Tensor:
     """-log sigmoid(beta h - gamma), h the difference of mean log-probabilities: Meng et al. (arXiv 2405.14734), eq. 6."""
     return -F.logsigmoid(beta * difference - gamma)
+
+
+def kto(ratio: torch.Tensor, desirable: torch.Tensor, anchor: torch.Tensor | float, beta: float) -> torch.Tensor:
+    """1 - sigmoid(beta (r - z0)) of a desirable answer, 1 - sigmoid(beta (z0 - r)) of another; (B,), (B,) -> (B,).
+
+    `ratio` is r, an answer's log-ratio to the reference, and `anchor` z0: Ethayarajh et al. (arXiv 2402.01306), eq. 8,
+    for weights of 1. With an anchor of 0 it is the unpaired APO-zero: D'Oosterlinck et al. (arXiv 2408.06266).
+    """
+    sign = desirable.to(ratio.dtype) * 2 - 1
+    return torch.sigmoid(-sign * beta * (ratio - anchor))
 
 
 def odds_ratio(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:

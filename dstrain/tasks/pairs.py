@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from dstrain.batch import Batch
+from dstrain.data.examples import Examples
 from dstrain.data.formats import Preference, read_preference
 from dstrain.data.prepare import PreferenceSettings, prepare_preferences
 from dstrain.data.source import Joined
 from dstrain.data.store import TokenStore
-from dstrain.tasks.text import TextTask
+from dstrain.tasks.text import TextTask, tiny_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,26 +61,16 @@ class PairTask(TextTask):
             tokens=sum(len(sequence) for sequence in sequences),
         )
 
+    def baselines(self, examples: Sequence[Any]) -> Mapping[str, float]:
+        """`length_baseline`: how often the longer answer, in tokens and as it was cut, is the chosen one; ties count half."""
+        pairs = cast("Examples", examples)
+        longer = pairs.store.lengths("chosen")[pairs.rows] - pairs.store.lengths("rejected")[pairs.rows]
+        return {"length_baseline": float(np.mean((longer > 0) + 0.5 * (longer == 0)))}
+
 
 def tiny_pairs(folder: Path, task: str) -> dict[str, Any]:
     """A recipe of seconds for a task on pairs, with its data written into the folder."""
-    for name, count in (("train", 64), ("eval", 16)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(_pair(name, i)) + "\n" for i in range(count)))
-    return {
-        "task": task,
-        "model": {
-            "config": {
-                "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48,
-                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-            }
-        },
-        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl"), "max_length": 48},
-        "batch": {"total": 4, "micro": 2},
-        "optim": {"lr": 1e-3},
-        "steps": 4,
-        "log": {"every": 1, "tensorboard": False},
-        "ds_config": "zero2",
-    }  # fmt: skip
+    return tiny_recipe(folder, task, _pair)
 
 
 def _pair(split: str, index: int) -> dict[str, str]:

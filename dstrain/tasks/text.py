@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.config.schema import HeldOutConfig, ModelConfig, TokenizerConfig
 from dstrain.data.examples import Examples, split_examples
+from dstrain.data.prompts import Asked, read_prompt
 from dstrain.data.source import First, Joined, open_source
 from dstrain.data.store import TokenStore, cache_root
 from dstrain.data.tokenizer import trained_tokenizer
@@ -50,6 +52,15 @@ class TextTask(Task):
     def convert(self, record: dict[str, Any]) -> Any:
         """Read one record. Raises BadRecord; `dstrain data check` calls it for every record."""
         return list(self.texts(record))
+
+    @property
+    def answers(self) -> bool:
+        """Whether its model writes answers, token by token."""
+        return self.auto == "AutoModelForCausalLM"
+
+    def prompt(self, record: dict[str, Any]) -> Asked:
+        """What a record asks, for a model that `answers`. Raises BadRecord."""
+        return read_prompt(record)
 
     def check(self) -> None:
         model = self.recipe.model
@@ -151,3 +162,24 @@ class TextTask(Task):
         data = self.recipe.data
         files = [open_source(item, data.columns) for item in items]
         return Joined([First(file, data.max_samples) for file in files] if data.max_samples else files)
+
+
+def tiny_recipe(folder: Path, task: str, record: Callable[[str, int], dict[str, Any]]) -> dict[str, Any]:
+    """A recipe of seconds, with its data written into the folder: record(split, index) for each."""
+    for name, count in (("train", 64), ("eval", 16)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record(name, i)) + "\n" for i in range(count)))
+    return {
+        "task": task,
+        "model": {
+            "config": {
+                "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48,
+                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            }
+        },
+        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl"), "max_length": 48},
+        "batch": {"total": 4, "micro": 2},
+        "optim": {"lr": 1e-3},
+        "steps": 4,
+        "log": {"every": 1, "tensorboard": False},
+        "ds_config": "zero2",
+    }  # fmt: skip

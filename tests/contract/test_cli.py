@@ -206,3 +206,14 @@ def test_a_dry_run_prints_all_and_starts_nothing(tmp_path: Path, monkeypatch: py
     ):
         assert words in result.output
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_called_like_a_task_or_a_preset_is_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--run-dir rm` makes such a folder, and the same command again must find its task."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("rm", "zero1", "judge"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "r.yaml").write_text("task: rm\nds_config: zero1\nmodel: {path: judge}\n")
+    told = resolve_wish(Wish(recipe="r.yaml")).config
+    assert (told.task, told.ds_config) == ("rm", "zero1")
+    assert told.model.path == str(tmp_path / "judge"), "a folder may be a model"

@@ -115,3 +115,14 @@ def test_checkpointing_changes_no_gradient() -> None:
         model(input_ids=torch.tensor([[5, 6, 7], [8, 9, 0]])).logits.sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_weights_drawn_for_16_bits_are_the_cast_ones() -> None:
+    exact, halved = build(3), build(3, dtype="bfloat16")
+    assert {parameter.dtype for parameter in halved.parameters()} == {torch.bfloat16}
+    assert halved.config.dtype == torch.bfloat16
+    pairs = zip(exact.parameters(), halved.parameters(), strict=True)
+    assert all(torch.equal(whole.bfloat16(), half) for whole, half in pairs)
+    frequencies = {name: value for name, value in halved.named_buffers() if "inv_freq" in name}
+    assert frequencies
+    assert all(torch.equal(value, dict(exact.named_buffers())[name]) for name, value in frequencies.items())

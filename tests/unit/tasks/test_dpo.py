@@ -271,3 +271,13 @@ def test_an_sft_term_is_the_mean_over_the_chosen_answers_tokens(tmp_path: Path) 
     examples: Any = task.examples("train")
     tokens = len(examples[7]["chosen"]) - int(examples[7]["prompt_length"])
     assert with_it - without == pytest.approx(-2.0 * metrics["logp_chosen"] / tokens, rel=1e-5)
+
+
+def test_an_answer_that_fills_the_whole_sequence_is_learnt_from_its_second_token(tmp_path: Path) -> None:
+    """Nothing predicts the first one; so it is where the answer leaves the prompt no room."""
+    whole = {"chosen": np.arange(5, 12), "rejected": np.arange(6, 9), "prompt_length": 0.0, "margin": 0.0, "sample": 0}
+    task = made(tmp_path)
+    batch = task.collate([whole])
+    assert batch.tensors["learnt"].tolist() == [[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]]
+    with torch.no_grad():
+        assert task.loss(task.build_model(), batch.plus(build_objective(task)._refer(batch))).total.isfinite()

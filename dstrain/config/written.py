@@ -1,0 +1,150 @@
+"""What a recipe's author wrote: the values of a YAML file and of --set, each with the place it was written at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dstrain.errors import Fault, RecipeError, one_line
+
+Key = tuple[str | int, ...]
+
+MOST_VALUES = 10_000
+"""A recipe is short; an alias (*) inside what others name would otherwise be followed for ever."""
+
+
+@dataclass
+class Written:
+    """What the user wrote: the values, and for each key the place it was written at."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[Key, str] = field(default_factory=dict)
+    name: str = "recipe"
+
+    def where(self, key: Key) -> str:
+        """`recipe.yaml:12 optim.lr`, for messages."""
+        for end in range(len(key), 0, -1):
+            if key[:end] in self.places:
+                return f"{self.places[key[:end]]} {dotted_name(key)}"
+        below = next((place for other, place in self.places.items() if other[: len(key)] == key), self.name)
+        return f"{below} {dotted_name(key)}"
+
+
+def read_yaml(path: Path) -> Written:
+    """The mapping in a YAML file. Raises RecipeError."""
+    written = Written(name=path.name)
+    try:
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: is no UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    except yaml.reader.ReaderError as error:
+        place = f"{path}:{text.count(chr(10), 0, error.position) + 1}"
+        raise RecipeError(f"{place}: YAML does not allow the character {chr(error.character)!r}; remove it") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "is no YAML"
+        raise RecipeError(f"{path}{line}: {problem}; check the indentation and the colons there") from None
+    except ValueError as error:
+        raise RecipeError(f"{path}: a value cannot be read ({error}); quote it if it is text") from None
+    except RecursionError:
+        raise RecipeError(f"{path}: is nested too deeply; a recipe has few levels") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path}: is a {type(values).__name__}; a recipe is a mapping of keys such as `task: rm`")
+    try:
+        faults = list(_walk(root, (), written))
+    except RecursionError:
+        raise RecipeError(f"{path}: has an alias (*) inside what it names; write the values out") from None
+    if faults:
+        raise RecipeError(faults)
+    written.values = values
+    return written
+
+
+def _walk(node: yaml.Node | None, key: Key, written: Written) -> Iterator[Fault]:
+    """Note the line of every key below the node; yield a fault for each key written twice."""
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            child = (*key, str(name.value))
+            if len(written.places) > MOST_VALUES:
+                raise RecipeError(
+                    f"{written.name}: holds more than {MOST_VALUES} values, each alias (*) counted; write fewer"
+                )
+            place = f"{written.name}:{name.start_mark.line + 1}"
+            if child in written.places:
+                yield Fault(
+                    f"{place} {dotted_name(child)}", f"stands at {written.places[child]} too", "keep one of them"
+                )
+            written.places[child] = place
+            yield from _walk(value, child, written)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            written.places[(*key, index)] = f"{written.name}:{value.start_mark.line + 1}"
+            yield from _walk(value, (*key, index), written)
+
+
+def apply_set(written: Written, text: str) -> None:
+    """Write what `--set KEY=VALUE` says over what was there. Raises RecipeError."""
+    dotted, equals, value = text.partition("=")
+    names, text = tuple(dotted.strip().split(".")), one_line(text)
+    if not equals:
+        raise RecipeError(f"--set {text}: has no value; write it as --set optim.lr=2e-5")
+    if "" in names:
+        raise RecipeError(f"--set {text}: names no key; write it as --set optim.lr=2e-5")
+    try:
+        parsed = yaml.safe_load(value)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise RecipeError(f"--set {text}: the value is no YAML; quote it for the shell and for YAML") from None
+    block: Any = written.values
+    for depth, name in enumerate(names[:-1], 1):
+        if block.get(name) is None:
+            block[name] = {}
+        block = block[name]
+        if not isinstance(block, dict):
+            raise RecipeError(
+                f"--set {text}: {dotted_name(names[:depth])} is no block of keys in {written.name}; "
+                f"write it as --set {dotted_name(names[:depth])}=VALUE"
+            )
+    block[names[-1]] = parsed
+    written.places = {key: place for key, place in written.places.items() if key[: len(names)] != names}
+    written.places[names] = "--set"
+
+
+def lookup(values: Any, key: Key) -> Any:
+    """The value at a key, None where there is none."""
+    for name in key:
+        there = isinstance(values, dict) and name in values
+        if not there and not (isinstance(values, list) and isinstance(name, int) and name < len(values)):
+            return None
+        values = values[name]
+    return values
+
+
+def as_written(key: Key, values: Any) -> Key:
+    """The key as the recipe has it, where one block stands for a list of one."""
+    for depth, name in enumerate(key):
+        if isinstance(name, int) and isinstance(values, dict) and name not in values:
+            return as_written(key[:depth] + key[depth + 1 :], values)
+        values = lookup(values, (name,))
+    return key
+
+
+def dotted_name(key: Key) -> str:
+    """`optim.lr`."""
+    return one_line(".".join(str(part) for part in key))
+
+
+def show(value: Any) -> str:
+    """A value as Python writes it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."

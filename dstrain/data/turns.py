@@ -1,0 +1,118 @@
+"""Conversations as token ids, and which of them are learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from dstrain.data.conversations import Sample
+from dstrain.data.messages import BadRecord
+from dstrain.data.spans import Written, write
+from dstrain.data.text import Frame, count_alike, ends_with, frame_of, take_start
+from dstrain.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnSettings:
+    """How conversations become token ids."""
+
+    max_length: int
+    """Tokens of a whole conversation."""
+    max_prompt_length: int | None = None
+    """Tokens in front of the first answer, the BOS among them."""
+    assistant_only: bool = True
+    """Whether answers alone are learnt, or every token."""
+
+
+def encode_conversations(
+    tokenizer: Any, samples: Sequence[Sample], settings: TurnSettings
+) -> list[dict[str, Any] | BadRecord]:
+    """`input_ids` of each sample, and `learnt`, as long: 1 where a token is to be predicted.
+
+    `prompt_cut` and `response_cut` are 1 where something was cut, else 0.
+    """
+    frame = frame_of(tokenizer)
+    if settings.max_length <= len(frame.start) + len(frame.end):
+        raise DataError(f"data.max_length {settings.max_length} leaves no room for text; make it larger")
+    enders = tuple(tokenizer.get_added_vocab())
+    written = [_try_write(tokenizer, sample, enders, settings.assistant_only) for sample in samples]
+    coded = _tokenize([item for item in written if isinstance(item, Written)], tokenizer)
+    return [item if isinstance(item, BadRecord) else _assemble(next(coded), item, frame, settings) for item in written]
+
+
+def _try_write(tokenizer: Any, sample: Sample, enders: tuple[str, ...], assistant_only: bool) -> Written | BadRecord:
+    try:
+        return write(tokenizer, sample, enders, assistant_only)
+    except BadRecord as fault:
+        return fault
+
+
+def _tokenize(written: Sequence[Written], tokenizer: Any) -> Iterator[tuple[list[int], list[int]]]:
+    """The ids of each text as a whole, and 1 for those of which a letter is learnt."""
+    if not written:
+        return
+    texts = [item.text for item in written]
+    # verbose=False: longer than the model is no news here, for the cut comes later.
+    ask = partial(tokenizer, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    if not tokenizer.is_fast:
+        ids_of = lambda text: ask(text)["input_ids"]  # noqa: E731
+        yield from (_by_parts(ids_of, item) for item in written)
+        return
+    found = ask(texts, return_offsets_mapping=True)
+    for item, ids, places in zip(written, found["input_ids"], found["offset_mapping"], strict=True):
+        starts, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
+        ends = np.maximum(ends, starts + 1)  # a token without a letter of its own belongs to the next
+        learnt = np.zeros(len(ids), dtype=np.int64)
+        for start, end in item.spans:
+            learnt |= (starts < end) & (ends > start)
+        yield ids, learnt.tolist()
+
+
+def _by_parts(ids_of: Callable[[str], list[int]], item: Written) -> tuple[list[int], list[int]]:
+    """The same from a tokenizer that does not tell its letters: a token belongs to the span that it begins to change."""
+    ids = ids_of(item.text)
+    count = lambda end: count_alike([ids, ids_of(item.text[:end])])  # noqa: E731
+    learnt = [0] * len(ids)
+    for start, end in item.spans:
+        for at in range(count(start), len(ids) if end == len(item.text) else count(end)):
+            learnt[at] = 1
+    return ids, learnt
+
+
+def _assemble(
+    coded: tuple[list[int], list[int]], written: Written, frame: Frame, settings: TurnSettings
+) -> dict[str, Any] | BadRecord:
+    """Frame and cut: what stands in front of the first answer from the left, until that fits; then the end."""
+    start, ids = take_start(coded[0], frame)
+    learnt = coded[1][len(coded[1]) - len(ids) :]
+    if not written.templated and not ends_with(ids, list(frame.end)):
+        ids, learnt = [*ids, *frame.end], [*learnt, *(1 for _ in frame.end)]
+    if 1 not in learnt:
+        return BadRecord("no token of it is learnt; write an answer or remove the record")
+    prompt = learnt.index(1)
+    answer = [*learnt, 0].index(0, prompt) - prompt
+    room = settings.max_length - len(start)
+    keep = min(prompt, max(room - answer, 0))
+    if settings.max_prompt_length is not None:
+        keep = min(keep, max(settings.max_prompt_length - len(start), 0))
+    last = len(ids) - learnt[::-1].index(1)  # behind it nothing is learnt
+    kept = slice(prompt - keep, min(last, prompt - keep + room))
+    return _finish(start + ids[kept], [0] * len(start) + learnt[kept], keep < prompt, kept.stop < last)
+
+
+def _finish(ids: list[int], learnt: list[int], prompt_cut: bool, response_cut: bool) -> dict[str, Any] | BadRecord:
+    """The columns. The first token is nobody's target, and what the cut leaves behind the last answer goes too."""
+    learnt = [0, *learnt[1:]]
+    if 1 not in learnt:
+        return BadRecord("one token is all it becomes, and the first is predicted from nothing; write more")
+    last = len(ids) - learnt[::-1].index(1)
+    return {
+        "input_ids": ids[:last],
+        "learnt": learnt[:last],
+        "prompt_cut": int(prompt_cut),
+        "response_cut": int(response_cut),
+    }

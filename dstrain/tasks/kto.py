@@ -1,0 +1,164 @@
+"""Learning from single answers: a policy makes wanted ones likelier and unwanted ones less likely than its reference does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dstrain.batch import Batch
+from dstrain.data.labelled import Labelled, labelled_encoder, read_labelled
+from dstrain.data.prepare import Policy, prepare, read_each, tokenizer_fingerprint
+from dstrain.data.source import Joined
+from dstrain.data.store import TokenStore
+from dstrain.data.turns import TurnSettings
+from dstrain.tasks.base import Loss
+from dstrain.tasks.policy import PolicyTask
+from dstrain.tasks.text import tiny_recipe
+
+if TYPE_CHECKING:
+    import torch
+
+ROWS = ("input_ids", "attention_mask", "learnt")
+"""What a forward pass over answers reads; with `mismatched_` before it, over answers to other prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleAnswers(PolicyTask):
+    """Policies that learn from single answers, each wanted or not: KTO, and APO-zero on such data.
+
+    Ethayarajh et al. (arXiv 2402.01306), eq. 8; D'Oosterlinck et al. (arXiv 2408.06266); summed over answers. The
+    reference point of KTO, an estimate of the divergence from the reference, is one number for a whole step.
+    """
+
+    metric_names = ("accuracy", "kl", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
+
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """kto compares with the mean log-ratio of answers to other prompts, apo_zero_unpaired with 0."""
+    desirable_weight: float = 1.0
+    """Weight of a wanted answer's loss."""
+    undesirable_weight: float = 1.0
+    """Weight of an unwanted answer's loss; times their number, the two weights shall be about equal."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("desirable_weight", "undesirable_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name):g}, below 0")
+        if not self.desirable_weight + self.undesirable_weight:
+            raise ValueError("desirable_weight and undesirable_weight are both 0: nothing would be learnt")
+        if not self.surveys and self.recipe.eval.metric == "kl":
+            raise ValueError(f"loss_type {self.loss_type} has no kl, and eval.metric names it; take loss")
+
+    @property
+    def surveys(self) -> bool:
+        return self.loss_type == "kto"
+
+    @property
+    def ref_columns(self) -> tuple[str, ...]:  # type: ignore[override]  # the loss decides
+        return ("ref_logps", "ref_mismatched_logps") if self.surveys else ("ref_logps",)
+
+    def convert(self, record: dict[str, Any]) -> list[Labelled]:
+        return read_labelled(record)
+
+    def texts(self, record: dict[str, Any]) -> Iterator[str]:
+        for item in read_labelled(record):
+            for part in (item.prompt, item.answer):
+                if isinstance(part, str):
+                    yield part
+                else:
+                    yield from (message["content"] for message in part)
+
+    def tokens(self, source: Joined) -> TokenStore:
+        data = self.recipe.data
+        settings = TurnSettings(max_length=data.max_length, max_prompt_length=data.max_prompt_length)
+        key = {"what": "labelled", "mismatched": self.surveys, "tokenizer": tokenizer_fingerprint(self.tokenizer)}
+        encode = labelled_encoder(self.tokenizer, settings, self.surveys)
+        policy = Policy(task=self.recipe.task, on_error=data.on_error)
+        return prepare(source, read_each(read_labelled, encode), key | asdict(settings), policy)
+
+    def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
+        import torch
+
+        tensors = self._rows(examples, "answer")
+        tensors["desirable"] = torch.tensor([example["desirable"] > 0 for example in examples])  # (B,)
+        if self.surveys:
+            tensors |= {f"mismatched_{name}": rows for name, rows in self._rows(examples, "mismatched").items()}
+        return Batch(
+            tensors=tensors | self.remembered(examples),
+            weight=float(len(examples)),
+            samples=tuple(example["sample"] for example in examples),
+            tokens=sum(len(example["answer"]) for example in examples),
+        )
+
+    def _rows(self, examples: Sequence[Mapping[str, Any]], side: str) -> dict[str, torch.Tensor]:
+        from dstrain.data.collate import attention_mask, learnt_tail, pad
+
+        sequences = [example[side] for example in examples]
+        padded = pad(sequences, self.tokenizer.pad_token_id), attention_mask(sequences)  # (B, L), (B, L)
+        learnt = learnt_tail([example[f"{side}_learnt"] for example in examples])  # (B, K)
+        return dict(zip(ROWS, (*padded, learnt), strict=True))
+
+    def refer(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """(B,) each: log p under the reference, of the answers and of the answers to other prompts."""
+        sides = (batch, _mismatched(batch)) if self.surveys else (batch,)
+        found = [_log_likelihoods(model, side) for side in sides]
+        return dict(zip(self.ref_columns, found, strict=True))
+
+    def survey(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """The log-ratios of answers to other prompts, whose mean is the estimate of the divergence."""
+        ratio = _log_likelihoods(model, _mismatched(batch)) - batch.tensors["ref_mismatched_logps"]  # (B,)
+        return {"kl": ratio.sum()}
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
+        import torch
+
+        from dstrain.tasks.ops import kto
+
+        desirable = batch.tensors["desirable"]  # (B,)
+        logps = _log_likelihoods(model, batch)  # (B,)
+        ratio = logps - batch.tensors["ref_logps"]
+        anchor = batch.tensors["kl"].clamp(min=0) if self.surveys else torch.zeros_like(ratio[0])
+        weights = torch.where(desirable, self.desirable_weight, self.undesirable_weight)
+        likelier, reward = ratio.detach() - anchor, self.beta * ratio.detach()
+        metrics = {"accuracy": torch.where(desirable, likelier > 0, likelier < 0).sum()}
+        if self.surveys:
+            metrics["kl"] = anchor.expand_as(ratio).sum()
+        sides = {"chosen": desirable, "rejected": ~desirable}
+        of_sides = {
+            f"{name}_{side}": (torch.where(of, values, 0.0).sum(), of.sum())
+            for name, values in (("reward", reward), ("logp", logps))
+            for side, of in sides.items()
+        }
+        return Loss((weights * kto(ratio, desirable, anchor, self.beta)).sum(), {**metrics, **of_sides})
+
+    @classmethod
+    def tiny(cls, folder: Path) -> dict[str, Any]:
+        return tiny_recipe(folder, "kto", _answered)
+
+
+def _mismatched(batch: Batch) -> Batch:
+    """The batch with the answers to other prompts in the place of its own."""
+    return batch.plus({name: batch.tensors[f"mismatched_{name}"] for name in ROWS})
+
+
+def _log_likelihoods(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """(B,) float64: log p of each answer. Two sums of hundreds are compared, and their difference is small."""
+    from dstrain.tasks.ops import answer_log_probs
+
+    return answer_log_probs(model, batch).double().sum(-1)
+
+
+def _answered(split: str, index: int) -> dict[str, Any]:
+    """A made-up answer of uneven length: the polite ones were wanted."""
+    draw = random.Random(f"{split}/{index}")
+    thing = draw.choice(("pump", "valve", "kettle", "lamp", "wheel", "belt"))
+    ways = " then ".join(draw.choice(("open it", "clean it", "oil it")) for _ in range(draw.randint(1, 5)))
+    wanted = draw.random() < 0.6
+    return {
+        "prompt": f"How do I mend the {thing}{', please' * draw.randint(0, 4)}?",
+        "completion": f" Gladly: {ways}." if wanted else f" No idea{', really' * draw.randint(0, 3)}, go away.",
+        "label": wanted,
+    }

@@ -1,0 +1,107 @@
+"""Supervised fine-tuning: a model learns the answers of conversations, token by token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dstrain.batch import Batch
+from dstrain.data.conversations import Passage, Sample, read_conversation
+from dstrain.data.prepare import Policy, prepare, read_each, tokenizer_fingerprint
+from dstrain.data.source import Joined
+from dstrain.data.store import TokenStore
+from dstrain.data.turns import TurnSettings, encode_conversations
+from dstrain.tasks.base import Loss
+from dstrain.tasks.text import TextTask, tiny_recipe
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedFineTuning(TextTask):
+    """Supervised fine-tuning: a model learns to answer as the assistant of its conversations does.
+
+    The loss is -log p of each learnt token, summed; Ouyang et al. (arXiv 2203.02155), section 3.5, step 1.
+    """
+
+    metric_names = ("token_accuracy",)
+
+    assistant_only_loss: bool = True
+    """Learn what the assistant says, end of turn included; false: every token, whoever says it."""
+
+    def convert(self, record: dict[str, Any]) -> Sample:
+        return read_conversation(record)
+
+    def texts(self, record: dict[str, Any]) -> Iterator[str]:
+        sample = read_conversation(record)
+        if isinstance(sample, Passage):
+            yield from (sample.prompt, sample.answer)
+        else:
+            yield from (message["content"] for message in sample.messages)
+
+    def tokens(self, source: Joined) -> TokenStore:
+        data = self.recipe.data
+        settings = TurnSettings(
+            max_length=data.max_length,
+            max_prompt_length=data.max_prompt_length,
+            assistant_only=self.assistant_only_loss,
+        )
+        key = {"what": "conversations", "tokenizer": tokenizer_fingerprint(self.tokenizer), **asdict(settings)}
+
+        def encode(samples: list[Sample]) -> list[Any]:
+            return encode_conversations(self.tokenizer, samples, settings)
+
+        policy = Policy(task=self.recipe.task, on_error=data.on_error)
+        return prepare(source, read_each(read_conversation, encode), key, policy)
+
+    def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
+        from dstrain.data.collate import attention_mask, learnt_tail, pad
+
+        sequences = [example["input_ids"] for example in examples]
+        return Batch(
+            tensors={
+                "input_ids": pad(sequences, self.tokenizer.pad_token_id),  # (B, L)
+                "attention_mask": attention_mask(sequences),
+                "learnt": learnt_tail([example["learnt"] for example in examples]),  # (B, K)
+            },
+            weight=float(sum(int(example["learnt"].sum()) for example in examples)),
+            samples=tuple(example["sample"] for example in examples),
+            tokens=sum(len(sequence) for sequence in sequences),
+        )
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
+        from dstrain.tasks.ops import learn_tokens, target_logits
+
+        learnt = batch.tensors["learnt"]
+        logits, targets = target_logits(
+            model, batch.tensors["input_ids"], batch.tensors["attention_mask"], learnt.shape[1]
+        )
+        total, right = learn_tokens(logits, targets, learnt)
+        return Loss(total, {"token_accuracy": right})
+
+    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        from dstrain.tasks.ops import answer_log_probs
+
+        return answer_log_probs(model, batch)
+
+    @classmethod
+    def tiny(cls, folder: Path) -> dict[str, Any]:
+        return tiny_recipe(folder, "sft", _dialog)
+
+
+def _dialog(split: str, index: int) -> dict[str, Any]:
+    """A made-up dialog of one or two questions, with answers of uneven length."""
+    draw = random.Random(f"{split}/{index}")
+    thing = draw.choice(("pump", "valve", "kettle", "lamp", "wheel", "belt"))
+    ways = " then ".join(draw.choice(("open it", "clean it", "oil it")) for _ in range(draw.randint(1, 5)))
+    turns = [
+        ("user", f"How do I mend the {thing}{', please' * draw.randint(0, 3)}?"),
+        ("assistant", f"Gladly: {ways}."),
+    ]
+    if index % 3 == 0:
+        turns += [("user", "And now?"), ("assistant", f"Test the {thing}.")]
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}

@@ -1,0 +1,38 @@
+"""What the workers of adapter tests do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dstrain.commands.export import export_model
+from dstrain.config.schema import RunConfig
+from dstrain.tasks import make_task
+
+TEXT = "\n\nHuman: How do I mend the pump?\n\nAssistant: Gladly: open it."
+
+
+def save_base(folder: str, recipe: dict[str, Any]) -> None:
+    """A whole model and its tokenizer, as they would come from the hub."""
+    task: Any = make_task(RunConfig.model_validate(recipe | {"seed": 5}))
+    task.build_model().save_pretrained(folder)
+    task.tokenizer.save_pretrained(folder)
+
+
+def export(run: str, to: str, merge: bool) -> dict[str, Any]:
+    """Export, then read a text as a stranger would, with transformers or peft alone."""
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    proof = export_model(Path(run), "last", Path(to), merge=merge)
+    files = sorted(path.name for path in Path(to).iterdir())
+    auto: Any = AutoModelForCausalLM if "config.json" in files else AutoPeftModelForCausalLM
+    model, ids = (
+        auto.from_pretrained(to).eval(),
+        AutoTokenizer.from_pretrained(to)(TEXT, return_tensors="pt")["input_ids"],
+    )
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    return {"difference": proof.difference, "files": files, "logits": logits.double().numpy()}

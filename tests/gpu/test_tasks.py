@@ -1,0 +1,67 @@
+"""Every task, with each kind of reference and with adapters, learns on GPUs in each precision, and the same at every stage."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dstrain.tasks import find_task
+from tests.gpu.workers import REHEARSAL, GpuWorkers
+from tests.resume.test_tasks import rows
+
+pytestmark = pytest.mark.gpu
+
+RUN = "tests.gpu.cases:run"
+LORA = {"lora": {"rank": 8, "alpha": 16.0}}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "sft": ("sft", {}, {}),
+    "sft, adapters": ("sft", {}, LORA),
+    "dpo, a reference in memory": ("dpo", {}, {}),
+    "dpo, remembered": ("dpo", {"precompute_ref_log_probs": True}, {}),
+    "dpo, adapters": ("dpo", {}, LORA),
+    "kto": ("kto", {}, {}),
+    "rm, DoRA": ("rm", {}, {"lora": {"rank": 8, "dora": True}}),
+}
+
+
+def train(gpus: GpuWorkers, case: str, folder: Path, preset: str, precision: str, **more: Any) -> list[dict[str, Any]]:
+    """The rows of a run of twelve steps."""
+    task, options, model = CASES[case]
+    values = find_task(task).tiny(folder)
+    values |= {"options": options, "steps": 12, "batch": {"total": 8, "micro": 2}, "optim": {"lr": 5e-3}}
+    values |= {
+        "model": values["model"] | model,
+        "ds_config": preset,
+        "precision": precision,
+        "save": {"every": 6},
+    } | more
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    told = gpus(RUN, recipe=str(folder / "recipe.yaml"), run_dir=str(folder / preset))
+    assert all(result["code"] == 0 for result in told)
+    return [row for row in rows(folder / preset) if row["split"] == "train"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("preset", ["zero2", "zero3"])
+@pytest.mark.parametrize("case", CASES)
+def test_it_learns(case: str, preset: str, precision: str, gpus: GpuWorkers, tmp_path: Path) -> None:
+    if REHEARSAL and precision == "fp16":
+        pytest.skip("no fp16 on a CPU")
+    losses = [row["loss"] for row in train(gpus, case, tmp_path, preset, precision)]
+    assert all(math.isfinite(loss) for loss in losses)
+    assert sum(losses[-4:]) < sum(losses[:4])
+    if case.startswith("dpo"):
+        assert losses[0] == pytest.approx(math.log(2), abs=2e-2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fp32_losses_are_those_of_every_stage(case: str, gpus: GpuWorkers, tmp_path: Path) -> None:
+    smooth = {"optim": {"lr": 5e-3, "eps": 1e-3}}  # at an eps of 1e-8 Adam turns rounding into steps
+    wanted = [row["loss"] for row in train(gpus, case, tmp_path, "zero0", "fp32", **smooth)]
+    for preset in ("zero1", "zero2", "zero3"):
+        found = [row["loss"] for row in train(gpus, case, tmp_path, preset, "fp32", **smooth)]
+        assert found == pytest.approx(wanted, rel=1e-4), preset

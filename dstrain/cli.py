@@ -5,56 +5,30 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from dstrain import __version__
 from dstrain.errors import DstrainError, UsageError
-
-LAUNCH_OPTIONS = (
-    click.option("--num-gpus", "--num_gpus", type=int, help="Processes on this host; on a CPU just processes."),
-    click.option("--num-nodes", "--num_nodes", type=int, help="Hosts to take from the top of the hostfile."),
-    click.option("--hostfile", type=click.Path(), help="Lines of `host slots=8`."),
-    click.option("--include", default="", help="GPUs to run on: localhost:0,2"),
-    click.option("--exclude", default="", help="GPUs to leave alone: localhost:1"),
-    click.option("--node-rank", "--node_rank", type=int, help="This host's place among the hosts."),
-    click.option("--master-addr", "--master_addr", help="Address of rank 0's host."),
-    click.option("--master-port", "--master_port", type=int, help="Port where the ranks meet; default: a free one."),
-    click.option("--no-ssh", "--no_ssh", is_flag=True, help="Every host is given its own command."),
-    click.option(
-        "--launcher",
-        type=click.Choice(["deepspeed", "torchrun", "slurm"]),
-        default="deepspeed",
-        help="What starts the processes; the run is the same.",
-    ),
+from dstrain.options import (
+    CHOICE,
+    LAUNCH_OPTIONS,
+    RECIPE_OPTIONS,
+    SAMPLING,
+    SAMPLING_OPTIONS,
+    SCRATCH,
+    TRAINED_OPTIONS,
+    taken,
+    with_options,
 )
 
-
-def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say on which processes a command runs."""
-    for option in reversed(LAUNCH_OPTIONS):
-        command = option(command)
-    return command
-
-
-def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """RECIPE, --task, --ds-config and --set."""
-    for option in (
-        click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a key: optim.lr=2e-5"),
-        click.option("--ds-config", "--ds_config", metavar="NAME|PATH|auto", help="Preset or DeepSpeed JSON."),
-        click.option("--task", help="A packaged task, a file path, or a dotted module."),
-        click.argument("recipe", required=False),
-    ):
-        command = option(command)
-    return command
-
+if TYPE_CHECKING:
+    from dstrain.commands.spread import Job
 
 NOT_YET = {
-    "generate": "export the model and use transformers",
-    "prepare": "`dstrain data check FILE --task T` finds bad records; the token cache is made when training starts",
     "plan": "docs/memory.md says what to turn, and peak_memory_gib in metrics.jsonl what was used",
     "doctor": "`dstrain train RECIPE --dry-run` checks a recipe on this machine",
     "report": "metrics.jsonl and TensorBoard hold the numbers",
@@ -92,14 +66,14 @@ def main(local_rank: int | None) -> None:
 
 
 @main.command()
-@recipe_options
+@with_options(RECIPE_OPTIONS)
 @click.option("--run-dir", "--run_dir", type=click.Path(path_type=Path), help="Default: runs/NAME of the recipe.")
 @click.option("--resume", default="auto", metavar="auto|never|DIR", help="Go on from the newest whole checkpoint.")
 @click.option(
     "--allow-change", "allowed", multiple=True, metavar="KEY", help="A learning key that may differ on resume."
 )
 @click.option("--dry-run", is_flag=True, help="Print recipe, DeepSpeed JSON and launch command; start nothing.")
-@launch_options
+@with_options(LAUNCH_OPTIONS)
 def train(
     recipe: str | None, task: str | None, ds_config: str | None, sets: tuple[str, ...], run_dir: Path | None,
     resume: str, allowed: tuple[str, ...], dry_run: bool, **launch: Any,
@@ -115,28 +89,58 @@ def train(
 
 
 @main.command()
-@click.argument("run_or_model", type=click.Path(exists=True, path_type=Path))
-@click.option("--data", required=True, type=click.Path(), help="File to evaluate on.")
-@click.option("--task", help="The task, for an exported folder.")
-@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a key: batch.micro=8")
-@click.option(
-    "--step", default="best", metavar="N|best|last", help="Which checkpoint of a run; last where none is best."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def evaluate(run_or_model: Path, data: str, task: str | None, sets: tuple[str, ...], step: str, as_json: bool) -> None:
+@with_options(TRAINED_OPTIONS)
+@click.option("--data", required=True, help="File to evaluate on.")
+@with_options(LAUNCH_OPTIONS, [SCRATCH])
+def evaluate(run_or_model: Path, data: str, as_json: bool, scratch: Path | None, **options: Any) -> None:
     """Metrics of a run's best or last checkpoint, or of an exported folder, on a file."""
-    from dstrain.commands.evaluate import evaluate_model
+    from dstrain.commands.evaluate import Evaluate, show_metrics
+    from dstrain.commands.trained import Choice
 
-    row = evaluate_model(run_or_model, data, task, sets, step)
-    if as_json:
-        click.echo(json.dumps(row))
-    else:
-        click.echo(
-            "\n".join(
-                f"{name:24} {value:.6g}" if isinstance(value, float) else f"{name:24} {value}"
-                for name, value in row.items()
-            )
-        )
+    job = Evaluate(choice=Choice(folder=run_or_model, **taken(options, CHOICE)), data=data)
+    finish(job, options, scratch, json.dumps if as_json else show_metrics)
+
+
+@main.command()
+@with_options(TRAINED_OPTIONS)
+@click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="A prompt; may be given several times.")
+@click.option("--data", help="File whose records ask something.")
+@with_options(SAMPLING_OPTIONS, LAUNCH_OPTIONS, [SCRATCH])
+def generate(
+    run_or_model: Path, texts: tuple[str, ...], data: str | None, as_json: bool, scratch: Path | None, **options: Any
+) -> None:  # fmt: skip
+    """Answers of a trained policy to prompts or to a file's records, to look at what was learnt."""
+    from dstrain.commands.generate import Generate, show_answers
+    from dstrain.commands.trained import Choice
+
+    choice = Choice(folder=run_or_model, **taken(options, CHOICE))
+    job = Generate(choice=choice, texts=texts, data=data, sampling=taken(options, SAMPLING))
+    finish(job, options, scratch, lambda rows: show_answers(rows, as_json))
+
+
+@main.command()
+@with_options(RECIPE_OPTIONS, LAUNCH_OPTIONS, [SCRATCH])
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def prepare(
+    recipe: str | None, task: str | None, ds_config: str | None, sets: tuple[str, ...], scratch: Path | None,
+    as_json: bool, **launch: Any,
+) -> None:  # fmt: skip
+    """Tokenise, check and cache RECIPE's data, and what its reference says of them; training then starts at once."""
+    from dstrain.commands.find import Wish
+    from dstrain.commands.prepare import Prepare, show_prepared
+
+    job = Prepare(Wish(recipe=recipe, task=task, ds_config=ds_config, sets=sets))
+    finish(job, launch, scratch, json.dumps if as_json else show_prepared)
+
+
+def finish(job: Job, launch: Mapping[str, Any], scratch: Path | None, show: Callable[[Any], str]) -> NoReturn:
+    """Run the job on its processes, print what came of it, and leave."""
+    from dstrain.commands.spread import spread
+
+    reply = spread(job, launch, scratch)
+    if reply.value is not None:
+        click.echo(show(reply.value))
+    sys.exit(reply.code)
 
 
 @main.command()
@@ -149,9 +153,7 @@ def export(run: Path, step: str, to: Path, sets: tuple[str, ...], merge_lora: bo
     """Write a Hugging Face folder that transformers loads, and prove it on a probe batch."""
     from dstrain.commands.export import export_model
 
-    if merge_lora:
-        raise UsageError("--merge-lora: LoRA is not supported yet; leave the flag out")
-    proof = export_model(run, step, to, sets)
+    proof = export_model(run, step, to, sets, merge_lora)
     click.echo(f"{to}: step {proof.step}, {proof.dtype}; reloaded, outputs differ by at most {proof.difference:.2g}")
 
 

@@ -33,7 +33,8 @@ class Fault:
     """What to do, without a full stop."""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.problem}; {self.mend}" if self.mend else f"{self.where}: {self.problem}"
+        where = one_line(self.where)
+        return f"{where}: {self.problem}; {self.mend}" if self.mend else f"{where}: {self.problem}"
 
 
 class DstrainError(Exception):
@@ -88,9 +89,14 @@ class CheckpointError(RunError):
     """A checkpoint cannot be written, read or verified."""
 
 
+def one_line(text: str) -> str:
+    """The text with what would break a line, or move a terminal's cursor, written as Python writes it."""
+    return text if text.isprintable() else "".join(a if a.isprintable() else repr(a)[1:-1] for a in text)
+
+
 def did_you_mean(word: str, known: Sequence[str]) -> str:
     """`did you mean 'lr'?`, or the known words where none is near, as the mend of a Fault."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if near:
-        return f"did you mean '{near[0]}'?"
-    return f"known here: {', '.join(sorted(known))}" if known else "remove it"
+        return f"did you mean '{one_line(near[0])}'?"
+    return f"known here: {one_line(', '.join(sorted(known)))}" if known else "remove it"

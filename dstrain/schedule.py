@@ -13,6 +13,11 @@ WSD_DECAY = 0.1
 """Share of the steps that `wsd` decays over; MiniCPM found a tenth to be enough (arXiv 2404.06395, section 4.2)."""
 
 
+def share(steps: int, part: float) -> int:
+    """A part of the steps, rounded up; 0.07 of 100 steps is 7, although the product is a little more in floating point."""
+    return math.ceil(round(steps * part, 9))
+
+
 @dataclass(frozen=True)
 class Every:
     """Something that falls due at every so many steps."""
@@ -48,7 +53,7 @@ SCHEDULE_NAMES = (*SCHEDULES, "wsd")
 
 def warmup_steps(steps: int, warmup: float) -> int:
     """`warmup` below 1 is a share of the steps, rounded up; from 1 on it is steps."""
-    return math.ceil(steps * warmup) if warmup < 1 else round(warmup)
+    return share(steps, warmup) if warmup < 1 else round(warmup)
 
 
 def learning_rate(step: int, *, schedule: str, steps: int, warmup: float, peak: float) -> float:
@@ -59,8 +64,8 @@ def learning_rate(step: int, *, schedule: str, steps: int, warmup: float, peak: 
     step with rate 0 wastes a batch, so ours begins at peak / warmup steps and is at the peak with
     its last step. As there, the rate would be 0 at `step == steps`, so the last step still learns.
 
-    `wsd` (warmup, stable, decay; arXiv 2404.06395) stays at the peak and goes down in a straight
-    line over the last tenth.
+    `wsd` (warmup, stable, decay; arXiv 2404.06395) stays at the peak and goes down to 0 over the last
+    tenth: in a straight line as in Hägele et al. (arXiv 2405.18392), where MiniCPM halves at intervals.
     """
     if schedule not in SCHEDULE_NAMES:
         raise RecipeError(
@@ -70,7 +75,7 @@ def learning_rate(step: int, *, schedule: str, steps: int, warmup: float, peak: 
     if step < rising:
         return peak * (step + 1) / rising
     if schedule == "wsd":
-        start = max(rising, steps - math.ceil(steps * WSD_DECAY))
+        start = max(rising, steps - share(steps, WSD_DECAY))
         return peak * _linear(max(0, step - start), steps - start)
     return peak * SCHEDULES[schedule](step - rising, steps - rising)
 

@@ -22,18 +22,26 @@ FLOORS = (
     ("data", "models", "report", "planner", "launch"),
     ("tasks",),
     ("train",),
-    ("commands",),
+    ("commands", "options"),
     ("cli",),
     ("__main__",),
 )
 """A module imports from floors below or from its own package; `dstrain/__init__.py` and recipes hold no code."""
 DOORS = {
-    "deepspeed": ("train/engine.py", "train/reshape.py", "models/sharded.py", "launch/ops.py"),
+    "deepspeed": (
+        "train/engine.py",
+        "train/forward.py",
+        "train/optimizers.py",
+        "train/profile.py",
+        "train/reshape.py",
+        "models/sharded.py",
+        "launch/ops.py",
+    ),
     "torch.distributed": ("world.py",),
-    "click": ("cli.py",),
+    "click": ("cli.py", "options.py"),
     "tensorboard": ("report/sinks.py",),
     "torch.utils.tensorboard": ("report/sinks.py",),
-    "wandb": ("report/sinks.py",),
+    "wandb": ("report/wandb.py",),
 }
 HEAVY = ("torch", "deepspeed", "transformers", "tokenizers", "peft", "accelerate")
 CONTROL_PLANE = (
@@ -49,6 +57,7 @@ CONTROL_PLANE = (
     "planner",
     "tasks",
     "commands",
+    "options",
     "cli",
     "__main__",
 )

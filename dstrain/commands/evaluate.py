@@ -3,31 +3,113 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dstrain.commands.trained import load_trained
-from dstrain.errors import DataError
+from dstrain.commands.trained import Choice, Found, load_found, quieten
+from dstrain.config import RunConfig
+from dstrain.data.hub import parse_part
+from dstrain.errors import DataError, UsageError
+from dstrain.preset import Device
+from dstrain.tasks import Task
+
+if TYPE_CHECKING:
+    from dstrain.world import World
 
 
-def evaluate_model(folder: Path, data: str, task: str | None, sets: Sequence[str], step: str) -> dict[str, Any]:
-    """Loss and metrics over the whole file, each a sum divided once."""
-    import torch
+@dataclass(frozen=True)
+class Prepared:
+    """What is evaluated, on what."""
 
-    from dstrain.config.schema import OptimConfig
-    from dstrain.models.freeze import Group
-    from dstrain.train.engine import TorchEngine
-    from dstrain.train.evaluate import Evaluation
-    from dstrain.train.objective import Objective
+    found: Found
+    examples: Sequence[Any]
+    ds_config: Mapping[str, Any]
 
-    file = [f"data.eval={json.dumps(str(Path(data).expanduser().resolve()))}", "data.eval_fraction=0"]
-    trained = load_trained(folder, step, [*file, *sets], task)
-    examples = trained.task.examples("eval")
-    if not examples:
-        raise DataError(f"{data}: holds no sample to evaluate on")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    whole = [Group(list(trained.model.parameters()), 1.0, 0.0)]
-    engine = TorchEngine(Objective(trained.task, trained.model), whole, OptimConfig(name="sgd"), device)
-    row = Evaluation(trained.task, examples, trained.task.recipe.batch.micro or 8).run(engine)
-    return {"file": data, "step": trained.step, "examples": len(examples), **row}
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Loss and metrics over a whole file, each a sum divided once."""
+
+    choice: Choice
+    data: str
+    """A file, or a dataset on the hub."""
+    many = True
+
+    def words(self) -> list[str]:
+        return ["evaluate", *self.choice.words(), "--data", named_data(self.data)]
+
+    def check(self) -> RunConfig:
+        return self._find().task.recipe
+
+    def _find(self) -> Found:
+        found = self.choice.find(f"data.eval={json.dumps(held_out(self.data))}", "data.eval_fraction=0")
+        check_reference(found)
+        return found
+
+    def ready(self, processes: int, device: Device) -> Prepared:
+        quieten()
+        found = self._find()
+        found.check()
+        examples = found.task.examples("eval")
+        if not examples:
+            raise DataError(f"{self.data}: holds no sample to evaluate on")
+        return Prepared(found, examples, found.ds_config(self.choice.ds_config, processes, device))
+
+    def run(self, ready: Prepared, world: World) -> dict[str, Any]:
+        from dstrain.models.sharded import sharded_construction
+        from dstrain.train.evaluate import Evaluation
+        from dstrain.train.forward import ForwardEngine
+        from dstrain.train.objective import Objective
+        from dstrain.train.references import Asking, add_references
+        from dstrain.world import set_timeouts
+
+        found, task = ready.found, ready.found.task
+        asking = Asking(task=task, ds_config=ready.ds_config, micro=found.micro, world=world)
+        examples = add_references(asking, [ready.examples])[0]
+        assert examples is not None
+        model = load_found(found, ready.ds_config, world)
+        with sharded_construction(ready.ds_config):
+            reference = task.build_reference() if task.reference == "model" else None
+        engine = ForwardEngine(Objective(task, model, reference), ready.ds_config, world)
+        set_timeouts(timedelta(minutes=task.recipe.timeout_minutes))
+        row = Evaluation(task, examples, found.micro).run(engine)
+        rates = {name: row.pop(name) for name in [*row] if name.endswith("_per_second")}
+        about = {"file": self.data, "step": found.step, "examples": len(examples)}
+        return {**about, **row, **task.baselines(examples), **rates}
+
+
+def show_metrics(row: Mapping[str, Any]) -> str:
+    """A line for each number."""
+    return "\n".join(
+        f"{name:24} {value:.6g}" if isinstance(value, float) else f"{name:24} {value}" for name, value in row.items()
+    )
+
+
+def named_data(data: str) -> str:
+    """The same file for a process that works elsewhere."""
+    return str(Path(data).expanduser().resolve()) if Path(data).expanduser().exists() else data
+
+
+def held_out(data: str) -> Any:
+    """What `data.eval` is set to. Raises UsageError where `data` is neither a file nor a dataset's name."""
+    part = parse_part(data)
+    if Path(data).expanduser().exists():
+        return named_data(data)
+    if part is None:
+        raise UsageError(f"--data {data}: there is no such file (we are in {Path.cwd()}); check the path")
+    return {"path": part.dataset, "split": part.split if ":" in data else None, "name": part.name}
+
+
+def check_reference(found: Found) -> None:
+    """Raise UsageError where an exported policy would be compared with itself."""
+    task: Task = found.task
+    if found.checkpoint is None and task.reference in ("model", "cached"):
+        path = task.reference_model.path
+        if path is not None and Path(path).expanduser().resolve() == found.folder.resolve():
+            raise UsageError(
+                f"{found.folder}: a policy cannot be its own reference, and nothing here says whom it was trained "
+                "against; give that model's folder with --set options.ref_model=FOLDER"
+            )

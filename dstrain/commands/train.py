@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dstrain.commands.find import Wish, resolve_wish
 from dstrain.config import Recipe, resolve_batch, show_recipe
-from dstrain.errors import DstrainError
 from dstrain.launch.command import Launch, LaunchOptions, prepare_launch
 from dstrain.launch.topology import Worker, gpu_has_bf16, worker_from
 from dstrain.preset import Device, read_preset
@@ -59,35 +56,19 @@ def check(recipe: Recipe, ready: Launch, run_dir: Path) -> dict[str, Any]:
 
 def train_as(worker: Worker, wish: Wish) -> int:
     """One worker's whole life. Its exit code counts even if the launcher's does not."""
-    from dstrain.launch.worker import (
-        code_for_launcher,
-        follow_parent,
-        log_path,
-        record_end,
-        record_start,
-        redirect_output,
-    )
+    from dstrain.launch.worker import follow_parent, live
     from dstrain.train.folder import Resume, check_writable
 
     follow_parent()
     recipe = resolve_wish(wish)
     run_dir = run_folder(wish, recipe)
     check_writable(run_dir)
-    record_start(run_dir, worker.rank)
     screen = os.fdopen(os.dup(1), "w") if worker.rank == 0 and os.isatty(1) else None
-    redirect_output(log_path(run_dir, worker.rank), terminal=worker.rank == 0)
-    code, error = 1, None
-    try:
+
+    def work() -> int:
         from dstrain.train.assemble import run_training
         from dstrain.train.plan import make_plan
 
-        plan = make_plan(recipe, run_dir, Resume(wish.resume, wish.allowed), worker)
-        code = run_training(plan, screen)
-    except DstrainError as fault:
-        code, error = fault.exit_code, str(fault)
-        print(f"error: {fault}", file=sys.stderr, flush=True)
-    except Exception as fault:
-        error = f"{type(fault).__name__}: {fault}"
-        print(f"rank {worker.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-    record_end(run_dir, worker.rank, code, error)
-    return code_for_launcher(code)
+        return run_training(make_plan(recipe, run_dir, Resume(wish.resume, wish.allowed), worker), screen)
+
+    return live(run_dir, worker.rank, work)

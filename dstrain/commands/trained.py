@@ -1,26 +1,35 @@
-"""A trained model on one process: from a run's checkpoint, or from an exported folder."""
+"""A trained model, from a run's checkpoint or from an exported folder: found without torch, then loaded."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dstrain.config import read_recipe
 from dstrain.errors import CheckpointError, UsageError
+from dstrain.preset import Device, Preset, RunSettings, complete, read_preset
 from dstrain.tasks import Task, make_task
 
 if TYPE_CHECKING:
     import torch
 
     from dstrain.train.manifest import CheckpointInfo
+    from dstrain.world import World
 
 
 EXPORT_RECIPE = "dstrain_recipe.yaml"
 """Lies in an exported folder, so that `evaluate` knows task and options."""
+ADAPTERS = "adapter_config.json"
+WHOLE = {"zero_optimization": {"stage": 0}}
+"""The JSON of a model that is whole on every process."""
+OF_A_BASE = ("config", "init", "lora", "tokenizer", "quantize")
+"""What the recipe of an exported model says of the weights it began with."""
+MICRO = 8
+"""Samples of a forward pass where the recipe does not say."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +42,95 @@ class Trained:
     """Step of the checkpoint; None for an exported folder."""
 
 
-def load_trained(folder: Path, step: str, sets: Sequence[str] = (), task: str | None = None) -> Trained:
-    """The model in a run folder (at `step`) or an exported folder, in evaluation mode, in the precision it was trained in.
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which trained model a command is about, as its options say."""
 
-    Raises UsageError where the folder is neither.
+    folder: Path
+    step: str = "best"
+    task: str | None = None
+    sets: Sequence[str] = ()
+    ds_config: str | None = None
+    """How to hold the model; None: see `Found.ds_config`."""
+
+    def words(self) -> list[str]:
+        """The same for the command line of a worker."""
+        words = [str(self.folder.resolve()), "--step", self.step]
+        for option, value in (("--task", self.task), ("--ds-config", self.ds_config)):
+            words += [option, value] if value else []
+        return words + [word for value in self.sets for word in ("--set", value)]
+
+    def find(self, *own: str) -> Found:
+        """The model; `own` overrides keys of its recipe, and is overridden by --set. Raises UsageError."""
+        return find_trained(self.folder, self.step, ["model.gradient_checkpointing=false", *own, *self.sets], self.task)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A trained model that is there."""
+
+    folder: Path
+    """A run folder, or an exported one."""
+    task: Task
+    checkpoint: CheckpointInfo | None = None
+    """None for an exported folder."""
+
+    @property
+    def step(self) -> int | None:
+        return None if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def micro(self) -> int:
+        """Samples of a forward pass."""
+        return self.task.recipe.batch.micro or MICRO
+
+    def check(self) -> None:
+        """Raise UsageError for an exported folder that cannot be loaded. A run needs nothing of what it began with."""
+        if self.checkpoint is None:
+            self.task.check()
+
+    def ds_config(self, wanted: str | None, processes: int, device: Device) -> dict[str, Any]:
+        """The DeepSpeed JSON to hold the model with, in shards or whole on every process.
+
+        `wanted` names it; else several processes hold a run's model as it was trained. Raises PresetError.
+        """
+        from dstrain.train.forward import apart
+
+        preset = self._preset(wanted, processes)
+        if preset is None or preset.stage != 3:
+            return WHOLE
+        dtype = self.task.recipe.model.dtype
+        settings = RunSettings(
+            precision="bf16" if dtype == "bfloat16" else "fp16" if dtype == "float16" else "fp32",
+            micro=self.micro,
+            accumulate=1,
+            world_size=processes,
+            clip=0.0,
+            device_kind=device.kind,
+            nvme_path=str(self.folder / "nvme"),
+        )
+        return apart(complete(preset, settings=settings))
+
+    def _preset(self, wanted: str | None, processes: int) -> Preset | None:
+        if wanted is not None:
+            return read_preset(wanted)
+        if self.checkpoint is None or processes == 1:
+            return None
+        file = self.folder / "ds_config.json"
+        return Preset("ds_config", file, json.loads(file.read_text()))
+
+
+def load_trained(folder: Path, step: str, sets: Sequence[str] = (), task: str | None = None) -> Trained:
+    """The model in a run folder (at `step`) or an exported folder, whole on this process, in evaluation mode.
+
+    It has the precision it was trained in. Raises UsageError where the folder is neither.
     """
+    from dstrain.world import SoloWorld
+
     quieten()
-    if (folder / "recipe.yaml").is_file():
-        return _from_run(folder, step, sets)
-    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise UsageError(f"{folder}: is neither a run folder (recipe.yaml) nor an exported model (config.json)")
-    return _from_export(folder, sets, task)
+    found = find_trained(folder, step, sets, task)
+    found.check()
+    return Trained(found.task, load_found(found, WHOLE, SoloWorld()).eval(), found.step)
 
 
 def quieten() -> None:
@@ -56,55 +143,64 @@ def quieten() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found none
 
 
-def _from_export(folder: Path, sets: Sequence[str], task: str | None) -> Trained:
-    written = folder / EXPORT_RECIPE
+def find_trained(folder: Path, step: str, sets: Sequence[str] = (), task: str | None = None) -> Found:
+    """The model in a run folder (at `step`) or an exported folder, without reading its weights. Raises UsageError."""
+    if (folder / "recipe.yaml").is_file():
+        return _in_run(folder, step, sets)
+    if not any((folder / name).is_file() for name in ("config.json", ADAPTERS)):
+        raise UsageError(f"{folder}: is neither a run folder (recipe.yaml) nor an exported model (config.json)")
+    return Found(folder, _task_of_export(folder, sets, task))
+
+
+def _task_of_export(folder: Path, sets: Sequence[str], task: str | None) -> Task:
+    written, here = folder / EXPORT_RECIPE, json.dumps(str(folder.resolve()))
     if task is None and not written.is_file():
         raise UsageError(f"{folder}: is an exported model; say with --task what it was trained for, e.g. --task rm")
-    if not (folder / "adapter_config.json").is_file():
-        own = [f"model={json.dumps({'path': str(folder.resolve())})}"]
-        made = make_task(read_recipe(written if written.is_file() else None, [*own, *sets], task).config)
-        made.check()
-        return Trained(made, made.build_model().eval(), None)
-    if not written.is_file():
-        raise UsageError(f"{folder}: holds adapters and no {EXPORT_RECIPE} that says on what; export the run again")
-    made = make_task(read_recipe(written, [f"model.tokenizer={json.dumps(str(folder.resolve()))}", *sets], task).config)
-    return Trained(made, made.reload(folder).eval(), None)
+    if (folder / ADAPTERS).is_file():
+        if not written.is_file():
+            raise UsageError(f"{folder}: holds adapters and no {EXPORT_RECIPE} that says on what; export the run again")
+        return make_task(read_recipe(written, [f"model.tokenizer={here}", *sets], task).config)
+    own = [f"model.path={here}", *(f"model.{key}=null" for key in OF_A_BASE), "model.freeze=[]"]
+    return make_task(read_recipe(written if written.is_file() else None, [*own, *sets], task).config)
 
 
-def _from_run(folder: Path, step: str, sets: Sequence[str]) -> Trained:
+def _in_run(folder: Path, step: str, sets: Sequence[str]) -> Found:
     info = find_checkpoint(folder, step)
     own = []
     if (folder / "tokenizer").is_dir():
         own.append(f"model.tokenizer={json.dumps(str((folder / 'tokenizer').resolve()))}")
     if json.loads((folder / "ds_config.json").read_text()).get("bf16", {}).get("enabled"):
         own.append("model.dtype=bfloat16")
-    recipe = read_recipe(folder / "recipe.yaml", [*own, *sets])
-    task = make_task(recipe.config)
-    model = _with_weights(task, info)
-    return Trained(task, model.eval(), info.step)
+    return Found(folder, make_task(read_recipe(folder / "recipe.yaml", [*own, *sets]).config), info)
 
 
-def _with_weights(task: Task, info: CheckpointInfo) -> torch.nn.Module:
-    """The task's model with a checkpoint's weights; where adapters learnt, on the base they learnt on."""
-    from dstrain.models.fingerprint import OTHER_BASE, fingerprint
+def load_found(found: Found, ds_config: Mapping[str, Any], world: World) -> torch.nn.Module:
+    """The task's model with its trained weights, in shards where the JSON says stage 3. Collective."""
+    from dstrain.models.sharded import sharded_construction
     from dstrain.train.build import build, build_bare
-    from dstrain.train.reshape import whole_weights
+    from dstrain.train.restore import restore
 
-    adapted = task.recipe.model.lora is not None
-    if adapted and info.record().get("base") != fingerprint(task.recipe.model, task.recipe.seed):
-        raise CheckpointError(f"{info.path}: {OTHER_BASE}")
-    model = build(task) if adapted else build_bare(task)
-    missing, unexpected = model.load_state_dict(whole_weights(info.path), strict=False)
-    elsewhere = set(getattr(model, "all_tied_weights_keys", ()) or ())
-    if adapted:
-        elsewhere |= {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    missing = [name for name in missing if name not in elsewhere]
-    if missing or unexpected:
-        raise CheckpointError(
-            f"{info.path}: lacks {', '.join(missing[:4]) or 'nothing'} and has {', '.join(unexpected[:4]) or 'nothing'} too much; "
-            f"the recipe's model is not the one that was trained"
-        )
+    task, info = found.task, found.checkpoint
+    adapted = info is not None and task.recipe.model.lora is not None
+    if info is not None and adapted:
+        _check_base(task, info, world)
+    with sharded_construction(ds_config):
+        if info is None and (found.folder / ADAPTERS).is_file():
+            return task.reload(found.folder)
+        if info is None:
+            return task.build_model()
+        model = build(task) if adapted else build_bare(task)
+    restore(model, info.path, world, adapted)
     return model
+
+
+def _check_base(task: Task, info: CheckpointInfo, world: World) -> None:
+    """Raise CheckpointError where the adapters learnt on other weights than the recipe names now. Collective."""
+    from dstrain.models.fingerprint import OTHER_BASE, fingerprint
+
+    base = world.gather(fingerprint(task.recipe.model, task.recipe.seed) if world.rank == 0 else None)[0]
+    if info.record().get("base") != base:
+        raise CheckpointError(f"{info.path}: {OTHER_BASE}")
 
 
 def find_checkpoint(run: Path, step: str) -> CheckpointInfo:

@@ -49,7 +49,9 @@ def answers_tail(answers: Sequence[tuple[Sequence[int] | np.ndarray, int]]) -> t
     Nothing predicts the first token of a sequence: an answer that fills it whole is learnt from its second on.
     """
     starts = [max(begin, 1) for _, begin in answers]
-    return learnt_tail([[0] * start + [1] * (len(ids) - start) for (ids, _), start in zip(answers, starts, strict=True)])
+    return learnt_tail(
+        [[0] * start + [1] * (len(ids) - start) for (ids, _), start in zip(answers, starts, strict=True)]
+    )
 
 
 def padded_length(sequences: Sequences, multiple_of: int = 1) -> int:

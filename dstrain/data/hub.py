@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,11 @@ class HubRows(Rows):
         return f"{self.name}[{index}]"
 
 
+@cache
 def _load(part: Part) -> Any:
-    """The split as a `datasets.Dataset`. Raises DataError with what the hub or the library said."""
+    """The split as a `datasets.Dataset`, the same for as long as the process lives: a tokenizer is trained on the very
+    records that are then learnt. Raises DataError with what the hub or the library said.
+    """
     try:
         import datasets
     except ImportError as fault:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.formats import BadRecord, Preference, read_preference
+from dstrain.data.formats import BadRecord, Preference, Response, read_preference
 from dstrain.data.source import BadRow, Source, open_source
 from dstrain.data.store import Report, TokenStore, cache_root, cached_store
 from dstrain.errors import DataError
 
-FORMAT = 2
+FORMAT = 3
 """Raise it when the same data would give other examples: old caches are then left alone."""
 CHUNK = 1000
 SHARE_SKIPPED = 0.01
@@ -51,7 +51,10 @@ class PreferenceSettings:
 def prepare_preferences(
     source: Source, tokenizer: Any, settings: PreferenceSettings, folder: Path | None = None
 ) -> TokenStore:
-    """The store of a source's preferences: `chosen`, `rejected`, `prompt_length` and `margin` (0 where none)."""
+    """The store of a source's preferences: `chosen`, `rejected`, `prompt_length`, `margin` (0 where none) and `longer`.
+
+    `longer` is how many letters the chosen answer has more than the rejected one, before any cut.
+    """
     from dstrain.data.text import encode_preferences
 
     def encode(preferences: list[Preference]) -> Sequence[Mapping[str, Any] | BadRecord]:
@@ -59,6 +62,7 @@ def prepare_preferences(
         for item, example in zip(preferences, coded, strict=True):
             if not isinstance(example, BadRecord):
                 example["margin"] = item.margin or 0.0
+                example["longer"] = float(_letters(item.chosen) - _letters(item.rejected))
         return coded
 
     key = {
@@ -82,6 +86,10 @@ def read_each(
         return [item if isinstance(item, BadRecord) else next(coded) for item in found]
 
     return encode_rows
+
+
+def _letters(answer: Response) -> int:
+    return len(answer) if isinstance(answer, str) else sum(len(message["content"]) for message in answer)
 
 
 def prepare(

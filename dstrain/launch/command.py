@@ -50,6 +50,8 @@ class Launch:
     argv: list[str]
     environment: dict[str, str]
     processes: int
+    devices: tuple[str, ...] = ()
+    """The GPUs, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
 
 
 def prepare_launch(options: LaunchOptions, arguments: list[str], env: Mapping[str, str]) -> Launch:
@@ -63,7 +65,7 @@ def prepare_launch(options: LaunchOptions, arguments: list[str], env: Mapping[st
         check_port(port)
     chosen = replace(options, include=f"localhost:{','.join(devices)}" if _must_name(devices) else "", exclude="")
     argv = launch_command(chosen, arguments, processes, port)
-    return Launch(argv, launch_environment(options, env, devices, processes), processes)
+    return Launch(argv, launch_environment(options, env, devices, processes), processes, tuple(devices))
 
 
 def launch_command(options: LaunchOptions, arguments: list[str], gpus: int, port: int) -> list[str]:

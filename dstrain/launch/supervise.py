@@ -40,8 +40,9 @@ _READ_SECONDS = 0.1
 class Watch:
     """What was seen of one launch while it ran."""
 
-    def __init__(self, run_dir: Path, processes: int) -> None:
-        self.run_dir, self.processes = run_dir, processes
+    def __init__(self, run_dir: Path, processes: int, saves: bool = True) -> None:
+        self.run_dir, self.processes, self.saves = run_dir, processes, saves
+        """`saves`: the workers write a checkpoint when they are asked to stop; others are ended at the first signal."""
         self.asked_at: float | None = None
         """When a signal was first passed on."""
         self.told_at: float | None = None
@@ -90,11 +91,15 @@ def supervise(argv: Sequence[str], env: Mapping[str, str], run_dir: Path, proces
     0 done, 2 bad usage, 75 stopped after a checkpoint, 1 everything else. Output goes where ours goes.
     Call it from the main thread.
     """
-    folder = record_folder(run_dir)
+    return supervise_seen(argv, env, Watch(run_dir, processes))
+
+
+def supervise_seen(argv: Sequence[str], env: Mapping[str, str], watch: Watch) -> int:
+    """The same, with what was seen of the launch left in `watch`."""
+    folder = record_folder(watch.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
         old.unlink()
-    watch = Watch(run_dir, processes)
     with _caught_signals() as signals, _adopted_orphans():
         strangers = {child.pid for child in psutil.Process().children()}
         launcher = subprocess.Popen(
@@ -113,7 +118,7 @@ def supervise(argv: Sequence[str], env: Mapping[str, str], run_dir: Path, proces
     if stubborn:
         _say(f"these processes could not be ended: {', '.join(map(str, stubborn))}")
     status = FAILED if launcher.returncode is None else launcher.returncode
-    return _report(watch, outcome(read_records(run_dir), watch.ends, status, processes))
+    return _report(watch, outcome(read_records(watch.run_dir), watch.ends, status, watch.processes))
 
 
 @contextlib.contextmanager
@@ -164,6 +169,9 @@ def _wait(watch: Watch, launcher: subprocess.Popen[bytes], signals: deque[int], 
 def _pass_on(number: int, watch: Watch, strangers: set[int]) -> None:
     """Give the signal to the workers, not to the launchers between: those would not wait for a checkpoint."""
     name = signal.Signals(number).name
+    if not watch.saves:
+        watch.killed = True
+        return
     if number in (signal.SIGTERM, signal.SIGINT):
         if watch.told_at is not None:
             watch.killed = time.monotonic() - watch.told_at > SECOND_AFTER_SECONDS
@@ -186,7 +194,7 @@ def _pass_on(number: int, watch: Watch, strangers: set[int]) -> None:
 def _report(watch: Watch, result: Outcome) -> int:
     """Say what went wrong, after the last lines of the rank to blame. Returns the exit code."""
     if watch.killed and result.code == FAILED:
-        _say("ended at once, as asked; what was not in a checkpoint is lost")
+        _say("ended at once, as asked" + ("; what was not in a checkpoint is lost" if watch.saves else ""))
         return result.code
     if not result.message:
         return result.code

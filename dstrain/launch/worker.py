@@ -12,9 +12,12 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from dstrain.errors import DstrainError
 
 SUPERVISOR = "DSTRAIN_SUPERVISOR"
 """`HOST PID` of the `dstrain` command that supervises this launch."""
@@ -67,6 +70,26 @@ def code_for_launcher(code: int) -> int:
     supervises it reads the record, so that a rank that stopped as asked may leave quietly.
     """
     return 0 if code == 75 and _supervisor() is not None else code
+
+
+def live(folder: Path, rank: int, work: Callable[[], int]) -> int:
+    """A supervised worker's life after `follow_parent`: output into the folder's logs, the end into its records.
+
+    `work` gives an exit code, or raises. Returns the code to leave the process with; the recorded one counts.
+    """
+    record_start(folder, rank)
+    redirect_output(log_path(folder, rank), terminal=rank == 0)
+    code, error = 1, None
+    try:
+        code = work()
+    except DstrainError as fault:
+        code, error = fault.exit_code, str(fault)
+        print(f"error: {fault}", file=sys.stderr, flush=True)
+    except Exception as fault:
+        error = f"{type(fault).__name__}: {fault}"
+        print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    record_end(folder, rank, code, error)
+    return code_for_launcher(code)
 
 
 def _write(run_dir: Path, record: Record) -> None:

@@ -45,6 +45,8 @@ class RunSettings:
     device_kind: Literal["cuda", "cpu"] = "cuda"
     foreign_optimizer: bool = False
     """Whether the optimizer is another than DeepSpeed's own CPU Adam."""
+    whole_matrices: bool = False
+    """Whether the optimizer is Muon, for which DeepSpeed puts gradients together."""
 
 
 def resolve_precision(preset: Preset, wanted: str, device: Device) -> Precision:
@@ -80,6 +82,8 @@ def complete(preset: Preset, *, settings: RunSettings) -> dict[str, Any]:
     block["zero_allow_untested_optimizer"] = True
     block["zero_force_ds_cpu_optimizer"] = False
     block.setdefault(ZERO, {"stage": 0})
+    if settings.whole_matrices and preset.stage == 3:
+        block[ZERO]["reduce_scatter"] = False  # DeepSpeed stops on Muon with it, and takes it where nothing is said
     block.setdefault("steps_per_print", NEVER)
     block.setdefault("wall_clock_breakdown", False)
     for name in ("offload_optimizer", "offload_param"):
@@ -107,6 +111,8 @@ def _misfits(preset: Preset, settings: RunSettings) -> list[Fault]:
             found.append((f"{ZERO}.{name}.nvme_path", problem, "write its path here"))
     if settings.foreign_optimizer:
         found += _needs_cpu_adam(preset)
+    if settings.whole_matrices:
+        found += _disturbs_muon(preset, precision)
     return [Fault(f"{file} {where}", problem, mend) for where, problem, mend in found]
 
 
@@ -115,8 +121,24 @@ def _needs_cpu_adam(preset: Preset) -> list[tuple[str, str, str]]:
     offload = f"{ZERO}.offload_optimizer"
     keys = {
         "fp16.fp16_master_weights_and_grads": peek(preset.block, "fp16", "fp16_master_weights_and_grads") is True,
+        "bf16.bf16_master_weights_and_grads": preset.offload_optimizer is not None
+        and peek(preset.block, "bf16", "bf16_master_weights_and_grads") is True,
         f"{offload}.ratio": peek(preset.block, *offload.split("."), "ratio", default=1.0) < 1.0,
         f"{offload}.super_offload": peek(preset.block, *offload.split("."), "super_offload") is True,
     }
     problem = "DeepSpeed takes this only with its own CPU Adam"
     return [(key, problem, "remove it, or write optim.name: adamw in the recipe") for key, used in keys.items() if used]
+
+
+def _disturbs_muon(preset: Preset, precision: Precision) -> list[tuple[str, str, str]]:
+    """Keys with which DeepSpeed's Muon stops, or takes another step without a word."""
+    mend, found = "remove it, or write optim.name: adamw in the recipe", []
+    for key in ("reduce_scatter", "zero_quantized_gradients"):
+        if preset.stage == 3 and peek(preset.block, ZERO, key) is True:
+            found.append((f"{ZERO}.{key}", "DeepSpeed's Muon needs whole gradients at stage 3 and stops on this", mend))
+    accumulation = (peek(preset.block, "data_types", "grad_accum_dtype") or precision).removeprefix("torch.")
+    loses = preset.stage == 2 or (preset.stage == 1 and preset.offload_optimizer is not None)
+    if loses and accumulation not in _WORDS[precision]:
+        problem = f"with gradients summed in {accumulation} DeepSpeed's Muon takes another step at stage {preset.stage}"
+        found.append(("data_types.grad_accum_dtype", problem, mend))
+    return found

@@ -91,14 +91,23 @@ def describe(name: str, folder: Path | None = None) -> str:
 def _find(name_or_path: str, folder: Path) -> Path:
     named, given = folder / f"{name_or_path}.json", Path(name_or_path)
     looks_like_a_path = given.suffix == ".json" or len(given.parts) > 1
-    if not looks_like_a_path and named.is_file():
+    if not looks_like_a_path and _is_there(named):
         return named
-    if given.is_file():
+    if name_or_path and _is_there(given) and not given.is_dir():
         return given
+    if name_or_path and _is_there(given):
+        raise PresetError(Fault(f"ds_config {name_or_path}", "is a folder", "name a JSON file in it"))
     if looks_like_a_path:
         raise PresetError(Fault(name_or_path, "there is no such file", "name a file, or a preset of `dstrain presets`"))
     mend = did_you_mean(name_or_path, preset_names(folder))
     raise PresetError(Fault(f"ds_config {name_or_path}", f"there is no such preset in {folder}", mend))
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name too long for the system
+        return False
 
 
 def _what_would_do(text: Text, findings: list[Finding], path: Path) -> list[Fault]:

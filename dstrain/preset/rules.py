@@ -105,7 +105,13 @@ def _precision(block: dict[str, Any]) -> Iterator[Finding]:
     states, master = half_keys[2], half_keys[1]
     if peek(block, *states) is True and peek(block, *master) is not True:
         yield _clash(states, f"{states[1]} needs {master[1]}", f"set {master[1]} to true, or remove it")
-    if peek(block, *half_keys[0]) is True and device_of(block, "offload_optimizer") is None:
+    offloaded = device_of(block, "offload_optimizer") is not None
+    if peek(block, *states) is True and offloaded:
+        yield _clash(states, f"{states[1]} with offload_optimizer needs a CPU Adam of another kind", "remove it")
+    elif peek(block, *master) is True and peek(block, *states) is not True and not offloaded:
+        problem = f"{master[1]} needs {states[1]}, or the optimizer to be offloaded"
+        yield _clash(master, problem, f"set {states[1]} to true, or remove it")
+    if peek(block, *half_keys[0]) is True and not offloaded:
         problem = f"{half_keys[0][1]} needs the optimizer to be offloaded"
         yield _clash(half_keys[0], problem, 'add offload_optimizer with device "cpu", or remove it')
 

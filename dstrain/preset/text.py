@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,13 +38,15 @@ def read_text(path: Path) -> Text:
     except (OSError, UnicodeDecodeError) as error:
         raise PresetError(Fault(str(path), f"the file cannot be read ({error})", "name a readable JSON file")) from None
     try:
-        block = json.loads(text, parse_constant=_refuse_constant)
+        block = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
         place = f"{path.name}:{error.lineno}:{error.colno}"
         mend = "JSON has no comments and no trailing commas, and its strings stand in double quotation marks"
         raise PresetError(Fault(place, f"this is no JSON: {error.msg}", mend)) from None
     except ValueError as error:
         raise PresetError(Fault(path.name, str(error), "write a finite number")) from None
+    except RecursionError:
+        raise PresetError(Fault(path.name, "the JSON is nested too deeply", "a preset has few levels")) from None
     if not isinstance(block, dict):
         raise PresetError(Fault(path.name, "a preset is a JSON object", 'begin it with { "zero_optimization": ...'))
     lines, repeated = _key_lines(text)
@@ -51,6 +54,11 @@ def read_text(path: Path) -> Text:
     if faults:
         raise PresetError(faults)
     return Text(path.name, block, lines)
+
+
+def _finite(word: str) -> float:
+    number = float(word)
+    return _refuse_constant(word) if math.isinf(number) else number
 
 
 def _refuse_constant(word: str) -> Any:
@@ -71,7 +79,7 @@ def _key_lines(text: str) -> tuple[dict[KeyPath, int], list[tuple[int, str, str]
         elif token in ("}", "]"):
             child = open_blocks.pop()
         elif token == ",":
-            if child[:-1] == open_blocks[-1] and child[-1].isdigit():  # the next element of a list
+            if child[:-1] == open_blocks[-1] and child[-1].isdecimal():  # the next element of a list
                 child = (*child[:-1], str(int(child[-1]) + 1))
         elif match[2]:
             child = (*open_blocks[-1], json.loads(match[1]))

@@ -1,4 +1,4 @@
-"""Where rows go: the console, metrics.jsonl, TensorBoard. Made on rank 0 only."""
+"""Where rows go: the console, metrics.jsonl, TensorBoard; Weights & Biases has a file of its own. Made on rank 0 only."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from dstrain.config.schema import LogConfig
 from dstrain.errors import UsageError
 from dstrain.report.journal import Journal, Row, task_metrics
+from dstrain.report.wandb import check_wandb
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +26,8 @@ class Sink(Protocol):
     def write(self, row: Row) -> None:
         """Take one row of logging or evaluation."""
 
-    def close(self) -> None:
-        """Write out what is still held."""
+    def close(self, code: int = 0) -> None:
+        """Write out what is still held; `code`: the run's exit code."""
 
 
 class Jsonl:
@@ -37,7 +39,7 @@ class Jsonl:
     def write(self, row: Row) -> None:
         self._journal.write(row)
 
-    def close(self) -> None:
+    def close(self, code: int = 0) -> None:
         """The run closes its journal itself: events come after the last row."""
 
 
@@ -62,7 +64,7 @@ class Console:
                 raise
             self._go_quiet()
 
-    def close(self) -> None:
+    def close(self, code: int = 0) -> None:
         if self._bar is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._bar.stop()
@@ -95,14 +97,17 @@ class Console:
 
 
 class TensorBoard:
-    """Event files in the run folder, with the tags `train/loss`, `eval/loss`, …"""
+    """Event files in the run folder, with the tags `train/loss`, `eval/loss`, … and the recipe as a text."""
 
-    def __init__(self, folder: Path, resumed_at: int = 0) -> None:
+    def __init__(self, folder: Path, resumed_at: int = 0, recipe: str = "") -> None:
         check_tensorboard()
         from torch.utils.tensorboard import SummaryWriter
 
-        # Steps after the checkpoint are written again: tell TensorBoard to forget the first ones.
-        self._writer: Any = SummaryWriter(log_dir=str(folder), purge_step=resumed_at + 1 if resumed_at else None)
+        # Steps after the checkpoint are written again, all of them after a crash before the first one:
+        # tell TensorBoard to forget what it has of them.
+        self._writer: Any = SummaryWriter(log_dir=str(folder), purge_step=resumed_at + 1 if resumed_at else 0)
+        if recipe:
+            self._writer.add_text("recipe", "```yaml\n" + recipe + "\n```", resumed_at)
 
     def write(self, row: Row) -> None:
         if self._writer is None:
@@ -116,7 +121,7 @@ class TensorBoard:
             log.warning("TensorBoard's files cannot be written (%s); this run goes on without them", error)
             self._writer = None
 
-    def close(self) -> None:
+    def close(self, code: int = 0) -> None:
         if self._writer is not None:
             with contextlib.suppress(OSError):
                 self._writer.close()
@@ -129,6 +134,14 @@ def check_tensorboard() -> None:
             "log.tensorboard is true, but tensorboard is not installed; "
             "run `pip install tensorboard`, or set log.tensorboard=false"
         )
+
+
+def check_trackers(wanted: LogConfig) -> None:
+    """Refuse trackers that cannot work on this host, which is rank 0's. Raises UsageError."""
+    if wanted.tensorboard:
+        check_tensorboard()
+    if wanted.wandb is not None:
+        check_wandb(wanted.wandb)
 
 
 def as_line(row: Row, steps: int) -> str:

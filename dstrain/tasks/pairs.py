@@ -6,12 +6,11 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from dstrain.batch import Batch
-from dstrain.data.examples import Examples
 from dstrain.data.formats import Preference, read_preference
 from dstrain.data.prepare import PreferenceSettings, prepare_preferences
 from dstrain.data.source import Joined
@@ -62,9 +61,8 @@ class PairTask(TextTask):
         )
 
     def baselines(self, examples: Sequence[Any]) -> Mapping[str, float]:
-        """`length_baseline`: how often the longer answer, in tokens and as it was cut, is the chosen one; ties count half."""
-        pairs = cast("Examples", examples)
-        longer = pairs.store.lengths("chosen")[pairs.rows] - pairs.store.lengths("rejected")[pairs.rows]
+        """`length_baseline`: how often the longer answer, in letters and before any cut, is the chosen one; ties count half."""
+        longer = np.array([examples[index]["longer"] for index in range(len(examples))])
         return {"length_baseline": float(np.mean((longer > 0) + 0.5 * (longer == 0)))}
 
 

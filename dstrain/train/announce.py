@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import TextIO
 
+from dstrain.config import show_recipe
 from dstrain.report.journal import Journal
 from dstrain.report.sinks import Console, Jsonl, Sink, TensorBoard, as_line
+from dstrain.report.wandb import WeightsAndBiases
 from dstrain.train.manifest import CheckpointInfo
 from dstrain.train.plan import Plan
 from dstrain.train.state import Run
@@ -17,8 +19,15 @@ from dstrain.world import World
 def make_sinks(plan: Plan, journal: Journal, start: CheckpointInfo | None, screen: TextIO | None) -> list[Sink]:
     """Rank 0's. A terminal gets a progress bar, everything else lines."""
     sinks: list[Sink] = [Jsonl(journal), Console(plan.steps, screen)]
-    if plan.config.log.tensorboard:
-        sinks.append(TensorBoard(plan.run_dir, start.step if start else 0))
+    wanted, step = plan.config.log, start.step if start else 0
+    if step >= plan.steps:
+        return sinks  # nothing will come
+    if wanted.tensorboard:
+        sinks.append(TensorBoard(plan.run_dir, step, show_recipe(plan.config)))
+    if wanted.wandb is not None:
+        tracker = WeightsAndBiases(wanted.wandb, plan.run_dir, plan.config.model_dump(mode="json"))
+        journal.event("wandb", **tracker.about)
+        sinks.append(tracker)
     return sinks
 
 

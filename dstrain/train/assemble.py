@@ -29,6 +29,7 @@ from dstrain.train.guard import NonFiniteGuard
 from dstrain.train.interrupt import Interrupt
 from dstrain.train.manifest import CheckpointInfo
 from dstrain.train.plan import Plan
+from dstrain.train.profile import Profile
 from dstrain.train.references import Asking, add_references
 from dstrain.train.state import Run
 from dstrain.units import show_count
@@ -41,18 +42,19 @@ def run_training(plan: Plan, screen: TextIO | None) -> int:
 
     timeout = timedelta(minutes=plan.config.timeout_minutes)
     join(plan.device, timeout)
-    run = None
+    run, code = None, 1
     try:
         world = TorchWorld(plan.device, timeout)
         check_shared(plan.run_dir, world)
         plan = with_references(plan, world)
         run = assemble(plan, world, screen)
         set_timeouts(timeout)  # DeepSpeed has made groups of its own meanwhile
-        return finish(run, train(run).step)
+        code = finish(run, train(run).step)
+        return code
     finally:
         if run is not None:
             for sink in run.sinks:
-                sink.close()
+                sink.close(code)
             run.journal.close()
         close()
 
@@ -92,6 +94,7 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None) -> Run:
         journal=journal,
         sinks=make_sinks(plan, journal, start, screen) if world.rank == 0 else (),
         meter=Meter(world),
+        profile=Profile(config.profile, run_dir / "profile", engine, plan.steps, journal.event),
         guard=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], journal.event),
         interrupt=Interrupt(world),
         lr=LearningRate(peak, config.optim.schedule, plan.steps, config.optim.warmup),

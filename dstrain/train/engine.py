@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import OptimConfig
 from dstrain.errors import CheckpointError
 from dstrain.models.freeze import Group
-from dstrain.train.objective import Objective, Sums, look_at
+from dstrain.train.objective import Objective, Sums, look_at, survey, surveyed
 from dstrain.train.optimizers import make_optimizer
 from dstrain.world import SoloWorld, World
 
@@ -32,6 +32,9 @@ class Engine(Protocol):
 
     def evaluate(self, batch: Batch) -> StepResult:
         """Sums over one batch, nothing learnt. Collective at stage 3."""
+
+    def survey(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
+        """What `evaluate` needs beside each batch, where the task surveys. Collective."""
 
     def save(self, folder: Path) -> None:
         """Write this rank's share of weights and optimizer state. Collective."""
@@ -65,6 +68,7 @@ class TorchEngine:
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         self.objective.train()
+        batches = surveyed(self.objective, self.objective.task, batches, self.world)
         weight, sums = sum(batch.weight for batch in batches), Sums()
         for batch in batches:
             total, metrics = self.objective(batch.to(self.world.device))
@@ -81,6 +85,10 @@ class TorchEngine:
 
     def evaluate(self, batch: Batch) -> StepResult:
         return look_at(self.objective, batch, self.world)
+
+    def survey(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
+        self.objective.eval()
+        return survey(self.objective, batches, self.world)
 
     def save(self, folder: Path) -> None:
         with self.objective.without_reference():
@@ -122,6 +130,7 @@ class DeepSpeedEngine:
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         self.engine.train()
+        batches = surveyed(self.engine, self.objective.task, batches, self.world)
         _set_lr(self.engine.optimizer, self._scales, lr)
         # DeepSpeed averages gradients over the ranks: times their number, over the weight of the whole step.
         scale = self.world.size / self.world.sum([sum(batch.weight for batch in batches)])[0]
@@ -141,6 +150,10 @@ class DeepSpeedEngine:
 
     def evaluate(self, batch: Batch) -> StepResult:
         return look_at(self.engine, batch, self.world)
+
+    def survey(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
+        self.engine.eval()
+        return survey(self.engine, batches, self.world)
 
     def save(self, folder: Path) -> None:
         with self.objective.without_reference():

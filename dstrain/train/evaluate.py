@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dstrain.batch import Batch, StepResult
 from dstrain.data.loader import read_shares
 from dstrain.data.plan import eval_share
 from dstrain.report.meter import Meter
@@ -25,8 +26,18 @@ class Evaluation:
         """Loss and metrics: each one sum over all ranks, divided once. Collective."""
         meter = Meter(engine.world)
         shares = eval_share(len(self.examples), self.micro, engine.world.size, engine.world.rank)
-        for batch in read_shares(self.examples, self.task.collate, shares):
-            meter.add(engine.evaluate(batch))
+        for result in look(engine, self.task, lambda: read_shares(self.examples, self.task.collate, shares)):
+            meter.add(result)
         row = meter.drain()
         row.pop("step_seconds", None)  # a pass is no step
         return row
+
+
+def look(engine: Engine, task: Task, read: Callable[[], Iterable[Batch]]) -> Iterator[StepResult]:
+    """Sums over each batch, once all have been surveyed where the task asks for that: `read` is then called twice. Collective."""
+    batches = read()
+    if task.surveys:
+        told = engine.survey(batches)
+        batches = (batch.plus(more) for batch, more in zip(read(), told, strict=True))
+    for batch in batches:
+        yield engine.evaluate(batch)

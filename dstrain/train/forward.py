@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import copy
+import os
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ import torch
 
 from dstrain.batch import Batch, StepResult
 from dstrain.errors import RunError
-from dstrain.train.objective import look_at
+from dstrain.train.objective import look_at, survey
 from dstrain.world import World
 
 
@@ -34,6 +38,11 @@ class ForwardEngine:
         self.module, *_ = deepspeed.initialize(model=module, config={**ds_config, "zero_optimization": zero})
         self.module.eval()
 
+    @property
+    def bare(self) -> Any:
+        """The module itself; inside its submodules' passes their weights are whole."""
+        return self.module.module if self.sharded else self.module
+
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Any:
         """What the module returns for a batch. Collective at stage 3."""
@@ -43,6 +52,10 @@ class ForwardEngine:
         """Sums over one batch; the module must be an Objective. Collective at stage 3."""
         return look_at(self.module, batch, self.world)
 
+    def survey(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
+        """What `evaluate` needs beside each batch, where the task surveys. Collective."""
+        return survey(self.module, batches, self.world)
+
     def step(self, batches: Any, lr: float) -> StepResult:
         raise RunError("this engine makes forward passes alone")
 
@@ -50,3 +63,24 @@ class ForwardEngine:
         raise RunError("this engine makes forward passes alone")
 
     load = save
+
+
+def apart(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same JSON; weights kept on a disk go into a folder of this process's own below the one it names.
+
+    DeepSpeed empties the folder it is given: that of a run may be in use by its training.
+    """
+    own = copy.deepcopy(dict(ds_config))
+    block = own.get("zero_optimization", {}).get("offload_param", {})
+    if block.get("device") == "nvme":
+        block["nvme_path"] = str(Path(block["nvme_path"]) / f"forward-{os.getpid()}")
+    return own
+
+
+def clear(ds_config: Mapping[str, Any]) -> None:
+    """Remove the folder that `apart` named."""
+    path = ds_config.get("zero_optimization", {}).get("offload_param", {}).get("nvme_path")
+    if path is not None and Path(path).name == f"forward-{os.getpid()}":
+        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # in use by others, or never made
+            Path(path).parent.rmdir()

@@ -15,11 +15,13 @@ def train(run: Run) -> Progress:
     with run.interrupt:
         for batches in run.loader.steps(progress.samples):
             seed_step(run.seed, progress.step, run.engine.world.rank)
+            run.profile.begin(progress.step + 1)
             result = run.engine.step(batches, lr=run.lr(progress.step))
             progress = progress.after(len(run.loader.plan.ids(progress.samples)))
             run.meter.add(result)
             run.guard.watch(result, progress)
             done, stop = progress.step >= run.steps, run.interrupt.agreed()
+            run.end_profile(progress, done or stop)
             metric = None
             if run.log.due(progress.step) or done or stop:
                 run.write(progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,16 +45,17 @@ class Objective(torch.nn.Module):
         """Whether adapters learn on a frozen base, which checkpoints then leave out."""
         return self.task.recipe.model.lora is not None
 
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, Metrics]:
-        """(scalar sum of the loss, name -> (sum, weight)); a filler's are all zero."""
-        loss = self.task.loss(self.model, batch.plus(self._refer(batch)))
-        share = 0.0 if batch.filler else 1.0
-        metrics = {}
-        for name, value in loss.metrics.items():
-            total, weight = value if isinstance(value, tuple) else (value, batch.weight)
-            weight = torch.as_tensor(weight, dtype=torch.float32, device=total.device)
-            metrics[name] = (total.detach().float() * share, weight.detach() * share)
-        return loss.total.float() * share, metrics
+    def forward(self, batch: Batch, survey: bool = False) -> tuple[Any, Metrics]:
+        """(scalar sum of the loss, name -> (sum, weight)); a filler's are all zero.
+
+        For a `survey`: (what the reference says of the batch, name -> (sum, weight)).
+        """
+        if survey:
+            answers = self._refer(batch)
+            return answers, _weighed(self.task.survey(self.model, batch.plus(answers)), batch)
+        answers = {} if self.task.surveys else self._refer(batch)  # the survey has asked already
+        loss = self.task.loss(self.model, batch.plus(answers))
+        return loss.total.float() * _share(batch), _weighed(loss.metrics, batch)
 
     def _refer(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         if self.reference is not None:
@@ -78,6 +79,20 @@ class Objective(torch.nn.Module):
             self.reference = reference
 
 
+def _share(batch: Batch) -> float:
+    return 0.0 if batch.filler else 1.0
+
+
+def _weighed(sums: Mapping[str, Any], batch: Batch) -> Metrics:
+    """Every sum with its weight, the batch's where it has none of its own."""
+    found, share = {}, _share(batch)
+    for name, value in sums.items():
+        total, weight = value if isinstance(value, tuple) else (value, batch.weight)
+        weight = torch.as_tensor(weight, dtype=torch.float32, device=total.device)
+        found[name] = (total.detach().float() * share, weight.detach() * share)
+    return found
+
+
 class Sums:
     """Adds up what forward passes return, on the device."""
 
@@ -87,6 +102,9 @@ class Sums:
 
     def add(self, total: torch.Tensor, metrics: Metrics) -> None:
         self.losses.append(total.detach())
+        self.add_metrics(metrics)
+
+    def add_metrics(self, metrics: Metrics) -> None:
         for name, (value, weight) in metrics.items():
             old_value, old_weight = self.metrics.get(name, (0.0, 0.0))
             self.metrics[name] = (old_value + value, old_weight + weight)
@@ -109,3 +127,28 @@ def look_at(module: torch.nn.Module, batch: Batch, world: World) -> StepResult:
     sums = Sums()
     sums.add(*module(batch.to(world.device)))
     return sums.result([batch])
+
+
+@torch.no_grad()
+def survey(module: torch.nn.Module, batches: Iterable[Batch], world: World) -> list[Mapping[str, torch.Tensor]]:
+    """What each batch is given before its loss: its reference's answers, and the task's means over all batches of all ranks.
+
+    `module` is an objective whose task surveys, or an engine around one. Collective.
+    """
+    told, sums = [], Sums()
+    for batch in batches:
+        answers, totals = module(batch.to(world.device), survey=True)
+        told.append(answers)
+        sums.add_metrics(totals)
+    pairs = torch.stack([value for name in sorted(sums.metrics) for value in sums.metrics[name]])
+    of_all = world.sum(pairs.double().tolist())
+    means = torch.tensor([total / (weight or 1) for total, weight in zip(of_all[::2], of_all[1::2], strict=True)])
+    found = dict(zip(sorted(sums.metrics), means.to(world.device), strict=True))
+    return [{**answers, **found} for answers in told]
+
+
+def surveyed(module: torch.nn.Module, task: Task, batches: Sequence[Batch], world: World) -> Sequence[Batch]:
+    """The batches of a step, each with what the task must know of all of them. Collective where the task surveys."""
+    if not task.surveys:
+        return batches
+    return [batch.plus(more) for batch, more in zip(batches, survey(module, batches, world), strict=True)]

@@ -47,7 +47,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.0, "betas": betas, "weight_decay": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         assert closure is None, "gradients are there before a step"
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
@@ -79,7 +79,7 @@ def _muon(groups: Sequence[Group], optim: OptimConfig) -> Any:
             {"params": group.params, "lr": 0.0, "weight_decay": group.weight_decay, "use_muon": group.orthogonal, **own}
         )
         for parameter in group.params:
-            parameter.use_muon = group.orthogonal  # type: ignore[attr-defined]  # ZeRO's optimizers look here
+            parameter.use_muon = group.orthogonal  # ZeRO's optimizers look here
     return muon_optimizer.MuonWithAuxAdam(params)
 
 

@@ -19,6 +19,7 @@ from dstrain.launch.command import free_port
 from dstrain.launch.threads import cores_here, threads_per_process
 from dstrain.launch.topology import Worker, wants_cpu
 from dstrain.preset import Device, Preset, read_preset
+from dstrain.report.sinks import check_trackers
 from dstrain.tasks import Task, make_task
 from dstrain.train.folder import Resume, check_resume, check_writable
 from dstrain.train.settings import resolved_ds_config
@@ -73,6 +74,8 @@ def make_plan(recipe: Recipe, run_dir: Path, resume: Resume, worker: Worker) -> 
     task = make_task(config)
     task.check()
     check_resume(run_dir, resume, config, worker.world_size, preset.stage)
+    if worker.rank == 0:
+        check_trackers(config.log)
     train, test = task.examples("train"), task.examples("eval")
     if not train:
         raise DataError("data.train: holds no sample to train on; give a file with records that the task can use")

@@ -22,7 +22,7 @@ from dstrain.data.loader import read_shares
 from dstrain.data.store import TokenStore, cache_root, key_name
 from dstrain.errors import DataError, TaskError
 from dstrain.models.fingerprint import fingerprint
-from dstrain.models.sharded import sharded_construction
+from dstrain.models.sharded import sharded, sharded_construction
 from dstrain.tasks import Task, make_task
 from dstrain.train.build import in_precision
 from dstrain.train.forward import ForwardEngine
@@ -78,9 +78,10 @@ def reference_key(asking: Asking, store: TokenStore, weights: str) -> dict[str, 
     """All that the answers depend on. The store's name stands for data, tokenizer, template and truncation."""
     task = asking.task
     precision = in_precision(task.recipe, asking.ds_config).model.dtype or "float32"
+    drawn_in_shards = task.reference_model.path is None and precision != "float32" and sharded(asking.ds_config)
     return {
         "what": "reference", "version": VERSION, "task": task.recipe.task, "tokens": store.folder.name,
-        "weights": weights, "dtype": precision, "attention": task.recipe.model.attention,
+        "weights": weights, "dtype": precision, "attention": task.recipe.model.attention, "drawn_in_shards": drawn_in_shards,
     }  # fmt: skip
 
 

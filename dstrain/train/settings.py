@@ -6,16 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.config import BatchPlan, RunConfig
-from dstrain.preset import Device, Preset, RunSettings, complete, resolve_precision
+from dstrain.config.schema import OptimConfig
+from dstrain.errors import Fault, RecipeError
+from dstrain.preset import Device, Precision, Preset, RunSettings, complete, resolve_precision
 
 
 def resolved_ds_config(
     config: RunConfig, preset: Preset, batch: BatchPlan, machine: tuple[int, Device], run_dir: Path
 ) -> dict[str, Any]:
-    """The whole DeepSpeed JSON of a run; `machine` is (processes, what each computes on). Raises PresetError."""
+    """The whole DeepSpeed JSON of a run; `machine` is (processes, what each computes on).
+
+    Raises PresetError, or RecipeError where the optimizer does not run with the preset.
+    """
     world_size, device = machine
+    precision = resolve_precision(preset, config.precision, device)
+    check_optimizer(config.optim, preset, precision)
     settings = RunSettings(
-        precision=resolve_precision(preset, config.precision, device),
+        precision=precision,
         micro=batch.micro,
         accumulate=batch.accumulate,
         world_size=world_size,
@@ -23,5 +30,26 @@ def resolved_ds_config(
         nvme_path=str(run_dir / "nvme"),
         device_kind=device.kind,
         foreign_optimizer=config.optim.name != "adamw" or preset.offload_optimizer is None,
+        whole_matrices=config.optim.name == "muon",
     )
     return complete(preset, settings=settings)
+
+
+def check_optimizer(optim: OptimConfig, preset: Preset, precision: Precision) -> None:
+    """Raise RecipeError for an optimizer that the preset's ZeRO stage would turn into another one.
+
+    DeepSpeed itself trains all of these without a word.
+    """
+    faults, stage = [], f"ZeRO stage {preset.stage}"
+    if optim.name == "adafactor" and preset.stage:
+        problem = f"adafactor needs whole matrices, which {stage} cuts into flat pieces"
+        faults.append(Fault("optim.name", problem, "take ds_config: zero0, or optim.name: adamw"))
+    if optim.name == "muon" and precision == "fp16":
+        problem = "muon keeps a momentum of gradients, which fp16 scales by a factor that changes"
+        faults.append(Fault("optim.name", problem, "write precision: bf16, or optim.name: adamw"))
+    if optim.name == "muon" and preset.stage and optim.clip:
+        problem = f"is {optim.clip:g}, and at {stage} DeepSpeed clips Muon's finished steps instead of the gradient"
+        mend = "leave it out (Muon's steps have one length), or take ds_config: zero0"
+        faults.append(Fault("optim.clip", problem, mend))
+    if faults:
+        raise RecipeError(faults)

@@ -19,6 +19,7 @@ from dstrain.train.evaluate import Evaluation
 from dstrain.train.guard import NonFiniteGuard
 from dstrain.train.interrupt import Interrupt
 from dstrain.train.manifest import CheckpointInfo
+from dstrain.train.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class Run:
     journal: Journal
     sinks: Sequence[Sink]
     meter: Meter
+    profile: Profile
     guard: NonFiniteGuard
     interrupt: Interrupt
     lr: LearningRate
@@ -58,6 +60,12 @@ class Run:
         """One row of training numbers, to every sink. Collective."""
         row = self.meter.drain(self.loader.take_wait())
         self._send(progress, {"split": "train", **row, "lr": self.lr(progress.step - 1), **memory(self.engine.world)})
+
+    def end_profile(self, progress: Progress, over: bool) -> None:
+        """Write the profile where its last step was just taken; `over`: as it was the run's last. Collective."""
+        if self.profile.ends(progress.step, over):
+            with self.meter.paused():
+                self.profile.write(progress.step)
 
     def evaluate(self, progress: Progress) -> float | None:
         """One row of held-out numbers; returns the metric `best` goes by, None without held-out data. Collective."""

@@ -102,11 +102,11 @@ def made_model(task: Any, ds_config: Mapping[str, Any] | None = None) -> tuple[A
     """(objective, parameter groups): the same weights every time."""
     from dstrain.models.freeze import parameter_groups
     from dstrain.models.sharded import sharded_construction
-    from dstrain.train.objective import Objective
+    from dstrain.train.build import build_objective
 
     with sharded_construction(ds_config or {}):
-        model = task.build_model()
-    return Objective(task, model), parameter_groups(model, task.recipe.optim)
+        objective = build_objective(task)
+    return objective, parameter_groups(objective.model, task.recipe.optim)
 
 
 def made_engine(task: Any, preset: str, world: Any, **settings: Any) -> Any:

@@ -9,14 +9,22 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pytest
 import torch
 
-from dstrain.commands.evaluate import evaluate_model
+from dstrain.commands.evaluate import Evaluate
 from dstrain.commands.export import export_model
+from dstrain.commands.find import Wish
+from dstrain.commands.generate import Generate
+from dstrain.commands.prepare import Prepare
+from dstrain.commands.trained import Choice, load_trained
 from dstrain.config.schema import RunConfig
-from dstrain.models.sharded import sharded_construction
+from dstrain.models.sharded import sharded, sharded_construction
+from dstrain.preset import Device
 from dstrain.tasks import make_task
+from dstrain.train import references
 from tests.parity.cases import ds_config, weights, world
+from tests.resume.cases import run
 
 
 def export(run: str, to: str, step: str = "last") -> dict[str, Any]:
@@ -36,9 +44,57 @@ def export(run: str, to: str, step: str = "last") -> dict[str, Any]:
 
 
 def evaluate(
-    folder: str, data: str, task: str | None = None, sets: list[str] | None = None, step: str = "last"
-) -> dict[str, Any]:
-    return evaluate_model(Path(folder), data, task, sets or [], step)
+    folder: str, data: str, task: str | None = None, sets: list[str] | None = None, step: str = "last",
+    ds_config: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    choice = Choice(folder=Path(folder), step=step, task=task, sets=sets or [], ds_config=ds_config)
+    return share(Evaluate(choice=choice, data=data))
+
+
+def export_only(run: str, to: str) -> None:
+    export_model(Path(run), "last", Path(to))
+
+
+def generate(
+    folder: str, data: str, sampling: dict[str, Any], sets: list[str] | None = None, ds_config: str | None = None
+) -> list[dict[str, Any]]:
+    choice = Choice(folder=Path(folder), step="last", sets=sets or [], ds_config=ds_config)
+    job = Generate(choice=choice, data=data, sampling=sampling)
+    ready = job.ready(world().size, Device("cpu", True))
+    assert sharded(ready.ds_config) == (ds_config == "zero3")
+    return job.run(ready, world())
+
+
+def answer_alone(folder: str, rows: list[dict[str, Any]], most: int) -> list[str]:
+    """The answers to the rows' prompts as a stranger would have them: with transformers, one after another, unpadded."""
+    trained = load_trained(Path(folder), "last")
+    tokenizer: Any = trained.task.tokenizer  # type: ignore[attr-defined]
+    texts = []
+    for row in rows:
+        ids = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
+        found = trained.model.generate(ids, max_new_tokens=most, do_sample=False, eos_token_id=tokenizer.eos_token_id)  # type: ignore[operator]
+        texts.append(tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True))
+    return texts
+
+
+def prepare(recipe: str) -> dict[str, Any]:
+    return share(Prepare(Wish(recipe=recipe)))
+
+
+def share(job: Any) -> Any:
+    """What a job gives, this process being one of those it is spread over."""
+    job.check()
+    return job.run(job.ready(world().size, Device("cpu", True)), world())
+
+
+def train_counting(recipe: str, run_dir: str) -> int:
+    """Train; how many references were asked."""
+    made: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        ask = references.ForwardEngine
+        patch.setattr(references, "ForwardEngine", lambda *args: made.append(args) or ask(*args))
+        run(recipe, run_dir)
+    return len(made)
 
 
 def save_base(folder: str, recipe: dict[str, Any]) -> None:

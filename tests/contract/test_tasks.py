@@ -12,12 +12,14 @@ import pytest
 import torch
 import yaml
 
+from dstrain.batch import Batch
 from dstrain.config import read_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.data.loader import make_batch
 from dstrain.errors import TaskError
 from dstrain.tasks import Task, find_task, make_task, options, packaged_tasks
-from dstrain.train.objective import Objective
+from dstrain.train.objective import Objective, surveyed
+from dstrain.world import SoloWorld
 
 TINY = str(Path(__file__).with_name("tiny.py"))
 
@@ -37,6 +39,12 @@ def objective_around(task: Task, model: torch.nn.Module) -> Objective:
     return Objective(task, model, task.build_reference() if task.reference == "model" else None)
 
 
+def learn(objective: Objective, batch: Batch) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """What one forward pass sums up, after a survey of its batch where the task asks for one."""
+    (ready,) = surveyed(objective, objective.task, [batch], SoloWorld())
+    return objective(ready)
+
+
 def sums(
     task: Task, model: torch.nn.Module, ids: list[int], filler: bool = False
 ) -> tuple[float, dict[str, tuple[float, float]], float]:
@@ -44,7 +52,7 @@ def sums(
     assert examples
     batch = make_batch(examples, task.collate, [] if filler else ids, ids[0])
     with torch.no_grad():
-        total, metrics = objective_around(task, model)(batch)
+        total, metrics = learn(objective_around(task, model), batch)
     return (
         float(total),
         {name: (float(value), float(weight)) for name, (value, weight) in metrics.items()},
@@ -102,7 +110,7 @@ def test_a_model_is_built_the_same_twice(task: Task) -> None:
 def test_every_trained_parameter_gets_a_gradient(task: Task) -> None:
     model = task.build_model()
     examples: Any = task.examples("train")
-    objective_around(task, model)(make_batch(examples, task.collate, list(range(16)), 0))[0].backward()
+    learn(objective_around(task, model), make_batch(examples, task.collate, list(range(16)), 0))[0].backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)
 
 

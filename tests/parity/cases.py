@@ -22,6 +22,7 @@ from dstrain.preset import RunSettings, complete, read_preset
 from dstrain.tasks import Task, find_task, make_task
 from dstrain.train.build import build_objective
 from dstrain.train.engine import DeepSpeedEngine, TorchEngine
+from dstrain.train.evaluate import look
 from dstrain.train.objective import Objective
 from dstrain.train.references import Asking, add_references
 from dstrain.world import SoloWorld, TorchWorld, World
@@ -129,9 +130,9 @@ def several_steps(task: str, kind: str, changes: dict[str, Any] | None = None) -
     run = made(task, kind, 2, changes)
     losses = []
     for step in range(4):
-        looks = [run.engine.evaluate(batch) for batch in run.batches(list(range(40, 46)), 1)]
+        looks = list(look(run.engine, run.task, lambda: run.batches(list(range(40, 46)), 1)))
         result = run.engine.step(run.batches(list(range(8 * step, 8 * step + 7)), 2), lr=run.task.recipe.optim.lr)
-        losses += run.engine.world.sum([float(look.loss) for look in looks] + [float(result.loss)])
+        losses += run.engine.world.sum([float(one.loss) for one in looks] + [float(result.loss)])
     return losses
 
 

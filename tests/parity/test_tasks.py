@@ -15,7 +15,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo, a reference remembered": ("dpo", {"moved": True, "options": {"precompute_ref_log_probs": True}}),
     "dpo, adapters switched off": ("dpo", {"moved": True, **LORA}),
     "dpo, no reference": ("dpo", {"options": {"loss_type": "orpo"}}),
+    "kto, a reference in memory": ("kto", {"moved": True, "seed": 6}),
+    "kto, a reference remembered": ("kto", {"moved": True, "seed": 6, "options": {"precompute_ref_log_probs": True}}),
+    "kto, adapters switched off": ("kto", {"moved": True, "seed": 2, **LORA}),
     "rm, adapters": ("rm", {"moved": True, **LORA}),
+    "sft": ("sft", {}),
     "rm, DoRA": ("rm", {"moved": True, "model": {"lora": {"rank": 4, "dora": True}}}),
 }
 
@@ -52,7 +56,9 @@ def test_a_step_is_the_same_at_every_stage(case: str, stage: int, two: Workers, 
         changes=changes | SGD,
     ):
         assert distance(found, wanted, "before") == 0, "the weights to begin with"
-        assert found["sums"] == pytest.approx(wanted["sums"], rel=1e-6, abs=1e-5), "log-probabilities are sums of hundreds"
+        assert found["sums"] == pytest.approx(wanted["sums"], rel=1e-6, abs=1e-5), (
+            "log-probabilities are sums of hundreds"
+        )
         assert distance(found, wanted) <= 1e-6
 
 
@@ -64,3 +70,10 @@ def test_steps_and_looks_in_turn_leave_the_same_losses(case: str, stage: int, tw
     task, changes = CASES[case]
     for found in two("tests.parity.cases:several_steps", task=task, kind=f"zero{stage}", changes=changes | adam):
         assert found == pytest.approx(wanted, rel=2e-5)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] == "kto"])
+def test_ktos_reference_point_takes_part(case: str, definition: Any) -> None:
+    """It counts as 0 where it is below; the seeds above are such that it is not."""
+    sums = definition("one_step", case, samples=SAMPLES["uneven"], accumulate=1, optim=SGD)["sums"]
+    assert sums[4] / sums[5] > 0.1, "loss, weight, accuracy, its weight, kl, its weight"

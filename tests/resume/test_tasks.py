@@ -20,6 +20,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "dpo, remembered": ("dpo", "zero2", {"precompute_ref_log_probs": True}, {}),
     "dpo, adapters": ("dpo", "zero2", {}, {"lora": LORA}),
     "dpo, sharded adapters": ("dpo", "zero3", {}, {"lora": LORA}),
+    "sft, sharded": ("sft", "zero3", {}, {}),
+    "sft, adapters": ("sft", "zero2", {}, {"lora": LORA}),
+    "kto, sharded reference": ("kto", "zero3", {}, {}),
     "rm, adapters": ("rm", "zero1", {}, {"lora": LORA}),
     "rm, adapters, no ZeRO": ("rm", "zero0", {}, {"lora": LORA}),
 }

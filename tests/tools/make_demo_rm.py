@@ -35,6 +35,16 @@ def steps(draw: random.Random, thing: str) -> str:
     return f"{', then '.join(order[: draw.randint(2, 3)])}. If the {thing} still fails, check the {draw.choice(PARTS)}."
 
 
+def talk(draw: random.Random, sentences: tuple[str, ...], length: int) -> str:
+    """Sentences of one kind, about as long as the helpful answer: length alone shall tell nothing."""
+    wanted, text = length * draw.uniform(0.75, 1.25), draw.choice(sentences)
+    while True:
+        longer = f"{text} {draw.choice([sentence for sentence in sentences if sentence not in text] or sentences)}"
+        if abs(len(longer) - wanted) >= abs(len(text) - wanted):
+            return text
+        text = longer
+
+
 def pair(draw: random.Random) -> dict[str, str]:
     thing, fault = draw.choice(THINGS), draw.choice(FAULTS)
     prompt = f"\n\nHuman: {draw.choice(OPENERS)}My {thing} {fault}. What can I do?"
@@ -42,7 +52,7 @@ def pair(draw: random.Random) -> dict[str, str]:
         prompt += f"\n\nAssistant: How old is the {thing}?\n\nHuman: About {draw.randint(2, 30)} years."
     good = f"First {steps(draw, thing)}"
     other = draw.choice([word for word in THINGS if word != thing])
-    bad = draw.choice([draw.choice(RUDE), draw.choice(VAGUE), f"First {steps(draw, other)}"])
+    bad = draw.choice([talk(draw, RUDE, len(good)), talk(draw, VAGUE, len(good)), f"First {steps(draw, other)}"])
     return {"chosen": f"{prompt}\n\nAssistant: {good}", "rejected": f"{prompt}\n\nAssistant: {bad}"}
 
 

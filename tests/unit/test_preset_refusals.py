@@ -123,6 +123,19 @@ BAD = {
         "bf16.bf16_optimizer_states",
         "set bf16_master_weights_and_grads to true",
     ),
+    "bf16 masters alone": (
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, **zero(2)},
+        "bf16.bf16_master_weights_and_grads",
+        "needs bf16_optimizer_states, or the optimizer to be offloaded",
+    ),
+    "bf16 states offloaded": (
+        {
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+            **zero(2, offload_optimizer=HOST),
+        },
+        "bf16.bf16_optimizer_states",
+        "needs a CPU Adam of another kind",
+    ),
     "dstrain's own": (
         {"zero_allow_untested_optimizer": False},
         "zero_allow_untested_optimizer",
@@ -178,3 +191,16 @@ def test_all_faults_come_at_once(tmp_path: Path) -> None:
 def test_a_key_in_a_list_of_blocks_does_not_upset_the_lines(tmp_path: Path) -> None:
     text = '{\n "comms_logger": {"prof_ops": ["{", "a\\"b:", "c"]},\n "zero_optimization": {\n  "stagge": 1}\n}'
     assert "mine.json:4 zero_optimization.stagge" in refusal(tmp_path, text)
+
+
+def test_a_key_of_digits_is_a_key(tmp_path: Path) -> None:
+    assert "no such key here" in refusal(tmp_path, '{"aio": {"¹": null, "": null}}')
+    assert "aio.7" in refusal(tmp_path, '{"aio": {"7": 1, "thread_count": 1}}')
+
+
+def test_a_number_that_is_too_large_is_no_number(tmp_path: Path) -> None:
+    assert "1e400 is no JSON number; write a finite number" in refusal(tmp_path, '{"gradient_predivide_factor": 1e400}')
+
+
+def test_a_json_of_brackets_is_refused(tmp_path: Path) -> None:
+    assert "mine.json: the JSON is nested too deeply" in refusal(tmp_path, '{"aio": ' + "[" * 100_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,11 @@ def test_warmup_below_one_is_a_share_and_from_one_on_it_is_steps() -> None:
         0,
         1,
     )
+
+
+def test_a_share_is_not_rounded_up_for_a_rounding_error() -> None:
+    assert 100 * 0.07 > 7
+    assert warmup_steps(100, 0.07) == 7
 
 
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
@@ -54,6 +60,33 @@ def test_wsd_decays_in_the_last_tenth_only() -> None:
     assert rates[90:] == pytest.approx([1 - i / 10 for i in range(10)])
 
 
+@pytest.mark.parametrize(
+    ("schedule", "first", "middle", "last"),
+    [
+        ("constant", 2.0, 2.0, 2.0),
+        ("linear", 2.0, 1.0, 2.0 / 100),
+        ("cosine", 2.0, 1.0, 1.0 - math.cos(math.pi / 100)),
+        ("wsd", 2.0, 2.0, 2.0 / 10),
+    ],
+)
+def test_first_middle_and_last_rate(schedule: str, first: float, middle: float, last: float) -> None:
+    rate = LearningRate(2.0, schedule, 100)
+    assert [rate(0), rate(50), rate(99)] == pytest.approx([first, middle, last])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_a_share_and_its_steps_are_the_same_warmup(schedule: str) -> None:
+    of_steps, of_share = LearningRate(1.0, schedule, 200, 10), LearningRate(1.0, schedule, 200, 0.05)
+    assert [of_steps(step) for step in range(200)] == [of_share(step) for step in range(200)]
+    assert of_steps(9) == 1.0 > of_steps(8)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_a_resumed_run_has_the_rates_of_the_unbroken_one(schedule: str) -> None:
+    made = lambda: LearningRate(3e-4, schedule, 50, 0.03)  # noqa: E731
+    assert [made()(step) for step in range(50)] == [*map(made(), range(20)), *map(made(), range(20, 50))]
+
+
 def test_a_warmup_over_the_whole_run_does_not_divide_by_zero() -> None:
     for schedule in SCHEDULE_NAMES:
         assert learning_rate(9, schedule=schedule, steps=10, warmup=10, peak=1.0) == 1.0
@@ -65,10 +98,18 @@ def test_an_unknown_schedule_is_refused_with_its_neighbour() -> None:
         learning_rate(0, schedule="cosin", steps=1, warmup=0, peak=1.0)
 
 
-def test_the_peak_scales_as_asked() -> None:
-    assert scale(1.0, "none", 16, 4) == 1.0
-    assert scale(1.0, "linear", 16, 4) == 4.0
-    assert scale(1.0, "sqrt", 16, 4) == 2.0
+@pytest.mark.parametrize(
+    ("rule", "base", "peaks"),
+    [
+        ("none", 1, (1.0, 1.0, 1.0)),
+        ("linear", 1, (1.0, 4.0, 8.0)),
+        ("sqrt", 1, (1.0, 2.0, math.sqrt(8))),
+        ("linear", 4, (0.25, 1.0, 2.0)),
+        ("sqrt", 4, (0.5, 1.0, math.sqrt(2))),
+    ],
+)
+def test_the_peak_scales_as_asked_at_1_4_and_8_processes(rule: Any, base: int, peaks: tuple[float, ...]) -> None:
+    assert [scale(1.0, rule, processes, base) for processes in (1, 4, 8)] == pytest.approx(peaks)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])

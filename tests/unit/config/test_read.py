@@ -63,3 +63,49 @@ def test_a_shared_block_is_no_fault(tmp_path: Path) -> None:
 def test_a_recipe_has_the_name_of_its_file_or_of_its_task(tmp_path: Path) -> None:
     assert read_recipe(write(tmp_path, "task: rm")).name == "r"
     assert read_recipe(None, task="./some/own.py").name == "own"
+
+
+def test_one_block_for_a_list_is_named_as_it_is_written(tmp_path: Path) -> None:
+    path = write(tmp_path, "task: rm\ndata:\n  train:\n    path: a/b\n    split: 'train[:3]'\n    weigt: 2\n")
+    with pytest.raises(RecipeError) as caught:
+        read_recipe(path)
+    assert [fault.where for fault in caught.value.faults] == ["r.yaml:5 data.train.split", "r.yaml:6 data.train.weigt"]
+
+
+def test_held_out_data_is_a_path_or_a_block() -> None:
+    for text in ("a/b", "{path: a/b}"):
+        found = read_recipe(None, [f"data.eval={text}"], "rm").config.data.eval
+        assert found is not None
+        assert (found.path, found.split, found.name) == ("a/b", None, None)
+    assert read_recipe(None, ["data.eval="], "rm").config.data.eval is None
+
+
+def test_a_fault_is_one_line_whatever_the_key_is_called(tmp_path: Path) -> None:
+    path = write(tmp_path, 'task: rm\n"a\\nb\\e[2J": 1\n')
+    with pytest.raises(RecipeError, match=r"^r\.yaml:2 a\\nb\\x1b\[2J: no such key; "):
+        read_recipe(path)
+    with pytest.raises(RecipeError, match=r"^--set a\\x85b: has no value; "):
+        read_recipe(None, ["a\x85b"], "rm")
+
+
+def test_a_long_value_is_cut(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        read_recipe(None, [f"seed=[{'1, ' * 999}1]"], "rm")
+    assert len(str(caught.value)) < 200
+
+
+def test_aliases_of_aliases_are_not_followed_for_ever(tmp_path: Path) -> None:
+    lines = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)]
+    path = write(tmp_path, "\n".join(["a0: &a0 [1]", *lines]))
+    with pytest.raises(RecipeError, match=r"r\.yaml: holds more than 10000 values.*; write fewer"):
+        read_recipe(path)
+
+
+def test_set_into_something_that_is_no_block_says_what_to_write() -> None:
+    with pytest.raises(RecipeError, match="batch is no block of keys in --set; write it as --set batch=VALUE"):
+        read_recipe(None, ["batch=true", "batch.micro=1"], "rm")
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_bytes("task: rm\nsteps: 3\n".encode("utf-8-sig"))
+    assert read_recipe(tmp_path / "r.yaml").config.steps == 3

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from dstrain.data.examples import split_examples
 from dstrain.data.plan import DataPlan
 from dstrain.data.store import Report, TokenStore, cached_store
+from dstrain.errors import DataError
 
 
 def store(folder: Path, count: int, bad: tuple[int, ...] = ()) -> TokenStore:
@@ -40,3 +43,11 @@ def test_an_epoch_shows_each_source_by_its_weight(tmp_path: Path) -> None:
     shown = Counter(train[int(index)]["sample"] for index in plan.ids(0))
     assert all(shown[sample] == 2 for sample in range(10))
     assert sum(shown[sample] for sample in range(10, 30)) == 10
+
+
+@pytest.mark.parametrize(("sizes", "held_out"), [((4,), 0.9999), ((4,), 0.9), ((9, 1), 0.1)])
+def test_a_source_of_which_nothing_is_left_to_learn_from_is_refused(
+    tmp_path: Path, sizes: tuple[int, ...], held_out: float
+) -> None:
+    with pytest.raises(DataError, match=r"^data\.eval_fraction .* holds out all \d records of source \d .*; lower it"):
+        split_examples(store(tmp_path, sum(sizes)), sizes, (1.0,) * len(sizes), held_out, 0)

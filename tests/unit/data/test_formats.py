@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -126,6 +127,10 @@ FOUR, FIVE = said("assistant", "4"), said("assistant", "5")
             "rejected": {"from": "gpt", "value": "5"},
         },
         {"prompt": [said("user", [{"type": "text", "text": "2+2?"}])], "chosen": [FOUR], "rejected": [FIVE]},
+        {"instruction": "2+2?", "input": "", "chosen": "4", "rejected": "5", "system": "", "history": []},
+        {"instruction": "2+2?", "input": None, "output": ["4", "5"], "history": None, "tools": "[]"},
+        {"instruction": "2+2?", "chosen": {"from": "gpt", "value": "4"}, "rejected": [FIVE], "output": "4"},
+        {"input": "2+2?", "chosen": "4", "rejected": "5", "tools": None},
     ],
 )
 def test_every_published_form_is_the_same_preference(record):
@@ -137,6 +142,61 @@ def test_a_system_message_before_the_question_stays_in_the_prompt():
     whole = [said("system", "Be kind."), QUESTION]
     record = {"prompt": "2+2?", "chosen": [*whole, FOUR], "rejected": [*whole, FIVE]}
     assert read_preference(record).prompt == whole
+
+
+def test_alpaca_has_its_input_below_the_instruction_and_earlier_turns_in_pairs():
+    record = {
+        "instruction": "Add.",
+        "input": "2+2",
+        "output": ["4", "5"],
+        "history": [["hi", "Hello."]],
+        "system": "Be kind.",
+    }
+    preference = read_preference(record)
+    before = [said("system", "Be kind."), said("user", "hi"), said("assistant", "Hello.")]
+    assert preference.prompt == [*before, said("user", "Add.\n2+2")]
+    assert (preference.chosen, preference.rejected) == ("4", "5")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
+        {"prompt": [QUESTION], "chosen": [FOUR], "rejected": [FIVE]},
+        {"messages": [QUESTION], "chosen": FOUR, "rejected": FIVE},
+        {"chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE]},
+        {"instruction": "2+2?", "output": ["4", "5"]},
+        {"chosen": "\n\nHuman: 2+2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2?\n\nAssistant: 5"},
+        {"messages": [said("system", "Be kind."), QUESTION], "chosen": FOUR, "rejected": FIVE, "system": "Be rude."},
+    ],
+)
+def test_a_system_text_beside_the_dialog_comes_first_unless_the_dialog_has_its_own(record):
+    preference = read_preference({"system": "Be kind."} | record)
+    assert preference.prompt == [said("system", "Be kind."), QUESTION]
+    assert (preference.chosen, preference.rejected) == ("4", "5")
+
+
+@pytest.mark.parametrize("write", [lambda tools: tools, json.dumps])
+def test_tools_are_functions_however_they_are_written(write):
+    function = {"name": "add", "description": "a + b", "parameters": {"type": "object"}}
+    for tool in (
+        function,
+        {"type": "function", "function": function},
+        {**function, "parameters": '{"type": "object"}'},
+    ):
+        preference = read_preference({"prompt": "2+2?", "chosen": "4", "rejected": "5", "tools": write([tool])})
+        assert preference.tools == ({"type": "function", "function": function},)
+
+
+@pytest.mark.parametrize("name", ["dpo_en_demo", "dpo_zh_demo"])
+def test_llama_factorys_demos_are_read_as_they_stand(real_data, name):
+    path = real_data / "prefs" / "llamafactory" / f"{name}.json"
+    roles = {"human": "user", "gpt": "assistant", "system": "system"}
+    for record in json.loads(path.read_text(encoding="utf-8")):
+        preference = read_preference(record)
+        assert preference.prompt == [said(roles[turn["from"]], turn["value"]) for turn in record["conversations"]]
+        assert preference.chosen == record["chosen"]["value"]
+        assert preference.rejected == record["rejected"]["value"]
 
 
 def test_sharegpt_names_of_tools_are_known():
@@ -180,6 +240,26 @@ BAD = [
         r"'chosen' has no assistant's turn where the dialogs part \(turn 3\)",
     ),
     ({"chosen": FOUR, "rejected": FIVE}, "there is no 'prompt'"),
+    ({"instruction": "q", "output": "a"}, r"'output' is text, not two answers; write \[chosen, rejected\]"),
+    ({"instruction": "q", "output": ["a"]}, "'output' is a list, not two answers"),
+    ({"instruction": "q", "output": ["a", None]}, "no 'rejected'"),
+    ({"instruction": "q", "output": ["a", ""]}, "'rejected' is an empty answer"),
+    ({"instruction": " ", "input": "", "output": ["a", "b"]}, "'instruction' is empty; write one"),
+    ({"instruction": ["q"], "output": ["a", "b"]}, "'instruction' is a list, not text"),
+    ({"instruction": "q", "history": [["a"]], "output": ["a", "b"]}, "'history' is no list of pairs"),
+    ({"instruction": "q", "history": [["a", 5]], "output": ["a", "b"]}, r"'history\[0\]\[1\]' is a number, not text"),
+    (
+        {"conversations": {"from": "human"}, "chosen": FOUR, "rejected": FIVE},
+        "'conversations' is an object, not a list",
+    ),
+    ({"conversations": [QUESTION], "chosen": QUESTION, "rejected": FIVE}, "'chosen' has the turn of the user"),
+    ({"messages": [], "chosen": FOUR, "rejected": FIVE}, "prompt has no messages"),
+    ({"messages": [], "chosen": FOUR, "rejected": FIVE, "system": "s"}, "ends with the turn of the system"),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "system": ["s"]}, "'system' is a list, not text"),
+    ({"chosen": "q a", "rejected": "q b", "system": "s"}, "'system' stands beside whole texts; write 'prompt'"),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "tools": "add"}, "'tools' is no list of functions"),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "tools": [{"parameters": {}}]}, "'tools' names no function"),
+    ({"\n": 1}, r"no 'chosen' \(known here: \\n\)"),
 ]
 
 

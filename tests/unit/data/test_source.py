@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -88,6 +89,12 @@ def test_a_missing_file_is_named_with_the_folder_and_the_near_files(write_lines,
         ("a.json", b'["\xff"]', "UTF-8"),
         ("a.csv", b"a,b", r"\.csv"),
         ("a.parquet", b"nonsense", "no parquet"),
+        ("a.jsonl.gz", b"nonsense", r"a\.jsonl\.gz is no whole gzip file: Not a gzipped file"),
+        ("a.jsonl.gz", gzip.compress(b"{}")[:-4], r"is no whole gzip file: .*; fetch it again"),
+        ("a.json.gz", gzip.compress(b"{}"), "no list"),
+        ("a.jsonl.gz", gzip.compress(b""), "no records"),
+        ("a.csv.gz", gzip.compress(b"a,b"), r"ends in '\.csv\.gz'"),
+        ("a", b"{}", r"ends in ''; data files end in \.jsonl, \.jsonl\.gz, \.json, \.json\.gz or \.parquet"),
     ],
 )
 def test_a_file_that_cannot_be_used_says_why(tmp_path, name, content, reason):
@@ -118,6 +125,63 @@ def test_parquet_rows_are_records(tmp_path, monkeypatch):
     assert [source[i] for i in range(len(source))] == [{"chosen": "a", "m": [1, 2]}, {"chosen": "b", "m": None}]
     assert source.where(1) == "a.parquet[1]"
     assert len(source.digest) == 64
+
+
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json"])
+def test_a_packed_file_is_the_file(tmp_path, name):
+    rows = [{"a": number, "text": "é" * number} for number in range(50)]
+    plain = json.dumps(rows) if name.endswith(".json") else "\n".join(map(json.dumps, rows))
+    (tmp_path / name).write_text(plain)
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(plain.encode()))
+    packed, source = open_source(tmp_path / f"{name}.gz", {"a": "b"}), open_source(tmp_path / name, {"a": "b"})
+    assert [packed[at] for at in reversed(range(50))] == [source[at] for at in reversed(range(50))]
+    assert packed.digest == source.digest
+    assert Path(packed.where(3)).name.startswith(f"{name}.gz")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_no_room_to_unpack_is_said(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dstrain.data.files.shutil.copyfileobj", full)
+    with pytest.raises(DataError, match=r"cannot be unpacked into .*No space left on device; set TMPDIR"):
+        open_source(tmp_path / "a.jsonl.gz")
+
+
+@pytest.mark.parametrize("place", ["names", "values", "dates"])
+def test_parquet_that_python_cannot_read_is_refused_when_it_is_opened(tmp_path, place):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    bad = pyarrow.Array.from_buffers(pyarrow.string(), 1, pyarrow.array([b"\xff"]).buffers())
+    late = pyarrow.array([2**62], type=pyarrow.timestamp("us"))
+    named = pyarrow.array([{"marker": 1}])
+    parquet.write_table(
+        pyarrow.table({"a": {"names": named, "values": bad, "dates": late}[place]}), tmp_path / "a.parquet"
+    )
+    content = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(content.replace(b"marker", b"marke\xff") if place == "names" else content)
+    with pytest.raises(DataError, match=r"a\.parquet is no parquet file that can be read: .*; write it again"):
+        open_source(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "a/" * 3000, "~nosuchuser/a.jsonl", "\0"])
+def test_a_path_that_cannot_be_is_refused(path):
+    with pytest.raises(DataError, match="; "):
+        open_source(path)
+
+
+def test_a_file_nobody_may_read_is_said_so(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text("{}")
+
+    def closed(*arguments):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", closed)
+    with pytest.raises(DataError, match=r"a\.jsonl cannot be read \(Permission denied\); check the path"):
+        open_source(tmp_path / "a.jsonl")
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):

@@ -168,6 +168,14 @@ def test_the_cache_folder_follows_the_environment(monkeypatch):
     assert cache_root() == Path.home() / ".cache" / "dstrain"
 
 
+@pytest.mark.parametrize("name", ["DSTRAIN_CACHE", "XDG_CACHE_HOME"])
+def test_a_cache_in_a_home_that_nobody_has_is_refused_with_the_variable_to_set(monkeypatch, name):
+    monkeypatch.delenv("DSTRAIN_CACHE")
+    monkeypatch.setenv(name, "~nosuchuser/cache")
+    with pytest.raises(DataError, match=r"~nosuchuser/cache.* begins with ~, .*; set DSTRAIN_CACHE to"):
+        cache_root()
+
+
 def encode(pairs):
     return [BadRecord("odd") if record["n"] % 2 else {"ids": [record["n"]], "head_cut": 1} for _, record in pairs]
 
@@ -243,7 +251,7 @@ def test_real_preferences_are_prepared_once(tokenizer, real_data, tmp_path):
     settings = PreferenceSettings(max_length=256)
     store = prepare_preferences(source, tokenizer, settings, tmp_path)
     assert (len(store), store.report.read, store.report.bad) == (500, 500, [])
-    assert set(store[0]) == {"sample", "chosen", "rejected", "prompt_length", "margin"}
+    assert set(store[0]) == {"sample", "chosen", "rejected", "prompt_length", "margin", "longer"}
     assert store.lengths("chosen").max() <= 256
     assert store.report.cuts["prompt_cut"] > 0
     prepare_preferences(source, tokenizer, settings, tmp_path)

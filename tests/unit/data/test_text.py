@@ -57,6 +57,17 @@ def texts(tokenizer, example) -> tuple[str, str, str]:
     return tuple(tokenizer.decode(part) for part in ids)  # type: ignore[return-value]
 
 
+def test_tools_are_written_by_the_template_or_refused(tokenizer):
+    preference = read_preference(
+        {"prompt": "the fox", "chosen": "dog", "rejected": "river", "tools": [{"name": "add"}]}
+    )
+    templated = with_template(tokenizer, "{% for tool in tools %}<{{ tool.function.name }}>{% endfor %}" + TEMPLATE)
+    prompt, *_ = texts(templated, encode_preference(templated, preference, 200))
+    assert prompt == "<add><|user|>the fox</s><|assistant|>"
+    with pytest.raises(BadRecord, match="'tools' need a chat template, and the tokenizer has none; give it one"):
+        encode_preference(tokenizer, preference, 200)
+
+
 def test_without_a_template_messages_read_as_hh_dialogs_and_end_with_eos(tokenizer):
     prompt = [{"role": "system", "content": "Be kind."}, *HELLO]
     example = encode_preference(tokenizer, Preference(prompt, "the dog", "the river"), 200)

@@ -1,0 +1,176 @@
+"""dstrain generate: answers of a trained policy, to look at what was learnt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from dstrain.commands.evaluate import held_out, named_data
+from dstrain.commands.trained import Choice, Found, load_found, quieten
+from dstrain.config import RunConfig
+from dstrain.data.messages import BadRecord
+from dstrain.data.prepare import Policy, judge
+from dstrain.data.prompts import Asked, Prompt, encode_prompts
+from dstrain.data.source import BadRow, First, open_source
+from dstrain.data.store import Report, say
+from dstrain.errors import DataError, TaskError, UsageError
+from dstrain.preset import Device
+from dstrain.tasks.text import TextTask
+
+if TYPE_CHECKING:
+    from dstrain.world import World
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is answered."""
+
+    found: Found
+    prompts: Sequence[Prompt]
+    ds_config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """An answer to each prompt, in order."""
+
+    choice: Choice
+    texts: Sequence[str] = ()
+    """Prompts from the command line."""
+    data: str | None = None
+    """A file, or a dataset on the hub, each record of which asks something."""
+    sampling: Mapping[str, Any]
+    """The fields of `dstrain.train.generate.Sampling`."""
+    many = True
+
+    def words(self) -> list[str]:
+        words = ["generate", *self.choice.words(), *(word for text in self.texts for word in ("--prompt", text))]
+        words += ["--data", named_data(self.data)] if self.data else []
+        return words + [word for name, value in self.sampling.items() for word in (_option(name), str(value))]
+
+    def check(self) -> RunConfig:
+        if not self.texts and not self.data:
+            raise UsageError("nothing is asked: give --prompt TEXT, or --data FILE with records that ask something")
+        found = self._find()
+        for text in self.texts:
+            self._asked(_policy_of(found), text)
+        return found.task.recipe
+
+    def _find(self) -> Found:
+        own = [] if self.data is None else [f"data.eval={json.dumps(held_out(self.data))}", "data.eval_fraction=0"]
+        found = self.choice.find(*own)
+        _policy_of(found)
+        return found
+
+    def ready(self, processes: int, device: Device) -> Prepared:
+        quieten()
+        found = self._find()
+        task = _policy_of(found)
+        found.check()
+        limit = self._limit(task)
+        asked = [self._asked(task, text) for text in self.texts]
+        prompts = [_coded(item, "--prompt") for item in encode_prompts(task.tokenizer, asked, limit)]
+        prompts += _of_file(task, limit) if self.data else []
+        return Prepared(found, prompts, found.ds_config(self.choice.ds_config, processes, device))
+
+    def run(self, ready: Prepared, world: World) -> list[dict[str, Any]]:
+        from dstrain.tasks.ops import unwrapped
+        from dstrain.train.forward import ForwardEngine
+        from dstrain.train.generate import Sampling, write_answers
+        from dstrain.world import set_timeouts
+
+        task = _policy_of(ready.found)
+        model = load_found(ready.found, ready.ds_config, world)
+        engine = ForwardEngine(unwrapped(model), ready.ds_config, world)
+        set_timeouts(timedelta(minutes=task.recipe.timeout_minutes))
+        ids = [prompt.ids for prompt in ready.prompts]
+        answers = write_answers(engine, ids, Sampling(**self.sampling), task.tokenizer)
+        texts = task.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        return [
+            {"prompt": prompt.text, "answer": text, "tokens": len(answer)}
+            for prompt, answer, text in zip(ready.prompts, answers, texts, strict=True)
+        ]
+
+    def _limit(self, task: TextTask) -> int | None:
+        """Ids of a prompt at most. Raises UsageError where none is left."""
+        data, places = task.recipe.data, getattr(task.model_config, "max_position_embeddings", None)
+        if not isinstance(places, int):
+            return data.max_prompt_length
+        room = places - self.sampling.get("max_new_tokens", 0)
+        if room < 1:
+            asked = f"--max-new-tokens {self.sampling['max_new_tokens']}"
+            raise UsageError(f"{asked}: the model has {places} positions, prompt included; ask for fewer")
+        return room if data.max_prompt_length is None else min(room, data.max_prompt_length)
+
+    def _asked(self, task: TextTask, text: str) -> Asked:
+        try:
+            return task.prompt({"prompt": text})
+        except BadRecord as fault:
+            raise UsageError(f"--prompt: {fault.reason}") from None
+
+
+def show_answers(rows: Sequence[Mapping[str, Any]], as_json: bool) -> str:
+    """One JSON object a line, or each prompt with its answer below."""
+    if as_json:
+        return "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    blocks = [
+        f"=== {number} ===\n{row['prompt'].strip()}\n--- answer, {row['tokens']} tokens\n{row['answer'].strip()}\n"
+        for number, row in enumerate(rows, 1)
+    ]
+    return "\n".join(blocks)
+
+
+def _policy_of(found: Found) -> TextTask:
+    """The task. Raises TaskError where its model writes no text."""
+    task = found.task
+    if not isinstance(task, TextTask):
+        raise TaskError(
+            f"task {task.recipe.task}: has no text for a model to answer; `dstrain evaluate` shows its metrics"
+        )
+    if not task.answers:
+        raise TaskError(
+            f"task {task.recipe.task}: its model gives scores and no answers; `dstrain evaluate` shows how good they are"
+        )
+    return task
+
+
+def _of_file(task: TextTask, limit: int | None) -> list[Prompt]:
+    """What the records of `data.eval` ask. Raises DataError for bad ones, as `data.on_error` says."""
+    data = task.recipe.data
+    assert data.eval is not None
+    source = open_source(data.eval, data.columns)
+    source = First(source, data.max_samples) if data.max_samples else source
+    asked, places = [], []
+    report = Report(read=len(source) + len(source.bad), bad=list(source.bad))
+    for index in range(len(source)):
+        try:
+            asked.append(task.prompt(source[index]))
+            places.append(source.where(index))
+        except BadRecord as fault:
+            report.bad.append(BadRow(source.where(index), fault.reason))
+    prompts = []
+    for place, coded in zip(places, encode_prompts(task.tokenizer, asked, limit), strict=True):
+        if isinstance(coded, BadRecord):
+            report.bad.append(BadRow(place, coded.reason))
+        else:
+            prompts.append(coded)
+    report.kept = len(prompts)
+    judge(report, Policy(task=task.recipe.task, on_error=data.on_error))
+    if report.bad:
+        say(
+            f"{len(report.bad)} of {report.read} records ask nothing and are left out; the first: {report.bad[0].reason}"
+        )
+    return prompts
+
+
+def _coded(item: Prompt | BadRecord, where: str) -> Prompt:
+    if isinstance(item, BadRecord):
+        raise DataError(f"{where}: {item.reason}")
+    return item
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

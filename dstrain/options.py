@@ -1,0 +1,76 @@
+"""Options that several commands of the command line share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+LAUNCH_OPTIONS = (
+    click.option("--num-gpus", "--num_gpus", type=int, help="Processes on this host; on a CPU just processes."),
+    click.option("--num-nodes", "--num_nodes", type=int, help="Hosts to take from the top of the hostfile."),
+    click.option("--hostfile", type=click.Path(), help="Lines of `host slots=8`."),
+    click.option("--include", default="", help="GPUs to run on: localhost:0,2"),
+    click.option("--exclude", default="", help="GPUs to leave alone: localhost:1"),
+    click.option("--node-rank", "--node_rank", type=int, help="This host's place among the hosts."),
+    click.option("--master-addr", "--master_addr", help="Address of rank 0's host."),
+    click.option("--master-port", "--master_port", type=int, help="Port where the ranks meet; default: a free one."),
+    click.option("--no-ssh", "--no_ssh", is_flag=True, help="Every host is given its own command."),
+    click.option(
+        "--launcher",
+        type=click.Choice(["deepspeed", "torchrun", "slurm"]),
+        default="deepspeed",
+        help="What starts the processes; the run is the same.",
+    ),
+)
+"""On which processes: the fields of `dstrain.launch.command.LaunchOptions`."""
+RECIPE_OPTIONS = (
+    click.argument("recipe", required=False),
+    click.option("--task", help="A packaged task, a file path, or a dotted module."),
+    click.option("--ds-config", "--ds_config", metavar="NAME|PATH|auto", help="Preset or DeepSpeed JSON."),
+    click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a key: optim.lr=2e-5"),
+)
+TRAINED_OPTIONS = (
+    click.argument("run_or_model", type=click.Path(exists=True, path_type=Path)),
+    click.option("--task", help="The task, for an exported folder."),
+    click.option("--step", default="best", metavar="N|best|last", help="Checkpoint of a run; last where none is best."),
+    click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a key: batch.micro=8"),
+    click.option(
+        "--ds-config", "--ds_config", metavar="NAME|PATH",
+        help="How to hold the model: zero3 in shards. Default: as it was trained; whole in one process.",
+    ),
+    click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+)  # fmt: skip
+CHOICE = ("task", "step", "sets", "ds_config")
+SAMPLING_OPTIONS = (
+    click.option("--max-new-tokens", "--max_new_tokens", default=256, type=click.IntRange(1), help="Longest answer."),
+    click.option("--temperature", default=0.0, type=click.FloatRange(0), help="0, the default: the likeliest token."),
+    click.option(
+        "--top-p", "--top_p", default=1.0, type=click.FloatRange(0, 1, min_open=True),
+        help="Draw from the likeliest tokens of this probability.",
+    ),
+    click.option("--seed", default=0, type=click.IntRange(0), help="Of the draws."),
+    click.option("--batch", default=8, type=click.IntRange(1), help="Prompts answered together."),
+)  # fmt: skip
+SAMPLING = ("max_new_tokens", "temperature", "top_p", "seed", "batch")
+SCRATCH = click.option(
+    "--scratch", hidden=True, type=click.Path(path_type=Path), help="Set by dstrain for its workers."
+)
+
+
+def with_options(*groups: Sequence[Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Options of several commands: recipe or trained model, and on which processes to run."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed([option for group in groups for option in group]):
+            command = option(command)
+        return command
+
+    return add
+
+
+def taken(options: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The options of these names, taken out of the others."""
+    return {name: options.pop(name) for name in names}

@@ -1,0 +1,55 @@
+"""What the workers of profile tests do."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+
+from dstrain.train import profile
+from tests.parity.cases import world
+from tests.resume.cases import run
+
+
+def run_with_broken_profilers(recipe: str, run_dir: str) -> dict[str, Any]:
+    """A run in which rank 0's table cannot begin and rank 1's trace cannot be written."""
+
+    def broken(*arguments: Any) -> None:
+        raise OSError("no room")
+
+    place = ("FlopsTable", "__init__") if world().rank == 0 else ("Trace", "write")
+    with patch.object(getattr(profile, place[0]), place[1], broken):
+        return run(recipe, run_dir)
+
+
+class ByName(torch.nn.Module):
+    """Calls torch as DeepSpeed's counting functions do not know it, and a layer that they do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4, bias=False)
+        self.rnn = torch.nn.LSTM(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.mul(input=self.layer(x), other=x)  # (B, T, 4)
+        x = F.scaled_dot_product_attention(query=x, key=x, value=x)
+        return self.rnn(x)[0]
+
+
+def table_of_calls_by_name(path: str) -> tuple[bool, str]:
+    """Whether the output is the same under the table, and the table."""
+    from pathlib import Path
+    from types import SimpleNamespace
+
+    torch.manual_seed(0)
+    model, x = ByName(), torch.randn(2, 3, 4)
+    before, linear = model(x), F.linear
+    table = profile.FlopsTable(SimpleNamespace(objective=model), 7)
+    assert F.linear is not linear, "counting"
+    during = model(x)
+    assert F.linear is linear, "one forward pass is counted"
+    model(x)
+    table.write(Path(path))
+    return torch.equal(before, during), Path(path).read_text()

@@ -1,0 +1,45 @@
+"""What the workers of sft tests do: a trained model, asked as a stranger would, with transformers alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dstrain.commands.export import export_model
+
+
+def export(run: str, to: str, data: str) -> dict[str, Any]:
+    """Export, then transformers' own loss and accuracy over the answers of a file of messages."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    proof = export_model(Path(run), "last", Path(to))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(to).eval(), AutoTokenizer.from_pretrained(to)
+    loss = right = count = 0.0
+    for line in Path(data).read_text().splitlines():
+        ids, learnt = (torch.tensor([part]) for part in _encode(tokenizer, json.loads(line)["messages"]))
+        labels = ids.masked_fill(learnt == 0, -100)
+        with torch.no_grad():
+            found = model(input_ids=ids, labels=labels)
+        count += int(learnt.sum())
+        loss += float(found.loss) * int(learnt.sum())
+        right += int((found.logits[:, :-1].argmax(-1) == labels[:, 1:]).sum())
+    return {"difference": proof.difference, "loss": loss / count, "token_accuracy": right / count,
+            "files": sorted(path.name for path in Path(to).iterdir())}  # fmt: skip
+
+
+def _encode(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+    """Ids and what of them is learnt, as transformers says, or turn by turn where there is no template."""
+    if tokenizer.chat_template:
+        found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return found["input_ids"], found["assistant_masks"]
+    ids: list[int] = []
+    learnt: list[int] = []
+    for message in messages:
+        name = {"user": "Human", "assistant": "Assistant"}[message["role"]]
+        for text, on in ((f"\n\n{name}:", 0), (f" {message['content']}", int(name == "Assistant"))):
+            tokens = tokenizer(text)["input_ids"]
+            ids, learnt = ids + tokens, learnt + [on] * len(tokens)
+    return [*ids, tokenizer.eos_token_id], [*learnt, 1]

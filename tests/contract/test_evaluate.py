@@ -1,0 +1,201 @@
+"""A model is judged alike however many processes look at it, and however they hold it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dstrain.commands.evaluate import Evaluate, check_reference, held_out
+from dstrain.commands.spread import Reply
+from dstrain.commands.trained import Choice, find_trained
+from dstrain.config.schema import RunConfig
+from dstrain.errors import UsageError
+from dstrain.launch.command import free_port
+from dstrain.tasks import find_task, make_task
+from tests.resume.test_resume import RUN
+from tests.workers import Workers
+
+CASES = "tests.contract.export_cases:"
+EVALUATE = CASES + "evaluate"
+BIN = Path(sys.executable).parent
+
+RUNS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "rm": ("rm", "zero2", {}, {}),
+    "rm, adapters": ("rm", "zero3", {}, {"lora": {"rank": 4}}),
+    "sft, tied": ("sft", "zero3", {}, {}),
+    "dpo, a reference in memory": ("dpo", "zero3", {}, {}),
+    "dpo, a reference remembered": ("dpo", "zero1", {"precompute_ref_log_probs": True}, {}),
+    "dpo, adapters": ("dpo", "zero3", {}, {"lora": {"rank": 4}}),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, two: Workers) -> Any:
+    """The folder of a run of two processes, with its data beside it."""
+    made: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("run")
+            task, preset, options, model = RUNS[name]
+            values = find_task(task).tiny(folder) | {"options": options, "ds_config": preset, "eval": {"every": 4}}
+            values["model"]["config"] |= {"tie_word_embeddings": "tied" in name}
+            values["model"] |= model
+            (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+            two(RUN, recipe=str(folder / "recipe.yaml"), run_dir=str(folder / "run"))
+            made[name] = folder
+        return made[name]
+
+    return of
+
+
+def numbers(row: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if isinstance(value, float) and "second" not in name}
+
+
+def logged(folder: Path, names: Any) -> dict[str, float]:
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if row["split"] == "eval"][-1]
+    return {name: last[name] for name in names if name in last}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_metrics_do_not_depend_on_the_processes(name: str, trained: Any, one: Workers, two: Workers) -> None:
+    folder = trained(name)
+    asked = {"folder": str(folder / "run"), "data": str(folder / "eval.jsonl")}
+    alone = one(EVALUATE, **asked)[0]
+    found = numbers(alone)
+    assert found | logged(folder, found) == pytest.approx(found, rel=1e-5, abs=1e-6), "what the run said itself"
+    assert len(found) >= 2
+    for hold in (None, "zero3", "zero2"):
+        for row in two(EVALUATE, **asked, ds_config=hold):
+            assert numbers(row) == pytest.approx(found, rel=1e-5, abs=1e-6), hold
+            assert row["examples"] == alone["examples"] == 16
+    assert numbers(one(EVALUATE, **asked, ds_config="zero3")[0]) == pytest.approx(found, rel=1e-5, abs=1e-6)
+    thirteen = [numbers(each(EVALUATE, **asked, sets=["data.max_samples=13"])[0]) for each in (one, two)]
+    assert thirteen[1] == pytest.approx(thirteen[0], rel=1e-5, abs=1e-6), "a share without a sample weighs nothing"
+
+
+@pytest.mark.slow
+def test_three_processes_see_the_same(trained: Any, one: Workers) -> None:
+    folder = trained("dpo, a reference in memory")
+    asked = {"folder": str(folder / "run"), "data": str(folder / "eval.jsonl")}
+    three = Workers(3)
+    try:
+        for row in three(EVALUATE, **asked):
+            assert numbers(row) == pytest.approx(numbers(one(EVALUATE, **asked)[0]), rel=1e-5, abs=1e-6)
+    finally:
+        three.close()
+
+
+@pytest.mark.parametrize("name", ["rm, adapters", "dpo, adapters"])
+def test_exported_adapters_are_judged_in_shards_too(name: str, tmp_path: Path, one: Workers, two: Workers) -> None:
+    task, _, _, model = RUNS[name]
+    values = find_task(task).tiny(tmp_path)
+    one("tests.contract.lora_cases:save_base", folder=str(tmp_path / "base"), recipe=values)
+    values |= {"model": {"path": str(tmp_path / "base"), **model}, "ds_config": "zero2"}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    two(RUN, recipe=str(tmp_path / "recipe.yaml"), run_dir=str(tmp_path / "run"))
+    one("tests.contract.export_cases:export_only", run=str(tmp_path / "run"), to=str(tmp_path / "out"))
+    data = str(tmp_path / "eval.jsonl")
+    wanted = numbers(one(EVALUATE, folder=str(tmp_path / "run"), data=data)[0])
+    for hold in (None, "zero3"):
+        for row in two(EVALUATE, folder=str(tmp_path / "out"), data=data, ds_config=hold):
+            assert numbers(row) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
+def test_the_longer_answer_is_a_baseline_and_ties_count_half(tmp_path: Path) -> None:
+    values = find_task("rm").tiny(tmp_path)
+    answers = [("a longer answer", "no"), ("no", "a longer answer"), ("a longer answer", "yes"), ("ab", "ba")]
+    rows = [{"prompt": "why?", "chosen": chosen, "rejected": rejected} for chosen, rejected in answers]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = make_task(RunConfig.model_validate(values))
+    assert made.baselines(made.examples("eval") or []) == {"length_baseline": pytest.approx(2.5 / 4)}
+
+
+def test_an_exported_policy_is_not_its_own_reference(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"a policy cannot be its own reference.*--set options\.ref_model=FOLDER"):
+        check_reference(find_trained(tmp_path, "best", task="dpo"))
+    check_reference(find_trained(tmp_path, "best", ["options.ref_model=/elsewhere"], "dpo"))
+    check_reference(find_trained(tmp_path, "best", ["options.loss_type=orpo"], "dpo"))
+    check_reference(find_trained(tmp_path, "best", task="rm"))
+
+
+def test_what_data_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "eval.jsonl").write_text("{}\n")
+    assert held_out("eval.jsonl") == str(tmp_path / "eval.jsonl")
+    assert held_out("org/name") == {"path": "org/name", "split": None, "name": None}
+    assert held_out("org/name:dev:large") == {"path": "org/name", "split": "dev", "name": "large"}
+    with pytest.raises(UsageError, match="there is no such file"):
+        held_out("evil.jsonl")
+
+
+def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.contract.test_cli import call
+
+    told: list[Any] = []
+    monkeypatch.setattr("dstrain.commands.spread.spread", lambda *args: told.append(args) or Reply(0))
+    asked = [
+        "--data",
+        "evil.jsonl",
+        "--task",
+        "sft",
+        "--step",
+        "3",
+        "--set",
+        "batch.micro=2",
+        "--set",
+        "seed=1",
+        "--ds-config",
+        "zero3",
+    ]
+    assert call("evaluate", str(tmp_path), *asked, "--num-gpus", "2").exit_code == 0
+    first: Evaluate = told[0][0]
+    assert told[0][1]["num_gpus"] == 2
+    assert call(*first.words(), "--scratch", str(tmp_path)).exit_code == 0
+    assert told[1][0] == first
+    assert told[1][2] == tmp_path
+    wanted = Choice(folder=tmp_path, step="3", task="sft", sets=("batch.micro=2", "seed=1"), ds_config="zero3")
+    assert first.choice == wanted
+
+
+def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """With a folder for temporary files of its own."""
+    (folder / "tmp").mkdir(exist_ok=True)
+    env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "TMPDIR": str(folder / "tmp")}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, cwd=folder)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "dstrain evaluate {} --num-gpus 2",
+        "torchrun --nproc-per-node 2 --master-port {port} -m dstrain.cli evaluate {}",
+        pytest.param(
+            "deepspeed --master_port {port} --num_gpus 2 --module dstrain.cli evaluate {}", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_every_way_in_prints_the_same_once_and_leaves_nothing(
+    way: str, tmp_path: Path, trained: Any, one: Workers
+) -> None:
+    folder = trained("rm")
+    words = way.format(f"{folder}/run --data {folder}/eval.jsonl --step last --json", port=free_port()).split()
+    done = start(words, tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert done.stdout == line + "\n" or "deepspeed" in way, "its launcher prints too"
+    alone = one(EVALUATE, folder=str(folder / "run"), data=str(folder / "eval.jsonl"))[0]
+    assert numbers(json.loads(line)) == pytest.approx(numbers(alone), rel=1e-5)
+    left = {path.name for path in (tmp_path / "tmp").iterdir() if path.name.startswith("dstrain-")}
+    assert not left
+    assert {path.name for path in tmp_path.iterdir()} == {"tmp"}

@@ -1,0 +1,136 @@
+"""`profile`: files about a few steps, and the same run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from dstrain.tasks import find_task
+from dstrain.train.profile import MOST_ALLOCATIONS, MemoryHistory
+from tests.workers import Workers
+
+RUN = "tests.resume.cases:run"
+CASES = "tests.contract.profile_cases"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    """The tiny reward model with dropout on, six steps of two micro-batches on each of two ranks."""
+    values = find_task("rm").tiny(tmp_path) | {
+        "options": {"disable_dropout": False},
+        "steps": 6,
+        "batch": {"total": 8, "micro": 2},
+        "profile": {"steps": [2, 4], "memory": True},
+    }
+    values["model"]["config"]["attention_dropout"] = 0.1
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    return str(tmp_path / "recipe.yaml")
+
+
+def losses(run_dir: Path) -> list[tuple[Any, ...]]:
+    told = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["split"], row["loss"], row.get("grad_norm")) for row in told]
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    told = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [event for event in told if event["event"] == name]
+
+
+def trace(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path) as file:
+        return json.load(file)["traceEvents"]
+
+
+def steps_in(path: Path) -> list[str]:
+    return sorted({event["name"] for event in trace(path) if str(event.get("name")).startswith("step ")})
+
+
+def figure(table: str, name: str) -> str:
+    found = re.search(rf"^{re.escape(name)}: +(\S.*\S)\s*$", table, flags=re.M)
+    assert found, table[:2000]
+    return found[1]
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
+def test_profiling_changes_no_loss(preset: str, recipe: str, tmp_path: Path, two: Workers) -> None:
+    with_it, without = tmp_path / "with", tmp_path / "without"
+    assert two(RUN, recipe=recipe, run_dir=str(with_it), sets=[f"ds_config={preset}"])[0]["code"] == 0
+    two(RUN, recipe=recipe, run_dir=str(without), sets=[f"ds_config={preset}", "profile=null"])
+    assert losses(with_it) == losses(without), "bit for bit"
+    assert not (without / "profile").exists()
+    traces = [f"trace-rank-0000{rank}-steps-2-4.json.gz" for rank in (0, 1)]
+    (told,) = events(with_it, "profiled")
+    assert (told["steps"], told["files"]) == ([2, 4], ["flops.txt", *traces])
+    assert sorted(path.name for path in (with_it / "profile").iterdir()) == told["files"]
+    for name in traces:
+        assert steps_in(with_it / "profile" / name) == ["step 2", "step 3", "step 4"]
+    seen = trace(with_it / "profile" / traces[0])
+    assert any(event.get("args", {}).get("Input Dims") for event in seen)
+    assert any(event.get("name") == "[memory]" for event in seen)
+    table = (with_it / "profile" / "flops.txt").read_text()
+    assert "Profile Summary at step 2" in table
+    assert figure(table, "params per GPU") == "25.79 K", "of the whole model, in shards or not"
+    assert figure(table, "fwd MACs per GPU") != "0 MACs"
+    assert "(q_proj): Linear(" in table
+
+
+def test_a_run_may_stop_and_go_on_within_the_steps(recipe: str, tmp_path: Path, two: Workers) -> None:
+    stopped = two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), stop_at=3)
+    assert [result["code"] for result in stopped] == [75, 75]
+    again = two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"))
+    assert [result["code"] for result in again] == [0, 0]
+    assert [event["steps"] for event in events(tmp_path / "run", "profiled")] == [[2, 3], [4, 4]]
+    folder = tmp_path / "run" / "profile"
+    assert steps_in(folder / "trace-rank-00001-steps-2-3.json.gz") == ["step 2", "step 3"]
+    assert steps_in(folder / "trace-rank-00001-steps-4-4.json.gz") == ["step 4"]
+
+
+def test_steps_after_the_end_of_the_run_are_said_to_be_missing(recipe: str, tmp_path: Path, two: Workers) -> None:
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=["profile.steps=[6, 9]", "profile.memory=false"])
+    (warning,) = events(tmp_path / "run", "warning")
+    assert warning["what"] == "profile.steps is [6, 9], but the run ends with step 6"
+    (told,) = events(tmp_path / "run", "profiled")
+    assert told["steps"] == [6, 6]
+    seen = trace(tmp_path / "run" / "profile" / "trace-rank-00000-steps-6-6.json.gz")
+    assert not any(event.get("name") == "[memory]" for event in seen), "it was not asked for"
+
+
+def test_a_profiler_that_fails_never_stops_the_run(recipe: str, tmp_path: Path, two: Workers) -> None:
+    done = two(f"{CASES}:run_with_broken_profilers", recipe=recipe, run_dir=str(tmp_path / "run"))
+    assert [result["code"] for result in done] == [0, 0]
+    failed = [(event["rank"], event["why"]) for event in events(tmp_path / "run", "profile_failed")]
+    assert failed == [(0, "flops.txt: no room"), (1, "trace-rank-00001-steps-2-4.json.gz: no room")]
+    (told,) = events(tmp_path / "run", "profiled")
+    assert told["files"] == ["trace-rank-00000-steps-2-4.json.gz"]
+
+
+def test_a_call_that_deepspeed_cannot_count_is_left_out_of_the_table(tmp_path: Path, one: Workers) -> None:
+    """Its counting functions would raise in the middle of the forward pass."""
+    ((same, table),) = one(f"{CASES}:table_of_calls_by_name", path=str(tmp_path / "flops.txt"))
+    assert same
+    assert "Profile Summary at step 7" in table
+    assert figure(table, "fwd MACs per GPU") == "96 MACs", "2 x 3 positions, 4 x 4 weights"
+
+
+def test_a_memory_history_is_ended_even_if_it_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def full(path: str) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: asked.append(options))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", full)
+    history = MemoryHistory()
+    with pytest.raises(OSError, match="no room"):
+        history.write(tmp_path / "memory.pickle")
+    assert asked == [{"max_entries": MOST_ALLOCATIONS}, {"enabled": None}]

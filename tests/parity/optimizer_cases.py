@@ -1,0 +1,172 @@
+"""What the workers of optimizer tests do: steps on gradients that are whole numbers, so that every split sums them alike."""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dstrain.batch import Batch
+from dstrain.config import BatchPlan, RunConfig
+from dstrain.config.schema import OptimConfig
+from dstrain.models.freeze import parameter_groups
+from dstrain.preset import Device, Preset, read_preset
+from dstrain.tasks import Task
+from dstrain.tasks.base import Loss
+from dstrain.train import settings
+from dstrain.train.engine import DeepSpeedEngine, TorchEngine
+from dstrain.train.objective import Objective
+from dstrain.train.optimizers import make_optimizer
+from dstrain.world import SoloWorld, World
+from tests.parity.cases import weights, world
+
+WIDTHS = ((12, 7), (33, 16), (5, 16), (9, 20), (20, 20), (3, 16))
+"""(rows, columns): ZeRO's partitions cut them anywhere."""
+RATES = (0.01, 0.02, 0.005)
+SAMPLES = 8
+"""Of a step: a power of two, so that the mean is exact too."""
+
+
+class Slopes(torch.nn.Module):
+    """Layers beside one another, so that no gradient depends on a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.table = torch.nn.Embedding(11, 8)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(columns, rows) for rows, columns in WIDTHS)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=draw) * 0.1
+
+    def forward(self, ids: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+        """(B,): each sample's (B,) numbers pull at every weight; row 0 of the table is never pulled at."""
+        total = (self.table(1 + ids % 10) * signs[:, :8]).sum(1)
+        for layer in self.layers:
+            rows, columns = layer.out_features, layer.in_features
+            total = total + (layer(signs[:, :columns]) * signs[:, 100 : 100 + rows]).sum(1)
+        return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pull(Task):
+    """Minimises a sum that is linear in every weight."""
+
+    def examples(self, split: str) -> Sequence[int]:
+        return range(64)
+
+    def collate(self, examples: Sequence[int]) -> Batch:
+        signs = [np.random.default_rng(sample).integers(-1, 2, 200) for sample in examples]
+        tensors = {"ids": torch.tensor(examples), "signs": torch.tensor(np.stack(signs), dtype=torch.float32)}
+        return Batch(tensors=tensors, weight=float(len(examples)), samples=tuple(examples), tokens=0)
+
+    def build_model(self) -> torch.nn.Module:
+        return Slopes()
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
+        dtype = next(model.parameters()).dtype
+        return Loss(model(batch.tensors["ids"], batch.tensors["signs"].to(dtype)).float().sum())
+
+
+def make(kind: str, optim: dict[str, Any], precision: str = "fp32", more: dict[str, Any] | None = None) -> Any:
+    """An engine over fresh weights; `kind` is `torch`, or a preset's name, to whose JSON `more` is added. Collective.
+
+    In bf16 the weights begin as numbers that bf16 has; the definition goes on from them in fp32, as ZeRO's masters do.
+    """
+    ranks: World = SoloWorld() if kind == "torch" else world()
+    values = {"task": "pull", "optim": {"lr": 0.01, "clip": 0.0, **optim}, "precision": precision}
+    recipe = RunConfig.model_validate(values)
+    task = Pull(recipe=recipe)
+    objective = Objective(task, task.build_model())
+    if precision == "bf16":
+        for parameter in objective.parameters():
+            parameter.data = parameter.data.bfloat16().float()
+    groups = parameter_groups(objective.model, recipe.optim)
+    if kind == "torch":
+        return TorchEngine(objective, groups, recipe.optim, ranks.device)
+    return DeepSpeedEngine(objective, groups, recipe.optim, ds_config(kind, recipe, ranks.size, more or {}), ranks)
+
+
+def ds_config(kind: str, recipe: RunConfig, processes: int, more: dict[str, Any]) -> dict[str, Any]:
+    preset = read_preset(kind)
+    zero = {**preset.block["zero_optimization"], **more.get("zero_optimization", {})}
+    if "buffer_size" in zero.get("offload_param", {}):
+        zero["offload_param"] = {**zero["offload_param"], "buffer_size": 100_000}  # instead of 2 GB of locked memory
+    block = {**preset.block, **more, "zero_optimization": zero}
+    batch, machine = BatchPlan(SAMPLES, SAMPLES // (2 * processes), 2), (processes, Device("cpu", True))
+    folder = Path(tempfile.mkdtemp())
+    return settings.resolved_ds_config(recipe, Preset(kind, preset.path, block), batch, machine, folder)
+
+
+def take(engine: Any, numbers: Sequence[int], poison: int | None = None) -> list[float]:
+    """Steps of these numbers, each on samples of its own in two micro-batches; their norms. Collective."""
+    ranks, task, norms = engine.world, engine.objective.task, []
+    for number in numbers:
+        samples = np.arange(SAMPLES) + number * SAMPLES
+        chunks = np.array_split(samples, ranks.size * 2)[ranks.rank * 2 : ranks.rank * 2 + 2]
+        batches = [task.collate(chunk.tolist()) for chunk in chunks]
+        if number == poison and ranks.rank == 0:
+            batches[0] = batches[0].plus({"signs": batches[0].tensors["signs"] * float("inf")})
+        norms.append(engine.step(batches, RATES[number % len(RATES)]).grad_norm)
+    return norms
+
+
+def steps(poison: int | None = None, **arguments: Any) -> dict[str, Any]:
+    """The weights before and after three steps of an engine that `make` makes. Collective."""
+    engine = make(**arguments)
+    before = weights(engine.objective.model)
+    norms = take(engine, range(3), poison)
+    return {"before": before, "after": weights(engine.objective.model), "norms": norms}
+
+
+def unchecked(**arguments: Any) -> dict[str, Any]:
+    """`steps` of an optimizer that is refused here. Collective."""
+    check, settings.check_optimizer = settings.check_optimizer, lambda *_: None
+    try:
+        return steps(**arguments)
+    finally:
+        settings.check_optimizer = check
+
+
+def resumed(kind: str, optim: dict[str, Any], folder: str, precision: str = "fp32") -> float:
+    """The largest difference between five steps, and two, a checkpoint and three more. Collective."""
+    whole = make(kind, optim, precision)
+    take(whole, range(5))
+    first = make(kind, optim, precision)
+    take(first, range(2))
+    first.save(Path(folder))
+    second = make(kind, optim, precision)
+    second.load(Path(folder))
+    take(second, range(2, 5))
+    wanted, found = weights(whole.objective.model), weights(second.objective.model)
+    return max(float(abs(found[name] - wanted[name]).max()) for name in wanted)
+
+
+def muon_steps(rows: int, columns: int, gradients: Sequence[Any], rates: Sequence[float]) -> np.ndarray:
+    """A matrix of ones after steps of Muon along these gradients, with a decay of 0.1; alone, no engine around it."""
+    layer = torch.nn.Linear(columns, rows, bias=False)
+    layer.weight.data.fill_(1.0)
+    optim = OptimConfig(name="muon", lr=1.0, weight_decay=0.1)
+    groups = parameter_groups(layer, optim)
+    optimizer = make_optimizer(groups, optim, None, torch.device("cpu"))
+    for gradient, rate in zip(gradients, rates, strict=True):
+        layer.weight.grad = torch.tensor(gradient, dtype=torch.float32)
+        optimizer.param_groups[0]["lr"] = rate * groups[0].lr_scale
+        optimizer.step()
+    return layer.weight.detach().double().numpy()
+
+
+def muons_functions() -> list[bool]:
+    """Whether each function of DeepSpeed's Muon is a plain one, once the optimizer is made."""
+    from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
+
+    muon_steps(2, 2, [], [])
+    names = ("muon_update", "zeropower_via_newtonschulz5", "zeropower_via_gram_newtonschulz")
+    found = [getattr(original_muon, name) for name in names] + [muon_optimizer.muon_update]
+    return [isinstance(function, types.FunctionType) and function is inspect.unwrap(function) for function in found]

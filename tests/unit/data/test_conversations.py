@@ -1,0 +1,194 @@
+"""Records of every form, read as what is learnt from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.data.conversations import Conversation, Passage, read_conversation
+from dstrain.data.messages import BadRecord
+
+ASKED = {"role": "user", "content": "2+2?"}
+SAID = {"role": "assistant", "content": "4"}
+KIND = {"role": "system", "content": "Be kind."}
+ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
+WRAPPED = {"type": "function", "function": ADD}
+
+SAME = {
+    "messages": {"messages": [ASKED, SAID]},
+    "typed parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}, SAID]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
+    "alpaca": {"instruction": "2+2?", "input": "", "output": "4"},
+    "prompt and completion as messages": {"prompt": [ASKED], "completion": [SAID]},
+    "a prompt answered by messages": {"prompt": "2+2?", "completion": [SAID]},
+    "prompt and response as messages": {"prompt": [ASKED], "response": [SAID]},
+    "question and answer": {"question": "2+2?", "answer": "4"},
+    "a dialog as text": {"text": "\n\nHuman: 2+2?\n\nAssistant: 4"},
+    "a dialog as a prompt": {"prompt": "\n\nHuman: 2+2?\n\nAssistant:", "completion": " 4"},
+    "whole dialogs of a preference": {
+        "chosen": "\n\nHuman: 2+2?\n\nAssistant: 4",
+        "rejected": "\n\nHuman: 2+2?\n\nAssistant: 5",
+    },
+    "sharegpt's preference": {
+        "conversations": [{"from": "human", "value": "2+2?"}],
+        "chosen": {"from": "gpt", "value": "4"},
+        "rejected": {"from": "gpt", "value": "5"},
+    },
+    "what people liked": {"messages": [ASKED, SAID], "label": True},
+    "columns that a parquet file leaves empty": {
+        "messages": [ASKED, SAID],
+        "prompt": None,
+        "images": None,
+        "tools": None,
+    },
+}
+
+
+@pytest.mark.parametrize("record", SAME.values(), ids=SAME)
+def test_every_form_says_the_same(record: dict[str, Any]) -> None:
+    assert read_conversation(record) == Conversation([ASKED, SAID], (1,))
+
+
+def test_every_turn_of_the_assistant_is_learnt_in_a_dialog() -> None:
+    turns = [KIND, ASKED, SAID, ASKED, SAID]
+    assert read_conversation({"messages": turns}) == Conversation(turns, (2, 4))
+    sharegpt = [{"from": m["role"], "value": m["content"]} for m in turns[1:]]
+    assert read_conversation({"conversations": sharegpt, "system": "Be kind."}) == Conversation(turns, (2, 4))
+    alpaca = {"instruction": "2+2?", "output": "4", "history": [["2+2?", "4"]], "system": "Be kind."}
+    assert read_conversation(alpaca) == Conversation(turns, (2, 4))
+
+
+def test_an_alpaca_input_stands_below_its_instruction() -> None:
+    found = read_conversation({"instruction": "Add.", "input": "2 and 2", "output": "4"})
+    assert isinstance(found, Conversation)
+    assert found.messages[0]["content"] == "Add.\n2 and 2"
+
+
+def test_only_the_completion_is_learnt() -> None:
+    before = [ASKED, SAID, ASKED]
+    assert read_conversation({"prompt": before, "completion": [SAID]}) == Conversation([*before, SAID], (3,))
+    whole = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: "
+    found = read_conversation({"chosen": whole + "good", "rejected": whole + "bad"})
+    assert isinstance(found, Conversation)
+    assert found.learnt == (3,), "an earlier answer was neither chosen nor rejected"
+    system = read_conversation({"system": "Be kind.", "prompt": "2+2?", "completion": "4"})
+    assert system == Conversation([KIND, ASKED, SAID], (2,)), "only messages have room for it"
+
+
+def test_texts_that_follow_one_another_stay_as_they_are() -> None:
+    assert read_conversation({"prompt": "2 + 2 =", "completion": " 4"}) == Passage("2 + 2 =", " 4")
+    assert read_conversation({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}) == Passage("2 + 2 =", " 4")
+    assert read_conversation({"text": "Once upon a time"}) == Passage("", "Once upon a time")
+    assert Passage("2+2?", " 4").as_conversation() == Conversation([ASKED, SAID], (1,))
+
+
+def test_a_turn_of_weight_0_is_not_learnt() -> None:
+    turns = [ASKED, SAID | {"weight": 0}, ASKED, SAID | {"weight": 1}]
+    found = read_conversation({"messages": turns})
+    assert isinstance(found, Conversation)
+    assert found.learnt == (3,)
+
+
+@pytest.mark.parametrize("tools", [[ADD], json.dumps([ADD]), [WRAPPED]], ids=["bare", "JSON", "wrapped"])
+@pytest.mark.parametrize("form", ["openai", "arguments as JSON", "sharegpt"])
+def test_calls_of_functions_are_read_as_templates_take_them(form: str, tools: Any) -> None:
+    call = {"name": "add", "arguments": {"a": 1}}
+    called: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": call}]}
+    if form == "arguments as JSON":
+        called["tool_calls"] = [{"function": call | {"arguments": '{"a": 1}'}}]
+    if form == "sharegpt":
+        called = {"from": "function_call", "value": json.dumps(call)}
+    told = {"from": "observation", "value": "2"} if form == "sharegpt" else {"role": "tool", "content": "2"}
+    found = read_conversation({"messages": [ASKED, called, told, SAID], "tools": tools})
+    assert isinstance(found, Conversation)
+    assert found.tools == (WRAPPED,)
+    assert found.learnt == (1, 3)
+    assert [message["role"] for message in found.messages] == ["user", "assistant", "tool", "assistant"]
+    message: Any = found.messages[1]
+    assert message["content"] == ""
+    assert message["tool_calls"][0]["function"] == call
+    assert message["tool_calls"][0]["type"] == "function"
+
+
+def test_thoughts_beside_an_answer_are_kept_for_the_template() -> None:
+    found = read_conversation({"messages": [ASKED, SAID | {"reasoning_content": "hm", "unknown": 1}]})
+    assert isinstance(found, Conversation)
+    assert found.messages[1] == SAID | {"reasoning_content": "hm"}
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no known key": ({"query": "2+2?"}, "the keys are query; write 'messages', or rename columns with data.columns"),
+    "half a pair": ({"prompt": "2+2?"}, "'prompt' has no 'completion' beside it"),
+    "no list": ({"messages": "2+2?"}, "'messages' is text, not a list"),
+    "an unknown role": ({"messages": [{"role": "boss", "content": "x"}]}, "'messages[0].role' is 'boss'"),
+    "no answer": ({"messages": [ASKED]}, "'messages' has no turn of the assistant"),
+    "no messages": ({"messages": []}, "'messages' has no turn of the assistant"),
+    "an empty answer": (
+        {"messages": [ASKED, SAID | {"content": " \n"}]},
+        "'messages' (turn 2 of the dialog) is an empty",
+    ),
+    "an empty completion": ({"prompt": "2+2?", "completion": ""}, "'completion' is an empty answer"),
+    "an empty prompt": ({"prompt": " ", "completion": "4"}, "'prompt' is empty"),
+    "an empty output": ({"instruction": "2+2?", "output": ""}, "'output' (turn 2 of the dialog) is an empty answer"),
+    "an empty instruction": ({"instruction": "", "output": "4"}, "'instruction' is empty"),
+    "an empty text": ({"text": ""}, "'text' is an empty answer"),
+    "an odd weight": ({"messages": [ASKED, SAID | {"weight": 0.5}]}, "weight 0.5; write 0 (not learnt) or 1"),
+    "nothing learnt": ({"messages": [ASKED, SAID | {"weight": 0}]}, "no turn of the assistant to learn from"),
+    "what people did not want": (
+        {"messages": [ASKED, SAID], "label": False},
+        "'label' is false: nobody wanted this answer",
+    ),
+    "one side of a preference": ({"prompt": "2+2?", "chosen": "4"}, "no 'rejected'"),
+    "an image": ({"messages": [ASKED, SAID], "images": ["a.png"]}, "'images' is no text"),
+    "an image of a preference": (
+        {"prompt": "2+2?", "chosen": "4", "rejected": "5", "image": "a"},
+        "'image' is no text",
+    ),
+    "a part that is an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "?"}]}, SAID]},
+        "'image_url' is no text, and text is all that sft learns from; learn from images with task vlm",
+    ),
+    "tools that are no list": ({"messages": [ASKED, SAID], "tools": "add"}, "'tools' is no list of functions"),
+    "calls that are no list": ({"messages": [ASKED, SAID | {"tool_calls": "add"}]}, "tool_calls' is no list of calls"),
+    "a call of nothing": ({"messages": [ASKED, {"from": "function_call", "value": "add!"}]}, "names no function"),
+}
+
+
+@pytest.mark.parametrize(("record", "reason"), BAD.values(), ids=BAD)
+def test_a_bad_record_says_what_and_how_to_mend_it(record: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRecord) as caught:
+        read_conversation(record)
+    assert reason in caught.value.reason
+    assert ";" in caught.value.reason, "what to do"
+
+
+@pytest.mark.parametrize("value", [None, 1, True, "x", [], {}, [1], [{}], {"a": 1}, [[1]]])
+@pytest.mark.parametrize("record", SAME.values(), ids=SAME)
+def test_no_value_of_any_kind_is_a_crash(record: dict[str, Any], value: Any) -> None:
+    for key in (*record, "tools", "system", "history", "label"):
+        assert isinstance(attempt(record | {key: value}), Conversation | Passage | BadRecord)
+
+
+def test_real_files_are_read(real_data: Path) -> None:
+    bad = {}
+    for name in ("hh/harmless-train.jsonl", "hh/helpful-train.jsonl", "prefs/llamafactory/dpo_zh_demo.json"):
+        text = (real_data / name).read_text(encoding="utf-8")
+        rows = json.loads(text) if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
+        bad[name] = sum(isinstance(attempt(row), BadRecord) for row in rows) / len(rows)
+    assert max(bad.values()) < 0.01, bad
+
+
+def test_what_people_did_not_want_is_named_in_a_real_file(real_data: Path) -> None:
+    rows = json.loads((real_data / "prefs/llamafactory/kto_en_demo.json").read_text(encoding="utf-8"))
+    for row in rows:
+        assert isinstance(attempt(row), Conversation if row["label"] else BadRecord)
+
+
+def attempt(record: dict[str, Any]) -> Any:
+    try:
+        return read_conversation(record)
+    except BadRecord as fault:
+        return fault

@@ -1,0 +1,177 @@
+"""Answers that were wanted or not, in the forms they are published in, each beside an answer to another prompt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.data.conversations import Conversation, Passage
+from dstrain.data.labelled import Labelled, labelled_encoder, next_others, read_labelled
+from dstrain.data.messages import BadRecord
+from dstrain.data.prepare import Policy, prepare, read_each
+from dstrain.data.source import open_source
+from dstrain.data.store import TokenStore
+from dstrain.data.text import train_tokenizer
+from dstrain.data.turns import TurnSettings
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+QUESTION, ANSWER = said("user", "2+2?"), said("assistant", "4")
+EARLIER = [said("user", "hi"), said("assistant", "Hello.")]
+MESSAGES: dict[str, dict[str, Any]] = {
+    "trl": {"prompt": [QUESTION], "completion": [ANSWER], "label": True},
+    "llamafactory": {"messages": [QUESTION, ANSWER], "label": True},
+    "kto_tag": {"messages": [QUESTION, ANSWER], "kto_tag": True},
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}], "label": True,
+    },
+    "alpaca": {"instruction": "2+2?", "input": "", "output": "4", "kto_tag": True},
+    "numbers": {"messages": [QUESTION, ANSWER], "label": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", MESSAGES)
+def test_every_form_says_the_same(form: str) -> None:
+    assert read_labelled(MESSAGES[form]) == [Labelled([QUESTION], [ANSWER], True)]
+
+
+def test_texts_stay_as_they_stand() -> None:
+    found = read_labelled({"prompt": "The sky is", "completion": " green.", "label": False})
+    assert found == [Labelled("The sky is", " green.", False)]
+    assert found[0].with_answer_of(found[0]) == Passage("The sky is", " green.")
+
+
+def test_the_last_answer_is_the_labelled_one() -> None:
+    (found,) = read_labelled({"messages": [*EARLIER, QUESTION, ANSWER], "label": False})
+    assert (found.prompt, found.answer, found.desirable) == ([*EARLIER, QUESTION], [ANSWER], False)
+    assert found.with_answer_of(found) == Conversation([*EARLIER, QUESTION, ANSWER], (3,))
+
+
+def test_what_an_assistant_does_with_tools_belongs_to_its_answer() -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
+    tools = [{"name": "add", "parameters": {}}]
+    (found,) = read_labelled(
+        {"messages": [QUESTION, call, said("tool", "4"), said("assistant", "It is 4.")], "tools": tools, "label": True}
+    )
+    assert found.prompt == [QUESTION]
+    assert [turn["role"] for turn in found.answer] == ["assistant", "tool", "assistant"]  # type: ignore[index]
+    sample = found.with_answer_of(found)
+    assert isinstance(sample, Conversation)
+    assert sample.learnt == (1, 3), "what the tool says is not learnt"
+    assert sample.tools[0]["function"]["name"] == "add"
+
+
+def test_a_preference_is_two_answers() -> None:
+    found = read_labelled({"prompt": "2+2?", "chosen": "4", "rejected": "5"})
+    assert [(item.answer, item.desirable) for item in found] == [("4", True), ("5", False)]
+    dialog = "\n\nHuman: 2+2?\n\nAssistant:"
+    found = read_labelled({"chosen": f"{dialog} 4", "rejected": f"{dialog} 5", "label": "helpful"})
+    assert found == [Labelled([QUESTION], [ANSWER], True), Labelled([QUESTION], [said("assistant", "5")], False)]
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"messages": [QUESTION, ANSWER]}, "no 'label'"),
+        ({"messages": [QUESTION, ANSWER], "labels": True}, "label"),
+        ({"messages": [QUESTION, ANSWER], "label": "good"}, "'label' is 'good'; write true"),
+        ({"messages": [QUESTION, ANSWER], "label": 2}, "'label' is 2; write true"),
+        ({"messages": [ANSWER], "label": True}, "no user's turn"),
+        ({"messages": [QUESTION], "label": True}, "no turn of the assistant"),
+        ({"prompt": "2+2?", "completion": " ", "label": True}, "empty answer"),
+        ({"text": "2+2=4", "label": True}, "where the answer begins"),
+        ({"prompt": "2+2?", "chosen": "4", "label": True}, "no 'rejected'"),
+        ({"prompt": "2+2?", "chosen": "4", "rejected": "5", "images": ["a.png"]}, "'images'"),
+    ],
+)
+def test_what_cannot_be_used_is_named(record: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRecord, match=words):
+        read_labelled(record)
+
+
+def test_an_answer_moves_to_another_prompt() -> None:
+    text, dialog = Labelled("The sky is", " blue.", True), Labelled([QUESTION], [ANSWER], True)
+    assert text.with_answer_of(dialog) == Conversation([said("user", "The sky is"), ANSWER], (1,))
+    assert dialog.with_answer_of(text) == Conversation([QUESTION, said("assistant", "blue.")], (1,))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "wanted"),
+    [("abc", [1, 2, 0]), ("aabb", [2, 2, 0, 0]), ("abba", [1, 3, 3, 1]), ("aaa", [1, 2, 0]), ("a", [0]), ("", [])],
+)
+def test_the_next_other_prompt_comes_round(prompts: str, wanted: list[int]) -> None:
+    assert next_others(list(prompts)) == wanted
+
+
+WORDS = [f"Question {at}?" for at in range(20)] + [f" Answer number {at}" + " and so on" * 9 + "." for at in range(20)]
+TOKENIZER = train_tokenizer(WORDS, 300)
+
+
+def stored(folder: Path, records: list[dict[str, Any]], mismatched: bool = True, max_length: int = 40) -> TokenStore:
+    (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    encode = labelled_encoder(TOKENIZER, TurnSettings(max_length=max_length), mismatched)
+    key = {"mismatched": mismatched, "max_length": max_length}
+    source = open_source(folder / "train.jsonl")
+    return prepare(source, read_each(read_labelled, encode), key, Policy(task="kto", on_error="skip"), folder / "cache")
+
+
+def numbered(at: int, label: bool = True, more: str = "") -> dict[str, Any]:
+    return {"prompt": f"Question {at}?", "completion": f" Answer {at}.{more}", "label": label}
+
+
+def learnt(example: dict[str, Any], side: str) -> str:
+    marked = zip(example[side], example[f"{side}_learnt"], strict=True)
+    return str(TOKENIZER.decode([token for token, mark in marked if mark]))
+
+
+def test_an_example_stands_beside_the_answer_to_the_next_prompt(tmp_path: Path) -> None:
+    store = stored(tmp_path, [numbered(0), numbered(1, label=False), {"prompt": "bad"}, numbered(2)])
+    assert [store[at]["desirable"] for at in range(3)] == [1, 0, 1]
+    assert [learnt(store[at], "answer") for at in range(3)] == [f" Answer {n}.</s>" for n in range(3)]
+    assert [learnt(store[at], "mismatched") for at in range(3)] == [f" Answer {n}.</s>" for n in (1, 2, 0)]
+    assert TOKENIZER.decode(store[1]["mismatched"]) == "Question 1? Answer 2.</s>"
+    assert [store[at]["sample"] for at in range(3)] == [0, 1, 3]
+
+
+def test_the_two_answers_of_a_preference_never_stand_beside_one_another(tmp_path: Path) -> None:
+    records = [{"prompt": f"Question {at}?", "chosen": f" Yes {at}.", "rejected": f" No {at}."} for at in range(3)]
+    store = stored(tmp_path, records)
+    assert len(store) == 6
+    assert [store[at]["sample"] for at in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert store.sizes((1, 2)) == (2, 4)
+    assert [learnt(store[at], "mismatched") for at in range(6)] == [f" Yes {n}.</s>" for n in (1, 1, 2, 2, 0, 0)]
+
+
+def test_a_long_answer_to_another_prompt_cuts_nothing_of_ones_own(tmp_path: Path) -> None:
+    store = stored(tmp_path, [numbered(0), numbered(1, more=" and so on" * 30)], max_length=24)
+    assert TOKENIZER.decode(store[0]["answer"]) == "Question 0? Answer 0.</s>"
+    assert len(store[0]["mismatched"]) == 24
+    assert store.report.cuts == {"prompt_cut": 1, "response_cut": 1}, "of the answers themselves"
+
+
+def test_a_chunk_of_one_prompt_takes_an_answer_of_the_chunk_before(tmp_path: Path) -> None:
+    encode = labelled_encoder(TOKENIZER, TurnSettings(max_length=40), True)
+    encode([read_labelled(numbered(at)) for at in range(3)])
+    ((example,),) = encode([read_labelled(numbered(9))])
+    assert not isinstance(example, BadRecord)
+    assert learnt(dict(example), "mismatched") == " Answer 2.</s>"
+
+
+def test_mismatched_answers_are_made_where_they_are_needed(tmp_path: Path) -> None:
+    assert stored(tmp_path, [numbered(0), numbered(1)], mismatched=False).sequences == ["answer", "answer_learnt"]
+
+
+def test_llamafactorys_demo_is_read_unchanged(real_data: Path) -> None:
+    file = real_data / "prefs/llamafactory/kto_en_demo.json"
+    if not file.is_file():
+        pytest.skip(f"no {file}")
+    source = open_source(file)
+    found = [read_labelled(source[at]) for at in range(len(source))]
+    assert [len(items) for items in found] == [1] * len(source)
+    assert 100 < sum(items[0].desirable for items in found) < len(source) - 100

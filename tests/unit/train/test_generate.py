@@ -1,0 +1,98 @@
+"""Writing answers: the cache is used, what the model's own files ask for is not, and nobody waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dstrain.config.schema import RunConfig
+from dstrain.data.prompts import encode_prompts, read_prompt
+from dstrain.errors import CheckpointError
+from dstrain.tasks import find_task, make_task
+from dstrain.train import restore
+from dstrain.train.forward import ForwardEngine, apart, clear
+from dstrain.train.generate import Sampling, write_answers
+from dstrain.world import SoloWorld
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Any:
+    return make_task(RunConfig.model_validate(find_task("sft").tiny(tmp_path)))
+
+
+def engine_of(task: Any) -> ForwardEngine:
+    return ForwardEngine(task.build_model(), {}, SoloWorld())
+
+
+def prompts(task: Any, *texts: str) -> list[list[int]]:
+    asked = [read_prompt({"prompt": text}) for text in texts]
+    return [coded.ids for coded in encode_prompts(task.tokenizer, asked)]  # type: ignore[union-attr]
+
+
+def test_a_token_is_read_once(task: Any) -> None:
+    engine, widths = engine_of(task), []
+    engine.bare.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    ids = prompts(task, "How do I mend the pump?", "And now?")
+    write_answers(engine, ids, Sampling(max_new_tokens=5), task.tokenizer)
+    assert widths[0] == (2, max(map(len, ids)))
+    assert set(widths[1:]) <= {(2, 1)}
+
+
+def test_what_a_models_files_say_of_generating_does_not_count(task: Any) -> None:
+    plain, other = engine_of(task), engine_of(task)
+    other.bare.generation_config.update(do_sample=True, repetition_penalty=5.0, max_length=9, min_new_tokens=8)
+    ids = prompts(task, "How do I mend the pump?")
+    few = Sampling(max_new_tokens=6)
+    assert write_answers(other, ids, few, task.tokenizer) == write_answers(plain, ids, few, task.tokenizer)
+
+
+def test_what_its_files_say_of_the_end_counts(task: Any) -> None:
+    engine, ids = engine_of(task), prompts(task, "How do I mend the pump?")
+    (whole,) = write_answers(engine, ids, Sampling(max_new_tokens=6), task.tokenizer)
+    again = engine_of(task)
+    again.bare.generation_config.eos_token_id = [task.tokenizer.eos_token_id, whole[3]]
+    (short,) = write_answers(again, ids, Sampling(max_new_tokens=6), task.tokenizer)
+    assert short == whole[: whole.index(whole[3])]
+
+
+def test_nothing_asked_is_nothing_answered(task: Any) -> None:
+    assert write_answers(engine_of(task), [], Sampling(), task.tokenizer) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda found: found.pop("lm_head.weight"), r"lacks lm_head\.weight and has nothing too much"),
+        (lambda found: found.update(other=torch.zeros(1)), "lacks nothing and has other too much"),
+        (lambda found: found.update({"lm_head.weight": torch.zeros(2, 3)}), r"lm_head\.weight has another shape"),
+    ],
+)
+def test_weights_of_another_model_are_refused(
+    change: Any, words: str, task: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = task.build_model()
+    found = dict(model.state_dict())
+    change(found)
+    monkeypatch.setattr(restore, "whole_weights", lambda path: found)
+    with pytest.raises(CheckpointError, match=words):
+        restore.restore(model, tmp_path, SoloWorld())
+
+
+def test_weights_on_a_disk_have_a_folder_of_their_own(tmp_path: Path) -> None:
+    config = {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}}
+    }
+    own = apart(config)
+    place = Path(own["zero_optimization"]["offload_param"]["nvme_path"])
+    assert place.parent == tmp_path / "nvme"
+    (place / "zero_stage_3").mkdir(parents=True)
+    clear(own)
+    assert not (tmp_path / "nvme").exists()
+    (tmp_path / "nvme").mkdir()
+    clear(config)
+    assert (tmp_path / "nvme").exists(), "a run's own is left alone"

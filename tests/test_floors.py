@@ -42,6 +42,7 @@ DOORS = {
     "tensorboard": ("report/sinks.py",),
     "torch.utils.tensorboard": ("report/sinks.py",),
     "wandb": ("report/wandb.py",),
+    "datasets": ("data/hub.py",),
 }
 HEAVY = ("torch", "deepspeed", "transformers", "tokenizers", "peft", "accelerate")
 CONTROL_PLANE = (

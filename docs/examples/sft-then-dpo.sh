@@ -16,5 +16,6 @@ on="--set data.train=$data/helpful-train.jsonl --set data.eval=$data/helpful-tes
 }
 dstrain evaluate dpo --step last --data "$data/helpful-test.jsonl"
 dstrain export dpo --step last --to hh-dpo-model
-dstrain evaluate hh-dpo-model --data "$data/helpful-test.jsonl"
-dstrain generate hh-dpo-model --prompt "How do I bake bread?" --max-new-tokens 40
+dstrain evaluate hh-dpo-model --data "$data/helpful-test.jsonl" # its recipe names hh-sft-model as the reference
+prompt=$(printf '\n\nHuman: How do I bake bread?\n\nAssistant:') # as the dialogs it learnt from are written
+dstrain generate hh-dpo-model --prompt "$prompt" --max-new-tokens 40

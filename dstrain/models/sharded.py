@@ -15,6 +15,18 @@ def sharded(ds_config: Mapping[str, Any]) -> bool:
     return bool(ds_config.get("zero_optimization", {}).get("stage", 0) == 3)
 
 
+def start_deepspeed() -> None:
+    """Have DeepSpeed use the process group that stands. Collective.
+
+    On a CPU it would compile a shared-memory all-reduce for inference at every first start: it needs a compiler, a
+    killed build locks all later ones out, and a killed run leaves 66 MiB a rank in /dev/shm.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+
+
 @contextmanager
 def sharded_construction(ds_config: Mapping[str, Any]) -> Iterator[None]:
     """Inside, transformers builds and loads models in shards where the JSON asks for stage 3.
@@ -24,12 +36,10 @@ def sharded_construction(ds_config: Mapping[str, Any]) -> Iterator[None]:
     if not sharded(ds_config):
         yield
         return
-    import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    # Before that, zero.Init takes the world for one process, and refuses the batch of several.
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    start_deepspeed()  # before that, zero.Init takes the world for one process, and refuses the batch of several
     told = HfDeepSpeedConfig(dict(ds_config))  # transformers keeps only a weak reference
     try:
         yield

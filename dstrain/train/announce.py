@@ -16,8 +16,17 @@ from dstrain.train.state import Run
 from dstrain.world import World
 
 
-def make_sinks(plan: Plan, journal: Journal, start: CheckpointInfo | None, screen: TextIO | None) -> list[Sink]:
-    """Rank 0's. A terminal gets a progress bar, everything else lines."""
+def make_sinks(
+    plan: Plan, journal: Journal, world: World, start: CheckpointInfo | None, screen: TextIO | None
+) -> list[Sink]:
+    """Rank 0 gets them; the others wait for it, so that the first step is not charged with it. Collective."""
+    sinks = _sinks(plan, journal, start, screen) if world.rank == 0 else []
+    world.barrier()
+    return sinks
+
+
+def _sinks(plan: Plan, journal: Journal, start: CheckpointInfo | None, screen: TextIO | None) -> list[Sink]:
+    """A terminal gets a progress bar, everything else lines."""
     sinks: list[Sink] = [Jsonl(journal), Console(plan.steps, screen)]
     wanted, step = plan.config.log, start.step if start else 0
     if step >= plan.steps:

@@ -92,7 +92,7 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None) -> Run:
         checkpoints=checkpoints,
         start=start,
         journal=journal,
-        sinks=make_sinks(plan, journal, start, screen) if world.rank == 0 else (),
+        sinks=make_sinks(plan, journal, world, start, screen),
         meter=Meter(world),
         profile=Profile(config.profile, run_dir / "profile", engine, plan.steps, journal.event),
         guard=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], journal.event),

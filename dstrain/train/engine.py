@@ -17,6 +17,7 @@ from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import OptimConfig
 from dstrain.errors import CheckpointError
 from dstrain.models.freeze import Group
+from dstrain.models.sharded import start_deepspeed
 from dstrain.train.objective import Objective, Sums, look_at, survey, surveyed
 from dstrain.train.optimizers import make_optimizer
 from dstrain.world import SoloWorld, World
@@ -110,9 +111,7 @@ class DeepSpeedEngine:
     ) -> None:
         import deepspeed
 
-        # On a CPU, DeepSpeed would compile a shared-memory all-reduce for inference at every first start: it needs a
-        # compiler, a killed build locks all later ones out, and a killed run leaves 66 MiB a rank in /dev/shm.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        start_deepspeed()
         self.world, self.objective = world, objective
         self._scales = [group.lr_scale for group in groups]
         zero = config["zero_optimization"]

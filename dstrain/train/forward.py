@@ -14,6 +14,7 @@ import torch
 
 from dstrain.batch import Batch, StepResult
 from dstrain.errors import RunError
+from dstrain.models.sharded import start_deepspeed
 from dstrain.train.objective import look_at, survey
 from dstrain.world import World
 
@@ -33,7 +34,7 @@ class ForwardEngine:
             return
         import deepspeed
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as in engine.py
+        start_deepspeed()
         zero = {key: value for key, value in ds_config["zero_optimization"].items() if key != "offload_optimizer"}
         self.module, *_ = deepspeed.initialize(model=module, config={**ds_config, "zero_optimization": zero})
         self.module.eval()

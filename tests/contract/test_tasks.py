@@ -135,3 +135,4 @@ def test_zero3_trains_with_two_processes_that_have_done_nothing_before(tmp_path:
     done = subprocess.run([*command, "--run-dir", str(tmp_path / "run")], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert (tmp_path / "run/checkpoints/step-00000002/MANIFEST.json").is_file()
+    assert "shm_comm" not in done.stdout + done.stderr, "nothing is compiled on a CPU"

@@ -22,8 +22,8 @@ NAMES = 4
 def restore(model: torch.nn.Module, checkpoint: Path, world: World, adapted: bool = False) -> None:
     """Put the weights of a checkpoint into the model; `adapted`: it holds those that learn, and the others stay.
 
-    Where the model is in shards rank 0 alone reads, and no rank ever holds a full copy beside it. Raises
-    CheckpointError on every rank where they do not fit. Collective under ZeRO-3.
+    Where the model is in shards rank 0 alone reads them, into the memory of its host. Raises CheckpointError on every
+    rank where they do not fit. Collective under ZeRO-3.
     """
     state = model.state_dict(keep_vars=True)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
@@ -52,9 +52,8 @@ def _read(
             found = whole_weights(checkpoint)
     except Exception as error:  # whatever it is, the other ranks must hear of it, not wait
         return {}, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    there = {
-        id(tensors[name]) for name in found if name in tensors
-    }  # a tied tensor may be stored under one of its names
+    # By tensor: a tied one may be stored under one of its names.
+    there = {id(tensors[name]) for name in found if name in tensors}
     missing = [
         name for name, tensor in tensors.items() if id(tensor) not in there and (tensor.requires_grad or not adapted)
     ]
@@ -66,10 +65,7 @@ def _read(
         )
     wrong = [name for name, value in found.items() if tuple(value.shape) != whole_shape(tensors[name])]
     if wrong:
-        return (
-            found,
-            f"{_some(wrong)} has another shape than in the recipe's model, which is not the one that was trained",
-        )
+        return found, f"{_some(wrong)} has another shape in the recipe's model, which is not the one that was trained"
     return found, None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,11 +135,12 @@ def load_trained(folder: Path, step: str, sets: Sequence[str] = (), task: str | 
 
 
 def quieten() -> None:
-    """No progress bars and no notes of libraries: stdout belongs to the answer."""
+    """No progress bars, and no word of libraries on what they will change one day."""
     import torch
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found none
 

@@ -15,6 +15,7 @@ import torch
 from dstrain.config import BatchPlan, Recipe, RunConfig, resolve_batch, resolve_steps
 from dstrain.data.plan import DataPlan
 from dstrain.errors import DataError
+from dstrain.launch.builds import extensions_folder, settle_build_locks
 from dstrain.launch.command import free_port
 from dstrain.launch.threads import cores_here, threads_per_process
 from dstrain.launch.topology import Worker, wants_cpu
@@ -52,6 +53,9 @@ def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.(distributed|jit)")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    if worker.local_rank == 0:
+        for line in settle_build_locks(extensions_folder(os.environ)):
+            print(line, flush=True)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -1,0 +1,56 @@
+"""A killed compilation stops no later run."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from dstrain.launch.builds import STALE_SECONDS, extensions_folder, settle_build_locks
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    path = tmp_path / "py311_cpu/cpu_adam/lock"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    return path
+
+
+def age(path: Path, seconds: float) -> None:
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+def test_the_lock_of_a_dead_build_is_removed(lock: Path, tmp_path: Path) -> None:
+    age(lock, STALE_SECONDS + 1)
+    (said,) = settle_build_locks(tmp_path)
+    assert said.startswith(f"removed {lock}")
+    assert not lock.exists()
+
+
+def test_a_lock_that_someone_holds_stays_however_old(lock: Path, tmp_path: Path) -> None:
+    age(lock, STALE_SECONDS + 1)
+    with lock.open():
+        assert not list(settle_build_locks(tmp_path))
+    assert lock.exists()
+
+
+def test_a_young_lock_may_be_another_hosts_and_is_named(lock: Path, tmp_path: Path) -> None:
+    (said,) = settle_build_locks(tmp_path)
+    assert "if no other host is compiling" in said
+    assert lock.exists()
+
+
+def test_no_folder_is_no_lock(tmp_path: Path) -> None:
+    assert not list(settle_build_locks(tmp_path / "none"))
+
+
+def test_the_folder_is_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.cpp_extension import get_default_build_root
+
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert str(extensions_folder(os.environ)) == get_default_build_root()
+    assert extensions_folder({"TORCH_EXTENSIONS_DIR": "/x"}) == Path("/x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def definition(one: Workers) -> Any:
     """What plain PyTorch does with all samples in one batch, and with four batches after one another."""
@@ -42,7 +46,7 @@ def definition(one: Workers) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [SLOW(0), SLOW(1), 2, 3])
 def test_a_step_is_the_same_at_every_stage(case: str, stage: int, two: Workers, definition: Any) -> None:
     samples = SAMPLES["uneven"]
     wanted = definition("one_step", case, samples=samples, accumulate=1, optim=SGD)
@@ -63,7 +67,7 @@ def test_a_step_is_the_same_at_every_stage(case: str, stage: int, two: Workers, 
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [SLOW(1), SLOW(2), 3])
 def test_steps_and_looks_in_turn_leave_the_same_losses(case: str, stage: int, two: Workers, definition: Any) -> None:
     adam = {"optim": {"lr": 1e-3}}
     wanted = definition("several_steps", case, optim=adam)

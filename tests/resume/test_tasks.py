@@ -27,6 +27,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "rm, adapters, no ZeRO": ("rm", "zero0", {}, {"lora": LORA}),
 }
 
+FAST = ("dpo, sharded reference", "dpo, remembered", "dpo, sharded adapters", "sft, adapters", "rm, adapters, no ZeRO")
+"""The rest is run by `make test-all`."""
+MARKED = [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+
 
 def written(folder: Path, case: str) -> str:
     task, preset, options, model = CASES[case]
@@ -49,7 +53,7 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     return [{name: row[name] for name in row if not any(word in name for word in clocks)} for row in told]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", MARKED)
 def test_resuming_changes_nothing(case: str, tmp_path: Path, two: Workers) -> None:
     recipe = written(tmp_path, case)
     two(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"))
@@ -60,7 +64,7 @@ def test_resuming_changes_nothing(case: str, tmp_path: Path, two: Workers) -> No
     assert rows(tmp_path / "broken") == rows(tmp_path / "whole"), "bit for bit"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", MARKED)
 def test_a_checkpoint_holds_what_learns(case: str, tmp_path: Path, two: Workers) -> None:
     recipe = written(tmp_path, case)
     two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=["steps=1"])

@@ -80,7 +80,14 @@ def _muon(groups: Sequence[Group], optim: OptimConfig) -> Any:
         )
         for parameter in group.params:
             parameter.use_muon = group.orthogonal  # ZeRO's optimizers look here
-    return muon_optimizer.MuonWithAuxAdam(params)
+
+    class Muon(muon_optimizer.MuonWithAuxAdam):
+        def step(self, closure: None = None, step_id: int | None = None) -> None:
+            """No step without gradients, as where one was not finite: DeepSpeed's would go on along the momentum."""
+            if any(parameter.grad is not None for group in self.param_groups for parameter in group["params"]):
+                super().step(closure, step_id)
+
+    return Muon(params)
 
 
 def _uncompile(module: Any) -> None:

@@ -34,6 +34,7 @@ RUNS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "dpo, a reference remembered": ("dpo", "zero1", {"precompute_ref_log_probs": True}, {}),
     "dpo, adapters": ("dpo", "zero3", {}, {"lora": {"rank": 4}}),
 }
+FAST = ("rm, adapters", "dpo, a reference in memory", "dpo, a reference remembered")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,9 @@ def logged(folder: Path, names: Any) -> dict[str, float]:
     return {name: last[name] for name in names if name in last}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+)
 def test_metrics_do_not_depend_on_the_processes(name: str, trained: Any, one: Workers, two: Workers) -> None:
     folder = trained(name)
     asked = {"folder": str(folder / "run"), "data": str(folder / "eval.jsonl")}
@@ -95,7 +98,7 @@ def test_three_processes_see_the_same(trained: Any, one: Workers) -> None:
         three.close()
 
 
-@pytest.mark.parametrize("name", ["rm, adapters", "dpo, adapters"])
+@pytest.mark.parametrize("name", [pytest.param("rm, adapters", marks=pytest.mark.slow), "dpo, adapters"])
 def test_exported_adapters_are_judged_in_shards_too(name: str, tmp_path: Path, one: Workers, two: Workers) -> None:
     task, _, _, model = RUNS[name]
     values = find_task(task).tiny(tmp_path)

@@ -15,7 +15,7 @@ from tests.workers import WorkerError, Workers
 CASES = "tests.contract.lora_cases:"
 
 
-@pytest.mark.parametrize(("preset", "dora"), [("zero2", False), ("zero3", True)])
+@pytest.mark.parametrize(("preset", "dora"), [pytest.param("zero2", False, marks=pytest.mark.slow), ("zero3", True)])
 def test_adapters_and_the_merged_model_say_the_same(
     preset: str, dora: bool, tmp_path: Path, one: Workers, two: Workers
 ) -> None:

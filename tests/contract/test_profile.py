@@ -59,7 +59,9 @@ def figure(table: str, name: str) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "preset", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("zero0", "zero1", "zero2")), "zero3"]
+)
 def test_profiling_changes_no_loss(preset: str, recipe: str, tmp_path: Path, two: Workers) -> None:
     with_it, without = tmp_path / "with", tmp_path / "without"
     assert two(RUN, recipe=recipe, run_dir=str(with_it), sets=[f"ds_config={preset}"])[0]["code"] == 0

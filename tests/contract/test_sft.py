@@ -39,7 +39,9 @@ def written(folder: Path, templated: bool) -> str:
     return str(folder / "recipe.yaml")
 
 
-@pytest.mark.parametrize(("preset", "templated"), [("zero2", False), ("zero3", True)])
+@pytest.mark.parametrize(
+    ("preset", "templated"), [pytest.param("zero2", False, marks=pytest.mark.slow), ("zero3", True)]
+)
 def test_answers_are_learnt_and_an_export_knows_them(
     preset: str, templated: bool, tmp_path: Path, one: Workers, two: Workers
 ) -> None:

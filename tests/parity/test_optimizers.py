@@ -59,7 +59,7 @@ def skip_without_a_disk(preset: str) -> None:
         pytest.skip("offloading to NVMe needs libaio")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("name", "preset"), RUNS)
 def test_steps_are_the_same_at_every_stage(
     name: str, preset: str, processes: int, definition: Any, request: pytest.FixtureRequest
@@ -73,6 +73,7 @@ def test_steps_are_the_same_at_every_stage(
         assert distance(found, wanted) <= (0 if exact else 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "preset"), [run for run in RUNS if "nvme" not in run[1]])
 def test_steps_in_bf16_are_those_of_fp32_masters(name: str, preset: str, two: Workers, definition: Any) -> None:
     """Muon's momentum is in bf16 where gradients are: Newton-Schulz makes of the last bit what it makes of noise."""
@@ -119,6 +120,7 @@ def test_what_is_refused_would_be_another_optimizer(
         assert distance(found, wanted) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lion", "muon"])
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero3_offload"])
 def test_a_step_that_is_not_finite_leaves_no_trace(name: str, preset: str, two: Workers, definition: Any) -> None:
@@ -135,6 +137,7 @@ def test_lion_leaves_the_embedding_of_an_unseen_token_alone(preset: str, two: Wo
         assert not np.array_equal(found["after"]["table.weight"][1], found["before"]["table.weight"][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "preset", "precision"),
     [

@@ -29,6 +29,8 @@ from tests.parity.cases import weights, world
 
 WIDTHS = ((12, 7), (33, 16), (5, 16), (9, 20), (20, 20), (3, 16))
 """(rows, columns): ZeRO's partitions cut them anywhere."""
+WIDE = (600, 900)
+"""A share of it is above a MiB: DeepSpeed puts nothing smaller on a disk."""
 RATES = (0.01, 0.02, 0.005)
 SAMPLES = 8
 """Of a step: a power of two, so that the mean is exact too."""
@@ -37,11 +39,12 @@ SAMPLES = 8
 class Slopes(torch.nn.Module):
     """Layers beside one another, so that no gradient depends on a weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, wide: bool) -> None:
         super().__init__()
         draw = torch.Generator().manual_seed(0)
-        self.table = torch.nn.Embedding(11, 8)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(columns, rows) for rows, columns in WIDTHS)
+        self.table = torch.nn.Embedding(70_000 if wide else 11, 8)
+        widths = (*WIDTHS, WIDE) if wide else WIDTHS
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(columns, rows) for rows, columns in widths)
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=draw) * 0.1
 
@@ -50,7 +53,7 @@ class Slopes(torch.nn.Module):
         total = (self.table(1 + ids % 10) * signs[:, :8]).sum(1)
         for layer in self.layers:
             rows, columns = layer.out_features, layer.in_features
-            total = total + (layer(signs[:, :columns]) * signs[:, 100 : 100 + rows]).sum(1)
+            total = total + (layer(signs[:, :columns]) * signs[:, -rows:]).sum(1)
         return total
 
 
@@ -58,23 +61,27 @@ class Slopes(torch.nn.Module):
 class Pull(Task):
     """Minimises a sum that is linear in every weight."""
 
+    wide: bool = False
+
     def examples(self, split: str) -> Sequence[int]:
         return range(64)
 
     def collate(self, examples: Sequence[int]) -> Batch:
-        signs = [np.random.default_rng(sample).integers(-1, 2, 200) for sample in examples]
+        signs = [np.random.default_rng(sample).integers(-1, 2, 1000) for sample in examples]
         tensors = {"ids": torch.tensor(examples), "signs": torch.tensor(np.stack(signs), dtype=torch.float32)}
         return Batch(tensors=tensors, weight=float(len(examples)), samples=tuple(examples), tokens=0)
 
     def build_model(self) -> torch.nn.Module:
-        return Slopes()
+        return Slopes(self.wide)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         dtype = next(model.parameters()).dtype
         return Loss(model(batch.tensors["ids"], batch.tensors["signs"].to(dtype)).float().sum())
 
 
-def make(kind: str, optim: dict[str, Any], precision: str = "fp32", more: dict[str, Any] | None = None) -> Any:
+def make(
+    kind: str, optim: dict[str, Any], precision: str = "fp32", more: dict[str, Any] | None = None, wide: bool = False
+) -> Any:
     """An engine over fresh weights; `kind` is `torch`, or a preset's name, to whose JSON `more` is added. Collective.
 
     In bf16 the weights begin as numbers that bf16 has; the definition goes on from them in fp32, as ZeRO's masters do.
@@ -82,7 +89,7 @@ def make(kind: str, optim: dict[str, Any], precision: str = "fp32", more: dict[s
     ranks: World = SoloWorld() if kind == "torch" else world()
     values = {"task": "pull", "optim": {"lr": 0.01, "clip": 0.0, **optim}, "precision": precision}
     recipe = RunConfig.model_validate(values)
-    task = Pull(recipe=recipe)
+    task = Pull(recipe=recipe, wide=wide)
     objective = Objective(task, task.build_model())
     if precision == "bf16":
         for parameter in objective.parameters():

@@ -182,7 +182,9 @@ def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     "way",
     [
         "dstrain evaluate {} --num-gpus 2",
-        "torchrun --nproc-per-node 2 --master-port {port} -m dstrain.cli evaluate {}",
+        pytest.param(
+            "torchrun --nproc-per-node 2 --master-port {port} -m dstrain.cli evaluate {}", marks=pytest.mark.slow
+        ),
         pytest.param(
             "deepspeed --master_port {port} --num_gpus 2 --module dstrain.cli evaluate {}", marks=pytest.mark.slow
         ),

@@ -146,6 +146,7 @@ def test_answers_are_shown_for_people_or_for_programs() -> None:
     assert show_answers(rows, False).splitlines()[-2:] == ["--- answer, 3 tokens", "Hello."]
 
 
+@pytest.mark.slow
 def test_the_command_writes_in_shards_with_two_processes(tmp_path: Path, trained: Any, one: Workers) -> None:
     folder = trained("sft")
     words = (

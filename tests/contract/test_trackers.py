@@ -92,6 +92,7 @@ def test_a_stopped_and_resumed_run_is_one_run_with_every_row(recipe: Path) -> No
     assert secret == []
 
 
+@pytest.mark.slow
 def test_a_killed_worker_takes_every_process_with_it(recipe: Path) -> None:
     pytest.importorskip("wandb")
     run = start(recipe)

@@ -78,6 +78,7 @@ def test_steps_are_the_same_with_everything_on_a_disk(name: str, two: Workers, d
         assert distance(of_rank, wanted) <= (1e-5 if name == "adamw" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "preset"), RUNS)
 def test_steps_in_bf16_are_those_of_fp32_masters(name: str, preset: str, two: Workers, definition: Any) -> None:
     """Muon's momentum is in bf16 where gradients are: Newton-Schulz makes of the last bit what it makes of noise."""

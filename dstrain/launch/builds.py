@@ -7,9 +7,12 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from threading import Timer
 
 STALE_SECONDS = 15 * 60
 """A lock that no process of this host holds may be that of another host which shares the folder: it is given this long."""
+LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "apfs", "ntfs"}
+"""File systems of one host, whose every process /proc shows. (Two containers of one host should not share the folder.)"""
 
 
 def extensions_folder(environment: Mapping[str, str]) -> Path:
@@ -20,7 +23,7 @@ def extensions_folder(environment: Mapping[str, str]) -> Path:
 
 
 def settle_build_locks(folder: Path) -> Iterator[str]:
-    """Remove the locks of dead builds; a sentence for each, and for each that may be one.
+    """Remove the locks of dead builds, at once or when they are old enough; a sentence for each.
 
     torch makes the file `lock` beside a build, holds it open while it compiles, and waits without end where it is there
     (torch/utils/file_baton.py).
@@ -28,12 +31,33 @@ def settle_build_locks(folder: Path) -> Iterator[str]:
     with contextlib.suppress(OSError, RuntimeError):
         found = [path for pattern in ("*/lock", "*/*/lock") for path in folder.glob(pattern)]
         for lock in found and sorted(set(found) - _held(found)):
-            age = time.time() - lock.stat().st_mtime
-            if age > STALE_SECONDS:
+            made = lock.stat().st_mtime
+            left = 0.0 if _is_local(lock) else made + STALE_SECONDS - time.time()
+            if left <= 0:
                 lock.unlink()
                 yield f"removed {lock}: a compilation that was killed had left it, and later ones would wait for it"
-            else:
-                yield f"{lock}: no process here holds it; if no other host is compiling, remove it, or this run waits for it"
+                continue
+            yield (
+                f"{lock}: no process here holds it. Another host may be compiling; if not, remove it, "
+                f"or it is removed in {left:.0f} s"
+            )
+            later = Timer(left, _remove_unless_renewed, (lock, made))
+            later.daemon = True
+            later.start()
+
+
+def _remove_unless_renewed(lock: Path, made: float) -> None:
+    with contextlib.suppress(OSError):
+        if lock.stat().st_mtime == made:
+            lock.unlink()
+
+
+def _is_local(path: Path) -> bool:
+    """Whether only this host sees the path."""
+    import psutil
+
+    mounts = {Path(found.mountpoint): found.fstype for found in psutil.disk_partitions(all=True)}
+    return next((mounts[place] in LOCAL for place in path.resolve().parents if place in mounts), False)
 
 
 def _held(locks: list[Path]) -> set[Path]:

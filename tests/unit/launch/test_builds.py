@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dstrain.launch import builds
 from dstrain.launch.builds import STALE_SECONDS, extensions_folder, settle_build_locks
 
 
@@ -23,8 +24,12 @@ def age(path: Path, seconds: float) -> None:
     os.utime(path, (time.time() - seconds,) * 2)
 
 
-def test_the_lock_of_a_dead_build_is_removed(lock: Path, tmp_path: Path) -> None:
-    age(lock, STALE_SECONDS + 1)
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builds, "LOCAL", set())
+
+
+def test_the_lock_of_a_dead_build_is_removed_at_once(lock: Path, tmp_path: Path) -> None:
     (said,) = settle_build_locks(tmp_path)
     assert said.startswith(f"removed {lock}")
     assert not lock.exists()
@@ -37,9 +42,23 @@ def test_a_lock_that_someone_holds_stays_however_old(lock: Path, tmp_path: Path)
     assert lock.exists()
 
 
-def test_a_young_lock_may_be_another_hosts_and_is_named(lock: Path, tmp_path: Path) -> None:
+def test_on_a_shared_folder_a_young_lock_is_named_and_removed_when_it_is_old(
+    lock: Path, tmp_path: Path, shared: None
+) -> None:
+    age(lock, STALE_SECONDS - 0.5)
     (said,) = settle_build_locks(tmp_path)
-    assert "if no other host is compiling" in said
+    assert "Another host may be compiling" in said
+    assert lock.exists()
+    until = time.monotonic() + 10
+    while lock.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not lock.exists()
+
+
+def test_on_a_shared_folder_the_lock_of_a_build_that_began_since_stays(
+    lock: Path, tmp_path: Path, shared: None
+) -> None:
+    builds._remove_unless_renewed(lock, made=lock.stat().st_mtime - 60)
     assert lock.exists()
 
 

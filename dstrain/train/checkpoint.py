@@ -21,13 +21,12 @@ from typing import Any, Literal, TypeVar, cast
 from dstrain.batch import Progress
 from dstrain.errors import CheckpointError
 from dstrain.report.journal import now, sync_folder
+from dstrain.train.blocks import Entry
 from dstrain.train.manifest import (
     ABOUT,
     NAME,
     CheckpointInfo,
     describe,
-    files_in,
-    hashes_of,
     listed,
     seal,
     step_folders,
@@ -54,14 +53,14 @@ class Checkpoints:
 
     def save(
         self,
-        write: Callable[[Path], object],
+        write: Callable[[Path], Mapping[str, Entry]],
         progress: Progress,
         record: Mapping[str, Any],
         metric: float | None = None,
     ) -> Path:
         """Write a checkpoint and commit it, or raise on every rank and leave the older ones alone.
 
-        Every rank calls `write` with the folder to put its files into. Collective.
+        Every rank calls `write` with the folder to put its files into, and gets their sizes and hashes. Collective.
         """
         final = self.folder / f"step-{progress.step:08d}"
         partial = final.with_suffix(".partial")
@@ -69,11 +68,8 @@ class Checkpoints:
         record = {"time": now(), **record, **dict(zip(ABOUT, about, strict=True))}
         try:
             self._on_first(f"making {partial}", lambda: _make_empty(partial))
-            self._together(f"writing {final.name}", lambda: bool(write(partial)))
-            seen = self._together(f"listing {partial}", lambda: files_in(partial))
-            mine = sorted(set().union(*seen))[self.world.rank :: self.world.size]
-            hashes = self._together(f"reading {partial} back", lambda: hashes_of(partial, mine, sync=True))
-            files = {name: entry for share in hashes for name, entry in share.items()}
+            written = self._together(f"writing {final.name}", lambda: write(partial))
+            files = {name: entry for share in written for name, entry in share.items()}
             self._on_first(f"sealing {partial}", lambda: seal(partial, files, record))
             self._on_first(f"committing {final.name}", lambda: _commit(partial, final))
         except CheckpointError:

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import OptimConfig
-from dstrain.errors import CheckpointError
 from dstrain.models.freeze import Group
 from dstrain.models.sharded import start_deepspeed
 from dstrain.train.objective import Objective, Sums, look_at, survey, surveyed
 from dstrain.train.optimizers import make_optimizer
+from dstrain.train.reshape import load_state, stored_shapes, take_state
+from dstrain.train.shards import Shard, StoredState
 from dstrain.world import SoloWorld, World
+
+COUNTERS = ("global_steps", "skipped_steps")
+"""DeepSpeed's, that it goes on counting from."""
 
 
 class Engine(Protocol):
@@ -37,11 +40,14 @@ class Engine(Protocol):
     def survey(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
         """What `evaluate` needs beside each batch, where the task surveys. Collective."""
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's share of weights and optimizer state. Collective."""
+    def shards(self) -> Iterator[Shard]:
+        """This rank's share of weights and optimizer state, file by file."""
 
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote. Collective."""
+    def about(self) -> dict[str, Any]:
+        """What belongs to them: names, whole shapes, counters."""
+
+    def load(self, stored: StoredState) -> None:
+        """Go on from what an engine of any kind, on any number of ranks, has told. Collective."""
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -66,6 +72,7 @@ class TorchEngine:
         self._scales = [group.lr_scale for group in groups]
         self._optimizer = make_optimizer(groups, optim, None, device)
         self._clip = optim.clip or math.inf
+        self._name = optim.name
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         self.objective.train()
@@ -91,16 +98,14 @@ class TorchEngine:
         self.objective.eval()
         return survey(self.objective, batches, self.world)
 
-    def save(self, folder: Path) -> None:
-        with self.objective.without_reference():
-            state = {"model": self.objective.state_dict(), "optimizer": self._optimizer.state_dict()}
-        torch.save(state, folder / "torch.pt")
+    def shards(self) -> Iterator[Shard]:
+        return take_state(self.objective, self._optimizer, self.world)
 
-    def load(self, folder: Path) -> None:
-        state = torch.load(folder / "torch.pt", weights_only=True, map_location=self.world.device)
-        with self.objective.without_reference():
-            self.objective.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+    def about(self) -> dict[str, Any]:
+        return {"shapes": stored_shapes(self.objective), "optimizer": self._name}
+
+    def load(self, stored: StoredState) -> None:
+        load_state(self.objective, self._optimizer, stored, self._name, self.world)
 
 
 class DeepSpeedEngine:
@@ -114,6 +119,7 @@ class DeepSpeedEngine:
         start_deepspeed()
         self.world, self.objective = world, objective
         self._scales = [group.lr_scale for group in groups]
+        self._name = optim.name
         zero = config["zero_optimization"]
         offload = zero.get("offload_optimizer", {}).get("device", "none")
         optimizer = make_optimizer(groups, optim, None if offload == "none" else offload, world.device)
@@ -154,22 +160,39 @@ class DeepSpeedEngine:
         self.engine.eval()
         return survey(self.engine, batches, self.world)
 
-    def save(self, folder: Path) -> None:
-        with self.objective.without_reference():
-            self.engine.save_checkpoint(
-                str(folder), tag="state", save_latest=False, exclude_frozen_parameters=self.objective.adapted
-            )
+    def shards(self) -> Iterator[Shard]:
+        return take_state(self.objective, self.engine.optimizer, self.world)
 
-    def load(self, folder: Path) -> None:
-        with self.objective.without_reference():
-            path, _ = self.engine.load_checkpoint(
-                str(folder), tag="state", load_module_strict=not self.objective.adapted
-            )
-        if path is None:
-            raise CheckpointError(f"{folder}: DeepSpeed found no state in it; resume from another checkpoint")
+    def about(self) -> dict[str, Any]:
+        return {
+            "shapes": stored_shapes(self.objective),
+            "optimizer": self._name,
+            "counters": {name: getattr(self.engine, name) for name in COUNTERS},
+            "loss_scale": self._loss_scale(),
+        }
+
+    def load(self, stored: StoredState) -> None:
+        load_state(self.objective, self.engine.optimizer, stored, self._name, self.world)
+        for name, value in stored.about.get("counters", {}).items():
+            setattr(self.engine, name, value)
+        self.engine.micro_steps = self.engine.global_steps * self.engine.gradient_accumulation_steps()
+        self.engine.global_samples = self.engine.global_steps * self.engine.train_batch_size()
+        for name in self._loss_scale():
+            if name in stored.about.get("loss_scale", {}):
+                setattr(self.engine.optimizer.loss_scaler, name, stored.about["loss_scale"][name])
         inner = getattr(self.engine.optimizer, "optimizer", None)
         if hasattr(inner, "ds_opt_adam"):
             _replay_bias_correction(inner)
+
+    def _loss_scale(self) -> dict[str, float]:
+        """Where the search for fp16's loss scale stands."""
+        if not self.engine.fp16_enabled():
+            return {}
+        return {
+            name: value
+            for name, value in vars(self.engine.optimizer.loss_scaler).items()
+            if type(value) in (int, float)
+        }
 
     def _clip_whole_gradient(self, largest: float) -> float:
         """Clip the gradient that is already summed over the ranks; drop it where it is not finite."""

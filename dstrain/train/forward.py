@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from dstrain.batch import Batch, StepResult
 from dstrain.errors import RunError
 from dstrain.models.sharded import start_deepspeed
 from dstrain.train.objective import look_at, survey
+from dstrain.train.shards import Shard, StoredState
 from dstrain.world import World
 
 
@@ -60,10 +61,14 @@ class ForwardEngine:
     def step(self, batches: Any, lr: float) -> StepResult:
         raise RunError("this engine makes forward passes alone")
 
-    def save(self, folder: Path) -> None:
+    def shards(self) -> Iterator[Shard]:
         raise RunError("this engine makes forward passes alone")
 
-    load = save
+    def about(self) -> dict[str, Any]:
+        raise RunError("this engine makes forward passes alone")
+
+    def load(self, stored: StoredState) -> None:
+        raise RunError("this engine makes forward passes alone")
 
 
 def apart(ds_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dstrain.batch import Progress
-from dstrain.report.journal import sync_folder, write_json
+from dstrain.errors import CheckpointError
+from dstrain.report.journal import strict, sync_folder
+from dstrain.train.blocks import BlockFile, Entry, write_hashed
 
 MANIFEST = "MANIFEST.json"
 ABOUT = ("step", "samples", "metric", "world_size", "zero_stage")
 NAME = re.compile(r"step-\d{8,}(\.old)?")
-_RANK = re.compile(r"(?:^|/|pp_|dp_|[-.])rank[-_](\d+)")
+_RANK = re.compile(r"(?:^|/)rank-(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def listed(folder: Path, read_all: bool = False) -> list[CheckpointInfo]:
 def verify(path: Path, read_all: bool = True, share: tuple[int, int] = (0, 1)) -> str | None:
     """Why a checkpoint is damaged, None where it is whole.
 
-    Every file must be there with its size; `read_all` compares contents too, of each n-th file from
+    Every file must be there with its size; `read_all` compares contents too, of each n-th block of all files from
     the k-th on for `share` (k, n). A file that no manifest names does no harm.
     """
     try:
@@ -66,21 +66,35 @@ def verify(path: Path, read_all: bool = True, share: tuple[int, int] = (0, 1)) -
         files, step = manifest["files"], {name: manifest[name] for name in ABOUT}["step"]
         if _step(path) not in (step, None):
             return f"{MANIFEST} is of step {step}"
-        for name, entry in sorted(files.items()):
-            if not (path / name).is_file():
-                return f"{name} is missing"
-            if (size := (path / name).stat().st_size) != entry["size"]:
-                return f"{name} has {size} bytes instead of {entry['size']}"
-        for name in sorted(files)[share[0] :: share[1]] if read_all else ():
-            if hashes_of(path, [name])[name] != files[name]:
-                return f"{name} is not what was written: its sha256 differs"
+        if fault := _sizes(path, files):
+            return fault
+        if read_all:
+            _read_share(path, files, share)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
+    except CheckpointError as error:
+        return str(error).removeprefix(f"{path}/").partition(";")[0]
     except OSError as error:
         return f"it cannot be read: {error}"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is not readable"
     return None
+
+
+def _sizes(path: Path, files: Mapping[str, Entry]) -> str | None:
+    for name, entry in sorted(files.items()):
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if (size := (path / name).stat().st_size) != entry["size"]:
+            return f"{name} has {size} bytes instead of {entry['size']}"
+    return None
+
+
+def _read_share(path: Path, files: Mapping[str, Entry], share: tuple[int, int]) -> None:
+    """Raises CheckpointError for a block that is not what was written."""
+    blocks = [(name, index) for name, entry in sorted(files.items()) for index in range(len(entry["sha256"]))]
+    for name, index in blocks[share[0] :: share[1]]:
+        BlockFile(path / name, files[name]).block(index)
 
 
 def describe(path: Path, fault: str | None) -> CheckpointInfo:
@@ -104,30 +118,33 @@ def step_folders(folder: Path) -> list[str]:
     return sorted(last, key=lambda name: int(name[5:].removesuffix(".old")), reverse=True)
 
 
-def files_in(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+def files_of(path: Path) -> dict[str, Entry]:
+    """The files that a whole checkpoint's manifest names."""
+    return json.loads((path / MANIFEST).read_bytes())["files"]
 
 
-def hashes_of(folder: Path, wanted: Iterable[str], sync: bool = False) -> dict[str, dict[str, Any]]:
-    """Size and hash of files, after their bytes have reached the disk."""
-    entries = {}
-    for name in wanted:
-        with (folder / name).open("rb") as file:
-            if sync:
-                os.fsync(file.fileno())
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            entries[name] = {"size": file.tell(), "sha256": digest}
-    return entries
+def seal(partial: Path, files: dict[str, Entry], record: Mapping[str, Any]) -> None:
+    """Add progress.json and run.json, then the manifest, last, and have it all on the disk.
 
-
-def seal(partial: Path, files: dict[str, Any], record: Mapping[str, Any]) -> None:
-    """Add progress.json and run.json, then the manifest, last, and have it all on the disk."""
-    write_json(partial / "progress.json", {name: record[name] for name in ("step", "samples")})
-    write_json(partial / "run.json", record)
-    files |= hashes_of(partial, ["progress.json", "run.json"])
+    Raises CheckpointError where a file that a rank wrote is not there with its size.
+    """
+    for name, held in (("progress.json", {name: record[name] for name in ("step", "samples")}), ("run.json", record)):
+        files[name] = write_hashed(partial / name, _json(held))
+    if fault := _sizes(partial, files):
+        raise CheckpointError(f"{partial}: {fault}, though a process wrote it; is the folder shared by all hosts?")
     ranks = [int(found[1]) for found in map(_RANK.search, files) if found]
     per_rank = [ranks.count(rank) for rank in range(record["world_size"])]
     manifest = {name: record[name] for name in ABOUT} | {"files_per_rank": per_rank}
-    write_json(partial / MANIFEST, manifest | {"files": dict(sorted(files.items()))})
-    for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
+    for folder in _folders(partial):
         sync_folder(folder)
+    write_hashed(partial / MANIFEST, _json(manifest | {"files": dict(sorted(files.items()))}))
+    sync_folder(partial)
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(strict(value), indent=1, allow_nan=False) + "\n").encode()
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    yield folder
+    yield from (path for path in folder.rglob("*") if path.is_dir())

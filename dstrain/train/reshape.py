@@ -1,31 +1,127 @@
-"""The whole weights of a checkpoint, whatever the stage and number of processes that wrote it."""
+"""Between a run's parts and a checkpoint: what is written of them, and how it gets back, however the two are cut."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
 
 from dstrain.errors import CheckpointError
+from dstrain.models.sharded import whole_shape
+from dstrain.train.objective import Objective
+from dstrain.train.parts import WEIGHT, Part, cut_of
+from dstrain.train.shards import Shard, StoredState, take
+from dstrain.world import World
 
-if TYPE_CHECKING:
-    import torch
+NAMED = 4
+"""Names in a message."""
 
 
-def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Name in the task's model -> tensor, in fp32 where ZeRO keeps fp32 masters."""
-    import torch
+def stored_shapes(objective: Objective) -> dict[str, list[int]]:
+    """Parameter or buffer of the model -> its whole shape, for all that checkpoints hold; adapters' base is left out."""
+    model = objective.model
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad or not objective.adapted}
+    lasting = model.state_dict(keep_vars=True).keys()
+    found |= {name: buffer for name, buffer in model.named_buffers() if name in lasting}
+    return {name: list(whole_shape(tensor)) for name, tensor in found.items()}
 
-    state = checkpoint / "state"
-    if any(state.glob("*zero_pp_rank_*_optim_states.pt")):
-        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed tells there what it does
-            from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-            found = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag="state")
-    else:
-        path = state / "mp_rank_00_model_states.pt"
-        if not path.is_file():
-            raise CheckpointError(f"{checkpoint}: holds no weights of DeepSpeed's; choose another checkpoint")
-        found = torch.load(path, weights_only=True, map_location="cpu")["module"]
-    return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+def take_state(objective: Objective, optimizer: Any, world: World) -> Iterator[Shard]:
+    """The shards that this process writes."""
+    return take(_held(objective, optimizer, change=False), world.rank, world.size)
+
+
+def load_state(objective: Objective, optimizer: Any, stored: StoredState, name: str, world: World) -> None:
+    """Put a checkpoint into the model and its optimizer, called `name`; another's state begins anew. Collective."""
+    shapes = {key: tuple(shape) for key, shape in stored_shapes(objective).items()}
+    check_names(shapes, shapes, stored)
+    fill_parts(_held(objective, optimizer, change=True), stored, stored.about["optimizer"] == name, world)
+
+
+def _held(objective: Objective, optimizer: Any, change: bool) -> Iterator[list[Part]]:
+    names = stored_shapes(objective).keys()
+    for parts in cut_of(objective.model, optimizer).live(change):
+        yield [part for part in parts if not part.places or any(place.name in names for place in part.places)]
+
+
+def check_names(shapes: Mapping[str, tuple[int, ...]], needed: Iterable[str], stored: StoredState) -> None:
+    """Raise CheckpointError where the checkpoint is another model's.
+
+    `shapes`: parameter or buffer of the model -> its whole shape; `needed`: those that the checkpoint must hold.
+    """
+    missing = [name for name in needed if name not in stored.shapes]
+    unexpected = [name for name in stored.shapes if name not in shapes]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{stored.checkpoint}: lacks {some(missing)} and has {some(unexpected)} too much; "
+            "the recipe's model is not the one that was trained"
+        )
+    wrong = [name for name, shape in stored.shapes.items() if shape != shapes[name]]
+    if wrong:
+        raise CheckpointError(
+            f"{stored.checkpoint}: {some(wrong)} has another shape in the recipe's model, "
+            "which is not the one that was trained"
+        )
+
+
+def some(names: Sequence[str]) -> str:
+    """A few of the names, for a message."""
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "") or "nothing"
+
+
+def fill_parts(live: Iterable[Sequence[Part]], stored: StoredState, optimizer: bool, world: World) -> None:
+    """Read every value that this process holds; `optimizer`: what it keeps too, else that begins anew.
+
+    One stretch is in memory at a time. Raises CheckpointError on every rank where one cannot be read. Collective.
+    """
+    for parts in live:
+        cause: Exception | None = None
+        try:
+            for part in parts:
+                if optimizer and part.optimizer is not None:
+                    _fill_optimizer(part, stored)
+                _fill(part, WEIGHT, part.tensor, stored)
+        except (CheckpointError, OSError) as error:
+            cause = error
+        faults = [f"rank {rank}: {fault}" for rank, fault in enumerate(world.gather(cause and str(cause))) if fault]
+        if faults:
+            raise CheckpointError(faults[0]) from cause
+
+
+def _fill_optimizer(part: Part, stored: StoredState) -> None:
+    """A parameter that was frozen so far has none of it: its own begins anew."""
+    names = [place.name for place in part.places]
+    kept = {key for name in names for key in stored.keys(name)} - {WEIGHT}
+    numbers = {key: value for name in names for key, value in stored.numbers(name).items()}
+    if not kept and not numbers:
+        return
+    if not part.state:
+        part.wake()
+    for key in sorted(
+        kept - part.state.keys()
+    ):  # DeepSpeed makes Muon's at its first step, in the gradient's precision
+        dtype = next(stored.dtype(name, key) for name in names if key in stored.keys(name))
+        part.optimizer.state[part.tensor][key] = torch.zeros_like(part.tensor, dtype=dtype)
+    for key, tensor in part.along().items():
+        if key != WEIGHT:
+            tensor.zero_()
+            _fill(part, key, tensor, stored, only={name for name in names if key in stored.keys(name)})
+    for key, tensor in part.beside().items():
+        (place,) = part.places
+        if stored.shape_of(place.name, key) != tuple(tensor.shape):
+            raise CheckpointError(f"{stored.checkpoint}: {key} of {place.name} has another shape than it has now")
+        values = torch.empty(tensor.numel(), dtype=stored.dtype(place.name, key))
+        stored.read(place.name, key, values)
+        tensor.copy_(values.view(tensor.shape))
+    for key in part.numbers():
+        if key not in numbers:
+            raise CheckpointError(f"{stored.checkpoint}: holds no {key} of {some(names)}; choose another checkpoint")
+        part.set_number(key, numbers[key])
+
+
+def _fill(part: Part, key: str, tensor: torch.Tensor, stored: StoredState, only: set[str] | None = None) -> None:
+    flat = tensor.detach().view(-1)
+    for place in part.places:
+        if place.name in stored.shapes and (only is None or place.name in only):
+            stored.read(place.name, key, flat.narrow(0, place.offset, place.numel), place.start)

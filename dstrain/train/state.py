@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dstrain.batch import Progress
@@ -20,6 +21,7 @@ from dstrain.train.guard import NonFiniteGuard
 from dstrain.train.interrupt import Interrupt
 from dstrain.train.manifest import CheckpointInfo
 from dstrain.train.profile import Profile
+from dstrain.train.shards import StoredState, write_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ class Run:
         """Go on from the newest whole checkpoint, or from nothing. Collective."""
         if self.start is None:
             return Progress()
-        self.engine.load(self.start.path)
+        self.engine.load(StoredState(self.start.path))
         return self.start.progress
 
     def write(self, progress: Progress) -> None:
@@ -79,7 +81,9 @@ class Run:
     def keep(self, progress: Progress, metric: float | None) -> None:
         """Write a checkpoint. Collective."""
         with self.meter.paused():
-            folder = self.checkpoints.save(self.engine.save, progress, self.record, metric)
+            about = self.engine.about() if self.engine.world.rank == 0 else None
+            write = partial(write_state, shards=self.engine.shards(), about=about)
+            folder = self.checkpoints.save(write, progress, self.record, metric)
         self.journal.event("saved", step=progress.step, checkpoint=folder.name)
 
     def _send(self, progress: Progress, row: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from dstrain.train.assemble import assemble, with_references
 from dstrain.train.folder import Resume
 from dstrain.train.loop import train
 from dstrain.train.plan import make_plan
-from dstrain.train.reshape import whole_weights
+from dstrain.train.shards import StoredState
 from tests.parity.cases import world
 
 
@@ -68,8 +68,4 @@ def _poisoned(batch: Batch) -> Batch:
 
 def weights_in(checkpoint: str) -> list[str]:
     """Names of the weights that a checkpoint holds, whichever rank's file they are in."""
-    found = set(whole_weights(Path(checkpoint)))
-    for file in Path(checkpoint, "state").glob("*model_states.pt"):
-        state = torch.load(file, weights_only=False)
-        found |= {*(state["module"] or ()), *(state.get("frozen_param_fragments") or ())}
-    return sorted(found)
+    return sorted(StoredState(Path(checkpoint)).shapes)

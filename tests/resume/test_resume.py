@@ -89,7 +89,7 @@ def test_a_finished_run_says_so_and_learns_nothing(recipe: str, tmp_path: Path, 
 def test_a_damaged_checkpoint_is_passed_over(recipe: str, tmp_path: Path, two: Workers) -> None:
     two(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"))
     two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), crash_at=10)
-    shard = next((tmp_path / "broken/checkpoints/step-00000008/state").glob("*optim_states.pt"))
+    shard = next((tmp_path / "broken/checkpoints/step-00000008/state").glob("rank-00001*"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)

@@ -48,3 +48,11 @@ def two(own_cache: None) -> Iterator[Workers]:
     workers = Workers(2)
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def three(own_cache: None) -> Iterator[Workers]:
+    """Three worker processes, shared."""
+    workers = Workers(3)
+    yield workers
+    workers.close()

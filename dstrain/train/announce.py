@@ -62,6 +62,23 @@ def describe_start(plan: Plan, journal: Journal, world: World, start: Checkpoint
             + (f", going on from step {start.step}" if start else ""),
             flush=True,
         )
+    if start is not None and (other := reshaping(plan, world.size, start)):
+        journal.event("reshaped", step=start.step, how=other)
+        if world.rank == 0:
+            print(other, flush=True)
+
+
+def reshaping(plan: Plan, processes: int, start: CheckpointInfo) -> str:
+    """What changes of how the state is held, in a sentence; empty where nothing does."""
+    before = (start.record().get("preset"), start.world_size, start.zero_stage)
+    now = (plan.preset.name, processes, plan.preset.stage)
+    if before == now:
+        return ""
+    was, becomes = (f"{preset} (ZeRO stage {stage}) on {count} processes" for preset, count, stage in (before, now))
+    return (
+        f"step {start.step} was written by {was} and goes on as {becomes}: weights, optimizer state, counters and data "
+        f"position are taken over by name, the total batch stays {plan.batch.total}"
+    )
 
 
 def finish(run: Run, step: int) -> int:

@@ -84,7 +84,7 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None) -> Run:
     describe_start(plan, journal, world, start)
     engine = _engine(plan, world, journal)
     per_epoch = -(-plan.data.samples_per_epoch // plan.batch.total)
-    peak = scale(config.optim.lr, config.optim.scale_lr, world.size, config.optim.scale_lr_base)
+    peak = scale(config.optim.lr, config.optim.scale_lr, plan.began_with, config.optim.scale_lr_base)
     return Run(
         engine=engine,
         loader=_loader(plan, world),
@@ -111,7 +111,8 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None) -> Run:
 def _record(plan: Plan) -> dict[str, Any]:
     """What each checkpoint says of its run."""
     preset = plan.preset
-    return {"preset": preset.name, "zero_stage": preset.stage, "steps": plan.steps, "versions": versions()}
+    about = {"preset": preset.name, "zero_stage": preset.stage, "steps": plan.steps, "versions": versions()}
+    return about | {"batch_total": plan.batch.total, "began_with": plan.began_with}
 
 
 def _base(plan: Plan, world: World) -> str | None:
@@ -128,6 +129,9 @@ def _starting_point(plan: Plan, checkpoints: Checkpoints, journal: Journal, worl
     if plan.resume.wanted not in ("auto", "never"):
         start: CheckpointInfo | None = chosen_checkpoint(plan.resume.wanted)
         passed_over: list[CheckpointInfo] = []
+        assert start is not None
+        if fault := checkpoints.fault(start.path):
+            raise ResumeError(f"--resume {plan.resume.wanted}: {start.path} is damaged ({fault}); choose another one")
     else:
         start, passed_over = checkpoints.newest()
     for name in removed:

@@ -85,13 +85,17 @@ class Checkpoints:
         names = self._on_first("listing checkpoints", lambda: step_folders(self.folder))
         passed_over: list[CheckpointInfo] = []
         for name in names:
-            path, share = self.folder / name, (self.world.rank, self.world.size)
-            faults = self.world.gather(verify(path, share=share))
-            fault = next((f"{fault} (rank {rank})" for rank, fault in enumerate(faults) if fault), None)
+            path = self.folder / name
+            fault = self.fault(path)
             if fault is None:
                 return describe(path, None), passed_over
             passed_over.append(describe(path, fault))
         return None, passed_over
+
+    def fault(self, path: Path) -> str | None:
+        """Why a checkpoint is damaged, every byte of it read, by each rank a share; None where it is whole. Collective."""
+        faults = self.world.gather(verify(path, share=(self.world.rank, self.world.size)))
+        return next((f"{fault} (rank {rank})" for rank, fault in enumerate(faults) if fault), None)
 
     def whole(self, read_all: bool = False) -> list[CheckpointInfo]:
         """`listed` of this folder."""

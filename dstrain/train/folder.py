@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.config import RunConfig, changed_learning_keys, read_recipe, show_recipe
+from dstrain.config.schema import BatchConfig
 from dstrain.errors import ResumeError, UsageError
 from dstrain.train.manifest import CheckpointInfo, describe, listed, verify
 from dstrain.world import World
@@ -31,8 +32,8 @@ class Resume:
     """Keys that may differ from the recipe the run was started with."""
 
 
-def check_resume(run_dir: Path, resume: Resume, config: RunConfig, world_size: int, stage: int) -> None:
-    """Raise ResumeError where the run cannot go on as asked. Reads only what is cheap to read."""
+def check_resume(run_dir: Path, resume: Resume, config: RunConfig) -> CheckpointInfo | None:
+    """The checkpoint that the run would go on from, by what is cheap to read. Raises ResumeError where it cannot."""
     there = [info for info in listed(run_dir / "checkpoints") if info.whole]
     if resume.wanted == "never":
         if there:
@@ -40,33 +41,36 @@ def check_resume(run_dir: Path, resume: Resume, config: RunConfig, world_size: i
                 f"--resume never: {run_dir} already holds step {there[0].step}; "
                 f"choose another --run-dir, or remove the folder if nothing in it is needed"
             )
-        return
+        return None
     if resume.wanted != "auto":
         there = [chosen_checkpoint(resume.wanted)]
     if not there:
-        return
+        return None
     before = there[0].path.parent.parent / "recipe.yaml"
     if before.is_file():
         faults = changed_learning_keys(read_recipe(before).config, config, resume.allowed)
         if faults:
             raise ResumeError(faults)
-    if there[0].world_size != world_size or there[0].zero_stage != stage:
-        raise ResumeError(
-            f"{there[0].path} was written by {there[0].world_size} processes at ZeRO stage {there[0].zero_stage}, and this "
-            f"is {world_size} at stage {stage}: going on with others is not supported yet; start with the same, or "
-            f"`dstrain export` it and begin a new run from that"
-        )
+    return there[0]
+
+
+def batch_to_go_on_with(batch: BatchConfig, start: CheckpointInfo | None, allowed: Collection[str]) -> BatchConfig:
+    """The recipe's batch with the total that the run began with, whatever the number of processes is now."""
+    total = None if start is None else start.record().get("batch_total")
+    if total is None or batch.total is not None or any(key.split(".")[0] == "batch" for key in allowed):
+        return batch
+    return batch.model_copy(update={"total": total, "accumulate": None})
 
 
 def chosen_checkpoint(folder: str) -> CheckpointInfo:
     """The whole checkpoint that `--resume DIR` names: the folder itself, or the newest of a run folder."""
     path = Path(folder).expanduser().resolve()
     if (path / "MANIFEST.json").is_file():
-        fault = verify(path)
+        fault = verify(path, read_all=False)
         if fault:
             raise ResumeError(f"--resume {folder}: the checkpoint is damaged ({fault}); choose another one")
         return describe(path, None)
-    whole = [info for info in listed(path / "checkpoints", read_all=True) if info.whole]
+    whole = [info for info in listed(path / "checkpoints") if info.whole]
     if not whole:
         raise ResumeError(f"--resume {folder}: holds no whole checkpoint; give a run folder or a checkpoint in it")
     return whole[0]

@@ -22,7 +22,7 @@ from dstrain.launch.topology import Worker, wants_cpu
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.report.sinks import check_trackers
 from dstrain.tasks import Task, make_task
-from dstrain.train.folder import Resume, check_resume, check_writable
+from dstrain.train.folder import Resume, batch_to_go_on_with, check_resume, check_writable
 from dstrain.train.settings import resolved_ds_config
 
 
@@ -42,6 +42,8 @@ class Plan:
     device: torch.device
     run_dir: Path
     resume: Resume
+    began_with: int
+    """Processes that the run began with: the learning rate goes by them where it goes by processes."""
 
 
 def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
@@ -73,11 +75,13 @@ def make_plan(recipe: Recipe, run_dir: Path, resume: Resume, worker: Worker) -> 
     check_writable(run_dir)
     device = set_up_process(worker, config)
     preset = read_preset(config.ds_config)
-    batch = resolve_batch(config.batch, worker.world_size, preset.micro, preset.accumulate)
+    before = check_resume(run_dir, resume, config)
+    asked = batch_to_go_on_with(config.batch, before, resume.allowed)
+    kept = asked is not config.batch
+    batch = resolve_batch(asked, worker.world_size, preset.micro, None if kept else preset.accumulate)
     ds_config = resolved_ds_config(config, preset, batch, (worker.world_size, device_of(device)), run_dir)
     task = make_task(config)
     task.check()
-    check_resume(run_dir, resume, config, worker.world_size, preset.stage)
     if worker.rank == 0:
         check_trackers(config.log)
     train, test = task.examples("train"), task.examples("eval")
@@ -88,6 +92,7 @@ def make_plan(recipe: Recipe, run_dir: Path, resume: Resume, worker: Worker) -> 
     return Plan(
         config=config, preset=preset, ds_config=ds_config, batch=batch, task=task, train=train, test=test,
         data=replace(data, total_samples=total), steps=steps, device=device, run_dir=run_dir, resume=resume,
+        began_with=worker.world_size if before is None else before.record().get("began_with", worker.world_size),
     )  # fmt: skip
 
 

@@ -130,8 +130,8 @@ class Whole:
 class Flat:
     """The parts of stages 1 and 2: of each group of parameters, laid end to end, a stretch."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
-        self._model, self._zero = model, optimizer
+    def __init__(self, model: torch.nn.Module, optimizer: Any, rank: int) -> None:
+        self._model, self._zero, self._rank = model, optimizer, rank
         bf16 = hasattr(optimizer, "bf16_groups_flat")  # stage 1 with gradients accumulated in fp32
         self._flats = optimizer.bf16_groups_flat if bf16 else optimizer.bit16_groups_flat
         self._groups = optimizer.bf16_groups if bf16 else optimizer.bit16_groups
@@ -144,13 +144,11 @@ class Flat:
             self._zero.update_lp_params()
 
     def _learning(self) -> Iterator[Part]:
-        import torch.distributed as dist
-
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         optimizer = self._zero.optimizer
         for index, (flat, parameters) in enumerate(zip(self._flats, self._groups, strict=True)):
-            master, ranks = self._masters[index], self._zero.real_dp_process_group[index]
-            first = dist.get_rank(ranks) * master.numel()
+            master = self._masters[index]
+            first = self._rank * master.numel()
             places = []
             for parameter in parameters:
                 # Each parameter is a view of the flat tensor: its position there is what counts, whatever the order.
@@ -165,8 +163,8 @@ class Flat:
 class Sharded:
     """The parts of stage 3: of each parameter a stretch, in groups that may lie on a disk."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
-        self._model, self._zero = model, optimizer
+    def __init__(self, model: torch.nn.Module, optimizer: Any, rank: int) -> None:
+        self._model, self._zero, self._rank = model, optimizer, rank
 
     def live(self, change: bool = False) -> Iterator[list[Part]]:
         """Parts that are in memory together; with `change` their values go where the model sees them. Collective with `change`."""
@@ -200,12 +198,9 @@ class Sharded:
         master = zero.fp32_partitioned_groups_flat[index]
         return Part(master, places, everywhere=False, optimizer=optimizer, group=group)
 
-    @staticmethod
-    def _places(name: str, parameter: Any, offset: int = 0) -> list[Place]:
-        import torch.distributed as dist
-
+    def _places(self, name: str, parameter: Any, offset: int = 0) -> list[Place]:
         share = parameter.partition_numel()
-        start = dist.get_rank(parameter.ds_process_group) * share
+        start = self._rank * share
         numel = min(share, parameter.ds_numel - start)  # the last stretches are padded
         return [Place(name, start, numel, offset)] if numel > 0 else []
 
@@ -256,10 +251,10 @@ def _buffers(model: torch.nn.Module) -> Iterator[Part]:
 Cut = Whole | Flat | Sharded
 
 
-def cut_of(model: torch.nn.Module, optimizer: Any) -> Cut:
-    """How DeepSpeed's optimizer, or torch's, has cut up the state of a model."""
+def cut_of(model: torch.nn.Module, optimizer: Any, rank: int) -> Cut:
+    """How DeepSpeed's optimizer, or torch's, has cut up the state of a model; `rank`: this process's."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return Sharded(model, optimizer)
+        return Sharded(model, optimizer, rank)
     if hasattr(optimizer, "bit16_groups_flat") or hasattr(optimizer, "bf16_groups_flat"):
-        return Flat(model, optimizer)
+        return Flat(model, optimizer, rank)
     return Whole(model, optimizer)

@@ -29,19 +29,19 @@ def stored_shapes(objective: Objective) -> dict[str, list[int]]:
 
 def take_state(objective: Objective, optimizer: Any, world: World) -> Iterator[Shard]:
     """The shards that this process writes."""
-    return take(_held(objective, optimizer, change=False), world.rank, world.size)
+    return take(_held(objective, optimizer, world.rank, change=False), world.rank, world.size)
 
 
 def load_state(objective: Objective, optimizer: Any, stored: StoredState, name: str, world: World) -> None:
     """Put a checkpoint into the model and its optimizer, called `name`; another's state begins anew. Collective."""
     shapes = {key: tuple(shape) for key, shape in stored_shapes(objective).items()}
     check_names(shapes, shapes, stored)
-    fill_parts(_held(objective, optimizer, change=True), stored, stored.about["optimizer"] == name, world)
+    fill_parts(_held(objective, optimizer, world.rank, change=True), stored, stored.about["optimizer"] == name, world)
 
 
-def _held(objective: Objective, optimizer: Any, change: bool) -> Iterator[list[Part]]:
+def _held(objective: Objective, optimizer: Any, rank: int, change: bool) -> Iterator[list[Part]]:
     names = stored_shapes(objective).keys()
-    for parts in cut_of(objective.model, optimizer).live(change):
+    for parts in cut_of(objective.model, optimizer, rank).live(change):
         yield [part for part in parts if not part.places or any(place.name in names for place in part.places)]
 
 

@@ -104,7 +104,7 @@ def ds_config(kind: str, recipe: RunConfig, processes: int, more: dict[str, Any]
     preset = read_preset(kind)
     zero = {**preset.block["zero_optimization"], **more.get("zero_optimization", {})}
     if "buffer_size" in zero.get("offload_param", {}):
-        zero["offload_param"] = {**zero["offload_param"], "buffer_size": 100_000}  # instead of 2 GB of locked memory
+        zero["offload_param"] = {**zero["offload_param"], "buffer_size": 1_000_000}  # instead of 2 GB of locked memory
     block = {**preset.block, **more, "zero_optimization": zero}
     batch, machine = BatchPlan(SAMPLES, SAMPLES // (2 * processes), 2), (processes, Device("cpu", True))
     folder = Path(tempfile.mkdtemp())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +39,8 @@ def test_a_run_goes_on_with_two_processes_one_and_three(
     recipe: str, tmp_path: Path, one: Workers, two: Workers, three: Workers
 ) -> None:
     two(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"))
-    seen = []
     for workers, preset, crash in ((two, "zero3", 5), (one, "zero2_offload", 8), (three, "zero1", None)):
-        sets = [f"ds_config={preset}"]
-        results = workers(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets, crash_at=crash)
-        seen.append(
-            [sorted(sample for ids in step for sample in ids) for step in zip(*(r["samples"] for r in results))]
-        )
+        workers(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=[f"ds_config={preset}"], crash_at=crash)
     close(rows(tmp_path / "run"), rows(tmp_path / "whole"))
     told = events(tmp_path / "run", "reshaped")
     assert [event["step"] for event in told] == [3, 6]

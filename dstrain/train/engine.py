@@ -17,6 +17,7 @@ from dstrain.config.schema import OptimConfig
 from dstrain.models.freeze import Group
 from dstrain.models.sharded import start_deepspeed
 from dstrain.train.objective import Objective, Sums, look_at, survey, surveyed
+from dstrain.train.on_disk import keep_misaligned_gradients
 from dstrain.train.optimizers import make_optimizer
 from dstrain.train.reshape import load_state, stored_shapes, take_state
 from dstrain.train.shards import Shard, StoredState
@@ -128,6 +129,8 @@ class DeepSpeedEngine:
         self._clip = None if zero["stage"] or config.get("bf16", {}).get("enabled") else optim.clip or math.inf
         own = {**config, "gradient_clipping": 0.0} if self._clip else dict(config)
         self.engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=own)
+        if swapper := getattr(self.engine.optimizer, "optimizer_swapper", None):
+            keep_misaligned_gradients(swapper)
         if not zero["stage"]:
             # In bf16 DeepSpeed takes a step with zero gradients to make Adam's state, which then counts from 2:
             # the first real update would be 0.74 of what it should be (fp16/unfused_optimizer.py).

@@ -49,23 +49,29 @@ class Part:
     """Of torch's kind; None where nothing learns."""
     group: Mapping[str, Any] = field(default_factory=dict)
     """The optimizer's settings for it."""
+    own_places: Mapping[str, Sequence[Place]] = field(default_factory=dict)
+    """Key -> places, for what the optimizer lays out in another way."""
 
     @property
     def state(self) -> dict[str, Any]:
         """What the optimizer keeps for it; empty before its first step."""
         return {} if self.optimizer is None else self.optimizer.state.get(self.tensor, {})
 
+    def places_of(self, key: str) -> Sequence[Place]:
+        """Where the stretches lie in the tensor of a key."""
+        return self.own_places.get(key, self.places)
+
     def along(self) -> dict[str, torch.Tensor]:
-        """Key -> (n,), what has one value for each of the part's."""
-        beside = {key: value for key, value in self.state.items() if _is_along(value, self.tensor)}
-        return {key: value.detach().view(-1) for key, value in {WEIGHT: self.tensor, **beside}.items()}
+        """Key -> (n,), what has values for those of the parameters."""
+        kept = {key: value for key, value in self.state.items() if self._is_along(key, value)}
+        return {key: value.detach().view(-1) for key, value in {WEIGHT: self.tensor, **kept}.items()}
 
     def beside(self) -> dict[str, torch.Tensor]:
         """Key -> the optimizer's other tensors, such as row and column means of a whole matrix."""
         return {
             key: value
             for key, value in self.state.items()
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and not _is_along(value, self.tensor)
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and not self._is_along(key, value)
         }
 
     def numbers(self) -> dict[str, float]:
@@ -84,6 +90,16 @@ class Part:
         else:
             self.state[key] = type(old)(value)
 
+    def _is_along(self, key: str, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return False
+        return key in self.own_places or value.shape == self.tensor.shape
+
+    def make(self, key: str, dtype: torch.dtype) -> None:
+        """Have room for what the optimizer makes only when it needs it."""
+        numel = sum(place.numel for place in self.own_places[key]) if key in self.own_places else self.tensor.numel()
+        self.optimizer.state[self.tensor][key] = torch.zeros(numel, dtype=dtype, device=self.tensor.device)
+
     def wake(self) -> None:
         """Have the optimizer make what it keeps: a step with zero gradients at rate 0. The weights are not looked at after."""
         kept, grad = self.optimizer.param_groups, self.tensor.grad
@@ -93,10 +109,6 @@ class Part:
             self.optimizer.step()
         finally:
             self.optimizer.param_groups, self.tensor.grad = kept, grad
-
-
-def _is_along(value: Any, tensor: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == tensor.shape
 
 
 class Whole:
@@ -157,7 +169,19 @@ class Flat:
                 if low < high:
                     places.append(Place(names[id(parameter)], low - begin, high - low, low - first))
             places.sort(key=lambda place: place.offset)
-            yield Part(master, places, everywhere=False, optimizer=optimizer, group=optimizer.param_groups[index])
+            own = self._momenta(index, names) if optimizer.param_groups[index].get("use_muon") else {}
+            group = optimizer.param_groups[index]
+            yield Part(master, places, everywhere=False, optimizer=optimizer, group=group, own_places=own)
+
+    def _momenta(self, index: int, names: Mapping[int, str]) -> dict[str, list[Place]]:
+        """Muon's momenta are those of whole matrices, of each that reaches into this process's stretch."""
+        if not hasattr(self._zero, "params_in_partition") or self._zero.cpu_offload:
+            return {}  # stretches there too: stage 1 with gradients in fp32, and on the host
+        places, offset = [], 0
+        for parameter in self._zero.params_in_partition[index]:
+            places.append(Place(names[id(parameter)], 0, parameter.numel(), offset))
+            offset += parameter.numel()
+        return {"momentum_buffer": places}
 
 
 class Sharded:

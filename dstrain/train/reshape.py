@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def fill_parts(live: Iterable[Sequence[Part]], stored: StoredState, optimizer: b
 
 def _fill_optimizer(part: Part, stored: StoredState) -> None:
     """A parameter that was frozen so far has none of it: its own begins anew."""
-    names = [place.name for place in part.places]
+    names = sorted({place.name for place in (*part.places, *chain.from_iterable(part.own_places.values()))})
     kept = {key for name in names for key in stored.keys(name)} - {WEIGHT}
     numbers = {key: value for name in names for key, value in stored.numbers(name).items()}
     if not kept and not numbers:
@@ -102,7 +103,7 @@ def _fill_optimizer(part: Part, stored: StoredState) -> None:
         kept - part.state.keys()
     ):  # DeepSpeed makes Muon's at its first step, in the gradient's precision
         dtype = next(stored.dtype(name, key) for name in names if key in stored.keys(name))
-        part.optimizer.state[part.tensor][key] = torch.zeros_like(part.tensor, dtype=dtype)
+        part.make(key, dtype)
     for key, tensor in part.along().items():
         if key != WEIGHT:
             tensor.zero_()
@@ -122,6 +123,6 @@ def _fill_optimizer(part: Part, stored: StoredState) -> None:
 
 def _fill(part: Part, key: str, tensor: torch.Tensor, stored: StoredState, only: set[str] | None = None) -> None:
     flat = tensor.detach().view(-1)
-    for place in part.places:
+    for place in part.places_of(key):
         if place.name in stored.shapes and (only is None or place.name in only):
             stored.read(place.name, key, flat.narrow(0, place.offset, place.numel), place.start)

@@ -63,14 +63,12 @@ def take(live: Iterable[Sequence[Part]], rank: int, size: int) -> Iterator[Shard
         numbers: dict[str, dict[str, float]] = {}
         for part, places in _share(parts, rank, size):
             numbers |= {place.name: part.numbers() for place in places if part.numbers()}
-            along, beside = part.along(), part.beside()
-            for place in places:
-                for key, values in along.items():
-                    tensors.append(
-                        (key, f"{place.name}/{key}@{place.start}", values.narrow(0, place.offset, place.numel))
-                    )
-                if place.start == 0:
-                    tensors += [(key, f"{place.name}/{key}", values.detach()) for key, values in beside.items()]
+            for key, values in part.along().items():
+                for place in part.own_places.get(key, places):
+                    name = f"{place.name}/{key}@{place.start}"
+                    tensors.append((key, name, values.narrow(0, place.offset, place.numel)))
+            for key, values in part.beside().items():
+                tensors += [(key, f"{place.name}/{key}", values.detach()) for place in places if place.start == 0]
         tensors.sort(key=lambda found: (found[0] != WEIGHT, found[0]))  # who reads weights alone reads one stretch
         if tensors:
             yield Shard(

@@ -16,6 +16,7 @@ from dstrain.commands.find import Wish, packaged_recipes, resolve_wish
 from dstrain.config import read_recipe
 from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import find_task, options, packaged_tasks
+from dstrain.train.blocks import write_hashed
 from dstrain.train.checkpoint import Checkpoints
 from dstrain.world import SoloWorld
 
@@ -161,15 +162,15 @@ def test_checkpoints_tells_whole_from_damaged(tmp_path: Path) -> None:
     kept = Checkpoints(folder=tmp_path / "checkpoints", world=SoloWorld(), best="max")
     for step, metric in ((10, 0.9), (20, 0.4)):
         kept.save(
-            lambda folder: (folder / "w.bin").write_bytes(b"x" * 100),
+            lambda folder: {"w.dat": write_hashed(folder / "w.dat", b"x" * 100)},
             Progress(step, step * 4),
             {"zero_stage": 2},
             metric,
         )
-    (tmp_path / "checkpoints/step-00000020/w.bin").write_bytes(b"y" * 100)
+    (tmp_path / "checkpoints/step-00000020/w.dat").write_bytes(b"y" * 100)
     rows = json.loads(call("checkpoints", str(tmp_path), "--verify", "--json").stdout)
     assert [(row["step"], row["best"]) for row in rows] == [(20, False), (10, True)]
-    assert rows[0]["state"].startswith("damaged: w.bin")
+    assert rows[0]["state"].startswith("damaged: w.dat")
     assert rows[1]["state"] == "whole"
     assert "whole, best" in call("checkpoints", str(tmp_path)).output
 

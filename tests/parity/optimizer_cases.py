@@ -26,6 +26,7 @@ from dstrain.train.objective import Objective
 from dstrain.train.optimizers import make_optimizer
 from dstrain.world import SoloWorld, World
 from tests.parity.cases import weights, world
+from tests.states import go_on, keep
 
 WIDTHS = ((12, 7), (33, 16), (5, 16), (9, 20), (20, 20), (3, 16))
 """(rows, columns): ZeRO's partitions cut them anywhere."""
@@ -147,9 +148,9 @@ def resumed(kind: str, optim: dict[str, Any], folder: str, precision: str = "fp3
     take(whole, range(5))
     first = make(kind, optim, precision)
     take(first, range(2))
-    first.save(Path(folder))
+    kept = keep(first, Path(folder))
     second = make(kind, optim, precision)
-    second.load(Path(folder))
+    go_on(second, kept)
     take(second, range(2, 5))
     wanted, found = weights(whole.objective.model), weights(second.objective.model)
     return max(float(abs(found[name] - wanted[name]).max()) for name in wanted)

@@ -1,0 +1,22 @@
+"""An engine's state to a checkpoint folder and back, without a run around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dstrain.batch import Progress
+from dstrain.train.checkpoint import Checkpoints
+from dstrain.train.shards import StoredState, write_state
+
+
+def keep(engine: Any, folder: Path, step: int = 1) -> Path:
+    """Commit a checkpoint of this engine; returns its folder. Collective."""
+    about = engine.about() if engine.world.rank == 0 else None
+    checkpoints = Checkpoints(folder=folder, world=engine.world)
+    return checkpoints.save(lambda path: write_state(path, engine.shards(), about), Progress(step, step), {})
+
+
+def go_on(engine: Any, checkpoint: Path) -> None:
+    """Load what `keep` wrote. Collective."""
+    engine.load(StoredState(checkpoint))

@@ -31,6 +31,9 @@ class World(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """Every rank's small plain value, by rank, on every rank. Collective."""
 
+    def apart(self) -> World:
+        """The same processes, agreeing over a group of their own: for another thread. Collective."""
+
 
 class SoloWorld:
     """One process that need not ask anyone."""
@@ -55,6 +58,9 @@ class SoloWorld:
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
+    def apart(self) -> World:
+        return self
+
 
 class TorchWorld:
     """The ranks of torch.distributed, agreeing over a gloo group of their own."""
@@ -63,7 +69,7 @@ class TorchWorld:
         import torch.distributed as dist
 
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._group, self._timeout = dist.new_group(backend="gloo", timeout=timeout), timeout
 
     def sum(self, values: Sequence[float]) -> list[float]:
         import torch
@@ -87,6 +93,9 @@ class TorchWorld:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def apart(self) -> World:
+        return TorchWorld(self.device, self._timeout)
 
 
 def join(device: torch.device, timeout: timedelta) -> None:

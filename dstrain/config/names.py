@@ -105,8 +105,6 @@ NOT_YET: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("batch.tokens_per_micro", bool, "use batch.micro"),
     ("batch.on_oom", lambda value: value == "shrink", "use stop, and a smaller batch.micro"),
     ("compile", bool, "leave it out"),
-    ("save.background", bool, "leave it out: saving blocks until the checkpoint is whole"),
-    ("save.prune_when_full", bool, "leave it out and lower save.keep"),
     ("launch.env", bool, "leave it out; on one machine the environment reaches every process"),
     ("launch.slurm.partition", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),
     ("launch.slurm.account", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),

@@ -223,9 +223,9 @@ class SaveConfig(Section):
     keep_every: Count | None = None
     """Keep every checkpoint whose step is a multiple of this."""
     background: bool = False
-    """Write while training goes on."""
+    """Write behind training, from a copy in host memory; training waits for the copy alone. Not where state lies on a disk."""
     prune_when_full: bool = False
-    """Delete an older checkpoint first when the disk cannot hold one more."""
+    """Where the disk cannot hold one more, delete older checkpoints first; never the newest whole one."""
 
 
 class ProfileConfig(Section):

@@ -24,6 +24,8 @@ TAIL = (
     "samples_per_second",
     "step_seconds",
     "data_wait_seconds",
+    "save_stall_seconds",
+    "save_seconds",
     "peak_memory_gib",
     "host_memory_gib",
     "gpu_utilization",

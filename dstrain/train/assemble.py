@@ -31,6 +31,9 @@ from dstrain.train.manifest import CheckpointInfo
 from dstrain.train.plan import Plan
 from dstrain.train.profile import Profile
 from dstrain.train.references import Asking, add_references
+from dstrain.train.reshape import checkpoint_bytes
+from dstrain.train.room import Forecast, check_room, free_bytes, most_at_once
+from dstrain.train.saving import Saving
 from dstrain.train.state import Run
 from dstrain.units import show_count
 from dstrain.world import TorchWorld, World, close, join, set_timeouts
@@ -72,7 +75,8 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None) -> Run:
     config, run_dir = plan.config, plan.run_dir
     save, best = config.save, config.eval.best
     folder = run_dir / "checkpoints"
-    checkpoints = Checkpoints(folder=folder, world=world, keep=save.keep, keep_every=save.keep_every, best=best)
+    apart = world.apart() if save.background else world
+    checkpoints = Checkpoints(folder=folder, world=apart, keep=save.keep, keep_every=save.keep_every, best=best)
     journal = Journal(run_dir, world.rank)
     base = _base(plan, world)
     start = _starting_point(plan, checkpoints, journal, world)
@@ -83,13 +87,13 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None) -> Run:
         plan.task.save_extras(run_dir / "tokenizer")
     describe_start(plan, journal, world, start)
     engine = _engine(plan, world, journal)
-    per_epoch = -(-plan.data.samples_per_epoch // plan.batch.total)
     peak = scale(config.optim.lr, config.optim.scale_lr, plan.began_with, config.optim.scale_lr_base)
     return Run(
         engine=engine,
         loader=_loader(plan, world),
         evaluation=None if plan.test is None else Evaluation(plan.task, plan.test, plan.batch.micro),
         checkpoints=checkpoints,
+        saving=_saving(plan, engine, checkpoints, journal, base),
         start=start,
         journal=journal,
         sinks=make_sinks(plan, journal, world, start, screen),
@@ -102,10 +106,40 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None) -> Run:
         steps=plan.steps,
         metric=config.eval.metric,
         log=Every(config.log.every),
-        test=Every(per_epoch if config.eval.every == "epoch" else config.eval.every),
-        save=Every(per_epoch if save.every == "epoch" else save.every),
-        record=_record(plan) | ({} if base is None else {"base": base}),
+        test=Every(_steps_between(plan, config.eval.every)),
+        save=Every(_steps_between(plan, save.every)),
     )
+
+
+def _saving(
+    plan: Plan, engine: DeepSpeedEngine, checkpoints: Checkpoints, journal: Journal, base: str | None
+) -> Saving:
+    """How checkpoints are written; says what they will take. Raises CheckpointError where not one fits."""
+    save = plan.config.save
+    size = checkpoint_bytes(engine.objective, plan.config.optim.name)
+    every = _steps_between(plan, save.every)
+    saves = -(-plan.steps // every)
+    forecast = Forecast(size, most_at_once(saves, save.keep, (every, save.keep_every)), free_bytes(checkpoints.folder))
+    journal.event("checkpoint_forecast", each=forecast.each, at_once=forecast.at_once, free=forecast.free)
+    if (warning := check_room(forecast, checkpoints.folder, save.prune_when_full)) and engine.world.rank == 0:
+        journal.event("warning", what=warning)
+        print(warning, flush=True)
+    return Saving(
+        checkpoints=checkpoints,
+        engine=engine,
+        record=_record(plan) | ({} if base is None else {"base": base}),
+        tell=journal.event,
+        size=size,
+        background=save.background,
+        on_disk="nvme" in (plan.preset.offload_optimizer, plan.preset.offload_param),
+        prune_when_full=save.prune_when_full,
+        processes_here=plan.processes_here,
+    )
+
+
+def _steps_between(plan: Plan, every: int | str) -> int:
+    per_epoch = -(-plan.data.samples_per_epoch // plan.batch.total)
+    return per_epoch if isinstance(every, str) else every
 
 
 def _record(plan: Plan) -> dict[str, Any]:

@@ -67,22 +67,22 @@ class Checkpoints:
         about = (progress.step, progress.samples, metric, self.world.size, record.get("zero_stage"))
         record = {"time": now(), **record, **dict(zip(ABOUT, about, strict=True))}
         try:
-            self._on_first(f"making {partial}", lambda: _make_empty(partial))
+            self.on_first(f"making {partial}", lambda: _make_empty(partial))
             written = self._together(f"writing {final.name}", lambda: write(partial))
             files = {name: entry for share in written for name, entry in share.items()}
-            self._on_first(f"sealing {partial}", lambda: seal(partial, files, record))
-            self._on_first(f"committing {final.name}", lambda: _commit(partial, final))
+            self.on_first(f"sealing {partial}", lambda: seal(partial, files, record))
+            self.on_first(f"committing {final.name}", lambda: _commit(partial, final))
         except CheckpointError:
             if self.world.rank == 0:  # all ranks came back: nobody writes any more
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        self._on_first("choosing the best", lambda: self._choose_best(metric))
-        self._on_first("pruning", lambda: self._prune(progress.step))
+        self.on_first("choosing the best", lambda: self._choose_best(metric))
+        self.on_first("pruning", lambda: self._prune(progress.step))
         return final
 
     def newest(self) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
         """The newest that verifies, all ranks reading a share, and the damaged ones passed over. Collective."""
-        names = self._on_first("listing checkpoints", lambda: step_folders(self.folder))
+        names = self.on_first("listing checkpoints", lambda: step_folders(self.folder))
         passed_over: list[CheckpointInfo] = []
         for name in names:
             path = self.folder / name
@@ -103,11 +103,11 @@ class Checkpoints:
 
     def clean(self) -> list[str]:
         """Remove what a run that died left half done; returns the names. Call before the first save. Collective."""
-        return self._on_first("cleaning up", lambda: _clean(self.folder))
+        return self.on_first("cleaning up", lambda: _clean(self.folder))
 
     def set_aside_after(self, start: CheckpointInfo) -> list[str]:
         """Take the newer checkpoints of this folder out of the count, where the run goes on from an older one. Collective."""
-        return self._on_first("setting newer checkpoints aside", lambda: _set_aside(self.folder, start))
+        return self.on_first("setting newer checkpoints aside", lambda: _set_aside(self.folder, start))
 
     def _choose_best(self, metric: float | None) -> None:
         if metric is None or not math.isfinite(metric):
@@ -124,9 +124,9 @@ class Checkpoints:
         for info in checkpoints:
             multiple = self.keep_every is not None and info.step % self.keep_every == 0
             if info.step < min(newest, default=0) and not multiple and info.path.name != best and info.step != current:
-                _discard(info.path)
+                discard(info.path)
 
-    def _on_first(self, doing: str, act: Callable[[], T]) -> T:
+    def on_first(self, doing: str, act: Callable[[], T]) -> T:
         """Act on rank 0 and have its result; or raise on all ranks where it failed. Collective."""
         return cast(T, self._together(doing, lambda: act() if self.world.rank == 0 else None)[0])
 
@@ -163,7 +163,7 @@ def _commit(partial: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _discard(path: Path) -> None:
+def discard(path: Path) -> None:
     """Take the name away first: a checkpoint half removed must not look like one."""
     aside = path.with_suffix(".partial")
     shutil.rmtree(aside, ignore_errors=True)

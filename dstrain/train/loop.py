@@ -20,7 +20,7 @@ def train(run: Run) -> Progress:
             progress = progress.after(len(run.loader.plan.ids(progress.samples)))
             run.meter.add(result)
             run.guard.watch(result, progress)
-            done, stop = progress.step >= run.steps, run.interrupt.agreed()
+            done, stop = progress.step >= run.steps, run.stops()
             run.end_profile(progress, done or stop)
             metric = None
             if run.log.due(progress.step) or done or stop:
@@ -28,7 +28,7 @@ def train(run: Run) -> Progress:
             if done or (run.test.due(progress.step) and not stop):
                 metric = run.evaluate(progress)
             if run.save.due(progress.step) or done or stop:
-                run.keep(progress, metric)
+                run.keep(progress, metric, last=done or stop)
             if done or stop:
                 break
     return progress

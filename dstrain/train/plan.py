@@ -44,6 +44,8 @@ class Plan:
     resume: Resume
     began_with: int
     """Processes that the run began with: the learning rate goes by them where it goes by processes."""
+    processes_here: int
+    """Processes of this host."""
 
 
 def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
@@ -93,6 +95,7 @@ def make_plan(recipe: Recipe, run_dir: Path, resume: Resume, worker: Worker) -> 
         config=config, preset=preset, ds_config=ds_config, batch=batch, task=task, train=train, test=test,
         data=replace(data, total_samples=total), steps=steps, device=device, run_dir=run_dir, resume=resume,
         began_with=worker.world_size if before is None else before.record().get("began_with", worker.world_size),
+        processes_here=worker.local_size,
     )  # fmt: skip
 
 

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from dstrain.errors import CheckpointError
-from dstrain.models.sharded import whole_shape
+from dstrain.models.sharded import numel, whole_shape
 from dstrain.train.objective import Objective
 from dstrain.train.parts import WEIGHT, Part, cut_of
 from dstrain.train.shards import Shard, StoredState, take
 from dstrain.world import World
 
+STATE_BYTES = {"adamw": 8, "muon": 4, "lion": 4, "adafactor": 1, "sgd": 0}
+"""Bytes that an optimizer keeps for each value that learns, about."""
 NAMED = 4
 """Names in a message."""
 
@@ -26,6 +28,17 @@ def stored_shapes(objective: Objective) -> dict[str, list[int]]:
     lasting = model.state_dict(keep_vars=True).keys()
     found |= {name: buffer for name, buffer in model.named_buffers() if name in lasting}
     return {name: list(whole_shape(tensor)) for name, tensor in found.items()}
+
+
+def checkpoint_bytes(objective: Objective, optimizer: str) -> int:
+    """Bytes of a checkpoint, about: fp32 masters and what the optimizer keeps, and frozen weights as they are."""
+    names, size = stored_shapes(objective), 0
+    for name, parameter in objective.model.named_parameters():
+        if name in names:
+            size += numel(parameter) * (
+                4 + STATE_BYTES[optimizer] if parameter.requires_grad else parameter.element_size()
+            )
+    return size
 
 
 def take_state(objective: Objective, optimizer: Any, world: World) -> Iterator[Shard]:

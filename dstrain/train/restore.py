@@ -10,6 +10,7 @@ import torch
 
 from dstrain.errors import CheckpointError
 from dstrain.models.sharded import fill, whole_shape
+from dstrain.train.parts import WEIGHT
 from dstrain.train.reshape import check_names
 from dstrain.train.shards import StoredState
 from dstrain.world import World
@@ -18,8 +19,8 @@ from dstrain.world import World
 def restore(model: torch.nn.Module, checkpoint: Path, world: World, adapted: bool = False) -> None:
     """Put the weights of a checkpoint into the model; `adapted`: it holds those that learn, and the others stay.
 
-    One parameter is read at a time; where the model is in shards, by rank 0 alone. Raises CheckpointError on every rank
-    where they do not fit. Collective under ZeRO-3.
+    One parameter is read at a time, in pieces where it is whole; where the model is in shards, by rank 0 alone, and
+    CheckpointError is raised on every rank where they do not fit or cannot be read. Collective under ZeRO-3.
     """
     state = model.state_dict(keep_vars=True)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
@@ -29,21 +30,43 @@ def restore(model: torch.nn.Module, checkpoint: Path, world: World, adapted: boo
     fault = world.gather(fault)[0] if in_shards else fault
     if fault is not None:
         raise CheckpointError(fault)
-    held = (
-        world.gather(set(stored.shapes) if stored else None)[0]
-        if in_shards
-        else set(stored.shapes)
-        if stored
-        else set()
-    )
-    for name, tensor in tensors.items():
-        if name not in held:
-            continue
-        read = None if stored is None else partial(stored.whole, name)
-        if in_shards and not hasattr(tensor, "ds_id"):  # a buffer, or an adapter: whole on every rank, and small
-            found = world.gather(None if read is None else read())[0]
-            read = partial(_same, found)
-        fill(tensor, read)
+    if not in_shards:
+        assert stored is not None
+        _fill_whole(tensors, stored)
+        return
+    _fill_shards(tensors, stored, world)
+
+
+def _fill_shards(tensors: Mapping[str, torch.Tensor], stored: StoredState | None, world: World) -> None:
+    """Rank 0 reads. After the first that it cannot read it goes on without, so that nobody waits for it."""
+    faults: list[str] = []
+
+    def read(name: str) -> torch.Tensor | None:
+        if stored is None or faults:
+            return None
+        try:
+            return stored.whole(name)
+        except CheckpointError as error:
+            faults.append(str(error))
+            return None
+
+    for name in world.gather([*stored.shapes] if stored else None)[0]:
+        values, tensor = read(name), tensors[name]
+        if not hasattr(tensor, "ds_id"):  # a buffer, or an adapter: whole on every rank, and small
+            values = world.gather(values)[0]
+        fill(tensor, None if values is None else partial(_same, values))
+    if told := world.gather(faults)[0]:
+        raise CheckpointError(told[0])
+
+
+def _fill_whole(tensors: Mapping[str, torch.Tensor], stored: StoredState) -> None:
+    """Values are cast piece by piece, so that no second copy of a large parameter is ever there."""
+    for name in stored.shapes:
+        target = tensors[name].detach()
+        if target.is_contiguous():
+            stored.read(name, WEIGHT, target.view(-1))
+        else:
+            target.copy_(stored.whole(name))
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

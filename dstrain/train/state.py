@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from dstrain.batch import Progress
@@ -21,7 +20,8 @@ from dstrain.train.guard import NonFiniteGuard
 from dstrain.train.interrupt import Interrupt
 from dstrain.train.manifest import CheckpointInfo
 from dstrain.train.profile import Profile
-from dstrain.train.shards import StoredState, write_state
+from dstrain.train.saving import Saving
+from dstrain.train.shards import StoredState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class Run:
     loader: Loader
     evaluation: Evaluation | None
     checkpoints: Checkpoints
+    saving: Saving
     start: CheckpointInfo | None
     """Where to go on from."""
     journal: Journal
@@ -48,8 +49,6 @@ class Run:
     log: Every
     test: Every
     save: Every
-    record: Mapping[str, Any]
-    """What each checkpoint says of the run: preset, stage, versions."""
 
     def resume(self) -> Progress:
         """Go on from the newest whole checkpoint, or from nothing. Collective."""
@@ -61,7 +60,16 @@ class Run:
     def write(self, progress: Progress) -> None:
         """One row of training numbers, to every sink. Collective."""
         row = self.meter.drain(self.loader.take_wait())
-        self._send(progress, {"split": "train", **row, "lr": self.lr(progress.step - 1), **memory(self.engine.world)})
+        self._send(
+            progress,
+            {
+                "split": "train",
+                **row,
+                "lr": self.lr(progress.step - 1),
+                **self.saving.take_spent(),
+                **memory(self.engine.world),
+            },
+        )
 
     def end_profile(self, progress: Progress, over: bool) -> None:
         """Write the profile where its last step was just taken; `over`: as it was the run's last. Collective."""
@@ -78,13 +86,18 @@ class Run:
         self._send(progress, {"split": "eval", **row})
         return row.get(self.metric)
 
-    def keep(self, progress: Progress, metric: float | None) -> None:
-        """Write a checkpoint. Collective."""
+    def keep(self, progress: Progress, metric: float | None, last: bool) -> None:
+        """Write a checkpoint, or begin to; the `last` is there on return. Collective."""
         with self.meter.paused():
-            about = self.engine.about() if self.engine.world.rank == 0 else None
-            write = partial(write_state, shards=self.engine.shards(), about=about)
-            folder = self.checkpoints.save(write, progress, self.record, metric)
-        self.journal.event("saved", step=progress.step, checkpoint=folder.name)
+            self.saving.save(progress, metric, last)
+
+    def stops(self) -> bool:
+        """Whether any rank was asked to stop. Raises on all where a save behind training failed on one. Collective."""
+        flags = [self.interrupt.received is not None, self.saving.failed, not self.saving.landed]
+        asked, failed, flying = self.engine.world.sum(flags)
+        if failed or not flying:
+            self.saving.settle()
+        return asked > 0
 
     def _send(self, progress: Progress, row: Mapping[str, Any]) -> None:
         where = {

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import psutil
 import torch
 
 from dstrain.batch import Batch, StepResult
 from dstrain.commands.find import Wish, resolve_wish
 from dstrain.launch.topology import Worker
+from dstrain.train import shards
 from dstrain.train.announce import finish
 from dstrain.train.assemble import assemble, with_references
 from dstrain.train.folder import Resume
@@ -25,15 +30,20 @@ class Crash(Exception):
 
 
 def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | None = None, stop_at: int | None = None,
-        resume: str = "auto", poison: Sequence[int] = ()) -> dict[str, Any]:  # fmt: skip
+        resume: str = "auto", allowed: Sequence[str] = (), poison: Sequence[int] = (), full: bool = False,
+        memory: int | None = None) -> dict[str, Any]:  # fmt: skip
     """Train as a worker does. `crash_at`: die in that step. `stop_at`: a signal reaches rank 0 in that step.
 
-    `poison`: ids of samples whose loss becomes inf.
+    `poison`: ids of samples whose loss becomes inf. `full`: rank 1 cannot write. `memory`: bytes that the host has free.
     """
     ranks = world()
     torch.set_num_threads(1)
     worker = Worker(ranks.rank, ranks.rank, ranks.size, "tests", ranks.size)
-    plan = make_plan(resolve_wish(Wish(recipe=recipe, sets=sets)), Path(run_dir), Resume(resume), worker)
+    plan = make_plan(resolve_wish(Wish(recipe=recipe, sets=sets)), Path(run_dir), Resume(resume, allowed), worker)
+    if memory is not None:
+        mock.patch.object(
+            psutil, "virtual_memory", return_value=SimpleNamespace(available=memory, total=1, used=1)
+        ).start()
     made = assemble(with_references(plan, ranks), ranks)
     seen: list[tuple[int, ...]] = []
     take = made.engine.step
@@ -49,14 +59,20 @@ def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | Non
 
     made.engine.step = step  # type: ignore[method-assign]
     try:
-        code = finish(made, train(made).step)
+        with mock.patch.object(shards, "write_shard", _no_room if full and ranks.rank == 1 else shards.write_shard):
+            code = finish(made, train(made).step)
     except Crash:
         return {"crashed": True, "samples": seen}
     finally:
+        mock.patch.stopall()
         for sink in made.sinks:
             sink.close()
     made.journal.close()
     return {"code": code, "samples": seen}
+
+
+def _no_room(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def _poisoned(batch: Batch) -> Batch:

@@ -1,0 +1,68 @@
+"""Saving behind training changes nothing but the time that training waits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dstrain.tasks import find_task
+from tests.resume.test_resume import events, rows
+from tests.workers import WorkerError, Workers
+
+RUN = "tests.resume.cases:run"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    values = find_task("rm").tiny(tmp_path)
+    values |= {"steps": 9, "batch": {"total": 6, "micro": 2}, "save": {"every": 2, "keep": 9, "background": True}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    return str(tmp_path / "recipe.yaml")
+
+
+def hashes(checkpoint: Path) -> dict[str, str]:
+    return json.loads((checkpoint / "MANIFEST.json").read_text())["files"]
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3_offload"])
+def test_what_is_written_behind_training_is_what_training_would_have_waited_for(
+    preset: str, recipe: str, tmp_path: Path, two: Workers
+) -> None:
+    sets = [f"ds_config={preset}"]
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "waits"), sets=[*sets, "save.background=false"])
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "behind"), sets=sets, crash_at=8)
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "behind"), sets=sets)
+    assert rows(tmp_path / "behind") == rows(tmp_path / "waits")
+    for step in (2, 4, 6, 8, 9):
+        one, other = (hashes(tmp_path / run / f"checkpoints/step-{step:08d}") for run in ("waits", "behind"))
+        assert {name: one[name] for name in one if name.startswith("state/")} == {
+            name: other[name] for name in other if name.startswith("state/")
+        }
+    told = events(tmp_path / "behind", "saved")
+    assert [event["step"] for event in told if event["step"] != 8] == [2, 4, 6, 9]
+    assert all(0 < event["stall_seconds"] <= event["seconds"] for event in told)
+    row = json.loads((tmp_path / "behind/metrics.jsonl").read_text().splitlines()[-2])
+    assert "save_stall_seconds" in row or "save_seconds" not in row
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_where_one_rank_cannot_write_all_ranks_stop(
+    background: bool, recipe: str, tmp_path: Path, two: Workers
+) -> None:
+    sets = [f"save.background={background}".lower()]
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets, crash_at=4)
+    with pytest.raises(
+        WorkerError, match=r"writing step-00000004 failed on 1 of 2 ranks \(rank 1: OSError: .*No space"
+    ):
+        two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets, full=True)
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_where_a_copy_does_not_fit_training_waits_and_says_why(recipe: str, tmp_path: Path, one: Workers) -> None:
+    one(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=["steps=5"], memory=0)
+    (why,) = events(tmp_path / "run", "save_waits")
+    assert "does not fit into host memory" in why["why"]
+    assert [event["stall_seconds"] == event["seconds"] for event in events(tmp_path / "run", "saved")] == [True] * 3

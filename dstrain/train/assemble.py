@@ -27,6 +27,7 @@ from dstrain.train.folder import (
 )
 from dstrain.train.guard import NonFiniteGuard
 from dstrain.train.interrupt import Interrupt
+from dstrain.train.learning import Learning
 from dstrain.train.manifest import CheckpointInfo
 from dstrain.train.plan import Plan
 from dstrain.train.profile import Profile
@@ -100,6 +101,7 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None) -> Run:
         meter=Meter(world),
         profile=Profile(config.profile, run_dir / "profile", engine, plan.steps, journal.event),
         guard=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], journal.event),
+        learning=Learning(engine, engine.objective.model, journal.event),
         interrupt=Interrupt(world),
         lr=LearningRate(peak, config.optim.schedule, plan.steps, config.optim.warmup),
         seed=config.seed,

@@ -19,8 +19,9 @@ from dstrain.models.sharded import start_deepspeed
 from dstrain.train.objective import Objective, Sums, look_at, survey, surveyed
 from dstrain.train.on_disk import keep_misaligned_gradients
 from dstrain.train.optimizers import make_optimizer
-from dstrain.train.reshape import load_state, stored_shapes, take_state
-from dstrain.train.shards import Shard, StoredState
+from dstrain.train.parts import Part
+from dstrain.train.reshape import held, load_state, stored_shapes
+from dstrain.train.shards import Shard, StoredState, take
 from dstrain.world import SoloWorld, World
 
 COUNTERS = ("global_steps", "skipped_steps")
@@ -41,14 +42,20 @@ class Engine(Protocol):
     def survey(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
         """What `evaluate` needs beside each batch, where the task surveys. Collective."""
 
+    def parts(self) -> Iterator[list[Part]]:
+        """What this rank holds of weights and optimizer state; valid until the next is asked for."""
+
     def shards(self) -> Iterator[Shard]:
-        """This rank's share of weights and optimizer state, file by file."""
+        """This rank's share of them, file by file."""
 
     def about(self) -> dict[str, Any]:
         """What belongs to them: names, whole shapes, counters."""
 
-    def load(self, stored: StoredState) -> None:
-        """Go on from what an engine of any kind, on any number of ranks, has told. Collective."""
+    def load(self, stored: StoredState) -> str:
+        """Go on from what an engine of any kind, on any number of ranks, has told.
+
+        Returns what begins anew, in a sentence; empty where nothing does. Collective.
+        """
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -99,14 +106,17 @@ class TorchEngine:
         self.objective.eval()
         return survey(self.objective, batches, self.world)
 
+    def parts(self) -> Iterator[list[Part]]:
+        return held(self.objective, self._optimizer, self.world.rank)
+
     def shards(self) -> Iterator[Shard]:
-        return take_state(self.objective, self._optimizer, self.world)
+        return take(self.parts(), self.world.rank, self.world.size)
 
     def about(self) -> dict[str, Any]:
         return {"shapes": stored_shapes(self.objective), "optimizer": self._name}
 
-    def load(self, stored: StoredState) -> None:
-        load_state(self.objective, self._optimizer, stored, self._name, self.world)
+    def load(self, stored: StoredState) -> str:
+        return load_state(self.objective, self._optimizer, stored, self._name, self.world)
 
 
 class DeepSpeedEngine:
@@ -163,8 +173,11 @@ class DeepSpeedEngine:
         self.engine.eval()
         return survey(self.engine, batches, self.world)
 
+    def parts(self) -> Iterator[list[Part]]:
+        return held(self.objective, self.engine.optimizer, self.world.rank)
+
     def shards(self) -> Iterator[Shard]:
-        return take_state(self.objective, self.engine.optimizer, self.world)
+        return take(self.parts(), self.world.rank, self.world.size)
 
     def about(self) -> dict[str, Any]:
         return {
@@ -174,8 +187,8 @@ class DeepSpeedEngine:
             "loss_scale": self._loss_scale(),
         }
 
-    def load(self, stored: StoredState) -> None:
-        load_state(self.objective, self.engine.optimizer, stored, self._name, self.world)
+    def load(self, stored: StoredState) -> str:
+        anew = load_state(self.objective, self.engine.optimizer, stored, self._name, self.world)
         for name, value in stored.about.get("counters", {}).items():
             setattr(self.engine, name, value)
         self.engine.micro_steps = self.engine.global_steps * self.engine.gradient_accumulation_steps()
@@ -186,6 +199,7 @@ class DeepSpeedEngine:
         inner = getattr(self.engine.optimizer, "optimizer", None)
         if hasattr(inner, "ds_opt_adam"):
             _replay_bias_correction(inner)
+        return anew
 
     def _loss_scale(self) -> dict[str, float]:
         """Where the search for fp16's loss scale stands."""

@@ -16,6 +16,7 @@ from dstrain.batch import Batch, StepResult
 from dstrain.errors import RunError
 from dstrain.models.sharded import start_deepspeed
 from dstrain.train.objective import look_at, survey
+from dstrain.train.parts import Part
 from dstrain.train.shards import Shard, StoredState
 from dstrain.world import World
 
@@ -61,13 +62,16 @@ class ForwardEngine:
     def step(self, batches: Any, lr: float) -> StepResult:
         raise RunError("this engine makes forward passes alone")
 
+    def parts(self) -> Iterator[list[Part]]:
+        raise RunError("this engine makes forward passes alone")
+
     def shards(self) -> Iterator[Shard]:
         raise RunError("this engine makes forward passes alone")
 
     def about(self) -> dict[str, Any]:
         raise RunError("this engine makes forward passes alone")
 
-    def load(self, stored: StoredState) -> None:
+    def load(self, stored: StoredState) -> str:
         raise RunError("this engine makes forward passes alone")
 
 

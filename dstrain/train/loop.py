@@ -16,7 +16,9 @@ def train(run: Run) -> Progress:
         for batches in run.loader.steps(progress.samples):
             seed_step(run.seed, progress.step, run.engine.world.rank)
             run.profile.begin(progress.step + 1)
-            result = run.engine.step(batches, lr=run.lr(progress.step))
+            lr = run.lr(progress.step)
+            result = run.engine.step(batches, lr)
+            run.learning.watch(result, lr)
             progress = progress.after(len(run.loader.plan.ids(progress.samples)))
             run.meter.add(result)
             run.guard.watch(result, progress)

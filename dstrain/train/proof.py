@@ -46,6 +46,13 @@ def check_against_checkpoint(model: torch.nn.Module, stored: StoredState) -> Non
                 raise CheckpointError(f"{stored.checkpoint}: the model has other values of {name} than it holds")
 
 
+def check_finite(model: torch.nn.Module) -> None:
+    """Raise CheckpointError for a parameter that holds inf or nan."""
+    for name, parameter in model.named_parameters():
+        if not all(piece.isfinite().all() for piece in parameter.detach().reshape(-1).split(BLOCK)):
+            raise CheckpointError(f"{name} holds inf or nan; export an older checkpoint")
+
+
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Name -> tensor of the model's state; a tied one comes under each of its names."""
     return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from dstrain.errors import CheckpointError
 from dstrain.models.sharded import numel, whole_shape
 from dstrain.train.objective import Objective
 from dstrain.train.parts import WEIGHT, Part, cut_of
-from dstrain.train.shards import Shard, StoredState, take
+from dstrain.train.shards import StoredState
 from dstrain.world import World
 
 STATE_BYTES = {"adamw": 8, "muon": 4, "lion": 4, "adafactor": 1, "sgd": 0}
@@ -41,19 +43,41 @@ def checkpoint_bytes(objective: Objective, optimizer: str) -> int:
     return size
 
 
-def take_state(objective: Objective, optimizer: Any, world: World) -> Iterator[Shard]:
-    """The shards that this process writes."""
-    return take(_held(objective, optimizer, world.rank, change=False), world.rank, world.size)
+def open_state(checkpoint: Path, world: World) -> StoredState:
+    """What a checkpoint holds. Raises CheckpointError on every rank where one cannot read it. Collective."""
+    with together(world):
+        stored = StoredState(checkpoint)
+        stored.about  # noqa: B018  read here, where all ranks hear of a fault
+    return stored
 
 
-def load_state(objective: Objective, optimizer: Any, stored: StoredState, name: str, world: World) -> None:
-    """Put a checkpoint into the model and its optimizer, called `name`; another's state begins anew. Collective."""
+def load_state(objective: Objective, optimizer: Any, stored: StoredState, name: str, world: World) -> str:
+    """Put a checkpoint into the model and its optimizer, called `name`; another's state begins anew.
+
+    Returns what begins anew, in a sentence; empty where nothing does. Collective.
+    """
     shapes = {key: tuple(shape) for key, shape in stored_shapes(objective).items()}
     check_names(shapes, shapes, stored)
-    fill_parts(_held(objective, optimizer, world.rank, change=True), stored, stored.about["optimizer"] == name, world)
+    fill_parts(held(objective, optimizer, world.rank, change=True), stored, stored.about["optimizer"] == name, world)
+    return _anew(objective, stored, name)
 
 
-def _held(objective: Objective, optimizer: Any, rank: int, change: bool) -> Iterator[list[Part]]:
+def _anew(objective: Objective, stored: StoredState, name: str) -> str:
+    before = stored.about["optimizer"]
+    if before != name:
+        return f"the optimizer was {before} and is {name} from here on: the weights go on, what it keeps begins anew"
+    learning = [key for key, parameter in objective.model.named_parameters() if parameter.requires_grad]
+    new = [key for key in learning if not stored.numbers(key) and stored.keys(key) <= {WEIGHT}]
+    if not new or len(new) == len(learning):  # plain SGD keeps nothing
+        return ""
+    return f"{some(new)} did not learn before: the weights go on, what {name} keeps for them begins anew"
+
+
+def held(objective: Objective, optimizer: Any, rank: int, change: bool = False) -> Iterator[list[Part]]:
+    """The parts of this process that checkpoints hold; with `change` their values go where the model sees them.
+
+    Collective with `change`.
+    """
     names = stored_shapes(objective).keys()
     for parts in cut_of(objective.model, optimizer, rank).live(change):
         yield [part for part in parts if not part.places or any(place.name in names for place in part.places)]
@@ -90,17 +114,24 @@ def fill_parts(live: Iterable[Sequence[Part]], stored: StoredState, optimizer: b
     One stretch is in memory at a time. Raises CheckpointError on every rank where one cannot be read. Collective.
     """
     for parts in live:
-        cause: Exception | None = None
-        try:
+        with together(world):
             for part in parts:
                 if optimizer and part.optimizer is not None:
                     _fill_optimizer(part, stored)
                 _fill(part, WEIGHT, part.tensor, stored)
-        except (CheckpointError, OSError) as error:
-            cause = error
-        faults = [f"rank {rank}: {fault}" for rank, fault in enumerate(world.gather(cause and str(cause))) if fault]
-        if faults:
-            raise CheckpointError(faults[0]) from cause
+
+
+@contextmanager
+def together(world: World) -> Iterator[None]:
+    """What fails inside on one rank raises CheckpointError on all, which would wait for it otherwise. Collective."""
+    cause, fault = None, None
+    try:
+        yield
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        cause, fault = error, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    faults = [f"rank {rank}: {told}" for rank, told in enumerate(world.gather(fault)) if told]
+    if faults:
+        raise CheckpointError(faults[0]) from cause
 
 
 def _fill_optimizer(part: Part, stored: StoredState) -> None:

@@ -18,10 +18,11 @@ from dstrain.train.engine import Engine
 from dstrain.train.evaluate import Evaluation
 from dstrain.train.guard import NonFiniteGuard
 from dstrain.train.interrupt import Interrupt
+from dstrain.train.learning import Learning
 from dstrain.train.manifest import CheckpointInfo
 from dstrain.train.profile import Profile
+from dstrain.train.reshape import open_state
 from dstrain.train.saving import Saving
-from dstrain.train.shards import StoredState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class Run:
     meter: Meter
     profile: Profile
     guard: NonFiniteGuard
+    learning: Learning
     interrupt: Interrupt
     lr: LearningRate
     seed: int
@@ -52,10 +54,17 @@ class Run:
 
     def resume(self) -> Progress:
         """Go on from the newest whole checkpoint, or from nothing. Collective."""
-        if self.start is None:
-            return Progress()
-        self.engine.load(StoredState(self.start.path))
-        return self.start.progress
+        if self.start is not None:
+            self._load(self.start)
+        self.learning.begin()
+        return Progress() if self.start is None else self.start.progress
+
+    def _load(self, start: CheckpointInfo) -> None:
+        anew = self.engine.load(open_state(start.path, self.engine.world))
+        if anew:
+            self.journal.event("begins_anew", step=start.step, what=anew)
+            if self.engine.world.rank == 0:
+                print(anew, flush=True)
 
     def write(self, progress: Progress) -> None:
         """One row of training numbers, to every sink. Collective."""

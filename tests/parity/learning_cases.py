@@ -1,0 +1,81 @@
+"""A model of which one part is not used, one cannot move, and the look at it after the first steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dstrain.batch import Batch, StepResult
+from dstrain.config.schema import RunConfig
+from dstrain.models.freeze import parameter_groups
+from dstrain.models.sharded import sharded_construction
+from dstrain.tasks import Loss, Task
+from dstrain.train.engine import DeepSpeedEngine, TorchEngine
+from dstrain.train.learning import Learning
+from dstrain.train.objective import Objective
+from tests.parity.cases import world
+from tests.parity.optimizer_cases import ds_config
+
+
+class Parts(torch.nn.Module):
+    """`used` learns, `idle` is in no sum, `nought` gets gradients of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("used", "idle", "nought"):
+            setattr(self, name, torch.nn.Linear(5, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B,)"""
+        return self.used(x).sum(1) + 0 * self.nought(x).sum(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sum(Task):
+    def examples(self, split: str) -> Sequence[int]:
+        return range(64)
+
+    def collate(self, examples: Sequence[int]) -> Batch:
+        x = torch.tensor([[float(sample + column) for column in range(5)] for sample in examples])
+        return Batch(tensors={"x": x}, weight=float(len(examples)), samples=tuple(examples), tokens=0)
+
+    def build_model(self) -> torch.nn.Module:
+        torch.manual_seed(0)
+        return Parts()
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
+        return Loss(total=model(batch.tensors["x"]).sum())
+
+
+def look(kind: str, rates: Sequence[float] = (0.1, 0.1, 0.1)) -> Any:
+    """What is told after steps of these rates; `kind`: a preset, or torch. Collective."""
+    recipe = RunConfig.model_validate(
+        {"task": "sum", "optim": {"name": "sgd", "lr": 0.1, "clip": 0.0}, "precision": "fp32"}
+    )
+    task, ranks = Sum(recipe=recipe), world()
+    told: list[Any] = []
+
+    def tell(event: str, **about: Any) -> None:
+        told.append((event, about))
+
+    if kind == "torch":
+        objective = Objective(task, task.build_model())
+        engine: Any = TorchEngine(
+            objective, parameter_groups(objective.model, recipe.optim), recipe.optim, ranks.device
+        )
+    else:
+        config = ds_config(kind, recipe, ranks.size, {})
+        with sharded_construction(config):
+            objective = Objective(task, task.build_model())
+        groups = parameter_groups(objective.model, recipe.optim)
+        engine = DeepSpeedEngine(objective, groups, recipe.optim, config, ranks)
+    learning = Learning(engine, engine.objective.model, tell)
+    learning.begin()
+    for number, rate in enumerate(rates):
+        first = number * 8 + ranks.rank * 4 // ranks.size
+        result: StepResult = engine.step([task.collate([first + i]) for i in range(2)], rate)
+        learning.watch(result, rate)
+    return told

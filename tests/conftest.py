@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,33 @@ from tests.workers import ROOT, Workers
 
 settings.register_profile("house", derandomize=True, deadline=None)
 settings.load_profile("house")
+
+
+FIRST = ("unit", "docs", "contract")
+"""Folders of tests in the order of their run; the others come after, and whole processes last of all."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs no compiled kernel comes first."""
+
+    def place(item: pytest.Item) -> int:
+        folder = item.path.relative_to(ROOT / "tests").parts[0]
+        return FIRST.index(folder) if folder in FIRST else len(FIRST)
+
+    items.sort(key=place)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """DeepSpeed's kernels, compiled while the unit tests run; on a fresh machine that takes minutes."""
+    folders = {item.path.relative_to(ROOT / "tests").parts[0] for item in request.session.items}
+    if not folders - {"unit", "test_floors.py"} or "unit" not in folders:
+        yield
+        return
+    build = subprocess.Popen([sys.executable, "-m", "tests.kernels"], cwd=ROOT, stdout=subprocess.DEVNULL)
+    yield
+    build.terminate()
+    build.wait()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,11 +15,13 @@ TINY: dict[str, dict[str, Any]] = {
     "step": {"rounds": 2, "checked_steps": 2, "length": 24, "micro": 2},
     "loader": {"rounds": 1, "steps": 3, "length": 24, "micro": 2, "decode_ms": 0.2},
     "checkpointing": {"rounds": 2, "checked_steps": 2, "length": 24, "micro": 2},
+    "saving": {"rounds": 1, "length": 24},
 }
 ROWS = {
     "step": ["by hand", "TorchEngine", "DeepSpeed zero0", "DeepSpeed zero2"],
     "loader": [0.0, 0.0, 0.2, 0.2],
     "checkpointing": ["off", "on"],
+    "saving": ["waiting", "behind"],
 }
 
 

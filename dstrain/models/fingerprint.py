@@ -26,19 +26,19 @@ OTHER_BASE = (
 )
 
 
-def fingerprint(model: ModelConfig, seed: int) -> str:
+def fingerprint(model: ModelConfig, seed: int, coarse: bool = False) -> str:
     """A hash of the weights that `model` starts from: of its files, or of config and seed where they are drawn.
 
     Nothing that lies on top of them (adapters, frozen parts, precision) is counted. Drawn weights hang on the random
     numbers of torch and on the order in which transformers draws them, so their versions count too. The seed counts
     only there: a policy's files hold all of its weights, and a head that files lack is drawn to be trained, never to
-    be asked. Every byte of the files is read once per process. Raises RecipeError where the weights are not there.
+    be asked. `coarse`: they are drawn in 16 bits, as DeepSpeed does in shards, which gives other numbers. Every byte of the files is read once per process. Raises RecipeError where the weights are not there.
     """
     if model.path is not None:
         base = _of_model(model.path, model.trust_remote_code)
     else:
         libraries = [".".join(version(name).split(".")[:2]) for name in ("torch", "transformers")]
-        base = json.dumps([model.config, seed, libraries], sort_keys=True, default=str)
+        base = json.dumps([model.config, seed, libraries, *(["coarse"] if coarse else [])], sort_keys=True, default=str)
     start = "" if model.init is None else _of_files(weight_files(model.init))
     return hashlib.sha256(f"{base}\n{start}".encode()).hexdigest()
 

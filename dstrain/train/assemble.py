@@ -156,7 +156,8 @@ def _base(plan: Plan, world: World) -> str | None:
     model = plan.config.model
     if model.lora is None:
         return None
-    return world.gather(fingerprint(model, plan.config.seed) if world.rank == 0 else None)[0]
+    coarse = plan.preset.stage == 3 and any(plan.ds_config[name]["enabled"] for name in ("bf16", "fp16"))
+    return world.gather(fingerprint(model, plan.config.seed, coarse) if world.rank == 0 else None)[0]
 
 
 def _starting_point(plan: Plan, checkpoints: Checkpoints, journal: Journal, world: World) -> CheckpointInfo | None:

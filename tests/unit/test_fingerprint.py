@@ -165,3 +165,8 @@ def test_a_hub_name_stands_for_its_revision_in_the_cache(tmp_path: Path) -> None
             assert done.returncode == 0, done.stderr
             found.append(done.stdout)
     assert found[0] == found[1] != found[2] == found[3]
+
+
+def test_weights_drawn_in_16_bits_are_others() -> None:
+    drawn = ModelConfig(config={"model_type": "llama"})
+    assert fingerprint(drawn, 0, coarse=True) != fingerprint(drawn, 0)

@@ -34,7 +34,7 @@ RUNS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "dpo, a reference remembered": ("dpo", "zero1", {"precompute_ref_log_probs": True}, {}),
     "dpo, adapters": ("dpo", "zero3", {}, {"lora": {"rank": 4}}),
 }
-FAST = ("rm, adapters", "dpo, a reference in memory", "dpo, a reference remembered")
+FAST = ("rm, adapters", "dpo, a reference in memory")
 
 
 @pytest.fixture(scope="module")

@@ -114,6 +114,7 @@ def test_every_trained_parameter_gets_a_gradient(task: Task) -> None:
     assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)
 
 
+@pytest.mark.slow  # that of docs/tasks.md trains among the fast ones
 def test_a_task_of_one_file_trains_with_two_processes(tmp_path: Path) -> None:
     sets = ("steps=8", "batch.total=6", "log.every=1", "optim.lr=0.3", "log.tensorboard=false", "ds_config=zero1")
     command = [sys.executable, "-m", "dstrain", "train", "--task", TINY, "--num-gpus", "2", "--run-dir", str(tmp_path)]

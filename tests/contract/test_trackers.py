@@ -61,6 +61,7 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.slow
 def test_a_stopped_and_resumed_run_is_one_run_with_every_row(recipe: Path) -> None:
     pytest.importorskip("wandb")
     run_dir = recipe.parent / "run"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from dstrain.tasks import find_task
 from tests.workers import WorkerError, Workers
 
 RUN = "tests.resume.cases:run"
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture
@@ -45,8 +47,8 @@ def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("preset", "precision"),
-    [("zero0", "fp32"), ("zero1", "fp32"), ("zero2", "fp32"), ("zero3", "fp32"), ("zero0", "bf16"), ("zero1", "bf16"),
-     ("zero2", "bf16"), ("zero3", "bf16"), ("zero2_offload", "fp32"), ("zero3_offload", "bf16")],
+    [("zero0", "bf16"), ("zero1", "bf16"), ("zero2", "fp32"), ("zero3", "fp32"), ("zero3_offload", "bf16"),
+     SLOW("zero0", "fp32"), SLOW("zero1", "fp32"), SLOW("zero2", "bf16"), SLOW("zero3", "bf16"), SLOW("zero2_offload", "fp32")],
 )  # fmt: skip
 def test_resuming_changes_nothing(preset: str, precision: str, recipe: str, tmp_path: Path, two: Workers) -> None:
     sets = [f"ds_config={preset}", f"precision={precision}"]

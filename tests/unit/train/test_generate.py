@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from dstrain.batch import Progress
 from dstrain.config.schema import RunConfig
 from dstrain.data.prompts import encode_prompts, read_prompt
 from dstrain.errors import CheckpointError
 from dstrain.tasks import find_task, make_task
-from dstrain.train import restore
+from dstrain.train.checkpoint import Checkpoints
 from dstrain.train.forward import ForwardEngine, apart, clear
 from dstrain.train.generate import Sampling, write_answers
+from dstrain.train.restore import restore
+from dstrain.train.shards import Shard, write_state
 from dstrain.world import SoloWorld
 
 
@@ -72,15 +75,30 @@ def test_nothing_asked_is_nothing_answered(task: Any) -> None:
         (lambda found: found.update({"lm_head.weight": torch.zeros(2, 3)}), r"lm_head\.weight has another shape in"),
     ],
 )
-def test_weights_of_another_model_are_refused(
-    change: Any, words: str, task: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_another_model_are_refused(change: Any, words: str, task: Any, tmp_path: Path) -> None:
     model = task.build_model()
     found = dict(model.state_dict())
     change(found)
-    monkeypatch.setattr(restore, "whole_weights", lambda path: found)
     with pytest.raises(CheckpointError, match=words):
-        restore.restore(model, tmp_path, SoloWorld())
+        restore(model, kept_weights(found, tmp_path), SoloWorld())
+
+
+def test_the_weights_of_a_checkpoint_are_put_into_the_model(task: Any, tmp_path: Path) -> None:
+    model, wanted = task.build_model(), {}
+    for name, value in model.state_dict().items():
+        wanted[name] = torch.randn(value.shape) if value.is_floating_point() else value.clone()
+    restore(model, kept_weights(wanted, tmp_path), SoloWorld())
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+
+
+def kept_weights(values: dict[str, torch.Tensor], folder: Path) -> Path:
+    """A checkpoint of these weights."""
+    shard = Shard(
+        "rank-00000-000.safetensors", [(f"{name}/weight@0", value.flatten()) for name, value in values.items()]
+    )
+    about = {"shapes": {name: list(value.shape) for name, value in values.items()}, "optimizer": "sgd"}
+    checkpoints = Checkpoints(folder=folder, world=SoloWorld())
+    return checkpoints.save(lambda place: write_state(place, [shard], about), Progress(1, 1), {})
 
 
 def test_weights_on_a_disk_have_a_folder_of_their_own(tmp_path: Path) -> None:

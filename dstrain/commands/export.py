@@ -1,22 +1,47 @@
-"""dstrain export: a folder that transformers loads, proven on a probe batch."""
+"""dstrain export: a folder that transformers loads, proven tensor by tensor and on a probe batch."""
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
+from dstrain.batch import Batch
 from dstrain.commands.trained import EXPORT_RECIPE, Trained, load_trained
 from dstrain.config import show_recipe
-from dstrain.errors import CheckpointError, TaskError, UsageError
+from dstrain.errors import CheckpointError, DstrainError, TaskError, UsageError
+from dstrain.models.merge import merge_adapters
+from dstrain.report.journal import sync_folder
+from dstrain.tasks import Task
+from dstrain.train.proof import (
+    Digest,
+    check_against_checkpoint,
+    check_files,
+    check_finite,
+    check_reloaded,
+    digests,
+    in_a_folder,
+    size_of,
+    tensors_of,
+)
+from dstrain.train.room import free_bytes
+from dstrain.train.shards import StoredState
+from dstrain.units import show_bytes
 
 PROBES = 4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+FILE_SIZE = "2GB"
+"""Most of a file's size: safetensors below 0.8 copies a file's tensors before it writes them."""
+BESIDE = 64 << 20
+"""Bytes for what lies beside the weights: a tokenizer, configs."""
 
 
 @dataclass(frozen=True)
@@ -29,28 +54,109 @@ class Proof:
     """Largest difference of an output, relative to outputs above 1."""
 
 
+@dataclass(frozen=True)
+class _Said:
+    """What the model was and said before it was written; it is gone by now."""
+
+    task: Task
+    step: int | None
+    dtype: torch.dtype
+    probes: Sequence[Batch]
+    outputs: Sequence[torch.Tensor]
+    weights: Mapping[str, Digest]
+
+
 def export_model(run: Path, step: str, to: Path, sets: Sequence[str] = (), merge: bool = False) -> Proof:
     """Write the folder beside its place, reload it, compare, and only then give it its name.
 
-    `merge`: adapters are added to the weights they lie on, and one whole model is written.
+    `merge`: adapters are added to the weights they lie on, and one whole model is written. The model is in memory once:
+    it is gone before the folder is reloaded.
     """
-    if to.exists() and not to.is_dir():
+    place = Path(os.path.realpath(to))
+    if place.exists() and not place.is_dir():
         raise UsageError(f"--to {to}: is a file; choose another name")
-    if to.exists() and any(to.iterdir()):
+    if place.exists() and any(place.iterdir()):
         raise UsageError(f"--to {to}: exists and is not empty; choose another folder")
-    trained = load_trained(run, step, sets)
-    _check_form(trained, merge)
+    if place.is_mount():
+        raise UsageError(f"--to {to}: a disk is mounted there, which no folder can replace; name a folder inside")
+    with _whole_or_absent(place) as partial:
+        said = _write(load_trained(run, step, sets), partial, merge)
+        gc.collect()  # modules hang in cycles
+        difference = _reload(said, partial)
+    return Proof(said.step, str(said.dtype).removeprefix("torch."), difference)
+
+
+@contextmanager
+def _whole_or_absent(to: Path) -> Iterator[Path]:
+    """Yields a name beside `to`; the folder that comes there is renamed at the end, or removed where anything fails."""
     partial = to.with_name(f".{to.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
     try:
-        proof = _write(trained, partial, merge)
-        if to.exists():
-            to.rmdir()
-        os.rename(partial, to)
+        yield partial
+        with _in_words(f"--to {to}: cannot be written"):
+            for path in (*partial.rglob("*"), partial):
+                sync_folder(path)
+            os.rename(partial, to)
+            sync_folder(to.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return proof
+
+
+@contextmanager
+def _in_words(what: str) -> Iterator[None]:
+    """Raises CheckpointError for what the disk and the libraries say inside."""
+    try:
+        yield
+    except DstrainError:
+        raise
+    except Exception as error:  # a full disk has another name in each library
+        reason = " ".join(str(error).split()) or type(error).__name__
+        mend = "make room, or choose another place" if isinstance(error, OSError | SafetensorError) else "report it"
+        raise CheckpointError(f"{what} ({reason}); nothing was left there: {mend}") from error
+
+
+@torch.no_grad()
+def _write(trained: Trained, folder: Path, merge: bool) -> _Said:
+    """Raises CheckpointError where the folder does not hold what the checkpoint does."""
+    _check_form(trained, merge)
+    task, model = trained.task, trained.model
+    examples = task.examples("eval") or task.examples("train") or []
+    if not examples:
+        raise UsageError("there is no sample to probe the export with; give some with --set data.eval=FILE")
+    probes = [task.collate([examples[index]]) for index in range(min(PROBES, len(examples)))]
+    outputs = [task.outputs(model, batch).double() for batch in probes]
+    if trained.checkpoint is not None:
+        check_against_checkpoint(model, StoredState(trained.checkpoint))
+    whole: Any = merge_adapters(model) if merge else model
+    if merge:
+        check_finite(whole)
+    _save(whole, folder, task, merge)
+    return _Said(task, trained.step, next(whole.parameters()).dtype, probes, outputs, digests(tensors_of(whole)))
+
+
+def _save(model: Any, folder: Path, task: Task, merge: bool) -> None:
+    """Weights, what lies beside them, and the recipe. Raises CheckpointError where the files do not hold the model."""
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    of_a_library = isinstance(model, PreTrainedModel | PeftModel)
+    _check_room(folder, size_of(in_a_folder(model) if of_a_library else tensors_of(model)))
+    with _in_words(f"{folder.parent}: cannot be written"):
+        folder.mkdir(parents=True)
+        model.save_pretrained(str(folder), **({"max_shard_size": FILE_SIZE} if of_a_library else {}))
+        task.save_extras(folder)
+        (folder / EXPORT_RECIPE).write_text(show_recipe(task.exported(merge)), encoding="utf-8")
+        if of_a_library:
+            check_files(folder, in_a_folder(model))  # anew: for some families it holds copies
+
+
+def _check_room(folder: Path, size: int) -> None:
+    """Raise UsageError where the disk has not this many bytes and what lies beside them."""
+    if (free := free_bytes(folder)) < size + BESIDE:
+        raise UsageError(
+            f"--to: the weights take {show_bytes(size)}, with {show_bytes(BESIDE)} for what lies beside them, and "
+            f"{folder.parent} has {show_bytes(free)} free; make room, or choose another place"
+        )
 
 
 def _check_form(trained: Trained, merge: bool) -> None:
@@ -68,26 +174,18 @@ def _check_form(trained: Trained, merge: bool) -> None:
 
 
 @torch.no_grad()
-def _write(trained: Trained, folder: Path, merge: bool) -> Proof:
-    """Raises CheckpointError where the reloaded model says something else."""
-    task, model = trained.task, trained.model
-    dtype = next(model.parameters()).dtype
-    examples = task.examples("eval") or task.examples("train") or []
-    if not examples:
-        raise UsageError("there is no sample to probe the export with; give some with --set data.eval=FILE")
-    probes = [task.collate([examples[index]]) for index in range(min(PROBES, len(examples)))]
-    ours = [task.outputs(model, batch).double() for batch in probes]
-    whole: Any = model.merge_and_unload(safe_merge=True) if merge else model
-    whole.save_pretrained(str(folder))
-    task.save_extras(folder)
-    (folder / EXPORT_RECIPE).write_text(show_recipe(task.exported(merge)), encoding="utf-8")
-    again = task.reload(folder).eval()
-    worst = 0.0
-    for mine, batch in zip(ours, probes, strict=True):
-        theirs = task.outputs(again, batch).double()
-        worst = max(worst, float(((mine - theirs).abs() / mine.abs().clamp(min=1)).max()))
-    if not worst <= TOLERANCE[dtype]:
+def _reload(said: _Said, folder: Path) -> float:
+    """How far the reloaded model's outputs lie from what was said. Raises CheckpointError where it is too far."""
+    with _in_words("the exported folder cannot be loaded"):
+        model = said.task.reload(folder).eval()
+    check_reloaded(model, said.weights)
+    differences = []
+    for mine, batch in zip(said.outputs, said.probes, strict=True):
+        theirs = said.task.outputs(model, batch).double()
+        differences.append(((mine - theirs).abs() / mine.abs().clamp(min=1)).reshape(-1))
+    worst = float(torch.cat(differences).max())  # nan where one is
+    if not worst <= TOLERANCE[said.dtype]:
         raise CheckpointError(
             f"the exported model was reloaded and its outputs differ by {worst:.2g}; nothing was written"
         )
-    return Proof(trained.step, str(dtype).removeprefix("torch."), worst)
+    return worst

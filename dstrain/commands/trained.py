@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.config import read_recipe
-from dstrain.errors import CheckpointError, UsageError
+from dstrain.errors import CheckpointError, RecipeError, UsageError
 from dstrain.preset import Device, Preset, RunSettings, complete, read_preset
 from dstrain.tasks import Task, make_task
 
@@ -41,6 +41,8 @@ class Trained:
     model: torch.nn.Module
     step: int | None
     """Step of the checkpoint; None for an exported folder."""
+    checkpoint: Path | None = None
+    """Where its weights come from; None for an exported folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +88,9 @@ class Found:
         return self.task.recipe.batch.micro or MICRO
 
     def check(self) -> None:
-        """Raise UsageError for an exported folder that cannot be loaded. A run needs nothing of what it began with."""
+        """Raise for an exported folder that cannot be loaded. A run needs nothing of what it began with."""
         if self.checkpoint is None:
+            _refuse_pickles(self.folder)
             self.task.check()
 
     def ds_config(self, wanted: str | None, processes: int, device: Device) -> dict[str, Any]:
@@ -131,7 +134,8 @@ def load_trained(folder: Path, step: str, sets: Sequence[str] = (), task: str | 
     quieten()
     found = find_trained(folder, step, sets, task)
     found.check()
-    return Trained(found.task, load_found(found, WHOLE, SoloWorld()).eval(), found.step)
+    model = load_found(found, WHOLE, SoloWorld()).eval()
+    return Trained(found.task, model, found.step, found.checkpoint.path if found.checkpoint else None)
 
 
 def quieten() -> None:
@@ -191,8 +195,45 @@ def load_found(found: Found, ds_config: Mapping[str, Any], world: World) -> torc
             return task.reload(found.folder)
         if info is None:
             return task.build_model()
-        model = build(task) if adapted else build_bare(task)
+        bare = _build_empty if _may_be_empty(found, ds_config) else build_bare
+        model = build(task) if adapted else bare(task)
     restore(model, info.path, world, adapted)
+    return model
+
+
+def _refuse_pickles(folder: Path) -> None:
+    """Raise where a folder of ours holds pickles, or where another's weights could only be read by running them."""
+    from dstrain.models.stored import stored_tensors
+    from dstrain.train.blocks import refuse_pickles
+
+    if (folder / EXPORT_RECIPE).is_file():
+        refuse_pickles(folder)
+    if any(folder.glob("*.safetensors")):
+        return
+    try:
+        stored_tensors(sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("adapter_model.bin")]))
+    except RecipeError as error:
+        raise UsageError("\n".join(f"{fault.problem}; {fault.mend}" for fault in error.faults)) from error
+
+
+def _may_be_empty(found: Found, ds_config: Mapping[str, Any]) -> bool:
+    """Whether the model can be built without values: all of them lie in the checkpoint, and none would be read before."""
+    from dstrain.models.sharded import sharded
+    from dstrain.tasks.text import TextTask
+
+    task, model = found.task, found.task.recipe.model
+    own = isinstance(task, TextTask) and type(task).build_model is TextTask.build_model
+    return own and model.path is None and model.lora is None and not sharded(ds_config)
+
+
+def _build_empty(task: Task) -> torch.nn.Module:
+    """A model of one copy's size: weights drawn in 32 bits, to be cast and written over, would take two more in 16."""
+    from dstrain.models.empty import give_room, no_values
+    from dstrain.train.build import build_bare
+
+    with no_values():
+        model = build_bare(task)
+    give_room(model)
     return model
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,18 +15,28 @@ import psutil
 import pytest
 import torch
 
+from dstrain.batch import Progress
 from dstrain.commands.evaluate import Evaluate
 from dstrain.commands.export import export_model
 from dstrain.commands.find import Wish
 from dstrain.commands.generate import Generate
 from dstrain.commands.prepare import Prepare
 from dstrain.commands.trained import Choice, load_trained
+from dstrain.config import show_recipe
 from dstrain.config.schema import RunConfig
+from dstrain.models.fingerprint import fingerprint
+from dstrain.models.freeze import parameter_groups
 from dstrain.models.sharded import sharded, sharded_construction
 from dstrain.preset import Device
-from dstrain.tasks import make_task
+from dstrain.tasks import find_task, make_task
 from dstrain.train import references
-from tests.parity.cases import ds_config, weights, world
+from dstrain.train.build import build
+from dstrain.train.checkpoint import Checkpoints
+from dstrain.train.engine import TorchEngine
+from dstrain.train.objective import Objective
+from dstrain.train.shards import StoredState, write_state
+from dstrain.world import SoloWorld
+from tests.parity.cases import ds_config, move, weights, world
 from tests.resume.cases import run
 
 
@@ -51,8 +64,59 @@ def evaluate(
     return share(Evaluate(choice=choice, data=data))
 
 
-def export_only(run: str, to: str) -> None:
-    export_model(Path(run), "last", Path(to))
+def export_only(run: str, to: str, step: str = "last", merge: bool = False) -> None:
+    export_model(Path(run), step, Path(to), merge=merge)
+
+
+def make_run(folder: Path, task: str, changes: dict[str, Any] | None = None, precision: str = "fp32") -> Path:
+    """A run folder with one checkpoint of a model that was moved by noise, as plain PyTorch holds it: no step is taken."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = find_task(task).tiny(folder)
+    for key, value in (changes or {}).items():
+        values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
+    made: Any = make_task(RunConfig.model_validate(values))
+    model = build(made)
+    move(model)
+    groups = parameter_groups(model, made.recipe.optim)
+    engine = TorchEngine(Objective(made, model), groups, made.recipe.optim, torch.device("cpu"))
+    record = {"base": fingerprint(made.recipe.model, made.recipe.seed)} if made.recipe.model.lora else {}
+    checkpoints = Checkpoints(folder=folder / "run/checkpoints", world=SoloWorld())
+    checkpoints.save(lambda path: write_state(path, engine.shards(), engine.about()), Progress(1, 4), record)
+    (folder / "run/recipe.yaml").write_text(show_recipe(made.recipe))
+    (folder / "run/ds_config.json").write_text(json.dumps({"bf16": {"enabled": precision == "bf16"}}))
+    made.save_extras(folder / "run/tokenizer")
+    return folder / "run"
+
+
+def export_when_told(tiny: str, run: str, to: str, *flags: str) -> None:
+    """`python -m tests.contract.export_cases TINY RUN TO [--merge]`: a process whose memory somebody watches.
+
+    A tiny run is exported before, so that whatever is imported late is there.
+    """
+    torch.set_num_threads(1)
+    export_model(Path(tiny), "last", Path(to + "-tiny"), merge="--merge" in flags)
+    gc.collect()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    export_model(Path(run), "last", Path(to), merge="--merge" in flags)
+
+
+def make_run_there(folder: str, **wanted: Any) -> None:
+    make_run(Path(folder), **wanted)
+
+
+def read_as_a_stranger(folder: Path, scores: bool) -> tuple[Any, dict[str, Any]]:
+    """The model as transformers alone reads it, and what that says of missing, unexpected and mismatched tensors."""
+    import transformers
+
+    auto = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
+    return auto.from_pretrained(folder, output_loading_info=True)
+
+
+def stored(checkpoint: str) -> dict[str, torch.Tensor]:
+    """The weights in a checkpoint."""
+    state = StoredState(Path(checkpoint))
+    return {name: state.whole(name) for name in state.shapes}
 
 
 def generate(
@@ -131,3 +195,7 @@ def load(folder: str, recipe: dict[str, Any], preset: str) -> dict[str, Any]:
         "sums": {name: float(value.sum()) for name, value in found.items()},
         "norm": float(np.sqrt(sum((value**2).sum() for value in found.values()))),
     }
+
+
+if __name__ == "__main__":
+    export_when_told(*sys.argv[1:])

@@ -1,0 +1,40 @@
+"""Models without values in their parameters, for weights that come from elsewhere: nothing is drawn, nothing is held twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def no_values() -> Iterator[None]:
+    """Inside, modules get parameters on the meta device, which take no memory; buffers are what they are.
+
+    For one thread. Parameters that two modules share stay one, where the second gets what the first has.
+    """
+    register = torch.nn.Module.register_parameter
+
+    def register_empty(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    torch.nn.Module.register_parameter = register_empty
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register
+
+
+def give_room(model: torch.nn.Module) -> None:
+    """Give every parameter that is on the meta device memory on the host, with whatever lies there."""
+    made: dict[int, torch.nn.Parameter] = {}  # what is shared stays shared
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None and old.device.type == "meta":
+                if id(old) not in made:
+                    room = torch.empty_like(old, device="cpu")
+                    made[id(old)] = torch.nn.Parameter(room, requires_grad=old.requires_grad)
+                module._parameters[name] = made[id(old)]

@@ -1,0 +1,65 @@
+"""What the workers of tests on the best checkpoint do."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dstrain.commands.find import Wish, resolve_wish
+from dstrain.commands.trained import Choice, load_found
+from dstrain.errors import CheckpointError
+from dstrain.launch.topology import Worker
+from dstrain.preset import Device
+from dstrain.train.assemble import assemble, with_references
+from dstrain.train.folder import Resume
+from dstrain.train.plan import make_plan
+from dstrain.train.state import Run
+from tests.parity.cases import weights, world
+from tests.resume.cases import run
+
+
+def sums(found: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> a hash of the values in 64 bits."""
+    exact = {name: np.asarray(value.double() if isinstance(value, torch.Tensor) else value, dtype=np.float64)
+             for name, value in found.items()}  # fmt: skip
+    return {name: hashlib.sha256(value.tobytes()).hexdigest()[:16] for name, value in sorted(exact.items())}
+
+
+def run_told(recipe: str, run_dir: str, told: Mapping[int, float]) -> None:
+    """Train; the metric of each evaluation is what is told."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "evaluate", lambda self, progress: told[progress.step])
+        run(recipe, run_dir)
+
+
+def held(folder: str, step: str, ds_config: str | None) -> dict[str, str]:
+    """The weights that `evaluate` would look with. Collective."""
+    found = Choice(folder=Path(folder), step=step, ds_config=ds_config).find()
+    hold = found.ds_config(ds_config, world().size, Device("cpu", True))
+    return sums(weights(load_found(found, hold, world())))
+
+
+def refusal(folder: str, step: str, ds_config: str | None) -> str:
+    """Why the weights cannot be had. Collective."""
+    with pytest.raises(CheckpointError) as caught:
+        held(folder, step, ds_config)
+    return str(caught.value)
+
+
+def resumed(recipe: str, run_dir: str, resume: str, sets: Sequence[str]) -> dict[str, Any]:
+    """Where a run begins that is told to go on from there; no step is taken. Collective."""
+    ranks = world()
+    worker = Worker(ranks.rank, ranks.rank, ranks.size, "tests", ranks.size)
+    plan = make_plan(resolve_wish(Wish(recipe=recipe, sets=sets)), Path(run_dir), Resume(resume), worker)
+    made = assemble(with_references(plan, ranks), ranks)
+    progress = made.resume()
+    for sink in made.sinks:
+        sink.close()
+    made.journal.close()
+    return {"step": progress.step, "weights": sums(weights(made.engine.objective.model))}  # type: ignore[attr-defined]

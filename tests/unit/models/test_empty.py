@@ -1,0 +1,58 @@
+"""A model that is built without values is the same model once it is filled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dstrain.config.schema import RunConfig
+from dstrain.models.empty import give_room, no_values
+from dstrain.tasks import find_task, make_task
+
+SMALL = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SMALL | {"intermediate_size": 48},
+    "llama, tied": SMALL | {"intermediate_size": 48, "tie_word_embeddings": True},
+    "qwen3": SMALL | {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
+    "gemma3_text": SMALL | {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
+    "mixtral": SMALL | {"intermediate_size": 48, "num_key_value_heads": 2, "num_local_experts": 4},
+    "gpt2": {"vocab_size": 320, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt_neox": SMALL | {"intermediate_size": 48},
+    "opt": SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
+    "bloom": {"vocab_size": 320, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "mamba": {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_built_without_values_is_the_same_once_filled(family: str, dtype: str, tmp_path: Path) -> None:
+    values = find_task("sft").tiny(tmp_path)
+    values["model"] = {"config": {"model_type": family.split(",")[0], **FAMILIES[family]}, "dtype": dtype}
+    task: Any = make_task(RunConfig.model_validate(values))
+    whole = task.build_model().eval()
+    with no_values():
+        empty = task.build_model()
+    assert all(parameter.device.type == "meta" for parameter in empty.parameters())
+    give_room(empty)
+    there, wanted = empty.state_dict(), whole.state_dict()
+    assert {name: (value.shape, value.dtype) for name, value in there.items()} == {
+        name: (value.shape, value.dtype) for name, value in wanted.items()
+    }
+    assert len(list(empty.parameters())) == len(list(whole.parameters())), "what is tied is tied"
+    empty.load_state_dict(wanted)
+    for (name, ours), (_, theirs) in zip(whole.named_buffers(), empty.named_buffers(), strict=True):
+        assert ours.dtype == theirs.dtype, name
+        assert torch.equal(ours, theirs), name
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        assert torch.equal(whole(input_ids=ids).logits, empty.eval()(input_ids=ids).logits)
+
+
+def test_afterwards_modules_have_values_again() -> None:
+    with pytest.raises(KeyError), no_values():
+        raise KeyError
+    assert torch.nn.Linear(2, 3).weight.device.type == "cpu"

@@ -218,8 +218,8 @@ class EvalConfig(Section):
 class SaveConfig(Section):
     every: Count | Literal["epoch"] = 200
     """Steps between two checkpoints, or the word epoch; one is always written at the end."""
-    keep: Count = 3
-    """Checkpoints kept, beside the best."""
+    keep: Count | None = 3
+    """Checkpoints kept, beside the best; null keeps all."""
     keep_every: Count | None = None
     """Keep every checkpoint whose step is a multiple of this."""
     background: bool = False

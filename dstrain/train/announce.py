@@ -74,7 +74,10 @@ def reshaping(plan: Plan, processes: int, start: CheckpointInfo) -> str:
     now = (plan.preset.name, processes, plan.preset.stage)
     if before == now:
         return ""
-    was, becomes = (f"{preset} (ZeRO stage {stage}) on {count} processes" for preset, count, stage in (before, now))
+    was, becomes = (
+        f"{preset} (ZeRO stage {stage}) on {count} process{'es' * (count != 1)}"
+        for preset, count, stage in (before, now)
+    )
     return (
         f"step {start.step} was written by {was} and goes on as {becomes}: weights, optimizer state, counters and data "
         f"position are taken over by name, the total batch stays {plan.batch.total}"

@@ -117,7 +117,7 @@ class BlockFile:
 
 def refuse_pickles(folder: Path) -> None:
     """Raise CheckpointError where a folder holds files that run code when they are read; dstrain writes none."""
-    found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix in PICKLES)
+    found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix.lower() in PICKLES)
     if found:
         raise CheckpointError(
             f"{folder}: {found[0]} may be a pickle, which runs code when it is read, and dstrain writes none; "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from dstrain.batch import Progress
-from dstrain.errors import CheckpointError
+from dstrain.errors import CheckpointError, RunError
 from dstrain.report.journal import now, sync_folder
 from dstrain.train.blocks import Entry
 from dstrain.train.manifest import (
@@ -76,7 +77,7 @@ class Checkpoints:
             if self.world.rank == 0:  # all ranks came back: nobody writes any more
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        self.on_first("choosing the best", lambda: self._choose_best(metric))
+        self.on_first("choosing the best", self._choose_best)
         self.on_first("pruning", lambda: self._prune(progress.step))
         return final
 
@@ -94,7 +95,7 @@ class Checkpoints:
 
     def fault(self, path: Path) -> str | None:
         """Why a checkpoint is damaged, every byte of it read, by each rank a share; None where it is whole. Collective."""
-        faults = self.world.gather(verify(path, share=(self.world.rank, self.world.size)))
+        faults = self._gather(f"verifying {path}", verify(path, share=(self.world.rank, self.world.size)))
         return next((f"{fault} (rank {rank})" for rank, fault in enumerate(faults) if fault), None)
 
     def whole(self, read_all: bool = False) -> list[CheckpointInfo]:
@@ -107,20 +108,26 @@ class Checkpoints:
 
     def set_aside_after(self, start: CheckpointInfo) -> list[str]:
         """Take the newer checkpoints of this folder out of the count, where the run goes on from an older one. Collective."""
-        return self.on_first("setting newer checkpoints aside", lambda: _set_aside(self.folder, start))
+        aside = self.on_first("setting newer checkpoints aside", lambda: _set_aside(self.folder, start))
+        if aside:
+            self.on_first("choosing the best", self._choose_best)
+        return aside
 
-    def _choose_best(self, metric: float | None) -> None:
-        if metric is None or not math.isfinite(metric):
-            return
+    def _choose_best(self) -> None:
+        """Point to the whole checkpoint with the best metric, of equals the older; to none where none has one."""
         sign = 1 if self.best == "min" else -1
         metrics = [(info.metric, info.step) for info in listed(self.folder) if info.whole]
-        _point_best(self.folder, min((sign * value, step) for value, step in metrics if value is not None)[1])
+        found = [(sign * value, step) for value, step in metrics if value is not None and math.isfinite(value)]
+        if found:
+            _point_best(self.folder, min(found)[1])
+        else:
+            (self.folder / "best").unlink(missing_ok=True)
 
     def _prune(self, current: int) -> None:
         """Remove what is older than the newest `keep` whole ones, but for multiples, the best and the current."""
         checkpoints = listed(self.folder)
         newest = [info.step for info in checkpoints if info.whole][: self.keep]
-        best = (self.folder / "best").resolve().name
+        best = os.path.basename(os.path.realpath(self.folder / "best"))
         for info in checkpoints:
             multiple = self.keep_every is not None and info.step % self.keep_every == 0
             if info.step < min(newest, default=0) and not multiple and info.path.name != best and info.step != current:
@@ -137,7 +144,7 @@ class Checkpoints:
             value = act()
         except Exception as error:  # whatever it is, the other ranks must hear of it, not wait
             cause = error
-        outcomes = self.world.gather((value, cause and f"{type(cause).__name__}: {cause}"))
+        outcomes = self._gather(doing, (value, cause and f"{type(cause).__name__}: {cause}"))
         failed = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why]
         if failed:
             raise CheckpointError(
@@ -145,6 +152,17 @@ class Checkpoints:
                 f"the older checkpoints in {self.folder} are as they were: mend the cause and start again"
             ) from cause
         return [value for value, _ in outcomes]
+
+    def _gather(self, doing: str, value: Any) -> list[Any]:
+        """Every rank's value; RunError where one is gone, which leaves the folder to the next start. Collective."""
+        try:
+            return self.world.gather(value)
+        except RuntimeError as error:
+            why = re.sub(r"^\[\S+\] ", "", str(error).partition(". ")[0])
+            raise RunError(
+                f"{doing}: another process has ended or does not answer ({why}), its log says why; "
+                f"the older checkpoints in {self.folder} are as they were: mend the cause and start again"
+            ) from error
 
 
 def _make_empty(folder: Path) -> None:
@@ -195,6 +213,8 @@ def _set_aside(folder: Path, start: CheckpointInfo) -> list[str]:
 
 def _point_best(folder: Path, step: int) -> None:
     name = f"step-{step:08d}"
+    if (folder / "best").is_symlink() and os.readlink(folder / "best") == name:
+        return
     if fault := verify(folder / name, read_all=False):
         raise CheckpointError(f"{name} cannot be the best: {fault}")
     (folder / "best.new").unlink(missing_ok=True)

@@ -57,9 +57,11 @@ def check_resume(run_dir: Path, resume: Resume, config: RunConfig) -> Checkpoint
 def batch_to_go_on_with(batch: BatchConfig, start: CheckpointInfo | None, allowed: Collection[str]) -> BatchConfig:
     """The recipe's batch with the total that the run began with, whatever the number of processes is now."""
     total = None if start is None else start.record().get("batch_total")
-    if total is None or batch.total is not None or any(key.split(".")[0] == "batch" for key in allowed):
+    if total is None or any(key.split(".")[0] == "batch" for key in allowed):
         return batch
-    return batch.model_copy(update={"total": total, "accumulate": None})
+    if batch.total is None or (batch.micro is not None and batch.accumulate is not None):
+        return batch.model_copy(update={"total": batch.total or total, "accumulate": None})
+    return batch
 
 
 def chosen_checkpoint(folder: str) -> CheckpointInfo:

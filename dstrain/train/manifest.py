@@ -68,12 +68,14 @@ def verify(path: Path, read_all: bool = True, share: tuple[int, int] = (0, 1)) -
             return f"{MANIFEST} is of step {step}"
         if fault := _sizes(path, files):
             return fault
+        if any(json.loads(_small(path, files, "run.json"))[name] != manifest[name] for name in ABOUT):
+            return f"{MANIFEST} and run.json differ"
         if read_all:
             _read_share(path, files, share)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except CheckpointError as error:
-        return str(error).removeprefix(f"{path}/").partition(";")[0]
+        return str(error).removeprefix(f"{path}/").partition(";")[0].replace(": ", " ", 1)
     except OSError as error:
         return f"it cannot be read: {error}"
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -88,6 +90,11 @@ def _sizes(path: Path, files: Mapping[str, Entry]) -> str | None:
         if (size := (path / name).stat().st_size) != entry["size"]:
             return f"{name} has {size} bytes instead of {entry['size']}"
     return None
+
+
+def _small(path: Path, files: Mapping[str, Entry], name: str) -> bytes:
+    """A file of one block, as it was written: what is read of it must not wait for a reading of all."""
+    return bytes(BlockFile(path / name, files[name]).read(0, files[name]["size"]))
 
 
 def _read_share(path: Path, files: Mapping[str, Entry], share: tuple[int, int]) -> None:

@@ -101,14 +101,28 @@ class Part:
         self.optimizer.state[self.tensor][key] = torch.zeros(numel, dtype=dtype, device=self.tensor.device)
 
     def wake(self) -> None:
-        """Have the optimizer make what it keeps: a step with zero gradients at rate 0. The weights are not looked at after."""
+        """Have the optimizer make what it keeps: a step with zero gradients at rate 0. The weights are not looked at after.
+
+        Where values are laid end to end it steps on two others, and what it keeps is made in the part's size: the step
+        itself would take several times the part's memory.
+        """
         kept, grad = self.optimizer.param_groups, self.tensor.grad
-        self.optimizer.param_groups = [{**self.group, "params": [self.tensor], "lr": 0.0}]
-        self.tensor.grad = torch.zeros_like(self.tensor)
+        probe = self.tensor if self.tensor.dim() > 1 else self.tensor.new_zeros(2)
+        self.optimizer.param_groups = [{**self.group, "params": [probe], "lr": 0.0}]
+        probe.grad = torch.zeros_like(probe)
         try:
             self.optimizer.step()
         finally:
             self.optimizer.param_groups, self.tensor.grad = kept, grad
+        if probe is not self.tensor and probe in self.optimizer.state:
+            self.optimizer.state[self.tensor] = {
+                key: value.new_zeros(self.tensor.shape) if _same_shape(value, probe) else value
+                for key, value in self.optimizer.state.pop(probe).items()
+            }
+
+
+def _same_shape(value: Any, tensor: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == tensor.shape
 
 
 class Whole:

@@ -135,10 +135,10 @@ def together(world: World) -> Iterator[None]:
 
 
 def _fill_optimizer(part: Part, stored: StoredState) -> None:
-    """A parameter that was frozen so far has none of it: its own begins anew."""
+    """A parameter that was frozen so far has none of it: its own begins anew. Of several counts a part has the highest."""
     names = sorted({place.name for place in (*part.places, *chain.from_iterable(part.own_places.values()))})
     kept = {key for name in names for key in stored.keys(name)} - {WEIGHT}
-    numbers = {key: value for name in names for key, value in stored.numbers(name).items()}
+    numbers = dict(sorted(pair for name in names for pair in stored.numbers(name).items()))
     if not kept and not numbers:
         return
     if not part.state:

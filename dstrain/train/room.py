@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ def _make_room(folder: Path, size: int, prune_when_full: bool) -> list[str]:
     there = [info for info in listed(folder) if info.whole]
     needed = int((there[0].size if there else size) * MARGIN)
     removed = []
-    best = (folder / "best").resolve().name
+    best = os.path.basename(os.path.realpath(folder / "best"))
     for info in sorted(there[1:], key=lambda info: (info.path.name == best, info.step)):
         if free_bytes(folder) >= needed or not prune_when_full:
             break

@@ -129,6 +129,21 @@ class _Stretch:
     shape: tuple[int, ...]
 
 
+def _stretch(file: str, start: int, entry: Mapping[str, Any], bounds: tuple[int, int]) -> _Stretch:
+    """What a table says of a tensor. Raises ValueError where it lies outside of the file's values, (first, end)."""
+    shape, dtype = tuple(entry["shape"]), TYPES[entry["dtype"]]
+    begin, end = (bounds[0] + offset for offset in entry["data_offsets"])
+    numel = math.prod(shape)
+    if (
+        start < 0
+        or min(shape, default=0) < 0
+        or not bounds[0] <= begin <= end <= bounds[1]
+        or end - begin != numel * dtype.itemsize
+    ):
+        raise ValueError(f"shape {list(shape)} at {entry['data_offsets']}")
+    return _Stretch(file, begin, start, numel, dtype, shape)
+
+
 class StoredState:
     """The state in a checkpoint, read by name and position."""
 
@@ -150,25 +165,30 @@ class StoredState:
             stretches.sort(key=lambda stretch: stretch.start)
 
     def _index(self, name: str, file: BlockFile) -> None:
-        length = int.from_bytes(file.read(0, 8), "little")
-        table = json.loads(file.read(8, length))
-        for parameter, numbers in json.loads(table.pop("__metadata__")["numbers"]).items():
-            self._numbers.setdefault(parameter, {}).update(numbers)
-        for full, entry in table.items():
-            parameter, _, rest = full.rpartition("/")
-            key, _, start = rest.partition("@")
-            shape = tuple(entry["shape"])
-            begin = 8 + length + entry["data_offsets"][0]
-            stretch = _Stretch(name, begin, int(start or 0), math.prod(shape), TYPES[entry["dtype"]], shape)
-            self._table.setdefault((parameter, key), []).append(stretch)
-            self._keys.setdefault(parameter, set()).add(key)
+        """Raises CheckpointError for a table that is none, even where its hash is right."""
+        try:
+            length = int.from_bytes(file.read(0, 8), "little")
+            table = json.loads(file.read(8, length))
+            for parameter, numbers in json.loads(table.pop("__metadata__")["numbers"]).items():
+                self._numbers.setdefault(parameter, {}).update(numbers)
+            for full, entry in table.items():
+                parameter, _, rest = full.rpartition("/")
+                key, _, start = rest.partition("@")
+                stretch = _stretch(name, int(start or 0), entry, (8 + length, file.size))
+                self._table.setdefault((parameter, key), []).append(stretch)
+                self._keys.setdefault(parameter, set()).add(key)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise CheckpointError(
+                f"{file.path}: its table cannot be read ({why}); choose another checkpoint"
+            ) from error
 
     @cached_property
     def about(self) -> dict[str, Any]:
         """What rank 0 wrote of names, shapes and counters."""
         return json.loads(self._files[ABOUT].read(0, self._files[ABOUT].size))
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Parameter or buffer -> its whole shape."""
         return {name: tuple(shape) for name, shape in self.about["shapes"].items()}

@@ -1,7 +1,18 @@
-"""A run goes on with any number of processes and at any ZeRO stage."""
+"""A run goes on with any number of processes and at any ZeRO stage.
+
+Each pair of the grid trains three steps, writes a checkpoint and goes on unbroken; an engine with another number of
+processes, another stage or another place for the optimizer loads it. What both hold is read with DeepSpeed's own
+functions, not with those that write and load checkpoints here, and must be equal to the bit; the next losses follow.
+"""
 
 from __future__ import annotations
 
+import ctypes.util
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +20,57 @@ import pytest
 import yaml
 
 from dstrain.tasks import find_task
+from tests.resume.elastic_cases import KINDS, NVME, SHAPE, save_model
 from tests.resume.test_resume import events, rows
-from tests.workers import Workers
+from tests.workers import ROOT, WorkerError, Workers
 
 RUN = "tests.resume.cases:run"
+CASES = "tests.resume.elastic_cases:"
+EXAMPLES = ROOT / "docs" / "examples"
+SOURCES = tuple(product(("zero0", "zero1", "zero2", "zero3"), (1, 2, 3), KINDS, ("bf16", "fp32")))
+TARGETS = tuple(
+    product(("zero0", "zero1", "zero1_offload", "zero2", "zero2_offload", "zero3", "zero3_offload"), (1, 2, 3))
+)
+Pair = tuple[str, int, str, str, str, int]
+"""(preset, processes, kind of model, precision) that wrote, (preset, processes) that goes on."""
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-4}
+"""Of the losses after new steps. Ranks sum gradients in bf16 to 2^-9 of their size, which moved these by up to 4e-5."""
+
+
+def grid() -> list[Pair]:
+    """A target for each source, so that any two values of two factors meet in at least one pair.
+
+    Source by source the target that adds most new pairs of values is taken, then most new triples; of equals the one
+    that comes next in a list that each source begins at another place. Never the source's own stage and processes.
+    """
+    chosen: list[Pair] = []
+    met: list[set[Any]] = [set(), set()]
+    for index, source in enumerate(SOURCES):
+        turned = TARGETS[5 * index % len(TARGETS) :] + TARGETS[: 5 * index % len(TARGETS)]
+        others = [(*source, *target) for target in turned if target != source[:2]]
+        best = max(
+            others, key=lambda pair: [len(meetings(pair, n) - seen) for n, seen in zip((2, 3), met, strict=True)]
+        )
+        for n, seen in zip((2, 3), met, strict=True):
+            seen |= meetings(best, n)
+        chosen.append(best)
+    return chosen
+
+
+def meetings(pair: Pair, values: int) -> set[Any]:
+    """Which values of so many factors meet in a pair."""
+    return set(combinations(enumerate(pair), values))
+
+
+QUICK: tuple[Pair, ...] = (
+    ("zero0", 1, "full", "fp32", "zero3", 3),
+    ("zero1", 3, "lora", "bf16", "zero0", 2),
+    ("zero2", 2, "frozen", "fp32", "zero1_offload", 3),
+    ("zero3", 3, "full", "bf16", "zero2", 1),
+    ("zero3", 2, "frozen", "bf16", "zero2_offload", 1),
+    ("zero1", 2, "full", "fp32", "zero3_offload", 1),
+    ("zero2", 1, "lora", "fp32", "zero3", 2),
+)
 
 
 @pytest.fixture
@@ -22,6 +80,18 @@ def recipe(tmp_path: Path) -> str:
     values |= {"steps": 9, "batch": {"total": 6, "micro": 2}, "save": {"every": 3, "keep": 9}, "precision": "fp32"}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
     return str(tmp_path / "recipe.yaml")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("model"))
+    save_model(folder)
+    return folder
+
+
+@pytest.fixture
+def workers(one: Workers, two: Workers, three: Workers) -> Mapping[int, Workers]:
+    return {1: one, 2: two, 3: three}
 
 
 def close(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tolerance: float = 1e-5) -> None:
@@ -35,6 +105,51 @@ def close(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tolerance: f
                 assert mine[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), (mine["step"], name)
 
 
+def same(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], key: str = "state") -> None:
+    """What the ranks of two runs hold: equal to the bit, and something."""
+    names = [name for name, told in theirs[0][key].items() if told != ours[0]["state"].get(name)]
+    assert not names, f"{len(names)} of {len(theirs[0][key])} differ: {names[:6]}"
+    assert {**theirs[0][key], **ours[0]["state"]} == theirs[0][key], "nothing more either"
+    assert all(told["state"] == ours[0]["state"] for told in ours), "the same on every rank"
+
+
+def go_through(pair: Pair, model: str, folder: Path, workers: Mapping[int, Workers]) -> None:
+    """Write, go on, compare."""
+    preset, processes, kind, precision, next_preset, next_processes = pair
+    made = {"model": model, "kind": kind, "precision": precision}
+    wrote = workers[processes](f"{CASES}source", folder=str(folder), preset=preset, **made)
+    went_on = workers[next_processes](f"{CASES}target", checkpoint=wrote[0]["checkpoint"], preset=next_preset, **made)
+    same(went_on, wrote)
+    ours, theirs = went_on[0]["losses"], wrote[0]["losses"]
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-6), "before any new step"
+    assert ours == pytest.approx(theirs, rel=TOLERANCE[precision])
+    moments = [told for name, told in wrote[0]["state"].items() if name.endswith("exp_avg_sq")]
+    assert moments
+    assert all(told.endswith("True") for told in moments), "no moment is all zero"
+
+
+def test_in_the_grid_any_two_values_meet() -> None:
+    found = set().union(*(meetings(pair, 2) for pair in grid()))
+    factors = [sorted({source[i] for source in SOURCES}, key=str) for i in range(4)]
+    factors += [sorted({target[i] for target in TARGETS}, key=str) for i in range(2)]
+    for (i, ours), (j, theirs) in combinations(enumerate(factors), 2):
+        assert {((i, a), (j, b)) for a, b in product(ours, theirs)} <= found, (i, j)
+    assert len(grid()) == 72
+
+
+@pytest.mark.parametrize("pair", QUICK, ids=lambda pair: "-".join(map(str, pair)))
+def test_all_state_goes_over_to_the_bit(pair: Pair, model: str, tmp_path: Path, workers: Mapping[int, Workers]) -> None:
+    go_through(pair, model, tmp_path, workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", grid(), ids=lambda pair: "-".join(map(str, pair)))
+def test_all_state_goes_over_to_the_bit_in_every_pair(
+    pair: Pair, model: str, tmp_path: Path, workers: Mapping[int, Workers]
+) -> None:
+    go_through(pair, model, tmp_path, workers)
+
+
 def test_a_run_goes_on_with_two_processes_one_and_three(
     recipe: str, tmp_path: Path, one: Workers, two: Workers, three: Workers
 ) -> None:
@@ -45,3 +160,164 @@ def test_a_run_goes_on_with_two_processes_one_and_three(
     told = events(tmp_path / "run", "reshaped")
     assert [event["step"] for event in told] == [3, 6]
     assert "zero3 (ZeRO stage 3) on 2 processes and goes on as zero2_offload (ZeRO stage 2) on 1" in told[0]["how"]
+
+
+CHAINS = {
+    "offload on, off, on": ({}, ("zero2_offload", 2), ("zero3", 1), ("zero3_offload", 3)),
+    "lion": ({"optim": {"name": "lion", "lr": 1e-3}}, ("zero1", 2), ("zero3", 3), ("zero0", 1)),
+    "sgd": ({"optim": {"name": "sgd", "lr": 0.1}}, ("zero3", 3), ("zero2_offload", 1), ("zero1", 2)),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_of_places_is_one_run(name: str, model: str, tmp_path: Path, workers: Mapping[int, Workers]) -> None:
+    more, *places = CHAINS[name]
+    follow(places, tmp_path, workers, {"model": model, "kind": "full", **more})
+
+
+@pytest.mark.slow
+def test_weights_and_state_on_a_disk_go_over_and_back(tmp_path: Path, workers: Mapping[int, Workers]) -> None:
+    if not ctypes.util.find_library("aio"):
+        pytest.skip("offloading to NVMe needs Debian's libaio-dev")
+    save_model(str(tmp_path / "model"), {**SHAPE, "vocab_size": 24_000})
+    made = {"model": str(tmp_path / "model"), "kind": "full", "zero": NVME}
+    try:
+        follow([("zero3_nvme", 2), ("zero2", 1), ("zero3_nvme", 3), ("zero0", 2)], tmp_path, workers, made)
+    finally:
+        workers[2].close()  # DeepSpeed keeps pinned buffers
+        workers[3].close()
+
+
+def follow(
+    places: Sequence[tuple[str, int]], folder: Path, workers: Mapping[int, Workers], made: dict[str, Any]
+) -> None:
+    """Three steps at each place, beside as many unbroken at the first."""
+    (preset, processes), *others = places
+    source = {"folder": str(folder / "0"), "after": 3 * len(others), "preset": preset}
+    wrote = workers[processes](f"{CASES}source", **source, **made)
+    losses, last, key = [], wrote, "state"
+    for number, (preset, processes) in enumerate(others, start=1):
+        place = {"checkpoint": last[0]["checkpoint"], "first": 3 * number, "to": str(folder / str(number))}
+        told = workers[processes](f"{CASES}target", **place, preset=preset, **made)
+        same(told, last, key)
+        losses, last, key = losses + told[0]["losses"], told, "left"
+    assert losses == pytest.approx(wrote[0]["losses"], rel=1e-5)
+
+
+def test_accumulation_may_change_with_the_processes(model: str, tmp_path: Path, workers: Mapping[int, Workers]) -> None:
+    made = {"model": model, "kind": "full"}
+    wrote = workers[3](f"{CASES}source", folder=str(tmp_path), preset="zero2", accumulate=1, **made)
+    went_on = workers[1](f"{CASES}target", checkpoint=wrote[0]["checkpoint"], preset="zero1", accumulate=5, **made)
+    same(went_on, wrote)
+    assert went_on[0]["losses"] == pytest.approx(wrote[0]["losses"], rel=1e-5)
+
+
+LEARNING = {
+    "a rate that goes by the processes keeps to those of the beginning": ["optim.scale_lr=linear"],
+    "a recipe without a total keeps the one it began with": ["batch={micro: 2, accumulate: 2}"],
+    "an end in mid-epoch, of a step with fewer samples than processes": ["steps=null", "epochs=0.86"],
+    "a total that three processes do not share evenly": ["batch={total: 7, micro: 2}"],
+}
+
+
+@pytest.mark.parametrize("claim", LEARNING)
+def test_what_is_learnt_stays(claim: str, recipe: str, tmp_path: Path, workers: Mapping[int, Workers]) -> None:
+    sets = LEARNING[claim]
+    whole = workers[2](RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=sets)
+    workers[2](RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets, crash_at=5)
+    again = workers[3](RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=[*sets, "ds_config=zero3"])
+    close(rows(tmp_path / "run"), rows(tmp_path / "whole"))
+    assert by_step(again) == by_step(whole)[3:], "the same samples in each step"
+
+
+def by_step(told: list[dict[str, Any]]) -> list[list[int]]:
+    """The ids of each step, over all ranks."""
+    return [
+        sorted(sample for ids in step for sample in ids)
+        for step in zip(*(rank["samples"] for rank in told), strict=True)
+    ]
+
+
+def test_another_optimizer_begins_anew_and_says_so(recipe: str, tmp_path: Path, workers: Mapping[int, Workers]) -> None:
+    workers[2](RUN, recipe=recipe, run_dir=str(tmp_path / "whole"))
+    workers[2](RUN, recipe=recipe, run_dir=str(tmp_path / "run"), crash_at=5)
+    other = {"recipe": recipe, "run_dir": str(tmp_path / "run"), "sets": ["optim.name=lion", "ds_config=zero3"]}
+    with pytest.raises(WorkerError, match=r"optim\.name: is 'lion', but the run was started with 'adamw'"):
+        workers[1](RUN, **other)
+    workers[1](RUN, **other, allowed=["optim.name", "optim.betas"])
+    ours, theirs = rows(tmp_path / "run"), rows(tmp_path / "whole")
+    assert ours[3]["loss"] == pytest.approx(theirs[3]["loss"], rel=1e-6), "the weights go on"
+    assert ours[5]["loss"] != pytest.approx(theirs[5]["loss"], rel=1e-6), "and learn in another way"
+    (told,) = events(tmp_path / "run", "begins_anew")
+    assert "was adamw and is lion" in told["what"]
+    assert told["step"] == 3
+
+
+@pytest.mark.parametrize(("before", "after"), [(("zero2", 2), ("zero3", 1)), (("zero3", 2), ("zero1", 3))])
+def test_frozen_weights_may_thaw(
+    before: tuple[str, int], after: tuple[str, int], recipe: str, tmp_path: Path, workers: Mapping[int, Workers]
+) -> None:
+    frozen = ["model.freeze=[model.layers.0]"]
+    run = {"recipe": recipe, "run_dir": str(tmp_path / "run")}
+    workers[before[1]](RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=[f"ds_config={before[0]}", *frozen])
+    workers[before[1]](RUN, **run, sets=[f"ds_config={before[0]}", *frozen], crash_at=5)
+    workers[after[1]](RUN, **run, sets=[f"ds_config={after[0]}"], allowed=["model.freeze"])
+    ours, theirs = rows(tmp_path / "run"), rows(tmp_path / "whole")
+    assert ours[3]["loss"] == pytest.approx(theirs[3]["loss"], rel=1e-6), "the weights go on"
+    assert ours[3]["grad_norm"] > theirs[3]["grad_norm"] * 1.0001, "more of them learn"
+    (told,) = events(tmp_path / "run", "begins_anew")
+    assert "model.layers.0" in told["what"]
+
+
+LARGE = {"model_type": "llama", "vocab_size": 20_000, "hidden_size": 768, "intermediate_size": 3072,
+         "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": True}  # fmt: skip
+"""202 MiB in fp32, 607 MiB with Adam's moments; the embedding has 58 MiB."""
+
+
+@pytest.mark.slow
+def test_a_load_streams(tmp_path: Path, workers: Mapping[int, Workers]) -> None:
+    save_model(str(tmp_path / "model"), LARGE)
+    made = {"model": str(tmp_path / "model"), "kind": "full", "zero": {}}
+    wrote = workers[2](f"{CASES}source", folder=str(tmp_path), preset="zero3", after=0, **made)
+    workers[2].close()
+    for processes, preset in ((1, "zero2"), (1, "zero2_offload"), (1, "zero3"), (3, "zero3"), (3, "zero2")):
+        told = workers[processes](f"{CASES}footprint", checkpoint=wrote[0]["checkpoint"], preset=preset, **made)
+        workers[processes].close()
+        for found in told:
+            moments = found["held"] - found["weights"]  # there are none before
+            grown = found["peak"] - found["before"]
+            print(processes, preset, {name: value >> 20 for name, value in found.items()}, "MiB, grown", grown >> 20)
+            if (processes, preset) == (3, "zero2"):  # its last act is the gathering of weights that ends each step
+                assert found["peak"] <= found["step"] * 1.02
+            else:
+                assert grown - moments < 1.2 * (found["largest"] + found["weights"])
+
+
+@pytest.mark.slow
+def test_the_run_of_the_docs_goes_on_as_they_say(data: Path, tmp_path: Path, workers: Mapping[int, Workers]) -> None:
+    """By its script through the command line, and its sample ids in worker processes."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["sh", str(EXAMPLES / "elastic-hh.sh"), str(data / "hh"), str(tmp_path / "out")],
+        env=environment, capture_output=True, text=True, timeout=560,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run = tmp_path / "out/elastic"
+    assert [event["step"] for event in events(run, "resumed")] == [20, 40]
+    assert [event["world_size"] for event in events(run, "started")] == [2, 1, 3]
+    assert len(rows(run)) == 60
+    close(rows(run), rows(tmp_path / "out/unbroken"))
+
+
+@pytest.mark.slow
+def test_the_run_of_the_docs_takes_the_same_samples(data: Path, tmp_path: Path, workers: Mapping[int, Workers]) -> None:
+    recipe = {"recipe": str(EXAMPLES / "elastic-hh.yaml")}
+    train = f"data.train={data / 'hh/helpful-train.jsonl'}"
+    whole = by_step(workers[2](RUN, **recipe, run_dir=str(tmp_path / "whole"), sets=[train, "ds_config=zero3"]))
+    taken: list[list[int]] = []
+    for processes, preset, crash in ((2, "zero3", 21), (1, "zero2_offload", 41), (3, "zero1", None)):
+        sets = [train, f"ds_config={preset}"]
+        told = workers[processes](RUN, **recipe, run_dir=str(tmp_path / "run"), sets=sets, crash_at=crash)
+        taken += by_step(told)[: 20 if crash else None]
+    assert taken == whole
+    close(rows(tmp_path / "run"), rows(tmp_path / "whole"))

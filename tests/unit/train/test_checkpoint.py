@@ -21,6 +21,7 @@ import dstrain
 from dstrain.batch import Progress
 from dstrain.errors import CheckpointError
 from dstrain.train import checkpoint as module
+from dstrain.train.blocks import Entry, write_hashed
 from dstrain.train.checkpoint import Checkpoints
 from dstrain.train.manifest import listed, verify
 
@@ -41,10 +42,9 @@ def solo(folder: Path, **options: Any) -> Checkpoints:
     return Checkpoints(folder=folder, world=OneRank(), **options)  # type: ignore[arg-type]
 
 
-def write(folder: Path) -> None:
-    (folder / "model").mkdir(exist_ok=True)
-    (folder / "model" / "weights.bin").write_bytes(b"w" * 1000)
-    (folder / "optim-rank-00000.bin").write_bytes(b"o" * 10)
+def write(folder: Path) -> dict[str, Entry]:
+    files = {"model/weights.dat": b"w" * 1000, "rank-00000.dat": b"o" * 10}
+    return {name: write_hashed(folder / name, content) for name, content in files.items()}
 
 
 def save(checkpoints: Checkpoints, *steps: int, metric: float | None = None, by: Callable[..., Any] = write) -> None:
@@ -71,7 +71,7 @@ def test_a_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
     assert info.record()["preset"] == "zero2"
     assert info.size == sum(path.stat().st_size for path in info.path.rglob("*") if path.is_file())
     manifest = json.loads((info.path / "MANIFEST.json").read_text())
-    assert sorted(manifest["files"]) == ["model/weights.bin", "optim-rank-00000.bin", "progress.json", "run.json"]
+    assert sorted(manifest["files"]) == ["model/weights.dat", "progress.json", "rank-00000.dat", "run.json"]
     assert manifest["files_per_rank"] == [1]
     assert json.loads((info.path / "progress.json").read_text()) == {"step": 200, "samples": 12800}
 
@@ -92,19 +92,19 @@ def test_a_partial_checkpoint_is_never_read(tmp_path: Path) -> None:
 
 
 def _truncate(path: Path) -> None:
-    os.truncate(path / "model" / "weights.bin", 10)
+    os.truncate(path / "model" / "weights.dat", 10)
 
 
 def _flip(path: Path) -> None:
-    (path / "model" / "weights.bin").write_bytes(b"w" * 999 + b"v")
+    (path / "model" / "weights.dat").write_bytes(b"w" * 999 + b"v")
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "MANIFEST.json is missing": lambda path: (path / "MANIFEST.json").unlink(),
     "MANIFEST.json is not readable": lambda path: os.truncate(path / "MANIFEST.json", 30),
     "run.json is missing": lambda path: (path / "run.json").unlink(),
-    "model/weights.bin has 10 bytes instead of 1000": _truncate,
-    "model/weights.bin is not what was written": _flip,
+    "model/weights.dat has 10 bytes instead of 1000": _truncate,
+    "model/weights.dat is not what was written": _flip,
     "MANIFEST.json is of step 3": lambda path: shutil.copytree(path, path.with_name("step-00000004")) and None,
 }
 
@@ -186,7 +186,7 @@ def test_best_points_to_the_best_metric_and_equals_do_not_move_it(tmp_path: Path
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     checkpoints = solo(tmp_path)
     save(checkpoints, 1)
-    save(checkpoints, 1, by=lambda folder: (folder / "other.bin").write_bytes(b"new"))
+    save(checkpoints, 1, by=lambda folder: {"other": write_hashed(folder / "other", b"new")})
     assert steps(tmp_path) == [1]
     assert not (tmp_path / "step-00000001" / "model").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
@@ -199,9 +199,10 @@ def test_what_an_older_partial_left_does_not_get_in(tmp_path: Path) -> None:
     assert not (tmp_path / "step-00000001" / "stale.bin").exists()
 
 
-def write_shard(world: ThreadWorld) -> Callable[[Path], None]:
-    def act(folder: Path) -> None:
-        (folder / f"rank-{world.rank:05d}.bin").write_bytes(b"x" * (world.rank + 1))
+def write_shard(world: ThreadWorld) -> Callable[[Path], dict[str, Entry]]:
+    def act(folder: Path) -> dict[str, Entry]:
+        name = f"rank-{world.rank:05d}.dat"
+        return {name: write_hashed(folder / name, b"x" * (world.rank + 1))}
 
     return act
 
@@ -212,7 +213,7 @@ def test_every_rank_writes_and_all_agree_on_the_newest(tmp_path: Path) -> None:
         save(checkpoints, 1, 2, by=write_shard(world))
         world.barrier()
         if world.rank == 0:
-            (tmp_path / "step-00000002" / "rank-00002.bin").write_bytes(b"abc"[::-1])
+            (tmp_path / "step-00000002" / "rank-00002.dat").write_bytes(b"abc"[::-1])
         world.barrier()
         return checkpoints.newest()
 
@@ -220,11 +221,11 @@ def test_every_rank_writes_and_all_agree_on_the_newest(tmp_path: Path) -> None:
     assert all(result == results[0] for result in results)
     info, passed_over = results[0]  # type: ignore[misc]
     assert (info.step, info.world_size) == (1, 3)
-    assert "rank-00002.bin is not what was written" in passed_over[0].state
+    assert "rank-00002.dat is not what was written" in passed_over[0].state
     assert json.loads((info.path / "MANIFEST.json").read_text())["files_per_rank"] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("phase", ["write", "hashes_of", "seal", "_commit"])
+@pytest.mark.parametrize("phase", ["write", "seal", "_commit"])
 def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_the_older_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
@@ -306,6 +307,7 @@ SAVE_FOR_EVER = """
 import sys
 from pathlib import Path
 from dstrain.batch import Progress
+from dstrain.train.blocks import write_hashed
 from dstrain.train.checkpoint import Checkpoints
 
 class OneRank:
@@ -314,8 +316,7 @@ class OneRank:
         return [value]
 
 def write(folder):
-    for rank in range(4):
-        (folder / f"rank-{rank:05d}.bin").write_bytes(bytes([rank]) * 200_000)
+    return {name: write_hashed(folder / name, bytes([rank]) * 200_000) for rank, name in enumerate("abcd")}
 
 checkpoints = Checkpoints(folder=Path(sys.argv[1]), world=OneRank(), keep=2)
 checkpoints.clean()
@@ -348,3 +349,14 @@ def test_a_kill_at_any_moment_leaves_what_was_saved_last(tmp_path: Path) -> None
         assert info is not None
         assert info.step >= told > 0
         assert passed_over == []
+
+
+def test_going_back_behind_the_best_chooses_another(tmp_path: Path) -> None:
+    checkpoints = solo(tmp_path, keep=9)
+    for step, metric in ((1, 0.5), (2, 0.4), (3, 0.1)):
+        save(checkpoints, step, metric=metric)
+    (start,) = (info for info in checkpoints.whole() if info.step == 2)
+    assert checkpoints.set_aside_after(start) == ["step-00000003"]
+    assert best(tmp_path) == "step-00000002"
+    save(checkpoints, 3)
+    assert best(tmp_path) == "step-00000002", "the third was not looked at again"

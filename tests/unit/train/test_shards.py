@@ -1,0 +1,139 @@
+"""What is written under one cut is read under another; what cannot be read is refused by a sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from dstrain.batch import Progress
+from dstrain.errors import CheckpointError
+from dstrain.train import shards
+from dstrain.train.blocks import write_hashed
+from dstrain.train.checkpoint import Checkpoints
+from dstrain.train.parts import Part, Place
+from dstrain.train.shards import Shard, StoredState, take, write_state
+from dstrain.world import SoloWorld
+
+
+def kept(folder: Path, *ranks: Sequence[Shard], shapes: dict[str, list[int]]) -> Path:
+    """A checkpoint of what these ranks wrote."""
+    about = {"shapes": shapes, "optimizer": "adamw"}
+
+    def write(place: Path) -> Any:
+        found = {}
+        for index, own in enumerate(ranks):
+            found |= write_state(place, own, about if not index else None)
+        return found
+
+    return Checkpoints(folder=folder, world=SoloWorld()).save(write, Progress(1, 1), {})
+
+
+def flat_cuts(values: torch.Tensor, ends: Sequence[int]) -> list[list[Shard]]:
+    """A parameter in stretches that end there, each of another rank."""
+    starts = [0, *ends[:-1]]
+    return [
+        [*take([[Part(values[a:b].clone(), [Place("w", a, b - a, 0)], everywhere=False)]], rank, len(ends))]
+        for rank, (a, b) in enumerate(zip(starts, ends, strict=True))
+    ]
+
+
+@given(st.lists(st.integers(1, 99), max_size=5), st.integers(0, 99), st.integers(1, 100))
+def test_any_stretch_is_read_whatever_the_cut_was(cuts: list[int], start: int, length: int) -> None:
+    import tempfile
+
+    values = torch.randn(100)
+    with tempfile.TemporaryDirectory() as folder:
+        stored = StoredState(kept(Path(folder), *flat_cuts(values, [*sorted({*cuts}), 100]), shapes={"w": [20, 5]}))
+        end = min(100, start + length)
+        into = torch.empty(end - start)
+        stored.read("w", "weight", into, start)
+        assert torch.equal(into, values[start:end])
+        assert torch.equal(stored.whole("w"), values.view(20, 5))
+
+
+def test_what_all_hold_is_written_once_in_equal_shares(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(7, 3), "b": torch.randn(4), "c": torch.arange(5)}
+    parts = [Part(value, [Place(name, 0, value.numel(), 0)], everywhere=True) for name, value in tensors.items()]
+    ranks = [[*take([parts], rank, 3)] for rank in range(3)]
+    assert sorted(sum(values.numel() for shard in own for _, values in shard.tensors) for own in ranks) == [10, 10, 10]
+    stored = StoredState(kept(tmp_path, *ranks, shapes={name: list(value.shape) for name, value in tensors.items()}))
+    assert all(torch.equal(stored.whole(name), value) for name, value in tensors.items())
+
+
+def test_what_an_optimizer_keeps_comes_back_by_key(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.randn(6, 4))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.randn(6, 4)
+    optimizer.step()
+    part = Part(weight, [Place("w", 0, 24, 0)], everywhere=True, optimizer=optimizer, group=optimizer.param_groups[0])
+    stored = StoredState(kept(tmp_path, [*take([[part]], 0, 1)], shapes={"w": [6, 4]}))
+    assert stored.keys("w") == {"weight", "exp_avg", "exp_avg_sq"}
+    assert stored.numbers("w") == {"step": 1.0}
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(stored.whole("w", key), optimizer.state[weight][key])
+
+
+def test_any_reader_of_safetensors_reads_the_files(tmp_path: Path) -> None:
+    values = torch.randn(10)
+    place = kept(tmp_path, *flat_cuts(values, [4, 10]), shapes={"w": [10]})
+    found = {}
+    for file in (place / "state").glob("*.safetensors"):
+        with safe_open(str(file), framework="pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  it is no dict
+    assert torch.equal(found["w/weight@0"], values[:4])
+    assert torch.equal(found["w/weight@4"], values[4:])
+
+
+def test_a_missing_stretch_is_named(tmp_path: Path) -> None:
+    place = kept(tmp_path, *flat_cuts(torch.randn(10), [4, 10])[:1], shapes={"w": [10]})
+    with pytest.raises(CheckpointError, match="holds no weight of w from value 4 on"):
+        StoredState(place).whole("w")
+
+
+def broken_header(change: Callable[[dict[str, Any]], object]) -> bytes:
+    table: dict[str, Any] = {
+        "__metadata__": {"numbers": "{}"},
+        "w/weight@0": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
+    }
+    change(table)
+    header = json.dumps(table).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(16)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"abc",
+        (1 << 60).to_bytes(8, "little") + b"{}",
+        (4).to_bytes(8, "little") + b"nope",
+        broken_header(lambda table: table.pop("__metadata__")),
+        broken_header(lambda table: table["w/weight@0"].update(dtype="F31")),
+        broken_header(lambda table: table["w/weight@0"].update(shape=[1 << 50])),
+        broken_header(lambda table: table["w/weight@0"].update(data_offsets=[1 << 50, 1 << 51])),
+        broken_header(lambda table: table["w/weight@0"].update(data_offsets=[-40, -24])),
+        broken_header(lambda table: table.update({"w/weight@x": table["w/weight@0"]})),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hash is right: someone made it so."""
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "write_shard", lambda folder, shard: write_hashed(folder / shard.name, content))
+        place = kept(tmp_path, [Shard("rank-00000-000.safetensors", [])], shapes={"w": [4]})
+    with pytest.raises(CheckpointError, match="choose another checkpoint"):
+        StoredState(place).whole("w")
+
+
+def test_a_checkpoint_without_this_state_is_refused(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(folder=tmp_path, world=SoloWorld())
+    place = checkpoints.save(lambda folder: {"x": write_hashed(folder / "x", b"")}, Progress(1, 1), {})
+    with pytest.raises(CheckpointError, match="holds no state that this version reads"):
+        StoredState(place)

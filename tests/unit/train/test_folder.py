@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from dstrain.config.schema import BatchConfig
 from dstrain.errors import UsageError
-from dstrain.train.folder import check_shared
+from dstrain.train.folder import batch_to_go_on_with, check_shared
 from tests.unit.report.thread_world import on_ranks
 
 
@@ -20,3 +25,21 @@ def test_ranks_that_see_another_folder_are_named(tmp_path: Path) -> None:
     for told in on_ranks(3, lambda world: check_shared(folders[world.rank], world)):
         assert isinstance(told, UsageError)
         assert "ranks 2 do not see what rank 0 writes there" in str(told)
+
+
+@pytest.mark.parametrize(
+    ("batch", "wanted"),
+    [
+        ({"micro": 2, "accumulate": 3}, {"total": 12, "micro": 2, "accumulate": None}),
+        ({"total": 12, "micro": 2, "accumulate": 3}, {"total": 12, "micro": 2, "accumulate": None}),
+        ({"total": 12, "micro": 2}, {"total": 12, "micro": 2, "accumulate": None}),
+        ({"total": 12, "accumulate": 3}, {"total": 12, "micro": None, "accumulate": 3}),
+        ({}, {"total": 12, "micro": None, "accumulate": None}),
+    ],
+)
+def test_the_total_stays_whatever_the_processes_are(batch: dict[str, int], wanted: dict[str, int | None]) -> None:
+    start: Any = SimpleNamespace(record=lambda: {"batch_total": 12})
+    found = batch_to_go_on_with(BatchConfig(**batch), start, [])
+    assert {name: getattr(found, name) for name in wanted} == wanted
+    assert batch_to_go_on_with(BatchConfig(**batch), start, ["batch.total"]) == BatchConfig(**batch)
+    assert batch_to_go_on_with(BatchConfig(**batch), None, []) == BatchConfig(**batch)

@@ -181,7 +181,7 @@ def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "way",
     [
-        "dstrain evaluate {} --num-gpus 2",
+        pytest.param("dstrain evaluate {} --num-gpus 2", marks=pytest.mark.slow),
         pytest.param(
             "torchrun --nproc-per-node 2 --master-port {port} -m dstrain.cli evaluate {}", marks=pytest.mark.slow
         ),

@@ -53,7 +53,9 @@ def asked(folder: Path, **sampling: Any) -> dict[str, Any]:
     return {"folder": str(folder / "run"), "data": str(folder / "eval.jsonl"), "sets": SETS, "sampling": FEW | sampling}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "dpo" in name else name for name in RUNS]
+)
 def test_answers_do_not_depend_on_the_processes(name: str, trained: Any, one: Workers, two: Workers) -> None:
     folder = trained(name)
     alone = one(GENERATE, **asked(folder))[0]

@@ -107,6 +107,7 @@ def test_contents_that_cannot_be_are_refused_before_any_process_group(wrong: str
     assert not (folder / "trap").exists()
 
 
+@pytest.mark.slow
 def test_garbage_ends_in_exit_2_and_a_sentence(folder: Path) -> None:
     garbage("w.pt")(folder)
     command = [sys.executable, "-m", "dstrain", "train", RECIPE, "--set", "model.init=w.pt", "--num-gpus", "2"]

@@ -48,6 +48,7 @@ def test_adapters_and_the_merged_model_say_the_same(
         one(CASES + "export", run=str(tmp_path / "run"), to=str(tmp_path / "other"), merge=True)
 
 
+@pytest.mark.slow
 def test_adapters_on_drawn_weights_are_merged_or_not_written(tmp_path: Path, one: Workers, two: Workers) -> None:
     values = find_task("dpo").tiny(tmp_path)
     values["model"] |= {"lora": {"rank": 2}}

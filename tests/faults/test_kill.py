@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,9 +12,11 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 import yaml
 
 from dstrain.tasks import find_task
+from dstrain.train.manifest import listed
 
 
 def start(recipe: Path, run_dir: Path) -> subprocess.Popen[bytes]:
@@ -78,3 +81,36 @@ def test_sigterm_saves_exits_with_75_and_leaves_nobody(tmp_path: Path) -> None:
     last = told(tmp_path / "run")[-1][1]
     assert (tmp_path / f"run/checkpoints/step-{last:08d}/MANIFEST.json").is_file()
     assert b"stopped at step" in output
+
+
+@pytest.mark.slow
+def test_a_save_killed_twenty_times_at_random_moments_is_resumed_twenty_times(tmp_path: Path) -> None:
+    values = find_task("rm").tiny(tmp_path) | {"steps": 260, "save": {"every": 1, "keep": 2}, "eval": {"every": 100}}
+    recipe, run_dir, draw = tmp_path / "recipe.yaml", tmp_path / "killed", random.Random(0)
+    recipe.write_text(yaml.safe_dump(values))
+    resumed = []
+    for _ in range(20):
+        run = start(recipe, run_dir)
+        known = newest(run_dir)
+        wait_for_step(run_dir, known + 2)
+        while not list((run_dir / "checkpoints").glob("*.partial")):
+            time.sleep(0.0005)
+        time.sleep(draw.random() * 0.02)
+        kill_tree(run)
+        whole = newest(run_dir)
+        assert whole >= known + 1, "a step that was saved is lost"
+        resumed.append(whole)
+    last = start(recipe, run_dir)
+    output, _ = last.communicate(timeout=180)
+    assert last.returncode == 0, output.decode()[-3000:]
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "resumed"] == resumed
+    assert not [event for event in events if event["event"] == "checkpoint_passed_over"]
+    unbroken = start(recipe, tmp_path / "unbroken")
+    unbroken.communicate(timeout=180)
+    assert told(run_dir) == told(tmp_path / "unbroken")
+
+
+def newest(run_dir: Path) -> int:
+    """The step of the newest whole checkpoint; 0 without one."""
+    return next((info.step for info in listed(run_dir / "checkpoints", read_all=True) if info.whole), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dstrain.errors import CheckpointError
 from dstrain.train import shards
 from dstrain.train.blocks import write_hashed
 from dstrain.train.checkpoint import Checkpoints
+from dstrain.train.manifest import verify
 from dstrain.train.parts import Part, Place
 from dstrain.train.shards import Shard, StoredState, take, write_state
 from dstrain.world import SoloWorld
@@ -137,3 +139,31 @@ def test_a_checkpoint_without_this_state_is_refused(tmp_path: Path) -> None:
     place = checkpoints.save(lambda folder: {"x": write_hashed(folder / "x", b"")}, Progress(1, 1), {})
     with pytest.raises(CheckpointError, match="holds no state that this version reads"):
         StoredState(place)
+
+
+class Evil:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._trace,)
+
+
+@pytest.mark.parametrize("name", ["state/rank-00000-001.pt", "state/pytorch_model.bin", "optimizer.pkl"])
+@pytest.mark.parametrize("in_manifest", [True, False])
+def test_a_planted_pickle_is_refused_by_name_and_not_run(name: str, in_manifest: bool, tmp_path: Path) -> None:
+    content, trace = pickle.dumps(Evil(tmp_path / "trace")), tmp_path / "trace"
+    place = kept(tmp_path / "run", *flat_cuts(torch.randn(10), [10]), shapes={"w": [10]})
+    entry = write_hashed(place / name, content)
+    if in_manifest:
+        manifest = json.loads((place / "MANIFEST.json").read_text())
+        manifest["files"][name] = entry
+        (place / "MANIFEST.json").write_text(json.dumps(manifest))
+        assert verify(place) is None, "its hash is right"
+    with pytest.raises(CheckpointError, match=rf"{name} may be a pickle, which runs code when it is read"):
+        StoredState(place)
+    assert not trace.exists()
+    pickle.loads(content)  # noqa: S301  it would have
+    assert trace.exists()

@@ -60,7 +60,8 @@ def record_end(run_dir: Path, rank: int, code: int, error: str | None = None) ->
     Keep a handler for SIGTERM until here: as soon as one rank is gone with another code than 0,
     DeepSpeed's launcher and torchrun send it to all others, which may be just about to end.
     """
-    _write(run_dir, Record(rank, os.getpid(), code, error))
+    with contextlib.suppress(OSError):  # a full disk: the exit code tells too
+        _write(run_dir, Record(rank, os.getpid(), code, error))
 
 
 def code_for_launcher(code: int) -> int:

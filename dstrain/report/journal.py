@@ -56,15 +56,6 @@ def strict(value: Any) -> Any:
     return [strict(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file of strict JSON for people and programs, and have it on the disk."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(strict(value), file, indent=1, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def sync_folder(folder: Path) -> None:
     """Have the names in a folder on the disk, after a rename."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -130,10 +121,14 @@ class _Lines:
         kept = [line for line in lines if (row := _parse(line)) is not None and wanted(row)]
         if len(kept) < len(lines):
             temporary = self._path.with_suffix(".tmp")
-            with temporary.open("wb") as file:
-                file.writelines(kept)
-                file.flush()
-                os.fsync(file.fileno())
+            try:
+                with temporary.open("wb") as file:
+                    file.writelines(kept)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                temporary.unlink(missing_ok=True)
+                raise RunError(f"cannot write {temporary}: {error.strerror}; make room and start again") from error
             self._file.close()
             os.replace(temporary, self._path)
             sync_folder(self._path.parent)

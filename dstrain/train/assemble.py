@@ -33,7 +33,7 @@ from dstrain.train.plan import Plan
 from dstrain.train.profile import Profile
 from dstrain.train.references import Asking, add_references
 from dstrain.train.reshape import checkpoint_bytes
-from dstrain.train.room import Forecast, check_room, free_bytes, most_at_once
+from dstrain.train.room import Forecast, check_room, free_bytes, make_room, most_at_once
 from dstrain.train.saving import Saving
 from dstrain.train.state import Run
 from dstrain.units import show_count
@@ -171,6 +171,8 @@ def _starting_point(plan: Plan, checkpoints: Checkpoints, journal: Journal, worl
             raise ResumeError(f"--resume {plan.resume.wanted}: {start.path} is damaged ({fault}); choose another one")
     else:
         start, passed_over = checkpoints.newest()
+    if start is not None and plan.config.save.prune_when_full:  # metrics.jsonl is about to be written anew
+        make_room(checkpoints, start.size, True, journal.event)
     for name in removed:
         journal.event("partial_checkpoint_removed", checkpoint=name)
     for info in passed_over:

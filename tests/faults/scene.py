@@ -247,7 +247,7 @@ def fill(folder: Path, left: int) -> None:
 def start_anew(store: str, rank: int, size: int, folder: str, engine: str = "torch", more: int = 2) -> Started | str:
     """Start as `dstrain train` does, then take and save `more` steps. Returns the error where it cannot. Collective."""
     scene = Scene(store, rank, size, Path(folder), engine)
-    plan: Any = SimpleNamespace(resume=Resume("auto"))
+    plan: Any = SimpleNamespace(resume=Resume("auto"), config=_recipe())
     try:
         start = _starting_point(plan, scene.checkpoints, scene.journal, scene.world)
         assert start is not None

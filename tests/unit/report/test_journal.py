@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from dstrain.errors import RunError
-from dstrain.report.journal import Journal, write_json
+from dstrain.report.journal import Journal
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -99,6 +101,19 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         journal.write({"step": 1})
 
 
-def test_written_json_is_strict(tmp_path: Path) -> None:
-    write_json(tmp_path / "x.json", {"loss": float("nan")})
-    assert json.loads((tmp_path / "x.json").read_text()) == {"loss": None}
+def test_a_full_disk_is_named_where_rows_are_cut_back_and_no_row_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path, 0)
+    for step in (1, 2):
+        journal.write({"step": step})
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunError, match=r"cannot write .*metrics\.tmp: No space left on device; make room"):
+        journal.cut_back(1)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert not (tmp_path / "metrics.tmp").exists()

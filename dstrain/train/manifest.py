@@ -12,7 +12,7 @@ from typing import Any
 from dstrain.batch import Progress
 from dstrain.errors import CheckpointError
 from dstrain.report.journal import strict, sync_folder
-from dstrain.train.blocks import BlockFile, Entry, write_hashed
+from dstrain.train.blocks import BLOCK, BlockFile, Entry, write_hashed
 
 MANIFEST = "MANIFEST.json"
 ABOUT = ("step", "samples", "metric", "world_size", "zero_stage")
@@ -89,6 +89,8 @@ def _sizes(path: Path, files: Mapping[str, Entry]) -> str | None:
             return f"{name} is missing"
         if (size := (path / name).stat().st_size) != entry["size"]:
             return f"{name} has {size} bytes instead of {entry['size']}"
+        if len(entry["sha256"]) != max(1, -(-size // BLOCK)):
+            return f"{MANIFEST} names {len(entry['sha256'])} hashes of {name}, which has {size} bytes"
     return None
 
 

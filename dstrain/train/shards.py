@@ -185,8 +185,16 @@ class StoredState:
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """What rank 0 wrote of names, shapes and counters."""
-        return json.loads(self._files[ABOUT].read(0, self._files[ABOUT].size))
+        """What rank 0 wrote of names, shapes and counters. Raises CheckpointError where it is not that."""
+        file = self._files[ABOUT]
+        try:
+            found = json.loads(file.read(0, file.size))
+            if not found["optimizer"] or any(int(size) < 0 for shape in found["shapes"].values() for size in shape):
+                raise ValueError("a size below 0, or no optimizer")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{file.path}: cannot be read ({why}); choose another checkpoint") from error
+        return found
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -210,16 +218,22 @@ class StoredState:
 
     def read(self, name: str, key: str, into: torch.Tensor, start: int = 0) -> None:
         """Fill `into` (n,) with the values from `start` on, in pieces. Raises CheckpointError where some are missing."""
-        at, end = start, start + into.numel()
+        for stretch, low, high in self._pieces(name, key, start, start + into.numel()):
+            self._copy(stretch, low, into.narrow(0, low - start, high - low))
+
+    def _pieces(self, name: str, key: str, start: int, end: int) -> list[tuple[_Stretch, int, int]]:
+        """(stretch, first value to take of it, end), all of them. Raises CheckpointError where values are missing."""
+        found, at = [], start
         for stretch in self._table.get((name, key), []):
             low, high = max(at, stretch.start), min(end, stretch.start + stretch.numel)
             if low < high and low == at:
-                self._copy(stretch, low, into.narrow(0, low - start, high - low))
+                found.append((stretch, low, high))
                 at = high
         if at < end:
             raise CheckpointError(
                 f"{self.checkpoint}: holds no {key} of {name} from value {at} on; choose another checkpoint"
             )
+        return found
 
     def _copy(self, stretch: _Stretch, start: int, into: torch.Tensor) -> None:
         width = stretch.dtype.itemsize
@@ -230,8 +244,9 @@ class StoredState:
             at += piece.numel() * width
 
     def whole(self, name: str, key: str = WEIGHT) -> torch.Tensor:
-        """A parameter's values in their shape, on the host."""
+        """A parameter's values in their shape, on the host. Raises CheckpointError where some are missing."""
         shape = self.shapes[name]
+        self._pieces(name, key, 0, math.prod(shape))  # asked before so much room is taken
         found = torch.empty(math.prod(shape), dtype=self.dtype(name, key))
         self.read(name, key, found)
         return found.view(shape)

@@ -23,7 +23,7 @@ from dstrain.errors import CheckpointError
 from dstrain.train import checkpoint as module
 from dstrain.train.blocks import Entry, write_hashed
 from dstrain.train.checkpoint import Checkpoints
-from dstrain.train.manifest import listed, verify
+from dstrain.train.manifest import describe, files_of, listed, verify
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 from thread_world import ThreadWorld, on_ranks
@@ -118,6 +118,30 @@ def test_the_newest_damaged_checkpoint_is_passed_over_with_its_reason(tmp_path: 
     assert info.step == (3 if "of step" in reason else 2)
     assert len(passed_over) == 1
     assert passed_over[0].state.startswith(f"damaged: {reason}")
+
+
+def test_any_flipped_bit_of_a_manifest_is_found_or_changes_nothing_that_it_tells(tmp_path: Path) -> None:
+    save(solo(tmp_path), 3, metric=0.5)
+    manifest = tmp_path / "step-00000003" / "MANIFEST.json"
+    content = manifest.read_bytes()
+    told = describe(manifest.parent, None), files_of(manifest.parent)
+    for place in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[place // 8] ^= 1 << place % 8
+        manifest.write_bytes(changed)
+        if verify(manifest.parent, read_all=False) is None and files_of(manifest.parent) == told[1]:
+            assert describe(manifest.parent, None) == told[0], changed
+        elif verify(manifest.parent) is None:
+            raise AssertionError(f"not found: {changed!r}")
+
+
+def test_a_file_without_its_hashes_is_not_whole(tmp_path: Path) -> None:
+    save(solo(tmp_path), 1)
+    path = tmp_path / "step-00000001" / "MANIFEST.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"]["rank-00000.dat"]["sha256"] = []
+    path.write_text(json.dumps(manifest))
+    assert "names 0 hashes of rank-00000.dat" in (verify(path.parent, read_all=False) or "")
 
 
 def test_a_hundred_million_steps_are_newer_than_one_less(tmp_path: Path) -> None:

@@ -134,6 +134,42 @@ def test_a_table_that_cannot_be_is_refused(content: bytes, tmp_path: Path, monke
         StoredState(place).whole("w")
 
 
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"shapes": {"w": [10**13]}, "optimizer": "adamw"},  # 40 TB
+        {"shapes": {"w": [-1]}, "optimizer": "adamw"},
+        {"shapes": {"w": "ten"}, "optimizer": "adamw"},
+        {"shapes": {"w": [10]}},
+        {"optimizer": "adamw"},
+        [],
+    ],
+)
+def test_an_account_that_cannot_be_is_refused(about: Any, tmp_path: Path) -> None:
+    own = flat_cuts(torch.randn(10), [10])[0]
+    checkpoints = Checkpoints(folder=tmp_path, world=SoloWorld())
+    place = checkpoints.save(lambda folder: write_state(folder, own, about), Progress(1, 1), {})
+    assert verify(place) is None, "its hash is right"
+    with pytest.raises(CheckpointError, match="choose another checkpoint"):
+        StoredState(place).whole("w")
+
+
+def test_a_hole_between_two_stretches_is_named_and_an_overlap_is_none(tmp_path: Path) -> None:
+    values = torch.randn(10)
+
+    def stretches(*bounds: tuple[int, int]) -> list[Shard]:
+        return [
+            Shard(f"rank-00000-{index:03d}.safetensors", [(f"w/weight@{low}", values[low:high])])
+            for index, (low, high) in enumerate(bounds)
+        ]
+
+    hole = kept(tmp_path / "hole", stretches((0, 4), (5, 10)), shapes={"w": [10]})
+    with pytest.raises(CheckpointError, match="holds no weight of w from value 4 on"):
+        StoredState(hole).whole("w")
+    overlap = kept(tmp_path / "overlap", stretches((0, 6), (2, 5), (3, 10)), shapes={"w": [10]})
+    assert torch.equal(StoredState(overlap).whole("w"), values)
+
+
 def test_a_checkpoint_without_this_state_is_refused(tmp_path: Path) -> None:
     checkpoints = Checkpoints(folder=tmp_path, world=SoloWorld())
     place = checkpoints.save(lambda folder: {"x": write_hashed(folder / "x", b"")}, Progress(1, 1), {})

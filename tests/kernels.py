@@ -1,6 +1,6 @@
 """Compile the kernels of DeepSpeed that tests need, at the side of those that need none.
 
-    python -m tests.kernels
+python -m tests.kernels
 """
 
 from __future__ import annotations

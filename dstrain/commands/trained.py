@@ -182,14 +182,14 @@ def _in_run(folder: Path, step: str, sets: Sequence[str]) -> Found:
 
 def load_found(found: Found, ds_config: Mapping[str, Any], world: World) -> torch.nn.Module:
     """The task's model with its trained weights, in shards where the JSON says stage 3. Collective."""
-    from dstrain.models.sharded import sharded_construction
+    from dstrain.models.sharded import sharded, sharded_construction
     from dstrain.train.build import build, build_bare
     from dstrain.train.restore import restore
 
     task, info = found.task, found.checkpoint
     adapted = info is not None and task.recipe.model.lora is not None
     if info is not None and adapted:
-        _check_base(task, info, world)
+        _check_base(task, info, world, sharded(ds_config) and task.recipe.model.dtype in ("bfloat16", "float16"))
     with sharded_construction(ds_config):
         if info is None and (found.folder / ADAPTERS).is_file():
             return task.reload(found.folder)
@@ -237,11 +237,11 @@ def _build_empty(task: Task) -> torch.nn.Module:
     return model
 
 
-def _check_base(task: Task, info: CheckpointInfo, world: World) -> None:
+def _check_base(task: Task, info: CheckpointInfo, world: World, coarse: bool) -> None:
     """Raise CheckpointError where the adapters learnt on other weights than the recipe names now. Collective."""
     from dstrain.models.fingerprint import OTHER_BASE, fingerprint
 
-    base = world.gather(fingerprint(task.recipe.model, task.recipe.seed) if world.rank == 0 else None)[0]
+    base = world.gather(fingerprint(task.recipe.model, task.recipe.seed, coarse) if world.rank == 0 else None)[0]
     if info.record().get("base") != base:
         raise CheckpointError(f"{info.path}: {OTHER_BASE}")
 

@@ -94,6 +94,16 @@ def test_any_reader_of_safetensors_reads_the_files(tmp_path: Path) -> None:
     assert torch.equal(found["w/weight@4"], values[4:])
 
 
+@pytest.mark.parametrize("dtype", shards.DTYPES, ids=str)
+def test_values_of_any_type_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
+    bits = torch.arange(8 * dtype.itemsize, dtype=torch.uint8).remainder(2 if dtype == torch.bool else 60)
+    values = bits.view(dtype) if dtype != torch.bool else bits.bool()
+    part = Part(values, [Place("b", 0, 8, 0)], everywhere=True)
+    found = StoredState(kept(tmp_path, [*take([[part]], 0, 1)], shapes={"b": [2, 4]})).whole("b")
+    assert found.dtype == dtype
+    assert torch.equal(found.view(-1).view(torch.uint8), values.view(torch.uint8))
+
+
 def test_a_missing_stretch_is_named(tmp_path: Path) -> None:
     place = kept(tmp_path, *flat_cuts(torch.randn(10), [4, 10])[:1], shapes={"w": [10]})
     with pytest.raises(CheckpointError, match="holds no weight of w from value 4 on"):

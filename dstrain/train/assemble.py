@@ -121,7 +121,8 @@ def _saving(
     size = checkpoint_bytes(engine.objective, plan.config.optim.name)
     every = _steps_between(plan, save.every)
     saves = -(-plan.steps // every)
-    forecast = Forecast(size, most_at_once(saves, save.keep, (every, save.keep_every)), free_bytes(checkpoints.folder))
+    free = engine.world.gather(free_bytes(checkpoints.folder))[0]  # one number, so that all ranks decide alike
+    forecast = Forecast(size, most_at_once(saves, save.keep, (every, save.keep_every)), free)
     journal.event("checkpoint_forecast", each=forecast.each, at_once=forecast.at_once, free=forecast.free)
     if (warning := check_room(forecast, checkpoints.folder, save.prune_when_full)) and engine.world.rank == 0:
         journal.event("warning", what=warning)
@@ -171,6 +172,11 @@ def _starting_point(plan: Plan, checkpoints: Checkpoints, journal: Journal, worl
             raise ResumeError(f"--resume {plan.resume.wanted}: {start.path} is damaged ({fault}); choose another one")
     else:
         start, passed_over = checkpoints.newest()
+        if start is None and passed_over:
+            raise ResumeError(
+                f"{checkpoints.folder}: none of its {len(passed_over)} checkpoints is whole, {passed_over[0].path.name} is "
+                f"{passed_over[0].state}; put a whole one there, or give a new --run-dir to begin anew"
+            )
     if start is not None and plan.config.save.prune_when_full:  # metrics.jsonl is about to be written anew
         make_room(checkpoints, start.size, True, journal.event)
     for name in removed:

@@ -17,8 +17,8 @@ settings.register_profile("house", derandomize=True, deadline=None)
 settings.load_profile("house")
 
 
-FIRST = ("unit", "docs", "contract")
-"""Folders of tests in the order of their run; the others come after, and whole processes last of all."""
+ORDER = ("unit", "docs", "parity", "resume", "faults", "launching", "bench", "contract")
+"""Folders of tests in the order of their run: what needs no compiled kernel first, what offloads to a disk last."""
 
 
 MANY = 1000
@@ -26,11 +26,11 @@ MANY = 1000
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs no compiled kernel comes first."""
+    """Kernels compile meanwhile."""
 
     def place(item: pytest.Item) -> int:
         folder = item.path.relative_to(ROOT / "tests").parts[0]
-        return FIRST.index(folder) if folder in FIRST else len(FIRST)
+        return ORDER.index(folder) if folder in ORDER else len(ORDER)
 
     items.sort(key=place)
 

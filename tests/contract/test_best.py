@@ -57,6 +57,7 @@ def test_best_is_the_best_for_whoever_asks(preset: str, tmp_path: Path, one: Wor
     assert row["step"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "other"),
     [("zero3", "zero3"), *(pytest.param(a, b, marks=pytest.mark.slow) for a, b in (

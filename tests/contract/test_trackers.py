@@ -109,6 +109,7 @@ def test_a_killed_worker_takes_every_process_with_it(recipe: Path) -> None:
     assert alive(children) == []
 
 
+@pytest.mark.slow
 def test_online_without_a_key_is_refused_before_anything_starts(recipe: Path, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     nowhere = {"HOME": str(tmp_path), "NETRC": str(tmp_path / ".netrc"), "WANDB_MODE": "", "WANDB_API_KEY": ""}

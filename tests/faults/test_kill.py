@@ -46,6 +46,7 @@ def told(run_dir: Path) -> list[tuple[object, ...]]:
     return [(row["split"], row["step"], row["samples"], row["loss"], row.get("lr")) for row in rows]
 
 
+@pytest.mark.slow
 def test_killing_the_whole_tree_in_mid_run_changes_nothing(tmp_path: Path) -> None:
     values = find_task("rm").tiny(tmp_path) | {"steps": 30, "save": {"every": 5}, "eval": {"every": 10}}
     recipe = tmp_path / "recipe.yaml"

@@ -32,7 +32,8 @@ def fingerprint(model: ModelConfig, seed: int, coarse: bool = False) -> str:
     Nothing that lies on top of them (adapters, frozen parts, precision) is counted. Drawn weights hang on the random
     numbers of torch and on the order in which transformers draws them, so their versions count too. The seed counts
     only there: a policy's files hold all of its weights, and a head that files lack is drawn to be trained, never to
-    be asked. `coarse`: they are drawn in 16 bits, as DeepSpeed does in shards, which gives other numbers. Every byte of the files is read once per process. Raises RecipeError where the weights are not there.
+    be asked. `coarse`: they are drawn in 16 bits, as DeepSpeed does in shards, which gives other numbers. Every byte of
+    the files is read once per process. Raises RecipeError where the weights are not there.
     """
     if model.path is not None:
         base = _of_model(model.path, model.trust_remote_code)

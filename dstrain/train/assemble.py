@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, TextIO
 
 from dstrain.data.loader import Loader
-from dstrain.errors import ResumeError
+from dstrain.errors import CheckpointError, ResumeError
 from dstrain.models.fingerprint import OTHER_BASE, fingerprint
 from dstrain.models.freeze import parameter_groups
 from dstrain.models.sharded import sharded_construction
@@ -102,7 +102,7 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None) -> Run:
         profile=Profile(config.profile, run_dir / "profile", engine, plan.steps, journal.event),
         guard=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], journal.event),
         learning=Learning(engine, engine.objective.model, journal.event),
-        interrupt=Interrupt(world),
+        interrupt=Interrupt(),
         lr=LearningRate(peak, config.optim.schedule, plan.steps, config.optim.warmup),
         seed=config.seed,
         steps=plan.steps,
@@ -165,15 +165,15 @@ def _starting_point(plan: Plan, checkpoints: Checkpoints, journal: Journal, worl
     """The checkpoint to go on from; metrics.jsonl is cut back to its step. Collective."""
     removed = checkpoints.clean()
     if plan.resume.wanted not in ("auto", "never"):
-        start: CheckpointInfo | None = chosen_checkpoint(plan.resume.wanted)
+        chosen = chosen_checkpoint(plan.resume.wanted)
+        start: CheckpointInfo | None = chosen
         passed_over: list[CheckpointInfo] = []
-        assert start is not None
-        if fault := checkpoints.fault(start.path):
-            raise ResumeError(f"--resume {plan.resume.wanted}: {start.path} is damaged ({fault}); choose another one")
+        if fault := checkpoints.fault(chosen.path):
+            raise CheckpointError(f"--resume {plan.resume.wanted}: {chosen.path} is damaged ({fault}); choose another")
     else:
         start, passed_over = checkpoints.newest()
         if start is None and passed_over:
-            raise ResumeError(
+            raise CheckpointError(
                 f"{checkpoints.folder}: none of its {len(passed_over)} checkpoints is whole, {passed_over[0].path.name} is "
                 f"{passed_over[0].state}; put a whole one there, or give a new --run-dir to begin anew"
             )

@@ -28,19 +28,23 @@ COUNTERS = ("global_steps", "skipped_steps")
 """DeepSpeed's, that it goes on counting from."""
 
 
-class Engine(Protocol):
-    """What the loop needs."""
+class Looks(Protocol):
+    """What an evaluation needs."""
 
     world: World
-
-    def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        """One optimizer step over these micro-batches of this rank. Collective."""
 
     def evaluate(self, batch: Batch) -> StepResult:
         """Sums over one batch, nothing learnt. Collective at stage 3."""
 
     def survey(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
         """What `evaluate` needs beside each batch, where the task surveys. Collective."""
+
+
+class Engine(Looks, Protocol):
+    """What the loop needs."""
+
+    def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+        """One optimizer step over these micro-batches of this rank. Collective."""
 
     def parts(self) -> Iterator[list[Part]]:
         """What this rank holds of weights and optimizer state; valid until the next is asked for."""

@@ -11,7 +11,7 @@ from dstrain.data.loader import read_shares
 from dstrain.data.plan import eval_share
 from dstrain.report.meter import Meter
 from dstrain.tasks import Task
-from dstrain.train.engine import Engine
+from dstrain.train.engine import Looks
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Evaluation:
     examples: Sequence[Any]
     micro: int
 
-    def run(self, engine: Engine) -> dict[str, float]:
+    def run(self, engine: Looks) -> dict[str, float]:
         """Loss and metrics: each one sum over all ranks, divided once. Collective."""
         meter = Meter(engine.world)
         shares = eval_share(len(self.examples), self.micro, engine.world.size, engine.world.rank)
@@ -33,7 +33,7 @@ class Evaluation:
         return row
 
 
-def look(engine: Engine, task: Task, read: Callable[[], Iterable[Batch]]) -> Iterator[StepResult]:
+def look(engine: Looks, task: Task, read: Callable[[], Iterable[Batch]]) -> Iterator[StepResult]:
     """Sums over each batch, once all have been surveyed where the task asks for that: `read` is then called twice. Collective."""
     batches = read()
     if task.surveys:

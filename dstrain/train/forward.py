@@ -6,18 +6,15 @@ import contextlib
 import copy
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dstrain.batch import Batch, StepResult
-from dstrain.errors import RunError
 from dstrain.models.sharded import start_deepspeed
 from dstrain.train.objective import look_at, survey
-from dstrain.train.parts import Part
-from dstrain.train.shards import Shard, StoredState
 from dstrain.world import World
 
 
@@ -58,21 +55,6 @@ class ForwardEngine:
     def survey(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
         """What `evaluate` needs beside each batch, where the task surveys. Collective."""
         return survey(self.module, batches, self.world)
-
-    def step(self, batches: Any, lr: float) -> StepResult:
-        raise RunError("this engine makes forward passes alone")
-
-    def parts(self) -> Iterator[list[Part]]:
-        raise RunError("this engine makes forward passes alone")
-
-    def shards(self) -> Iterator[Shard]:
-        raise RunError("this engine makes forward passes alone")
-
-    def about(self) -> dict[str, Any]:
-        raise RunError("this engine makes forward passes alone")
-
-    def load(self, stored: StoredState) -> str:
-        raise RunError("this engine makes forward passes alone")
 
 
 def apart(ds_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,22 +7,15 @@ import signal
 from types import FrameType, TracebackType
 from typing import Self
 
-from dstrain.world import World
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Interrupt:
-    """Within `with`, a first signal on any rank stops all ranks after the same step; a second one ends at once."""
+    """Within `with`, a first signal is noted, so that the step is finished; a second one ends at once."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self) -> None:
         self.received: str | None = None
-        """Name of the signal this rank got."""
-
-    def agreed(self) -> bool:
-        """Whether any rank was asked to stop. Collective."""
-        return self._world.any(self.received is not None)
+        """Name of the signal this rank got; the loop stops once any rank has one (`Run.stops`)."""
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}

@@ -11,11 +11,10 @@ from dstrain.batch import StepResult
 from dstrain.errors import RunError
 from dstrain.train.engine import Engine
 from dstrain.train.parts import Part
+from dstrain.train.reshape import some
 
 STEPS = 3
 """Steps taken before the look: LoRA's first matrices move only from the second on, as the others begin at zero."""
-NAMED = 8
-"""Parameters in a message."""
 CHUNK = 1 << 22
 """Values that are summed at a time."""
 
@@ -75,15 +74,10 @@ class Learning:
         if without:
             yield (
                 f"warning: {len(without)} of {total} parameters that should learn got no gradient in the first {STEPS} "
-                f"steps: {_some(without)}; the loss does not use them: put them into model.freeze, or mend the task"
+                f"steps: {some(without)}; the loss does not use them: put them into model.freeze, or mend the task"
             )
         if still:
-            yield f"warning: {len(still)} of {total} did not move, their gradients were zero: {_some(still)}"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+            yield f"warning: {len(still)} of {total} did not move, their gradients were zero: {some(still)}"
 
 
 def _sums(live: Iterable[Sequence[Part]]) -> Iterator[tuple[tuple[str, int], tuple[int, float]]]:

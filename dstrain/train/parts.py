@@ -183,8 +183,8 @@ class Flat:
                 if low < high:
                     places.append(Place(names[id(parameter)], low - begin, high - low, low - first))
             places.sort(key=lambda place: place.offset)
-            own = self._momenta(index, names) if optimizer.param_groups[index].get("use_muon") else {}
             group = optimizer.param_groups[index]
+            own = self._momenta(index, names) if group.get("use_muon") else {}
             yield Part(master, places, everywhere=False, optimizer=optimizer, group=group, own_places=own)
 
     def _momenta(self, index: int, names: Mapping[int, str]) -> dict[str, list[Place]]:

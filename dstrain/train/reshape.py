@@ -143,9 +143,8 @@ def _fill_optimizer(part: Part, stored: StoredState) -> None:
         return
     if not part.state:
         part.wake()
-    for key in sorted(
-        kept - part.state.keys()
-    ):  # DeepSpeed makes Muon's at its first step, in the gradient's precision
+    # DeepSpeed makes Muon's at its first step, in the gradient's precision.
+    for key in sorted(kept - part.state.keys()):
         dtype = next(stored.dtype(name, key) for name in names if key in stored.keys(name))
         part.make(key, dtype)
     for key, tensor in part.along().items():

@@ -11,9 +11,9 @@ import torch
 from dstrain.errors import CheckpointError
 from dstrain.models.sharded import fill, whole_shape
 from dstrain.train.parts import WEIGHT
-from dstrain.train.reshape import check_names
+from dstrain.train.reshape import check_names, together
 from dstrain.train.shards import StoredState
-from dstrain.world import World
+from dstrain.world import SoloWorld, World
 
 
 def restore(model: torch.nn.Module, checkpoint: Path, world: World, adapted: bool = False) -> None:
@@ -25,16 +25,14 @@ def restore(model: torch.nn.Module, checkpoint: Path, world: World, adapted: boo
     state = model.state_dict(keep_vars=True)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     in_shards = any(hasattr(tensor, "ds_id") for tensor in tensors.values())
-    reads = world.rank == 0 or not in_shards
-    stored, fault = _open(tensors, checkpoint, adapted) if reads else (None, None)
-    fault = world.gather(fault)[0] if in_shards else fault
-    if fault is not None:
-        raise CheckpointError(fault)
-    if not in_shards:
-        assert stored is not None
-        _fill_whole(tensors, stored)
+    ranks: World = world if in_shards else SoloWorld(world.device)
+    with together(ranks):
+        stored = _open(tensors, checkpoint, adapted) if ranks.rank == 0 else None
+    if in_shards:
+        _fill_shards(tensors, stored, world)
         return
-    _fill_shards(tensors, stored, world)
+    assert stored is not None
+    _fill_whole(tensors, stored)
 
 
 def _fill_shards(tensors: Mapping[str, torch.Tensor], stored: StoredState | None, world: World) -> None:
@@ -55,8 +53,9 @@ def _fill_shards(tensors: Mapping[str, torch.Tensor], stored: StoredState | None
         if not hasattr(tensor, "ds_id"):  # a buffer, or an adapter: whole on every rank, and small
             values = world.gather(values)[0]
         fill(tensor, None if values is None else partial(_same, values))
-    if told := world.gather(faults)[0]:
-        raise CheckpointError(told[0])
+    with together(world):
+        if faults:
+            raise CheckpointError(faults[0])
 
 
 def _fill_whole(tensors: Mapping[str, torch.Tensor], stored: StoredState) -> None:
@@ -73,19 +72,12 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _open(
-    tensors: Mapping[str, torch.Tensor], checkpoint: Path, adapted: bool
-) -> tuple[StoredState | None, str | None]:
-    """The stored weights, or why they are not the model's."""
-    try:
-        stored = StoredState(checkpoint)
-        # By tensor: a tied one is stored under one of its names.
-        there = {id(tensors[name]) for name in stored.shapes if name in tensors}
-        shapes = {name: whole_shape(tensor) for name, tensor in tensors.items()}
-        needed = [name for name, tensor in tensors.items() if tensor.requires_grad or not adapted]
-        check_names(shapes, [name for name in needed if id(tensors[name]) not in there], stored)
-    except (CheckpointError, OSError, ValueError, KeyError) as error:  # the other ranks must hear of it, not wait
-        return None, str(error) if isinstance(
-            error, CheckpointError
-        ) else f"{checkpoint}: {type(error).__name__}: {error}"
-    return stored, None
+def _open(tensors: Mapping[str, torch.Tensor], checkpoint: Path, adapted: bool) -> StoredState:
+    """The stored weights. Raises CheckpointError where they are not the model's."""
+    stored = StoredState(checkpoint)
+    # By tensor: a tied one is stored under one of its names.
+    there = {id(tensors[name]) for name in stored.shapes if name in tensors}
+    shapes = {name: whole_shape(tensor) for name, tensor in tensors.items()}
+    needed = [name for name, tensor in tensors.items() if tensor.requires_grad or not adapted]
+    check_names(shapes, [name for name in needed if id(tensors[name]) not in there], stored)
+    return stored

@@ -46,17 +46,6 @@ class Shard:
     numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Parameter -> what the optimizer keeps for it as numbers."""
 
-    @property
-    def size(self) -> int:
-        """Bytes, but for the header."""
-        return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors)
-
-    def copy(self) -> Shard:
-        """The same in host memory, where training does not change it."""
-        return Shard(
-            self.name, [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.tensors], self.numbers
-        )
-
 
 def take(live: Iterable[Sequence[Part]], rank: int, size: int) -> Iterator[Shard]:
     """What a process writes: all it holds alone, and its share of what all processes hold."""

@@ -10,7 +10,7 @@ import pytest
 
 from dstrain.batch import Progress
 from dstrain.config.schema import RunConfig
-from dstrain.errors import ResumeError
+from dstrain.errors import CheckpointError
 from dstrain.report.journal import Journal
 from dstrain.train.assemble import _starting_point
 from dstrain.train.blocks import write_hashed
@@ -50,7 +50,7 @@ def test_where_none_is_whole_nothing_begins_and_nothing_is_cut(checkpoints: Chec
     damage(checkpoints, 1)
     damage(checkpoints, 2)
     words = r"none of its 2 checkpoints is whole, step-00000002 is damaged: x is not what was written.*new --run-dir"
-    with pytest.raises(ResumeError, match=words):
+    with pytest.raises(CheckpointError, match=words):
         start(checkpoints)
     assert len((checkpoints.folder.parent / "metrics.jsonl").read_text().splitlines()) == 3
 

@@ -12,17 +12,17 @@ LAUNCH_OPTIONS = (
     click.option("--num-gpus", "--num_gpus", type=int, help="Processes on this host; on a CPU just processes."),
     click.option("--num-nodes", "--num_nodes", type=int, help="Hosts to take from the top of the hostfile."),
     click.option("--hostfile", type=click.Path(), help="Lines of `host slots=8`."),
-    click.option("--include", default="", help="GPUs to run on: localhost:0,2"),
-    click.option("--exclude", default="", help="GPUs to leave alone: localhost:1"),
+    click.option("--include", default="", help="GPUs to run on: localhost:0,2 or host1@host2:0,2"),
+    click.option("--exclude", default="", help="GPUs to leave alone: localhost:1 or host2"),
     click.option("--node-rank", "--node_rank", type=int, help="This host's place among the hosts."),
     click.option("--master-addr", "--master_addr", help="Address of rank 0's host."),
     click.option("--master-port", "--master_port", type=int, help="Port where the ranks meet; default: a free one."),
     click.option("--no-ssh", "--no_ssh", is_flag=True, help="Every host is given its own command."),
     click.option(
         "--launcher",
-        type=click.Choice(["deepspeed", "torchrun", "slurm"]),
+        type=click.Choice(["deepspeed", "openmpi", "ssh", "torchrun", "slurm"]),
         default="deepspeed",
-        help="What starts the processes; the run is the same.",
+        help="What starts the processes; the run is the same. deepspeed: over pdsh where there is a hostfile.",
     ),
 )
 """On which processes: the fields of `dstrain.launch.command.LaunchOptions`."""

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dstrain.config import RunConfig
 from dstrain.errors import UsageError
-from dstrain.launch.command import Launch, LaunchOptions, prepare_launch
+from dstrain.launch.command import Launch, LaunchOptions
+from dstrain.launch.several import HostsLaunch, plan_launch
 from dstrain.launch.topology import Worker, worker_from
 from dstrain.preset import Device
 
@@ -76,10 +77,11 @@ def spread(job: Job, launch: Mapping[str, Any], scratch: Path | None) -> Reply:
     """
     worker = worker_from(os.environ)
     if worker is None:
-        job.check()
+        config = job.check()
         place = Path(tempfile.gettempdir()) / f"dstrain-{secrets.token_hex(8)}"
-        made = prepare_launch(LaunchOptions(**launch), [*job.words(), "--scratch", str(place)], os.environ)
-        if made.processes > 1 and job.many:
+        options = LaunchOptions(**launch)
+        made = plan_launch(options, [*job.words(), "--scratch", str(place)], os.environ, config.launch)
+        if (made.processes > 1 and job.many) or isinstance(made, HostsLaunch):
             return _launched(made, place)
         if made.devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = made.devices[0]
@@ -159,19 +161,21 @@ def _as_part(job: Job, worker: Worker, scratch: Path) -> int:
     return live(scratch, worker.rank, share)
 
 
-def _launched(made: Launch, place: Path) -> Reply:
+def _launched(made: Launch | HostsLaunch, place: Path) -> Reply:
     """Start the workers and wait for them; their logs are kept where they failed."""
+    from dstrain.launch.hosts import gathered
     from dstrain.launch.outcome import DONE, FAILED
-    from dstrain.launch.supervise import Watch, supervise_seen
+    from dstrain.launch.supervise import Watch, supervise
 
     try:
         place.mkdir(mode=0o700)
     except OSError as error:
         raise UsageError(f"{place} cannot be made ({error.strerror}); set TMPDIR to another folder") from None
-    watch = Watch(place, made.processes, saves=False)
+    watch = Watch(saves=False)
     code, value = FAILED, None
     try:
-        code = supervise_seen(made.argv, made.environment, watch)
+        with gathered(made, place) as crew:
+            code = supervise(crew, watch)
         if code == DONE:
             value = json.loads((place / RESULT).read_text(encoding="utf-8"))
     finally:

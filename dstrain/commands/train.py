@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dstrain.commands.find import Wish, resolve_wish
 from dstrain.config import Recipe, resolve_batch, show_recipe
-from dstrain.launch.command import Launch, LaunchOptions, prepare_launch
+from dstrain.launch.command import Launch, LaunchOptions
+from dstrain.launch.several import HostsLaunch, plan_launch, show_launch
 from dstrain.launch.topology import Worker, gpu_has_bf16, worker_from
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import make_task
@@ -25,17 +25,21 @@ def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int
         return train_as(worker, wish)
     recipe = resolve_wish(wish)
     run_dir = run_folder(wish, recipe)
-    ready = prepare_launch(LaunchOptions(**launch), wish.arguments(run_dir), os.environ)
-    ds_config = check(recipe, ready, run_dir)
+    ready = plan_launch(LaunchOptions(**launch), wish.arguments(run_dir), os.environ, recipe.config.launch)
+    ds_config = check(recipe, ready.processes, device_there(ready), run_dir)
     if dry_run:
         print(f"# recipe\n{show_recipe(recipe.config)}\n# DeepSpeed JSON\n{json.dumps(ds_config, indent=2)}\n")
-        print(f"# launch\n{shlex.join(ready.argv)}")
+        print(f"# launch\n{show_launch(ready, run_dir)}")
         return 0
+    from dstrain.launch.hosts import HostsCrew, gathered
     from dstrain.launch.supervise import supervise
     from dstrain.train.folder import check_writable
 
     check_writable(run_dir)
-    return supervise(ready.argv, ready.environment, run_dir, ready.processes)
+    with gathered(ready, run_dir) as crew:
+        if isinstance(crew, HostsCrew):  # now that the hosts have said what they have
+            check(recipe, ready.processes, Device("cpu", True) if crew.cpu else Device("cuda", crew.bf16), run_dir)
+        return supervise(crew)
 
 
 def run_folder(wish: Wish, recipe: Recipe) -> Path:
@@ -43,27 +47,32 @@ def run_folder(wish: Wish, recipe: Recipe) -> Path:
     return (wish.run_dir or Path("runs") / recipe.name).expanduser().resolve()
 
 
-def check(recipe: Recipe, ready: Launch, run_dir: Path) -> dict[str, Any]:
+def check(recipe: Recipe, processes: int, device: Device, run_dir: Path) -> dict[str, Any]:
     """What can be known wrong without torch, before anything starts. Returns the DeepSpeed JSON. Raises UsageError."""
     config = recipe.config
     make_task(config)
     preset = read_preset(config.ds_config)
-    batch = resolve_batch(config.batch, ready.processes, preset.micro, preset.accumulate)
-    on_cpu = ready.environment.get("DS_ACCELERATOR") == "cpu"
-    device = Device("cpu", True) if on_cpu else Device("cuda", gpu_has_bf16() is not False)
-    return resolved_ds_config(config, preset, batch, (ready.processes, device), run_dir)
+    batch = resolve_batch(config.batch, processes, preset.micro, preset.accumulate)
+    return resolved_ds_config(config, preset, batch, (processes, device), run_dir)
+
+
+def device_there(launch: Launch | HostsLaunch) -> Device:
+    """What the ranks compute on, as far as this machine can tell."""
+    return Device("cpu", True) if launch.cpu else Device("cuda", gpu_has_bf16() is not False)
 
 
 def train_as(worker: Worker, wish: Wish) -> int:
     """One worker's whole life. Its exit code counts even if the launcher's does not."""
-    from dstrain.launch.worker import follow_parent, live
+    from dstrain.launch.worker import LAUNCH, follow_parent, live
     from dstrain.train.folder import Resume, check_writable
 
     follow_parent()
     recipe = resolve_wish(wish)
     run_dir = run_folder(wish, recipe)
     check_writable(run_dir)
-    screen = os.fdopen(os.dup(1), "w") if worker.rank == 0 and os.isatty(1) else None
+    # mpirun gives rank 0 a terminal of its own, which nobody looks at.
+    seen = worker.rank == 0 and os.isatty(1) and LAUNCH not in os.environ
+    screen = os.fdopen(os.dup(1), "w") if seen else None
 
     def work() -> int:
         from dstrain.train.assemble import run_training

@@ -1,4 +1,4 @@
-"""The command line that starts the workers of one machine, as a value that `--dry-run` can print."""
+"""The command lines that start the workers, as values that `--dry-run` can print."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from dstrain.errors import UsageError
 from dstrain.launch.threads import cores_here, thread_environment
 from dstrain.launch.topology import gpus_present, visible_devices, wants_cpu
 
-LAUNCHERS = ("deepspeed", "torchrun", "slurm")
-_HOSTS_TODAY = "today several hosts run with `deepspeed --hostfile F --module dstrain.cli train R`"
+LAUNCHERS = ("deepspeed", "openmpi", "ssh", "torchrun", "slurm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +39,7 @@ class LaunchOptions:
     no_ssh: bool = False
     """Every host was given its own command, so none is reached over ssh."""
     launcher: str = "deepspeed"
-    """deepspeed, torchrun or slurm."""
+    """deepspeed (over pdsh, where there is a hostfile), openmpi, ssh, torchrun or slurm."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +49,25 @@ class Launch:
     argv: list[str]
     environment: dict[str, str]
     processes: int
+    """Of the whole run."""
     devices: tuple[str, ...] = ()
     """The GPUs, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
+    here: range | None = None
+    """Ranks that run on this machine; None for all."""
+
+    @property
+    def ranks(self) -> range:
+        return range(self.processes) if self.here is None else self.here
+
+    @property
+    def cpu(self) -> bool:
+        """Whether no GPU is used."""
+        return self.environment.get("DS_ACCELERATOR") == "cpu"
 
 
 def prepare_launch(options: LaunchOptions, arguments: list[str], env: Mapping[str, str]) -> Launch:
-    """The launch of `dstrain ARGUMENTS` on this machine. Raises UsageError where the options do not fit it."""
-    refuse_hosts(options)
+    """The launch of `dstrain ARGUMENTS` on this machine alone. Raises UsageError where the options do not fit it."""
+    check_launcher(options)
     present = 0 if wants_cpu(env) else gpus_present()
     devices = chosen_devices(options, env, present)
     processes = len(devices) or options.num_gpus or 1
@@ -160,22 +171,24 @@ def _must_name(devices: list[str]) -> bool:
     return devices != [str(index) for index in range(len(devices))]
 
 
-def refuse_hosts(options: LaunchOptions) -> None:
-    """Raise UsageError for what needs several hosts: dstrain does not supervise those yet."""
+def check_launcher(options: LaunchOptions) -> None:
+    """Raise UsageError for launchers that do not exist, or need a hostfile."""
     if options.launcher not in LAUNCHERS:
         raise UsageError(f"--launcher {options.launcher} is unknown; choose one of {', '.join(LAUNCHERS)}")
     if options.launcher == "slurm":
         raise UsageError("--launcher slurm is not there yet; today use `sbatch launchers/slurm.sbatch RECIPE`")
     given = {
-        "--hostfile": options.hostfile is not None,
+        "--launcher openmpi": options.launcher == "openmpi",
+        "--launcher ssh": options.launcher == "ssh",
         "--num-nodes": options.num_nodes not in (None, 1),
         "--node-rank": options.node_rank not in (None, 0),
         "--master-addr": options.master_addr not in (None, "127.0.0.1", "localhost"),
         "--no-ssh": options.no_ssh,
     }
-    names = [name for name, is_given in given.items() if is_given]
-    if names:
-        raise UsageError(f"{', '.join(names)}: dstrain does not start several hosts by itself yet; {_HOSTS_TODAY}")
+    if options.hostfile is None and (names := [name for name, is_given in given.items() if is_given]):
+        raise UsageError(
+            f"{', '.join(names)}: of several hosts only --hostfile says which; give one, see launchers/hostfile.example"
+        )
 
 
 def free_port() -> int:
@@ -187,20 +200,24 @@ def free_port() -> int:
 
 def check_port(port: int) -> None:
     """Raise UsageError where the port is taken, naming who holds it."""
+    if fault := port_fault(port):
+        raise UsageError(fault)
+
+
+def port_fault(port: int) -> str:
+    """Why nothing can listen there, and what to do; empty where it can."""
     if not 0 < port < 65536:
-        raise UsageError(f"--master-port {port} is no port; give one from 1024 to 65535, or leave it out")
+        return f"--master-port {port} is no port; give one from 1024 to 65535, or leave it out"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
-        except PermissionError as error:
-            raise UsageError(
-                f"--master-port {port} may not be used by this user; give one from 1024 to 65535"
-            ) from error
-        except OSError as error:
-            raise UsageError(
-                f"--master-port {port} is taken{_holder(port)}; leave the option out for a free port, or end that process"
-            ) from error
+        except PermissionError:
+            return f"--master-port {port} may not be used by this user; give one from 1024 to 65535"
+        except OSError:
+            held = f"is taken{_holder(port)}"
+            return f"--master-port {port} {held}; leave the option out for a free port, or end that process"
+    return ""
 
 
 def _holder(port: int) -> str:

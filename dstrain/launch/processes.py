@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -63,18 +63,39 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
+def marked(mark: str, name: str) -> list[psutil.Process]:
+    """All living processes of this host that have `mark` in their command line or in the variable `name`, but for this one."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            words = process.cmdline()
+            ours = any(mark in word for word in words) or process.environ().get(name) == mark
+            if ours and process.pid != os.getpid() and process_state(process.pid) not in ("gone", "Z"):
+                found.append(process)
+    return found
+
+
 def end_all(strangers: set[int], launcher: int) -> list[int]:
-    """SIGKILL whatever is left and reap the orphans; the launcher is left to be waited for. Returns what would not end."""
-    deadline = time.monotonic() + 10
-    while True:
-        left = descendants(strangers)
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+    """SIGKILL whatever is left below this process and reap the orphans; the launcher is left to be waited for."""
+
+    def reap() -> None:
         for child in psutil.Process().children():
             if child.pid not in strangers and child.pid != launcher:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, os.WNOHANG)
+
+    return end_these(lambda: descendants(strangers), reap)
+
+
+def end_these(find: Callable[[], list[psutil.Process]], reap: Callable[[], None] = lambda: None) -> list[int]:
+    """SIGKILL what `find` gives until it gives nothing, for at most 10 s. Returns what would not end."""
+    deadline = time.monotonic() + 10
+    while True:
+        left = find()
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        reap()
         if not left or time.monotonic() > deadline:
             return [process.pid for process in left]
         time.sleep(0.02)

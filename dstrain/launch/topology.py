@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dstrain.errors import Fault, UsageError
+from dstrain.errors import UsageError
 
 _TORCH_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
@@ -167,30 +167,6 @@ def expand_counts(text: str) -> list[int]:
             raise UsageError(f"'{part}' is no count of tasks per node; Slurm writes it like 2(x3),1")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
-
-
-def parse_hostfile(text: str, name: str) -> dict[str, int]:
-    """`host slots=8` lines -> slots by host, in the file's order; blank lines and comments are fine."""
-    hosts: dict[str, int] = {}
-    faults: list[Fault] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        words = line.split("#", 1)[0].split()
-        if not words:
-            continue
-        match = re.fullmatch(r"slots=([1-9]\d*)", words[1]) if len(words) == 2 else None
-        if match is None:
-            faults.append(Fault(f"{name}:{number}", f"'{line.strip()}' is no host line", "write it like host1 slots=8"))
-        elif words[0] in hosts:
-            faults.append(
-                Fault(f"{name}:{number}", f"{words[0]} is named twice", "give it one line with all its slots")
-            )
-        else:
-            hosts[words[0]] = int(match[1])
-    if not hosts and not faults:
-        faults.append(Fault(name, "it names no host", "write one line per host, like host1 slots=8"))
-    if faults:
-        raise UsageError(faults)
-    return hosts
 
 
 def visible_gpus(env: Mapping[str, str], present: int | None = None) -> int:

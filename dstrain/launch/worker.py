@@ -13,14 +13,16 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dstrain.errors import DstrainError
 
 SUPERVISOR = "DSTRAIN_SUPERVISOR"
-"""`HOST PID` of the `dstrain` command that supervises this launch."""
+"""`HOST PID` of what supervises this launch on this host: the `dstrain` command, or its agent."""
+LAUNCH = "DSTRAIN_LAUNCH"
+"""Path of the launch file, for ranks that an agent watches; the launching host copies rank 0's log to its terminal."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -39,6 +41,7 @@ class Record:
     exit: int | None
     """None: it has not ended, or had no time to say so."""
     error: str | None
+    host: str = ""
 
 
 def record_folder(run_dir: Path) -> Path:
@@ -51,7 +54,7 @@ def log_path(run_dir: Path, rank: int) -> Path:
 
 def record_start(run_dir: Path, rank: int) -> None:
     """Say that this rank lives. Call it first, before any long import."""
-    _write(run_dir, Record(rank, os.getpid(), None, None))
+    _write(run_dir, Record(rank, os.getpid(), None, None, socket.gethostname()))
 
 
 def record_end(run_dir: Path, rank: int, code: int, error: str | None = None) -> None:
@@ -61,7 +64,7 @@ def record_end(run_dir: Path, rank: int, code: int, error: str | None = None) ->
     DeepSpeed's launcher and torchrun send it to all others, which may be just about to end.
     """
     with contextlib.suppress(OSError):  # a full disk: the exit code tells too
-        _write(run_dir, Record(rank, os.getpid(), code, error))
+        _write(run_dir, Record(rank, os.getpid(), code, error, socket.gethostname()))
 
 
 def code_for_launcher(code: int) -> int:
@@ -79,7 +82,7 @@ def live(folder: Path, rank: int, work: Callable[[], int]) -> int:
     `work` gives an exit code, or raises. Returns the code to leave the process with; the recorded one counts.
     """
     record_start(folder, rank)
-    redirect_output(log_path(folder, rank), terminal=rank == 0)
+    redirect_output(log_path(folder, rank), terminal=rank == 0 and LAUNCH not in os.environ)
     code, error = 1, None
     try:
         code = work()
@@ -110,6 +113,13 @@ def read_records(run_dir: Path) -> dict[int, Record]:
             record = Record(**json.loads(path.read_text()))
             records[record.rank] = record
     return records
+
+
+def forget_records(run_dir: Path, ranks: Collection[int]) -> None:
+    """Remove what these ranks recorded in an earlier launch."""
+    record_folder(run_dir).mkdir(parents=True, exist_ok=True)
+    for rank in ranks:
+        (record_folder(run_dir) / f"rank-{rank:05d}.json").unlink(missing_ok=True)
 
 
 def die_with_parent() -> None:
@@ -173,7 +183,7 @@ def redirect_output(path: Path, terminal: bool) -> bool:
     sys.stdout.flush()
     sys.stderr.flush()
     if terminal:
-        _start_copying(path, os.fstat(log).st_size)
+        start_copying(path, os.fstat(log).st_size)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
@@ -192,8 +202,8 @@ def close_output() -> None:
         close()
 
 
-def _start_copying(path: Path, offset: int) -> None:
-    """Start the child that copies. It sits in its own session: signals to the worker's group are not for it."""
+def start_copying(path: Path, offset: int) -> None:
+    """Start the child that copies what is appended to a log to the terminal. It sits in its own session: signals to the worker's group are not for it."""
     import atexit
 
     global _close_output

@@ -70,8 +70,10 @@ class Run:
         (folder / "worker.py").write_text(WORKER + textwrap.dedent(worker))
         (folder / "launcher.py").write_text(textwrap.dedent(launcher))
         (folder / "main.py").write_text(
-            "import os, sys\nfrom pathlib import Path\nfrom dstrain.launch.supervise import supervise\n"
-            "code = supervise([sys.executable, 'launcher.py'], os.environ, Path('run'), 2)\nsys.exit(code)\n"
+            "import os, sys\nfrom pathlib import Path\n"
+            "from dstrain.launch.crew import LocalCrew\nfrom dstrain.launch.supervise import supervise\n"
+            "crew = LocalCrew([sys.executable, 'launcher.py'], os.environ, Path('run'), range(2))\n"
+            "sys.exit(supervise(crew))\n"
         )
         env = {**os.environ, "PYTHONPATH": str(ROOT), "MARK": str(folder)}
         self.process = subprocess.Popen(
@@ -318,4 +320,4 @@ def records(*codes: int | None) -> dict[int, Record]:
     ],
 )
 def test_the_exit_code_follows_the_ranks_not_the_launcher(given, ends, launcher, result):
-    assert outcome(given, ends, launcher, 2) == result
+    assert outcome(given, ends, launcher, range(2)) == result

@@ -13,7 +13,6 @@ from dstrain.launch.threads import thread_environment, threads_per_process
 from dstrain.launch.topology import (
     expand_counts,
     expand_nodes,
-    parse_hostfile,
     visible_devices,
     visible_gpus,
     worker_from,
@@ -143,19 +142,6 @@ def test_slurms_counts_expand():
     assert expand_counts("2(x3),1") == [2, 2, 2, 1]
     with pytest.raises(UsageError):
         expand_counts("2(x)")
-
-
-def test_a_hostfile_keeps_its_order_and_forgives_comments():
-    text = "# ours\nhost2 slots=4\n\nhost1\tslots=8  # the old one\n"
-    assert list(parse_hostfile(text, "hostfile").items()) == [("host2", 4), ("host1", 8)]
-
-
-def test_all_faults_of_a_hostfile_come_at_once_with_their_lines():
-    with pytest.raises(UsageError) as caught:
-        parse_hostfile("host1 slots=2\nhost1 slots=4\nhost2\nhost3 slots=0\n", "F")
-    assert [fault.where for fault in caught.value.faults] == ["F:2", "F:3", "F:4"]
-    with pytest.raises(UsageError, match="names no host"):
-        parse_hostfile("# nothing\n", "F")
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,9 @@ def start(script: str, folder: Path, **streams) -> subprocess.Popen:
 
 def test_a_record_says_how_a_rank_ended(tmp_path):
     record_start(tmp_path, 3)
-    assert read_records(tmp_path) == {3: Record(3, os.getpid(), None, None)}
+    assert read_records(tmp_path) == {3: Record(3, os.getpid(), None, None, socket.gethostname())}
     record_end(tmp_path, 3, 1, "no memory")
-    assert read_records(tmp_path) == {3: Record(3, os.getpid(), 1, "no memory")}
+    assert read_records(tmp_path) == {3: Record(3, os.getpid(), 1, "no memory", socket.gethostname())}
     assert [path.name for path in record_folder(tmp_path).iterdir()] == ["rank-00003.json"]
 
 

@@ -1,0 +1,107 @@
+"""What a host says of itself before a launch, and whether it reaches the host where the ranks meet."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dstrain import __version__
+from dstrain.launch.command import port_fault
+from dstrain.launch.topology import gpu_has_bf16, gpus_present
+
+REACH_SECONDS = 10.0
+
+
+def facts(token: str, cpu: bool) -> dict[str, Any]:
+    """Of this host. `token`: a file in the run folder; `cpu`: no GPU is wanted, so none is asked for."""
+    return {
+        "hostname": socket.gethostname(),
+        "machine": machine(),
+        "pid": os.getpid(),
+        "version": __version__,
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "sees": Path(token).exists(),
+        "gpus": 0 if cpu else gpus_present(),
+        "bf16": None if cpu else gpu_has_bf16(),
+        "reached_at": _reached_at(),
+        "addresses": addresses(),
+    }
+
+
+def machine() -> str:
+    """The same for two names of one machine, another one for every container that has processes of its own."""
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        try:
+            parts.append(os.readlink(path) if path.endswith("pid") else Path(path).read_text().strip())
+        except OSError:
+            parts.append("")
+    return " ".join(parts)
+
+
+def addresses() -> dict[str, str]:
+    """Interface by address, without loopback."""
+    kinds = (socket.AF_INET, socket.AF_INET6)
+    return {
+        found.address.split("%")[0]: name
+        for name, many in psutil.net_if_addrs().items()
+        for found in sorted(many, key=lambda one: one.family != socket.AF_INET)
+        if found.family in kinds and not found.address.startswith(("127.", "::1", "fe80"))
+    }
+
+
+def _reached_at() -> str:
+    """The address that ssh reached this host at; empty where that was loopback, or no ssh."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    address = words[2] if len(words) == 4 else ""
+    return "" if address.startswith(("127.", "::1")) else address
+
+
+class Meeting:
+    """A port of this host, held while the others try whether they reach it."""
+
+    def __init__(self) -> None:
+        self._server: socket.socket | None = None
+
+    def open(self, address: str, port: int) -> dict[str, Any]:
+        """Listen on the port, a free one for 0. Says which, and the interface that has the address."""
+        if port and (fault := port_fault(port)):
+            return {"fault": fault}
+        try:
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            self._server = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+        except OSError as error:
+            return {"fault": f"port {port}: {error.strerror}"}
+        return {"port": self._server.getsockname()[1], "interface": _interface(address)}
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def reach(address: str, port: int) -> dict[str, Any]:
+    """Whether this host reaches the address, and over which interface."""
+    try:
+        with socket.create_connection((address, port), timeout=REACH_SECONDS) as link:
+            return {"interface": _interface(link.getsockname()[0])}
+    except OSError as error:
+        return {"fault": str(error.strerror or error) if not isinstance(error, TimeoutError) else "no answer"}
+
+
+def _interface(address: str) -> str:
+    """The interface of this host that has the address or the name; empty where none has."""
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(address, None)}
+    except OSError:
+        return ""
+    have = addresses()
+    return next(
+        (have[str(one).removeprefix("::ffff:")] for one in found if str(one).removeprefix("::ffff:") in have), ""
+    )

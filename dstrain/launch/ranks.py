@@ -1,0 +1,60 @@
+"""The ranks that run on this host: which started, by their records, and how they ended, by the kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from dstrain.launch.processes import exit_status, process_state
+from dstrain.launch.worker import read_records
+
+_READ_SECONDS = 0.1
+
+
+class Ranks:
+    """What was seen of them so far."""
+
+    def __init__(self, run_dir: Path, ranks: Collection[int]) -> None:
+        self._run_dir, self._ranks = run_dir, frozenset(ranks)
+        self.alive: dict[int, int] = {}
+        """Pid by rank."""
+        self.ends: dict[int, int | None] = {}
+        """How each rank's process ended, in the order seen: as subprocess tells it, None where it was reaped too soon."""
+        self._descriptors: dict[int, int] = {}
+        self._read_at = float("-inf")
+
+    def look(self, again: bool = False) -> None:
+        """Note which ranks started, until all have, and which ended. The first to end is the one to blame."""
+        missing = len(self.alive) + len(self.ends) < len(self._ranks)
+        if again or (missing and time.monotonic() - self._read_at > _READ_SECONDS):
+            self._read_at = time.monotonic()
+            for rank, record in read_records(self._run_dir).items():
+                if rank in self._ranks and rank not in self.ends and rank not in self.alive:
+                    self.alive[rank] = record.pid
+                    with contextlib.suppress(OSError, AttributeError):  # gone already, or a kernel without it
+                        self._descriptors[rank] = os.pidfd_open(record.pid)
+        ended: dict[int, int | None] = {}
+        for rank, pid in self.alive.items():
+            state = process_state(pid)
+            if state in ("gone", "Z"):
+                ended[rank] = exit_status(pid) if state == "Z" else None
+        # Of those seen at once a killed one goes first: the others lost their connection to it.
+        for rank in sorted(ended, key=lambda rank: (ended[rank] or 0) >= 0):
+            self.ends[rank] = ended[rank]
+            del self.alive[rank]
+            if rank in self._descriptors:
+                os.close(self._descriptors.pop(rank))
+
+    def rest(self, seconds: float, beside: Collection[int] = ()) -> None:
+        """Sleep, but wake when a rank ends: its parent may reap it within milliseconds, and its status is lost then.
+
+        `beside`: other descriptors that wake it when something can be read there.
+        """
+        poll = select.poll()
+        for descriptor in (*self._descriptors.values(), *beside):
+            poll.register(descriptor, select.POLLIN)
+        poll.poll(1000 * seconds)

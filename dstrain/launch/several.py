@@ -1,0 +1,214 @@
+"""A launch on several hosts as a value: who runs where, and the command lines that start it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from dstrain.config.schema import LaunchConfig
+from dstrain.errors import UsageError
+from dstrain.launch.command import Launch, LaunchOptions, check_launcher, check_port, prepare_launch
+from dstrain.launch.environment import environment_files, travelling
+from dstrain.launch.hostlist import Host, chosen_hosts, read_hostfile
+from dstrain.launch.threads import cores_here, thread_environment
+from dstrain.launch.topology import wants_cpu
+
+PORT = 29500
+"""Where the ranks meet when every host was given its own command and none says a port."""
+RANK = "dstrain.launch.rank"
+_TOOLS = {"deepspeed": ("pdsh", "pdsh"), "openmpi": ("mpirun", "openmpi-bin")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostsLaunch:
+    """All that is known of it before a host was asked."""
+
+    hosts: tuple[Host, ...]
+    options: LaunchOptions
+    arguments: tuple[str, ...]
+    """Of `dstrain`, for every rank."""
+    environment: Mapping[str, str]
+    """For every rank."""
+    cpu: bool
+    """Whether GPUs are hidden on purpose."""
+    silence: float
+    """Seconds after which a host that says nothing is given up."""
+
+    @property
+    def processes(self) -> int:
+        return sum(len(host.slots) for host in self.hosts)
+
+    @property
+    def ranks(self) -> range:
+        return range(self.processes)
+
+    def ranks_of(self, index: int) -> range:
+        """Those of the host with this place in the list."""
+        ends = list(accumulate(len(host.slots) for host in self.hosts))
+        return range(ends[index] - len(self.hosts[index].slots), ends[index])
+
+
+@dataclass(frozen=True)
+class Master:
+    """Where the ranks meet."""
+
+    address: str
+    port: int | str
+
+
+def plan_launch(
+    options: LaunchOptions, arguments: list[str], env: Mapping[str, str], config: LaunchConfig
+) -> Launch | HostsLaunch:
+    """The launch of `dstrain ARGUMENTS` on this machine or on the hosts of a hostfile. Raises UsageError."""
+    check_launcher(options)
+    if options.hostfile is None:
+        return prepare_launch(options, arguments, _with_own(env, config))
+    hosts = chosen_hosts(
+        read_hostfile(options.hostfile), options.include, options.exclude, options.num_nodes, options.num_gpus
+    )
+    if options.no_ssh:
+        return _own_share(options, arguments, _with_own(env, config), hosts)
+    if options.node_rank is not None:
+        raise UsageError(f"--node-rank {options.node_rank}: only with --no-ssh is each host given its own command")
+    check_tools(options.launcher)
+    return HostsLaunch(
+        hosts=tuple(hosts),
+        options=options,
+        arguments=tuple(arguments),
+        environment=travelling(env, config.env, environment_files(env)),
+        cpu=wants_cpu(env),
+        silence=config.silence_seconds,
+    )
+
+
+def check_tools(launcher: str) -> None:
+    """Raise UsageError where a program is missing that reaches hosts."""
+    tool, package = _TOOLS.get(launcher, ("ssh", "openssh-client"))
+    for name, source in (("ssh", "openssh-client"), (tool, package)):
+        if shutil.which(name) is None:
+            raise UsageError(
+                f"--launcher {launcher}: {name} is not installed here; install it (apt install {source})"
+                + ("" if name == "ssh" else ", or add --launcher ssh, which needs ssh alone")
+            )
+
+
+def _with_own(env: Mapping[str, str], config: LaunchConfig) -> dict[str, str]:
+    return {**env, **travelling({}, [entry for entry in config.env if "=" in entry], ())}
+
+
+def _own_share(options: LaunchOptions, arguments: list[str], env: Mapping[str, str], hosts: Sequence[Host]) -> Launch:
+    """What this host runs where every host was given its own command."""
+    if options.node_rank is None or not 0 <= options.node_rank < len(hosts):
+        raise UsageError(
+            f"--no-ssh: this host's place among the {len(hosts)} hosts is not said; "
+            f"add --node-rank K, from 0 on {hosts[0].name} to {len(hosts) - 1} on {hosts[-1].name}"
+        )
+    if options.launcher in ("openmpi", "ssh"):
+        raise UsageError(f"--no-ssh: {options.launcher} starts over ssh; use deepspeed or torchrun")
+    port = options.master_port or PORT
+    if options.node_rank == 0:
+        check_port(port)
+    master, here = Master(options.master_addr or hosts[0].name, port), hosts[options.node_rank]
+    launch = HostsLaunch(hosts=tuple(hosts), options=options, arguments=(), environment={}, cpu=False, silence=0.0)
+    argv = node_command(launch, options.node_rank, master, ["dstrain.cli", *arguments])
+    environment = thread_environment(env, len(here.slots), cores_here()) | node_environment(launch, options.node_rank)
+    if wants_cpu(env):
+        environment |= {"DS_ACCELERATOR": "cpu"}
+    return Launch(argv, environment, launch.processes, here=launch.ranks_of(options.node_rank))
+
+
+def node_command(launch: HostsLaunch, index: int, master: Master, module: list[str]) -> list[str]:
+    """What starts the ranks of one host there: DeepSpeed's inner launcher, or torchrun."""
+    host = launch.hosts[index]
+    if launch.options.launcher == "torchrun":
+        nodes = ["--nnodes", str(len(launch.hosts)), "--node-rank", str(index)]
+        place = ["--nproc-per-node", str(len(host.slots))]
+        meet = ["--master-addr", master.address, "--master-port", str(master.port)]
+        return [sys.executable, "-m", "torch.distributed.run", *nodes, *place, *meet, "-m", *module]
+    return [
+        *(sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world_info(launch.hosts)}"),
+        *(f"--node_rank={index}", f"--master_addr={master.address}", f"--master_port={master.port}"),
+        *("--quiet", "--no_local_rank", "--module", *module),
+    ]
+
+
+def node_environment(launch: HostsLaunch, index: int) -> dict[str, str]:
+    """What `node_command` needs beside the environment of its host."""
+    if launch.cpu:
+        return {"DS_ACCELERATOR": "cpu"}
+    if launch.options.launcher == "torchrun":
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.hosts[index].slots))}
+    return {}
+
+
+def world_info(hosts: Sequence[Host]) -> str:
+    """DeepSpeed's list of hosts and slots, by place: two hosts may go by names that one of them does not know."""
+    return base64.urlsafe_b64encode(json.dumps({host.name: list(host.slots) for host in hosts}).encode()).decode()
+
+
+def starter_command(launch: HostsLaunch, hostfile: Path, master: Master, file: Path) -> list[str] | None:
+    """DeepSpeed's runner over pdsh or mpirun, run on the launching host; None where the agents start the ranks."""
+    if launch.options.launcher not in ("deepspeed", "openmpi"):
+        return None
+    runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--no_ssh_check"]
+    meet = ["--master_addr", master.address, "--master_port", str(master.port), "--force_multi", "--no_local_rank"]
+    module = ["--module", RANK, str(file)]
+    if launch.options.launcher == "openmpi":  # it takes no --include: the written hostfile holds what is left
+        ssh = shlex.join(ssh_options(launch.silence))
+        args = f"--bind-to none --mca btl_tcp_if_include lo --mca plm_rsh_no_tree_spawn 1 --mca plm_rsh_args '{ssh}'"
+        return [*runner, *meet, "--launcher", "openmpi", f"--launcher_args={args}", *module]
+    if strange := re.search(r"[^\w@+=:,./ -]", f"{file}{sys.executable}"):
+        raise UsageError(
+            f"pdsh and the shell behind it would change {strange[0]!r} in {file}; "
+            "choose a --run-dir without it, or add --launcher ssh"
+        )
+    include = "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in launch.hosts)
+    return [*runner, "--include", include, *meet, "--launcher_args=-N", *module]
+
+
+def starter_environment(launch: HostsLaunch, env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of DeepSpeed's runner: it puts what it passes on into command lines, so it gets little to."""
+    passed_on = re.compile("(PYTHON(?!PATH$)|MLFLOW|MV2|UCX|NCCL)")
+    found = {name: value for name, value in env.items() if not passed_on.match(name)}
+    found["DS_ENV_FILE"] = os.devnull
+    found["PDSH_SSH_ARGS_APPEND"] = f"{env.get('PDSH_SSH_ARGS_APPEND', '')} {shlex.join(ssh_options(launch.silence))}"
+    found["DS_ACCELERATOR"] = "cpu"  # of this process alone: it must not look for GPUs where it only starts others
+    if launch.options.launcher == "openmpi" and os.geteuid() == 0:
+        found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return found
+
+
+def agent_command(host: Host, silence: float, env: Mapping[str, str]) -> list[str]:
+    """ssh to a host and an agent there."""
+    path = [f"PYTHONPATH={env['PYTHONPATH']}"] if env.get("PYTHONPATH") else []
+    words = ["exec", "env", *path, sys.executable, "-u", "-m", "dstrain.launch.agent", f"{silence:g}"]
+    return ["ssh", "-T", *ssh_options(silence), host.name, shlex.join(words)]
+
+
+def ssh_options(silence: float) -> list[str]:
+    """Never ask, do not wait for a host that is not there, and end when it is gone."""
+    alive = max(1, round(silence / 3))
+    pairs = ("BatchMode=yes", "ConnectTimeout=10", f"ServerAliveInterval={alive}", "ServerAliveCountMax=3")
+    return [word for pair in pairs for word in ("-o", pair)]
+
+
+def show_launch(launch: Launch | HostsLaunch, run_dir: Path) -> str:
+    """The command lines, one per line, for people. What only the hosts can say stands in brackets."""
+    if isinstance(launch, Launch):
+        return shlex.join(launch.argv)
+    options, file = launch.options, run_dir / ".workers" / "launch-ID.json"
+    address = options.master_addr or f"<address of {launch.hosts[0].name}>"
+    master = Master(address, options.master_port or f"<free port on {launch.hosts[0].name}>")
+    agents = [agent_command(host, launch.silence, os.environ) for host in launch.hosts]
+    starter = starter_command(launch, file.with_name("hosts-ID"), master, file)
+    nodes = [node_command(launch, index, master, [RANK, str(file)]) for index in range(len(launch.hosts))]
+    return "\n".join(shlex.join(words) for words in (*agents, *(nodes if starter is None else [starter])))

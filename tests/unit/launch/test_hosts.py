@@ -1,0 +1,208 @@
+"""Agents and the launching side, with an `ssh` that stays on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dstrain.errors import UsageError
+from dstrain.launch import facts, hosts
+from dstrain.launch.agent import Agent
+from dstrain.launch.command import LaunchOptions
+from dstrain.launch.hostlist import parse_hostfile
+from dstrain.launch.hosts import gathered
+from dstrain.launch.line import Line
+from dstrain.launch.rank import rank_environment
+from dstrain.launch.several import HostsLaunch
+from dstrain.launch.worker import record_folder
+from tests.workers import ROOT
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process trees are Linux's here")
+
+SSH = """#!/bin/sh
+while [ $# -gt 2 ]; do shift; done
+case $1 in
+    unknown) echo "ssh: Could not resolve hostname unknown: Name or service not known" >&2; exit 255 ;;
+    bare) echo "sh: 1: exec: python: not found" >&2; exit 127 ;;
+    chatty) echo "welcome to this host"; exec sh -c "$2" ;;
+    *) exec sh -c "$2" ;;
+esac
+"""
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/ssh").write_text(SSH)
+    (tmp_path / "bin/ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def make(text: str, cpu: bool = True, **options) -> HostsLaunch:
+        return HostsLaunch(
+            hosts=tuple(parse_hostfile(text, "F")),
+            options=LaunchOptions(launcher="ssh", **options),
+            arguments=("train",),
+            environment={},
+            cpu=cpu,
+            silence=5.0,
+        )
+
+    return make
+
+
+def faults(launch: HostsLaunch, run_dir: Path) -> list[str]:
+    with pytest.raises(UsageError) as caught, gathered(launch, run_dir):
+        pass
+    return str(caught.value).splitlines()
+
+
+def test_all_hosts_that_cannot_be_reached_are_named_at_once(launch, tmp_path):
+    began = time.monotonic()
+    said = faults(launch("here slots=1\nunknown slots=1\nbare slots=1\n"), tmp_path)
+    assert [line.split(": ")[0] for line in said] == ["F:2 unknown", "F:3 bare"]
+    assert "Could not resolve hostname" in said[0]
+    assert "`ssh unknown true` must work without a question" in said[0]
+    assert "python: not found" in said[1]
+    assert "at the same path on every host" in said[1]
+    assert time.monotonic() - began < 20
+
+
+def test_two_names_of_one_machine_are_found(launch, tmp_path):
+    assert faults(launch("here slots=1\nalias slots=1\n"), tmp_path) == [
+        "F:2 alias: it is the same machine as here; name it once, with all its slots"
+    ]
+
+
+def test_a_host_that_greets_is_understood_and_one_host_meets_with_itself(launch, tmp_path):
+    with gathered(launch("chatty slots=2\n"), tmp_path) as crew:
+        assert isinstance(crew, hosts.HostsCrew)
+        assert (crew.cpu, crew.over(), crew.left(), list(crew.ranks)) == (True, None, False, [0, 1])
+        assert crew.end() == []
+    assert not list(record_folder(tmp_path).glob("seen-*"))
+
+
+def test_a_taken_port_is_found_on_the_first_host(launch, tmp_path):
+    with socket.create_server(("", 0)) as server:
+        said = faults(launch("here slots=1\n", master_port=server.getsockname()[1]), tmp_path)
+    assert said[0].startswith("here: --master-port")
+    assert f"(pid {os.getpid()})" in said[0]
+
+
+def test_more_slots_than_gpus_are_refused(launch, monkeypatch, tmp_path):
+    peer = type("Peer", (), {})()
+    peer.host = parse_hostfile("host1 slots=4\n", "F")[0]
+    peer.facts = {"machine": "a", "sees": False, "version": "0.0", "gpus": 2}
+    said = [str(fault) for fault in hosts._faults([peer], tmp_path)]
+    assert [line.split(";")[0].removeprefix("F:1 host1: ") for line in said] == [
+        f"does not see {tmp_path}", "has dstrain 0.0, this host has " + hosts.__version__,
+        "has 2 GPUs, and slot 3 is asked for",
+    ]  # fmt: skip
+
+
+class Started:
+    """An agent as a process, and a sleeper that it started."""
+
+    def __init__(self, folder: Path, silence: float = 30.0) -> None:
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "dstrain.launch.agent", f"{silence:g}"]
+        self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self.line = Line(self.process.stdout.fileno(), self.process.stdin.fileno(), silence)
+        mark = str(folder / "launch-1.json")
+        begin = "import os, signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        sleep = f"open({str(folder / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+        argv = [sys.executable, "-c", begin + sleep, mark]
+        start = {"launch": mark, "run_dir": str(folder), "cwd": "/", "ranks": [0], "argv": argv, "env": {}}
+        self.line.send(start=start)
+        until = time.monotonic() + 20
+        while not (folder / "pid").exists() or not (folder / "pid").read_text():
+            assert time.monotonic() < until
+            self.line.beat()
+            time.sleep(0.02)
+        self.sleeper = psutil.Process(int((folder / "pid").read_text()))
+
+    def gone(self, seconds: float = 5.0) -> bool:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if not self.sleeper.is_running() or self.sleeper.status() == psutil.STATUS_ZOMBIE:
+                return True
+            time.sleep(0.02)
+        return False
+
+
+@pytest.mark.parametrize("harm", ["the line is cut", "nothing is heard", "asked to end", "SIGTERM", "SIGKILL"])
+def test_nothing_outlives_an_agent(harm, tmp_path):
+    started = Started(tmp_path, silence=1.0 if harm == "nothing is heard" else 30.0)
+    try:
+        if harm == "the line is cut":
+            started.process.stdin.close()
+        elif harm == "asked to end":
+            started.line.send(end=True)
+        elif harm.startswith("SIG"):
+            started.process.send_signal(getattr(signal, harm))
+        assert started.gone(), harm
+        assert started.process.wait(5) == {"asked to end": 0, "SIGKILL": -9}.get(harm, 1)
+    finally:
+        started.process.kill()
+
+
+def test_a_stopped_process_is_ended_too(tmp_path):
+    started = Started(tmp_path)
+    started.sleeper.suspend()
+    started.process.stdin.close()
+    assert started.gone()
+    started.process.wait(5)
+
+
+def test_an_agent_tells_of_ranks_what_their_records_and_the_kernel_say(tmp_path):
+    (ours, theirs), (read, write) = socket.socketpair(), os.pipe()
+    agent = Agent(Line(theirs.fileno(), theirs.fileno(), 30.0))
+    line = Line(ours.fileno(), ours.fileno(), 30.0)
+    rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    record_folder(tmp_path).mkdir()
+    record = {"rank": 1, "pid": rank.pid, "exit": None, "error": None, "host": "host2"}
+    (record_folder(tmp_path) / "rank-00001.json").write_text(json.dumps(record))
+    agent._start({"launch": str(tmp_path / "l"), "run_dir": str(tmp_path), "ranks": [1], "argv": None})
+    agent._tell()
+    assert line.receive() == [{"started": [1]}]
+    agent._signal(signal.SIGTERM)
+    time.sleep(0.3)  # not waited for: its status is read from the zombie
+    agent._tell()
+    agent._tell()
+    assert line.receive() == [{"ended": [1, -15]}]
+    rank.wait()
+    for end in (ours, theirs):
+        end.close()
+    os.close(read), os.close(write)
+
+
+def test_a_rank_gets_the_launchs_environment_and_its_hosts_own():
+    launch = {"environment": {"HF_TOKEN": "x", "OMP_NUM_THREADS": "99"}, "master": ["10.0.0.1", 29501]}
+    here = {"hostname": "host2", "agent": 7, "interface": "eth0", "slots": [1, 3]}
+    found = rank_environment(launch, here, {"RANK": "1"}, "/f")
+    assert {name: found[name] for name in ("HF_TOKEN", "RANK", "DSTRAIN_LAUNCH", "DSTRAIN_SUPERVISOR")} == {
+        "HF_TOKEN": "x", "RANK": "1", "DSTRAIN_LAUNCH": "/f", "DSTRAIN_SUPERVISOR": "host2 7",
+    }  # fmt: skip
+    assert found["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert found["OMP_NUM_THREADS"] != "99"
+    assert "MASTER_ADDR" not in found
+    launch["environment"]["GLOO_SOCKET_IFNAME"] = "ib0"
+    found = rank_environment(launch, here, {"OMPI_COMM_WORLD_RANK": "1"}, "/f")
+    assert (found["GLOO_SOCKET_IFNAME"], found["MASTER_PORT"], found["CUDA_VISIBLE_DEVICES"]) == ("ib0", "29501", "1,3")
+
+
+def test_a_host_that_is_not_there_is_said_to_be_silent():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert facts.reach("127.0.0.1", port) == {"interface": ""}  # loopback is no interface to others
+    assert facts.reach("127.0.0.1", port) == {"fault": "Connection refused"}
+    assert "fault" in facts.reach("no.such.host.invalid", 1)

@@ -12,7 +12,8 @@ import torch
 def no_values() -> Iterator[None]:
     """Inside, modules get parameters on the meta device, which take no memory; buffers are what they are.
 
-    For one thread. Parameters that two modules share stay one, where the second gets what the first has.
+    For one thread. Parameters that two modules share stay one, where the second gets what the first has; accelerate's
+    `init_empty_weights` (1.15) makes a new one for each module and so takes ties apart.
     """
     register = torch.nn.Module.register_parameter
 

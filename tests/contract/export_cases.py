@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dstrain.batch import Progress
 from dstrain.commands.evaluate import Evaluate
@@ -117,6 +119,25 @@ def stored(checkpoint: str) -> dict[str, torch.Tensor]:
     """The weights in a checkpoint."""
     state = StoredState(Path(checkpoint))
     return {name: state.whole(name) for name in state.shapes}
+
+
+Change = Callable[[dict[str, torch.Tensor]], Any]
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, change: Change, of: type | None = None) -> None:
+    """Have what is written changed behind the writer's back. `of`: PeftModel for adapters; None: whole models."""
+    from transformers import PreTrainedModel
+
+    written = of or PreTrainedModel
+    write, file = written.save_pretrained, "adapter_model.safetensors" if of else "model.safetensors"  # type: ignore[attr-defined]
+
+    def save_pretrained(model: Any, folder: str, **settings: Any) -> None:
+        write(model, folder, **settings)
+        held = {name: value.clone() for name, value in load_file(Path(folder) / file).items()}
+        change(held)
+        save_file(held, Path(folder) / file, metadata={"format": "pt"})
+
+    monkeypatch.setattr(written, "save_pretrained", save_pretrained)
 
 
 def generate(

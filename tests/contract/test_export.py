@@ -11,20 +11,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from dstrain.commands import export as command
 from dstrain.commands.export import export_model
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task
-from tests.contract.export_cases import make_run, read_as_a_stranger, stored
+from tests.contract.export_cases import Change, make_run, read_as_a_stranger, spoil, stored
 from tests.resume.test_resume import RUN, rows
 from tests.workers import ROOT, Workers
 
@@ -102,7 +101,6 @@ def test_a_model_in_several_files_is_whole(tmp_path: Path, monkeypatch: pytest.M
         assert torch.equal(model.state_dict()[name], value), name
 
 
-Change = Callable[[dict[str, torch.Tensor]], Any]
 NAME = "model.layers.1.mlp.up_proj.weight"
 NORM = "model.norm.weight"
 SABOTAGE: dict[str, tuple[Change, str]] = {
@@ -121,22 +119,6 @@ SABOTAGE: dict[str, tuple[Change, str]] = {
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a policy in fp32; step 1 is its only checkpoint."""
     return make_run(tmp_path_factory.mktemp("it"), "sft")
-
-
-def spoil(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
-    """Have what is written changed behind the writer's back."""
-    from transformers import PreTrainedModel
-
-    write = PreTrainedModel.save_pretrained
-
-    def save_pretrained(model: Any, folder: str, **settings: Any) -> None:
-        write(model, folder, **settings)
-        file = Path(folder) / "model.safetensors"
-        held = {name: value.clone() for name, value in load_file(file).items()}
-        change(held)
-        save_file(held, file, metadata={"format": "pt"})
-
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", save_pretrained)
 
 
 def left_in(folder: Path) -> set[str]:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from dstrain.commands.export import export_model
 from dstrain.errors import CheckpointError
 from dstrain.tasks import find_task
-from tests.contract.export_cases import make_run, read_as_a_stranger, stored
+from tests.contract.export_cases import make_run, read_as_a_stranger, spoil, stored
 from tests.contract.lora_cases import save_base
 from tests.resume.test_resume import RUN
 from tests.workers import WorkerError, Workers
@@ -140,16 +140,7 @@ def test_what_is_not_the_adapters_is_refused_by_name(
     from peft import PeftModel
 
     change, words = SABOTAGE[name]
-    write = PeftModel.save_pretrained
-
-    def save_pretrained(model: Any, folder: str, **settings: Any) -> None:
-        write(model, folder, **settings)
-        file = Path(folder) / "adapter_model.safetensors"
-        held = {key: value.clone() for key, value in load_file(file).items()}
-        change(held)
-        save_file(held, file, metadata={"format": "pt"})
-
-    monkeypatch.setattr(PeftModel, "save_pretrained", save_pretrained)
+    spoil(monkeypatch, change, PeftModel)
     if not looked_at:
         monkeypatch.setattr("dstrain.commands.export.check_files", lambda *args: None)
         words = "the reloaded model has other values of|the exported folder cannot be loaded"

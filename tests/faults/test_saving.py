@@ -63,7 +63,7 @@ def test_a_kill_at_any_point_of_replacing_a_checkpoint_loses_nothing(faults: Fau
 
 @pytest.mark.slow
 def test_a_kill_at_any_point_behind_training_loses_one_step_at_most(faults: Faults) -> None:
-    outcomes(kills(faults, background=True))
+    assert len(outcomes(kills(faults, background=True))) >= 30
 
 
 @pytest.mark.slow
@@ -86,6 +86,6 @@ def test_a_full_disk_at_any_point_leaves_the_older_ones(faults: Faults, tmp_path
 def test_deepspeeds_engines_lose_as_little(preset: str, tmp_path: Path) -> None:
     nursery = Nursery(*WARM, "deepspeed")
     try:
-        outcomes(some_kills(Faults(nursery, tmp_path, engine=preset), FEW))
+        assert len(outcomes(some_kills(Faults(nursery, tmp_path, engine=preset), FEW))) == len(FEW)
     finally:
         nursery.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -23,8 +24,10 @@ def recipe(tmp_path: Path) -> str:
     return str(tmp_path / "recipe.yaml")
 
 
-def hashes(checkpoint: Path) -> dict[str, str]:
-    return json.loads((checkpoint / "MANIFEST.json").read_text())["files"]
+def hashes(checkpoint: Path) -> dict[str, Any]:
+    """Of the files that hold the state, as the manifest has them."""
+    files = json.loads((checkpoint / "MANIFEST.json").read_text())["files"]
+    return {name: entry for name, entry in files.items() if name.startswith("state/")}
 
 
 @pytest.mark.parametrize("preset", ["zero1", "zero3_offload"])
@@ -38,14 +41,13 @@ def test_what_is_written_behind_training_is_what_training_would_have_waited_for(
     assert rows(tmp_path / "behind") == rows(tmp_path / "waits")
     for step in (2, 4, 6, 8, 9):
         one, other = (hashes(tmp_path / run / f"checkpoints/step-{step:08d}") for run in ("waits", "behind"))
-        assert {name: one[name] for name in one if name.startswith("state/")} == {
-            name: other[name] for name in other if name.startswith("state/")
-        }
+        assert {"state/about.json", "state/rank-00000-000.safetensors"} <= one.keys()
+        assert one == other
     told = events(tmp_path / "behind", "saved")
     assert [event["step"] for event in told if event["step"] != 8] == [2, 4, 6, 9]
     assert all(0 < event["stall_seconds"] <= event["seconds"] for event in told)
-    row = json.loads((tmp_path / "behind/metrics.jsonl").read_text().splitlines()[-2])
-    assert "save_stall_seconds" in row or "save_seconds" not in row
+    lines = (tmp_path / "behind/metrics.jsonl").read_text().splitlines()
+    assert any("save_stall_seconds" in json.loads(line) for line in lines)
 
 
 @pytest.mark.parametrize("background", [True, False])

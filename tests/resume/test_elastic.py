@@ -33,6 +33,8 @@ TARGETS = tuple(
 )
 Pair = tuple[str, int, str, str, str, int]
 """(preset, processes, kind of model, precision) that wrote, (preset, processes) that goes on."""
+Told = Sequence[dict[str, Any]]
+"""What each rank told."""
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-4}
 """Of the losses after new steps. Ranks sum gradients in bf16 to 2^-9 of their size, which moved these by up to 4e-5."""
 
@@ -105,27 +107,14 @@ def close(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tolerance: f
                 assert mine[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), (mine["step"], name)
 
 
-def same(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], key: str = "state") -> None:
+def same(ours: Told, theirs: Told) -> None:
     """What the ranks of two runs hold: equal to the bit, and something."""
-    names = [name for name, told in theirs[0][key].items() if told != ours[0]["state"].get(name)]
-    assert not names, f"{len(names)} of {len(theirs[0][key])} differ: {names[:6]}"
-    assert {**theirs[0][key], **ours[0]["state"]} == theirs[0][key], "nothing more either"
-    assert all(told["state"] == ours[0]["state"] for told in ours), "the same on every rank"
-
-
-def go_through(pair: Pair, model: str, folder: Path, workers: Mapping[int, Workers]) -> None:
-    """Write, go on, compare."""
-    preset, processes, kind, precision, next_preset, next_processes = pair
-    made = {"model": model, "kind": kind, "precision": precision}
-    wrote = workers[processes](f"{CASES}source", folder=str(folder), preset=preset, **made)
-    went_on = workers[next_processes](f"{CASES}target", checkpoint=wrote[0]["checkpoint"], preset=next_preset, **made)
-    same(went_on, wrote)
-    ours, theirs = went_on[0]["losses"], wrote[0]["losses"]
-    assert ours[0] == pytest.approx(theirs[0], rel=1e-6), "before any new step"
-    assert ours == pytest.approx(theirs, rel=TOLERANCE[precision])
-    moments = [told for name, told in wrote[0]["state"].items() if name.endswith("exp_avg_sq")]
-    assert moments
-    assert all(told.endswith("True") for told in moments), "no moment is all zero"
+    mine, other = ours[0]["state"], theirs[0]["state"]
+    assert other, "there is something"
+    names = [name for name, told in other.items() if told != mine.get(name)]
+    assert not names, f"{len(names)} of {len(other)} differ: {names[:6]}"
+    assert mine.keys() == other.keys(), "nothing more either"
+    assert all(told["state"] == mine for told in ours), "the same on every rank"
 
 
 def test_in_the_grid_any_two_values_meet() -> None:
@@ -137,17 +126,22 @@ def test_in_the_grid_any_two_values_meet() -> None:
     assert len(grid()) == 72
 
 
-@pytest.mark.parametrize("pair", QUICK, ids=lambda pair: "-".join(map(str, pair)))
+PAIRS = [*QUICK, *(pytest.param(pair, marks=pytest.mark.slow) for pair in grid() if pair not in QUICK)]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(map(str, pair)))
 def test_all_state_goes_over_to_the_bit(pair: Pair, model: str, tmp_path: Path, workers: Mapping[int, Workers]) -> None:
-    go_through(pair, model, tmp_path, workers)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pair", grid(), ids=lambda pair: "-".join(map(str, pair)))
-def test_all_state_goes_over_to_the_bit_in_every_pair(
-    pair: Pair, model: str, tmp_path: Path, workers: Mapping[int, Workers]
-) -> None:
-    go_through(pair, model, tmp_path, workers)
+    preset, processes, kind, precision, next_preset, next_processes = pair
+    made = {"model": model, "kind": kind, "precision": precision}
+    wrote = workers[processes](f"{CASES}source", folder=str(tmp_path), preset=preset, **made)
+    went_on = workers[next_processes](f"{CASES}target", checkpoint=wrote[0]["checkpoint"], preset=next_preset, **made)
+    same(went_on, wrote)
+    ours, theirs = went_on[0]["losses"], wrote[0]["losses"]
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-6), "before any new step"
+    assert ours == pytest.approx(theirs, rel=TOLERANCE[precision])
+    moments = [told for name, told in wrote[0]["state"].items() if name.endswith("exp_avg_sq")]
+    assert moments
+    assert all(told.endswith("True") for told in moments), "no moment is all zero"
 
 
 def test_a_run_goes_on_with_two_processes_one_and_three(
@@ -172,7 +166,10 @@ CHAINS = {
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_of_places_is_one_run(name: str, model: str, tmp_path: Path, workers: Mapping[int, Workers]) -> None:
     more, *places = CHAINS[name]
-    follow(places, tmp_path, workers, {"model": model, "kind": "full", **more})
+    pairs, losses, unbroken = follow(places, tmp_path, workers, {"model": model, "kind": "full", **more})
+    for ours, theirs in pairs:
+        same(ours, theirs)
+    assert losses == pytest.approx(unbroken, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -181,27 +178,35 @@ def test_weights_and_state_on_a_disk_go_over_and_back(tmp_path: Path, workers: M
         pytest.skip("offloading to NVMe needs Debian's libaio-dev")
     save_model(str(tmp_path / "model"), {**SHAPE, "vocab_size": 24_000})
     made = {"model": str(tmp_path / "model"), "kind": "full", "zero": NVME}
+    places = [("zero3_nvme", 2), ("zero2", 1), ("zero3_nvme", 3), ("zero0", 2)]
     try:
-        follow([("zero3_nvme", 2), ("zero2", 1), ("zero3_nvme", 3), ("zero0", 2)], tmp_path, workers, made)
+        pairs, losses, unbroken = follow(places, tmp_path, workers, made)
     finally:
         workers[2].close()  # DeepSpeed keeps pinned buffers
         workers[3].close()
+    for ours, theirs in pairs:
+        same(ours, theirs)
+    assert losses == pytest.approx(unbroken, rel=1e-5)
 
 
 def follow(
     places: Sequence[tuple[str, int]], folder: Path, workers: Mapping[int, Workers], made: dict[str, Any]
-) -> None:
-    """Three steps at each place, beside as many unbroken at the first."""
+) -> tuple[list[tuple[Told, Told]], list[float], list[float]]:
+    """Three steps at each place, beside as many unbroken at the first.
+
+    Returns (what a place took over, what the one before it left) for each place but the first, the losses of these
+    places, and those of the unbroken run.
+    """
     (preset, processes), *others = places
     source = {"folder": str(folder / "0"), "after": 3 * len(others), "preset": preset}
     wrote = workers[processes](f"{CASES}source", **source, **made)
-    losses, last, key = [], wrote, "state"
+    losses, last, pairs = [], wrote, []
     for number, (preset, processes) in enumerate(others, start=1):
         place = {"checkpoint": last[0]["checkpoint"], "first": 3 * number, "to": str(folder / str(number))}
         told = workers[processes](f"{CASES}target", **place, preset=preset, **made)
-        same(told, last, key)
-        losses, last, key = losses + told[0]["losses"], told, "left"
-    assert losses == pytest.approx(wrote[0]["losses"], rel=1e-5)
+        pairs.append((told, last))
+        losses, last = losses + told[0]["losses"], [rank | {"state": rank["left"]} for rank in told]
+    return pairs, losses, wrote[0]["losses"]
 
 
 def test_accumulation_may_change_with_the_processes(model: str, tmp_path: Path, workers: Mapping[int, Workers]) -> None:

@@ -1,0 +1,91 @@
+"""launchers/torchrun.sh: several machines by hand, a rank that dies, a stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dstrain.launch.command import free_port
+from dstrain.tasks import find_task
+from tests.launching.test_ways import losses
+from tests.resume.test_resume import events
+from tests.workers import ROOT
+
+pytestmark = pytest.mark.slow
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`start("run", sets, NODES="2")`: the script over the tiny reward model, into a run folder of this name."""
+    values = find_task("rm").tiny(tmp_path) | {"steps": 6, "save": {"every": 50}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(run: str, *sets: str, **env: str) -> subprocess.Popen[str]:
+        words = [str(ROOT / "launchers/torchrun.sh"), str(tmp_path / "recipe.yaml"), "--run-dir", str(tmp_path / run)]
+        words += [word for setting in sets for word in ("--set", setting)]
+        # The variables are what the script reads, whatever the shell that runs the tests has.
+        ours = ("NODES", "NODE_RANK", "RESTARTS", "GRACE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_ADDR")
+        rest = {name: value for name, value in os.environ.items() if name not in ours}
+        with (tmp_path / f"{run}-{len(started)}.log").open("w") as log:
+            child = subprocess.Popen(
+                words, env={**rest, "PYTHON": sys.executable, **env}, stdout=log, stderr=log, text=True
+            )
+        started.append(child)
+        return child
+
+    yield begin
+    for child in started:
+        if child.poll() is None:
+            child.kill()  # its ranks end with it
+            child.wait()
+
+
+def wait_for(path: Path, child: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 120
+    while not path.exists():
+        assert child.poll() is None, "it ended before"
+        assert time.monotonic() < until, f"no {path.name} after 2 minutes"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_two_machines_are_one_run(restarts: str, start: Start, tmp_path: Path) -> None:
+    assert start("one", GPUS="2").wait(200) == 0
+    place = {"NODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RESTARTS": restarts}
+    both = [start("two", GPUS="1", NODE_RANK=node, LOCAL_ADDR="127.0.0.1", **place) for node in "01"]
+    assert [child.wait(200) for child in both] == [0, 0]
+    assert len(losses(tmp_path / "one")) == 7
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+
+
+def test_ranks_start_again_where_one_was_killed(start: Start, tmp_path: Path) -> None:
+    child = start("run", "steps=400", GPUS="2", RESTARTS="2")
+    wait_for(tmp_path / "run/checkpoints/step-00000050", child)
+    os.kill(json.loads((tmp_path / "run/.workers/rank-00001.json").read_text())["pid"], signal.SIGKILL)
+    assert child.wait(200) == 0
+    (resumed,) = events(tmp_path / "run", "resumed")
+    assert resumed["step"] >= 50
+    assert [event["step"] for event in events(tmp_path / "run", "finished")] == [400]
+
+
+def test_a_stop_leaves_a_checkpoint(start: Start, tmp_path: Path) -> None:
+    child = start("run", "steps=20000", GPUS="2", GRACE="60")
+    wait_for(tmp_path / "run/checkpoints/step-00000050", child)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(100) == 1, "torchrun's own"
+    (stopped,) = events(tmp_path / "run", "stopped")
+    assert (tmp_path / f"run/checkpoints/step-{stopped['step']:08d}/MANIFEST.json").is_file()
+    for rank in range(2):
+        assert json.loads((tmp_path / f"run/.workers/rank-{rank:05d}.json").read_text())["exit"] == 75

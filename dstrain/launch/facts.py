@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -93,6 +94,20 @@ def reach(address: str, port: int) -> dict[str, Any]:
             return {"interface": _interface(link.getsockname()[0])}
     except OSError as error:
         return {"fault": str(error.strerror or error) if not isinstance(error, TimeoutError) else "no answer"}
+
+
+def interface_towards(address: str) -> str:
+    """The interface over which this host sends to an address or name; the only one there is where that is this host.
+
+    Gloo asks what this host's own name resolves to, and on Debian that is 127.0.1.1, where no other host finds it.
+    """
+    have = addresses()
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing
+        if found := have.get(probe.getsockname()[0]):
+            return found
+    names = set(have.values())
+    return names.pop() if len(names) == 1 else ""
 
 
 def _interface(address: str) -> str:

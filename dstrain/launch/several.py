@@ -18,9 +18,10 @@ from dstrain.config.schema import LaunchConfig
 from dstrain.errors import UsageError
 from dstrain.launch.command import Launch, LaunchOptions, check_launcher, check_port, prepare_launch
 from dstrain.launch.environment import environment_files, travelling
+from dstrain.launch.facts import interface_towards
 from dstrain.launch.hostlist import Host, chosen_hosts, read_hostfile
 from dstrain.launch.threads import cores_here, thread_environment
-from dstrain.launch.topology import wants_cpu
+from dstrain.launch.topology import gpus_present, wants_cpu
 
 PORT = 29500
 """Where the ranks meet when every host was given its own command and none says a port."""
@@ -121,8 +122,10 @@ def _own_share(options: LaunchOptions, arguments: list[str], env: Mapping[str, s
     launch = HostsLaunch(hosts=tuple(hosts), options=options, arguments=(), environment={}, cpu=False, silence=0.0)
     argv = node_command(launch, options.node_rank, master, ["dstrain.cli", *arguments])
     environment = thread_environment(env, len(here.slots), cores_here()) | node_environment(launch, options.node_rank)
-    if wants_cpu(env):
+    if wants_cpu(env) or not gpus_present():
         environment |= {"DS_ACCELERATOR": "cpu"}
+    if interface := interface_towards(master.address):
+        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     return Launch(argv, environment, launch.processes, here=launch.ranks_of(options.node_rank))
 
 

@@ -4,7 +4,8 @@ Its standard input and output are its lifeline to the launching process. When th
 every process of the launch on this host is killed: a launch that lost its head leaves nothing behind.
 
 Asked -> answers:  hello -> facts · open -> port · reach -> interface · start · signal · end -> left
-By itself it tells: started (ranks), ended (rank and status), launcher (its return code).
+By itself it tells: started and ended (a rank, how its process ended, its record), launcher (its return code).
+The records go with it as the files of another host may be seen late.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from dstrain.launch.facts import Meeting, facts, reach
 from dstrain.launch.line import Line
 from dstrain.launch.processes import end_these, marked
 from dstrain.launch.ranks import Ranks
-from dstrain.launch.worker import LAUNCH, adopt_orphans
+from dstrain.launch.worker import LAUNCH, adopt_orphans, read_records
 
 _TICK_SECONDS = 0.1
 
@@ -35,10 +37,11 @@ class Agent:
         self._meeting = Meeting()
         self._mark = ""
         """Path of the launch file, which every process of the launch has in its command line or its environment."""
+        self._run_dir = Path()
         self._ranks = Ranks(Path(), ())
         self._starter: LocalCrew | None = None
         self._told: set[int] = set()
-        self._told_ended: set[int] = set()
+        self._told_ended: dict[int, int | None] = {}
         self._launcher_told = self._over = False
         self._acts: Mapping[str, Callable[[Any], None]] = {
             "hello": lambda asked: line.send(facts=facts(**asked)),
@@ -77,14 +80,14 @@ class Agent:
         """Watch for these ranks of a run; `argv`: what starts them, where that is not done from elsewhere."""
         self._meeting.close()
         self._mark = asked["launch"]
-        run_dir, argv = Path(asked["run_dir"]), asked["argv"]
+        self._run_dir, argv = Path(asked["run_dir"]), asked["argv"]
         if argv is None:
-            self._ranks = Ranks(run_dir, asked["ranks"])
+            self._ranks = Ranks(self._run_dir, asked["ranks"])
             return
         # The agent's own output goes to the launching process's log of the launchers; so does this one's.
         os.chdir(asked["cwd"])
         output = os.fdopen(os.dup(2), "wb")
-        self._starter = LocalCrew(argv, {**os.environ, **asked["env"]}, run_dir, asked["ranks"], output)
+        self._starter = LocalCrew(argv, {**os.environ, **asked["env"]}, self._run_dir, asked["ranks"], output)
         self._starter.start()
         self._ranks = self._starter.seen
 
@@ -103,13 +106,16 @@ class Agent:
     def _tell(self) -> None:
         """What became of the ranks since."""
         self._ranks.look()
-        if started := [rank for rank in (*self._ranks.alive, *self._ranks.ends) if rank not in self._told]:
+        ended = self._ranks.ends.items() - self._told_ended.items()
+        started = self._ranks.alive.keys() - self._told
+        if started or ended:
+            records = {rank: asdict(record) for rank, record in read_records(self._run_dir).items()}
+            for rank in started:
+                self._line.send(started=[rank, None, records.get(rank)])
+            for rank in [rank for rank in self._ranks.ends if rank not in self._told_ended]:
+                self._line.send(ended=[rank, self._ranks.ends[rank], records.get(rank)])
             self._told.update(started)
-            self._line.send(started=started)
-        for rank, status in self._ranks.ends.items():
-            if rank not in self._told_ended:
-                self._told_ended.add(rank)
-                self._line.send(ended=[rank, status])
+            self._told_ended.update(ended)
         code = None if self._starter is None else self._starter.over()
         if code is not None and not self._launcher_told:
             self._launcher_told = True

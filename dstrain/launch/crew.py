@@ -13,7 +13,7 @@ import psutil
 
 from dstrain.launch.processes import descendants, end_all, workers
 from dstrain.launch.ranks import Ranks
-from dstrain.launch.worker import SUPERVISOR, die_with_parent, forget_records
+from dstrain.launch.worker import SUPERVISOR, Record, die_with_parent, forget_records, read_records
 
 
 class Crew(Protocol):
@@ -32,6 +32,10 @@ class Crew(Protocol):
     @property
     def ends(self) -> Mapping[int, int | None]:
         """How ranks ended, in the order seen."""
+
+    @property
+    def records(self) -> Mapping[int, Record]:
+        """What the ranks said of themselves."""
 
     lost: str
     """Why the launch cannot go on, whatever its ranks do: a host that went silent. Empty where it can."""
@@ -78,6 +82,10 @@ class LocalCrew:
     @property
     def ends(self) -> Mapping[int, int | None]:
         return self.seen.ends
+
+    @property
+    def records(self) -> Mapping[int, Record]:
+        return {rank: record for rank, record in read_records(self.run_dir).items() if rank in self.ranks}
 
     def start(self) -> None:
         forget_records(self.run_dir, self.ranks)

@@ -25,7 +25,7 @@ from dstrain.launch.several import (
     starter_command,
     starter_environment,
 )
-from dstrain.launch.worker import forget_records, log_path, record_folder, start_copying
+from dstrain.launch.worker import Record, forget_records, log_path, record_folder, start_copying
 
 
 @contextlib.contextmanager
@@ -111,6 +111,7 @@ class HostsCrew:
         self.run_dir, self.ranks = run_dir, launch.ranks
         self.alive: set[int] = set()
         self.ends: dict[int, int | None] = {}
+        self.records: dict[int, Record] = {}
         self.lost = ""
         self._launch, self._peers, self._master = launch, peers, master
         folder, name = record_folder(run_dir), secrets.token_hex(8)
@@ -183,12 +184,16 @@ class HostsCrew:
             peer.line.beat()
 
     def _note(self, peer: Peer, message: Mapping[str, Any]) -> None:
-        for rank in message.get("started", ()):
-            self.alive.add(rank)
-        if "ended" in message:
-            rank, status = message["ended"]
-            self.alive.discard(rank)
-            self.ends[rank] = status
+        for name in ("started", "ended"):
+            if name in message:
+                rank, status, record = message[name]
+                if record is not None:
+                    self.records[rank] = Record(**record)
+                if name == "started":
+                    self.alive.add(rank)
+                else:
+                    self.alive.discard(rank)
+                    self.ends[rank] = status
         if "launcher" in message:
             self._codes[peer] = message["launcher"]
         if "left" in message:

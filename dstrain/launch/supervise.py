@@ -17,7 +17,7 @@ from types import FrameType
 
 from dstrain.launch.crew import Crew
 from dstrain.launch.outcome import DONE, FAILED, STOPPED, Outcome, outcome
-from dstrain.launch.worker import adopt_orphans, close_output, log_path, read_records
+from dstrain.launch.worker import adopt_orphans, close_output, log_path
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """To a worker each of them means: write a checkpoint and stop."""
@@ -116,11 +116,10 @@ def _wait(watch: Watch, crew: Crew, signals: deque[int]) -> None:
 
 def _others_had_time(watch: Watch, crew: Crew) -> bool:
     """Whether a rank failed so long ago that the others will not end by themselves."""
-    if watch.failed_at is None and crew.ends:
-        records = read_records(crew.run_dir)
-        codes = [records[rank].exit if rank in records else None for rank in crew.ends]
-        if any(code not in (DONE, STOPPED) for code in codes):
-            watch.failed_at = time.monotonic()
+    bad = {rank for rank, status in crew.ends.items() if status != 0}
+    if bad:  # a rank that is done may still die while the interpreter shuts down
+        bad -= {rank for rank, record in crew.records.items() if record.exit in (DONE, STOPPED)}
+    watch.failed_at = (watch.failed_at or time.monotonic()) if bad else None
     return watch.failed_at is not None and time.monotonic() - watch.failed_at > OTHERS_SECONDS
 
 
@@ -148,8 +147,7 @@ def _pass_on(number: int, watch: Watch, crew: Crew) -> None:
 
 def _report(watch: Watch, crew: Crew) -> int:
     """Say what went wrong, after the last lines of the rank to blame. Returns the exit code."""
-    records = {rank: record for rank, record in read_records(crew.run_dir).items() if rank in crew.ranks}
-    code = crew.over()
+    records, code = crew.records, crew.over()
     result = outcome(records, crew.ends, FAILED if code is None else code, crew.ranks)
     if crew.lost and result.code not in (DONE, STOPPED):
         result = Outcome(FAILED, crew.lost)

@@ -173,12 +173,12 @@ def test_an_agent_tells_of_ranks_what_their_records_and_the_kernel_say(tmp_path)
     (record_folder(tmp_path) / "rank-00001.json").write_text(json.dumps(record))
     agent._start({"launch": str(tmp_path / "l"), "run_dir": str(tmp_path), "ranks": [1], "argv": None})
     agent._tell()
-    assert line.receive() == [{"started": [1]}]
+    assert line.receive() == [{"started": [1, None, record]}]
     agent._signal(signal.SIGTERM)
     time.sleep(0.3)  # not waited for: its status is read from the zombie
     agent._tell()
     agent._tell()
-    assert line.receive() == [{"ended": [1, -15]}]
+    assert line.receive() == [{"ended": [1, -15, record]}]
     rank.wait()
     for end in (ours, theirs):
         end.close()

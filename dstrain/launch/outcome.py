@@ -50,7 +50,8 @@ def _blame(
     bad = {
         rank: status for rank, status in ends.items() if rank in records and records[rank].exit not in (DONE, STOPPED)
     }
-    if launcher > 192 and launcher != 256 - signal.SIGTERM:  # DeepSpeed's launcher ends with its worker's -9 as 247
+    # DeepSpeed's launcher ends with its worker's -9 as 247; 255 is what ssh and pdsh say of anything.
+    if 192 < launcher < 255 and launcher != 256 - signal.SIGTERM:
         bad = {rank: launcher - 256 if status is None else status for rank, status in bad.items()}
     # SIGTERM is what launchers send to the innocent others.
     telling = [rank for rank, status in bad.items() if records[rank].exit or status not in (None, -signal.SIGTERM)]
@@ -83,7 +84,7 @@ def _who(records: Mapping[int, Record], rank: int) -> str:
 def describe(status: int | None) -> str:
     """`was killed by SIGKILL`, `ended with code 3`."""
     if status is None:
-        return "ended before it could say why"
+        return "ended before it could say why (killed, or its launcher was)"
     if status >= 0:
         return f"ended with code {status}"
     try:

@@ -22,6 +22,7 @@ from dstrain.launch.facts import interface_towards
 from dstrain.launch.hostlist import Host, chosen_hosts, read_hostfile
 from dstrain.launch.threads import cores_here, thread_environment
 from dstrain.launch.topology import gpus_present, wants_cpu
+from dstrain.launch.worker import LAUNCH
 
 PORT = 29500
 """Where the ranks meet when every host was given its own command and none says a port."""
@@ -165,17 +166,25 @@ def starter_command(launch: HostsLaunch, hostfile: Path, master: Master, file: P
     runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--no_ssh_check"]
     meet = ["--master_addr", master.address, "--master_port", str(master.port), "--force_multi", "--no_local_rank"]
     module = ["--module", RANK, str(file)]
-    if launch.options.launcher == "openmpi":  # it takes no --include: the written hostfile holds what is left
-        ssh = shlex.join(ssh_options(launch.silence))
-        args = f"--bind-to none --mca btl_tcp_if_include lo --mca plm_rsh_no_tree_spawn 1 --mca plm_rsh_args '{ssh}'"
-        return [*runner, *meet, "--launcher", "openmpi", f"--launcher_args={args}", *module]
-    if strange := re.search(r"[^\w@+=:,./ -]", f"{file}{sys.executable}"):
+    if strange := re.search(r"[^\w@+=:,./-]", f"{file}{sys.executable}"):
         raise UsageError(
-            f"pdsh and the shell behind it would change {strange[0]!r} in {file}; "
+            f"pdsh or mpirun and the shell behind it would change {strange[0]!r} in {file}; "
             "choose a --run-dir without it, or add --launcher ssh"
         )
+    if launch.options.launcher == "openmpi":  # it takes no --include: the written hostfile holds what is left
+        return [*runner, *meet, "--launcher", "openmpi", f"--launcher_args={_mpirun_options(launch, file)}", *module]
     include = "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in launch.hosts)
     return [*runner, "--include", include, *meet, "--launcher_args=-N", *module]
+
+
+def _mpirun_options(launch: HostsLaunch, file: Path) -> str:
+    """Ranks bound to no core, an ssh to each host from here, and daemons that an agent knows for ours."""
+    agent = f"env {LAUNCH}={file} orted"
+    settings = {
+        "btl_tcp_if_include": "lo", "plm_rsh_no_tree_spawn": "1",
+        "plm_rsh_args": shlex.join(ssh_options(launch.silence)), "orte_launch_agent": agent,
+    }  # fmt: skip
+    return shlex.join(["--bind-to", "none", *(word for pair in settings.items() for word in ("--mca", *pair))])
 
 
 def starter_environment(launch: HostsLaunch, env: Mapping[str, str]) -> dict[str, str]:

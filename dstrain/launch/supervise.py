@@ -27,8 +27,10 @@ SETTLE_SECONDS = 0.5
 """What is left gets this long to end by itself once the launcher is gone."""
 STOP_SECONDS = 300.0
 """Workers get this long for their checkpoint where the launcher died of the signal that asked for it."""
-OTHERS_SECONDS = 15.0
+OTHERS_SECONDS = 8.0
 """Once a rank has failed the others get this long to say why they cannot go on; DeepSpeed's launcher gives them 30."""
+KILLED_SECONDS = 2.0
+"""The same where it was killed: they could only say that it is gone."""
 _TICK_SECONDS = 0.05
 
 
@@ -117,10 +119,13 @@ def _wait(watch: Watch, crew: Crew, signals: deque[int]) -> None:
 def _others_had_time(watch: Watch, crew: Crew) -> bool:
     """Whether a rank failed so long ago that the others will not end by themselves."""
     bad = {rank for rank, status in crew.ends.items() if status != 0}
-    if bad:  # a rank that is done may still die while the interpreter shuts down
-        bad -= {rank for rank, record in crew.records.items() if record.exit in (DONE, STOPPED)}
+    if not bad:
+        return False
+    codes = {rank: record.exit for rank, record in crew.records.items() if rank in bad}
+    bad -= {rank for rank, code in codes.items() if code in (DONE, STOPPED)}  # it died while Python shut down
     watch.failed_at = (watch.failed_at or time.monotonic()) if bad else None
-    return watch.failed_at is not None and time.monotonic() - watch.failed_at > OTHERS_SECONDS
+    patience = KILLED_SECONDS if any(codes.get(rank) is None for rank in bad) else OTHERS_SECONDS
+    return watch.failed_at is not None and time.monotonic() - watch.failed_at > patience
 
 
 def _pass_on(number: int, watch: Watch, crew: Crew) -> None:

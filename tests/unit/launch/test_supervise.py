@@ -261,6 +261,20 @@ def test_a_signal_before_any_worker_ends_at_once(run):
     assert (code, "nothing to save" in said) == (1, True)
 
 
+def test_the_others_do_not_outlive_a_killed_rank_for_long(run):
+    """Where a launcher waits for all of them, and they for a rank that will not come."""
+    started = run(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); work(); time.sleep(60)",
+        LAUNCHER.replace("worker.wait()", "worker.wait(60)"),
+    )
+    os.kill(started.pids()[1], signal.SIGKILL)
+    began = time.monotonic()
+    code, said = started.end()
+    assert (code, "rank 1 was killed by SIGKILL" in said) == (1, True)
+    assert time.monotonic() - began < 6
+    assert started.left() == []
+
+
 def test_an_orphan_is_ended_with_the_launcher(run):
     started = run(
         """
@@ -316,6 +330,12 @@ def records(*codes: int | None) -> dict[int, Record]:
         (records(None, 1), {0: None, 1: 1}, 1, Outcome(1, "rank 1 failed with code 1", 1)),
         (records(None, 1), {0: -15, 1: 1}, 1, Outcome(1, "rank 1 failed with code 1", 1)),
         (records(None, 1), {0: None, 1: 1}, 256 - 11, Outcome(1, "rank 0 was killed by SIGSEGV", 0)),
+        (
+            records(None, None),
+            {1: None},
+            255,
+            Outcome(1, "rank 1 ended before it could say why (killed, or its launcher was)", 1),
+        ),
         (records(75, None), {0: 75, 1: 3}, 3, Outcome(1, "rank 1 ended with code 3", 1)),
     ],
 )

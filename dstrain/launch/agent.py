@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dstrain.launch.crew import LocalCrew
+from dstrain.launch.crew import LocalCrew, Program
 from dstrain.launch.facts import Meeting, facts, reach
 from dstrain.launch.line import Line
 from dstrain.launch.processes import end_these, marked
@@ -85,9 +85,9 @@ class Agent:
             self._ranks = Ranks(self._run_dir, asked["ranks"])
             return
         # The agent's own output goes to the launching process's log of the launchers; so does this one's.
-        os.chdir(asked["cwd"])
         output = os.fdopen(os.dup(2), "wb")
-        self._starter = LocalCrew(argv, {**os.environ, **asked["env"]}, self._run_dir, asked["ranks"], output)
+        program = Program(argv, {**os.environ, **asked["env"]}, asked["cwd"], output)
+        self._starter = LocalCrew(program, self._run_dir, asked["ranks"])
         self._starter.start()
         self._ranks = self._starter.seen
 

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -62,15 +63,23 @@ class Crew(Protocol):
         """Sleep, but wake when something happens."""
 
 
+@dataclass(frozen=True)
+class Program:
+    """A launcher to run."""
+
+    argv: Sequence[str]
+    environment: Mapping[str, str]
+    cwd: str | None = None
+    output: IO[bytes] | None = None
+    """Where it writes, and without input; None: where this process does."""
+
+
 class LocalCrew:
     """A launcher as our child and whatever is below it."""
 
-    def __init__(
-        self, argv: Sequence[str], env: Mapping[str, str], run_dir: Path, ranks: Collection[int],
-        output: IO[bytes] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, program: Program, run_dir: Path, ranks: Collection[int]) -> None:
         self.run_dir, self.ranks, self.lost = run_dir, ranks, ""
-        self._argv, self._env, self._output = argv, env, output
+        self._program = program
         self.seen = Ranks(run_dir, ranks)
         self._strangers: set[int] = set()
         self._launcher: subprocess.Popen[bytes] | None = None
@@ -90,12 +99,14 @@ class LocalCrew:
     def start(self) -> None:
         forget_records(self.run_dir, self.ranks)
         self._strangers = {child.pid for child in psutil.Process().children()}
+        program = self._program
         self._launcher = subprocess.Popen(
-            list(self._argv),
-            env={**self._env, SUPERVISOR: f"{socket.gethostname()} {psutil.Process().pid}"},
-            stdin=None if self._output is None else subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._output and subprocess.STDOUT,
+            list(program.argv),
+            env={**program.environment, SUPERVISOR: f"{socket.gethostname()} {psutil.Process().pid}"},
+            cwd=program.cwd,
+            stdin=None if program.output is None else subprocess.DEVNULL,
+            stdout=program.output,
+            stderr=program.output and subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=die_with_parent,
         )

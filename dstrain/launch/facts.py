@@ -18,8 +18,8 @@ from dstrain.launch.topology import gpu_has_bf16, gpus_present
 REACH_SECONDS = 10.0
 
 
-def facts(token: str, cpu: bool) -> dict[str, Any]:
-    """Of this host. `token`: a file in the run folder; `cpu`: no GPU is wanted, so none is asked for."""
+def facts(token: str, cwd: str, cpu: bool) -> dict[str, Any]:
+    """Of this host. `token`: a file in the run folder; `cwd`: where relative paths begin; `cpu`: no GPU is asked for."""
     return {
         "hostname": socket.gethostname(),
         "machine": machine(),
@@ -27,6 +27,7 @@ def facts(token: str, cpu: bool) -> dict[str, Any]:
         "version": __version__,
         "python": ".".join(map(str, sys.version_info[:2])),
         "sees": Path(token).exists(),
+        "has_cwd": Path(cwd).is_dir(),
         "gpus": 0 if cpu else gpus_present(),
         "bf16": None if cpu else gpu_has_bf16(),
         "reached_at": _reached_at(),

@@ -14,7 +14,7 @@ from typing import Any
 from dstrain import __version__
 from dstrain.errors import Fault, UsageError
 from dstrain.launch.command import Launch
-from dstrain.launch.crew import Crew, LocalCrew
+from dstrain.launch.crew import Crew, LocalCrew, Program
 from dstrain.launch.peers import END_SECONDS, Peer, ask, opened, rest
 from dstrain.launch.several import (
     HostsLaunch,
@@ -32,7 +32,7 @@ from dstrain.launch.worker import Record, forget_records, log_path, record_folde
 def gathered(launch: Launch | HostsLaunch, run_dir: Path) -> Iterator[Crew]:
     """The crew of a launch, ready to start. Raises UsageError where a host cannot take part."""
     if isinstance(launch, Launch):
-        yield LocalCrew(launch.argv, launch.environment, run_dir, launch.ranks)
+        yield LocalCrew(Program(launch.argv, launch.environment), run_dir, launch.ranks)
         return
     logs = log_path(run_dir, 0).parent
     logs.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def learn(launch: HostsLaunch, peers: list[Peer], run_dir: Path) -> None:
     token.parent.mkdir(parents=True, exist_ok=True)
     token.write_bytes(b"")
     try:
-        answers = ask(peers, lambda _: {"hello": {"token": str(token), "cpu": launch.cpu}}, "facts")
+        answers = ask(peers, lambda _: {"hello": {"token": str(token), "cwd": os.getcwd(), "cpu": launch.cpu}}, "facts")
     finally:
         token.unlink(missing_ok=True)
     for peer in peers:
@@ -68,6 +68,8 @@ def _faults(peers: list[Peer], run_dir: Path) -> Iterator[Fault]:
             yield Fault(where, f"it is the same machine as {other}", "name it once, with all its slots")
         if not facts["sees"]:
             yield Fault(where, f"does not see {run_dir}", "give a --run-dir that all hosts share, or mount it there")
+        if not facts["has_cwd"]:
+            yield Fault(where, f"has no folder {Path.cwd()}", "start from a folder that all hosts have")
         if facts["version"] != __version__:
             mend = "install the same version on every host"
             yield Fault(where, f"has dstrain {facts['version']}, this host has {__version__}", mend)
@@ -152,7 +154,8 @@ class HostsCrew:
         if argv is not None:
             env = starter_environment(self._launch, os.environ)
             with (log.parent / "launcher.log").open("wb") as output:
-                self._starter = LocalCrew(argv, env, self.run_dir, (), output)
+                # The runner has each host change to its folder, through a shell: / has the same name in all of them.
+                self._starter = LocalCrew(Program(argv, env, "/", output), self.run_dir, ())
                 self._starter.start()
 
     def _write_files(self) -> None:

@@ -31,7 +31,8 @@ def rank_environment(
     launch: Mapping[str, Any], here: Mapping[str, Any], env: Mapping[str, str], path: str
 ) -> dict[str, str]:
     """The launcher's environment with the launch's upon it, and what only holds on this host."""
-    found = {**env, **launch["environment"], LAUNCH: path, SUPERVISOR: f"{here['hostname']} {here['agent']}"}
+    found = {name: value for name, value in env.items() if name != "PYTHONPATH"}  # DeepSpeed's runner adds its folder
+    found |= {**launch["environment"], LAUNCH: path, SUPERVISOR: f"{here['hostname']} {here['agent']}"}
     if here["interface"]:
         found.setdefault("GLOO_SOCKET_IFNAME", here["interface"])
     if "OMPI_COMM_WORLD_RANK" in env:  # DeepSpeed's launcher does these under pdsh

@@ -101,7 +101,7 @@ def test_a_taken_port_is_found_on_the_first_host(launch, tmp_path):
 def test_more_slots_than_gpus_are_refused(launch, monkeypatch, tmp_path):
     peer = type("Peer", (), {})()
     peer.host = parse_hostfile("host1 slots=4\n", "F")[0]
-    peer.facts = {"machine": "a", "sees": False, "version": "0.0", "gpus": 2}
+    peer.facts = {"machine": "a", "sees": False, "has_cwd": True, "version": "0.0", "gpus": 2}
     said = [str(fault) for fault in hosts._faults([peer], tmp_path)]
     assert [line.split(";")[0].removeprefix("F:1 host1: ") for line in said] == [
         f"does not see {tmp_path}", "has dstrain 0.0, this host has " + hosts.__version__,

@@ -71,8 +71,8 @@ class Run:
         (folder / "launcher.py").write_text(textwrap.dedent(launcher))
         (folder / "main.py").write_text(
             "import os, sys\nfrom pathlib import Path\n"
-            "from dstrain.launch.crew import LocalCrew\nfrom dstrain.launch.supervise import supervise\n"
-            "crew = LocalCrew([sys.executable, 'launcher.py'], os.environ, Path('run'), range(2))\n"
+            "from dstrain.launch.crew import LocalCrew, Program\nfrom dstrain.launch.supervise import supervise\n"
+            "crew = LocalCrew(Program([sys.executable, 'launcher.py'], os.environ), Path('run'), range(2))\n"
             "sys.exit(supervise(crew))\n"
         )
         env = {**os.environ, "PYTHONPATH": str(ROOT), "MARK": str(folder)}

@@ -7,7 +7,7 @@ PYTEST_ARGS ?=
 # Two processes cannot share one GPU; on a CPU two are started, so that there is something to distribute.
 PROCESSES = $$($(BIN)/python -c 'import os; from dstrain.launch.topology import visible_gpus as seen; print(1 if seen(os.environ) == 1 else 2)')
 
-.PHONY: demo test test-all lint format types wheel dev clean help
+.PHONY: demo test smoke test-all lint format types wheel dev clean help
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -15,7 +15,10 @@ demo: $(VENV)/.installed
 	$(BIN)/dstrain train demo-rm --num-gpus $(PROCESSES) --run-dir $(DEMO_RUN)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not hosts" $(PYTEST_ARGS)
+
+smoke: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "hosts and not slow" -rs --durations 0 --durations-min 1 $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -42,6 +45,7 @@ clean:
 help:
 	@echo "make demo      install into $(VENV) and train a small reward model ($(DEMO_RUN) is made anew)"
 	@echo "make test      tests of a few minutes; PYTEST_ARGS='-k resume' chooses"
+	@echo "make smoke     launches on two hosts made of namespaces, and what may go wrong with them; needs root, sshd, pdsh"
 	@echo "make test-all  the slow ones too, and those that need a GPU where there is one"
 	@echo "make lint      ruff check;  make format: mend what ruff can mend;  make types: mypy"
 	@echo "make wheel     dist/dstrain-*.whl;  make clean: remove $(VENV) and dist"

@@ -9,6 +9,7 @@
     │   └── ResumeError          the run folder belongs to another recipe or another launch
     └── RunError                 exit 1: a run that had started cannot go on
         ├── NonFiniteError       the loss or the gradients stayed inf or nan
+        ├── LostError            another process has ended or went silent
         └── CheckpointError      a checkpoint cannot be written, read or verified
 
 An error is a sentence: what was asked, what is true, what to do.
@@ -83,6 +84,14 @@ class RunError(DstrainError):
 
 class NonFiniteError(RunError):
     """The loss or the gradients stayed inf or nan."""
+
+
+class LostError(RunError):
+    """Another process has ended or went silent: what was being done, what became of it, what to do."""
+
+    def __init__(self, doing: str, what: str, mend: str) -> None:
+        self.doing, self.mend = doing, mend
+        super().__init__(f"{doing}: {what}; {mend}")
 
 
 class CheckpointError(RunError):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+
+from dstrain.collectives import LEDGER, count_collectives, lost
+from dstrain.errors import LostError
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +74,8 @@ class TorchWorld:
         import torch.distributed as dist
 
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
-        self._group, self._timeout = dist.new_group(backend="gloo", timeout=timeout), timeout
+        with _meeting(timeout):
+            self._group, self._timeout = dist.new_group(backend="gloo", timeout=timeout), timeout
 
     def sum(self, values: Sequence[float]) -> list[float]:
         import torch
@@ -99,19 +105,35 @@ class TorchWorld:
 
 
 def join(device: torch.device, timeout: timedelta) -> None:
-    """Meet the other processes: NCCL between GPUs, gloo between CPUs. Reads RANK, WORLD_SIZE, MASTER_*. Collective."""
+    """Meet the other processes: NCCL between GPUs, gloo between CPUs. Reads RANK, WORLD_SIZE, MASTER_*. Collective.
+
+    From here on collectives are counted, and groups that are made get the timeout. Raises LostError where one did not come.
+    """
     import torch.distributed as dist
 
+    count_collectives(timeout)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        with _meeting(timeout):
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+
+
+@contextlib.contextmanager
+def _meeting(timeout: timedelta) -> Iterator[None]:
+    """Inside, all processes have to come; LostError where one does not."""
+    try:
+        yield
+    except RuntimeError as error:
+        why = lost(error)
+        if why is None:
+            raise
+        at = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+        mend = f"see the logs of the others, and whether every host reaches {at}"
+        what = f"not all came within {timeout.total_seconds():g} s ({why})"
+        raise LostError("meeting the other processes", what, mend) from error
 
 
 def set_timeouts(timeout: timedelta) -> None:
-    """Give every process group the timeout.
-
-    DeepSpeed clones the world without passing one on, so that ZeRO would wait 30 minutes
-    for a dead rank (deepspeed/comm/torch.py, `new_group`).
-    """
+    """Give every process group that stands the timeout, also those that torch makes inside itself."""
     from torch.distributed import distributed_c10d as c10d
 
     for group in list(c10d._world.pg_map):
@@ -122,5 +144,6 @@ def close() -> None:
     """Destroy the process groups: ZeRO-3 workers can abort at exit where this is left out."""
     import torch.distributed as dist
 
+    LEDGER.forget()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

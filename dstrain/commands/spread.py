@@ -86,19 +86,19 @@ def spread(job: Job, launch: Mapping[str, Any], scratch: Path | None) -> Reply:
         if made.devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = made.devices[0]
         with clean_stdout():
-            return Reply(0, work(job, ALONE))
+            return Reply(0, work(job, ALONE, None))
     from dstrain.launch.worker import follow_parent
 
     follow_parent()
     if scratch is not None:
         return Reply(_as_part(job, worker, scratch))
     with clean_stdout():
-        value = work(job, worker)
+        value = work(job, worker, None)
     return Reply(0, value if worker.rank == 0 else None)
 
 
-def work(job: Job, worker: Worker) -> Any:
-    """The job as this process's share of it. Collective."""
+def work(job: Job, worker: Worker, shared: Path | None) -> Any:
+    """The job as this process's share of it. `shared`: a folder that all its processes see, if any. Collective."""
     from dstrain.models.sharded import sharded
     from dstrain.train.forward import clear
     from dstrain.train.plan import device_of, set_up_process
@@ -108,15 +108,19 @@ def work(job: Job, worker: Worker) -> Any:
     ready = job.ready(worker.world_size, device_of(device))
     alone = worker.world_size == 1 and not sharded(ready.ds_config)
     try:
-        with meet(None if alone else worker, device, config) as world:
+        with meet(None if alone else worker, device, config, shared) as world:
             return job.run(ready, world)
     finally:
         clear(ready.ds_config)
 
 
 @contextlib.contextmanager
-def meet(worker: Worker | None, device: torch.device, config: RunConfig) -> Iterator[World]:
-    """The world of this launch, left at the end; None: of this process alone. Collective."""
+def meet(worker: Worker | None, device: torch.device, config: RunConfig, shared: Path | None) -> Iterator[World]:
+    """The world of this launch, left at the end; None: of this process alone. Collective.
+
+    Raises LostError where another process ends or falls silent, by name where there is a folder to leave word in.
+    """
+    from dstrain.train.watchdog import watched
     from dstrain.world import SoloWorld, TorchWorld, close, join
 
     if worker is None:
@@ -127,7 +131,9 @@ def meet(worker: Worker | None, device: torch.device, config: RunConfig) -> Iter
     timeout = timedelta(minutes=config.timeout_minutes)
     join(device, timeout)
     try:
-        yield TorchWorld(device, timeout)
+        world = TorchWorld(device, timeout)
+        with watched(shared, world, timeout, "the work", "mend the cause and run the command again"):
+            yield world
     finally:
         close()
 
@@ -153,7 +159,7 @@ def _as_part(job: Job, worker: Worker, scratch: Path) -> int:
     os.dup2(2, 1)  # rank 0's output is copied to where its stdout went
 
     def share() -> int:
-        value = work(job, worker)
+        value = work(job, worker, scratch)
         if worker.rank == 0:
             (scratch / RESULT).write_text(json.dumps(value), encoding="utf-8")
         return 0

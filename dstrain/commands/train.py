@@ -65,6 +65,7 @@ def train_as(worker: Worker, wish: Wish) -> int:
     """One worker's whole life. Its exit code counts even if the launcher's does not."""
     from dstrain.launch.worker import LAUNCH, follow_parent, live
     from dstrain.train.folder import Resume, check_writable
+    from dstrain.train.interrupt import Interrupt, stoppable
 
     follow_parent()
     recipe = resolve_wish(wish)
@@ -74,10 +75,11 @@ def train_as(worker: Worker, wish: Wish) -> int:
     seen = worker.rank == 0 and os.isatty(1) and LAUNCH not in os.environ
     screen = os.fdopen(os.dup(1), "w") if seen else None
 
-    def work() -> int:
+    def work(interrupt: Interrupt) -> int:
         from dstrain.train.assemble import run_training
         from dstrain.train.plan import make_plan
 
-        return run_training(make_plan(recipe, run_dir, Resume(wish.resume, wish.allowed), worker), screen)
+        return run_training(make_plan(recipe, run_dir, Resume(wish.resume, wish.allowed), worker), screen, interrupt)
 
-    return live(run_dir, worker.rank, work)
+    with Interrupt() as interrupt:  # until the end is recorded
+        return live(run_dir, worker.rank, lambda: stoppable(work, interrupt))

@@ -105,7 +105,6 @@ NOT_YET: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("batch.tokens_per_micro", bool, "use batch.micro"),
     ("batch.on_oom", lambda value: value == "shrink", "use stop, and a smaller batch.micro"),
     ("compile", bool, "leave it out"),
-    ("launch.env", bool, "leave it out; on one machine the environment reaches every process"),
     ("launch.slurm.partition", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),
     ("launch.slurm.account", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),
     ("launch.slurm.time", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),

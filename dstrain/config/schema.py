@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-Count = Annotated[int, Field(ge=1, lt=2**31)]
-Share = Annotated[float, Field(ge=0, lt=1)]
-NonNegative = Annotated[float, Field(ge=0)]
+from dstrain.config.values import Count, NonNegative, Share, Split, Variable
 
 
 class Section(BaseModel):
@@ -61,15 +58,6 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     trust_remote_code: bool = False
     """Let transformers run Python that comes with the model."""
-
-
-def _one_split(value: Any) -> Any:
-    if isinstance(value, str) and not re.fullmatch(r"\w+(\.\w+)*", value, re.ASCII):
-        raise ValueError("a split is one name such as train, and data.max_samples takes a part of it")
-    return value
-
-
-Split = Annotated[str, BeforeValidator(_one_split)]
 
 
 class HeldOutConfig(Section):
@@ -247,8 +235,12 @@ class SlurmConfig(Section):
 
 
 class LaunchConfig(Section):
-    env: list[str] = []
-    """Names of environment variables that travel to every host."""
+    env: list[Variable] = []
+    """Environment variables that every rank gets, on every host: NAME as it is where the launch begins, or NAME=value."""
+    grace_seconds: NonNegative | None = 30.0
+    """What the scheduler leaves between SIGTERM and SIGKILL; a checkpoint that takes longer is warned of. null: not known."""
+    silence_seconds: Annotated[float, Field(ge=3, le=1e6)] = 30.0
+    """A host that says nothing for this long is given up, and the launch ended everywhere."""
     slurm: SlurmConfig = SlurmConfig()
     """For the Slurm launcher."""
 

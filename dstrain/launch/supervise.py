@@ -157,7 +157,7 @@ def _report(watch: Watch, crew: Crew) -> int:
     if crew.lost and result.code not in (DONE, STOPPED):
         result = Outcome(FAILED, crew.lost)
     if watch.killed and result.code == FAILED:
-        _say("ended at once, as asked" + ("; what was not in a checkpoint is lost" if watch.saves else ""))
+        _say("ended at once, as asked" + ("; what was not in a checkpoint is lost" if watch.asked_at else ""))
         return result.code
     if not result.message:
         return result.code

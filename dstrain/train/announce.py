@@ -88,7 +88,7 @@ def finish(run: Run, step: int) -> int:
     """Say how it ended; the exit code."""
     folder = run.checkpoints.folder.parent
     if step < run.steps:
-        run.journal.event("stopped", step=step, signal=run.interrupt.received)
+        run.journal.event("stopped", step=step, signal=run.interrupt.agreed)
         line, code = f"stopped at step {step} of {run.steps}; the same command goes on from there", 75
     elif run.start is not None and run.start.step >= run.steps:
         run.journal.event("already_finished", step=step)

@@ -25,8 +25,9 @@ from dstrain.train.folder import (
     versions,
     write_start,
 )
+from dstrain.train.grace import Grace
 from dstrain.train.guard import NonFiniteGuard
-from dstrain.train.interrupt import Interrupt
+from dstrain.train.interrupt import STOPPED, Interrupt, Interrupted
 from dstrain.train.learning import Learning
 from dstrain.train.manifest import CheckpointInfo
 from dstrain.train.plan import Plan
@@ -36,31 +37,46 @@ from dstrain.train.reshape import checkpoint_bytes
 from dstrain.train.room import Forecast, check_room, free_bytes, make_room, most_at_once
 from dstrain.train.saving import Saving
 from dstrain.train.state import Run
+from dstrain.train.watchdog import watched
 from dstrain.units import show_count
 from dstrain.world import TorchWorld, World, close, join, set_timeouts
 
 
-def run_training(plan: Plan, screen: TextIO | None) -> int:
-    """Join the other processes, train, and leave. Returns the exit code. `screen`: rank 0's terminal. Collective."""
-    from dstrain.train.loop import train
+def run_training(plan: Plan, screen: TextIO | None, interrupt: Interrupt) -> int:
+    """Join the other processes, train, and leave. Returns the exit code. `screen`: rank 0's terminal. Collective.
 
+    Raises LostError where another process ends or falls silent, Interrupted for a signal before the first step.
+    """
     timeout = timedelta(minutes=plan.config.timeout_minutes)
     join(plan.device, timeout)
-    run, code = None, 1
     try:
         world = TorchWorld(plan.device, timeout)
+        with watched(plan.run_dir, world, timeout):
+            return _trained(plan, world, screen, interrupt)
+    finally:
+        close()
+
+
+def _trained(plan: Plan, world: World, screen: TextIO | None, interrupt: Interrupt) -> int:
+    from dstrain.train.loop import train
+
+    run, code = None, 1
+    try:
         check_shared(plan.run_dir, world)
-        plan = with_references(plan, world)
-        run = assemble(plan, world, screen)
-        set_timeouts(timeout)  # DeepSpeed has made groups of its own meanwhile
+        run = assemble(with_references(plan, world), world, screen, interrupt)
+        set_timeouts(timedelta(minutes=plan.config.timeout_minutes))  # also of groups made inside torch
         code = finish(run, train(run).step)
         return code
+    except Interrupted as stop:
+        if run is not None:
+            run.journal.event("stopped", step=run.start.step if run.start else 0, signal=stop.signal)
+        code = STOPPED
+        raise
     finally:
         if run is not None:
             for sink in run.sinks:
                 sink.close(code)
             run.journal.close()
-        close()
 
 
 def with_references(plan: Plan, world: World) -> Plan:
@@ -71,7 +87,7 @@ def with_references(plan: Plan, world: World) -> Plan:
     return replace(plan, train=train, test=test)
 
 
-def assemble(plan: Plan, world: World, screen: TextIO | None = None) -> Run:
+def assemble(plan: Plan, world: World, screen: TextIO | None = None, interrupt: Interrupt | None = None) -> Run:
     """Build model, engine and everything around them. Collective."""
     config, run_dir = plan.config, plan.run_dir
     save, best = config.save, config.eval.best
@@ -102,7 +118,7 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None) -> Run:
         profile=Profile(config.profile, run_dir / "profile", engine, plan.steps, journal.event),
         guard=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], journal.event),
         learning=Learning(engine, engine.objective.model, journal.event),
-        interrupt=Interrupt(),
+        interrupt=interrupt or Interrupt(),
         lr=LearningRate(peak, config.optim.schedule, plan.steps, config.optim.warmup),
         seed=config.seed,
         steps=plan.steps,
@@ -137,6 +153,7 @@ def _saving(
         on_disk="nvme" in (plan.preset.offload_optimizer, plan.preset.offload_param),
         prune_when_full=save.prune_when_full,
         processes_here=plan.processes_here,
+        grace=Grace(plan.config.launch.grace_seconds, journal.event, engine.world.rank == 0),
     )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +19,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from dstrain.batch import Progress
-from dstrain.errors import CheckpointError, RunError
+from dstrain.collectives import lost
+from dstrain.errors import CheckpointError, LostError
 from dstrain.report.journal import now, sync_folder
 from dstrain.train.blocks import Entry
 from dstrain.train.manifest import (
@@ -33,6 +33,7 @@ from dstrain.train.manifest import (
     step_folders,
     verify,
 )
+from dstrain.train.roll import unnamed
 from dstrain.world import World
 
 T = TypeVar("T")
@@ -154,15 +155,14 @@ class Checkpoints:
         return [value for value, _ in outcomes]
 
     def _gather(self, doing: str, value: Any) -> list[Any]:
-        """Every rank's value; RunError where one is gone, which leaves the folder to the next start. Collective."""
+        """Every rank's value; LostError where one is gone, which leaves the folder to the next start. Collective."""
         try:
             return self.world.gather(value)
         except RuntimeError as error:
-            why = re.sub(r"^\[\S+\] ", "", str(error).partition(". ")[0])
-            raise RunError(
-                f"{doing}: another process has ended or does not answer ({why}), its log says why; "
-                f"the older checkpoints in {self.folder} are as they were: mend the cause and start again"
-            ) from error
+            if (why := lost(error)) is None:
+                raise
+            after = f"the older checkpoints in {self.folder} are as they were: mend the cause and start again"
+            raise LostError(doing, unnamed(why), after) from error
 
 
 def _make_empty(folder: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from dstrain.batch import Batch, StepResult
+from dstrain.collectives import LEDGER
 from dstrain.config.schema import OptimConfig
 from dstrain.models.freeze import Group
 from dstrain.models.sharded import start_deepspeed
@@ -159,6 +160,7 @@ class DeepSpeedEngine:
         sums = Sums()
         norm = None
         for index, batch in enumerate(batches):
+            LEDGER.mark()
             total, metrics = self.engine(batch.to(self.world.device))
             # The product is a new tensor: the one the engine returned would be divided by the accumulation.
             self.engine.backward(_poisoned(total, scale), scale_wrt_gas=False)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dstrain.batch import Batch, StepResult
+from dstrain.collectives import LEDGER
 from dstrain.data.loader import read_shares
 from dstrain.data.plan import eval_share
 from dstrain.report.meter import Meter
@@ -28,6 +29,7 @@ class Evaluation:
         shares = eval_share(len(self.examples), self.micro, engine.world.size, engine.world.rank)
         for result in look(engine, self.task, lambda: read_shares(self.examples, self.task.collate, shares)):
             meter.add(result)
+            LEDGER.mark()
         row = meter.drain()
         row.pop("step_seconds", None)  # a pass is no step
         return row

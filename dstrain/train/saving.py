@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,10 @@ import psutil
 import torch
 
 from dstrain.batch import Progress
+from dstrain.collectives import LEDGER
 from dstrain.train.checkpoint import Checkpoints
 from dstrain.train.engine import Engine
+from dstrain.train.grace import Grace
 from dstrain.train.room import make_room
 from dstrain.train.shards import Shard, write_state
 from dstrain.units import show_bytes
@@ -43,6 +45,8 @@ class Saving:
     prune_when_full: bool = False
     processes_here: int = 1
     """Processes of this host, which share its memory."""
+    grace: Grace = field(default_factory=lambda: Grace(None))
+    """Hears how many seconds each checkpoint took."""
     _flight: _Flight | None = field(default=None, init=False)
     _copies: _Copies = field(default_factory=lambda: _Copies(), init=False)
     _spent: dict[str, float] = field(default_factory=dict, init=False)
@@ -55,7 +59,7 @@ class Saving:
         make_room(self.checkpoints, self.size, self.prune_when_full, self.tell)
         about = self.engine.about() if self.engine.world.rank == 0 else None
         if not self._may_copy(last):
-            write = partial(write_state, shards=self.engine.shards(), about=about)
+            write = partial(write_state, shards=_marked(self.engine.shards()), about=about)
             folder = self.checkpoints.save(write, progress, self.record, metric)
             seconds = time.perf_counter() - start
             self._tell_saved(progress, folder, seconds, seconds)
@@ -95,6 +99,7 @@ class Saving:
     def _tell_saved(self, progress: Progress, folder: Path, stall: float, seconds: float) -> None:
         for name, value in (("save_stall_seconds", stall), ("save_seconds", seconds)):
             self._spent[name] = self._spent.get(name, 0.0) + value
+        self.grace.saved(seconds)
         self.tell(
             "saved",
             step=progress.step,
@@ -117,6 +122,13 @@ class Saving:
             self._told_why = True
             return False
         return True
+
+
+def _marked(shards: Iterable[Shard]) -> Iterator[Shard]:
+    """The shards, each of them progress."""
+    for shard in shards:
+        LEDGER.mark()
+        yield shard
 
 
 class _Flight:

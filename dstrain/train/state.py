@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dstrain.batch import Progress
+from dstrain.collectives import LEDGER
 from dstrain.data.loader import Loader
 from dstrain.report.journal import Journal
 from dstrain.report.memory import memory
@@ -17,7 +18,7 @@ from dstrain.train.checkpoint import Checkpoints
 from dstrain.train.engine import Engine
 from dstrain.train.evaluate import Evaluation
 from dstrain.train.guard import NonFiniteGuard
-from dstrain.train.interrupt import Interrupt
+from dstrain.train.interrupt import SIGNALS, Interrupt
 from dstrain.train.learning import Learning
 from dstrain.train.manifest import CheckpointInfo
 from dstrain.train.profile import Profile
@@ -90,6 +91,7 @@ class Run:
         """One row of held-out numbers; returns the metric `best` goes by, None without held-out data. Collective."""
         if self.evaluation is None:
             return None
+        self.at("evaluation", progress)
         with self.meter.paused():
             row = self.evaluation.run(self.engine)
         self._send(progress, {"split": "eval", **row})
@@ -97,16 +99,28 @@ class Run:
 
     def keep(self, progress: Progress, metric: float | None, last: bool) -> None:
         """Write a checkpoint, or begin to; the `last` is there on return. Collective."""
+        self.at("save", progress)
         with self.meter.paused():
             self.saving.save(progress, metric, last)
 
-    def stops(self) -> bool:
+    def stops(self, progress: Progress) -> bool:
         """Whether any rank was asked to stop. Raises on all where a save behind training failed on one. Collective."""
-        flags = [self.interrupt.received is not None, self.saving.failed, not self.saving.landed]
-        asked, failed, flying = self.engine.world.sum(flags)
+        asked = [float(self.interrupt.received == number.name) for number in SIGNALS]
+        *signals, failed, flying = self.engine.world.sum([*asked, self.saving.failed, not self.saving.landed])
         if failed or not flying:
             self.saving.settle()
-        return asked > 0
+        if not any(signals):
+            return False
+        self.interrupt.agreed = next(number.name for number, ranks in zip(SIGNALS, signals, strict=True) if ranks)
+        if progress.step < self.steps:
+            about = {"signal": self.interrupt.agreed, "expected_seconds": self.saving.grace.expected()}
+            self.journal.event("stopping", step=progress.step, **about)
+        return True
+
+    def at(self, doing: str, progress: Progress) -> None:
+        """Say what comes now, for the case that it does not end: `step`, `evaluation` or `save`; empty: nothing."""
+        step = progress.step + (doing == "step")
+        LEDGER.mark({"step": f"step {step}", "": ""}.get(doing, f"{doing} after step {step}"), step)
 
     def _send(self, progress: Progress, row: Mapping[str, Any]) -> None:
         where = {

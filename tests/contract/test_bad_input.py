@@ -152,6 +152,9 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "a second beta below 0": (sets("optim.betas=[0.9,-0.1]"), ["--set optim.betas.1", "greater than or equal to 0", "raise it"]),
     "three betas": (sets("optim.betas=[0.9,0.99,0.999]"), ["--set optim.betas", "at most 2 items"]),
     "a timeout of nothing": (sets("timeout_minutes=1e-9"), ["--set timeout_minutes", "greater than or equal to 0.1", "raise it"]),
+    "a variable with a blank": (sets("launch.env=['A B']"), ["--set launch.env.0", "name of an environment variable, or NAME=value"]),
+    "a host given up at once": (sets("launch.silence_seconds=1"), ["--set launch.silence_seconds", "greater than or equal to 3", "raise it"]),
+    "a grace before the signal": (sets("launch.grace_seconds=-1"), ["--set launch.grace_seconds", "greater than or equal to 0"]),
     "a dropout of 2": (sets("model.lora={dropout: 2}"), ["--set model.lora.dropout", "less than 1", "lower it"]),
     "adapters that are scaled away": (sets("model.lora={alpha: 0}"), ["--set model.lora.alpha", "greater than 0"]),
     "one token": (sets("data.max_length=1"), ["--set data.max_length", "greater than or equal to 2"]),
@@ -301,7 +304,7 @@ def test_the_table_is_long_enough_and_its_messages_differ(folder: Path, monkeypa
 VALUES = {
     "model.lora": "{rank: 4}", "model.quantize": "nf4", "batch.tokens_per_micro": "99", "batch.on_oom": "shrink",
     "optim.name": "muon", "compile": "true", "save.background": "true", "save.prune_when_full": "true",
-    "launch.env": "[A]", "ds_config": "auto",
+    "ds_config": "auto",
 }  # fmt: skip
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -30,14 +34,20 @@ if os.environ.get("RANK") == os.environ["FAULTY_RANK"]:
     sys.addaudithook(act)
 """
 """As sitecustomize, so that it is there before anything else."""
-GONE = "error: writing step-00000003: another process has ended or does not answer"
+ENDED = f"on {socket.gethostname()} has ended without a word"
+STOPPED = f"on {socket.gethostname()} is stopped (SIGSTOP, or a debugger)"
 FULL = "error: writing step-00000003 failed on 1 of 2 ranks (rank 1: OSError: [Errno 27] File too large)"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "rank", "says", "sentence"),
-    [("SIGKILL", 1, [0], GONE), ("SIGKILL", 0, [1], GONE), ("SIGSTOP", 1, [0], GONE), ("full", 1, [0, 1], FULL)],
+    [
+        ("SIGKILL", 1, [0], f"error: writing step-00000003: rank 1 {ENDED}"),
+        ("SIGKILL", 0, [1], f"error: writing step-00000003: rank 0 {ENDED}"),
+        ("SIGSTOP", 1, [0], f"error: writing step-00000003: rank 1 {STOPPED}"),
+        ("full", 1, [0, 1], FULL),
+    ],
 )
 def test_all_ranks_end_with_code_1_and_a_sentence_that_says_what_to_do(
     fault: str, rank: int, says: list[int], sentence: str, tmp_path: Path
@@ -56,6 +66,64 @@ def test_all_ranks_end_with_code_1_and_a_sentence_that_says_what_to_do(
         assert "Traceback" not in log
     assert [info.step for info in listed(tmp_path / "run/checkpoints", read_all=True) if info.whole] == [2, 1]
     assert not [process for process in psutil.process_iter() if str(tmp_path) in _words(process)], "a process is left"
+
+
+HANG_IN_STEP_3 = """
+import os, sys, time
+
+def hang_here():
+    time.sleep(600)
+
+def trace(frame, event, argument):
+    if frame.f_code.co_name == "seed_step" and frame.f_globals["__name__"] == "dstrain.train.engine":
+        if frame.f_locals["step"] == 2:
+            hang_here()
+
+if os.environ.get("RANK") == "1":
+    sys.setprofile(trace)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_a_step_is_named_and_shows_where(tmp_path: Path) -> None:
+    values = find_task("rm").tiny(tmp_path) | {"steps": 6, "timeout_minutes": 0.1}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "sitecustomize.py").write_text(HANG_IN_STEP_3)
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "dstrain", "train", str(tmp_path / "recipe.yaml"), "--num-gpus", "2"]
+    done = subprocess.run([*command, "--run-dir", str(tmp_path / "run")], env=env, capture_output=True, timeout=180)
+    assert done.returncode == 1
+    log = (tmp_path / "run/logs/rank-00000.log").read_text()
+    who = f"rank 1 on {socket.gethostname()} did not enter"
+    assert f"stalled: step 3: {who}" in log
+    assert log.splitlines()[-1].startswith(f"error: step 3: {who}")
+    assert "hang_here" in (tmp_path / "run/logs/stacks/rank-00001.txt").read_text()
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [(event["step"], event["ranks"]) for event in events if event["event"] == "stalled"] == [(3, [1])]
+    assert not [process for process in psutil.process_iter() if str(tmp_path) in _words(process)], "a process is left"
+
+
+@pytest.mark.slow
+def test_a_signal_writes_the_checkpoint_although_nobody_reads_the_output_any_more(tmp_path: Path) -> None:
+    values = find_task("rm").tiny(tmp_path) | {"steps": 100_000, "save": {"every": 50_000}, "log": {"every": 1}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "dstrain", "train", str(tmp_path / "recipe.yaml"), "--num-gpus", "2"]
+    train = subprocess.Popen(
+        [*command, "--run-dir", str(run)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert train.stdout is not None
+    until = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_bytes():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    train.stdout.close()
+    train.send_signal(signal.SIGHUP)
+    assert train.wait(timeout=60) == 75
+    (step,) = [info.step for info in listed(run / "checkpoints", read_all=True) if info.whole]
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    told = [(event["event"], event["step"], event["signal"]) for event in events if event["event"].startswith("stop")]
+    assert told == [("stopping", step, "SIGHUP"), ("stopped", step, "SIGHUP")]
 
 
 def _words(process: psutil.Process) -> str:

@@ -1,0 +1,30 @@
+"""Kinds of values in the recipe."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+def _one_split(value: Any) -> Any:
+    if isinstance(value, str) and not re.fullmatch(r"\w+(\.\w+)*", value, re.ASCII):
+        raise ValueError("a split is one name such as train, and data.max_samples takes a part of it")
+    return value
+
+
+Split = Annotated[str, BeforeValidator(_one_split)]
+
+
+def _variable(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*(=[^\0]*)?", value, re.ASCII):
+        raise ValueError("input should be the name of an environment variable, or NAME=value")
+    return value
+
+
+Variable = Annotated[str, AfterValidator(_variable)]

@@ -1,0 +1,220 @@
+"""What may go wrong with a launch on several hosts, and what must come of each.
+
+Whatever happens: `dstrain train` ends, with the code that the contract gives it and a sentence that names the cause;
+nothing of the launch is left on any host; no more than one save interval is lost; and the same command goes on, to the
+same losses as a run that nothing happened to. `suffer` holds that; the rest says only what goes wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tests.hosts.lab import Command, Lab
+from tests.hosts.running import PACE, SAVE_EVERY, SILENCE, Run, start
+
+HARM_AT = 7
+"""The step that is waited for: two after a checkpoint."""
+LEFT_SECONDS = 2 * SILENCE
+"""What is left may take so long to notice that it is alone, where nobody can tell it."""
+PYTHON = r"^\S*python\S* (-u )?-m "
+AGENT, LAUNCH, RUNNER = PYTHON + r"dstrain\.launch\.agent", PYTHON + r"deepspeed\.launcher\.launch", (
+    PYTHON + r"deepspeed\.launcher\.runner"
+)  # fmt: skip
+PDSH, SSHD = r"^\S*pdsh\b", "^sshd: "
+
+
+@dataclass
+class Scene:
+    """Two hosts on which a run trains."""
+
+    lab: Lab
+    run: Run
+    job: Command
+
+    def kill(self, host: int, which: str | int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to what must be there."""
+        there = [process.command[:200] for process in self.lab.processes(host)]
+        assert self.lab.kill(host, which, number), f"{which} is not on host{host}: {there}"
+
+    def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> None:
+        self.kill(*self.run.rank(rank), number)
+
+
+Harm = Callable[[Scene], object]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong, and what `dstrain train` must make of it."""
+
+    what: str
+    on: str
+    harm: Harm
+    code: int
+    said: str
+    """A regular expression for a line of what it says."""
+    within: float = 20.0
+    """Seconds from the harm to its end."""
+    mend: Callable[[Lab], object] = lambda lab: None
+    """What has to be done before the same command can go on."""
+    lost: int = SAVE_EVERY
+    """Steps at most."""
+    cut_off: bool = False
+    """The host cannot be reached, so sshd's ends of connections stay there: they are its own, and hold nothing of ours."""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    launcher: str = "deepspeed"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row of the table."""
+
+    what: str
+    on: str
+    launcher: str
+    seconds: float
+    """From the harm to the end of `dstrain train`."""
+    code: int
+    said: str
+    left: str
+    lost: int | None
+    """Steps; None where none was taken."""
+
+
+def suffer(fault: Fault, lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
+    """Train on the lab's hosts, do the harm, and judge. `losses`: of a run that nothing happened to."""
+    run = Run(folder, **{"launch": {"silence_seconds": SILENCE}, **fault.recipe})
+    job = start(lab, run, fault.launcher)
+    run.wait_for_step(job, HARM_AT)
+    begin = time.monotonic()
+    fault.harm(Scene(lab, run, job))
+    outcome = judge(fault, lab, job, begin)
+    lost = run.step() - run.saved()
+    assert 0 <= lost <= fault.lost, f"step {run.step()} was taken, {run.saved()} is the newest checkpoint"
+    if fault.code != 0:
+        fault.mend(lab)
+        go_on(lab, run, fault)
+    assert run.losses() == list(losses), "other losses than those of a run that nothing happened to"
+    assert lab.pkills() == [], "a launch ends what it started by id, never by name"
+    return Outcome(**{**vars(outcome), "lost": lost})
+
+
+def judge(fault: Fault, lab: Lab, job: Command, begin: float) -> Outcome:
+    """It ends in time, with the code and the sentence, and nothing is left."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        job.wait(max(fault.within, 60.0))
+    code = job.code
+    assert code is not None, f"it does not end; alive: {lab.left()}\n{job.output()[-4000:]}"
+    seconds = time.monotonic() - begin
+    left = lab.left(within=LEFT_SECONDS, but=SSHD if fault.cut_off else "$^")
+    gone = time.monotonic() - begin - seconds
+    told = job.output()
+    assert left == [], f"left: {left}\n{told[-4000:]}"
+    assert code == fault.code, f"code {code}:\n{told[-6000:]}"
+    assert re.search(fault.said, told, re.M), f"'{fault.said}' was not said:\n{told[-6000:]}"
+    assert seconds <= fault.within, f"ended after {seconds:.1f} s:\n{told[-4000:]}"
+    left_for = "nothing" if gone < 1 else f"nothing after {gone:.1f} s"
+    return Outcome(fault.what, fault.on, fault.launcher, round(seconds, 1), code, decisive(told), left_for, None)
+
+
+def decisive(told: str) -> str:
+    """The line that says how it came out."""
+    lines = [line for line in told.splitlines() if line.startswith(("dstrain: ", "error: ", "Error: ", "finished"))]
+    return lines[-1] if lines else "nothing"
+
+
+def go_on(lab: Lab, run: Run, fault: Fault) -> None:
+    """The same command again ends with 0."""
+    found = run.saved()
+    run.pace(None)
+    job = start(lab, run, fault.launcher)
+    code = job.wait(120)
+    assert code == 0, f"going on ended with {code}:\n{job.output()[-6000:]}"
+    assert lab.left(within=2.0, but=SSHD if fault.cut_off else "$^") == []
+    events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "resumed"][-1:] == ([found] if found else [])
+
+
+def _signals(number: int, group: bool = False) -> Harm:
+    return lambda scene: scene.job.signal(number, group=group)
+
+
+def _twice(scene: Scene) -> None:
+    scene.run.pace(8.0)
+    time.sleep(2 * PACE)
+    scene.job.signal(signal.SIGTERM)
+    time.sleep(1.0)
+    scene.job.signal(signal.SIGTERM)
+
+
+def _pulled_for_a_while(scene: Scene) -> None:
+    scene.lab.link(2, False)
+    time.sleep(5.0)
+    scene.lab.link(2, True)
+    scene.run.pace(None)
+
+
+KILLED = "was killed by SIGKILL"
+ASKED = r"asked \d worker\(s\) to write a checkpoint and stop"
+FAULTS = (
+    Fault("SIGKILL of a rank", "host2", lambda scene: scene.kill_rank(1), 1, f"rank 1 on host2 {KILLED}"),
+    Fault("SIGKILL of a rank", "host1", lambda scene: scene.kill_rank(0), 1, f"rank 0 on host1 {KILLED}"),
+    Fault("SIGKILL of DeepSpeed's launch.py", "host2", lambda scene: scene.kill(2, LAUNCH), 1, "rank 1 on host2"),
+    Fault("SIGKILL of DeepSpeed's launch.py", "host1", lambda scene: scene.kill(1, LAUNCH), 1, "rank 0 on host1"),
+    Fault("SIGKILL of pdsh", "host1", lambda scene: scene.kill(1, PDSH), 1, "^dstrain: "),
+    Fault("SIGKILL of DeepSpeed's runner", "host1", lambda scene: scene.kill(1, RUNNER), 1, "^dstrain: .*SIGKILL"),
+    Fault("SIGKILL of dstrain", "host1", _signals(signal.SIGKILL), -signal.SIGKILL, "", within=1.0),
+    Fault("SIGKILL of the agent", "host2", lambda scene: scene.kill(2, AGENT), 1, "^dstrain: .*host2"),
+    Fault("SIGTERM", "host1", _signals(signal.SIGTERM), 75, ASKED, lost=0),
+    Fault("SIGINT to the group: Ctrl-C", "host1", _signals(signal.SIGINT, group=True), 75, ASKED, lost=0),
+    Fault("SIGHUP to the group: terminal closed", "host1", _signals(signal.SIGHUP, group=True), 75, ASKED, lost=0),
+    Fault("SIGUSR1", "host1", _signals(signal.SIGUSR1), 75, ASKED, lost=0),
+    Fault("SIGTERM to a rank", "host2", lambda scene: scene.kill_rank(1, signal.SIGTERM), 75, "", lost=0),
+    Fault("SIGTERM twice, the step takes 8 s", "host1", _twice, 1, "ended at once, as asked", within=6.0),
+    Fault("ssh sessions cut", "host2", lambda scene: scene.lab.cut_ssh(2), 1, "^dstrain: .*host2"),
+    Fault(
+        "cable pulled", "host2", lambda scene: scene.lab.link(2, False), 1, "^dstrain: .*host2",
+        within=SILENCE + 6, mend=lambda lab: lab.link(2, True), cut_off=True,
+    ),
+    Fault(
+        "every packet dropped", "host2", lambda scene: scene.lab.drop(2, True), 1, "^dstrain: .*host2",
+        within=SILENCE + 6, mend=lambda lab: lab.drop(2, False), cut_off=True,
+    ),
+    Fault(
+        "powered off", "host2", lambda scene: scene.lab.poweroff(2), 1, "^dstrain: .*host2",
+        within=SILENCE + 6, mend=lambda lab: lab.boot(2),
+    ),
+    Fault(
+        "cable pulled for 5 s", "host2", _pulled_for_a_while, 0, "^finished: ", within=40, lost=0,
+        recipe={"launch": {"silence_seconds": 30}, "timeout_minutes": 0.5},
+    ),
+    Fault(
+        "SIGSTOP of a rank, timeout 6 s", "host2", lambda scene: scene.kill_rank(1, signal.SIGSTOP), 1,
+        "^dstrain: .*rank", within=30, recipe={"timeout_minutes": 0.1},
+    ),
+)  # fmt: skip
+SMOKE = ("SIGKILL of a rank on host2", "SIGTERM on host1", "cable pulled on host2", "SIGKILL of dstrain on host1")
+
+
+def name(fault: Fault) -> str:
+    """Of a test."""
+    return f"{fault.what} on {fault.on}" + ("" if fault.launcher == "deepspeed" else f" under {fault.launcher}")
+
+
+def _with(launcher: str) -> Iterator[Fault]:
+    """What every way to start the ranks must stand: those of its own parts, and the four most common."""
+    common = [fault for fault in FAULTS if name(fault) in SMOKE]
+    for fault in common:
+        yield replace(fault, launcher=launcher)
+
+
+EVERYWHERE = tuple(fault for launcher in ("openmpi", "ssh", "torchrun") for fault in _with(launcher))

@@ -1,0 +1,82 @@
+"""Counting collectives, and telling a lost process from other errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dstrain import collectives
+from dstrain.collectives import REMEMBERED, Ledger, Line, _counted, lost
+from dstrain.errors import LostError
+
+
+@pytest.fixture
+def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
+    ledger = Ledger()
+    monkeypatch.setattr(collectives, "LEDGER", ledger)
+    ledger._lines.update({None: Line((0, 1)), "pair": Line((0, 1))})
+    return ledger
+
+
+def test_a_collective_is_counted_in_its_group_however_it_is_given(ledger: Ledger) -> None:
+    def reduce(tensor: Any, op: Any = None, group: Any = None) -> Any:
+        return tensor, ledger.line(group).told()
+
+    counted = _counted("reduce", reduce)
+    assert counted(3)[0] == 3
+    assert counted(3, None, "pair")[1]["entered"] == 1
+    within = counted(3, group="pair")[1]
+    assert (within["entered"], within["left"], within["names"]) == (2, 1, ["reduce", "reduce"])
+    assert [ledger.line(group).left for group in (None, "pair")] == [1, 2]
+
+
+def test_one_that_fails_stays_entered(ledger: Ledger) -> None:
+    def broken(tensor: Any, group: Any = None) -> Any:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        _counted("broken", broken)(3)
+    line = ledger.line(None).told()
+    assert (line["entered"], line["left"]) == (1, 0)
+
+
+def test_the_newest_names_are_kept_in_order() -> None:
+    line = Line((0,))
+    for number in range(1, 1001):
+        line.entered = number
+        line.names[number % REMEMBERED] = f"no. {number}"
+    names = line.told()["names"]
+    assert names[-1] == "no. 1000"
+    assert names == [f"no. {number}" for number in range(1001 - len(names), 1001)]
+
+
+def test_what_moved_last_counts(ledger: Ledger) -> None:
+    ledger._moved -= 100
+    for line in ledger._lines.values():
+        line.moved -= 50
+    assert 49 < ledger.quiet() < 52
+    ledger.mark()
+    assert ledger.quiet() < 1
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] "
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RuntimeError(GLOO + "Connection closed by peer [10.0.0.2]:1"), "Connection closed by peer [10.0.0.2]:1"),
+        (RuntimeError(GLOO + "Read error [::1]:1: reset. This is typically"), "Read error [::1]:1: reset"),
+        (dist.DistStoreError("wait timeout after 3000ms, keys: /1"), "wait timeout after 3000ms, keys: /1"),
+        (dist.DistBackendError("NCCL error in: x.cpp:1\nncclRemoteError"), "NCCL error in: x.cpp:1"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+        (ValueError(GLOO), None),
+    ],
+)
+def test_a_lost_process_is_told_from_other_errors(error: Exception, why: str | None) -> None:
+    assert lost(error) == why
+    wrapped = LostError("saving", "gone", "start again")
+    wrapped.__cause__ = error
+    assert lost(wrapped) == why

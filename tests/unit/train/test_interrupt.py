@@ -1,0 +1,120 @@
+"""Signals: before the first step, in training, twice, after nohup, and after the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from dstrain.train import interrupt as module
+from dstrain.train.interrupt import SIGNALS, Interrupt, Interrupted, stoppable
+from tests.workers import ROOT
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_in_training_a_signal_is_noted(number: signal.Signals) -> None:
+    with Interrupt() as interrupt:
+        interrupt.begin()
+        send(number)
+        assert interrupt.received == number.name
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_before_the_first_step_it_ends_the_work_with_75_and_a_line(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(interrupt: Interrupt) -> int:
+        try:
+            send(number)
+        except Exception:
+            pytest.fail("loading took the signal for an error of its own")
+        return 0
+
+    assert stoppable(work, Interrupt()) == 75
+    said = f"stopped: {number.name} before the first step: nothing was lost; the same command starts again\n"
+    assert capsys.readouterr().out == said
+
+
+def test_a_signal_that_something_swallowed_still_stops_before_the_first_step() -> None:
+    with Interrupt() as interrupt:
+        with pytest.raises(Interrupted):
+            send(signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            interrupt.begin()
+
+
+def test_after_the_work_a_signal_ends_nothing() -> None:
+    with Interrupt() as interrupt:
+        assert stoppable(lambda _: 0, interrupt) == 0
+        send(signal.SIGTERM)
+
+
+def test_the_same_request_twice_is_one() -> None:
+    with Interrupt() as interrupt:
+        interrupt.begin()
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            send(number)
+        assert interrupt.received == "SIGTERM"
+
+
+def test_a_term_after_usr1_or_hup_is_the_first() -> None:
+    """Slurm sends USR1 ahead of the time limit and SIGTERM at it; a save may be under way."""
+    with Interrupt() as interrupt, mock.patch.object(module, "SAME_SECONDS", 0.0):
+        interrupt.begin()
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
+            send(number)
+        assert interrupt.received == "SIGUSR1"
+
+
+SECOND = """
+import os, signal, time
+from dstrain.train.interrupt import Interrupt
+with Interrupt() as interrupt:
+    interrupt.begin()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.6)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10)
+"""
+
+
+def test_a_second_term_or_ctrl_c_ends_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", SECOND], cwd=ROOT, capture_output=True, timeout=30)
+    assert done.returncode == -signal.SIGINT
+    assert not done.stderr, "no traceback"
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            interrupt.begin()
+            send(signal.SIGHUP)
+            assert interrupt.received is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_entered_twice_it_stays_until_the_outer_is_left() -> None:
+    with Interrupt() as interrupt:
+        with interrupt:
+            pass
+        interrupt.begin()
+        send(signal.SIGTERM)
+        assert interrupt.received == "SIGTERM"

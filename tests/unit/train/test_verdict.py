@@ -1,0 +1,120 @@
+"""Who is missing and what for, from what the ranks say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dstrain.train.verdict import Roll, Verdict, Word, judge, name_ranks
+
+HOSTS = {0: "host1", 1: "host2", 2: "host2", 3: "host3"}
+
+
+def line(entered: int, left: int | None = None, *names: str, seconds: float = 20.0, ranks: int = 4) -> dict[str, Any]:
+    known = names or ("all_reduce",) * min(entered, 8)
+    left = entered if left is None else left
+    return {"entered": entered, "left": left, "seconds": seconds, "names": list(known), "ranks": list(range(ranks))}
+
+
+def word(rank: int, kind: Any = "alive", text: str = "", quiet: float = 20.0, **lines: Any) -> Word:
+    where = {"rank": rank, "host": HOSTS[rank], "place": HOSTS[rank], "pid": 1}
+    return Word(**where, kind=kind, doing="step 13", step=13, quiet=quiet, lines=lines, text=text)  # type: ignore[arg-type]
+
+
+def judged(words: list[Word], missing: dict[int, str] | None = None, why: str = "") -> Verdict:
+    absent = missing or {}
+    answered = frozenset(word.rank for word in words if word.rank not in absent)
+    return judge(Roll(words={word.rank: word for word in words}, answered=answered, states=absent, why=why))
+
+
+WAITS = line(45, 44)
+
+
+@pytest.mark.parametrize(
+    ("missing", "why", "says"),
+    [
+        ({1: ""}, "Timed out waiting 20000ms for recv", "rank 1 on host2 went silent: 3 of 4 ranks waited 20 s in all_reduce no. 45"),
+        ({1: ""}, "Connection closed by peer", "rank 1 on host2 has ended, or lost the network while 3 of 4 ranks waited 20 s"),
+        ({1: "gone"}, "Timed out", "rank 1 on host2 has ended without a word while 3 of 4"),
+        ({1: "T"}, "Timed out", "rank 1 on host2 is stopped (SIGSTOP, or a debugger): 3 of 4"),
+        ({1: "D"}, "Timed out", "rank 1 on host2 hangs in the kernel, on a disk, a network file system or a device: 3 of 4"),
+        ({1: "", 2: ""}, "Timed out", "ranks 1 and 2 on host2 went silent: 2 of 4 ranks waited"),
+        ({0: "", 3: ""}, "Timed out", "rank 0 on host1 and rank 3 on host3 went silent: 2 of 4 ranks waited"),
+    ],
+)  # fmt: skip
+def test_who_does_not_answer_is_named(missing: dict[int, str], why: str, says: str) -> None:
+    words = [word(rank, world=WAITS) if rank not in missing else word(rank, "ready") for rank in range(4)]
+    verdict = judged(words, missing, why)
+    assert verdict.what.startswith(says)
+    assert verdict.ranks == tuple(missing)
+    assert f"logs/rank-{min(missing):05d}.log" in verdict.what or missing == {1: "D"}
+
+
+def test_the_rank_that_did_not_enter_is_named_with_what_it_did_not_enter() -> None:
+    behind = word(2, world=line(44, 44, "barrier"), quiet=21.0)
+    verdict = judged([word(0, "lost", world=WAITS), word(1, world=WAITS), behind, word(3, world=WAITS)])
+    assert verdict.ranks == (2,)
+    assert verdict.what == (
+        "rank 2 on host2 did not enter all_reduce no. 45 that 3 of 4 ranks waited in for 20 s: it is in step 13, where "
+        "nothing moved for 21 s; see logs/stacks/rank-00002.txt"
+    )
+
+
+def test_on_a_gpu_nobody_stays_in_a_collective_and_the_others_are_far_ahead() -> None:
+    ahead = line(47, 47, "all_reduce", "barrier", "reduce", "all_gather")
+    verdict = judged([word(0, world=ahead), word(1, world=line(44)), word(2, world=ahead), word(3, world=ahead)])
+    assert verdict.what.startswith("rank 1 on host2 did not enter barrier no. 45 that 3 of 4 ranks waited in")
+
+
+def test_a_rank_that_never_entered_anything_in_a_group_is_behind() -> None:
+    verdict = judged([word(0, world=line(1, 0)), word(1), word(2, world=line(1, 0)), word(3, world=line(1, 0))])
+    assert verdict.what.startswith("rank 1 on host2 did not enter all_reduce no. 1 that 3 of 4")
+
+
+def test_only_members_of_a_group_are_compared() -> None:
+    both = line(9, 8, ranks=2)
+    verdict = judged(
+        [word(0, world=WAITS, pair=both), word(1, world=WAITS, pair=both), word(2, world=WAITS), word(3, world=WAITS)]
+    )
+    assert verdict.ranks == ()
+
+
+def test_the_longest_wait_counts_not_the_busiest_group() -> None:
+    """The background save runs ahead and behind in a group of its own."""
+    saving = [line(number, seconds=0.1) for number in (7, 8, 8, 7)]
+    main = [line(45, 44), line(45, 44), line(45, 44), line(44)]
+    verdict = judged([word(rank, main=main[rank], saving=saving[rank]) for rank in range(4)])
+    assert verdict.ranks == (3,)
+
+
+def test_a_rank_with_an_error_of_its_own_is_the_one_to_blame() -> None:
+    words = [word(0, "lost", world=WAITS), word(1, "failed", "ValueError: no"), word(2, world=WAITS), word(3, "ready")]
+    verdict = judged(words, {3: ""}, "Connection closed by peer")
+    assert verdict.what == "rank 1 on host2 failed: ValueError: no; logs/rank-00001.log says more"
+
+
+def test_ranks_that_go_different_ways_are_told_apart() -> None:
+    other = line(45, 44, "barrier")
+    verdict = judged([word(0, world=WAITS), word(1, world=other), word(2, world=WAITS), word(3, world=WAITS)])
+    assert verdict.what == (
+        "the ranks went different ways at collective no. 45: ranks 0, 2 and 3 entered all_reduce, rank 1 entered barrier"
+    )
+
+
+def test_where_all_are_alike_the_network_is_to_blame() -> None:
+    verdict = judged([word(rank, "lost", world=WAITS) for rank in range(4)], why="Connection timed out")
+    assert verdict.what.startswith(
+        "all ranks answer, but cannot reach each other (Connection timed out): 4 of 4 ranks waited"
+    )
+    assert verdict.what.endswith("look at the network between the hosts")
+
+
+def test_where_nothing_is_known_the_sentence_says_so() -> None:
+    assert judged([word(0)]).what == "no rank moved for 20 s, and none is behind; see logs/stacks"
+
+
+def test_many_ranks_are_named_in_short() -> None:
+    words = {rank: Word(rank=rank, host="big", place="", pid=1) for rank in range(12)}
+    assert name_ranks(range(3, 12), words) == "ranks 3 to 11 on big"
+    assert name_ranks([1, 4, 5], words) == "ranks 1, 4 and 5 on big"

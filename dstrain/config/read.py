@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 from dstrain.config.names import FOREIGN, NOT_YET
 from dstrain.config.rules import cross_field_faults
 from dstrain.config.schema import RunConfig
+from dstrain.config.values import without_secret
 from dstrain.config.written import Key, Written, apply_set, as_written, dotted_name, lookup, read_yaml, show
 from dstrain.errors import Fault, RecipeError, did_you_mean
 
@@ -94,7 +95,7 @@ def _schema_faults(error: ValidationError, written: Written) -> Iterator[Fault]:
             yield Fault(written.where(key), "no such key", _nearest(key))
             continue
         problems = " or ".join(dict.fromkeys(_problem(detail) for detail in details))
-        value = lookup(written.values, key)
+        value = without_secret(lookup(written.values, key))
         yield Fault(written.where(key), f"is {show(value)}, but {problems}", _mend(value, details))
 
 

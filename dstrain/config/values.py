@@ -21,10 +21,25 @@ def _one_split(value: Any) -> Any:
 Split = Annotated[str, BeforeValidator(_one_split)]
 
 
+SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API_?)?KEY", re.IGNORECASE)
+"""In names of variables whose values must not lie in a run folder or reach a tracker."""
+
+
 def _variable(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*(=[^\0]*)?", value, re.ASCII):
         raise ValueError("input should be the name of an environment variable, or NAME=value")
+    name, given, _ = value.partition("=")
+    if given and SECRET.search(name):
+        raise ValueError(
+            f"{name} looks like a secret, and recipes are kept; write the name alone, and set it where you launch"
+        )
     return value
 
 
 Variable = Annotated[str, AfterValidator(_variable)]
+
+
+def without_secret(value: Any) -> Any:
+    """The value as a message may show it."""
+    name, given, _ = value.partition("=") if isinstance(value, str) else ("", "", "")
+    return f"{name}=..." if given and SECRET.search(name) else value

@@ -180,7 +180,7 @@ def _launched(made: Launch | HostsLaunch, place: Path) -> Reply:
     watch = Watch(saves=False)
     code, value = FAILED, None
     try:
-        with gathered(made, place) as crew:
+        with clean_stdout(), gathered(made, place) as crew:
             code = supervise(crew, watch)
         if code == DONE:
             value = json.loads((place / RESULT).read_text(encoding="utf-8"))

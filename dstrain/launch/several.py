@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from dstrain.config.schema import LaunchConfig
-from dstrain.errors import UsageError
+from dstrain.errors import Fault, UsageError
 from dstrain.launch.command import Launch, LaunchOptions, check_launcher, check_port, prepare_launch
 from dstrain.launch.environment import environment_files, travelling
 from dstrain.launch.facts import interface_towards
@@ -171,6 +171,9 @@ def starter_command(launch: HostsLaunch, hostfile: Path, master: Master, file: P
             f"pdsh or mpirun and the shell behind it would change {strange[0]!r} in {file}; "
             "choose a --run-dir without it, or add --launcher ssh"
         )
+    if odd := next((host for host in launch.hosts if re.search(r"[@:%]", host.name)), None):
+        mend = "give it a name in ~/.ssh/config and write that, or add --launcher ssh"
+        raise UsageError(Fault(odd.where, f"DeepSpeed's runner cannot take the host {odd.name}", mend))
     if launch.options.launcher == "openmpi":  # it takes no --include: the written hostfile holds what is left
         return [*runner, *meet, "--launcher", "openmpi", f"--launcher_args={_mpirun_options(launch, file)}", *module]
     include = "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in launch.hosts)

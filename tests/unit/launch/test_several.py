@@ -142,6 +142,17 @@ def test_a_path_that_pdsh_would_change_is_refused(plan, strange):
         starter_command(plan(), FILE, MASTER, Path(f"/runs/{strange}/launch-1.json"))
 
 
+def test_a_host_that_deepspeeds_runner_would_misread_is_refused(plan, tmp_path):
+    (tmp_path / "F").write_text("host1 slots=1\nme@host2 slots=1\n")
+    with pytest.raises(
+        UsageError, match=r"F:2: DeepSpeed's runner cannot take the host me@host2; .* or add --launcher ssh"
+    ):
+        starter(plan())
+    assert [words[-2] for words in (agent_command(host, 30.0, {}) for host in plan(launcher="ssh").hosts)][
+        1
+    ] == "me@host2"
+
+
 def test_a_dry_run_says_what_it_would_ask_the_hosts(plan):
     lines = show_launch(plan(), Path("/runs/a")).splitlines()
     assert [line.split()[0] for line in lines] == ["ssh", "ssh", PYTHON]

@@ -56,18 +56,19 @@ def supervise(crew: Crew, watch: Watch | None = None) -> int:
     0 done, 2 bad usage, 75 stopped after a checkpoint, 1 everything else. Output goes where ours goes.
     Call it from the main thread.
     """
-    watch = watch or Watch()
+    watch, code = watch or Watch(), None
     with _caught_signals() as signals, _adopted_orphans():
         crew.start()
         try:
             _wait(watch, crew, signals)
         finally:
+            code = crew.over()  # before it is ended by us
             stubborn = crew.end()
     crew.look(again=True)
     close_output()
     if stubborn:
         _say(f"these processes could not be ended: {', '.join(stubborn)}")
-    return _report(watch, crew)
+    return _report(watch, crew, FAILED if code is None else code)
 
 
 @contextlib.contextmanager
@@ -150,10 +151,10 @@ def _pass_on(number: int, watch: Watch, crew: Crew) -> None:
     )
 
 
-def _report(watch: Watch, crew: Crew) -> int:
+def _report(watch: Watch, crew: Crew, launcher: int) -> int:
     """Say what went wrong, after the last lines of the rank to blame. Returns the exit code."""
-    records, code = crew.records, crew.over()
-    result = outcome(records, crew.ends, FAILED if code is None else code, crew.ranks)
+    records = crew.records
+    result = outcome(records, crew.ends, launcher, crew.ranks)
     if crew.lost and result.code not in (DONE, STOPPED):
         result = Outcome(FAILED, crew.lost)
     if watch.killed and result.code == FAILED:

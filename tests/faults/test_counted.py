@@ -7,7 +7,10 @@ import pytest
 from tests.workers import Workers
 
 
-@pytest.mark.parametrize("kind", ["zero0", "zero1", "zero2", "zero3", "zero3_offload"])
+@pytest.mark.parametrize(
+    "kind",
+    ["zero2", "zero3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("zero0", "zero1", "zero3_offload"))],
+)
 def test_what_deepspeed_calls_is_what_is_counted(kind: str, two: Workers) -> None:
     """Torch counts by itself how often a group was used, and knows neither names nor whether the process is in it."""
     told = two("tests.faults.counted_cases:step", kind=kind)
@@ -18,7 +21,7 @@ def test_what_deepspeed_calls_is_what_is_counted(kind: str, two: Workers) -> Non
     assert not any(told[0]["inside"])
 
 
-@pytest.mark.parametrize("kind", ["zero1", "zero3"])
+@pytest.mark.parametrize("kind", ["zero3", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_every_group_gets_the_timeout_when_it_is_made(kind: str, two: Workers) -> None:
     """DeepSpeed's clone of the world, which it makes without one, and one made later."""
     for timeouts in two("tests.faults.counted_cases:timeouts", kind=kind, seconds=77.0):

@@ -68,6 +68,7 @@ def test_killing_the_whole_tree_in_mid_run_changes_nothing(tmp_path: Path) -> No
     assert told(tmp_path / "killed") == told(tmp_path / "unbroken")
 
 
+@pytest.mark.slow
 def test_sigterm_saves_exits_with_75_and_leaves_nobody(tmp_path: Path) -> None:
     values = find_task("rm").tiny(tmp_path) | {"steps": 5000, "save": {"every": 4000}}
     recipe = tmp_path / "recipe.yaml"

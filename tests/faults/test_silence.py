@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from dstrain.launch.command import free_port
 from dstrain.launch.worker import log_path, read_records
 from tests.workers import ROOT
@@ -72,6 +74,7 @@ def test_a_stopped_rank_is_named_when_the_time_is_up(tmp_path: Path) -> None:
     assert line.endswith(MEND)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_the_collective_and_shows_where(tmp_path: Path) -> None:
     code, line = ended(tmp_path, "hang")
     assert code == 1
@@ -94,6 +97,7 @@ def test_a_rank_that_skips_a_collective_is_named(tmp_path: Path) -> None:
     assert f"rank 1 on {HOST} did not enter all_reduce no. 4 that 2 of 3 ranks waited in" in line
 
 
+@pytest.mark.slow
 def test_a_rank_that_holds_the_interpreter_still_shows_its_stack(tmp_path: Path) -> None:
     with launched(tmp_path, "lock") as processes:
         assert processes[0].wait(timeout=60) == 1
@@ -118,6 +122,7 @@ def test_all_ranks_leave_with_75_where_one_was_stopped_before_the_first_step(tmp
         assert "Traceback" not in log_path(tmp_path, rank).read_text()
 
 
+@pytest.mark.slow
 def test_words_of_an_earlier_launch_are_not_read(tmp_path: Path) -> None:
     code, line = ended(tmp_path, "raise", timeout=60.0)
     assert "of its own" in line
@@ -133,6 +138,7 @@ def test_a_run_in_which_all_goes_well_says_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "events.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_no_one_waits_for_a_rank_that_never_came(tmp_path: Path) -> None:
     with launched(tmp_path, "none") as processes:
         processes[1].send_signal(signal.SIGKILL)

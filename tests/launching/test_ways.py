@@ -42,35 +42,36 @@ def files(run_dir: Path) -> set[str]:
     return {name for name in names if not name.startswith((".workers", "events.out"))}
 
 
-def test_all_ways_in_give_the_same_run(recipe: Path, tmp_path: Path) -> None:
-    port = ["--master_port", str(free_port())]
-    ways = {
-        "dstrain": ["dstrain", "train", str(recipe), "--num-gpus", "2"],
-        "deepspeed": ["deepspeed", *port, "--num_gpus", "2", "--module", "dstrain.cli", "train", str(recipe)],
-        "deepspeed -m": ["deepspeed", *port, "--num_gpus", "2", "-m", "dstrain.cli", "train", str(recipe)],
-        "torchrun": [
-            "torchrun",
-            "--nproc-per-node",
-            "2",
-            "--master-port",
-            port[1],
-            "-m",
-            "dstrain.cli",
-            "train",
-            str(recipe),
-        ],
+def ways(recipe: Path) -> dict[str, list[str]]:
+    train, port = ["train", str(recipe)], str(free_port())
+    deepspeed = ["deepspeed", "--master_port", port, "--num_gpus", "2"]
+    return {
+        "dstrain": ["dstrain", *train, "--num-gpus", "2"],
+        "deepspeed": [*deepspeed, "--module", "dstrain.cli", *train],
+        "deepspeed -m": [*deepspeed, "-m", "dstrain.cli", *train],
+        "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", port, "-m", "dstrain.cli", *train],
     }
-    for name, command in ways.items():
-        done = start([*command, "--run-dir", str(tmp_path / name)])
-        assert done.returncode == 0, f"{name}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    first = tmp_path / "dstrain"
-    assert len(losses(first)) == 6
-    for name in ways:
-        assert losses(tmp_path / name) == losses(first), name
-        assert files(tmp_path / name) == files(first), name
 
 
-@pytest.mark.parametrize("way", ["deepspeed", "torchrun"])
+@pytest.fixture(scope="module")
+def by_dstrain(recipe: Path) -> Path:
+    """The run folder of `dstrain train`."""
+    run_dir = recipe.with_name("dstrain")
+    done = start([*ways(recipe)["dstrain"], "--run-dir", str(run_dir)])
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert len(losses(run_dir)) == 6
+    return run_dir
+
+
+@pytest.mark.parametrize("way", [pytest.param("deepspeed", marks=pytest.mark.slow), "deepspeed -m", "torchrun"])
+def test_all_ways_in_give_the_same_run(way: str, recipe: Path, by_dstrain: Path, tmp_path: Path) -> None:
+    done = start([*ways(recipe)[way], "--run-dir", str(tmp_path)])
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert losses(tmp_path) == losses(by_dstrain)
+    assert files(tmp_path) == files(by_dstrain)
+
+
+@pytest.mark.parametrize("way", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_bad_usage_found_by_a_worker_exits_with_2(way: str, recipe: Path, tmp_path: Path) -> None:
     """Only a worker reads the model's config: the launcher must not turn its 2 into 1."""
     command = [

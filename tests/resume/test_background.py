@@ -30,7 +30,7 @@ def hashes(checkpoint: Path) -> dict[str, Any]:
     return {name: entry for name, entry in files.items() if name.startswith("state/")}
 
 
-@pytest.mark.parametrize("preset", ["zero1", "zero3_offload"])
+@pytest.mark.parametrize("preset", ["zero1", pytest.param("zero3_offload", marks=pytest.mark.slow)])
 def test_what_is_written_behind_training_is_what_training_would_have_waited_for(
     preset: str, recipe: str, tmp_path: Path, two: Workers
 ) -> None:

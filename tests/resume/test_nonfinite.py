@@ -29,6 +29,7 @@ def test_three_bad_steps_in_a_row_stop_the_run(recipe: str, tmp_path: Path, two:
         two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), poison=list(range(64)))
 
 
+@pytest.mark.slow
 def test_skip_goes_on_however_many_there_are(recipe: str, tmp_path: Path, two: Workers) -> None:  # noqa: F811
     sets = ["on_nonfinite=skip", "steps=5"]
     told = two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets, poison=list(range(64)))

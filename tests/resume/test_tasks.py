@@ -27,7 +27,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "rm, adapters, no ZeRO": ("rm", "zero0", {}, {"lora": LORA}),
 }
 
-FAST = ("sft, adapters", "rm, adapters, no ZeRO")
+FAST = ("rm, adapters, no ZeRO",)
 """The rest is run by `make test-all`."""
 MARKED = [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 

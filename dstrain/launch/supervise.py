@@ -56,19 +56,22 @@ def supervise(crew: Crew, watch: Watch | None = None) -> int:
     0 done, 2 bad usage, 75 stopped after a checkpoint, 1 everything else. Output goes where ours goes.
     Call it from the main thread.
     """
-    watch, code = watch or Watch(), None
+    watch = watch or Watch()
     with _caught_signals() as signals, _adopted_orphans():
         crew.start()
         try:
             _wait(watch, crew, signals)
         finally:
-            code = crew.over()  # before it is ended by us
+            launcher, ends = crew.over(), dict(crew.ends)  # of those that ended by themselves
             stubborn = crew.end()
     crew.look(again=True)
     close_output()
     if stubborn:
         _say(f"these processes could not be ended: {', '.join(stubborn)}")
-    return _report(watch, crew, FAILED if code is None else code)
+    result = outcome(
+        crew.records, ends if watch.failed_at else crew.ends, FAILED if launcher is None else launcher, crew.ranks
+    )
+    return _report(watch, crew, result)
 
 
 @contextlib.contextmanager
@@ -151,10 +154,8 @@ def _pass_on(number: int, watch: Watch, crew: Crew) -> None:
     )
 
 
-def _report(watch: Watch, crew: Crew, launcher: int) -> int:
+def _report(watch: Watch, crew: Crew, result: Outcome) -> int:
     """Say what went wrong, after the last lines of the rank to blame. Returns the exit code."""
-    records = crew.records
-    result = outcome(records, crew.ends, launcher, crew.ranks)
     if crew.lost and result.code not in (DONE, STOPPED):
         result = Outcome(FAILED, crew.lost)
     if watch.killed and result.code == FAILED:
@@ -163,7 +164,7 @@ def _report(watch: Watch, crew: Crew, launcher: int) -> int:
     if not result.message:
         return result.code
     if result.rank is not None:
-        record = records.get(result.rank)
+        record = crew.records.get(result.rank)
         told_already = result.rank == 0 and record is not None and record.exit is not None  # rank 0 has the terminal
         if not told_already:
             _show_tail(log_path(crew.run_dir, result.rank))

@@ -74,7 +74,7 @@ def test_all_hosts_that_cannot_be_reached_are_named_at_once(launch, tmp_path):
     assert "`ssh unknown true` must work without a question" in said[0]
     assert "python: not found" in said[1]
     assert "at the same path on every host" in said[1]
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40
 
 
 def test_two_names_of_one_machine_are_found(launch, tmp_path):
@@ -130,7 +130,7 @@ class Started:
             time.sleep(0.02)
         self.sleeper = psutil.Process(int((folder / "pid").read_text()))
 
-    def gone(self, seconds: float = 5.0) -> bool:
+    def gone(self, seconds: float = 15.0) -> bool:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if not self.sleeper.is_running() or self.sleeper.status() == psutil.STATUS_ZOMBIE:
@@ -150,7 +150,7 @@ def test_nothing_outlives_an_agent(harm, tmp_path):
         elif harm.startswith("SIG"):
             started.process.send_signal(getattr(signal, harm))
         assert started.gone(), harm
-        assert started.process.wait(5) == {"asked to end": 0, "SIGKILL": -9}.get(harm, 1)
+        assert started.process.wait(15) == {"asked to end": 0, "SIGKILL": -9}.get(harm, 1)
     finally:
         started.process.kill()
 
@@ -160,7 +160,7 @@ def test_a_stopped_process_is_ended_too(tmp_path):
     started.sleeper.suspend()
     started.process.stdin.close()
     assert started.gone()
-    started.process.wait(5)
+    started.process.wait(15)
 
 
 def test_an_agent_tells_of_ranks_what_their_records_and_the_kernel_say(tmp_path):

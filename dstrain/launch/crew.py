@@ -62,6 +62,9 @@ class Crew(Protocol):
     def rest(self, seconds: float) -> None:
         """Sleep, but wake when something happens."""
 
+    def log_of(self, rank: int | None) -> Path | None:
+        """What the launcher wrote that started a rank, where that did not go to the terminal."""
+
 
 @dataclass(frozen=True)
 class Program:
@@ -138,3 +141,6 @@ class LocalCrew:
 
     def rest(self, seconds: float) -> None:
         self.seen.rest(seconds)
+
+    def log_of(self, rank: int | None) -> Path | None:
+        return None

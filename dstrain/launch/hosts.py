@@ -20,12 +20,16 @@ from dstrain.launch.several import (
     HostsLaunch,
     Master,
     agent_command,
+    check_starter,
     node_command,
     node_environment,
     starter_command,
     starter_environment,
 )
 from dstrain.launch.worker import Record, forget_records, log_path, record_folder, start_copying
+
+STARTER_LOG = "launcher.log"
+"""In the run folder's logs: what DeepSpeed's runner, pdsh and mpirun write."""
 
 
 @contextlib.contextmanager
@@ -34,6 +38,7 @@ def gathered(launch: Launch | HostsLaunch, run_dir: Path) -> Iterator[Crew]:
     if isinstance(launch, Launch):
         yield LocalCrew(Program(launch.argv, launch.environment), run_dir, launch.ranks)
         return
+    check_starter(launch, run_dir)
     logs = log_path(run_dir, 0).parent
     logs.mkdir(parents=True, exist_ok=True)
     with opened(
@@ -153,7 +158,7 @@ class HostsCrew:
             )
         if argv is not None:
             env = starter_environment(self._launch, os.environ)
-            with (log.parent / "launcher.log").open("wb") as output:
+            with log.with_name(STARTER_LOG).open("wb") as output:
                 # The runner has each host change to its folder, through a shell: / has the same name in all of them.
                 self._starter = LocalCrew(Program(argv, env, "/", output), self.run_dir, ())
                 self._starter.start()
@@ -224,7 +229,7 @@ class HostsCrew:
             peer.line.send(end=True)
         deadline = time.monotonic() + END_SECONDS
         while time.monotonic() < deadline and any(peer not in self._left and not peer.lost for peer in asked):
-            rest([peer.line.read for peer in asked if peer not in self._left], 0.2)
+            rest([peer.line.read for peer in asked if peer not in self._left and not peer.line.closed], 0.2)
             self.look()
         if self._starter is not None:
             self._starter.end()
@@ -234,6 +239,12 @@ class HostsCrew:
 
     def rest(self, seconds: float) -> None:
         rest([peer.line.read for peer in self._peers], seconds)
+
+    def log_of(self, rank: int | None) -> Path | None:
+        if self._starter is not None:
+            return log_path(self.run_dir, 0).with_name(STARTER_LOG)
+        of_rank = (peer.log for at, peer in enumerate(self._peers) if rank in (None, *self._launch.ranks_of(at)))
+        return next(of_rank, None)
 
 
 def _about(peer: Peer) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Peer:
         self.facts: dict[str, Any] = {}
         self.interface = ""
         """The one over which it reaches where the ranks meet."""
-        self._log, self._silence = log, silence
+        self.log, self._silence = log, silence
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
                 list(command),
@@ -67,7 +67,7 @@ class Peer:
 
     def said(self) -> str:
         """What ssh and everything on the host wrote to its error output, without warnings of known hosts."""
-        text = self._log.read_text(errors="replace")
+        text = self.log.read_text(errors="replace")
         return "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith("Warning: Perm"))
 
     def unreachable(self) -> Fault:

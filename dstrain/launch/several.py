@@ -159,6 +159,20 @@ def world_info(hosts: Sequence[Host]) -> str:
     return base64.urlsafe_b64encode(json.dumps({host.name: list(host.slots) for host in hosts}).encode()).decode()
 
 
+def check_starter(launch: HostsLaunch, run_dir: Path) -> None:
+    """Raise UsageError for names that DeepSpeed's runner, pdsh or a shell behind them would change."""
+    if launch.options.launcher not in ("deepspeed", "openmpi"):
+        return
+    if strange := re.search(r"[^\w@+=:,./-]", f"{run_dir}{sys.executable}"):
+        raise UsageError(
+            f"pdsh or mpirun and the shell behind it would change {strange[0]!r} in {run_dir}; "
+            "choose a --run-dir without it, or add --launcher ssh"
+        )
+    if odd := next((host for host in launch.hosts if re.search(r"[@:%]", host.name)), None):
+        mend = "give it a name in ~/.ssh/config and write that, or add --launcher ssh"
+        raise UsageError(Fault(odd.where, f"DeepSpeed's runner cannot take the host {odd.name}", mend))
+
+
 def starter_command(launch: HostsLaunch, hostfile: Path, master: Master, file: Path) -> list[str] | None:
     """DeepSpeed's runner over pdsh or mpirun, run on the launching host; None where the agents start the ranks."""
     if launch.options.launcher not in ("deepspeed", "openmpi"):
@@ -166,14 +180,6 @@ def starter_command(launch: HostsLaunch, hostfile: Path, master: Master, file: P
     runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--no_ssh_check"]
     meet = ["--master_addr", master.address, "--master_port", str(master.port), "--force_multi", "--no_local_rank"]
     module = ["--module", RANK, str(file)]
-    if strange := re.search(r"[^\w@+=:,./-]", f"{file}{sys.executable}"):
-        raise UsageError(
-            f"pdsh or mpirun and the shell behind it would change {strange[0]!r} in {file}; "
-            "choose a --run-dir without it, or add --launcher ssh"
-        )
-    if odd := next((host for host in launch.hosts if re.search(r"[@:%]", host.name)), None):
-        mend = "give it a name in ~/.ssh/config and write that, or add --launcher ssh"
-        raise UsageError(Fault(odd.where, f"DeepSpeed's runner cannot take the host {odd.name}", mend))
     if launch.options.launcher == "openmpi":  # it takes no --include: the written hostfile holds what is left
         return [*runner, *meet, "--launcher", "openmpi", f"--launcher_args={_mpirun_options(launch, file)}", *module]
     include = "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in launch.hosts)
@@ -220,6 +226,7 @@ def show_launch(launch: Launch | HostsLaunch, run_dir: Path) -> str:
     """The command lines, one per line, for people. What only the hosts can say stands in brackets."""
     if isinstance(launch, Launch):
         return shlex.join(launch.argv)
+    check_starter(launch, run_dir)
     options, file = launch.options, run_dir / ".workers" / "launch-ID.json"
     address = options.master_addr or f"<address of {launch.hosts[0].name}>"
     master = Master(address, options.master_port or f"<free port on {launch.hosts[0].name}>")

@@ -58,11 +58,12 @@ def supervise(crew: Crew, watch: Watch | None = None) -> int:
     """
     watch = watch or Watch()
     with _caught_signals() as signals, _adopted_orphans():
-        crew.start()
         try:
+            crew.start()
             _wait(watch, crew, signals)
         finally:
-            launcher, ends = crew.over(), dict(crew.ends)  # of those that ended by themselves
+            # Of what ended by itself; the rest is about to be ended by us.
+            launcher, ends, lost = crew.over(), dict(crew.ends), crew.lost
             stubborn = crew.end()
     crew.look(again=True)
     close_output()
@@ -71,6 +72,9 @@ def supervise(crew: Crew, watch: Watch | None = None) -> int:
     result = outcome(
         crew.records, ends if watch.failed_at else crew.ends, FAILED if launcher is None else launcher, crew.ranks
     )
+    if lost and result.code not in (DONE, STOPPED):
+        _say(lost)
+        return FAILED
     return _report(watch, crew, result)
 
 
@@ -156,30 +160,33 @@ def _pass_on(number: int, watch: Watch, crew: Crew) -> None:
 
 def _report(watch: Watch, crew: Crew, result: Outcome) -> int:
     """Say what went wrong, after the last lines of the rank to blame. Returns the exit code."""
-    if crew.lost and result.code not in (DONE, STOPPED):
-        result = Outcome(FAILED, crew.lost)
     if watch.killed and result.code == FAILED:
         _say("ended at once, as asked" + ("; what was not in a checkpoint is lost" if watch.asked_at else ""))
         return result.code
     if not result.message:
         return result.code
-    if result.rank is not None:
-        record = crew.records.get(result.rank)
-        told_already = result.rank == 0 and record is not None and record.exit is not None  # rank 0 has the terminal
-        if not told_already:
-            _show_tail(log_path(crew.run_dir, result.rank))
+    record = None if result.rank is None else crew.records.get(result.rank)
+    told_already = result.rank == 0 and record is not None and record.exit is not None  # rank 0 has the terminal
+    own = None if result.rank is None else log_path(crew.run_dir, result.rank)
+    if not (told_already or _show_tail(own)):
+        _show_tail(crew.log_of(result.rank))
     _say(result.message)
     return result.code
 
 
-def _show_tail(path: Path, lines: int = 20) -> None:
+def _show_tail(path: Path | None, lines: int = 20) -> bool:
+    """Whether there was something to show."""
+    if path is None:
+        return False
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - 64 * 1024))
             tail = log.read().decode(errors="replace").splitlines()[-lines:]
     except OSError:
-        return
-    _say("\n".join([f"the end of {path}:", *(f"  | {line}" for line in tail)]))
+        return False
+    if tail:
+        _say("\n".join([f"the end of {path}:", *(f"  | {line}" for line in tail)]))
+    return bool(tail)
 
 
 def _say(text: str) -> None:

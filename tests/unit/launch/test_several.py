@@ -18,6 +18,7 @@ from dstrain.launch.several import (
     HostsLaunch,
     Master,
     agent_command,
+    check_starter,
     node_command,
     plan_launch,
     show_launch,
@@ -139,7 +140,7 @@ def test_a_missing_program_is_named_with_its_package(plan, monkeypatch):
 @pytest.mark.parametrize("strange", ["%h", "$x", "a'b", 'a"b', "a;b", "a b"])
 def test_a_path_that_pdsh_would_change_is_refused(plan, strange):
     with pytest.raises(UsageError, match="choose a --run-dir without it, or add --launcher ssh"):
-        starter_command(plan(), FILE, MASTER, Path(f"/runs/{strange}/launch-1.json"))
+        check_starter(plan(), Path(f"/runs/{strange}"))
 
 
 def test_a_host_that_deepspeeds_runner_would_misread_is_refused(plan, tmp_path):
@@ -147,7 +148,7 @@ def test_a_host_that_deepspeeds_runner_would_misread_is_refused(plan, tmp_path):
     with pytest.raises(
         UsageError, match=r"F:2: DeepSpeed's runner cannot take the host me@host2; .* or add --launcher ssh"
     ):
-        starter(plan())
+        check_starter(plan(), tmp_path)
     assert [words[-2] for words in (agent_command(host, 30.0, {}) for host in plan(launcher="ssh").hosts)][
         1
     ] == "me@host2"

@@ -300,11 +300,17 @@ class Gone:
     def rest(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def log_of(self, rank: int | None) -> Path:
+        return self.run_dir / "launcher.log"
+
 
 def test_who_was_ended_by_us_is_not_to_blame(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(supervision, "KILLED_SECONDS", 0.1)
+    (tmp_path / "launcher.log").write_text("no module named dstrain\n")
     assert supervision.supervise(Gone(tmp_path)) == 1
-    assert "rank 0 on host1 ended before it could say why" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "rank 0 on host1 ended before it could say why" in said
+    assert "| no module named dstrain" in said, "the launcher's words where the rank has none"
 
 
 def test_an_orphan_is_ended_with_the_launcher(run):

@@ -139,7 +139,7 @@ def go_on(lab: Lab, run: Run, fault: Fault) -> None:
     job = start(lab, run, fault.launcher)
     code = job.wait(120)
     assert code == 0, f"going on ended with {code}:\n{job.output()[-6000:]}"
-    assert lab.left(within=2.0, but=SSHD if fault.cut_off else "$^") == []
+    assert lab.left(within=LEFT_SECONDS, but=SSHD if fault.cut_off else "$^") == []
     events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "resumed"][-1:] == ([found] if found else [])
 
@@ -163,7 +163,8 @@ def _pulled_for_a_while(scene: Scene) -> None:
     scene.run.pace(None)
 
 
-KILLED = "was killed by SIGKILL"
+KILLED = "(was killed by SIGKILL|ended before it could say why)"
+"""The second where what started the rank asked how it ended before the agent could."""
 ASKED = r"asked \d worker\(s\) to write a checkpoint and stop"
 FAULTS = (
     Fault("SIGKILL of a rank", "host2", lambda scene: scene.kill_rank(1), 1, f"rank 1 on host2 {KILLED}"),
@@ -172,7 +173,7 @@ FAULTS = (
     Fault("SIGKILL of DeepSpeed's launch.py", "host1", lambda scene: scene.kill(1, LAUNCH), 1, "rank 0 on host1"),
     Fault("SIGKILL of pdsh", "host1", lambda scene: scene.kill(1, PDSH), 1, "^dstrain: "),
     Fault("SIGKILL of DeepSpeed's runner", "host1", lambda scene: scene.kill(1, RUNNER), 1, "^dstrain: .*SIGKILL"),
-    Fault("SIGKILL of dstrain", "host1", _signals(signal.SIGKILL), -signal.SIGKILL, "", within=1.0),
+    Fault("SIGKILL of dstrain", "host1", _signals(signal.SIGKILL), -signal.SIGKILL, "", within=5.0),
     Fault("SIGKILL of the agent", "host2", lambda scene: scene.kill(2, AGENT), 1, "^dstrain: .*host2"),
     Fault("SIGTERM", "host1", _signals(signal.SIGTERM), 75, ASKED, lost=0),
     Fault("SIGINT to the group: Ctrl-C", "host1", _signals(signal.SIGINT, group=True), 75, ASKED, lost=0),
@@ -214,9 +215,7 @@ def _with(launcher: str) -> Iterator[Fault]:
     """What every way to start the ranks must stand: those of its own parts, and the four most common."""
     for fault in FAULTS:
         if name(fault) in SMOKE:
-            # mpirun's daemon and torchrun may ask how their rank ended before the agent can.
-            said = fault.said.replace("was killed by SIGKILL", "(was killed by SIGKILL|ended before it could say why)")
-            yield replace(fault, launcher=launcher, said=said)
+            yield replace(fault, launcher=launcher)
 
 
 EVERYWHERE = tuple(fault for launcher in ("openmpi", "ssh", "torchrun") for fault in _with(launcher))

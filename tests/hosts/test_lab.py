@@ -24,22 +24,22 @@ def test_hosts_know_each_other_by_name_and_nothing_else(lab: Lab) -> None:
 
 def test_a_command_gets_signals_and_tells_how_it_ended(lab: Lab) -> None:
     job = lab.start(1, ["sh", "-c", "trap 'echo told; exit 7' INT; echo ready; sleep 60"])
-    wait_for(lambda: "ready" in job.output(), 5, "it did not start")
+    wait_for(lambda: "ready" in job.output(), 20, "it did not start")
     assert [(process.host, process.state) for process in lab.left()] == [(1, "S"), (1, "S")]
     job.signal(signal.SIGINT, group=True)
-    assert (job.wait(5), job.output()) == (7, "ready\ntold\n")
+    assert (job.wait(20), job.output()) == (7, "ready\ntold\n")
     job = lab.start(2, ["sleep", "60"])
-    wait_for(lambda: lab.find(2, "^sleep 60"), 5, "it did not start")
+    wait_for(lambda: lab.find(2, "^sleep 60"), 20, "it did not start")
     assert len(lab.kill(2, "^sleep", signal.SIGKILL)) == 1
-    assert job.wait(5) == -signal.SIGKILL
+    assert job.wait(20) == -signal.SIGKILL
     assert lab.left() == []
 
 
 def test_a_cut_connection_leaves_what_ran_in_it(lab: Lab) -> None:
     job = lab.start(1, ["ssh", "host2", "sleep 60"])
-    wait_for(lambda: lab.find(2, "^sleep"), 5, "it did not start")
+    wait_for(lambda: lab.find(2, "^sleep"), 20, "it did not start")
     assert lab.cut_ssh(2)
-    assert job.wait(5) == 255
+    assert job.wait(20) == 255
     assert [process.command for process in lab.left(0.2)] == ["sleep 60"]
 
 
@@ -66,9 +66,9 @@ def test_files_are_shared_unless_one_says_otherwise(lab: Lab, tmp_path: Path) ->
 
 def test_what_would_be_killed_by_name_is_written_down(lab: Lab) -> None:
     job = lab.start(2, ["sleep", "61"])
-    wait_for(lambda: lab.find(2, "^sleep 61"), 5, "it did not start")
+    wait_for(lambda: lab.find(2, "^sleep 61"), 20, "it did not start")
     lab.run(1, ["ssh", "host2", "pkill -f '^sleep 61'"])
-    assert job.wait(5) == -signal.SIGTERM
+    assert job.wait(20) == -signal.SIGTERM
     assert [line.split(" ", 1)[1] for line in lab.pkills()] == ["host2 pkill -f ^sleep 61"]
 
 
@@ -81,7 +81,7 @@ def test_hosts_may_take_their_own_name_for_loopback(make_lab: Callable[..., Lab]
 def test_two_labs_do_not_meet_and_leave_nothing(lab: Lab, tmp_path: Path) -> None:
     with Lab(tmp_path / "other") as other:
         inside = other.start(1, ["ssh", "host2", "sleep 60"])
-        wait_for(lambda: other.find(2, "^sleep"), 5, "it did not start")
+        wait_for(lambda: other.find(2, "^sleep"), 20, "it did not start")
         assert lab.left() == []
         alive = [process.outside for process in other.left()]
     assert inside.code is not None

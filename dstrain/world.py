@@ -132,14 +132,6 @@ def _meeting(timeout: timedelta) -> Iterator[None]:
         raise LostError("meeting the other processes", what, mend) from error
 
 
-def set_timeouts(timeout: timedelta) -> None:
-    """Give every process group that stands the timeout, also those that torch makes inside itself."""
-    from torch.distributed import distributed_c10d as c10d
-
-    for group in list(c10d._world.pg_map):
-        c10d._set_pg_timeout(timeout, group)
-
-
 def close() -> None:
     """Destroy the process groups: ZeRO-3 workers can abort at exit where this is left out."""
     import torch.distributed as dist

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +63,6 @@ class Evaluate:
         from dstrain.train.forward import ForwardEngine
         from dstrain.train.objective import Objective
         from dstrain.train.references import Asking, add_references
-        from dstrain.world import set_timeouts
 
         found, task = ready.found, ready.found.task
         asking = Asking(task=task, ds_config=ready.ds_config, micro=found.micro, world=world)
@@ -74,7 +72,6 @@ class Evaluate:
         with sharded_construction(ready.ds_config):
             reference = task.build_reference() if task.reference == "model" else None
         engine = ForwardEngine(Objective(task, model, reference), ready.ds_config, world)
-        set_timeouts(timedelta(minutes=task.recipe.timeout_minutes))
         row = Evaluation(task, examples, found.micro).run(engine)
         rates = {name: row.pop(name) for name in [*row] if name.endswith("_per_second")}
         about = {"file": self.data, "step": found.step, "examples": len(examples)}

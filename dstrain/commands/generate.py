@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from dstrain.commands.evaluate import held_out, named_data
@@ -80,12 +79,10 @@ class Generate:
         from dstrain.tasks.ops import unwrapped
         from dstrain.train.forward import ForwardEngine
         from dstrain.train.generate import Sampling, write_answers
-        from dstrain.world import set_timeouts
 
         task = _policy_of(ready.found)
         model = load_found(ready.found, ready.ds_config, world)
         engine = ForwardEngine(unwrapped(model), ready.ds_config, world)
-        set_timeouts(timedelta(minutes=task.recipe.timeout_minutes))
         ids = [prompt.ids for prompt in ready.prompts]
         answers = write_answers(engine, ids, Sampling(**self.sampling), task.tokenizer)
         texts = task.tokenizer.batch_decode(answers, skip_special_tokens=True)

@@ -82,4 +82,4 @@ def train_as(worker: Worker, wish: Wish) -> int:
         return run_training(make_plan(recipe, run_dir, Resume(wish.resume, wish.allowed), worker), screen, interrupt)
 
     with Interrupt() as interrupt:  # until the end is recorded
-        return live(run_dir, worker.rank, lambda: stoppable(work, interrupt))
+        return live(run_dir, worker.rank, lambda: stoppable(work, interrupt, run_dir))

@@ -41,7 +41,7 @@ class Agent:
         self._ranks = Ranks(Path(), ())
         self._starter: LocalCrew | None = None
         self._told: set[int] = set()
-        self._told_ended: dict[int, int | None] = {}
+        self._told_ended: set[int] = set()
         self._launcher_told = self._over = False
         self._acts: Mapping[str, Callable[[Any], None]] = {
             "hello": lambda asked: line.send(facts=facts(**asked)),
@@ -106,13 +106,13 @@ class Agent:
     def _tell(self) -> None:
         """What became of the ranks since."""
         self._ranks.look()
-        ended = self._ranks.ends.items() - self._told_ended.items()
+        ended = [rank for rank in self._ranks.ends if rank not in self._told_ended]
         started = self._ranks.alive.keys() - self._told
         if started or ended:
             records = {rank: asdict(record) for rank, record in read_records(self._run_dir).items()}
             for rank in started:
                 self._line.send(started=[rank, None, records.get(rank)])
-            for rank in [rank for rank in self._ranks.ends if rank not in self._told_ended]:
+            for rank in ended:
                 self._line.send(ended=[rank, self._ranks.ends[rank], records.get(rank)])
             self._told.update(started)
             self._told_ended.update(ended)

@@ -27,7 +27,7 @@ class LaunchOptions:
     hostfile: str | None = None
     """File of `host slots=8` lines."""
     include: str = ""
-    """GPUs to run on, as DeepSpeed writes them: localhost:0,2"""
+    """GPUs to run on, as DeepSpeed writes them: localhost:0,2, or host1@host2:0,2 of a hostfile"""
     exclude: str = ""
     """GPUs to leave alone: localhost:1"""
     node_rank: int | None = None
@@ -35,7 +35,7 @@ class LaunchOptions:
     master_addr: str | None = None
     """Address of rank 0's host."""
     master_port: int | None = None
-    """Port where the ranks meet. Default: a free one."""
+    """Port where the ranks meet. Default: a free one; with no_ssh 29500."""
     no_ssh: bool = False
     """Every host was given its own command, so none is reached over ssh."""
     launcher: str = "deepspeed"
@@ -67,7 +67,6 @@ class Launch:
 
 def prepare_launch(options: LaunchOptions, arguments: list[str], env: Mapping[str, str]) -> Launch:
     """The launch of `dstrain ARGUMENTS` on this machine alone. Raises UsageError where the options do not fit it."""
-    check_launcher(options)
     present = 0 if wants_cpu(env) else gpus_present()
     devices = chosen_devices(options, env, present)
     processes = len(devices) or options.num_gpus or 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ def facts(token: str, cwd: str, cpu: bool) -> dict[str, Any]:
         "machine": machine(),
         "pid": os.getpid(),
         "version": __version__,
-        "python": ".".join(map(str, sys.version_info[:2])),
         "sees": Path(token).exists(),
         "has_cwd": Path(cwd).is_dir(),
         "gpus": 0 if cpu else gpus_present(),
@@ -80,7 +78,7 @@ class Meeting:
             self._server = socket.create_server(("", port), family=family, dualstack_ipv6=both)
         except OSError as error:
             return {"fault": f"port {port}: {error.strerror}"}
-        return {"port": self._server.getsockname()[1], "interface": _interface(address)}
+        return {"port": self._server.getsockname()[1], "interface": interface_towards(address)}
 
     def close(self) -> None:
         if self._server is not None:
@@ -91,10 +89,10 @@ class Meeting:
 def reach(address: str, port: int) -> dict[str, Any]:
     """Whether this host reaches the address, and over which interface."""
     try:
-        with socket.create_connection((address, port), timeout=REACH_SECONDS) as link:
-            return {"interface": _interface(link.getsockname()[0])}
+        socket.create_connection((address, port), timeout=REACH_SECONDS).close()
     except OSError as error:
         return {"fault": str(error.strerror or error) if not isinstance(error, TimeoutError) else "no answer"}
+    return {"interface": interface_towards(address)}
 
 
 def interface_towards(address: str) -> str:
@@ -103,21 +101,11 @@ def interface_towards(address: str) -> str:
     Gloo asks what this host's own name resolves to, and on Debian that is 127.0.1.1, where no other host finds it.
     """
     have = addresses()
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing
-        if found := have.get(probe.getsockname()[0]):
-            return found
+    with contextlib.suppress(OSError):
+        family, kind, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # sends nothing
+            if found := have.get(probe.getsockname()[0]):
+                return found
     names = set(have.values())
     return names.pop() if len(names) == 1 else ""
-
-
-def _interface(address: str) -> str:
-    """The interface of this host that has the address or the name; empty where none has."""
-    try:
-        found = {info[4][0] for info in socket.getaddrinfo(address, None)}
-    except OSError:
-        return ""
-    have = addresses()
-    return next(
-        (have[str(one).removeprefix("::ffff:")] for one in found if str(one).removeprefix("::ffff:") in have), ""
-    )

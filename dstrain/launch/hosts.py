@@ -72,7 +72,11 @@ def _faults(peers: list[Peer], run_dir: Path) -> Iterator[Fault]:
         if (other := first.setdefault(facts["machine"], host.name)) and other != host.name:
             yield Fault(where, f"it is the same machine as {other}", "name it once, with all its slots")
         if not facts["sees"]:
-            yield Fault(where, f"does not see {run_dir}", "give a --run-dir that all hosts share, or mount it there")
+            yield Fault(
+                where,
+                f"does not see {run_dir}",
+                "mount it there, or take a folder that all hosts share (--run-dir; TMPDIR for other commands than train)",
+            )
         if not facts["has_cwd"]:
             yield Fault(where, f"has no folder {Path.cwd()}", "start from a folder that all hosts have")
         if facts["version"] != __version__:

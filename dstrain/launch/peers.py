@@ -106,7 +106,7 @@ def ask(peers: Iterable[Peer], question: Callable[[Peer], Mapping[str, Any]], an
         peer.line.send(**question(peer))
     deadline = time.monotonic() + ANSWER_SECONDS
     while waiting and time.monotonic() < deadline:
-        rest([peer.line.read for peer in waiting], 0.2)
+        rest([peer.line.read for peer in waiting if not peer.line.closed], 0.2)
         for peer in list(waiting):
             for message in peer.line.receive():
                 if answer in message:

@@ -120,11 +120,10 @@ def _own_share(options: LaunchOptions, arguments: list[str], env: Mapping[str, s
     if options.node_rank == 0:
         check_port(port)
     master, here = Master(options.master_addr or hosts[0].name, port), hosts[options.node_rank]
-    launch = HostsLaunch(hosts=tuple(hosts), options=options, arguments=(), environment={}, cpu=False, silence=0.0)
+    cpu = wants_cpu(env) or not gpus_present()
+    launch = HostsLaunch(hosts=tuple(hosts), options=options, arguments=(), environment={}, cpu=cpu, silence=0.0)
     argv = node_command(launch, options.node_rank, master, ["dstrain.cli", *arguments])
     environment = thread_environment(env, len(here.slots), cores_here()) | node_environment(launch, options.node_rank)
-    if wants_cpu(env) or not gpus_present():
-        environment |= {"DS_ACCELERATOR": "cpu"}
     if interface := interface_towards(master.address):
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     return Launch(argv, environment, launch.processes, here=launch.ranks_of(options.node_rank))
@@ -155,7 +154,7 @@ def node_environment(launch: HostsLaunch, index: int) -> dict[str, str]:
 
 
 def world_info(hosts: Sequence[Host]) -> str:
-    """DeepSpeed's list of hosts and slots, by place: two hosts may go by names that one of them does not know."""
+    """DeepSpeed's list of hosts and slots, as its inner launcher takes it."""
     return base64.urlsafe_b64encode(json.dumps({host.name: list(host.slots) for host in hosts}).encode()).decode()
 
 

@@ -17,12 +17,10 @@ from types import FrameType
 
 from dstrain.launch.crew import Crew
 from dstrain.launch.outcome import DONE, FAILED, STOPPED, Outcome, outcome
-from dstrain.launch.worker import adopt_orphans, close_output, log_path
+from dstrain.launch.worker import SAME_SECONDS, adopt_orphans, close_output, log_path
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """To a worker each of them means: write a checkpoint and stop."""
-SECOND_AFTER_SECONDS = 0.5
-"""Sooner it is the same signal again: `timeout` and batch systems send it to the process and to its group."""
 SETTLE_SECONDS = 0.5
 """What is left gets this long to end by itself once the launcher is gone."""
 STOP_SECONDS = 300.0
@@ -144,7 +142,7 @@ def _pass_on(number: int, watch: Watch, crew: Crew) -> None:
         return
     if number in (signal.SIGTERM, signal.SIGINT):
         if watch.told_at is not None:
-            watch.killed = time.monotonic() - watch.told_at > SECOND_AFTER_SECONDS
+            watch.killed = time.monotonic() - watch.told_at > SAME_SECONDS
             return
         watch.told_at = time.monotonic()
     reached = crew.signal(number)

@@ -24,6 +24,9 @@ SUPERVISOR = "DSTRAIN_SUPERVISOR"
 LAUNCH = "DSTRAIN_LAUNCH"
 """Path of the launch file, for ranks that an agent watches; the launching host copies rank 0's log to its terminal."""
 
+SAME_SECONDS = 0.5
+"""A signal that comes again within these is the same one: `timeout` and batch systems send it to a process and to its group."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # Loaded here, since a child between fork and exec may not import.

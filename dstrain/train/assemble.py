@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 from dstrain.data.loader import Loader
 from dstrain.errors import CheckpointError, ResumeError
+from dstrain.launch.outcome import STOPPED
 from dstrain.models.fingerprint import OTHER_BASE, fingerprint
 from dstrain.models.freeze import parameter_groups
 from dstrain.models.sharded import sharded_construction
@@ -27,7 +28,7 @@ from dstrain.train.folder import (
 )
 from dstrain.train.grace import Grace
 from dstrain.train.guard import NonFiniteGuard
-from dstrain.train.interrupt import STOPPED, Interrupt, Interrupted
+from dstrain.train.interrupt import Interrupt, Interrupted
 from dstrain.train.learning import Learning
 from dstrain.train.manifest import CheckpointInfo
 from dstrain.train.plan import Plan
@@ -39,7 +40,7 @@ from dstrain.train.saving import Saving
 from dstrain.train.state import Run
 from dstrain.train.watchdog import watched
 from dstrain.units import show_count
-from dstrain.world import TorchWorld, World, close, join, set_timeouts
+from dstrain.world import TorchWorld, World, close, join
 
 
 def run_training(plan: Plan, screen: TextIO | None, interrupt: Interrupt) -> int:
@@ -64,7 +65,6 @@ def _trained(plan: Plan, world: World, screen: TextIO | None, interrupt: Interru
     try:
         check_shared(plan.run_dir, world)
         run = assemble(with_references(plan, world), world, screen, interrupt)
-        set_timeouts(timedelta(minutes=plan.config.timeout_minutes))  # also of groups made inside torch
         code = finish(run, train(run).step)
         return code
     except Interrupted as stop:

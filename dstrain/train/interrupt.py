@@ -8,15 +8,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
+
+from dstrain.errors import RunError
+from dstrain.launch.outcome import STOPPED
+from dstrain.launch.worker import SAME_SECONDS
+from dstrain.train.manifest import listed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 AT_ONCE = (signal.SIGTERM, signal.SIGINT)
 """Of these a second one ends the process. USR1 and HUP are often sent ahead of a SIGTERM, which is the first then."""
-SAME_SECONDS = 0.5
-"""Within these it is the same request: schedulers and launchers send it to a process and to its group."""
-STOPPED = 75
 
 
 class Interrupted(BaseException):
@@ -83,12 +86,18 @@ class Interrupt:
             raise Interrupted(self.received)
 
 
-def stoppable(work: Callable[[Interrupt], int], interrupt: Interrupt) -> int:
-    """The exit code of `work`, or 75 and a line where a signal came before its first step."""
+def stoppable(work: Callable[[Interrupt], int], interrupt: Interrupt, run_dir: Path) -> int:
+    """The exit code of `work`; 75 and a line where a signal came before its first step, and a checkpoint is there.
+
+    Raises RunError where none is: 75 promises one.
+    """
     with interrupt:
         try:
             code = work(interrupt)
         except Interrupted as stop:
+            interrupt.over = True
+            if not any(info.whole for info in listed(run_dir / "checkpoints")):
+                raise RunError(f"stopped: {stop}") from None
             code = STOPPED
             with contextlib.suppress(OSError, ValueError):
                 print(f"stopped: {stop}", flush=True)

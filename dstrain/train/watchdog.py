@@ -98,10 +98,10 @@ class Watchdog:
         ends = f"it ends after {self._timeout:.0f} s (timeout_minutes)"
         with contextlib.suppress(OSError, ValueError):
             print(f"stalled: {doing}: {verdict.what}; {ends}", flush=True)
-        journal = Journal(self._run_dir, rank=0)  # whose file it is says nothing, or is this rank
-        journal.event(
-            "stalled", step=step, doing=doing, seconds=round(quiet, 1), ranks=verdict.ranks, what=verdict.what
-        )
+        # Rank 0 writes it otherwise; of that nothing is heard, or it is this one.
+        journal = Journal(self._run_dir, rank=0)
+        about = {"step": step, "doing": doing, "seconds": round(quiet, 1), "ranks": verdict.ranks, "what": verdict.what}
+        journal.event("stalled", **about)
         journal.close()
 
 

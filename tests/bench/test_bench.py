@@ -12,22 +12,24 @@ from tests.bench.common import table, tell
 from tests.workers import Workers
 
 TINY: dict[str, dict[str, Any]] = {
-    "step": {"rounds": 2, "checked_steps": 2, "length": 24, "micro": 2},
-    "loader": {"rounds": 1, "steps": 3, "length": 24, "micro": 2, "decode_ms": 0.2},
-    "checkpointing": {"rounds": 2, "checked_steps": 2, "length": 24, "micro": 2},
-    "saving": {"rounds": 1, "length": 24},
+    "step": {"shape": "tiny", "rounds": 2, "checked_steps": 2, "length": 24, "micro": 2},
+    "loader": {"shape": "tiny", "rounds": 1, "steps": 3, "length": 24, "micro": 2, "decode_ms": 0.2},
+    "checkpointing": {"shape": "tiny", "rounds": 2, "checked_steps": 2, "length": 24, "micro": 2},
+    "saving": {"shape": "tiny", "rounds": 1, "length": 24},
+    "counting": {"rounds": 2, "calls": 3},
 }
 ROWS = {
     "step": ["by hand", "TorchEngine", "DeepSpeed zero0", "DeepSpeed zero2"],
     "loader": [0.0, 0.0, 0.2, 0.2],
     "checkpointing": ["off", "on"],
     "saving": ["waiting", "behind"],
+    "counting": ["plain", "counted"],
 }
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_measurement_checks_first_and_gives_a_row_each(name: str, one: Workers, tmp_path: Path, capsys: Any) -> None:
-    result = one(f"tests.bench.{name}:measure", shape="tiny", **TINY[name])[0]
+    result = one(f"tests.bench.{name}:measure", **TINY[name])[0]
     assert [next(iter(row.values())) for row in result["rows"]] == ROWS[name]
     assert result["checked"]
     tell(result, tmp_path / "told.json")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -53,8 +52,6 @@ def act(fault: str, world: World) -> None:
         hold_the_lock()
     elif fault == "raise":
         raise ValueError("of its own")
-    elif fault == "disk":
-        threading.Event().wait()
 
 
 def train(world: World, fault: str) -> int:
@@ -92,7 +89,7 @@ def main(folder: Path, fault: str) -> int:
             close()
 
     with Interrupt() as interrupt:
-        return live(folder, int(os.environ["RANK"]), lambda: stoppable(work, interrupt))
+        return live(folder, int(os.environ["RANK"]), lambda: stoppable(work, interrupt, folder))
 
 
 def load(world: World) -> int:

@@ -30,7 +30,7 @@ def rows() -> Iterator[Row]:
 
 
 def main() -> None:
-    """Each is judged before it is printed; one that does not hold is told on stderr, and the others follow."""
+    """A row for each; what does not hold is told on stderr, and the others follow."""
     if reason := missing():
         sys.exit(reason)
     wanted, broken, done = sys.argv[1:], [], 0
@@ -48,7 +48,11 @@ def main() -> None:
                 broken.append(what)
                 print(f"{what}: {type(error).__name__}: {error}\n", file=sys.stderr, flush=True)
                 continue
-            done += 1
+            if outcome.wrong:
+                broken.append(what)
+                print(f"{what}: {'; '.join(outcome.wrong)}\n", file=sys.stderr, flush=True)
+            else:
+                done += 1
             said = outcome.said.replace(str(root), "").replace("|", "/")
             lost = "" if outcome.lost is None else outcome.lost
             cells = (

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.hosts
     "fault", [pytest.param(fault, id=name(fault)) for fault in FAULTS if name(fault) in SMOKE]
 )  # fmt: skip
 def test_the_launch_ends_with_the_truth(fault: Fault, lab: Lab, tmp_path: Path, unbroken: Run) -> None:
-    suffer(fault, lab, tmp_path / "job", unbroken.losses())
+    assert suffer(fault, lab, tmp_path / "job", unbroken.losses()).wrong == ()
 
 
 @pytest.mark.slow
@@ -27,41 +27,41 @@ def test_the_launch_ends_with_the_truth(fault: Fault, lab: Lab, tmp_path: Path, 
     "fault", [pytest.param(fault, id=name(fault)) for fault in (*FAULTS, *EVERYWHERE) if name(fault) not in SMOKE]
 )  # fmt: skip
 def test_the_launch_ends_with_the_truth_whatever_happens(fault: Fault, lab: Lab, tmp_path: Path, unbroken: Run) -> None:
-    suffer(fault, lab, tmp_path / "job", unbroken.losses())
+    assert suffer(fault, lab, tmp_path / "job", unbroken.losses()).wrong == ()
 
 
 @pytest.mark.parametrize("refusal", [pytest.param(one, id=one.what) for one in starts.REFUSALS])
 def test_a_launch_that_cannot_be_is_refused_before_it_starts(refusal: starts.Refusal, lab: Lab, tmp_path: Path) -> None:
-    starts.refuse(refusal, lab, tmp_path / "job")
+    assert starts.refuse(refusal, lab, tmp_path / "job").wrong == ()
 
 
 @pytest.mark.slow
 def test_hosts_whose_own_name_is_loopback_just_work(
     make_lab: Callable[..., Lab], tmp_path: Path, unbroken: Run
 ) -> None:
-    starts.own_name_is_loopback(make_lab(style="debian"), tmp_path / "job", unbroken.losses())
+    assert starts.own_name_is_loopback(make_lab(style="debian"), tmp_path / "job", unbroken.losses()).wrong == ()
 
 
 @pytest.mark.slow
 def test_a_host_may_start_what_runs_on_another(lab: Lab, tmp_path: Path, unbroken: Run) -> None:
-    starts.only_another_host(lab, tmp_path / "job", unbroken.losses())
+    assert starts.only_another_host(lab, tmp_path / "job", unbroken.losses()).wrong == ()
 
 
 @pytest.mark.slow
 def test_stopping_a_job_leaves_the_other_one_alone(lab: Lab, tmp_path: Path, unbroken: Run) -> None:
-    starts.one_of_two_jobs(lab, tmp_path / "jobs", unbroken.losses())
+    assert starts.one_of_two_jobs(lab, tmp_path / "jobs", unbroken.losses()).wrong == ()
 
 
 @pytest.mark.slow
 def test_a_signal_while_it_starts_leaves_nothing(lab: Lab, tmp_path: Path) -> None:
-    starts.asked_before_it_began(lab, tmp_path / "job")
+    assert starts.asked_before_it_began(lab, tmp_path / "job").wrong == ()
 
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_commands_of_all_hosts(lab: Lab, tmp_path: Path) -> None:
-    starts.rank_killed_without_ssh(lab, tmp_path / "job")
+    assert starts.rank_killed_without_ssh(lab, tmp_path / "job").wrong == ()
 
 
 @pytest.mark.slow
 def test_stopping_the_command_of_one_host_stops_all(lab: Lab, tmp_path: Path) -> None:
-    starts.stopped_without_ssh(lab, tmp_path / "job")
+    assert starts.stopped_without_ssh(lab, tmp_path / "job").wrong == ()

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from dstrain.config.schema import LaunchConfig
 from dstrain.errors import UsageError
 from dstrain.launch import command
 from dstrain.launch.command import LaunchOptions, check_port, chosen_devices, free_port, launch_command, prepare_launch
+from dstrain.launch.several import plan_launch
 
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON = shlex.quote(sys.executable)
@@ -98,16 +100,16 @@ def test_gpus_that_cannot_be_had_are_refused(options, env, said):
 
 @pytest.mark.parametrize("options", [{"num_nodes": 2}, {"node_rank": 1}, {"master_addr": "host1"}, {"no_ssh": True},
                                      {"launcher": "openmpi"}, {"launcher": "ssh"}])  # fmt: skip
-def test_several_hosts_need_a_hostfile(monkeypatch, options):
+def test_several_hosts_need_a_hostfile(options):
     with pytest.raises(UsageError, match=r"of several hosts only --hostfile says which"):
-        launch(monkeypatch, 0, **options)
+        plan_launch(LaunchOptions(**options), ["train"], {}, LaunchConfig())
 
 
-def test_unknown_launchers_and_slurm_are_refused(monkeypatch):
+def test_unknown_launchers_and_slurm_are_refused():
     with pytest.raises(UsageError, match="deepspeed, openmpi, ssh, torchrun, slurm"):
-        launch(monkeypatch, 0, launcher="pdsh")
+        plan_launch(LaunchOptions(launcher="pdsh"), ["train"], {}, LaunchConfig())
     with pytest.raises(UsageError, match=r"launchers/slurm\.sbatch"):
-        launch(monkeypatch, 0, launcher="slurm")
+        plan_launch(LaunchOptions(launcher="slurm"), ["train"], {}, LaunchConfig())
 
 
 def test_a_taken_port_names_its_holder():

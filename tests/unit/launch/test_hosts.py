@@ -98,7 +98,7 @@ def test_a_taken_port_is_found_on_the_first_host(launch, tmp_path):
     assert f"(pid {os.getpid()})" in said[0]
 
 
-def test_more_slots_than_gpus_are_refused(launch, monkeypatch, tmp_path):
+def test_more_slots_than_gpus_are_refused(tmp_path):
     peer = type("Peer", (), {})()
     peer.host = parse_hostfile("host1 slots=4\n", "F")[0]
     peer.facts = {"machine": "a", "sees": False, "has_cwd": True, "version": "0.0", "gpus": 2}
@@ -164,7 +164,7 @@ def test_a_stopped_process_is_ended_too(tmp_path):
 
 
 def test_an_agent_tells_of_ranks_what_their_records_and_the_kernel_say(tmp_path):
-    (ours, theirs), (read, write) = socket.socketpair(), os.pipe()
+    ours, theirs = socket.socketpair()
     agent = Agent(Line(theirs.fileno(), theirs.fileno(), 30.0))
     line = Line(ours.fileno(), ours.fileno(), 30.0)
     rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -182,7 +182,6 @@ def test_an_agent_tells_of_ranks_what_their_records_and_the_kernel_say(tmp_path)
     rank.wait()
     for end in (ours, theirs):
         end.close()
-    os.close(read), os.close(write)
 
 
 def test_a_rank_gets_the_launchs_environment_and_its_hosts_own():
@@ -200,7 +199,15 @@ def test_a_rank_gets_the_launchs_environment_and_its_hosts_own():
     assert (found["GLOO_SOCKET_IFNAME"], found["MASTER_PORT"], found["CUDA_VISIBLE_DEVICES"]) == ("ib0", "29501", "1,3")
 
 
-def test_a_host_that_is_not_there_is_said_to_be_silent():
+def test_what_a_host_reaches_it_names_the_way_of(monkeypatch):
+    monkeypatch.setattr(facts, "addresses", lambda: {"127.0.0.1": "eth1", "10.0.0.1": "eth0"})
+    assert facts.interface_towards("127.0.0.1") == facts.interface_towards("localhost") == "eth1"
+    monkeypatch.setattr(facts, "addresses", lambda: {"10.0.0.1": "eth0", "fd00::1": "eth0"})
+    assert facts.interface_towards("127.0.1.1") == "eth0", "its own name, on Debian: the only interface there is"
+
+
+def test_a_host_that_is_not_there_is_said_to_be_silent(monkeypatch):
+    monkeypatch.setattr(facts, "addresses", lambda: {"10.0.0.1": "eth0", "10.1.0.1": "eth1"})
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert facts.reach("127.0.0.1", port) == {"interface": ""}  # loopback is no interface to others

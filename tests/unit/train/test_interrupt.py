@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from dstrain.errors import RunError
 from dstrain.train import interrupt as module
 from dstrain.train.interrupt import SIGNALS, Interrupt, Interrupted, stoppable
 from tests.workers import ROOT
@@ -36,8 +38,8 @@ def test_in_training_a_signal_is_noted(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_before_the_first_step_it_ends_the_work_with_75_and_a_line(
-    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+def test_before_the_first_step_it_ends_the_work_and_75_means_that_there_is_a_checkpoint(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def work(interrupt: Interrupt) -> int:
         try:
@@ -46,9 +48,13 @@ def test_before_the_first_step_it_ends_the_work_with_75_and_a_line(
             pytest.fail("loading took the signal for an error of its own")
         return 0
 
-    assert stoppable(work, Interrupt()) == 75
-    said = f"stopped: {number.name} before the first step: nothing was lost; the same command starts again\n"
-    assert capsys.readouterr().out == said
+    said = f"stopped: {number.name} before the first step: nothing was lost; the same command starts again"
+    with pytest.raises(RunError) as raised:
+        stoppable(work, Interrupt(), tmp_path)
+    assert str(raised.value) == said
+    monkeypatch.setattr(module, "listed", lambda folder: [mock.Mock(whole=folder == tmp_path / "checkpoints")])
+    assert stoppable(work, Interrupt(), tmp_path) == 75
+    assert capsys.readouterr().out == said + "\n"
 
 
 def test_a_signal_that_something_swallowed_still_stops_before_the_first_step() -> None:
@@ -59,9 +65,9 @@ def test_a_signal_that_something_swallowed_still_stops_before_the_first_step() -
             interrupt.begin()
 
 
-def test_after_the_work_a_signal_ends_nothing() -> None:
+def test_after_the_work_a_signal_ends_nothing(tmp_path: Path) -> None:
     with Interrupt() as interrupt:
-        assert stoppable(lambda _: 0, interrupt) == 0
+        assert stoppable(lambda _: 0, interrupt, tmp_path) == 0
         send(signal.SIGTERM)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,11 @@ class Batch:
     """Tokens that are not padding, for the throughput."""
     filler: bool = False
     """True where a rank had no sample left: the pass runs, so that no rank waits, and weighs nothing."""
+    vision: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What the model takes of the batch's images, by its names; empty where the data has none."""
+    blank_rows: int = 0
+    """Rows of token ids behind those of the samples: a blank image where no sample has one, so that every rank asks for the
+    same weights in the same order. What the model says of them is left out."""
 
     def as_filler(self) -> Batch:
         """The same tensors, weighing nothing."""
@@ -34,11 +39,15 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on the device (asynchronously where pinned)."""
-        return replace(self, tensors={k: v.to(device, non_blocking=True) for k, v in self.tensors.items()})
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin(self) -> Batch:
         """The same batch in page-locked memory."""
-        return replace(self, tensors={k: v.pin_memory() for k, v in self.tensors.items()})
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        tensors, vision = ({k: change(v) for k, v in group.items()} for group in (self.tensors, self.vision))
+        return replace(self, tensors=tensors, vision=vision)
 
 
 @dataclass(frozen=True)

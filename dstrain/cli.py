@@ -104,17 +104,21 @@ def evaluate(run_or_model: Path, data: str, as_json: bool, scratch: Path | None,
 @main.command()
 @with_options(TRAINED_OPTIONS)
 @click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="A prompt; may be given several times.")
+@click.option(
+    "--image", "images", multiple=True, metavar="FILE", help="An image the prompts are about; several in order."
+)
 @click.option("--data", help="File whose records ask something.")
 @with_options(SAMPLING_OPTIONS, LAUNCH_OPTIONS, [SCRATCH])
 def generate(
-    run_or_model: Path, texts: tuple[str, ...], data: str | None, as_json: bool, scratch: Path | None, **options: Any
+    run_or_model: Path, texts: tuple[str, ...], images: tuple[str, ...], data: str | None, as_json: bool,
+    scratch: Path | None, **options: Any,
 ) -> None:  # fmt: skip
     """Answers of a trained policy to prompts or to a file's records, to look at what was learnt."""
     from dstrain.commands.generate import Generate, show_answers
     from dstrain.commands.trained import Choice
 
     choice = Choice(folder=run_or_model, **taken(options, CHOICE))
-    job = Generate(choice=choice, texts=texts, data=data, sampling=taken(options, SAMPLING))
+    job = Generate(choice=choice, texts=texts, images=images, data=data, sampling=taken(options, SAMPLING))
     finish(job, options, scratch, lambda rows: show_answers(rows, as_json))
 
 
@@ -223,13 +227,14 @@ def data() -> None:
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="As for train: data.columns={text: chosen}")
 def check(file: str, task: str, sets: tuple[str, ...]) -> None:
     """Every bad record of FILE with its line and reason; exit 2 if any."""
-    from dstrain.commands.data import check_file
+    from dstrain.commands.data import check_file, show_checked
 
-    good, bad = check_file(file, task, sets)
-    for row in bad:
-        click.echo(f"{row.where}: {row.reason}")
-    click.echo(f"{good} good records, {len(bad)} bad", err=bool(bad))
-    sys.exit(2 if bad else 0)
+    found = check_file(file, task, sets)
+    lines, total = show_checked(found)
+    if lines:
+        click.echo(lines)
+    click.echo(total, err=bool(found.bad))
+    sys.exit(2 if found.bad else 0)
 
 
 @main.command()

@@ -25,8 +25,9 @@ FLOORS = (
     ("commands", "options"),
     ("cli",),
     ("__main__",),
+    ("__init__",),
 )
-"""A module imports from floors below or from its own package; `dstrain/__init__.py` and recipes hold no code."""
+"""A module imports from floors below or from its own package; recipes hold no code."""
 DOORS = {
     "deepspeed": (
         "train/engine.py",
@@ -60,6 +61,7 @@ CONTROL_PLANE = (
     "options",
     "cli",
     "__main__",
+    "__init__",
 )
 DATA_PLANE_FILES = ("tasks/ops.py", "commands/export.py", "commands/trained.py", "commands/evaluate.py")
 """Files of control-plane packages that may import torch at their top; they are imported inside functions only."""

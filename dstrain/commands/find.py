@@ -110,6 +110,8 @@ def absolute_paths(config: RunConfig, folder: Path) -> RunConfig:
     for place, key in (
         (values["model"], "path"),
         (values["model"], "tokenizer"),
+        (values["model"], "processor"),
+        (values["model"], "chat_template"),
         (values, "task"),
         (values, "ds_config"),
         (values["options"], "ref_model"),
@@ -151,7 +153,7 @@ def _only_of_the_hub(place: dict[str, Any]) -> list[Fault]:
 
 def _is_path(text: str, key: str) -> bool:
     """Whether a word means a path. A folder beside the command is no task or preset, even where it is called so."""
-    if "/" in text or text.endswith((".json", ".py")):
+    if "/" in text or text.endswith((".json", ".py", ".jinja")):
         return True
     return key not in ("task", "ds_config") and _is_there(Path(text)) and Path(text).is_dir()
 

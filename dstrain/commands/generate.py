@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.commands.evaluate import held_out, named_data
 from dstrain.commands.trained import Choice, Found, load_found, quieten
 from dstrain.config import RunConfig
+from dstrain.data.marks import Seen
 from dstrain.data.messages import BadRecord
 from dstrain.data.prepare import Policy, judge
-from dstrain.data.prompts import Asked, Prompt, encode_prompts
+from dstrain.data.prompts import Asked, Prompt
 from dstrain.data.source import BadRow, First, open_source
 from dstrain.data.store import Report, say
 from dstrain.errors import DataError, TaskError, UsageError
@@ -41,6 +43,8 @@ class Generate:
     """Prompts from the command line."""
     data: str | None = None
     """A file, or a dataset on the hub, each record of which asks something."""
+    images: Sequence[str] = ()
+    """Files of images that the prompts of the command line ask about."""
     sampling: Mapping[str, Any]
     """The fields of `dstrain.train.generate.Sampling`."""
     many = True
@@ -48,11 +52,16 @@ class Generate:
     def words(self) -> list[str]:
         words = ["generate", *self.choice.words(), *(word for text in self.texts for word in ("--prompt", text))]
         words += ["--data", named_data(self.data)] if self.data else []
+        words += [word for image in self.images for word in ("--image", str(Path(image).expanduser().resolve()))]
         return words + [word for name, value in self.sampling.items() for word in (_option(name), str(value))]
 
     def check(self) -> RunConfig:
         if not self.texts and not self.data:
             raise UsageError("nothing is asked: give --prompt TEXT, or --data FILE with records that ask something")
+        if self.images and not self.texts:
+            raise UsageError(
+                "--image: no --prompt asks about it; give one, or write image and question into a --data file"
+            )
         found = self._find()
         for text in self.texts:
             self._asked(_policy_of(found), text)
@@ -71,7 +80,7 @@ class Generate:
         found.check()
         limit = self._limit(task)
         asked = [self._asked(task, text) for text in self.texts]
-        prompts = [_coded(item, "--prompt") for item in encode_prompts(task.tokenizer, asked, limit)]
+        prompts = [_coded(item, "--prompt") for item in task.prompts(asked, [Path.cwd()] * len(asked), limit)]
         prompts += _of_file(task, limit) if self.data else []
         return Prepared(found, prompts, found.ds_config(self.choice.ds_config, processes, device))
 
@@ -83,8 +92,7 @@ class Generate:
         task = _policy_of(ready.found)
         model = load_found(ready.found, ready.ds_config, world)
         engine = ForwardEngine(unwrapped(model), ready.ds_config, world)
-        ids = [prompt.ids for prompt in ready.prompts]
-        answers = write_answers(engine, ids, Sampling(**self.sampling), task.tokenizer)
+        answers = write_answers(engine, ready.prompts, Sampling(**self.sampling), task.tokenizer, task.sight)
         texts = task.tokenizer.batch_decode(answers, skip_special_tokens=True)
         return [
             {"prompt": prompt.text, "answer": text, "tokens": len(answer)}
@@ -93,7 +101,7 @@ class Generate:
 
     def _limit(self, task: TextTask) -> int | None:
         """Ids of a prompt at most. Raises UsageError where none is left."""
-        data, places = task.recipe.data, getattr(task.model_config, "max_position_embeddings", None)
+        data, places = task.recipe.data, getattr(task.model_config.get_text_config(), "max_position_embeddings", None)
         if not isinstance(places, int):
             return data.max_prompt_length
         room = places - self.sampling.get("max_new_tokens", 0)
@@ -102,9 +110,9 @@ class Generate:
             raise UsageError(f"{asked}: the model has {places} positions, prompt included; ask for fewer")
         return room if data.max_prompt_length is None else min(room, data.max_prompt_length)
 
-    def _asked(self, task: TextTask, text: str) -> Asked:
+    def _asked(self, task: TextTask, text: str) -> Seen[Asked]:
         try:
-            return task.prompt({"prompt": text})
+            return task.prompt({"question": text, "images": [*self.images]} if self.images else {"prompt": text})
         except BadRecord as fault:
             raise UsageError(f"--prompt: {fault.reason}") from None
 
@@ -140,16 +148,17 @@ def _of_file(task: TextTask, limit: int | None) -> list[Prompt]:
     assert data.eval is not None
     source = open_source(data.eval, data.columns)
     source = First(source, data.max_samples) if data.max_samples else source
-    asked, places = [], []
+    asked, places, folders = [], [], []
     report = Report(read=len(source) + len(source.bad), bad=list(source.bad))
     for index in range(len(source)):
         try:
             asked.append(task.prompt(source[index]))
             places.append(source.where(index))
+            folders.append(source.folder_of(index))
         except BadRecord as fault:
             report.bad.append(BadRow(source.where(index), fault.reason))
     prompts = []
-    for place, coded in zip(places, encode_prompts(task.tokenizer, asked, limit), strict=True):
+    for place, coded in zip(places, task.prompts(asked, folders, limit), strict=True):
         if isinstance(coded, BadRecord):
             report.bad.append(BadRow(place, coded.reason))
         else:

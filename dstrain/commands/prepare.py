@@ -87,12 +87,13 @@ def _describe(examples: Sequence[Any]) -> dict[str, Any]:
     about: dict[str, Any] = {"samples": len(examples)}
     store, rows = getattr(examples, "store", None), getattr(examples, "rows", None)
     if store is not None and rows is not None:
-        lengths = [store.lengths(name)[rows] for name in store.sequences if name != "learnt"]
+        lengths = [store.lengths(name)[rows] for name in store.sequences if name not in ("learnt", "images")]
         about |= {
             "tokens": int(sum(column.sum() for column in lengths)),
             "longest": int(max(column.max() for column in lengths)),
             "tokens_folder": str(store.folder),
         }
+        about |= {"images": len(store.album), "copies": store.album.copies} if store.album else {}
     return about | {name: value for name, value in getattr(examples, "report", {}).items() if name != "kept"}
 
 
@@ -106,6 +107,9 @@ def show_prepared(told: Mapping[str, Any]) -> str:
             else ""
         )
         lines.append(f"{name}: {split['samples']} samples{size}")
+        if "images" in split:
+            kept = f"{split['copies']} of them in the cache, as the model's processor leaves them"
+            lines.append(f"  {split['images']} images, {kept}")
         cuts = [f"{count} {cut.removesuffix('_cut')}s cut" for cut, count in split.get("cuts", {}).items() if count]
         if cuts:
             lines.append(f"  {', '.join(cuts)} to fit data.max_length")

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 EXPORT_RECIPE = "dstrain_recipe.yaml"
 """Lies in an exported folder, so that `evaluate` knows task and options."""
 ADAPTERS = "adapter_config.json"
+PROCESSOR = "processor_config.json"
 WHOLE = {"zero_optimization": {"stage": 0}}
 """The JSON of a model that is whole on every process."""
-OF_A_BASE = ("config", "init", "lora", "tokenizer", "quantize")
+OF_A_BASE = ("config", "init", "lora", "tokenizer", "processor", "chat_template", "quantize")
 """What the recipe of an exported model says of the weights it began with."""
 MICRO = 8
 """Samples of a forward pass where the recipe does not say."""
@@ -165,16 +166,24 @@ def _task_of_export(folder: Path, sets: Sequence[str], task: str | None) -> Task
     if (folder / ADAPTERS).is_file():
         if not written.is_file():
             raise UsageError(f"{folder}: holds adapters and no {EXPORT_RECIPE} that says on what; export the run again")
-        return make_task(read_recipe(written, [f"model.tokenizer={here}", *sets], task).config)
+        return make_task(read_recipe(written, [*_kept(folder), *sets], task).config)
     own = [f"model.path={here}", *(f"model.{key}=null" for key in OF_A_BASE), "model.freeze=[]"]
     return make_task(read_recipe(written if written.is_file() else None, [*own, *sets], task).config)
+
+
+def _kept(folder: Path) -> list[str]:
+    """The tokenizer in a folder with its chat template, or the processor that has both, as --set takes them."""
+    here = json.dumps(str(folder.resolve()))
+    if (folder / PROCESSOR).is_file():
+        return [f"model.processor={here}", "model.tokenizer=null", "model.chat_template=null"]
+    return [f"model.tokenizer={here}", "model.chat_template=null"]
 
 
 def _in_run(folder: Path, step: str, sets: Sequence[str]) -> Found:
     info = find_checkpoint(folder, step)
     own = []
     if (folder / "tokenizer").is_dir():
-        own.append(f"model.tokenizer={json.dumps(str((folder / 'tokenizer').resolve()))}")
+        own += _kept(folder / "tokenizer")
     if json.loads((folder / "ds_config.json").read_text()).get("bf16", {}).get("enabled"):
         own.append("model.dtype=bfloat16")
     return Found(folder, make_task(read_recipe(folder / "recipe.yaml", [*own, *sets]).config), info)

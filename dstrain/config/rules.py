@@ -8,8 +8,8 @@ from dstrain.config.schema import RunConfig, TokenizerConfig
 
 Rule = tuple[tuple[str, ...], str, str]
 """Key, problem, mend."""
-SMALLEST_VOCABULARY = 256 + 2
-"""A byte-level tokenizer knows every byte, a pad and an EOS."""
+SMALLEST_VOCABULARY = {"bytes": 256 + 2, "data": 16}
+"""Alphabet -> entries of the smallest tokenizer; one that writes every text knows every byte, a pad and an EOS."""
 
 
 def cross_field_faults(config: RunConfig) -> list[Rule]:
@@ -29,12 +29,12 @@ def _task_and_model(config: RunConfig) -> Iterator[Rule]:
         )
     if model.config is not None and not isinstance(model.config.get("model_type"), str):
         yield ("model", "config"), "has no model_type", "add e.g. `model_type: llama`"
-    if isinstance(model.tokenizer, TokenizerConfig) and model.tokenizer.vocab_size < SMALLEST_VOCABULARY:
-        yield (
-            ("model", "tokenizer", "vocab_size"),
-            f"is {model.tokenizer.vocab_size}, but a byte-level tokenizer has at least {SMALLEST_VOCABULARY} entries",
-            "raise it",
-        )
+    if isinstance(model.tokenizer, TokenizerConfig):
+        wanted = model.tokenizer
+        least, kind = SMALLEST_VOCABULARY[wanted.alphabet], "byte-level" if wanted.alphabet == "bytes" else "trained"
+        if wanted.vocab_size < least:
+            problem = f"is {wanted.vocab_size}, but a {kind} tokenizer has at least {least} entries"
+            yield ("model", "tokenizer", "vocab_size"), problem, "raise it"
     if config.precision != "auto" and model.dtype == "float16" and config.precision != "fp16":
         yield ("model", "dtype"), f"is float16 while precision is {config.precision}", "leave model.dtype out"
 

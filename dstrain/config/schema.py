@@ -4,60 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from dstrain.config.model import LoraConfig, ModelConfig, ProcessorConfig, Section, TokenizerConfig
 from dstrain.config.values import Count, NonNegative, Share, Split, Variable
 
-
-class Section(BaseModel):
-    """A frozen block of the recipe that refuses keys it does not know."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class LoraConfig(Section):
-    rank: Count = 16
-    """Rank of the two thin matrices."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
-    """Scale: the update is multiplied by alpha / rank."""
-    dropout: Share = 0.0
-    """Dropout in front of the adapter."""
-    targets: str | list[str] = "all-linear"
-    """Names of the modules that get an adapter."""
-    dora: bool = False
-    """Weight-decomposed adapters (DoRA)."""
-
-
-class TokenizerConfig(Section):
-    train: Literal["bpe"] = "bpe"
-    """How: a byte-level byte-pair encoding, trained on data.train and kept in the run folder."""
-    vocab_size: Count
-    """Entries, special tokens included."""
-
-
-class ModelConfig(Section):
-    path: str | None = None
-    """Local folder or hub id of a transformers model."""
-    config: dict[str, Any] | None = None
-    """Instead of `path`: a transformers config (with `model_type`) to build a model from scratch."""
-    tokenizer: str | TokenizerConfig | None = None
-    """Folder or hub id, or {train: bpe, vocab_size: N}. Empty: the one of `path`; with `config`, one trained on data.train with the config's vocab_size."""
-    init: str | None = None
-    """Weights to start from: safetensors, or an old .pt with or without "module." prefixes."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the weights as loaded; empty: float32, which DeepSpeed casts as `precision` says."""
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
-    """Attention kernel; auto leaves the choice to transformers."""
-    lora: LoraConfig | None = None
-    """Train thin adapters instead of the weights."""
-    quantize: Literal["nf4", "int8"] | None = None
-    """Keep frozen weights in 4 or 8 bits (extra [quantize])."""
-    freeze: list[str] = []
-    """Parameters to leave alone: names, beginnings of names or globs."""
-    gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass: less memory, about a third more compute."""
-    trust_remote_code: bool = False
-    """Let transformers run Python that comes with the model."""
+__all__ = ["LoraConfig", "ModelConfig", "ProcessorConfig", "RunConfig", "Section", "TokenizerConfig"]
 
 
 class HeldOutConfig(Section):
@@ -166,7 +118,7 @@ class OptimConfig(Section):
     scale_lr_base: Count = 1
     """Processes for which lr was chosen."""
     groups: dict[str, GroupConfig] = {}
-    """Name or glob -> its own lr or weight_decay: {"*.embed_tokens": {lr: 1e-6}}."""
+    """Name or glob, or vision, projector, language -> its own lr or weight_decay: {"*.embed_tokens": {lr: 1e-6}}."""
 
     @model_validator(mode="before")
     @classmethod

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypedDict
 _MARK = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _ROLE = {"Human": "user", "Assistant": "assistant"}
 _NAME = {"user": "Human", "assistant": "Assistant", "tool": "Tool"}
+IMAGE = "\ue002"
+"""Stands for an image in a text; a letter for private use, which no data has."""
 
 
 class Message(TypedDict):
@@ -83,6 +85,18 @@ def render_messages(messages: Iterable[Message]) -> str:
         else:
             text += f"\n\n{_NAME[message['role']]}: {message['content']}"
     return text
+
+
+def in_parts(message: Message) -> dict[str, Any]:
+    """The message as templates of models that see take it: texts and images apart, without the line break between them."""
+    texts = message["content"].split(IMAGE)
+    parts: list[dict[str, str]] = []
+    for at, text in enumerate(texts):
+        text = text.removeprefix("\n") if at else text
+        text = text.removesuffix("\n") if at < len(texts) - 1 else text
+        parts += [{"type": "text", "text": text}] if text or len(texts) == 1 else []
+        parts += [{"type": "image"}] if at < len(texts) - 1 else []
+    return {**message, "content": parts}
 
 
 def count_common(left: Sequence[Any], right: Sequence[Any]) -> int:

@@ -45,7 +45,7 @@ class Loader:
         if not self.workers:
             while (ids := self.plan.ids(samples)).size:
                 began = time.perf_counter()
-                batches = [self._make(share, int(ids[0])) for share in self.plan.share(samples, self.rank)]
+                batches = [self._make(share, int(ids[0]), places) for share, places in self._mine(samples)]
                 self._wait += time.perf_counter() - began
                 samples += len(ids)
                 yield batches
@@ -60,8 +60,8 @@ class Loader:
         queue: deque[list[Future[Batch]]] = deque()
         while True:
             while len(queue) <= max(self.prefetch, 0) and (ids := self.plan.ids(samples)).size:
-                shares = self.plan.share(samples, self.rank)
-                queue.append([pool.submit(self._make, share, int(ids[0])) for share in shares])
+                mine = self._mine(samples)
+                queue.append([pool.submit(self._make, share, int(ids[0]), places) for share, places in mine])
                 samples += len(ids)
             if not queue:
                 return
@@ -70,8 +70,12 @@ class Loader:
             self._wait += time.perf_counter() - began
             yield batches
 
-    def _make(self, ids: list[int], stand_in: int) -> Batch:
-        batch = make_batch(self.examples, self.collate, ids, stand_in)
+    def _mine(self, samples: int) -> Iterator[tuple[list[int], list[int]]]:
+        """This rank's ids of each micro-batch, and their places in the run's order."""
+        return zip(self.plan.share(samples, self.rank), self.plan.places(samples, self.rank), strict=True)
+
+    def _make(self, ids: list[int], stand_in: int, places: list[int]) -> Batch:
+        batch = make_batch(self.examples, self.collate, ids, stand_in, places)
         return batch.pin() if self.pin and _has_gpu() else batch
 
     def take_wait(self) -> float:
@@ -80,11 +84,18 @@ class Loader:
         return wait
 
 
-def make_batch(examples: Sequence[Any], collate: Collate, ids: list[int], stand_in: int) -> Batch:
-    """The batch of these ids; of the stand-in, weighing nothing, where there are none."""
+def make_batch(
+    examples: Sequence[Any], collate: Collate, ids: list[int], stand_in: int, places: Sequence[int] = ()
+) -> Batch:
+    """The batch of these ids; of the stand-in, weighing nothing, where there are none.
+
+    Where `places` are given, for training, `collate` finds each sample's under `place`.
+    """
     chosen: list[Any] = []
     try:
         chosen.extend(examples[index] for index in (ids or [stand_in]))
+        if places:
+            chosen = [_placed(example, place) for example, place in zip(chosen, places, strict=True)]
         batch = collate(chosen)
     except Exception as fault:
         names = [example["sample"] for example in chosen if isinstance(example, Mapping) and "sample" in example]
@@ -92,6 +103,10 @@ def make_batch(examples: Sequence[Any], collate: Collate, ids: list[int], stand_
         cause = f"{type(fault).__name__}: {fault}"
         raise RunError(f"samples {samples} could not be made into a batch: {cause}; mend or remove them") from fault
     return batch if ids else batch.as_filler()
+
+
+def _placed(example: Any, place: int) -> Any:
+    return {**example, "place": place} if isinstance(example, Mapping) else example
 
 
 def read_shares(examples: Sequence[Any], collate: Collate, shares: Sequence[list[int]]) -> Iterator[Batch]:

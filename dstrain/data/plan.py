@@ -12,6 +12,7 @@ from dstrain.errors import DataError
 
 # Streams that share a seed but not their numbers.
 _RECORDS, _SLOTS = 1, 2
+IMAGES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,14 @@ class DataPlan:
 
     def share(self, samples: int, rank: int) -> list[list[int]]:
         """The step's micro-batches of this rank: as many on every rank, of sizes that differ by at most one."""
-        chunks = np.array_split(self.ids(samples), self.world_size * self.accumulate)
+        return self._split(self.ids(samples), rank)
+
+    def places(self, samples: int, rank: int) -> list[list[int]]:
+        """Beside `share`: the place of each of its samples in the run's order, the same for any world size."""
+        return self._split(samples + np.arange(len(self.ids(samples))), rank)
+
+    def _split(self, step: np.ndarray, rank: int) -> list[list[int]]:
+        chunks = np.array_split(step, self.world_size * self.accumulate)
         return [chunk.tolist() for chunk in chunks[rank * self.accumulate : (rank + 1) * self.accumulate]]
 
     def _order(self, epoch: int) -> np.ndarray:
@@ -110,9 +118,13 @@ class DataPlan:
 
 
 def _permutation(size: int, key: Sequence[int]) -> np.ndarray:
-    """A permutation fixed by the key. RandomState, because NEP 19 freezes its stream for all versions of numpy."""
-    words = [word for number in key for word in (number % 2**32, number // 2**32 % 2**32)]
-    return np.random.RandomState(words).permutation(size).astype(np.int64)
+    """A permutation fixed by the key."""
+    return random_numbers(key).permutation(size).astype(np.int64)
+
+
+def random_numbers(key: Sequence[int]) -> np.random.RandomState:
+    """Fixed by the key. RandomState, because NEP 19 freezes its stream for all versions of numpy."""
+    return np.random.RandomState([word for number in key for word in (number % 2**32, number // 2**32 % 2**32)])
 
 
 def eval_share(size: int, micro: int, world_size: int, rank: int) -> list[list[int]]:

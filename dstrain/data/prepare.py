@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.formats import BadRecord, Preference, Response, read_preference
-from dstrain.data.source import BadRow, Source, open_source
-from dstrain.data.store import Report, TokenStore, cache_root, cached_store
+from dstrain.data.messages import BadRecord
+from dstrain.data.source import BadRow, Source
+from dstrain.data.store import Report, TokenStore, WithFiles, cache_root, cached_store
 from dstrain.errors import DataError
 
 FORMAT = 3
 """Raise it when the same data would give other examples: old caches are then left alone."""
-CHUNK = 1000
+CHUNK, WITH_IMAGES = 1000, 200
+"""Records in memory at once; those with images may hold their bytes."""
 SHARE_SKIPPED = 0.01
 """Bad records up to this share are skipped where `data.on_error` says nothing."""
 
@@ -36,60 +37,17 @@ class Policy:
     """skip: leave them out; fail: refuse any; None: refuse more than 1 %."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreferenceSettings:
-    """How preferences become token ids."""
-
-    max_length: int
-    """Tokens of prompt and answer together."""
-    max_prompt_length: int | None = None
-    """Tokens of the prompt, its BOS among them."""
-    task: str = "rm"
-    on_error: str | None = None
-
-
-def prepare_preferences(
-    source: Source, tokenizer: Any, settings: PreferenceSettings, folder: Path | None = None
-) -> TokenStore:
-    """The store of a source's preferences: `chosen`, `rejected`, `prompt_length`, `margin` (0 where none) and `longer`.
-
-    `longer` is how many letters the chosen answer has more than the rejected one, before any cut.
-    """
-    from dstrain.data.text import encode_preferences
-
-    def encode(preferences: list[Preference]) -> Sequence[Mapping[str, Any] | BadRecord]:
-        coded = encode_preferences(tokenizer, preferences, settings.max_length, settings.max_prompt_length)
-        for item, example in zip(preferences, coded, strict=True):
-            if not isinstance(example, BadRecord):
-                example["margin"] = item.margin or 0.0
-                example["longer"] = float(_letters(item.chosen) - _letters(item.rejected))
-        return coded
-
-    key = {
-        "what": "preferences",
-        "tokenizer": tokenizer_fingerprint(tokenizer),
-        "max_length": settings.max_length,
-        "max_prompt_length": settings.max_prompt_length,
-    }
-    policy = Policy(task=settings.task, on_error=settings.on_error)
-    return prepare(source, read_each(read_preference, encode), key, policy, folder)
-
-
 def read_each(
     read: Callable[[dict[str, Any]], Any], encode: Callable[[list[Any]], Sequence[Example | list[Example]]]
 ) -> Encode:
     """An `Encode` that reads every record and encodes those that can be read together; the others keep their fault."""
 
     def encode_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[Example | list[Example]]:
-        found = [_attempt(read, record) for _, record in rows]
+        found = [attempt(read, record) for _, record in rows]
         coded = iter(encode([item for item in found if not isinstance(item, BadRecord)]))
         return [item if isinstance(item, BadRecord) else next(coded) for item in found]
 
     return encode_rows
-
-
-def _letters(answer: Response) -> int:
-    return len(answer) if isinstance(answer, str) else sum(len(message["content"]) for message in answer)
 
 
 def prepare(
@@ -98,10 +56,15 @@ def prepare(
     """The store of a source's examples, from the cache where it is there. Raises DataError for bad records.
 
     `key` names all that `encode` depends on; the data and the format are added to it. The verdict is no part of
-    the cache: another `on_error` needs no new tokens.
+    the cache: another `on_error` needs no new tokens. An `encode` that is `WithFiles` leaves its files in the store.
     """
     full = {"format": FORMAT, "data": source.digest, **key}
-    store = cached_store(folder or cache_root(), full, lambda report: encode_all(source, encode, report))
+
+    def build(report: Report) -> Iterator[list[dict[str, Any]]]:
+        return encode_all(source, encode, report, WITH_IMAGES if isinstance(encode, WithFiles) else CHUNK)
+
+    whole = WithFiles(build, encode.beside) if isinstance(encode, WithFiles) else build
+    store = cached_store(folder or cache_root(), full, whole)
     judge(store.report, policy)
     return store
 
@@ -157,17 +120,8 @@ def judge(report: Report, policy: Policy) -> None:
     )
 
 
-def check_file(
-    path: str | Path, columns: Mapping[str, str] | None, convert: Callable[[dict[str, Any]], Any]
-) -> list[BadRow]:
-    """Every bad record of a file, in the file's order; `convert` raises BadRecord for a bad one."""
-    source = open_source(path, columns)
-    found = ((source.where(index), _attempt(convert, source[index])) for index in range(len(source)))
-    bad = source.bad + [BadRow(where, item.reason) for where, item in found if isinstance(item, BadRecord)]
-    return sorted(bad, key=lambda row: int(re.findall(r"\d+", row.where)[-1]))
-
-
-def _attempt(convert: Callable[[dict[str, Any]], Any], record: dict[str, Any]) -> Any:
+def attempt(convert: Callable[[dict[str, Any]], Any], record: dict[str, Any]) -> Any:
+    """What `convert` makes of the record, or the BadRecord that it raises."""
     try:
         return convert(record)
     except BadRecord as fault:

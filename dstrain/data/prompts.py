@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dstrain.data.conversations import Passage, read_conversation
-from dstrain.data.dialogs import Message, open_dialog
+from dstrain.data.dialogs import IMAGE, Message, open_dialog
 from dstrain.data.messages import BadRecord
 from dstrain.data.spans import MARK
 from dstrain.data.text import frame_of, render, take_start
+
+if TYPE_CHECKING:
+    from dstrain.data.sight import Views
 
 ANSWER = "answer"
 """Stands for an answer that a record may lack."""
@@ -33,8 +36,10 @@ class Prompt:
     """A prompt as the model sees it."""
 
     text: str
-    """Before it was cut."""
+    """Before it was cut; an image is the token that stands for it."""
     ids: list[int]
+    images: tuple[Any, ...] = ()
+    """What `dstrain.data.images.read_image` takes, in the order of their places in the ids."""
 
 
 def read_prompt(record: Mapping[str, Any]) -> Asked:
@@ -70,19 +75,33 @@ def _answered(record: Mapping[str, Any]) -> dict[str, Any]:
     return full
 
 
-def encode_prompts(tokenizer: Any, asked: Sequence[Asked], limit: int | None = None) -> list[Prompt | BadRecord]:
-    """Each prompt as text, written as in training, and its ids: the last `limit` of them, behind the BOS."""
+def encode_prompts(
+    tokenizer: Any, asked: Sequence[Asked], limit: int | None = None, views: Views | None = None
+) -> list[Prompt | BadRecord]:
+    """Each prompt as text, written as in training, and its ids: the last `limit` of them, behind the BOS.
+
+    `views`: the images of each.
+    """
     frame = frame_of(tokenizer)
     found: list[Prompt | BadRecord] = []
-    for one in asked:
+    for at, one in enumerate(asked):
         try:
-            text = render(tokenizer, one.prompt, (), one.tools).prompt
+            rendered = render(tokenizer, one.prompt, (), one.tools)
         except BadRecord as fault:
             found.append(fault)
             continue
-        start, body = take_start(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], frame)
+        shown = rendered if views is None else views.in_prompt(at, rendered)
+        if isinstance(shown, BadRecord):
+            found.append(shown)
+            continue
+        start, body = take_start(tokenizer(shown.prompt, add_special_tokens=False, verbose=False)["input_ids"], frame)
         keep = len(body) if limit is None else min(len(body), max(limit - len(start), 0))
         ids = start + body[len(body) - keep :]
+        whole = {"input_ids": ids} if views is None else views.whole(at, {"input_ids": ids}, limit or len(ids))
+        if isinstance(whole, BadRecord):
+            found.append(whole)
+            continue
+        text = rendered.prompt if views is None else rendered.prompt.replace(IMAGE, views.sight.mark)
         found.append(Prompt(text, ids) if ids else BadRecord("the prompt becomes no token; write one"))
     return found
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from dstrain.data.conversations import Conversation, Passage, Sample, beside
 from dstrain.data.dialogs import Message
 from dstrain.data.messages import BadRecord
-from dstrain.data.text import count_alike, write_dialog
+from dstrain.data.text import as_template_takes, count_alike, write_dialog
 
 Span = tuple[int, int]
 """Where a part of a text begins and where it ends, in letters."""
@@ -76,7 +76,7 @@ def _marked_by_template(tokenizer: Any, sample: Conversation) -> list[Span] | No
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _, found = render_jinja_template(
-        conversations=[sample.messages],
+        conversations=[as_template_takes(tokenizer, sample.messages)],
         tools=tools,
         chat_template=template,
         return_assistant_tokens_mask=True,

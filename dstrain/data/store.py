@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from dstrain.data.album import FILE as ALBUM
+from dstrain.data.album import Album
 from dstrain.data.columns import ColumnWriter, Example
 from dstrain.data.source import BadRow
 from dstrain.errors import DataError
@@ -39,8 +41,25 @@ Build = Callable[[Report], Iterable[Sequence[Example]]]
 """Yields examples in chunks, filling in the report as it goes."""
 
 
+@dataclass(frozen=True)
+class WithFiles:
+    """A `Build`, or an `Encode` for `prepare`, that also leaves files of its own in the store's folder."""
+
+    make: Callable[..., Any]
+    """Called as the build or the encoder itself."""
+    beside: Callable[[Path], list[str]]
+    """Writes them into the folder, once all examples are there; their names."""
+
+    def __call__(self, asked: Any) -> Any:
+        return self.make(asked)
+
+
 class TokenStore:
-    """Read-only examples: ragged int32 columns, float64 scalars and the sample ids. Thread-safe."""
+    """Read-only examples: ragged int32 columns, float64 scalars and the sample ids. Thread-safe.
+
+    Where it has an album, the column `images` gives images that can be loaded, not their numbers; no example has it where
+    none has an image.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Open a folder that `cached_store` wrote. Raises ValueError or OSError where it is not whole."""
@@ -56,6 +75,7 @@ class TokenStore:
         self._ragged = {
             name: (_open(folder / f"{name}.npy"), _open(folder / f"{name}.ends.npy")) for name in meta["ragged"]
         }
+        self.album = Album(folder) if ALBUM in meta["files"] else None
 
     def __len__(self) -> int:
         return self._count
@@ -67,6 +87,9 @@ class TokenStore:
         example: dict[str, Any] = {"sample": int(self.samples[index])}
         for name, (values, ends) in self._ragged.items():
             example[name] = values[ends[index - 1] if index else 0 : ends[index]]
+        if self.album is not None:
+            shown = self.album.pick(example.pop("images"))
+            example |= {"images": shown} if len(self.album) else {}
         return example | {name: float(values[index]) for name, values in self._scalars.items()}
 
     @property
@@ -97,6 +120,8 @@ def write_store(folder: Path, key: Mapping[str, Any], build: Build) -> None:
     for chunk in build(report):
         columns.append(chunk)
     meta = {"key": dict(key), **columns.close(), "report": asdict(report)}
+    if isinstance(build, WithFiles):
+        meta["files"] |= {name: (folder / name).stat().st_size for name in build.beside(folder)}
     with (folder / "meta.json").open("w", encoding="utf-8") as file:
         json.dump(meta, file, ensure_ascii=False)
         file.flush()
@@ -136,7 +161,7 @@ def cached_store(
     from filelock import FileLock, Timeout
 
     place = folder / key_name(key)
-    if (store := _whole(place)) is not None:
+    if (store := _whole(place, echo)) is not None:
         return store
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +174,7 @@ def cached_store(
                 echo(f"waiting for the token cache {place}, {_read_owner(owner)}")
         try:
             owner.write_text(json.dumps([os.getpid(), socket.gethostname(), time.time()]), encoding="utf-8")
-            store = _whole(place)
+            store = _whole(place, lambda line: None)
             return _build(place, key, build) if store is None else store
         finally:
             owner.unlink(missing_ok=True)
@@ -159,11 +184,16 @@ def cached_store(
         raise DataError(f"the token cache {place} cannot be built: {fault}; {mend}") from fault
 
 
-def _whole(place: Path) -> TokenStore | None:
+def _whole(place: Path, echo: Callable[[str], None]) -> TokenStore | None:
+    """The store, where its files are whole and its images are those that were prepared."""
     try:
-        return TokenStore(place)
+        store = TokenStore(place)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    reason = store.album.changed() if store.album else None
+    if reason:
+        echo(f"the token cache {place} is built again: {reason}")
+    return None if reason else store
 
 
 def _build(place: Path, key: Mapping[str, Any], build: Build) -> TokenStore:

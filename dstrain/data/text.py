@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from dstrain.data.dialogs import Message, render_messages
+from dstrain.data.dialogs import IMAGE, Message, in_parts, render_messages
 from dstrain.data.formats import BadRecord, Preference, Response
 from dstrain.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from dstrain.data.sight import Views
+
 Prompt = str | list[Message]
+Alphabet = Literal["bytes", "data"]
 _OPENER = "\n\nAssistant:"
+_PROBE = "probe"
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,37 @@ def write_dialog(
         return render_messages(messages) + (_OPENER if opened else "")
     from jinja2 import TemplateError
 
+    said = as_template_takes(tokenizer, messages)
     try:
-        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=opened, tokenize=False)
+        return tokenizer.apply_chat_template(said, tools=tools, add_generation_prompt=opened, tokenize=False)
     except (TemplateError, TypeError, KeyError, ValueError) as fault:
         raise BadRecord(f"the tokenizer's chat template refuses the dialog ({fault}); mend the turns") from fault
+
+
+def as_template_takes(tokenizer: Any, messages: Sequence[Message]) -> Sequence[Any]:
+    """The messages, in typed parts where they hold images or the template reads nothing else."""
+    if any(IMAGE in message["content"] for message in messages) or _reads_parts_alone(tokenizer):
+        return [in_parts(message) for message in messages]
+    return messages
+
+
+_PARTS_ALONE: dict[str, bool] = {}
+
+
+def _reads_parts_alone(tokenizer: Any) -> bool:
+    """Whether the chat template leaves out a message whose content is a string, as those of many models that see do."""
+    template = str(tokenizer.chat_template)
+    if template not in _PARTS_ALONE:
+        plain: Message = {"role": "user", "content": _PROBE}
+        _PARTS_ALONE[template] = not _shows(tokenizer, plain) and _shows(tokenizer, in_parts(plain))
+    return _PARTS_ALONE[template]
+
+
+def _shows(tokenizer: Any, message: Any) -> bool:
+    try:
+        return _PROBE in tokenizer.apply_chat_template([message], tokenize=False)
+    except Exception:  # whatever a template trips over
+        return False
 
 
 def _render_template(write: Callable[..., str], prompt: Prompt, answers: Sequence[Response]) -> Rendered:
@@ -126,25 +157,32 @@ def encode_preference(
 
 
 def encode_preferences(
-    tokenizer: Any, preferences: Sequence[Preference], max_length: int, max_prompt_length: int | None = None
+    tokenizer: Any,
+    preferences: Sequence[Preference],
+    max_length: int,
+    max_prompt_length: int | None = None,
+    views: Views | None = None,
 ) -> list[dict[str, Any] | BadRecord]:
     """Ids of prompt and answer, as `chosen` and `rejected`, and where both answers begin, as `prompt_length`.
 
-    `prompt_cut` and `response_cut` are 1 where something was cut, else 0.
+    `prompt_cut` and `response_cut` are 1 where something was cut, else 0. `views`: the images of each.
     """
     frame = frame_of(tokenizer)
     if max_length <= len(frame.start) + len(frame.end):
         raise DataError(f"data.max_length {max_length} leaves no room for text; make it larger")
     rendered = [_try_render(tokenizer, preference) for preference in preferences]
+    if views is not None:
+        rendered = [views.in_prompt(at, item) for at, item in enumerate(rendered)]
     good = [item for item in rendered if isinstance(item, Rendered)]
     ids = iter(_tokenize(tokenizer, [text for item in good for text in (item.prompt, *item.answers)]))
     limits = max_length, max_prompt_length
-    return [
+    found = [
         item
         if isinstance(item, BadRecord)
         else _assemble((next(ids), next(ids), next(ids)), frame, item.templated, limits)
         for item in rendered
     ]
+    return found if views is None else [views.whole(at, item, max_length) for at, item in enumerate(found)]
 
 
 def _try_render(tokenizer: Any, preference: Preference) -> Rendered | BadRecord:
@@ -196,19 +234,30 @@ def ends_with(ids: list[int], ending: list[int]) -> bool:
     return bool(ending) and ids[-len(ending) :] == ending
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of these texts, with `<pad>` and, as EOS, `</s>`; the same for the same texts."""
+def train_tokenizer(texts: Iterable[str], vocab_size: int, alphabet: Alphabet = "bytes") -> PreTrainedTokenizerFast:
+    """A byte-level BPE of these texts, with `<pad>` and, as EOS, `</s>`; the same for the same texts.
+
+    `data` leaves out the bytes that none of them has; of a word they come in, each run of them is one `<unk>`. Raises
+    DataError where the texts have more bytes than fit.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
+    whole = alphabet == "bytes"
+    unknown = None if whole else "<unk>"
+    tokenizer = Tokenizer(models.BPE(unk_token=unknown, fuse_unk=not whole))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=["<pad>", "</s>"],
+        special_tokens=["<pad>", "</s>", *([unknown] if unknown else [])],
         show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()) if whole else [],
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
+    if (size := tokenizer.get_vocab_size()) > vocab_size:
+        raise DataError(
+            f"the letters of the training texts and {unknown} take {size} entries, and vocab_size is {vocab_size}; raise it"
+        )
+    named = {"pad_token": "<pad>", "eos_token": "</s>", **({"unk_token": unknown} if unknown else {})}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)

@@ -8,31 +8,39 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dstrain.config.rules import SMALLEST_VOCABULARY
 from dstrain.data.formats import BadRecord
 from dstrain.data.source import Source
 from dstrain.data.store import key_name
-from dstrain.data.text import train_tokenizer
+from dstrain.data.text import Alphabet, train_tokenizer
 from dstrain.errors import DataError
 
 MOST_RECORDS = 200_000
 
 
 def trained_tokenizer(
-    source: Source, texts: Callable[[dict[str, Any]], Iterable[str]], vocab_size: int, cache: Path
+    source: Source,
+    texts: Callable[[dict[str, Any]], Iterable[str]],
+    vocab_size: int,
+    cache: Path,
+    alphabet: Alphabet = "bytes",
 ) -> Any:
     """A byte-level BPE of the source's texts; from the cache where the same one was trained before.
 
-    Several processes may train it side by side: it is the same, and the first to finish gives it its name.
+    `alphabet`: as model.tokenizer has it. Several processes may train it side by side: it is the same, and the first to
+    finish gives it its name. Raises DataError where vocab_size is too small.
     """
     from transformers import PreTrainedTokenizerFast
 
-    if vocab_size < 258:
-        raise DataError(f"a byte-level tokenizer has at least 258 entries, not {vocab_size}; raise vocab_size")
+    if vocab_size < (least := SMALLEST_VOCABULARY[alphabet]):
+        kind = "byte-level" if alphabet == "bytes" else "trained"
+        raise DataError(f"a {kind} tokenizer has at least {least} entries, not {vocab_size}; raise vocab_size")
     key = {"data": source.digest, "texts": getattr(texts, "__qualname__", ""), "vocab_size": vocab_size, "format": 1}
+    key |= {} if alphabet == "bytes" else {"alphabet": alphabet}
     place = cache / "tokenizers" / key_name(key)
     if not place.is_dir():
         partial = place.with_name(f"{place.name}.{os.getpid()}.partial")
-        train_tokenizer(_texts(source, texts), vocab_size).save_pretrained(str(partial))
+        train_tokenizer(_texts(source, texts), vocab_size, alphabet).save_pretrained(str(partial))
         try:
             partial.rename(place)
         except OSError:

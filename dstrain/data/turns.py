@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from dstrain.data.messages import BadRecord
 from dstrain.data.spans import Written, write
 from dstrain.data.text import Frame, count_alike, ends_with, frame_of, take_start
 from dstrain.errors import DataError
+
+if TYPE_CHECKING:
+    from dstrain.data.sight import Views
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +32,24 @@ class TurnSettings:
 
 
 def encode_conversations(
-    tokenizer: Any, samples: Sequence[Sample], settings: TurnSettings
+    tokenizer: Any, samples: Sequence[Sample], settings: TurnSettings, views: Views | None = None
 ) -> list[dict[str, Any] | BadRecord]:
-    """`input_ids` of each sample, and `learnt`, as long: 1 where a token is to be predicted.
+    """`input_ids` of each sample, and `learnt`, as long: 1 where a token is to be predicted, which no image's is.
 
-    `prompt_cut` and `response_cut` are 1 where something was cut, else 0.
+    `prompt_cut` and `response_cut` are 1 where something was cut, else 0. `views`: the images of each.
     """
     frame = frame_of(tokenizer)
     if settings.max_length <= len(frame.start) + len(frame.end):
         raise DataError(f"data.max_length {settings.max_length} leaves no room for text; make it larger")
     enders = tuple(tokenizer.get_added_vocab())
     written = [_try_write(tokenizer, sample, enders, settings.assistant_only) for sample in samples]
+    if views is not None:
+        written = [views.in_written(at, item) for at, item in enumerate(written)]
     coded = _tokenize([item for item in written if isinstance(item, Written)], tokenizer)
-    return [item if isinstance(item, BadRecord) else _assemble(next(coded), item, frame, settings) for item in written]
+    if views is not None:
+        coded = (views.not_learnt(ids, learnt) for ids, learnt in coded)
+    found = [item if isinstance(item, BadRecord) else _assemble(next(coded), item, frame, settings) for item in written]
+    return found if views is None else [views.whole(at, item, settings.max_length) for at, item in enumerate(found)]
 
 
 def _try_write(tokenizer: Any, sample: Sample, enders: tuple[str, ...], assistant_only: bool) -> Written | BadRecord:

@@ -20,7 +20,7 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
     if model.path is not None:
-        return _pretrained(AutoConfig, model.path, "model.path", model.trust_remote_code)
+        return pretrained(AutoConfig, model.path, "model.path", model.trust_remote_code)
     if model.config is None:
         raise RecipeError(
             Fault("model", "has neither path nor config", "set model.path, or model.config to start anew")
@@ -53,10 +53,21 @@ def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer in a folder or on the hub. Raises RecipeError where it cannot be had."""
     from transformers import AutoTokenizer
 
-    return _pretrained(AutoTokenizer, name, key, trust_remote_code)
+    return pretrained(AutoTokenizer, name, key, trust_remote_code)
 
 
-def _pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
+def give_pad_token(tokenizer: Any, key: str) -> None:
+    """Have a tokenizer without a pad token pad with its EOS. Raises RecipeError where it has none either."""
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise RecipeError(
+                Fault(key, "the tokenizer has neither a pad nor an EOS token", "add one and save it again")
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+def pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
+    """What one of transformers' Auto classes makes of a folder or a hub id. Raises RecipeError for the recipe's `key`."""
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not Path(name).expanduser().is_dir():
         raise RecipeError(
@@ -67,11 +78,15 @@ def _pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
             str(Path(name).expanduser()) if looks_local else name, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # its own checks, and whatever a config that cannot be trips over
+        reason = _reason(error)
         if "trust_remote_code" in str(error):
             mend = "set model.trust_remote_code: true if you trust the Python that comes with it"
+        elif "torchvision" in str(error).lower():
+            reason = reason.partition(". ")[0]  # what follows is where to find it for every system
+            mend = "install torchvision (pip install torchvision), which a processor with a part for videos needs"
         else:
             mend = "give a folder that transformers can load, or a hub id that this machine can reach"
-        raise RecipeError(Fault(key, f"'{name}' cannot be loaded ({_reason(error)})", mend)) from error
+        raise RecipeError(Fault(key, f"'{name}' cannot be loaded ({reason})", mend)) from error
 
 
 def _reason(error: Exception) -> str:
@@ -117,7 +132,8 @@ def load_model(auto: Any, model: ModelConfig, config: PretrainedConfig, seed: in
 
     settings = _settings(model)
     dtype = getattr(torch, model.dtype or "float32")
-    config.use_cache = False
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        part.use_cache = False
     torch.manual_seed(seed)
     if model.path is not None:
         return auto.from_pretrained(str(Path(model.path).expanduser()), config=config, dtype=dtype, **settings)

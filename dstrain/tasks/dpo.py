@@ -64,15 +64,14 @@ class PreferenceOptimization(PairTask, PolicyTask):
         chosen, rejected = answer_log_probs(model, batch).sum(-1).chunk(2)
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
-    def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
+    def more(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         from dstrain.data.collate import answers_tail
 
-        batch = super().collate(examples)
         sides = [
             (example[side], int(example["prompt_length"])) for side in ("chosen", "rejected") for example in examples
         ]
-        more = {"learnt": answers_tail(sides)}  # (2B, K): 1 where a token of an answer stands
-        return batch.plus(more | self.remembered(examples))
+        learnt = {"learnt": answers_tail(sides)}  # (2B, K): 1 where a token of an answer stands
+        return learnt | self.remembered(examples)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         import torch

@@ -16,7 +16,7 @@ from dstrain.data.store import TokenStore
 from dstrain.data.turns import TurnSettings
 from dstrain.tasks.base import Loss
 from dstrain.tasks.policy import PolicyTask
-from dstrain.tasks.text import tiny_recipe
+from dstrain.tasks.tiny import tiny_recipe
 
 if TYPE_CHECKING:
     import torch

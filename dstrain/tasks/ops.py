@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dstrain.batch import Batch
+from dstrain.data.sight import KINDS
 
 
 def bradley_terry(
@@ -95,31 +96,63 @@ def answer_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
     Only these positions become logits, where the family can leave the others out.
     """
-    ids, learnt = batch.tensors["input_ids"], batch.tensors["learnt"]  # (B, L), (B, K)
-    logits, targets = target_logits(model, ids, batch.tensors["attention_mask"], learnt.shape[1])
+    learnt = batch.tensors["learnt"]  # (B, K)
+    logits, targets = target_logits(model, batch, learnt.shape[1])
     return token_log_probs(logits, targets).masked_fill(learnt == 0, 0.0)
 
 
 def learn_tokens(
     logits: torch.Tensor, targets: torch.Tensor, learnt: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of -log p, how many targets the model took for the likeliest), both over the learnt tokens.
+    """(sum of -log p of the learnt tokens, (B, K) true where one of them is what the model took for the likeliest).
 
     Logits (B, K, V) that speak of the targets (B, K); `learnt` (B, K) is 1 where a target counts and 0 elsewhere.
     """
     loss = -token_log_probs(logits, targets).masked_fill(learnt == 0, 0.0).sum()
-    right = (logits.detach().argmax(-1) == targets) & (learnt != 0)  # of the logits as they came: no copy of them
-    return loss, right.sum()
+    return loss, (logits.detach().argmax(-1) == targets) & (learnt != 0)  # of the logits as they came: no copy of them
 
 
-def target_logits(
-    model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, last: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def exact_answers(right: torch.Tensor, learnt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(answers of which every token is right, answers): of (B, K), where learnt tokens side by side are one answer.
+
+    What a model writes greedily begins with such an answer, where those before it in the dialog were given.
+    """
+    learnt = learnt != 0
+    begins = learnt & ~torch.nn.functional.pad(learnt, (1, 0))[:, :-1]
+    number = begins.flatten().cumsum(0)  # (B * K,): which answer a token belongs to, counted from 1
+    wrong = torch.zeros(learnt.numel() + 1, dtype=torch.long, device=learnt.device)
+    wrong.index_add_(0, number, (learnt & ~right).flatten().long())
+    count = begins.sum()
+    return count - (wrong != 0).sum(), count
+
+
+def target_logits(model: torch.nn.Module, batch: Batch, last: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, K, V) logits that speak of the last K tokens, and these tokens, (B, K)."""
+    ids = batch.tensors["input_ids"]  # (B + blank rows, L)
     assert 0 < last < ids.shape[1], "the first token is nobody's target"
     keep = {"logits_to_keep": last + 1} if "logits_to_keep" in _parameters(type(unwrapped(model)).forward) else {}
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **keep).logits
-    return logits[:, -last - 1 : -1], ids[:, -last:]
+    logits = ask(model, batch, use_cache=False, **keep)
+    return logits[:, -last - 1 : -1], ids[: len(logits), -last:]
+
+
+def ask(model: torch.nn.Module, batch: Batch, **settings: Any) -> torch.Tensor:
+    """(B, …) logits of the batch's rows, its images seen."""
+    ids, mask = batch.tensors["input_ids"], batch.tensors["attention_mask"]
+    logits = model(input_ids=ids, attention_mask=mask, **inputs_of_images(model, batch), **settings).logits
+    return logits[: len(logits) - batch.blank_rows]
+
+
+def inputs_of_images(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    """What the model takes of the batch's images, under the names that its family has."""
+    seen = dict(batch.vision)
+    if KINDS not in seen:
+        return seen
+    kinds, core = seen.pop(KINDS), unwrapped(model)
+    known = _parameters(type(core).forward) | _parameters(type(getattr(core, "base_model", core)).forward)
+    if KINDS in known:
+        return {**seen, KINDS: kinds}
+    of_gemma = str(getattr(core.config, "model_type", "")).startswith("gemma3")
+    return {**seen, "token_type_ids": kinds} if of_gemma and "token_type_ids" in known else seen
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

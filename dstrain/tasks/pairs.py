@@ -6,27 +6,33 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dstrain.batch import Batch
-from dstrain.data.formats import Preference, read_preference
-from dstrain.data.prepare import PreferenceSettings, prepare_preferences
+from dstrain.data.formats import BadRecord, Preference, Response, read_preference
+from dstrain.data.marks import Seen
+from dstrain.data.sight import Views
 from dstrain.data.source import Joined
 from dstrain.data.store import TokenStore
-from dstrain.tasks.text import TextTask, tiny_recipe
+from dstrain.data.text import encode_preferences
+from dstrain.tasks.text import TextTask
+from dstrain.tasks.tiny import tiny_recipe
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairTask(TextTask):
     """A task on a chosen and a rejected answer to one prompt."""
 
-    def convert(self, record: dict[str, Any]) -> Preference:
-        return read_preference(record)
+    def convert(self, record: dict[str, Any]) -> Seen[Preference]:
+        return self.read(record, read_preference)
 
     def texts(self, record: dict[str, Any]) -> Iterator[str]:
-        preference = read_preference(record)
+        preference = self.convert(record).said
         for part in (preference.prompt, preference.chosen, preference.rejected):
             if isinstance(part, str):
                 yield part
@@ -35,13 +41,17 @@ class PairTask(TextTask):
 
     def tokens(self, source: Joined) -> TokenStore:
         data = self.recipe.data
-        settings = PreferenceSettings(
-            max_length=data.max_length,
-            max_prompt_length=data.max_prompt_length,
-            task=self.recipe.task,
-            on_error=data.on_error,
-        )
-        return prepare_preferences(source, self.tokenizer, settings)
+        limits = data.max_length, data.max_prompt_length
+
+        def encode(items: list[Preference], views: Views | None) -> list[Any]:
+            coded = encode_preferences(self.tokenizer, items, *limits, views)
+            return [
+                one if isinstance(one, BadRecord) else one | measured(item)
+                for item, one in zip(items, coded, strict=True)
+            ]
+
+        key = {"what": "preferences", "max_length": limits[0], "max_prompt_length": limits[1]}
+        return self.store(source, read_preference, encode, key)
 
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
         import torch
@@ -49,21 +59,39 @@ class PairTask(TextTask):
         from dstrain.data.collate import attention_mask, pad
 
         sequences = [example[side] for side in ("chosen", "rejected") for example in examples]
-        return Batch(
+        batch = Batch(
             tensors={
                 "input_ids": pad(sequences, self.tokenizer.pad_token_id),  # (2B, L), the chosen ones first
                 "attention_mask": attention_mask(sequences),
                 "margin": torch.tensor([example["margin"] for example in examples], dtype=torch.float32),  # (B,)
+                **self.more(examples),
             },
             weight=float(len(examples)),
             samples=tuple(example["sample"] for example in examples),
             tokens=sum(len(sequence) for sequence in sequences),
         )
+        return self.with_images(batch, examples, 2)
+
+    def more(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """What the loss needs beside the answers."""
+        return {}
 
     def baselines(self, examples: Sequence[Any]) -> Mapping[str, float]:
         """`length_baseline`: how often the longer answer, in letters and before any cut, is the chosen one; ties count half."""
         longer = np.array([examples[index]["longer"] for index in range(len(examples))])
         return {"length_baseline": float(np.mean((longer > 0) + 0.5 * (longer == 0)))}
+
+
+def measured(preference: Preference) -> dict[str, float]:
+    """`margin`, 0 where the record has none, and by how many letters the chosen answer is `longer`, before any cut."""
+    return {
+        "margin": preference.margin or 0.0,
+        "longer": float(_letters(preference.chosen) - _letters(preference.rejected)),
+    }
+
+
+def _letters(answer: Response) -> int:
+    return len(answer) if isinstance(answer, str) else sum(len(message["content"]) for message in answer)
 
 
 def tiny_pairs(folder: Path, task: str) -> dict[str, Any]:

@@ -44,7 +44,8 @@ class RewardModel(PairTask):
         """The model's config with one score for a sequence."""
         config = super().config_for(model)
         config.num_labels = 1
-        config.pad_token_id = self.tokenizer.pad_token_id  # the model looks for the last token before it
+        for part in {id(part): part for part in (config, config.get_text_config())}.values():
+            part.pad_token_id = self.tokenizer.pad_token_id  # the model looks for the last token before it
         return config
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
@@ -59,8 +60,9 @@ class RewardModel(PairTask):
 
     def scores(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """(2B,) rewards, the chosen ones first, read where an exported model reads them."""
-        ids, mask = batch.tensors["input_ids"], batch.tensors["attention_mask"]
-        return model(input_ids=ids, attention_mask=mask).logits.squeeze(-1).float()
+        from dstrain.tasks.ops import ask
+
+        return ask(model, batch).squeeze(-1).float()
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         return self.scores(model, batch)

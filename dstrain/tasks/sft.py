@@ -6,16 +6,18 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
 from dstrain.data.conversations import Passage, Sample, read_conversation
-from dstrain.data.prepare import Policy, prepare, read_each, tokenizer_fingerprint
+from dstrain.data.marks import Seen
+from dstrain.data.sight import Views
 from dstrain.data.source import Joined
 from dstrain.data.store import TokenStore
 from dstrain.data.turns import TurnSettings, encode_conversations
 from dstrain.tasks.base import Loss
-from dstrain.tasks.text import TextTask, tiny_recipe
+from dstrain.tasks.text import TextTask
+from dstrain.tasks.tiny import tiny_recipe
 
 if TYPE_CHECKING:
     import torch
@@ -28,16 +30,16 @@ class SupervisedFineTuning(TextTask):
     The loss is -log p of each learnt token, summed; Ouyang et al. (arXiv 2203.02155), section 3.5, step 1.
     """
 
-    metric_names = ("token_accuracy",)
+    metric_names: ClassVar[tuple[str, ...]] = ("token_accuracy",)
 
     assistant_only_loss: bool = True
     """Learn what the assistant says, end of turn included; false: every token, whoever says it."""
 
-    def convert(self, record: dict[str, Any]) -> Sample:
-        return read_conversation(record)
+    def convert(self, record: dict[str, Any]) -> Seen[Sample]:
+        return self.read(record, read_conversation)
 
     def texts(self, record: dict[str, Any]) -> Iterator[str]:
-        sample = read_conversation(record)
+        sample = self.convert(record).said
         if isinstance(sample, Passage):
             yield from (sample.prompt, sample.answer)
         else:
@@ -50,19 +52,17 @@ class SupervisedFineTuning(TextTask):
             max_prompt_length=data.max_prompt_length,
             assistant_only=self.assistant_only_loss,
         )
-        key = {"what": "conversations", "tokenizer": tokenizer_fingerprint(self.tokenizer), **asdict(settings)}
 
-        def encode(samples: list[Sample]) -> list[Any]:
-            return encode_conversations(self.tokenizer, samples, settings)
+        def encode(samples: list[Sample], views: Views | None) -> list[Any]:
+            return encode_conversations(self.tokenizer, samples, settings, views)
 
-        policy = Policy(task=self.recipe.task, on_error=data.on_error)
-        return prepare(source, read_each(read_conversation, encode), key, policy)
+        return self.store(source, read_conversation, encode, {"what": "conversations", **asdict(settings)})
 
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
         from dstrain.data.collate import attention_mask, learnt_tail, pad
 
         sequences = [example["input_ids"] for example in examples]
-        return Batch(
+        batch = Batch(
             tensors={
                 "input_ids": pad(sequences, self.tokenizer.pad_token_id),  # (B, L)
                 "attention_mask": attention_mask(sequences),
@@ -72,16 +72,19 @@ class SupervisedFineTuning(TextTask):
             samples=tuple(example["sample"] for example in examples),
             tokens=sum(len(sequence) for sequence in sequences),
         )
+        return self.with_images(batch, examples)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         from dstrain.tasks.ops import learn_tokens, target_logits
 
         learnt = batch.tensors["learnt"]
-        logits, targets = target_logits(
-            model, batch.tensors["input_ids"], batch.tensors["attention_mask"], learnt.shape[1]
-        )
+        logits, targets = target_logits(model, batch, learnt.shape[1])
         total, right = learn_tokens(logits, targets, learnt)
-        return Loss(total, {"token_accuracy": right})
+        return Loss(total, {"token_accuracy": right.sum(), **self.beside(right, learnt)})
+
+    def beside(self, right: torch.Tensor, learnt: torch.Tensor) -> Mapping[str, Any]:
+        """More metrics, of which learnt tokens (B, K) the model took for the likeliest."""
+        return {}
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         from dstrain.tasks.ops import answer_log_probs

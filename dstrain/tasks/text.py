@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dstrain.config.schema import HeldOutConfig, ModelConfig, TokenizerConfig
+from dstrain.batch import Batch
+from dstrain.config.schema import HeldOutConfig, ModelConfig, ProcessorConfig, TokenizerConfig
+from dstrain.data.colours import image_colours
 from dstrain.data.examples import Examples, split_examples
-from dstrain.data.prompts import Asked, read_prompt
-from dstrain.data.source import First, Joined, open_source
+from dstrain.data.eyes import EncodeSeen, Eyes, look_at_prompts
+from dstrain.data.marks import Seen, has_images, read_seen
+from dstrain.data.messages import BadRecord
+from dstrain.data.prepare import Policy, prepare, read_each, tokenizer_fingerprint
+from dstrain.data.prompts import Asked, Prompt, encode_prompts, read_prompt
+from dstrain.data.sight import Sight
+from dstrain.data.source import First, Joined, Source, open_source
 from dstrain.data.store import TokenStore, cache_root
+from dstrain.data.template import read_template
 from dstrain.data.tokenizer import trained_tokenizer
 from dstrain.errors import DataError, Fault, RecipeError
+from dstrain.launch.threads import cores_here
 from dstrain.models.freeze import check_parts
 from dstrain.models.init import check_init
 from dstrain.models.load import (
     check_weights,
+    give_pad_token,
     load_model,
     read_config,
     read_tokenizer,
     skeleton,
     switch_on_checkpointing,
 )
+from dstrain.models.processors import fit_config, make_processor, read_processor, sees, special_tokens
 from dstrain.tasks.base import Split, Task
 
 if TYPE_CHECKING:
     import torch
+    from PIL.Image import Image
     from transformers import PretrainedConfig
 
 
@@ -50,24 +61,80 @@ class TextTask(Task):
         """The texts of a record, to train a tokenizer on."""
 
     def convert(self, record: dict[str, Any]) -> Any:
-        """Read one record. Raises BadRecord; `dstrain data check` calls it for every record."""
+        """Read one record. Raises BadRecord; `dstrain data check` calls it for every record, and looks at the images of
+        a `Seen`.
+        """
         return list(self.texts(record))
+
+    def read(self, record: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Any]) -> Seen[Any]:
+        """What `read` makes of a record's text, and its images where the model sees. Raises BadRecord.
+
+        Where no model is named yet, every record is taken for one that it can use.
+        """
+        model = self.recipe.model
+        if self.sees if model.path or model.config else has_images(record):
+            return read_seen(record, read)
+        if has_images(record):
+            raise BadRecord("it holds an image, and the model sees none; name one that does, or remove the record")
+        return Seen(read(record))
+
+    def store(self, source: Joined, read: Callable[..., Any], encode: EncodeSeen, key: dict[str, Any]) -> TokenStore:
+        """The examples that `encode` makes of what `read` reads, with the images of a model that sees. Raises DataError.
+
+        `key` names all that `encode` depends on beside the tokenizer or the processor, and where relative paths start.
+        """
+        policy = Policy(task=self.recipe.task, on_error=self.recipe.data.on_error)
+        if self.sight is None:
+            full = {**key, "tokenizer": tokenizer_fingerprint(self.tokenizer)}
+            said = lambda record: self.read(record, read).said  # noqa: E731
+            return prepare(source, read_each(said, lambda items: encode(items, None)), full, policy)
+        eyes = Eyes.with_album(self.sight, cores_here())
+        folders = [str(one.folder_of(0).resolve()) for one in source.sources if len(one)]
+        full = {**key, "processor": self.sight.fingerprint, "folders": folders}
+        return prepare(source, eyes.encoder(source, read, encode), full, policy)
+
+    def prompts(
+        self, asked: Sequence[Seen[Asked]], folders: Sequence[Path], limit: int | None = None
+    ) -> list[Prompt | BadRecord]:
+        """What records ask, as the model sees it; relative paths of images start from their record's folder."""
+        if self.sight is None:
+            return encode_prompts(self.tokenizer, [one.said for one in asked], limit)
+        return look_at_prompts(self.sight, asked, folders, limit)
+
+    def with_images(self, batch: Batch, examples: Sequence[Mapping[str, Any]], times: int = 1) -> Batch:
+        """The batch with its examples' images, whose rows come so many times one after another."""
+        if self.sight is None or "images" not in examples[0]:
+            return batch
+        images = [
+            self.alter(shown.load(), example, at) for example in examples for at, shown in enumerate(example["images"])
+        ]
+        return self.sight.into(batch, images * times)
+
+    def alter(self, image: Image, example: Mapping[str, Any], which: int) -> Image:
+        """The image as it is learnt from."""
+        return image
 
     @property
     def answers(self) -> bool:
         """Whether its model writes answers, token by token."""
         return self.auto == "AutoModelForCausalLM"
 
-    def prompt(self, record: dict[str, Any]) -> Asked:
+    @cached_property
+    def sees(self) -> bool:
+        """Whether the model looks at images."""
+        return sees(self.model_config)
+
+    def prompt(self, record: dict[str, Any]) -> Seen[Asked]:
         """What a record asks, for a model that `answers`. Raises BadRecord."""
-        return read_prompt(record)
+        return self.read(record, read_prompt)
 
     def check(self) -> None:
         model = self.recipe.model
         check_weights(model)
-        size = getattr(self.model_config, "vocab_size", None)
+        size = getattr(self.model_config.get_text_config(), "vocab_size", None)
         if size is not None and len(self.tokenizer) > size:
-            where = "model.config.vocab_size" if model.config else "model.tokenizer"
+            inside = "text_config." if self.sees else ""
+            where = f"model.config.{inside}vocab_size" if model.config else "model.tokenizer"
             raise RecipeError(
                 Fault(
                     where,
@@ -84,6 +151,12 @@ class TextTask(Task):
     def auto_class(self) -> Any:
         import transformers
 
+        if self.sees and not self.answers:
+            from dstrain.models.scored import ScoredAuto
+
+            return ScoredAuto()
+        if self.sees:
+            return transformers.AutoModelForImageTextToText
         return getattr(transformers, self.auto)
 
     def config_for(self, model: ModelConfig) -> PretrainedConfig:
@@ -92,6 +165,8 @@ class TextTask(Task):
         if model.config is not None:  # its defaults are another tokenizer's
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 setattr(config, name, getattr(self.tokenizer, name))
+            if self.sight is not None:
+                fit_config(config, self.sight.processor)
         return config
 
     def load(self, model: ModelConfig) -> torch.nn.Module:
@@ -123,22 +198,57 @@ class TextTask(Task):
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer; one without a pad token pads with its EOS."""
+        return self._with_template(self._words) if self.sight is None else self.sight.tokenizer
+
+    def _with_template(self, tokenizer: Any, image: str = "") -> Any:
+        """The tokenizer with the recipe's chat template, where it names one. Raises RecipeError."""
+        wanted = self.recipe.model.chat_template
+        if wanted is not None:
+            tokenizer.chat_template = read_template(wanted, tokenizer, image)
+        return tokenizer
+
+    @cached_property
+    def sight(self) -> Sight | None:
+        """The processor of a model that sees images; None of another."""
+        if not self.sees:
+            return None
+        model = self.recipe.model
+        name = model.processor if isinstance(model.processor, str) else model.path
+        if name is None:
+            return self._sight_of(make_processor(self.model_config, self._words, *self._colours()))
+        if model.tokenizer is not None:
+            mend = "leave it out, or put it into the folder that model.processor names"
+            raise RecipeError(Fault("model.tokenizer", "of a model that sees, the processor has the tokenizer", mend))
+        key = "model.processor" if isinstance(model.processor, str) else "model.path"
+        return self._sight_of(read_processor(name, key, model.trust_remote_code))
+
+    def _sight_of(self, processor: Any) -> Sight:
+        sight = Sight(processor)
+        processor.chat_template = self._with_template(processor.tokenizer, sight.mark).chat_template
+        return sight
+
+    def _colours(self) -> tuple[list[float] | None, list[float] | None]:
+        """Mean and deviation of the training images, where the recipe asks for them."""
+        wanted = self.recipe.model.processor
+        if not isinstance(wanted, ProcessorConfig) or wanted.normalize is None:
+            return None, None
+        return image_colours(self._source(self.recipe.data.train), self.convert, cache_root(), cores_here())
+
+    @cached_property
+    def _words(self) -> Any:
+        """The tokenizer, in a folder or trained; what a processor adds to it is not there yet."""
         model = self.recipe.model
         wanted = model.tokenizer
         if wanted is None and model.config is not None:
-            size = getattr(self.model_config, "vocab_size", 32000)
+            size = getattr(self.model_config.get_text_config(), "vocab_size", 32000)
+            size -= special_tokens(self.model_config) if self.sees else 0
             wanted = TokenizerConfig.model_construct(vocab_size=size)  # a size too small is refused below, by its name
         if isinstance(wanted, TokenizerConfig):
             source = self._source(self.recipe.data.train)
-            return trained_tokenizer(source, self.texts, wanted.vocab_size, cache_root())
+            return trained_tokenizer(source, self.texts, wanted.vocab_size, cache_root(), wanted.alphabet)
         key = "model.path" if wanted is None else "model.tokenizer"
         tokenizer = read_tokenizer(wanted or model.path or "", key, model.trust_remote_code)
-        if tokenizer.pad_token is None:
-            if tokenizer.eos_token is None:
-                raise RecipeError(
-                    Fault(key, "the tokenizer has neither a pad nor an EOS token", "add one and save it again")
-                )
-            tokenizer.pad_token = tokenizer.eos_token
+        give_pad_token(tokenizer, key)
         return tokenizer
 
     def examples(self, split: Split) -> Examples | None:  # type: ignore[override]  # length and index are all that is asked
@@ -156,30 +266,13 @@ class TextTask(Task):
         return train if split == "train" else test
 
     def save_extras(self, folder: Path) -> None:
-        self.tokenizer.save_pretrained(str(folder))
+        (self.tokenizer if self.sight is None else self.sight.processor).save_pretrained(str(folder))
+
+    def prepared(self, source: Source, item: HeldOutConfig) -> Source:
+        """The source as the task reads it; a training source is a SourceConfig."""
+        return source
 
     def _source(self, items: Sequence[HeldOutConfig]) -> Joined:
         data = self.recipe.data
-        files = [open_source(item, data.columns) for item in items]
+        files = [self.prepared(open_source(item, data.columns), item) for item in items]
         return Joined([First(file, data.max_samples) for file in files] if data.max_samples else files)
-
-
-def tiny_recipe(folder: Path, task: str, record: Callable[[str, int], dict[str, Any]]) -> dict[str, Any]:
-    """A recipe of seconds, with its data written into the folder: record(split, index) for each."""
-    for name, count in (("train", 64), ("eval", 16)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record(name, i)) + "\n" for i in range(count)))
-    return {
-        "task": task,
-        "model": {
-            "config": {
-                "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48,
-                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-            }
-        },
-        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl"), "max_length": 48},
-        "batch": {"total": 4, "micro": 2},
-        "optim": {"lr": 1e-3},
-        "steps": 4,
-        "log": {"every": 1, "tensorboard": False},
-        "ds_config": "zero2",
-    }  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any, TextIO
 
@@ -10,7 +10,7 @@ from dstrain.data.loader import Loader
 from dstrain.errors import CheckpointError, ResumeError
 from dstrain.launch.outcome import STOPPED
 from dstrain.models.fingerprint import OTHER_BASE, fingerprint
-from dstrain.models.freeze import parameter_groups
+from dstrain.models.freeze import parameter_groups, part_counts
 from dstrain.models.sharded import sharded_construction
 from dstrain.report.journal import Journal
 from dstrain.report.meter import Meter
@@ -104,7 +104,6 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None, interrupt: 
         plan.task.save_extras(run_dir / "tokenizer")
     describe_start(plan, journal, world, start)
     engine = _engine(plan, world, journal)
-    peak = scale(config.optim.lr, config.optim.scale_lr, plan.began_with, config.optim.scale_lr_base)
     return Run(
         engine=engine,
         loader=_loader(plan, world),
@@ -119,7 +118,7 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None, interrupt: 
         guard=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], journal.event),
         learning=Learning(engine, engine.objective.model, journal.event),
         interrupt=interrupt or Interrupt(),
-        lr=LearningRate(peak, config.optim.schedule, plan.steps, config.optim.warmup),
+        lr=LearningRate(_rate(plan, config.optim.lr), config.optim.schedule, plan.steps, config.optim.warmup),
         seed=config.seed,
         steps=plan.steps,
         metric=config.eval.metric,
@@ -213,13 +212,23 @@ def _engine(plan: Plan, world: World, journal: Journal) -> DeepSpeedEngine:
         objective = build_objective(plan.task, journal)
     groups = parameter_groups(objective.model, plan.config.optim)
     total, trained = count(objective.model)
-    journal.event("model", parameters=total, trainable=trained, reference=plan.task.reference)
+    parts = part_counts(objective.model, plan.config.optim, _rate(plan, 1.0))
+    about = {"parts": [asdict(part) for part in parts]} if parts else {}
+    journal.event("model", parameters=total, trainable=trained, reference=plan.task.reference, **about)
     if world.rank == 0:
         print(f"model: {show_count(total)} parameters, {show_count(trained)} of them trained", flush=True)
+        for part in parts:
+            print(f"  {part}", flush=True)
         if objective.reference is not None:
             where = "in shards" if plan.preset.stage == 3 else "whole in every process; zero3 would shard it"
             print(f"reference: a frozen model beside it, {where}", flush=True)
     return DeepSpeedEngine(objective, groups, plan.config.optim, plan.ds_config, world)
+
+
+def _rate(plan: Plan, lr: float) -> float:
+    """A learning rate for as many processes as the run began with."""
+    optim = plan.config.optim
+    return scale(lr, optim.scale_lr, plan.began_with, optim.scale_lr_base)
 
 
 def _loader(plan: Plan, world: World) -> Loader:

@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import StoppingCriteria
 
+from dstrain.batch import Batch
 from dstrain.data.collate import attention_mask, pad
-from dstrain.data.prompts import enders
+from dstrain.data.images import read_image
+from dstrain.data.prompts import Prompt, enders
+from dstrain.data.sight import KINDS, Sight
 from dstrain.errors import TaskError
+from dstrain.tasks.ops import inputs_of_images
 from dstrain.train.engine import seed_step
 from dstrain.train.forward import ForwardEngine
 
@@ -32,25 +37,29 @@ class Sampling:
 
 
 def write_answers(
-    engine: ForwardEngine, prompts: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any
+    engine: ForwardEngine, prompts: Sequence[Prompt], sampling: Sampling, tokenizer: Any, sight: Sight | None = None
 ) -> list[list[int]]:
     """The ids of each prompt's answer, without the one that ends it, in the prompts' order. Collective.
+
+    `sight`: of a model that sees, its processor.
 
     Prompts of like length are put together, and these batches are dealt out to the ranks: what is in a batch and what
     it draws do not depend on the number of processes. In shards every rank makes as many passes as the others.
     """
     model, world = engine.bare, engine.world
     stops = _prepare(model, sampling, tokenizer)
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
+    seen = sight if any(prompt.images for prompt in prompts) else None
     batches = [order[start : start + sampling.batch] for start in range(0, len(order), sampling.batch)]
     mine: dict[int, list[int]] = {}
     for place in range(world.rank, -(-len(batches) // world.size) * world.size, world.size):
         if place < len(batches):
             seed_step(sampling.seed, place, 0)
             rows = [prompts[index] for index in batches[place]]
-            mine.update(zip(batches[place], _answer(engine, rows, stops, sampling.max_new_tokens), strict=True))
+            written = _answer(engine, _batch(engine, rows, seen), stops, sampling.max_new_tokens)
+            mine.update(zip(batches[place], written, strict=True))
         elif engine.sharded:  # the others' passes need this rank's shards
-            _answer(engine, [prompts[order[0]]], stops, 1)
+            _answer(engine, _batch(engine, [prompts[order[0]]], seen), stops, 1)
     told = {index: answer for of_rank in world.gather(mine) for index, answer in of_rank.items()}
     return [told[index] for index in range(len(prompts))]
 
@@ -76,17 +85,45 @@ def _prepare(model: Any, sampling: Sampling, tokenizer: Any) -> set[int]:
     return stops
 
 
-@torch.no_grad()
-def _answer(engine: ForwardEngine, rows: Sequence[Sequence[int]], stops: set[int], most: int) -> list[list[int]]:
-    """Up to `most` ids behind each row, padded on the left so that all end together. Collective in shards."""
+def _batch(engine: ForwardEngine, prompts: Sequence[Prompt], sight: Sight | None) -> Batch:
+    """The prompts padded on the left, so that all end together, and their images.
+
+    In shards, a blank image where other ranks' prompts may have one: it has a row of its own, as in training.
+    """
+    images = [read_image(image) for prompt in prompts for image in prompt.images]
+    blank = sight is not None and engine.sharded and not images
+    rows = [prompt.ids for prompt in prompts] + ([sight.blank_ids] if sight is not None and blank else [])
     backwards = [list(row)[::-1] for row in rows]
     ids = pad(backwards, engine.bare.generation_config.pad_token_id).flip(1)  # (B, L)
-    mask = attention_mask(backwards).flip(1)
-    device = engine.world.device
+    vision = {} if sight is None or not (images or blank) else {**sight.inputs(images), KINDS: sight.kinds(ids)}
+    tensors = {"input_ids": ids, "attention_mask": attention_mask(backwards).flip(1)}
+    return Batch(tensors=tensors, weight=0.0, samples=(), vision=vision, blank_rows=int(blank))
+
+
+@torch.no_grad()
+def _answer(engine: ForwardEngine, batch: Batch, stops: set[int], most: int) -> list[list[int]]:
+    """Up to `most` ids behind each row of the batch. Collective in shards."""
+    here = batch.to(engine.world.device)
     written = engine.bare.generate(
-        input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=most, synced_gpus=engine.sharded
+        **{name: here.tensors[name] for name in ("input_ids", "attention_mask")},
+        **inputs_of_images(engine.bare, here),
+        max_new_tokens=most,
+        synced_gpus=engine.sharded,
+        stopping_criteria=[_Waits(batch.blank_rows)] if batch.blank_rows else None,
     )
-    return [_until(row, stops) for row in written[:, ids.shape[1] :].tolist()]
+    rows = written[: len(written) - batch.blank_rows, here.tensors["input_ids"].shape[1] :]
+    return [_until(row, stops) for row in rows.tolist()]
+
+
+class _Waits(StoppingCriteria):
+    """The last rows of a batch are nobody's, and no answer waits for them."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """(B,) true where a row is done."""
+        return torch.arange(len(input_ids), device=input_ids.device) >= len(input_ids) - self._count
 
 
 def _until(ids: list[int], stops: set[int]) -> list[int]:

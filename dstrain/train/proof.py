@@ -66,10 +66,13 @@ def in_a_folder(model: Any) -> dict[str, torch.Tensor]:
     from peft import PeftModel, get_peft_model_state_dict
     from transformers.core_model_loading import revert_weight_conversion
 
+    from dstrain.models.scored import in_files
+
     if isinstance(model, PeftModel):
         return _all_that_learn(model, get_peft_model_state_dict(model))
-    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    return revert_weight_conversion(model, {k: v for k, v in tensors_of(model).items() if k not in ignored})
+    base, beside = in_files(model)
+    ignored = getattr(base, "_keys_to_ignore_on_save", None) or ()
+    return revert_weight_conversion(base, {k: v for k, v in tensors_of(base).items() if k not in ignored}) | beside
 
 
 def _all_that_learn(model: torch.nn.Module, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

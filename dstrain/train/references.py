@@ -75,13 +75,18 @@ def _weights(task: Task) -> str:
 
 
 def reference_key(asking: Asking, store: TokenStore, weights: str) -> dict[str, Any]:
-    """All that the answers depend on. The store's name stands for data, tokenizer, template and truncation."""
+    """All that the answers depend on.
+
+    The store's name stands for data, tokenizer, template and truncation, and for a model that sees for its processor;
+    what its images show is not in it, for records name files.
+    """
     task = asking.task
     precision = in_precision(task.recipe, asking.ds_config).model.dtype or "float32"
     drawn_in_shards = task.reference_model.path is None and precision != "float32" and sharded(asking.ds_config)
     return {
         "what": "reference", "version": VERSION, "task": task.recipe.task, "tokens": store.folder.name,
         "weights": weights, "dtype": precision, "attention": task.recipe.model.attention, "drawn_in_shards": drawn_in_shards,
+        **({"images": store.album.digest} if store.album else {}),
     }  # fmt: skip
 
 
@@ -130,7 +135,7 @@ def _ask(asking: Asking, store: TokenStore, start: int, engine: _LateEngine) -> 
 
 def _lengths(store: TokenStore, rows: np.ndarray) -> np.ndarray:
     """The longest sequence of each example."""
-    return np.max([store.lengths(name)[rows] for name in store.sequences], axis=0)
+    return np.max([store.lengths(name)[rows] for name in store.sequences if name != "images"], axis=0)
 
 
 class _LateEngine:

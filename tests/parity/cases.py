@@ -26,6 +26,7 @@ from dstrain.train.evaluate import look
 from dstrain.train.objective import Objective
 from dstrain.train.references import Asking, add_references
 from dstrain.world import SoloWorld, TorchWorld, World
+from tests.seeing import recipe as seeing_recipe
 
 
 @cache
@@ -34,9 +35,10 @@ def world() -> World:
 
 
 def tiny_task(name: str, changes: dict[str, Any] | None = None) -> Task:
-    """A task with its tiny recipe; `changes` overrides sections."""
+    """A task with its tiny recipe, `rm, seeing` with a model that sees; `changes` overrides sections."""
     folder = Path(tempfile.mkdtemp())
-    recipe = find_task(name).tiny(folder)
+    plain, _, seeing = name.partition(", ")
+    recipe = seeing_recipe(plain, folder) if seeing else find_task(plain).tiny(folder)
     for key, value in (changes or {}).items():
         recipe[key] = {**recipe.get(key, {}), **value} if isinstance(value, dict) else value
     return make_task(RunConfig.model_validate(recipe))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.parity.test_step import SAMPLES, SGD, distance
+from tests.seeing import GEMMA3, IDEFICS3
 from tests.workers import Workers
 
 LORA = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
@@ -22,6 +23,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rm, adapters": ("rm", {"moved": True, **LORA}),
     "sft": ("sft", {}),
     "rm, DoRA": ("rm", {"moved": True, "model": {"lora": {"rank": 4, "dora": True}}}),
+    "vlm": ("vlm", {}),
+    "vlm, a frozen tower": ("vlm", {"model": {"freeze": ["vision"]}}),
+    "vlm, the projector alone": ("vlm", {"model": {"freeze": ["vision", "language"]}}),
+    "vlm, parts at their own rates": ("vlm", {"optim": {"groups": {"vision": {"lr": 0.2}, "projector": {"lr": 0.5}}}}),
+    "vlm, Gemma 3": ("vlm", {"model": {"config": GEMMA3}, "data": {"max_length": 128}}),
+    "vlm, Idefics 3": ("vlm", {"model": {"config": IDEFICS3}, "data": {"max_length": 128}}),
+    "rm, images": ("rm, seeing", {"moved": True}),
+    "rm, images and adapters": ("rm, seeing", {"moved": True, **LORA}),
+    "rm, images, Gemma 3": ("rm, seeing", {"moved": True, "model": {"config": GEMMA3}, "data": {"max_length": 128}}),
+    "dpo, images, a reference in memory": ("dpo, seeing", {"moved": True}),
+    "dpo, images, a reference remembered": (
+        "dpo, seeing",
+        {"moved": True, "options": {"precompute_ref_log_probs": True}},
+    ),
+    "dpo, images, adapters switched off": ("dpo, seeing", {"moved": True, **LORA}),
 }
 
 

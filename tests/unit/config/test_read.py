@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.config import RunConfig, read_recipe
+from dstrain.config.schema import ProcessorConfig
 from dstrain.errors import RecipeError
 
 
@@ -78,6 +79,27 @@ def test_held_out_data_is_a_path_or_a_block() -> None:
         assert found is not None
         assert (found.path, found.split, found.name) == ("a/b", None, None)
     assert read_recipe(None, ["data.eval="], "rm").config.data.eval is None
+
+
+def test_a_processor_is_a_name_or_a_block() -> None:
+    for text, wanted in (("a/b", "a/b"), ("{normalize: data}", ProcessorConfig(normalize="data")), ("", None)):
+        assert read_recipe(None, [f"model.processor={text}"], "rm").config.model.processor == wanted
+    with pytest.raises(RecipeError, match=r"model\.processor\.normalise: no such key; did you mean 'normalize'"):
+        read_recipe(None, ["model.processor={normalise: data}"], "rm")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "wanted"),
+    [
+        ("{vocab_size: 257}", "is 257, but a byte-level tokenizer has at least 258 entries; raise it"),
+        ("{vocab_size: 15, alphabet: data}", "is 15, but a trained tokenizer has at least 16 entries; raise it"),
+        ("{vocab_size: 99, alphabet: letters}", "input should be 'bytes' or 'data'"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_is_refused(tokenizer: str, wanted: str) -> None:
+    with pytest.raises(RecipeError, match=wanted):
+        read_recipe(None, [f"model.tokenizer={tokenizer}"], "rm")
+    assert read_recipe(None, ["model.tokenizer={vocab_size: 16, alphabet: data}"], "rm")
 
 
 def test_a_fault_is_one_line_whatever_the_key_is_called(tmp_path: Path) -> None:

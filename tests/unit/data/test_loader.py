@@ -59,6 +59,36 @@ def test_a_rank_without_samples_gets_a_filler():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+def test_samples_of_training_know_their_place_in_the_run(workers):
+    def seen_by(start: int = 0, **plan) -> dict[int, int]:
+        seen: dict[int, int] = {}
+
+        def note(examples):
+            seen.update({example["place"]: example["sample"] for example in examples if "place" in example})
+            return collate(examples)
+
+        for rank in range(plan.get("world_size", 1)):
+            list(loader(collate=note, workers=workers, rank=rank, **plan).steps(start))
+        return seen
+
+    alone = seen_by()
+    assert sorted(alone) == list(range(30))
+    assert seen_by(world_size=3, accumulate=2) == alone
+    assert seen_by(8) == {place: sample for place, sample in alone.items() if place >= 8}
+
+
+def test_neither_a_filler_nor_an_evaluation_has_a_place():
+    def none_placed(examples):
+        assert not any("place" in example for example in examples)
+        return collate(examples)
+
+    step = next(loader(rank=1, samples_per_step=1, world_size=2, accumulate=1, collate=none_placed).steps(0))
+    assert [batch.filler for batch in step] == [True]
+    assert list(read_shares(EXAMPLES, none_placed, eval_share(10, 2, 1, 0)))
+    assert not any("place" in example for example in EXAMPLES)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_fault_in_collating_names_the_samples(workers):
     def broken(examples):
         raise KeyError("image")

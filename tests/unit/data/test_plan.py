@@ -46,6 +46,18 @@ def test_the_ids_of_a_step_are_the_same_for_any_split(sizes, samples_per_step, w
     assert [i for share in shares for chunk in share for i in chunk] == alone.share(samples, 0)[0]
 
 
+@given(SIZES, SMALL, st.integers(1, 5), st.integers(1, 4), st.integers(0, 100))
+def test_a_samples_place_does_not_depend_on_the_split(sizes, samples_per_step, world_size, accumulate, samples):
+    split = plan(sizes, samples_per_step=samples_per_step, world_size=world_size, accumulate=accumulate)
+    shares = [split.share(samples, rank) for rank in range(world_size)]
+    places = [split.places(samples, rank) for rank in range(world_size)]
+    assert [[len(chunk) for chunk in share] for share in places] == [[len(chunk) for chunk in s] for s in shares]
+    placed = [place for share in places for chunk in share for place in chunk]
+    assert placed == list(range(samples, samples + samples_per_step))
+    order = stream(plan(sizes), samples + samples_per_step)
+    assert [i for share in shares for chunk in share for i in chunk] == [order[place] for place in placed]
+
+
 @given(SIZES, SMALL, st.integers(0, 200))
 def test_a_run_resumed_anywhere_goes_on_in_the_same_order(sizes, samples_per_step, start):
     unbroken = stream(plan(sizes, samples_per_step=samples_per_step), start + 50)

@@ -10,20 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dstrain.config import RunConfig
+from dstrain.data.checking import check_file
 from dstrain.data.formats import BadRecord, read_preference
 from dstrain.data.prepare import (
     Policy,
-    PreferenceSettings,
-    check_file,
     encode_all,
     judge,
     prepare,
-    prepare_preferences,
     tokenizer_fingerprint,
 )
 from dstrain.data.source import BadRow, Joined, open_source
 from dstrain.data.store import Report, cache_root, cached_store, key_name
 from dstrain.errors import DataError
+from dstrain.tasks import make_task
 
 KEY = {"what": "test", "n": 1}
 
@@ -233,7 +233,7 @@ def test_a_check_lists_every_bad_record_in_the_files_order(write_lines):
     path = write_lines(
         [good, {"prompt": "p", "chosen": "a"}, b"{", good, {"prompt": "p", "chosen": "", "rejected": "b"}]
     )
-    assert [row.where for row in check_file(path, None, read_preference)] == [f"train.jsonl:{n}" for n in (2, 3, 5)]
+    assert [row.where for row in check_file(path, None, read_preference).bad] == [f"train.jsonl:{n}" for n in (2, 3, 5)]
 
 
 def test_the_fingerprint_follows_what_decides_the_ids(tokenizer):
@@ -246,15 +246,21 @@ def test_the_fingerprint_follows_what_decides_the_ids(tokenizer):
     assert tokenizer_fingerprint(other) != first
 
 
-def test_real_preferences_are_prepared_once(tokenizer, real_data, tmp_path):
-    source = open_source(real_data / "hh" / "harmless-test.jsonl")
-    settings = PreferenceSettings(max_length=256)
-    store = prepare_preferences(source, tokenizer, settings, tmp_path)
+def test_real_preferences_are_prepared_once(real_data, tmp_path, monkeypatch):
+    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path))
+    file = str(real_data / "hh" / "harmless-test.jsonl")
+    model = {"config": {"model_type": "llama", "vocab_size": 400}}
+
+    def prepared(length: int):
+        data = {"train": file, "max_length": length}
+        return make_task(RunConfig.model_validate({"task": "rm", "model": model, "data": data})).examples("train").store
+
+    store = prepared(256)
     assert (len(store), store.report.read, store.report.bad) == (500, 500, [])
     assert set(store[0]) == {"sample", "chosen", "rejected", "prompt_length", "margin", "longer"}
     assert store.lengths("chosen").max() <= 256
     assert store.report.cuts["prompt_cut"] > 0
-    prepare_preferences(source, tokenizer, settings, tmp_path)
+    prepared(256)
     assert len(list(tmp_path.glob("*/meta.json"))) == 1
-    prepare_preferences(source, tokenizer, PreferenceSettings(max_length=255), tmp_path)
+    prepared(255)
     assert len(list(tmp_path.glob("*/meta.json"))) == 2

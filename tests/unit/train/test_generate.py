@@ -10,7 +10,7 @@ import torch
 
 from dstrain.batch import Progress
 from dstrain.config.schema import RunConfig
-from dstrain.data.prompts import encode_prompts, read_prompt
+from dstrain.data.prompts import Prompt, encode_prompts, read_prompt
 from dstrain.errors import CheckpointError
 from dstrain.tasks import find_task, make_task
 from dstrain.train.checkpoint import Checkpoints
@@ -30,9 +30,9 @@ def engine_of(task: Any) -> ForwardEngine:
     return ForwardEngine(task.build_model(), {}, SoloWorld())
 
 
-def prompts(task: Any, *texts: str) -> list[list[int]]:
+def prompts(task: Any, *texts: str) -> list[Prompt]:
     asked = [read_prompt({"prompt": text}) for text in texts]
-    return [coded.ids for coded in encode_prompts(task.tokenizer, asked)]  # type: ignore[union-attr]
+    return encode_prompts(task.tokenizer, asked)  # type: ignore[return-value]
 
 
 def test_a_token_is_read_once(task: Any) -> None:
@@ -42,7 +42,7 @@ def test_a_token_is_read_once(task: Any) -> None:
     )
     ids = prompts(task, "How do I mend the pump?", "And now?")
     write_answers(engine, ids, Sampling(max_new_tokens=5), task.tokenizer)
-    assert widths[0] == (2, max(map(len, ids)))
+    assert widths[0] == (2, max(len(prompt.ids) for prompt in ids))
     assert set(widths[1:]) <= {(2, 1)}
 
 

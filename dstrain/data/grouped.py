@@ -1,0 +1,74 @@
+"""Records about one image as one: its questions become the turns of one conversation."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrain.data.conversations import Conversation, Sample, read_conversation
+from dstrain.data.dialogs import IMAGE
+from dstrain.data.marks import read_seen
+from dstrain.data.messages import BadRecord
+from dstrain.data.source import Source
+
+
+class Grouped:
+    """A source whose records that follow one another with the same images are one record."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.digest = hashlib.sha256(f"{source.digest} grouped by image".encode()).hexdigest()
+        self.bad = source.bad
+        self._starts: list[int] = []
+        last: Any = None
+        for index in range(len(source)):
+            images = _images(source[index])
+            if images is None or images != last:
+                self._starts.append(index)
+            last = images
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        start, end = self._span(index)
+        if end == start + 1:
+            return self._source[start]
+        turns: list[Any] = []
+        for at in range(start, end):
+            said = read_seen(self._source[at], _read_turns).said
+            turns += said.messages if at == start else [_without_image(turn) for turn in said.messages]
+        return {"messages": turns, "images": list(_images(self._source[start]) or ())}
+
+    def _span(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._starts[index], [*self._starts[index + 1 : index + 2], len(self._source)][0]
+
+    def where(self, index: int) -> str:
+        """The first of the records."""
+        return self._source.where(self._span(index)[0])
+
+    def folder_of(self, index: int) -> Path:
+        return self._source.folder_of(self._span(index)[0])
+
+
+def _images(record: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """The record's images; None where it has none, is no plain dialog, or cannot be read: it then stays by itself."""
+    try:
+        seen = read_seen(record, _read_turns)
+    except BadRecord:
+        return None
+    plain = not seen.said.tools and {turn["role"] for turn in seen.said.messages} == {"user", "assistant"}
+    return seen.images if seen.images and plain else None
+
+
+def _read_turns(record: Mapping[str, Any]) -> Conversation:
+    said: Sample = read_conversation(record)
+    return said if isinstance(said, Conversation) else said.as_conversation()
+
+
+def _without_image(turn: Any) -> dict[str, Any]:
+    return {**turn, "content": turn["content"].replace(IMAGE, "").strip("\n")}

@@ -1,0 +1,226 @@
+"""Processors: what turns a text with marks and its images into a model's inputs. Read from a folder, or made for a family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isqrt
+from typing import TYPE_CHECKING, Any
+
+from dstrain.errors import Fault, RecipeError
+from dstrain.models.load import give_pad_token, pretrained
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+VISION = ("vision_config", "vq_config")
+"""Settings under which configs keep the part that sees."""
+PLACEHOLDERS = (
+    "image_token_id",
+    "boi_token_id",
+    "eoi_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+)
+"""Settings of configs that name tokens of the processor's."""
+KEY = "model.processor"
+OWN_FOLDER = "give a folder with its processor"
+
+
+def sees(config: PretrainedConfig) -> bool:
+    """Whether a model with this config reads images and writes text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    known = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return known and any(getattr(config, name, None) is not None for name in VISION)
+
+
+def read_processor(name: str, key: str, trust_remote_code: bool = False) -> Any:
+    """The processor in a folder or on the hub; its tokenizer gets its chat template and a pad token where it has none.
+
+    Raises RecipeError where it cannot be had, or is a tokenizer alone.
+    """
+    from transformers import AutoProcessor
+
+    processor = pretrained(AutoProcessor, name, key, trust_remote_code)
+    if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
+        problem = f"'{name}' holds a {type(processor).__name__} and no processor of texts and images"
+        raise RecipeError(Fault(key, problem, f"set {KEY} to a folder or hub id that has one"))
+    tokenizer = processor.tokenizer
+    if not getattr(tokenizer, "chat_template", None):
+        tokenizer.chat_template = getattr(processor, "chat_template", None)
+    give_pad_token(tokenizer, key)
+    return processor
+
+
+def make_processor(
+    config: PretrainedConfig, tokenizer: Any, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+) -> Any:
+    """A processor for a model made from this config, around this tokenizer, which gets the family's special tokens.
+
+    Images become squares of the tower's size. `mean`, `std`: of the images per channel, in shares of the brightest;
+    None: the family's own. Raises RecipeError for a family or a tower whose processor must come from a folder.
+    """
+    family = _family(config)
+    _name_tokens(tokenizer, family.tokens)
+    given = {"image_mean": mean, "image_std": std}
+    return family.make(config, tokenizer, {name: [*values] for name, values in given.items() if values is not None})
+
+
+def special_tokens(config: PretrainedConfig) -> int:
+    """How many entries `make_processor` may add to a tokenizer. Raises RecipeError as it does."""
+    return len(_family(config).tokens)
+
+
+def fit_config(config: PretrainedConfig, processor: Any) -> None:
+    """Write the ids of a processor's tokens, and the counts that follow from the tower's size, into a model's config.
+
+    For a model made from `model.config`, whose defaults are another tokenizer's; the processor may be made or read.
+    """
+    tokenizer = processor.tokenizer
+    for name in PLACEHOLDERS:
+        owner = tokenizer if hasattr(tokenizer, name) else processor  # Gemma 3's processor calls its boi image_token
+        if hasattr(config, name) and getattr(owner, name, None) is not None:
+            setattr(config, name, getattr(owner, name))
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config.get_text_config(), name, getattr(tokenizer, name))
+    if config.model_type == "gemma3":
+        config.mm_tokens_per_image = _pooled(config)
+    if config.model_type == "llava":
+        config.image_seq_length = _llava_tokens(config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    tokens: Mapping[str, str]
+    """Name of a special token, an attribute of the tokenizer -> how it is written."""
+    make: Callable[[Any, Any, Mapping[str, list[float]]], Any]
+    """(config, tokenizer, mean and deviation) -> processor."""
+
+
+def _family(config: PretrainedConfig) -> _Family:
+    if config.model_type not in FAMILIES:
+        problem = f"none can be made for a {config.model_type} model (only for {', '.join(FAMILIES)})"
+        raise RecipeError(Fault(KEY, problem, OWN_FOLDER))
+    return FAMILIES[config.model_type]
+
+
+def _name_tokens(tokenizer: Any, tokens: Mapping[str, str]) -> None:
+    """Give the tokenizer the tokens, each also as an attribute; those that it has stay what they are."""
+    from transformers import AddedToken
+
+    tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in tokens.values()], True)
+    new = {name: text for name, text in tokens.items() if name not in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
+    tokenizer._set_model_specific_special_tokens(new)  # no public way once it is made; its constructor takes them too
+
+
+def _image_processor(kind: str, **settings: Any) -> Any:
+    """Of the kind that AutoProcessor takes for a folder with one: torchvision's where that is installed."""
+    import transformers
+    from transformers.models.auto.image_processing_auto import DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS
+    from transformers.utils import is_torchvision_available
+
+    plain = not is_torchvision_available() or kind in DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS
+    return getattr(transformers, f"{kind}Pil" if plain else kind)(**settings)
+
+
+def _side(config: Any) -> int:
+    """Pixels of a side of the tower's images."""
+    size = config.vision_config.image_size
+    sides = {size} if isinstance(size, int) else {*size}
+    if len(sides) != 1:
+        raise RecipeError(Fault(KEY, f"none can be made for images of {size}, which are no squares", OWN_FOLDER))
+    return int(sides.pop())
+
+
+TOWERS: Mapping[str, tuple[str, int]] = {
+    "clip_vision_model": ("CLIPImageProcessor", 1),
+    "siglip_vision_model": ("SiglipImageProcessor", 0),
+}
+"""Kind of a LLaVA's tower -> its image processor, and how many features stand before those of the patches (CLS)."""
+
+
+def _llava(config: Any, tokenizer: Any, normal: Mapping[str, list[float]]) -> Any:
+    """Liu et al. (arXiv 2310.03744), section 3.3: the features of all patches, of which the CLS is left out by default."""
+    from transformers import LlavaProcessor
+
+    kind, before = _tower(config)
+    side = _side(config)
+    square = {"height": side, "width": side}
+    sizes = {"size": {"shortest_edge": side}, "crop_size": square} if before else {"size": square}
+    return LlavaProcessor(
+        _image_processor(kind, **sizes, **normal),
+        tokenizer,
+        patch_size=config.vision_config.patch_size,
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+        num_additional_image_tokens=before,
+    )
+
+
+def _tower(config: Any) -> tuple[str, int]:
+    kind = config.vision_config.model_type
+    if kind not in TOWERS:
+        problem = f"none can be made for a llava model with a {kind} (only with {' or '.join(TOWERS)})"
+        raise RecipeError(Fault(KEY, problem, OWN_FOLDER))
+    return TOWERS[kind]
+
+
+def _llava_tokens(config: Any) -> int:
+    """Features of an image, which `default` takes the first from."""
+    whole = (_side(config) // config.vision_config.patch_size) ** 2 + _tower(config)[1]
+    return int(whole - (config.vision_feature_select_strategy == "default"))
+
+
+def _gemma3(config: Any, tokenizer: Any, normal: Mapping[str, list[float]]) -> Any:
+    """Gemma 3 (arXiv 2503.19786), section 2.1: a square of patches, pooled to a smaller one."""
+    from transformers import Gemma3Processor
+
+    side = _side(config)
+    images = _image_processor("Gemma3ImageProcessor", size={"height": side, "width": side}, **normal)
+    return Gemma3Processor(images, tokenizer, image_seq_length=_pooled(config))
+
+
+def _pooled(config: Any) -> int:
+    """Tokens of an image: `mm_tokens_per_image`, or what the model's pooling of whole patches makes of that number."""
+    patches = _side(config) // config.vision_config.patch_size
+    wanted = max(1, min(isqrt(config.mm_tokens_per_image), patches))
+    return int((patches // (patches // wanted)) ** 2)
+
+
+def _idefics3(config: Any, tokenizer: Any, normal: Mapping[str, list[float]]) -> Any:
+    """Idefics 3 (arXiv 2408.12637), section 2.2: pixel shuffle makes one token of scale_factor^2 patches.
+
+    An image is shown whole, not in tiles as well, which would take a token for each place a tile can have.
+    """
+    from transformers import Idefics3Processor
+
+    longest = {"longest_edge": _side(config)}
+    images = _image_processor(
+        "Idefics3ImageProcessor", size=longest, max_image_size=longest, do_image_splitting=False, **normal
+    )
+    patches = _side(config) // config.vision_config.patch_size
+    return Idefics3Processor(images, tokenizer, image_seq_len=patches**2 // config.scale_factor**2)
+
+
+FAMILIES: Mapping[str, _Family] = {
+    "llava": _Family(tokens={"image_token": "<image>"}, make=_llava),
+    "gemma3": _Family(
+        tokens={
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+        make=_gemma3,
+    ),
+    "idefics3": _Family(
+        tokens={
+            "image_token": "<image>",
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": "<end_of_utterance>",
+        },
+        make=_idefics3,
+    ),
+}
+"""Kind of a model -> how its processor is made."""

@@ -1,0 +1,318 @@
+"""Bad images among the data: each named by file and line with its mend, and what is good is trained on."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from dstrain.commands.find import Wish, resolve_wish
+from dstrain.config.schema import RunConfig
+from dstrain.data.examples import Examples
+from dstrain.errors import DataError, UsageError
+from dstrain.launch.topology import Worker
+from dstrain.tasks import find_task, make_task
+from dstrain.train.folder import Resume
+from dstrain.train.plan import make_plan
+from dstrain.train.references import Asking, reference_key
+from dstrain.world import SoloWorld
+from tests.contract.test_cli import call
+from tests.contract.test_evaluate import start
+from tests.seeing import picture
+from tests.workers import Workers
+
+RUN = "tests.resume.cases:run"
+Write = Callable[[Path], Any]
+
+
+def saved(image: Image.Image, **settings: Any) -> Write:
+    return lambda path: image.save(path, **settings)
+
+
+def cut_off(form: str) -> Write:
+    """The first two thirds of a file."""
+
+    def write(path: Path) -> None:
+        picture(3).save(path, form)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+    return write
+
+
+def bomb(path: Path) -> None:
+    """Forty bytes that say they are a gigapixel."""
+
+    def part(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", 40000, 25000, 8, 2, 0, 0, 0)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + part(b"IHDR", header) + part(b"IEND", b""))
+
+
+def rotated(path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture(4).save(path, exif=exif)
+
+
+def animated(path: Path) -> None:
+    picture(5).save(path, save_all=True, append_images=[picture(6)])
+
+
+# The image's name, what is asked, how the file is written, and what must be said of it: nothing of a good one.
+GOOD: dict[str, tuple[str, Write | None, str]] = {
+    "good.png": ("<image>What is it?", saved(picture(1)), ""),
+    "unmarked.png": ("What is it?", saved(picture(2)), ""),
+}
+UNUSUAL: dict[str, tuple[str, Write | None, str]] = {
+    "cmyk.jpg": ("<image>?", saved(picture(7).convert("CMYK")), "note: cmyk.jpg: CMYK: it is converted to RGB"),
+    "animated.gif": ("<image>?", animated, "note: animated.gif: animated, 2 frames: the first alone is used"),
+    "rotated.jpg": ("<image>?", rotated, "note: rotated.jpg: its EXIF says it is rotated by 90°: it is turned upright"),
+}
+BAD: dict[str, tuple[str, Write | None, str]] = {
+    "missing.png": ("<image>?", None, "there is no image missing.png; check the path, which starts from the data file's"),
+    "short.jpg": ("<image>?", cut_off("JPEG"), "short.jpg is damaged or cut off (image file is truncated"),
+    "short.png": ("<image>?", cut_off("PNG"), "short.png is damaged or cut off"),
+    "bomb.png": ("<image>?", bomb, "bomb.png has 1000000000 pixels, more than the 89478485 that are decoded; make it"),
+    "dot.png": ("<image>?", saved(picture(8, (1, 1))), "dot.png is 1x1 pixels, and an image has two or more either way"),
+    "text.png": ("<image>?", lambda path: path.write_text("hello"), "text.png is no image that is known here (it begins"),
+    "folder.png": ("<image>?", Path.mkdir, "folder.png is a folder, not an image; name a file in it"),
+    "many.png": ("Is it?", saved(picture(9)), "1 mark (<image>) and 2 images: fewer marks than images; write one mark"),
+    "few.png": ("<image>, <image>?", saved(picture(9)), "2 marks (<image>) and 1 image: more marks than images; write"),
+    "answer.png": ("?", saved(picture(9)), "an image is marked in an answer, and only what is asked can hold images; move"),
+    "https://example.org/x.png": ("<image>?", None, "an image is the address https://example.org/x.png; fetch it first"),
+}  # fmt: skip
+
+
+def dialog(asked: str, name: str) -> dict[str, Any]:
+    answer = "<image>" if name == "answer.png" else "A thing."
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+
+
+def pair(asked: str, name: str) -> dict[str, Any]:
+    return {"prompt": asked, "chosen": "<image>" if name == "answer.png" else "A thing.", "rejected": "Nothing."}
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Writes images and a file about them into the working folder, a record a line; what must be said, by line."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(cases: dict[str, tuple[str, Write | None, str]], record: Callable[..., dict[str, Any]], name: str) -> Any:
+        lines, said = [], []
+        for number, (image, (asked, make, wanted)) in enumerate(cases.items(), 1):
+            if make is not None:
+                make(Path(image))
+            images: Any = [image, "good.png"] if image == "many.png" else image
+            asked = f"<image>{asked}" if image == "many.png" else asked
+            lines.append(json.dumps({**record(asked, image), "image": images}))
+            said += [f"{name}:{number}: {wanted}"] if wanted else []
+        Path(name).write_text("\n".join(lines) + "\n")
+        return said
+
+    return write
+
+
+@pytest.mark.parametrize("task", ["vlm", "rm", "dpo"])
+def test_every_image_that_is_bad_or_unusual_is_named_with_its_line(task: str, written: Any) -> None:
+    record = dialog if task == "vlm" else pair
+    said = written(GOOD | UNUSUAL | BAD, record, "x.jsonl")
+    found = call("data", "check", "x.jsonl", "--task", task)
+    assert found.exit_code == 2
+    told = found.stdout.splitlines()
+    assert len(told) == len(said) == len(BAD) + len(UNUSUAL)
+    for wanted in said:
+        assert [line for line in told if line.startswith(wanted)], f"{wanted}\n{found.stdout}"
+    assert found.stderr == f"{len(GOOD | UNUSUAL)} good records, {len(BAD)} bad, 3 notes on images that can be used\n"
+
+    said = written(GOOD | UNUSUAL, record, "good.jsonl")
+    found = call("data", "check", "good.jsonl", "--task", task)
+    assert found.exit_code == 0
+    assert found.stdout.splitlines() == [
+        *said,
+        f"{len(GOOD | UNUSUAL)} good records, 0 bad, 3 notes on images that can be used",
+    ]
+
+
+def test_a_record_that_is_bad_twice_is_named_twice_and_counted_once(written: Any) -> None:
+    written(GOOD, dialog, "x.jsonl")
+    images = ["missing.png", "good.png", "gone.png"]
+    Path("x.jsonl").write_text(json.dumps(dialog("<image>" * 3, "") | {"images": images}) + "\n[]\n")
+    found = call("data", "check", "x.jsonl", "--task", "vlm")
+    assert [line.split(";")[0] for line in found.stdout.splitlines()] == [
+        "x.jsonl:1: there is no image missing.png",
+        "x.jsonl:1: there is no image gone.png",
+        "x.jsonl:2: a JSON list, not an object",
+    ]
+    assert found.stderr == "0 good records, 2 bad\n"
+
+
+def recipe(folder: Path, task: str = "vlm", **data: Any) -> dict[str, Any]:
+    """A recipe on x.jsonl, for a model that sees."""
+    values = find_task("vlm").tiny(folder)
+    values |= {"task": task, "steps": 2}
+    values["data"] |= {"train": "x.jsonl", "eval": None, **data}
+    return values
+
+
+def examples(values: dict[str, Any]) -> Examples:
+    found = make_task(RunConfig.model_validate(values)).examples("train")
+    assert isinstance(found, Examples)
+    return found
+
+
+def plan(values: dict[str, Any], folder: Path) -> None:
+    """Plan a run as a worker does before it joins the others."""
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    try:
+        wish = resolve_wish(Wish(recipe=str(folder / "recipe.yaml")))
+        make_plan(wish, folder / "run", Resume(), Worker(0, 0, 1, "tests", 1))
+    finally:
+        assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("task", ["vlm", "rm", "dpo"])
+def test_a_run_on_bad_images_is_refused_before_any_process_group(task: str, written: Any, tmp_path: Path) -> None:
+    said = written(GOOD | UNUSUAL | BAD, dialog if task == "vlm" else pair, "x.jsonl")
+    with pytest.raises(UsageError) as refused:
+        plan(recipe(tmp_path, task), tmp_path)
+    told = str(refused.value)
+    assert f"{len(BAD)} of {len(GOOD | UNUSUAL | BAD)} records" in told
+    bad = [line for line in said if "note:" not in line]
+    assert [wanted in told for wanted in bad] == [True] * 10 + [False]
+    assert "… and 1 more" in told
+    assert f"`dstrain data check x.jsonl --task {task}`" in told
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+@pytest.mark.parametrize("task", ["vlm", "rm", "dpo"])
+def test_what_can_be_used_is_left_where_bad_ones_are_skipped(task: str, written: Any, tmp_path: Path) -> None:
+    said = written(GOOD | UNUSUAL | BAD, dialog if task == "vlm" else pair, "x.jsonl")
+    found = examples(recipe(tmp_path, task, on_error="skip"))
+    assert len(found) == len(GOOD | UNUSUAL)
+    bad = [line for line in said if "note:" not in line]
+    assert [one.startswith(wanted) for one, wanted in zip(found.report["skipped_records"], bad, strict=True)] == [
+        True
+    ] * len(BAD)
+    assert found.store.album is not None
+    assert len(found.store.album) == len(GOOD | UNUSUAL), "images of skipped records are not in the album"
+    loaded = [image.load() for row in range(len(found)) for image in found[row]["images"]]
+    assert {image.mode for image in loaded} == {"RGB"}
+
+
+def test_training_goes_on_without_bad_images_and_with_texts_among_the_good(written: Any, tmp_path: Path) -> None:
+    written(GOOD | UNUSUAL | BAD, dialog, "x.jsonl")
+    text = json.dumps(dialog("What is the sky?", ""))
+    Path("x.jsonl").write_text(Path("x.jsonl").read_text() + f"{text}\n" * 5)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(tmp_path, on_error="skip")))
+    done = start(["dstrain", "train", "recipe.yaml", "--num-gpus", "1", "--run-dir", "run"], tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["split"] == "train"] == [1, 2]
+    assert all(np.isfinite(row["loss"]) for row in rows)
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    (told,) = [event for event in events if event["event"] == "data"]
+    assert (told["read"], told["kept"], told["skipped"]) == (21, 10, 11)
+    assert "x.jsonl:6: there is no image missing.png" in told["skipped_records"][0]
+
+
+def test_a_prompt_whose_images_are_cut_is_named(written: Any, tmp_path: Path) -> None:
+    written(GOOD, dialog, "x.jsonl")
+    long = json.dumps(dialog("<image>What is it? " + "Say it well. " * 40, "") | {"image": "good.png"})
+    text = json.dumps(dialog("What is it? " + "Say it well. " * 40, ""))
+    Path("x.jsonl").write_text(Path("x.jsonl").read_text() + f"{long}\n{text}\n")
+    found = examples(recipe(tmp_path, on_error="skip"))
+    (skipped,) = found.report["skipped_records"]
+    assert "x.jsonl:3: its images take 4 tokens, and data.max_length 48 cuts 4 of them off; raise" in skipped
+    assert len(found) == 3, "a text may be cut"
+    with pytest.raises(DataError, match=r"(?s)2 of 2 records .*its images take 4 tokens, and data.max_length 5 cuts"):
+        written(GOOD, dialog, "x.jsonl")
+        examples(recipe(tmp_path, max_length=5))
+
+
+@pytest.mark.parametrize("harm", ["deleted", "replaced", "spoilt"])
+def test_an_image_that_changed_since_the_data_were_prepared_is_noticed(
+    harm: str, written: Any, tmp_path: Path, one: Workers, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a fold of its own size the copy is not smaller, so that the file itself is read in training."""
+    written(GOOD, dialog, "x.jsonl")
+    for name in GOOD:
+        picture(1, (16, 16)).save(name)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(tmp_path)))
+    prepared = call("prepare", "recipe.yaml", "--json")
+    row = json.loads(prepared.stdout)["splits"]["train"]
+    assert (row["samples"], row["images"], row["copies"], row["longest"] < 48) == (2, 2, 0, True)
+    if harm == "deleted":
+        Path("good.png").unlink()
+    elif harm == "replaced":
+        picture(9, (40, 30)).save("good.png")
+    else:
+        Path("good.png").write_bytes(b"nothing")
+    run = {"recipe": str(tmp_path / "recipe.yaml"), "run_dir": str(tmp_path / "run")}
+    if harm == "replaced":
+        assert one(RUN, **run)[0]["steps"] == 2
+        again = json.loads(call("prepare", "recipe.yaml", "--json").stdout)["splits"]["train"]
+        assert (again["images"], again["copies"]) == (2, 1)
+        return
+    with pytest.raises(UsageError, match=r"(?s)1 of 2 records .*x\.jsonl:1: .*good\.png"):
+        plan(recipe(tmp_path), tmp_path)
+    told = capfd.readouterr().err
+    assert "is built again" in told
+    assert f"good.png is {'gone' if harm == 'deleted' else 'not the file that it was'}" in told
+    picture(1, (16, 16)).save("good.png")
+    plan(recipe(tmp_path), tmp_path)  # mended, it is used, though no data file changed
+
+
+def test_a_model_that_sees_nothing_refuses_records_with_images(written: Any, tmp_path: Path) -> None:
+    written(GOOD, pair, "x.jsonl")
+    values = find_task("rm").tiny(tmp_path)
+    values["data"] |= {"train": "x.jsonl", "eval": None}
+    wanted = r"x\.jsonl:1: it holds an image, and the model sees none; name one that does, or remove the record"
+    with pytest.raises(UsageError, match=wanted):
+        plan(values, tmp_path)
+    vlm = recipe(tmp_path) | {"model": values["model"]}
+    with pytest.raises(UsageError, match=r"model\.config.*a llama model sees no images; name one that does"):
+        plan(vlm, tmp_path)
+
+
+def test_what_a_reference_said_is_kept_apart_by_what_the_images_show(written: Any, tmp_path: Path) -> None:
+    written(GOOD, pair, "x.jsonl")
+
+    def key(values: dict[str, Any]) -> dict[str, Any]:
+        task = make_task(RunConfig.model_validate(values))
+        found = task.examples("train")
+        assert isinstance(found, Examples)
+        asking = Asking(task=task, ds_config={"zero_optimization": {"stage": 0}}, micro=2, world=SoloWorld())
+        return reference_key(asking, found.store, "weights")
+
+    values = recipe(tmp_path, "dpo")
+    before = key(values)
+    assert key(values) == before
+    picture(77).save("good.png")
+    after = key(values)
+    assert {name for name in before if before[name] != after[name]} == {"images"}
+    plain = find_task("dpo").tiny(tmp_path)
+    assert "images" not in key(plain), "what was kept before there were images stays valid"
+    Path("x.jsonl").write_text("".join(json.dumps(pair(f"{number}?", "")) + "\n" for number in range(3)))
+    assert "images" not in key(values)
+
+
+def test_prepare_tells_how_many_images_there_are(written: Any, tmp_path: Path) -> None:
+    written(GOOD | UNUSUAL, dialog, "x.jsonl")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(tmp_path)))
+    told = call("prepare", "recipe.yaml").stdout
+    assert "train: 5 samples" in told
+    assert "5 images, 5 of them in the cache, as the model's processor leaves them" in told
+    row = json.loads(call("prepare", "recipe.yaml", "--json").stdout)["splits"]["train"]
+    assert (row["images"], row["copies"]) == (5, 5)
+    store = examples(recipe(tmp_path)).store
+    assert row["tokens"] == store.lengths("input_ids").sum()

@@ -1,0 +1,37 @@
+"""What the workers of the tests of reward models that see do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoModelForImageTextToText
+
+from dstrain.config.schema import ModelConfig
+from dstrain.models.load import load_model, read_config
+from dstrain.models.scored import ScoredAuto
+from dstrain.models.sections import sections
+from dstrain.models.sharded import sharded_construction
+from tests.parity.cases import ds_config, weights, world
+
+
+def save(values: dict[str, Any], writer: str, scored: str) -> None:
+    """A model that writes, and a reward model with other weights, each in a folder."""
+    config = read_config(ModelConfig(config=values))
+    AutoModelForImageTextToText.from_config(config).save_pretrained(writer)
+    config.num_labels = 1
+    load_model(ScoredAuto(), ModelConfig(config=values), config, 7).save_pretrained(scored)
+
+
+def started(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The weights of a reward model, and how many parameters each part has."""
+    model = ModelConfig(**settings)
+    config = read_config(model)
+    config.num_labels = 1
+    with sharded_construction(ds_config(kind, {"world_size": world().size, "precision": "fp32"})):
+        made = load_model(ScoredAuto(), model, config, 3)
+    known = list(sections(made).values())
+    return {
+        "weights": weights(made),
+        "parts": {part: known.count(part) for part in sorted(set(known))},
+        "sharded": all(hasattr(parameter, "ds_id") for parameter in made.parameters()),
+    }

@@ -1,0 +1,77 @@
+"""Tiny models that see images: their configs, and pictures for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from dstrain.tasks import find_task
+from dstrain.tasks.vlm import TINY
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+TOWER: dict[str, Any] = {
+    "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 14,
+}  # fmt: skip
+
+
+def llava(tower: str = "clip_vision_model", strategy: str = "default", side: int = 28, **more: Any) -> dict[str, Any]:
+    """A LLaVA with a tower of this kind; (side / 14)^2 patches."""
+    return {
+        "model_type": "llava",
+        "vision_feature_select_strategy": strategy,
+        "text_config": {"model_type": "llama", **TEXT},
+        "vision_config": {"model_type": tower, "image_size": side, **TOWER},
+        **more,
+    }
+
+
+GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3",
+    "text_config": {"model_type": "gemma3_text", "head_dim": 8, **TEXT},
+    "vision_config": {"model_type": "siglip_vision_model", "image_size": 56, **TOWER},
+}
+IDEFICS3: dict[str, Any] = {
+    "model_type": "idefics3",
+    "text_config": {"model_type": "llama", **TEXT},
+    "vision_config": {"image_size": 56, **TOWER},
+}
+
+
+def picture(seed: int = 0, size: tuple[int, int] = (60, 40)) -> Image.Image:
+    """An image of noise, wide and high as `size` says."""
+    width, height = size
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def recipe(task: str, folder: Path) -> dict[str, Any]:
+    """A task's tiny recipe with a model that sees; of its samples one in three has no image, another two of them."""
+    values = find_task(task).tiny(folder)
+    if task == "vlm":
+        return values
+    values["model"] = {"config": TINY}
+    for split, count in (("train", 64), ("eval", 16)):
+        lines = [json.dumps(_preference(folder, split, index)) for index in range(count)]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines))
+    return values
+
+
+def _preference(folder: Path, split: str, index: int) -> dict[str, Any]:
+    """The chosen answer names what there is."""
+    count = index % 3
+    names = [f"{split}-{index}-{at}.png" for at in range(count)]
+    for at, name in enumerate(names):
+        picture(index * 3 + at, (10 + index % 7, 12)).save(folder / name)
+    asked = f"{'<image>' * count}{'How many' + ' really' * (index % 4)}?"
+    return {
+        "images": names,
+        "prompt": [{"role": "user", "content": asked}],
+        "chosen": f"I see {count}.",
+        "rejected": "No idea.",
+    }

@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dstrain.data import album as module
+from dstrain.data.album import Album, AlbumWriter
+from dstrain.data.images import locate_image
+from dstrain.data.messages import BadRecord
+from dstrain.data.prepare import Policy, prepare
+from dstrain.data.source import open_source
+from dstrain.data.store import WithFiles, cached_store
+from dstrain.errors import DataError
+
+
+def picture(seed: int, size: tuple[int, int] = (24, 16)) -> Image.Image:
+    return Image.fromarray(np.random.RandomState(seed).randint(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+
+
+def same(one: Image.Image, other: Image.Image) -> bool:
+    return one.mode == other.mode == "RGB" and np.array_equal(np.asarray(one), np.asarray(other))
+
+
+def halve(image: Image.Image) -> Image.Image | None:
+    return image.resize((image.width // 2, image.height // 2)) if image.width > 20 else None
+
+
+@pytest.fixture
+def images(tmp_path) -> Path:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for seed in range(6):
+        picture(seed).save(folder / f"{seed}.png")
+    picture(9, (10, 10)).save(folder / "small.png")
+    (folder / "bad.png").write_bytes(b"no image")
+    return folder
+
+
+@pytest.fixture
+def decoded(monkeypatch) -> list[str]:
+    """Names of what was decoded by a writer, in order."""
+    names, real = [], module.decode_image
+    monkeypatch.setattr(
+        module, "decode_image", lambda content, name: names.append(Path(name).name) or real(content, name)
+    )
+    return names
+
+
+def add(writer: AlbumWriter, value: object, folder: Path) -> int:
+    return writer.number(writer.look(value, folder))
+
+
+def written(tmp_path, images, values, settle=lambda image: None) -> tuple[Album, AlbumWriter, list[int]]:
+    writer = AlbumWriter(settle, tmp_path / "cache")
+    numbers = [add(writer, value, images) for value in values]
+    assert writer.write(tmp_path) == ["images.json"]
+    return Album(tmp_path), writer, numbers
+
+
+def test_an_image_is_in_the_album_once_for_each_name_and_a_link_is_followed(tmp_path, images):
+    (images / "link.png").symlink_to("1.png")
+    content = (images / "2.png").read_bytes()
+    values = ["0.png", "1.png", "../images/0.png", str(images / "1.png"), "link.png", {"bytes": content}, content]
+    album, _, numbers = written(tmp_path, images, values)
+    assert numbers == [0, 1, 2, 1, 3, 4, 4]
+    assert [same(album.load(index), picture(shown)) for index, shown in enumerate((0, 1, 0, 1, 2))] == [True] * 5
+    assert album.changed() is None
+    (images / "link.png").unlink()
+    (images / "link.png").symlink_to("3.png")
+    assert "link.png is not the file that it was" in album.changed()
+
+
+def test_a_smaller_image_is_kept_and_one_that_stands_in_the_data_is_kept_whole(tmp_path, images):
+    values = ["0.png", "small.png", (images / "small.png").read_bytes(), (images / "3.png").read_bytes()]
+    album, _, _ = written(tmp_path, images, values, halve)
+    small = picture(9, (10, 10))
+    kept = [halve(picture(0)), small, small, halve(picture(3))]
+    assert [same(album.load(index), image) for index, image in enumerate(kept)] == [True] * 4
+    assert album.copies == 3
+    rows = json.loads((tmp_path / "images.json").read_text())["images"]
+    assert [row["copy"] is not None for row in rows] == [True, False, True, True]
+    assert [row["path"] is None for row in rows] == [False, False, True, True]
+    assert [(row["width"], row["height"]) for row in rows] == [image.size for image in kept]
+    assert {Path(row["copy"]).stem for row in rows if row["copy"]} == {row["sha256"] for row in rows if row["copy"]}
+
+
+def test_an_image_is_decoded_once_however_many_records_show_it_at_the_same_time(tmp_path, images, decoded):
+    writer = AlbumWriter(lambda image: None, tmp_path / "cache")
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda at: writer.look(f"{at % 6}.png", images), range(300)))
+    assert sorted(decoded) == [f"{seed}.png" for seed in range(6)]
+    assert [writer.number(picture) for picture in found] == [at % 6 for at in range(300)]
+
+
+def test_a_fault_of_ours_reaches_all_that_wait_for_the_image(tmp_path, images):
+    def settle(image: Image.Image) -> None:
+        raise DataError("the disk is full; make room")
+
+    writer = AlbumWriter(settle, tmp_path / "cache")
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(writer.look, "0.png", images) for _ in range(20)]
+    assert [str(one.exception()) for one in asked] == ["the disk is full; make room"] * 20
+
+
+def test_a_bad_image_is_decoded_once_and_refused_each_time(tmp_path, images, decoded):
+    writer = AlbumWriter(lambda image: None, tmp_path / "cache")
+    for _ in range(3):
+        with pytest.raises(BadRecord, match=r"bad\.png is no image"):
+            writer.look("bad.png", images)
+        with pytest.raises(BadRecord, match=r"there is no image .*gone\.png"):
+            writer.look("gone.png", images)
+        with pytest.raises(BadRecord, match="cannot be read"):
+            writer.look("zero\0.png", images)
+        with pytest.raises(BadRecord, match="fetch it first"):
+            writer.look("http://a/b.png", images)
+    assert decoded == ["bad.png"]
+    assert add(writer, "0.png", images) == 0
+
+
+def test_an_image_that_the_processor_refuses_is_a_bad_record(tmp_path, images):
+    def refuse(image: Image.Image) -> None:
+        raise ValueError("the aspect ratio must be below 200")
+
+    writer = AlbumWriter(refuse, tmp_path / "cache")
+    with pytest.raises(BadRecord, match=r"processor cannot use .*0.png, 24x16 pixels \(ValueError: the aspect ratio"):
+        writer.look("0.png", images)
+
+
+def test_a_copy_that_is_there_is_used_and_a_damaged_one_is_made_anew(tmp_path, images, decoded):
+    first, _, _ = written(tmp_path, images, ["0.png"], halve)
+    kept = next((tmp_path / "cache").rglob("*.png"))
+    written(tmp_path, images, ["0.png"], lambda image: pytest.fail("settled again"))
+    assert decoded == ["0.png"]
+    os.truncate(kept, 50)
+    assert "copy of" in first.changed()
+    with pytest.raises(DataError, match=r"0\.png was whole once.*run `dstrain prepare` again"):
+        first.load(0)
+    again, _, _ = written(tmp_path, images, ["0.png"], halve)
+    assert same(again.load(0), halve(picture(0)))
+    assert first.changed() is None
+    assert not list((tmp_path / "cache").rglob("*.partial"))
+
+
+@pytest.mark.parametrize("harm", ["gone", "other", "touched"])
+@pytest.mark.parametrize("copies", [False, True])
+def test_an_image_that_changed_is_found(tmp_path, images, harm, copies):
+    album, _, _ = written(tmp_path, images, ["0.png", "1.png"], halve if copies else lambda image: None)
+    path = images / "1.png"
+    if harm == "gone":
+        path.unlink()
+    elif harm == "other":
+        picture(77).save(path)
+    else:
+        os.utime(path, ns=(1, 1))
+    reason = album.changed()
+    if copies:  # what is trained on is there still; that it is no more what it stands for is known all the same
+        assert (reason is None) == (harm == "gone")
+        assert same(album.load(1), halve(picture(1)))
+    else:
+        assert "1.png is gone" in reason if harm == "gone" else "1.png is not the file that it was" in reason
+        with pytest.raises(DataError, match=r"1.png is .*; run `dstrain prepare` again"):
+            album.load(1)
+    assert album.load(0).mode == "RGB"
+
+
+@pytest.mark.parametrize("name", ["bad.png", "gone.png", "good.png"])
+def test_a_file_that_could_not_be_used_is_looked_at_again_once_it_is_mended(tmp_path, images, name):
+    writer = AlbumWriter(lambda image: None, tmp_path / "cache")
+    add(writer, "0.png", images)
+    picture(5).save(images / "good.png")
+    if name == "good.png":  # the image is good, and its record was refused
+        writer.look(name, images)
+    else:
+        with pytest.raises(BadRecord):
+            writer.look(name, images)
+    writer.write(tmp_path)
+    album = Album(tmp_path)
+    assert len(album) == 1
+    assert album.changed() is None
+    picture(3).save(images / name)
+    assert f"{name}, which could not be used, is another now" in album.changed()
+
+
+def test_a_digest_follows_images_and_order_not_their_names(tmp_path, images):
+    def digest(*values):
+        return written(tmp_path, images, values)[0].digest
+
+    (images / "other.png").write_bytes((images / "0.png").read_bytes())
+    assert digest("0.png", "1.png") == digest("other.png", "1.png")
+    assert len({digest("0.png", "1.png"), digest("1.png", "0.png"), digest("0.png"), digest()}) == 4
+
+
+def test_many_threads_load_at_once(tmp_path, images):
+    album, _, _ = written(tmp_path, images, [f"{seed}.png" for seed in range(6)], halve)
+    with ThreadPoolExecutor(8) as pool:
+        loaded = list(pool.map(lambda shown: shown.load(), album.pick(np.arange(60) % 6)))
+    assert all(same(image, halve(picture(index % 6))) for index, image in enumerate(loaded))
+
+
+def build(tmp_path, images, names, built=None):
+    writer = AlbumWriter(lambda image: None, tmp_path / "kept")
+
+    def make(report):
+        if built is not None:
+            built.append(1)
+        for sample, group in enumerate(names):
+            yield [{"images": [add(writer, name, images) for name in group], "sample": sample}]
+
+    return WithFiles(make, writer.write)
+
+
+NAMES = [["0.png"], [], ["1.png", "0.png"]]
+
+
+def test_a_store_gives_the_images_of_an_example(tmp_path, images):
+    for _ in range(2):
+        store = cached_store(tmp_path, {"n": 1}, build(tmp_path, images, NAMES))
+        assert len(store.album) == 2
+        found = [[shown.load() for shown in store[index]["images"]] for index in range(3)]
+        assert [len(group) for group in found] == [1, 0, 2]
+        assert same(found[2][0], picture(1))
+        assert same(found[2][1], picture(0))
+        assert store.lengths("images").tolist() == [1, 0, 2]
+    plain = cached_store(tmp_path, {"n": 2}, lambda report: [[{"images": [3], "sample": 0}]])
+    assert plain.album is None
+    assert plain[0]["images"].tolist() == [3]
+
+
+@pytest.mark.parametrize("harm", ["nothing", "list", "image"])
+def test_a_store_whose_images_changed_is_built_again(tmp_path, images, harm):
+    built, lines = [], []
+    store = cached_store(tmp_path, {"n": 1}, build(tmp_path, images, NAMES, built))
+    if harm == "list":
+        os.truncate(store.folder / "images.json", 30)
+    elif harm == "image":
+        picture(50).save(images / "0.png")
+    store = cached_store(tmp_path, {"n": 1}, build(tmp_path, images, NAMES, built), echo=lines.append)
+    assert len(built) == (1 if harm == "nothing" else 2)
+    assert same(store[0]["images"][0].load(), picture(50 if harm == "image" else 0))
+    told = "0.png is not the file that it was"
+    assert [told in line and "is built again" in line for line in lines] == [True] * (harm == "image")
+
+
+def test_prepare_leaves_an_encoders_files_in_the_store(write_lines, tmp_path, images):
+    source = open_source(write_lines([{"image": "images/0.png"}, {"image": "images/bad.png"}]))
+    writer = AlbumWriter(lambda image: None, tmp_path / "kept")
+
+    def encode(rows):
+        found = []
+        for index, record in rows:
+            try:
+                found.append({"images": [add(writer, record["image"], source.folder_of(index))]})
+            except BadRecord as fault:
+                found.append(fault)
+        return found
+
+    policy = Policy(task="vlm", on_error="skip")
+    store = prepare(source, WithFiles(encode, writer.write), {}, policy, tmp_path / "cache")
+    assert (len(store), len(store.album)) == (1, 1)
+    assert store.report.bad[0].where == "train.jsonl:2"
+    assert "bad.png is no image" in store.report.bad[0].reason
+
+
+def test_a_decoded_image_and_its_bytes_are_one(tmp_path, images):
+    image = picture(3)
+    album, _, numbers = written(tmp_path, images, [image, image.copy(), locate_image(image, images)])
+    assert numbers == [0, 0, 0]
+    assert same(album.load(0), image)

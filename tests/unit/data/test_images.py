@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import struct
+import sys
+import threading
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile
+
+from dstrain.data.images import MOST_PIXELS, locate_image, read_image, remarks
+from dstrain.data.messages import BadRecord
+from dstrain.errors import DataError
+
+RNG = np.random.RandomState(0)
+NOISE = Image.fromarray(RNG.randint(0, 256, (40, 60, 3), dtype=np.uint8))
+HALVES = Image.new("RGB", (20, 10), "red")
+HALVES.paste("blue", (10, 0, 20, 10))
+
+
+def save(path: Path, image: Image.Image = NOISE, **settings) -> Path:
+    image.save(path, **settings)
+    return path
+
+
+def png(width: int, height: int, depth: int = 8) -> bytes:
+    """A header that promises so many pixels, and none behind it."""
+
+    def part(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, depth, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", header) + part(b"IDAT", zlib.compress(b"")) + part(b"IEND", b"")
+
+
+def colours(image: Image.Image) -> list[tuple[int, ...]]:
+    """Left and right, or top and bottom, of what was HALVES."""
+    assert (image.mode, image.info) == ("RGB", {})
+    return [image.getpixel((1, 1)), image.getpixel((image.width - 2, image.height - 2))]
+
+
+RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
+
+
+def test_an_ordinary_image_is_read_as_it_is_from_a_file_and_from_bytes(tmp_path):
+    path = save(tmp_path / "a.png")
+    for source in (path, path.read_bytes()):
+        assert np.array_equal(np.asarray(read_image(source)), np.asarray(NOISE))
+        assert remarks(source) == []
+
+
+@pytest.mark.parametrize("form", ["BMP", "GIF", "JPEG", "PPM", "TIFF", "WEBP"])
+def test_usual_formats_are_known_whatever_the_file_is_called(tmp_path, form):
+    path = save(tmp_path / "image.png", HALVES, format=form)
+    assert np.abs(np.array(colours(read_image(path))) - [RED, BLUE]).max() < 12
+    assert remarks(path) == []
+
+
+def saved(form: str) -> bytes:
+    file = io.BytesIO()
+    NOISE.save(file, form)
+    return file.getvalue()
+
+
+JPEG, PNG, WEBP = saved("JPEG"), saved("PNG"), saved("WEBP")
+MIDDLE = len(PNG) // 2
+HARMED = {
+    "missing.png": (None, "there is no image .*missing.png; check the path"),
+    "cut.jpg": (JPEG[: len(JPEG) // 2], "cut.jpg is damaged or cut off .*truncated.*; fetch it again"),
+    "unended.jpg": (JPEG[:-2], "unended.jpg is damaged or cut off"),
+    "cut.png": (PNG[:MIDDLE], "cut.png is damaged or cut off .*; fetch it again"),
+    "unended.png": (PNG[:-12], "unended.png is damaged or cut off"),
+    "flipped.png": (PNG[:MIDDLE] + bytes([PNG[MIDDLE] ^ 255]) + PNG[MIDDLE + 1 :], "flipped.png is damaged or cut off"),
+    "cut.webp": (WEBP[: len(WEBP) // 2], "cut.webp is damaged or cut off"),
+    "head.png": (PNG[:12], "head.png is damaged or cut off in its first bytes"),
+    "head.jpg": (JPEG[:20], "head.jpg is damaged or cut off"),
+    "bomb.png": (png(30000, 30000), "bomb.png has 900000000 pixels, more than the 89478485 .*; make it smaller"),
+    "warned.png": (png(10000, 10000), "warned.png has 100000000 pixels, more than the 89478485"),
+    "text.png": (b"<html>404</html>", "text.png is no image that is known here .*<html>404.*; save it as PNG"),
+    "program.png": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "program.png is no image that is known"),
+    "empty.png": (b"", "empty.png is empty; fetch it again"),
+    "dot.png": (png(1, 1), "dot.png is 1x1 pixels, and an image has two or more either way"),
+    "line.png": (png(300, 1), "line.png is 300x1 pixels"),
+}
+
+
+@pytest.mark.filterwarnings("default::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("name", HARMED)
+@pytest.mark.parametrize("trusting", [False, True])
+def test_what_cannot_be_used_is_refused_by_name_with_its_own_reason(tmp_path, monkeypatch, name, trusting):
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", trusting)
+    content, said = HARMED[name]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    for use in (read_image, remarks):
+        with pytest.raises(BadRecord, match=said):
+            use(tmp_path / name)
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is trusting
+
+
+def test_warnings_that_are_errors_and_another_bound_of_pillow_change_nothing(monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(BadRecord, match="100000000 pixels"):
+            read_image(png(10000, 10000))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    with pytest.raises(BadRecord, match=f"900000000 pixels, more than the {MOST_PIXELS}"):
+        read_image(png(30000, 30000))
+
+
+def test_threads_that_read_at_once_leave_pillows_trust_as_it_was(monkeypatch):
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    found = []
+
+    def read() -> None:
+        for _ in range(20):
+            with pytest.raises(BadRecord):
+                read_image(JPEG[: len(JPEG) // 2])
+            found.append(read_image(JPEG).size)
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert found == [(60, 40)] * 80
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is True
+
+
+def test_a_folder_and_what_is_no_regular_file_are_refused_at_once(tmp_path):
+    with pytest.raises(BadRecord, match=f"{tmp_path.name} is a folder"):
+        read_image(tmp_path)
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(BadRecord, match=r"pipe\.png is no regular file"):
+        read_image(tmp_path / "pipe.png")
+    for name in ("zero\0byte.png", "a" * 300 + ".png"):
+        with pytest.raises(BadRecord, match="cannot be read"):
+            read_image(tmp_path / name)
+
+
+ORIENTED = [
+    (1, None), (2, "mirrored"), (3, "rotated by 180°"), (4, "mirrored"), (5, "mirrored"), (6, "rotated by 90°"),
+    (7, "mirrored"), (8, "rotated by 270°"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize(("orientation", "said"), ORIENTED)
+def test_an_image_is_turned_upright_as_its_exif_says(tmp_path, form, orientation, said):
+    from PIL import ImageOps
+
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    lossless = {"lossless": True} if form == "WEBP" else {}
+    path = save(tmp_path / "a", HALVES, format=form, exif=exif, **lossless)
+    upright = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
+    image = read_image(path)
+    assert np.array_equal(np.asarray(image), np.asarray(upright))
+    assert image.size == ((10, 20) if orientation > 4 else (20, 10))
+    assert remarks(path) == ([f"its EXIF says it is {said}: it is turned upright"] if said else [])
+
+
+def test_damaged_exif_does_not_spoil_the_picture(tmp_path):
+    path = save(tmp_path / "a.jpg", NOISE, exif=b"Exif\0\0MM\0*\xff\xff\xff\xff" + bytes(9))
+    assert read_image(path).size == (60, 40)
+
+
+def test_cmyk_becomes_rgb(tmp_path):
+    path = save(tmp_path / "a.jpg", Image.new("CMYK", (8, 8), (0, 255, 255, 0)), quality=100)
+    assert colours(read_image(path))[0] == RED
+    assert remarks(path) == ["CMYK: it is converted to RGB"]
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bits_of_grey_are_scaled_not_cut_off(tmp_path, form):
+    ramp = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    path = save(tmp_path / "a", Image.fromarray(ramp), format=form)
+    grey = np.asarray(read_image(path))[..., 0]
+    assert np.abs(grey - ramp / 257).max() <= 0.5
+    assert remarks(path) == ["16 bits a colour: it is scaled to 8"]
+
+
+@pytest.mark.parametrize("number", ["F", "I"])
+def test_numbers_of_which_none_is_known_to_be_white_are_refused(tmp_path, number):
+    path = save(tmp_path / "depth.tiff", Image.new(number, (8, 8), 3))
+    with pytest.raises(
+        BadRecord, match=f"depth.tiff has pixels of a kind .Pillow's {number}. .*; save it with 8 or 16"
+    ):
+        read_image(path)
+
+
+TRANSPARENT = {
+    "RGBA": Image.new("RGBA", (8, 8), (255, 0, 0, 0)),
+    "LA": Image.new("LA", (8, 8), (0, 0)),
+    "half": Image.new("RGBA", (8, 8), (0, 0, 255, 128)),
+}
+
+
+def test_what_is_transparent_lies_on_white(tmp_path):
+    for name, image in TRANSPARENT.items():
+        path = save(tmp_path / f"{name}.png", image)
+        assert colours(read_image(path))[0] == ((127, 127, 255) if name == "half" else WHITE)
+        assert remarks(path) == ["transparent in places: it is laid on white"]
+    palette = Image.new("P", (8, 8), 1)
+    palette.putpalette([255, 0, 0, 0, 0, 255])
+    path = save(tmp_path / "palette.png", palette, transparency=1)
+    assert colours(read_image(path))[0] == WHITE
+    deep = Image.fromarray(np.full((8, 8), 9, np.uint16))
+    path = save(tmp_path / "deep.png", deep, transparency=9)
+    assert colours(read_image(path))[0] in (WHITE, (0, 0, 0))  # older pillow does not write the mark
+    path = save(tmp_path / "solid.png", Image.new("RGBA", (8, 8), (255, 0, 0, 255)))
+    assert (colours(read_image(path))[0], remarks(path)) == (RED, [])
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "YCbCr"])
+def test_grey_palettes_and_other_colours_are_ordinary(tmp_path, mode):
+    path = save(tmp_path / ("a.jpg" if mode == "YCbCr" else "a.png"), Image.new("RGB", (8, 8), "white").convert(mode))
+    assert (colours(read_image(path))[0], remarks(path)) == (WHITE, [])
+
+
+@pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP"])
+def test_of_an_animated_image_the_first_frame_is_seen(tmp_path, form):
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "white")]
+    settings = {"lossless": True} if form == "WEBP" else {}
+    path = save(tmp_path / "a", frames[0], format=form, save_all=True, append_images=frames[1:], **settings)
+    assert colours(read_image(path))[0] == RED
+    assert remarks(path) == ["animated, 3 frames: the first alone is used"]
+    pages = save(tmp_path / "pages.tiff", frames[0], save_all=True, append_images=frames[1:])
+    assert remarks(pages) == ["3 pages: the first alone is used"]
+
+
+def test_a_record_names_a_file_from_the_data_files_folder(tmp_path):
+    assert locate_image("images/a.png", tmp_path) == tmp_path / "images/a.png"
+    assert locate_image("/b/a.png", tmp_path) == Path("/b/a.png")
+    assert locate_image("~/a.png", tmp_path) == tmp_path / "~/a.png"
+    assert locate_image({"bytes": None, "path": "a.png"}, tmp_path) == tmp_path / "a.png"
+    assert locate_image({"bytes": b"x", "path": "a.png"}, tmp_path) == b"x"
+    assert locate_image({"bytes": b""}, tmp_path) == b""
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("https://a.b/c.png", "the address https://a.b/c.png; fetch it first"),
+        ("file:///c.png", "the address file"),
+        ("data:image/png;base64,iVBORw0KGgo", "a data: URI"),
+        ("  ", "an image's path is empty"),
+        ({"bytes": None, "path": None}, 'an object without "path" and "bytes"'),
+        ({"path": "s3://a/b.png"}, "fetch it first"),
+        (7, "an image is a number, not the path of a file"),
+        (None, "an image is null"),
+        (["a.png"], "an image is a list"),
+    ],
+)
+def test_what_names_no_file_is_refused(tmp_path, value, said):
+    with pytest.raises(BadRecord, match=said):
+        locate_image(value, tmp_path)
+
+
+def test_an_image_that_was_decoded_already_is_the_same_image(tmp_path):
+    for image in (NOISE, NOISE.convert("L"), NOISE.convert("CMYK"), NOISE.convert("P"), TRANSPARENT["half"]):
+        content = locate_image(image, tmp_path)
+        assert content == locate_image(image.copy(), tmp_path)
+        again = save(tmp_path / "a.tiff", image)
+        assert np.array_equal(np.asarray(read_image(content)), np.asarray(read_image(again)))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = Image.open(save(tmp_path / "turned.png", HALVES, exif=exif))
+    assert colours(read_image(locate_image(turned, tmp_path))) == [RED, BLUE]
+    assert read_image(locate_image(turned, tmp_path)).size == (10, 20)
+    with pytest.raises(BadRecord, match="Pillow's kind F"):
+        locate_image(Image.new("F", (4, 4)), tmp_path)
+    (tmp_path / "cut.jpg").write_bytes(JPEG[: len(JPEG) // 2])
+    with pytest.raises(BadRecord, match="a decoded image is damaged"):
+        locate_image(Image.open(tmp_path / "cut.jpg"), tmp_path)
+
+
+def test_without_pillow_the_mend_is_told(tmp_path, monkeypatch):
+    path, real = save(tmp_path / "a.png"), builtins.__import__
+
+    def without(name, *rest):
+        if name.split(".")[0] == "PIL":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "PIL"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(DataError, match=r'a.png needs pillow; run pip install "dstrain\[vision\]"'):
+        read_image(path)
+
+
+def test_real_images_are_ordinary(real_data):
+    for folder in ("easyvqa", "emoji_captions", "mathv"):
+        paths = [path for path in sorted((real_data / "mm" / folder).rglob("*")) if path.suffix in (".png", ".jpg")]
+        assert paths
+        for path in paths[:10]:
+            assert read_image(path).mode == "RGB"

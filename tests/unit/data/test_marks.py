@@ -1,0 +1,112 @@
+"""Where the images of a record stand in its text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dstrain.data.conversations import read_conversation
+from dstrain.data.dialogs import IMAGE, in_parts
+from dstrain.data.formats import Preference, read_preference
+from dstrain.data.marks import has_images, read_seen
+from dstrain.data.messages import BadRecord
+from dstrain.data.prompts import read_prompt
+
+OK = {"role": "assistant", "content": "ok"}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+@pytest.mark.parametrize(
+    ("record", "texts", "images"),
+    [
+        ({"image": "a", "question": "What?", "answer": "ok"}, ["@\nWhat?"], "a"),
+        ({"image": "a", "caption": "ok"}, ["@"], "a"),
+        ({"image": "a", "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "ok"}]}, ["@\nWhat?"], "a"),
+        ({"images": ["a", "b"], "messages": [user("Is <image> like <image>?"), OK]}, ["Is @ like @?"], "ab"),
+        ({"images": ["a", "b"], "messages": [user("Is <image2> like <image1>?"), OK]}, ["Is @ like @?"], "ba"),
+        ({"images": ["a", "b"], "messages": [user("Which?"), OK, user("Sure?"), OK]}, ["@@\nWhich?", "Sure?"], "ab"),
+        ({"images": ["a", "b"], "messages": [user("<image> one"), OK, user("<image> two"), OK]}, ["@ one", "@ two"], "ab"),
+        ({"images": ["a"], "messages": [user([{"type": "text", "text": "See"}, {"type": "image"}]), OK]}, ["See@"], "a"),
+        ({"messages": [user([{"type": "image", "image": "a"}, {"type": "text", "text": "see"}]), OK]}, ["@see"], "a"),
+        ({"messages": [user([{"type": "image_url", "image_url": {"url": "a"}}, {"type": "text", "text": "see"}]), OK]}, ["@see"], "a"),
+        ({"image": "a", "prompt": "Why <image1>", "completion": "ok"}, ["Why @"], "a"),
+        ({"question": "What?", "answer": "ok"}, ["What?"], ""),
+        ({"image": None, "images": [], "question": "What?", "answer": "ok"}, ["What?"], ""),
+    ],
+)  # fmt: skip
+def test_every_way_to_say_where_an_image_stands(record: dict[str, Any], texts: list[str], images: str) -> None:
+    seen = read_seen(record, read_conversation)
+    said = seen.said
+    asked = (
+        [turn["content"] for turn in said.messages if turn["role"] == "user"]
+        if hasattr(said, "messages")
+        else [said.prompt]
+    )
+    assert [text.replace(IMAGE, "@") for text in asked] == texts
+    assert "".join(seen.images) == images
+    assert has_images(record) == bool(images)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"image": "a", "prompt": "Why? <image>", "chosen": "so", "rejected": "no"},
+        {"image": "a", "prompt": [user("Why? <image>")], "chosen": [OK], "rejected": [{**OK, "content": "no"}]},
+        {"image": "a", "chosen": [user("Why? <image>"), OK], "rejected": [user("Why? <image>"), {**OK, "content": "no"}]},
+        {"image": "a", "conversations": [{"from": "human", "value": "Why? <image>"}],
+         "chosen": {"from": "gpt", "value": "so"}, "rejected": {"from": "gpt", "value": "no"}},
+        {"image": "a", "chosen": "\n\nHuman: Why? <image>\n\nAssistant: so", "rejected": "\n\nHuman: Why? <image>\n\nAssistant: no"},
+    ],
+)  # fmt: skip
+def test_both_answers_are_to_the_same_image(record: dict[str, Any]) -> None:
+    seen = read_seen(record, read_preference)
+    assert isinstance(seen.said, Preference)
+    prompt = seen.said.prompt
+    assert (prompt if isinstance(prompt, str) else prompt[-1]["content"]) == f"Why? {IMAGE}"
+    assert seen.images == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"images": ["a", "b"], "messages": [user("<image>"), OK]}, r"1 mark \(<image>\) and 2 images: fewer marks"),
+        ({"images": ["a"], "messages": [user("<image><image>"), OK]}, r"2 marks \(<image>\) and 1 image: more marks"),
+        ({"messages": [user("<image>"), OK]}, "1 mark .* and 0 images"),
+        ({"images": ["a"], "messages": [user("<image2>"), OK]}, "<image2> is marked, and there are 1 image"),
+        ({"images": ["a", "b"], "messages": [user("<image1> <image1>"), OK]}, "image 2 of 2 has no mark"),
+        ({"images": ["a", "b"], "messages": [user("<image1> <image>"), OK]}, "numbered .* and some are not"),
+        ({"image": "a", "messages": [user("See"), {**OK, "content": "<image>"}]}, "an image is marked in an answer"),
+        ({"image": "a", "images": ["b"], "messages": [user("<image>"), OK]}, "both 'image' and 'images'"),
+        ({"image": "a", "messages": [user([{"type": "image", "image": "b"}]), OK]}, "keep one of them"),
+        ({"image": "a", "messages": [OK]}, "no user's turn"),
+        ({"image": "a", "caption": 3}, "'caption' is a number"),
+        ({"image": "a", "caption": " "}, "empty answer"),
+    ],
+)
+def test_images_and_marks_that_do_not_fit(record: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRecord, match=words):
+        read_seen(record, read_conversation)
+
+
+def test_what_is_asked_about_an_image_needs_no_answer() -> None:
+    for record in ({"image": "a", "question": "What?"}, {"image": "a", "messages": [user("What?")]}):
+        seen = read_seen(record, read_prompt)
+        assert seen.said.prompt == [user(f"{IMAGE}\nWhat?")]
+        assert seen.images == ("a",)
+
+
+def test_templates_get_texts_and_images_apart() -> None:
+    image, text = {"type": "image"}, lambda said: {"type": "text", "text": said}
+    cases = {
+        f"{IMAGE}\nWhat?": [image, text("What?")],
+        f"See {IMAGE} and {IMAGE}": [text("See "), image, text(" and "), image],
+        IMAGE: [image],
+        "What?": [text("What?")],
+        "": [text("")],
+    }
+    for content, parts in cases.items():
+        assert in_parts({"role": "user", "content": content})["content"] == parts

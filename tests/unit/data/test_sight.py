@@ -1,0 +1,180 @@
+"""What processors make of images: tokens in texts, tensors in batches, for three families."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from dstrain.batch import Batch
+from dstrain.config.schema import ModelConfig
+from dstrain.data.conversations import Conversation
+from dstrain.data.dialogs import IMAGE
+from dstrain.data.formats import BadRecord, Preference
+from dstrain.data.sight import KINDS, Sight, Views
+from dstrain.data.text import encode_preferences, train_tokenizer
+from dstrain.data.turns import TurnSettings, encode_conversations
+from dstrain.models.load import read_config
+from dstrain.models.processors import fit_config, make_processor, special_tokens
+from dstrain.tasks.ops import ask
+from tests.seeing import GEMMA3, IDEFICS3, llava, picture
+
+FAMILIES = {"llava": llava(), "gemma3": GEMMA3, "idefics3": IDEFICS3}
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{% for part in m.content %}"
+    "{% if part.type == 'image' %}MARK{% else %}{{ part.text }}{% endif %}{% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TURNS = [
+    {"role": "user", "content": f"{IMAGE}\nwhat is it?"},
+    {"role": "assistant", "content": "a fox"},
+    {"role": "user", "content": f"and {IMAGE} this?"},
+    {"role": "assistant", "content": "a dog"},
+]
+TALK = Conversation(TURNS, (1, 3))
+
+
+def made(family: str) -> tuple[Any, Sight]:
+    config = read_config(ModelConfig(config=FAMILIES[family]))
+    texts = [" ".join(turn["content"] for turn in TURNS).replace(IMAGE, "")] * 4
+    tokenizer = train_tokenizer(texts, config.text_config.vocab_size - special_tokens(config))
+    processor = make_processor(config, tokenizer)
+    fit_config(config, processor)
+    return config, Sight(processor)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> tuple[Any, Sight]:
+    return made(request.param)
+
+
+def views(sight: Sight, *images: Any) -> Views:
+    return Views(sight, [[sight.text_of(image.size) for image in images]])
+
+
+def encoded(sight: Sight, views: Views, **settings: Any) -> Any:
+    wanted = TurnSettings(**{"max_length": 400, **settings})
+    return encode_conversations(sight.tokenizer, [TALK], wanted, views)[0]
+
+
+@pytest.mark.parametrize("templated", [False, True])
+def test_the_ids_are_those_the_processor_gives(family: tuple[Any, Sight], templated: bool) -> None:
+    _, sight = family
+    tokenizer, images = sight.tokenizer, [picture(1), picture(2, (31, 90))]
+    text = (
+        f"\n\nHuman: {sight.mark}\nwhat is it?\n\nAssistant: a fox\n\nHuman: and {sight.mark} this?\n\nAssistant: a dog"
+    )
+    if templated:
+        tokenizer.chat_template = TEMPLATE.replace("MARK", sight.mark)
+        text = f"<|user|>{sight.mark}what is it?</s><|assistant|>a fox</s><|user|>and {sight.mark} this?</s><|assistant|>a dog</s>"
+    example = encoded(sight, views(sight, *images))
+    theirs = sight.processor(text=[text], images=[images], return_tensors="pt")
+    ids = list(example["input_ids"])
+    assert ids[: theirs["input_ids"].shape[1]] == theirs["input_ids"][0].tolist()
+    learnt = [token for token, mark in zip(ids, example["learnt"], strict=True) if mark]
+    ends = "</s>" if templated else ""
+    assert tokenizer.decode(learnt).replace(" ", "") == f"afox{ends}adog</s>"
+    ours = sight.inputs(images)
+    assert set(ours) == {
+        name for name in theirs if name not in ("input_ids", "attention_mask", "token_type_ids", KINDS)
+    }
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_images_are_never_learnt(family: tuple[Any, Sight]) -> None:
+    _, sight = family
+    example = encoded(sight, views(sight, picture(1), picture(2)), assistant_only=False)
+    marks = {mark for token, mark in zip(example["input_ids"], example["learnt"], strict=True) if token in sight.signs}
+    assert marks == {0}
+    assert sum(example["learnt"]) > 10
+
+
+def test_a_cut_through_an_image_is_found(family: tuple[Any, Sight]) -> None:
+    _, sight = family
+    shown = views(sight, picture(1), picture(2))
+    whole = len(encoded(sight, shown)["input_ids"])
+    assert not isinstance(encoded(sight, shown, max_length=whole), BadRecord)
+    fault = encoded(sight, shown, max_length=12)
+    assert isinstance(fault, BadRecord)
+    needed = sum(map(sight.count_of, shown.texts[0]))
+    assert f"its images take {needed} tokens, and data.max_length 12 cuts" in fault.reason
+
+
+def test_preferences_hold_the_image_in_both_rows(family: tuple[Any, Sight]) -> None:
+    _, sight = family
+    preference = Preference(f"{IMAGE} what is it?", " a fox", " a dog")
+    shown = views(sight, picture(1))
+    (example,) = encode_preferences(sight.tokenizer, [preference], 400, None, shown)
+    assert isinstance(example, dict)
+    needed = sight.count_of(shown.texts[0][0])
+    assert [sight.count(example[side]) for side in ("chosen", "rejected")] == [needed, needed]
+    (short,) = encode_preferences(sight.tokenizer, [preference], 8, None, shown)
+    assert isinstance(short, BadRecord)
+    (named,) = encode_preferences(
+        sight.tokenizer, [Preference("q", f" {sight.mark}", " b")], 400, None, Views(sight, [[]])
+    )
+    assert isinstance(named, BadRecord), "an answer that spells the token out would be taken for an image"
+
+
+def test_a_text_that_names_the_token_itself_is_refused(family: tuple[Any, Sight]) -> None:
+    _, sight = family
+    said = Conversation([{"role": "user", "content": f"what does {sight.mark} mean?"}, TURNS[1]], (1,))
+    (fault,) = encode_conversations(sight.tokenizer, [said], TurnSettings(max_length=400), Views(sight, [[]]))
+    assert isinstance(fault, BadRecord)
+    assert sight.mark in fault.reason
+
+
+def text_batch(sight: Sight, *texts: str) -> Batch:
+    rows = [sight.tokenizer(text)["input_ids"] for text in texts]
+    length = max(map(len, rows))
+    ids = torch.tensor([row + [sight.tokenizer.pad_token_id] * (length - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
+    learnt = torch.tensor([[0, 1]] * len(rows))
+    return Batch(tensors={"input_ids": ids, "attention_mask": mask, "learnt": learnt}, weight=1.0, samples=())
+
+
+@pytest.mark.parametrize(
+    "texts", [("what is it?",), ("a fox", "and this is a dog and this is a fox and what is it? " * 4)]
+)
+def test_a_blank_row_changes_nothing_and_reaches_every_part(family: tuple[Any, Sight], texts: tuple[str, ...]) -> None:
+    config, sight = family
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    batch = text_batch(sight, *texts)
+    blank = sight.into(batch, [])
+    assert blank.blank_rows == 1
+    width = batch.tensors["input_ids"].shape[1]
+    plain, beside = ask(model, batch), ask(model, blank)
+    assert len(beside) == len(plain) == len(texts)
+    for row, text in enumerate(texts):
+        count = len(sight.tokenizer(text)["input_ids"])
+        assert torch.allclose(plain[row, :count], beside[row, :count], atol=1e-5)
+    moved = blank.tensors["input_ids"].shape[1] - width
+    assert blank.tensors["learnt"].shape[1] == 2 + moved, "the same tokens are learnt, counted from the end"
+    beside.sum().backward()
+    silent = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    used = [name for name in silent if "layers.1" not in name and "post_layernorm" not in name and "head" not in name]
+    assert not used, "gradients of the tower are there, and zero"
+    assert all(
+        float(p.grad.abs().max()) == 0 for n, p in model.named_parameters() if "vision" in n and p.grad is not None
+    )
+
+
+def test_images_in_some_rows_of_a_batch(family: tuple[Any, Sight]) -> None:
+    config, sight = family
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    image = picture(3)
+    with_image = f"{sight.text_of(image.size)} what is it?"
+    batch = sight.into(text_batch(sight, "a fox", with_image), [image])
+    assert batch.blank_rows == 0
+    assert torch.equal(batch.vision[KINDS], torch.isin(batch.tensors["input_ids"], torch.tensor(sight.tokens)).long())
+    alone = sight.into(text_batch(sight, with_image), [image])
+    assert torch.allclose(ask(model, batch)[1], ask(model, alone)[0], atol=1e-5)
+
+
+def test_a_processor_is_known_by_what_it_does() -> None:
+    (_, first), (_, again), (_, other) = made("llava"), made("llava"), made("llava")
+    other.processor.image_processor.image_mean = [0.5, 0.5, 0.5]
+    assert first.fingerprint == again.fingerprint != other.fingerprint

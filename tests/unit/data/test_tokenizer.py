@@ -1,0 +1,46 @@
+"""Trained tokenizers: which letters they know, and which of them are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.config.schema import HeldOutConfig
+from dstrain.data.source import Joined, open_source
+from dstrain.data.text import train_tokenizer
+from dstrain.data.tokenizer import trained_tokenizer
+from dstrain.errors import DataError
+
+
+def test_a_tokenizer_of_the_datas_letters_knows_no_others() -> None:
+    sums = ["3 + 4 = 7", "12 + 9 = 21"]
+    small = train_tokenizer(sums, 24, "data")
+    assert len(small) <= 24
+    assert train_tokenizer(iter(sums), 24, "data").get_vocab() == small.get_vocab()
+    for text in (*sums, "9 = 1"):
+        assert small.decode(small(text)["input_ids"]) == text
+    unknown = small.unk_token_id
+    assert small("abc 7x")["input_ids"].count(unknown) == 2
+    assert small.decode(small("abc 7x")["input_ids"]) == "<unk> 7<unk>"
+    assert unknown not in small("".join(sums))["input_ids"]
+    with pytest.raises(DataError, match=r"take \d+ entries, and vocab_size is 8; raise it"):
+        train_tokenizer(sums, 8, "data")
+
+
+def test_tokenizers_of_two_alphabets_are_kept_apart(tmp_path: Path) -> None:
+    path = tmp_path / "sums.jsonl"
+    path.write_text('{"text": "3 + 4 = 7"}\n{"text": "12 + 9 = 21"}\n')
+    source = Joined([open_source(HeldOutConfig(path=str(path)), {})])
+
+    def texts(record: dict[str, Any]) -> list[str]:
+        return [record["text"]]
+
+    whole = trained_tokenizer(source, texts, 270, tmp_path)
+    small = trained_tokenizer(source, texts, 270, tmp_path, "data")
+    assert len(whole) > 256 > len(small)
+    assert trained_tokenizer(source, texts, 270, tmp_path, "data").get_vocab() == small.get_vocab()
+    for size, alphabet, wanted in ((257, "bytes", "at least 258"), (15, "data", "a trained tokenizer has at least 16")):
+        with pytest.raises(DataError, match=wanted):
+            trained_tokenizer(source, texts, size, tmp_path, alphabet)

@@ -17,6 +17,8 @@ TINY: dict[str, dict[str, Any]] = {
     "checkpointing": {"shape": "tiny", "rounds": 2, "checked_steps": 2, "length": 24, "micro": 2},
     "saving": {"shape": "tiny", "rounds": 1, "length": 24},
     "counting": {"rounds": 2, "calls": 3},
+    "seeing": {"shape": "tiny", "rounds": 2, "length": 24, "micro": 2},
+    "images": {"photos": 2, "width": 64, "height": 48, "side": 28, "micro": 2, "rounds": 2},
 }
 ROWS = {
     "step": ["by hand", "TorchEngine", "DeepSpeed zero0", "DeepSpeed zero2"],
@@ -24,6 +26,8 @@ ROWS = {
     "checkpointing": ["off", "on"],
     "saving": ["waiting", "behind"],
     "counting": ["plain", "counted"],
+    "seeing": ["every token", "answers", "checkpointing"],
+    "images": ["files", "copies"],
 }
 
 

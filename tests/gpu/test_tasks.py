@@ -10,8 +10,11 @@ import pytest
 import yaml
 
 from dstrain.tasks import find_task
+from dstrain.tasks.vlm import TINY
 from tests.gpu.workers import REHEARSAL, GpuWorkers
 from tests.resume.test_tasks import rows
+from tests.seeing import GEMMA3, IDEFICS3
+from tests.seeing import recipe as seeing_recipe
 
 pytestmark = pytest.mark.gpu
 
@@ -25,13 +28,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dpo, adapters": ("dpo", {}, LORA),
     "kto": ("kto", {}, {}),
     "rm, DoRA": ("rm", {}, {"lora": {"rank": 8, "dora": True}}),
+    "vlm": ("vlm", {"flip": 0.5}, {}),
+    "vlm, a frozen tower": ("vlm", {}, {"freeze": ["vision"]}),
+    "vlm, Gemma 3": ("vlm", {}, {"config": GEMMA3}),
+    "vlm, Idefics 3": ("vlm", {}, {"config": IDEFICS3}),
+    "rm, images": ("rm", {}, {"config": TINY}),
+    "dpo, images, remembered": ("dpo", {"precompute_ref_log_probs": True}, {"config": TINY}),
 }
 
 
 def train(gpus: GpuWorkers, case: str, folder: Path, preset: str, precision: str, **more: Any) -> list[dict[str, Any]]:
     """The rows of a run of twelve steps."""
     task, options, model = CASES[case]
-    values = find_task(task).tiny(folder)
+    values = seeing_recipe(task, folder) if "images" in case else find_task(task).tiny(folder)
+    values["data"]["max_length"] = 128
     values |= {"options": options, "steps": 12, "batch": {"total": 8, "micro": 2}, "optim": {"lr": 5e-3}}
     values |= {
         "model": values["model"] | model,

@@ -1,0 +1,167 @@
+"""Task vlm: what is learnt from images, and how it is counted."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dstrain.config import RunConfig
+from dstrain.data.loader import make_batch
+from dstrain.errors import DataError, RecipeError, TaskError
+from dstrain.tasks import find_task, make_task, ops
+from dstrain.tasks.vlm import TINY
+from tests.seeing import picture
+
+QUESTIONS = ("What is it?", "Is it red?", "Is it blue?")
+
+
+def asked(folder: Path, images: int = 6, name: str = "train") -> str:
+    """Three questions about each image."""
+    lines = []
+    for image in range(images):
+        picture(image, (20, 20)).save(folder / f"{name}-{image}.png")
+        for place, question in enumerate(QUESTIONS):
+            lines.append({"image": f"{name}-{image}.png", "question": question, "answer": "yes" if place else "noise"})
+    (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return str(folder / f"{name}.jsonl")
+
+
+def task_on(file: str, options: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **data: Any) -> Any:
+    values = {
+        "task": "vlm",
+        "options": options or {},
+        "model": {"config": TINY, **(model or {})},
+        "data": {"train": file, "max_length": 64, **data},
+    }
+    return make_task(RunConfig.model_validate(values))
+
+
+def test_exact_answers_by_hand() -> None:
+    learnt = torch.tensor([[1, 1, 0, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 0, 1]])
+    right = torch.tensor([[1, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1]]).bool()
+    exact, count = ops.exact_answers(right & (learnt != 0), learnt)
+    assert (int(exact), int(count)) == (1 + 1 + 2, 2 + 1 + 3)
+
+
+def test_an_answer_that_is_exact_is_what_the_model_writes(tmp_path: Path) -> None:
+    """Teacher forcing and greedy writing agree where all tokens, the end among them, are the likeliest."""
+    task = task_on(asked(tmp_path, 2), model={"chat_template": "turns"})
+    model, examples = task.build_model(), task.examples("train")
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    batch = make_batch(examples, task.collate, [*range(6)], 0)
+    for _ in range(60):
+        task.loss(model, batch).total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    answers = ("noise", "yes", "yes")
+    for index in range(6):
+        one = make_batch(examples, task.collate, [index], 0)
+        exact, count = task.loss(model, one).metrics["exact_match"]
+        learnt = np.flatnonzero(examples[index]["learnt"])
+        ids = one.tensors["input_ids"][:, : learnt[0]]
+        settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": task.tokenizer.eos_token_id}
+        written = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=one.vision["pixel_values"], **settings
+        )
+        said = task.tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True).strip()
+        assert int(count) == 1
+        assert bool(exact) == (said == answers[index % 3])
+
+
+def test_questions_of_an_image_are_one_dialog_in_training_alone(tmp_path: Path) -> None:
+    file = asked(tmp_path)
+    task = task_on(
+        file, {"one_sample_per_image": True}, {"chat_template": "turns"}, eval=asked(tmp_path, 2, "eval"), max_length=96
+    )
+    train, test = task.examples("train"), task.examples("eval")
+    assert (len(train), len(test)) == (6, 6)
+    said = task.tokenizer.decode([t for t, mark in zip(train[0]["input_ids"], train[0]["learnt"], strict=True) if mark])
+    assert said.split() == ["noise</s>", "yes</s>", "yes</s>"], "each answer has its end"
+    text = task.tokenizer.decode(train[0]["input_ids"])
+    assert text.count("<image>") == 4, "the image comes once, in four tokens"
+    assert all(question in text for question in QUESTIONS)
+
+
+def test_images_are_altered_in_training_alone(tmp_path: Path) -> None:
+    task = task_on(asked(tmp_path), {"flip": 1.0})
+    examples = task.examples("train")
+    plain = make_batch(examples, task.collate, [0], 0).vision["pixel_values"]
+    flipped = make_batch(examples, task.collate, [0], 0, places=[0]).vision["pixel_values"]
+    assert torch.allclose(flipped, plain.flip(-1), atol=1e-6)
+    assert not torch.equal(flipped, plain)
+
+
+def test_images_may_be_seen_by_their_own_colours(tmp_path: Path) -> None:
+    task = task_on(asked(tmp_path), model={"processor": {"normalize": "data"}})
+    pixels = np.concatenate([np.asarray(picture(image, (20, 20))).reshape(-1, 3) for image in range(6)]) / 255
+    processor = task.sight.processor.image_processor
+    assert np.allclose(processor.image_mean, pixels.mean(0), atol=1e-5)
+    assert np.allclose(processor.image_std, pixels.std(0), atol=1e-5)
+
+
+def test_text_among_images_is_learnt_too_and_data_without_any_needs_no_blank(tmp_path: Path) -> None:
+    lines = [{"question": "What is it?", "answer": "a text"}]
+    picture(0, (20, 20)).save(tmp_path / "a.png")
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, [*lines, {"image": "a.png", "caption": "noise"}])))
+    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    mixed, text = (task_on(str(tmp_path / f"{name}.jsonl")) for name in ("train", "text"))
+    batches = [make_batch(task.examples("train"), task.collate, [0], 0) for task in (mixed, text)]
+    assert [batch.blank_rows for batch in batches] == [1, 0]
+    assert not batches[1].vision
+    model, blank = mixed.build_model().eval(), batches[0]
+    alone = replace(blank, vision={}, blank_rows=0, tensors={k: v[:1] for k, v in blank.tensors.items()})
+    losses = [float(mixed.loss(model, batch).total.detach()) for batch in (blank, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_tokens_of_images_count(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"(?s)18 of 18 .*train.jsonl:1: its images take 4 tokens, and data.max_length 6 cuts"
+    ):
+        task_on(asked(tmp_path), max_length=6).examples("train")
+
+
+def test_a_model_that_sees_nothing_is_refused(tmp_path: Path) -> None:
+    llama = {"config": {"model_type": "llama", **{k: v for k, v in TINY["text_config"].items() if k != "model_type"}}}
+    with pytest.raises(RecipeError, match="a llama model sees no images; name one that does"):
+        task_on(asked(tmp_path), model=llama).check()
+
+
+def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="flip is 2"):
+        task_on(asked(tmp_path), {"flip": 2.0})
+
+
+def test_a_chat_template_may_be_a_file_or_be_missing(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text(
+        "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text or '<image>' }}{% endfor %}{% endfor %}"
+    )
+    text = {"chat_template": str(file)}
+    task = task_on(asked(tmp_path), model=text)
+    assert task.tokenizer.decode(task.examples("train")[0]["input_ids"]).startswith("[user]<image>")
+    with pytest.raises(RecipeError, match=r"model.chat_template: 'nowhere' cannot be read"):
+        task_on(asked(tmp_path), model={"chat_template": "nowhere"}).tokenizer  # noqa: B018
+
+
+def test_the_tiny_recipe_learns(tmp_path: Path) -> None:
+    task = make_task(RunConfig.model_validate(find_task("vlm").tiny(tmp_path)))
+    model, examples = task.build_model(), task.examples("train")
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 3e-3), []
+    for step in range(12):
+        batch = make_batch(examples, task.collate, [(4 * step + at) % 64 for at in range(4)], 0)
+        loss = task.loss(model, batch).total / batch.weight
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < 0.8 * losses[0]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from dstrain.tasks import find_task
 from dstrain.tasks.vlm import TINY
@@ -75,3 +76,37 @@ def _preference(folder: Path, split: str, index: int) -> dict[str, Any]:
         "chosen": f"I see {count}.",
         "rejected": "No idea.",
     }
+
+
+def text_alone(task: str, folder: Path) -> dict[str, Any]:
+    """The same recipe, its records without an image."""
+    values = recipe(task, folder)
+    for split in ("train", "eval"):
+        file = folder / f"{split}.jsonl"
+        records = [json.loads(line) for line in file.read_text().replace("<image>", "").splitlines()]
+        file.write_text("\n".join(json.dumps(record | {"images": []}) for record in records))
+    return values
+
+
+def things(task: str, folder: Path) -> dict[str, Any]:
+    """The same recipe, its images of things to the left on a plain ground: mirrored or moved, they look otherwise."""
+    values = recipe(task, folder)
+    for index, file in enumerate(sorted(folder.glob("*.png"))):
+        image = Image.new("RGB", (16, 16), (250, 240, 230))
+        ImageDraw.Draw(image).polygon([(1, 2), (8, 2 + index % 5), (2, 11)], (20, 40 * (index % 6), 90))
+        image.save(file)
+    return values
+
+
+RECIPES: Mapping[str, Callable[[str, Path], dict[str, Any]]] = {
+    "": lambda task, folder: find_task(task).tiny(folder),
+    "seeing": recipe,
+    "text alone": text_alone,
+    "things": things,
+}
+
+
+def named_recipe(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
+    """(task, its recipe) of a name such as `rm` or `rm, seeing`, with its data written into the folder."""
+    task, _, kind = name.partition(", ")
+    return task, RECIPES[kind](task, folder)

@@ -50,7 +50,7 @@ class Prepare:
 
     def check(self) -> RunConfig:
         config = resolve_wish(self.wish).config
-        make_task(config)
+        make_task(config).check_named()
         read_preset(config.ds_config)
         return config
 
@@ -93,7 +93,8 @@ def _describe(examples: Sequence[Any]) -> dict[str, Any]:
             "longest": int(max(column.max() for column in lengths)),
             "tokens_folder": str(store.folder),
         }
-        about |= {"images": len(store.album), "copies": store.album.copies} if store.album else {}
+        shown = {image for row in rows.tolist() for image in store[row].get("images", ())} if store.album else set()
+        about |= {"images": len(shown), "copies": sum(image.copied for image in shown)} if shown else {}
     return about | {name: value for name, value in getattr(examples, "report", {}).items() if name != "kept"}
 
 
@@ -108,8 +109,7 @@ def show_prepared(told: Mapping[str, Any]) -> str:
         )
         lines.append(f"{name}: {split['samples']} samples{size}")
         if "images" in split:
-            kept = f"{split['copies']} of them in the cache, as the model's processor leaves them"
-            lines.append(f"  {split['images']} images, {kept}")
+            lines.append(f"  {split['images']} images, {split['copies']} of them as copies in the cache")
         cuts = [f"{count} {cut.removesuffix('_cut')}s cut" for cut, count in split.get("cuts", {}).items() if count]
         if cuts:
             lines.append(f"  {', '.join(cuts)} to fit data.max_length")

@@ -50,7 +50,7 @@ def run_folder(wish: Wish, recipe: Recipe) -> Path:
 def check(recipe: Recipe, processes: int, device: Device, run_dir: Path) -> dict[str, Any]:
     """What can be known wrong without torch, before anything starts. Returns the DeepSpeed JSON. Raises UsageError."""
     config = recipe.config
-    make_task(config)
+    make_task(config).check_named()
     preset = read_preset(config.ds_config)
     batch = resolve_batch(config.batch, processes, preset.micro, preset.accumulate)
     return resolved_ds_config(config, preset, batch, (processes, device), run_dir)

@@ -129,6 +129,11 @@ class Shown:
         """The image as RGB. Raises DataError where it has changed."""
         return self.album.load(self.index)
 
+    @property
+    def copied(self) -> bool:
+        """As `Album.copied`."""
+        return self.album.copied(self.index)
+
 
 def _first_changed(files: Iterable[Picture | Unused]) -> str | None:
     return next(filter(None, (file.changed() for file in files)), None)
@@ -148,10 +153,9 @@ class Album:
     def __len__(self) -> int:
         return len(self._pictures)
 
-    @property
-    def copies(self) -> int:
-        """How many images lie in the cache, smaller or because the data holds them itself."""
-        return sum(picture.copy is not None for picture in self._pictures)
+    def copied(self, index: int) -> bool:
+        """Whether the image lies in the cache, smaller or because the data holds it itself."""
+        return self._pictures[index].copy is not None
 
     def load(self, index: int) -> Image:
         """The image as RGB. Raises DataError where it has changed."""

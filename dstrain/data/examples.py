@@ -11,6 +11,8 @@ import numpy as np
 from dstrain.data.store import TokenStore
 from dstrain.errors import DataError, Fault
 
+NO_DATA = Fault("data.train", "names no file", "write `data: {train: pairs.jsonl}`")
+
 
 @dataclass(frozen=True)
 class Examples:

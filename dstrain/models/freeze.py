@@ -82,6 +82,11 @@ def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
         raise RecipeError(Fault("model.freeze", "leaves no parameter to train", "freeze less"))
 
 
+def learns_from_text(model: torch.nn.Module) -> bool:
+    """Whether anything learns that takes part where there is no image."""
+    return any(part in (None, "language") for part in _parts(model, trainable=True).values())
+
+
 def parameter_groups(model: torch.nn.Module, optim: OptimConfig) -> list[Group]:
     """Trainable parameters by learning rate and weight decay; the first matching group of the recipe counts.
 

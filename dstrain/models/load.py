@@ -14,6 +14,8 @@ from dstrain.models.stored import damage, indexed
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+NO_MODEL = Fault("model", "has neither path nor config", "set model.path, or model.config to start anew")
+
 
 def read_config(model: ModelConfig) -> PretrainedConfig:
     """The model's transformers config. Raises RecipeError where it cannot be had."""
@@ -22,9 +24,7 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
     if model.path is not None:
         return pretrained(AutoConfig, model.path, "model.path", model.trust_remote_code)
     if model.config is None:
-        raise RecipeError(
-            Fault("model", "has neither path nor config", "set model.path, or model.config to start anew")
-        )
+        raise RecipeError(NO_MODEL)
     values = dict(model.config)
     kind = str(values.pop("model_type"))
     try:

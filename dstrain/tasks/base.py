@@ -111,6 +111,9 @@ class Task(ABC):
         """
         raise NotImplementedError(f"task {type(self).__name__} asks for a survey and makes none")
 
+    def check_named(self) -> None:  # noqa: B027  a task of its own data needs none
+        """Raise UsageError where the recipe does not name what the task needs: asked first, without torch."""
+
     def check(self) -> None:  # noqa: B027  most tasks of one file have nothing to check
         """Raise UsageError for what can be known wrong before any process group starts."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dstrain.batch import Batch
 from dstrain.config.schema import HeldOutConfig, ModelConfig, ProcessorConfig, TokenizerConfig
 from dstrain.data.colours import image_colours
-from dstrain.data.examples import Examples, split_examples
+from dstrain.data.examples import NO_DATA, Examples, split_examples
 from dstrain.data.eyes import EncodeSeen, Eyes, look_at_prompts
 from dstrain.data.marks import Seen, has_images, read_seen
 from dstrain.data.messages import BadRecord
@@ -25,9 +25,10 @@ from dstrain.data.template import read_template
 from dstrain.data.tokenizer import trained_tokenizer
 from dstrain.errors import DataError, Fault, RecipeError
 from dstrain.launch.threads import cores_here
-from dstrain.models.freeze import check_parts
+from dstrain.models.freeze import check_parts, freeze, learns_from_text
 from dstrain.models.init import check_init
 from dstrain.models.load import (
+    NO_MODEL,
     check_weights,
     give_pad_token,
     load_model,
@@ -127,6 +128,11 @@ class TextTask(Task):
     def prompt(self, record: dict[str, Any]) -> Seen[Asked]:
         """What a record asks, for a model that `answers`. Raises BadRecord."""
         return self.read(record, read_prompt)
+
+    def check_named(self) -> None:
+        model, train = self.recipe.model, self.recipe.data.train
+        if faults := [NO_MODEL] * (not (model.path or model.config)) + [NO_DATA] * (not train):
+            raise RecipeError(faults)
 
     def check(self) -> None:
         model = self.recipe.model
@@ -259,11 +265,25 @@ class TextTask(Task):
         if split == "eval" and not data.eval_fraction:
             return None
         if not data.train:
-            raise DataError(Fault("data.train", "names no file", "write `data: {train: pairs.jsonl}`"))
+            raise DataError(NO_DATA)
         source = self._source(data.train)
         weights = tuple(item.weight for item in data.train)
-        train, test = split_examples(self.tokens(source), source.sizes, weights, data.eval_fraction, self.recipe.seed)
+        store = self.tokens(source)
+        if store.album is not None and not len(store.album):
+            self._check_text_teaches()
+        train, test = split_examples(store, source.sizes, weights, data.eval_fraction, self.recipe.seed)
         return train if split == "train" else test
+
+    def _check_text_teaches(self) -> None:
+        """Raise DataError where only what looks at images learns: it takes no part where none is."""
+        model = self.recipe.model
+        if not model.freeze or model.lora:
+            return
+        bones = skeleton(self.auto_class, model, self.config_for(model))
+        freeze(bones, model.freeze)
+        if not learns_from_text(bones):
+            problem = "no record shows an image, and model.freeze leaves nothing that learns from text"
+            raise DataError(Fault("data.train", problem, "name records with images, or freeze less"))
 
     def save_extras(self, folder: Path) -> None:
         (self.tokenizer if self.sight is None else self.sight.processor).save_pretrained(str(folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import zlib
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from dstrain.world import SoloWorld
 from tests.contract.test_cli import call
 from tests.contract.test_evaluate import start
 from tests.seeing import picture
-from tests.workers import Workers
+from tests.workers import ROOT, Workers
 
 RUN = "tests.resume.cases:run"
 Write = Callable[[Path], Any]
@@ -143,6 +144,51 @@ def test_every_image_that_is_bad_or_unusual_is_named_with_its_line(task: str, wr
     ]
 
 
+def test_the_records_of_the_docs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/data.md").read_text().split("\n## Images\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"```json\n(.*?)```", page, flags=re.S)
+    (command,) = re.findall(r"```bash\ndstrain (.*?)\n```", page, flags=re.S)
+    Path("cats").mkdir()
+    for number in (1, 2):
+        picture(number).save(f"cats/{number}.jpg")
+    Path("cats.jsonl").write_text("".join(blocks))
+    found = call(*command.split())
+    assert (found.exit_code, found.stdout) == (0, f"{len(''.join(blocks).splitlines())} good records, 0 bad\n")
+    Path("same.jsonl").write_text(blocks[0])
+    values = recipe(tmp_path)
+    values["data"] |= {"train": "same.jsonl", "max_length": 200}
+    values["model"] = {**values["model"], "chat_template": "turns"}
+    first, *others = (examples(values)[row] for row in range(4))
+    assert all(np.array_equal(first["input_ids"], other["input_ids"]) for other in others)
+    assert [len(one["images"]) for one in (first, *others)] == [1] * 4
+
+
+def test_images_within_a_parquet_file_are_kept_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.chdir(tmp_path)
+    held = []
+    for seed in (1, 2, 1):
+        picture(seed).save("x.png")
+        held.append({"bytes": Path("x.png").read_bytes(), "path": None})
+    Path("x.png").unlink()
+    held.append({"bytes": held[0]["bytes"][:200], "path": "gone.png"})
+    asked = [f"<image>What is {number}?" for number in range(4)]
+    columns = {"image": held, "question": asked, "answer": ["A thing."] * 4}
+    parquet.write_table(arrow.table(columns), "x.parquet")
+    found = call("data", "check", "x.parquet", "--task", "vlm")
+    assert (found.exit_code, found.stderr) == (2, "3 good records, 1 bad\n")
+    assert found.stdout.startswith("x.parquet[3]: an image of 200 bytes is damaged or cut off")
+    values = recipe(tmp_path, on_error="skip")
+    values["data"] |= {"train": "x.parquet"}
+    made = examples(values)
+    shown = [made[row]["images"][0] for row in range(3)]
+    assert [image.index for image in shown] == [0, 1, 0]
+    assert all(image.copied for image in shown)
+    first, second, third = (image.load() for image in shown)
+    assert first.tobytes() == third.tobytes() != second.tobytes()
+
+
 def test_a_record_that_is_bad_twice_is_named_twice_and_counted_once(written: Any) -> None:
     written(GOOD, dialog, "x.jsonl")
     images = ["missing.png", "good.png", "gone.png"]
@@ -234,8 +280,8 @@ def test_a_prompt_whose_images_are_cut_is_named(written: Any, tmp_path: Path) ->
     (skipped,) = found.report["skipped_records"]
     assert "x.jsonl:3: its images take 4 tokens, and data.max_length 48 cuts 4 of them off; raise" in skipped
     assert len(found) == 3, "a text may be cut"
+    written(GOOD, dialog, "x.jsonl")
     with pytest.raises(DataError, match=r"(?s)2 of 2 records .*its images take 4 tokens, and data.max_length 5 cuts"):
-        written(GOOD, dialog, "x.jsonl")
         examples(recipe(tmp_path, max_length=5))
 
 
@@ -243,7 +289,7 @@ def test_a_prompt_whose_images_are_cut_is_named(written: Any, tmp_path: Path) ->
 def test_an_image_that_changed_since_the_data_were_prepared_is_noticed(
     harm: str, written: Any, tmp_path: Path, one: Workers, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In a fold of its own size the copy is not smaller, so that the file itself is read in training."""
+    """Images of the tower's own size have no smaller copy, so that training reads the files themselves."""
     written(GOOD, dialog, "x.jsonl")
     for name in GOOD:
         picture(1, (16, 16)).save(name)
@@ -259,7 +305,8 @@ def test_an_image_that_changed_since_the_data_were_prepared_is_noticed(
         Path("good.png").write_bytes(b"nothing")
     run = {"recipe": str(tmp_path / "recipe.yaml"), "run_dir": str(tmp_path / "run")}
     if harm == "replaced":
-        assert one(RUN, **run)[0]["steps"] == 2
+        one(RUN, **run)
+        assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
         again = json.loads(call("prepare", "recipe.yaml", "--json").stdout)["splits"]["train"]
         assert (again["images"], again["copies"]) == (2, 1)
         return
@@ -311,8 +358,10 @@ def test_prepare_tells_how_many_images_there_are(written: Any, tmp_path: Path) -
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(tmp_path)))
     told = call("prepare", "recipe.yaml").stdout
     assert "train: 5 samples" in told
-    assert "5 images, 5 of them in the cache, as the model's processor leaves them" in told
+    assert "5 images, 5 of them as copies in the cache" in told
     row = json.loads(call("prepare", "recipe.yaml", "--json").stdout)["splits"]["train"]
     assert (row["images"], row["copies"]) == (5, 5)
     store = examples(recipe(tmp_path)).store
     assert row["tokens"] == store.lengths("input_ids").sum()
+    parts = json.loads(call("prepare", "recipe.yaml", "--json", "--set", "data.eval_fraction=0.4").stdout)["splits"]
+    assert [parts[name]["images"] for name in ("train", "eval")] == [3, 2]

@@ -65,7 +65,8 @@ def test_everything_that_is_shipped_is_inside(wheel: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [(["presets"], "zero3_nvme"), (["presets", "zero2"], "zero_optimization"), (["recipes", "demo-rm"], "task: rm"),
-     (["tasks", "rm"], "label_smoothing"), (["train", "demo-rm", "--dry-run"], "dstrain/recipes/demo-rm/train.jsonl")],
+     (["tasks", "rm"], "label_smoothing"), (["train", "demo-rm", "--dry-run"], "dstrain/recipes/demo-rm/train.jsonl"),
+     (["train", "demo-vlm", "--dry-run"], "dstrain/recipes/demo-vlm/train.jsonl")],
 )  # fmt: skip
 def test_it_works_in_an_empty_folder(arguments: list[str], wanted: str, installed: Path, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(installed)}

@@ -19,14 +19,14 @@ from dstrain.data.loader import make_batch
 from dstrain.models.freeze import parameter_groups
 from dstrain.models.sharded import sharded_construction, whole
 from dstrain.preset import RunSettings, complete, read_preset
-from dstrain.tasks import Task, find_task, make_task
+from dstrain.tasks import Task, make_task
 from dstrain.train.build import build_objective
 from dstrain.train.engine import DeepSpeedEngine, TorchEngine
 from dstrain.train.evaluate import look
 from dstrain.train.objective import Objective
 from dstrain.train.references import Asking, add_references
 from dstrain.world import SoloWorld, TorchWorld, World
-from tests.seeing import recipe as seeing_recipe
+from tests.seeing import named_recipe
 
 
 @cache
@@ -36,9 +36,7 @@ def world() -> World:
 
 def tiny_task(name: str, changes: dict[str, Any] | None = None) -> Task:
     """A task with its tiny recipe, `rm, seeing` with a model that sees; `changes` overrides sections."""
-    folder = Path(tempfile.mkdtemp())
-    plain, _, seeing = name.partition(", ")
-    recipe = seeing_recipe(plain, folder) if seeing else find_task(plain).tiny(folder)
+    _, recipe = named_recipe(name, Path(tempfile.mkdtemp()))
     for key, value in (changes or {}).items():
         recipe[key] = {**recipe.get(key, {}), **value} if isinstance(value, dict) else value
     return make_task(RunConfig.model_validate(recipe))

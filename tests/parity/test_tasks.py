@@ -41,9 +41,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+TOLERANCES = {"rm, images, Gemma 3": 2e-6}
+"""Of a gradient, where 1e-6 is too little: plain PyTorch in one process with 7 batches instead of 1 differs by 1.2e-6."""
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
 FEW = ("dpo, a reference in memory", "dpo, adapters switched off", "kto, a reference remembered")
 """Cases that stand for the others where several steps are taken."""
+FEW_OF_IMAGES = (
+    ("vlm", 2),
+    ("vlm, a frozen tower", 3),
+    ("vlm, Gemma 3", 3),
+    ("rm, images", 2),
+    ("dpo, images, a reference in memory", 3),
+)
+"""Cases and stages that stand for the others where a model sees."""
+
+
+def quick(case: str, stage: int) -> bool:
+    return (case, stage) in FEW_OF_IMAGES if "vlm" in case or "images" in case else stage > 1
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +77,7 @@ def definition(one: Workers) -> Any:
     return of
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("stage", [SLOW(0), SLOW(1), 2, 3])
+@pytest.mark.parametrize(("case", "stage"), [(c, s) if quick(c, s) else SLOW(c, s) for s in range(4) for c in CASES])
 def test_a_step_is_the_same_at_every_stage(case: str, stage: int, two: Workers, definition: Any) -> None:
     samples = SAMPLES["uneven"]
     wanted = definition("one_step", case, samples=samples, accumulate=1, optim=SGD)
@@ -81,7 +94,7 @@ def test_a_step_is_the_same_at_every_stage(case: str, stage: int, two: Workers, 
         assert found["sums"] == pytest.approx(wanted["sums"], rel=1e-6, abs=1e-5), (
             "log-probabilities are sums of hundreds"
         )
-        assert distance(found, wanted) <= 1e-6
+        assert distance(found, wanted) <= TOLERANCES.get(case, 1e-6)
 
 
 @pytest.mark.parametrize("case", [case if case in FEW else SLOW(case) for case in CASES])

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from dstrain.tasks import find_task
 from tests.resume.test_resume import RUN
+from tests.seeing import named_recipe
 from tests.workers import WorkerError, Workers
 
 LORA = {"rank": 4, "dropout": 0.1}
+FROZEN = {"freeze": ["vision"]}
+ALTERED = {"flip": 0.5, "shift": True}
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "dpo, sharded reference": ("dpo", "zero3", {}, {}),
     "dpo, whole reference": ("dpo", "zero1", {}, {}),
@@ -25,16 +27,27 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "kto, sharded reference": ("kto", "zero3", {}, {}),
     "rm, adapters": ("rm", "zero1", {}, {"lora": LORA}),
     "rm, adapters, no ZeRO": ("rm", "zero0", {}, {"lora": LORA}),
+    "vlm": ("vlm", "zero2", {}, {}),
+    "vlm, sharded": ("vlm", "zero3", {}, {}),
+    "vlm, a frozen tower": ("vlm", "zero2", {}, FROZEN),
+    "vlm, a frozen tower, sharded, images altered": ("vlm, things", "zero3", ALTERED, FROZEN),
+    "vlm, images altered, no ZeRO": ("vlm, things", "zero0", ALTERED, {}),
+    "rm, images": ("rm, seeing", "zero2", {}, {}),
+    "rm, images, sharded": ("rm, seeing", "zero3", {}, {}),
+    "dpo, images, remembered": ("dpo, seeing", "zero2", {"precompute_ref_log_probs": True}, {}),
+    "dpo, images, sharded reference": ("dpo, seeing", "zero3", {}, {}),
+    "dpo, images, adapters": ("dpo, seeing", "zero2", {}, {"lora": LORA}),
+    "dpo, images, sharded adapters": ("dpo, seeing", "zero3", {}, {"lora": LORA}),
 }
 
-FAST = ("rm, adapters, no ZeRO",)
+FAST = ("rm, adapters, no ZeRO", "vlm, a frozen tower, sharded, images altered")
 """The rest is run by `make test-all`."""
 MARKED = [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 
 
 def written(folder: Path, case: str) -> str:
     task, preset, options, model = CASES[case]
-    values = find_task(task).tiny(folder)
+    _, values = named_recipe(task, folder)
     values |= {
         "options": options,
         "steps": 8,

@@ -21,6 +21,7 @@ from dstrain.tasks.dpo import PreferenceOptimization
 from dstrain.train.build import build_objective
 from dstrain.train.references import Asking, add_references, reference_key
 from dstrain.world import SoloWorld
+from tests.seeing import named_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -141,13 +142,20 @@ def test_other_losses_begin_where_their_formula_says(loss_type: str, tmp_path: P
     assert loss == pytest.approx(FIRST[loss_type], abs=2e-6 * max(FIRST[loss_type], 1))
 
 
-def test_answers_kept_are_those_asked_online(tmp_path: Path) -> None:
-    other = make_task(RunConfig.model_validate(PreferenceOptimization.tiny(tmp_path) | {"seed": 7}))
+@pytest.mark.parametrize("name", ["dpo", "dpo, seeing"])
+def test_answers_kept_are_those_asked_online(name: str, tmp_path: Path) -> None:
+    _, recipe = named_recipe(name, tmp_path)
+    other = make_task(RunConfig.model_validate(recipe | {"seed": 7}))
     other.build_model().save_pretrained(tmp_path / "other")
     other.save_extras(tmp_path / "other")
     ids = [5, 17, 60, 2]
-    online = look(made(tmp_path, {"ref_model": str(tmp_path / "other")}), ids)
-    kept = look(made(tmp_path, {"ref_model": str(tmp_path / "other"), "precompute_ref_log_probs": True}), ids)
+    online, kept = (
+        look(
+            make_task(RunConfig.model_validate(recipe | {"options": {"ref_model": str(tmp_path / "other"), **more}})),
+            ids,
+        )
+        for more in ({}, {"precompute_ref_log_probs": True})
+    )
     assert online[0] != pytest.approx(LN2, abs=1e-4), "another reference"
     assert kept[0] == pytest.approx(online[0], abs=1e-6)
     assert kept[1] == pytest.approx(online[1], abs=1e-5)

@@ -1,0 +1,73 @@
+"""What the workers of test_images do: steps of samples with and without images, dealt out to the ranks by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from dstrain.batch import Batch
+from dstrain.data.loader import make_batch
+from dstrain.data.sight import Sight
+from dstrain.train.evaluate import Evaluation
+from tests.parity.cases import Made, made, world
+
+Dealt = Sequence[Sequence[Sequence[int]]]
+"""Of one step: the samples of each pass, of each rank."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """Steps, and the held-out samples that are looked at before each."""
+
+    steps: Sequence[Dealt]
+    looks: Sequence[Sequence[int]] = ()
+
+    def batches(self, run: Made, step: int) -> list[Batch]:
+        """This rank's passes, fillers as the loader makes them; all samples in one where there is one process."""
+        ranks, dealt = run.engine.world, self.steps[step]
+        every = [sample for passes in dealt for ids in passes for sample in ids]
+        mine = dealt[ranks.rank] if ranks.size > 1 else [every]
+        return [make_batch(run.examples, run.task.collate, list(ids), every[0]) for ids in mine]
+
+    def look(self, run: Made, step: int) -> list[float]:
+        if not self.looks:
+            return []
+        examples = [run.examples[index] for index in self.looks[step]]
+        return [Evaluation(run.task, examples, 2).run(run.engine)["loss"]]
+
+
+def losses(
+    task: str, kind: str, course: Course, changes: dict[str, Any] | None = None, blank: bool = True
+) -> dict[str, Any]:
+    """The mean loss of each step and look, and whether the reference is in shards. `blank` off: no blank images. Collective."""
+    with nullcontext() if blank else without_blank_images():
+        run = made(task, kind, len(course.steps[0][0]), changes)
+        told = []
+        for step in range(len(course.steps)):
+            told += course.look(run, step)
+            result = run.engine.step(course.batches(run, step), lr=run.task.recipe.optim.lr)
+            told.append(float(np.divide(*run.engine.world.sum([float(result.loss), result.weight]))))
+    held = run.engine.objective.reference
+    return {
+        "losses": told,
+        "sharded reference": held is not None and all(hasattr(one, "ds_id") for one in held.parameters()),
+        "images": [len(example.get("images", ())) for example in map(run.examples.__getitem__, range(9))],
+    }
+
+
+def without_blank_images() -> AbstractContextManager[Any]:
+    """Inside, a batch has images where its samples have."""
+    into = Sight.into
+    return mock.patch.object(
+        Sight, "into", lambda sight, batch, images: into(sight, batch, images) if images else batch
+    )
+
+
+def ready() -> None:
+    """Done once all that workers import is there. Collective."""
+    world()

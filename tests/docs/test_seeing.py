@@ -93,6 +93,11 @@ def test_the_demo_says_what_is_there(tmp_path: Path) -> None:
     run(["dstrain", "train", "demo-vlm", "--num-gpus", "2", "--run-dir", "run"], tmp_path, 1200)
     held_out = [row for row in rows(tmp_path / "run") if row["split"] == "eval"]
     assert max(row["exact_match"] for row in held_out) > 0.9
+    image = str(RECIPES / "demo-vlm/images/eval-0.png")
+    told = run(["dstrain", "generate", "run", "--image", image, "--prompt", "What is there?", "--json"], tmp_path, 120)
+    records = [json.loads(line) for line in (RECIPES / "demo-vlm/eval.jsonl").read_text().splitlines()]
+    (wanted,) = [one["answer"] for one in records if one["image"] in image and one["question"] == "What is there?"]
+    assert json.loads(told)["answer"].strip() == wanted
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -13,9 +13,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,13 @@ def dstrain(*words: str) -> str:
     return done.stdout
 
 
+def _seconds(row: Record) -> float:
+    return datetime.fromisoformat(row["time"]).timestamp()
+
+
 def measure(data: Path, run: Path, processes: int) -> dict[str, Any]:
     """Train, write answers, count. Data is the folder of easy-VQA."""
     files = {name: data / f"{name}.jsonl" for name in ("train", "test")}
-    began = time.monotonic()
     sets = [f"data.train={json.dumps(str(files['train']))}", f"data.eval={json.dumps(str(files['test']))}"]
     dstrain(
         "train",
@@ -67,7 +70,6 @@ def measure(data: Path, run: Path, processes: int) -> dict[str, Any]:
         str(processes),
         *(w for s in sets for w in ("--set", s)),
     )
-    minutes = (time.monotonic() - began) / 60
     train, test = read(files["train"]), read(files["test"])
     written = dstrain(
         "generate",
@@ -85,11 +87,14 @@ def measure(data: Path, run: Path, processes: int) -> dict[str, Any]:
     answers = [json.loads(line)["answer"] for line in written.splitlines()]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    began, ended = (
+        next(_seconds(event) for event in events if event["event"] == name) for name in ("started", "finished")
+    )
     return {
-        "minutes": minutes,
+        "minutes": (ended - began) / 60,
         "parameters": next(event["parameters"] for event in events if event["event"] == "model"),
         "curve": [
-            {"step": row["step"], "minutes": (row["time"] - rows[0]["time"]) / 60, "loss": row["loss"], "exact_match": row["exact_match"]}
+            {"step": row["step"], "minutes": (_seconds(row) - began) / 60, "loss": row["loss"], "exact_match": row["exact_match"]}
             for row in rows
             if row["split"] == "eval"
         ],
@@ -108,7 +113,7 @@ def main() -> None:
     found = measure(data, run, told.num_gpus)
     for key, value in certificate().items():
         print(f"{key}: {value}")
-    print(f"{found['parameters']} parameters, {found['minutes']:.1f} minutes with start and looks\n")
+    print(f"{found['parameters']} parameters, {found['minutes']:.1f} minutes of training and looks\n")
     print(table(found["curve"]), "\n")
     print(table([{"answers": name, **found[name]} for name in ("written", "questions alone")]))
 

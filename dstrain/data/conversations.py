@@ -207,7 +207,9 @@ def _refuse_other_media(record: Mapping[str, Any]) -> None:
     typed = [part for content in parts if isinstance(content, list) for part in content if isinstance(part, Mapping)]
     found = [key for key in OTHER_MEDIA if record.get(key)]
     found += [str(part["type"]) for part in typed if part.get("type") not in (None, "text")]
-    if found:
+    if found and found[0].startswith("image"):
         raise BadRecord(
             f"'{found[0]}' is no text, and text is all that sft learns from; learn from images with task vlm"
         )
+    if found:
+        raise BadRecord(f"'{found[0]}' is neither text nor an image, and nothing else is learnt from; remove the record")

@@ -151,6 +151,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "?"}]}, SAID]},
         "'image_url' is no text, and text is all that sft learns from; learn from images with task vlm",
     ),
+    "a video": ({"messages": [ASKED, SAID], "video": "a.mp4"}, "'video' is neither text nor an image"),
     "tools that are no list": ({"messages": [ASKED, SAID], "tools": "add"}, "'tools' is no list of functions"),
     "calls that are no list": ({"messages": [ASKED, SAID | {"tool_calls": "add"}]}, "tool_calls' is no list of calls"),
     "a call of nothing": ({"messages": [ASKED, {"from": "function_call", "value": "add!"}]}, "names no function"),

@@ -212,4 +212,6 @@ def _refuse_other_media(record: Mapping[str, Any]) -> None:
             f"'{found[0]}' is no text, and text is all that sft learns from; learn from images with task vlm"
         )
     if found:
-        raise BadRecord(f"'{found[0]}' is neither text nor an image, and nothing else is learnt from; remove the record")
+        raise BadRecord(
+            f"'{found[0]}' is neither text nor an image, and nothing else is learnt from; remove the record"
+        )

@@ -17,9 +17,10 @@ from dstrain.data.marks import Seen, read_seen
 from dstrain.data.messages import BadRecord
 from dstrain.data.prepare import Encode, Example
 from dstrain.data.prompts import Asked, Prompt, encode_prompts
-from dstrain.data.sight import Sight, Views
+from dstrain.data.sight import Sight
 from dstrain.data.source import Source
 from dstrain.data.store import WithFiles, cache_root
+from dstrain.data.views import Views
 
 EncodeSeen = Callable[[list[Any], Views | None], Sequence[Example]]
 """What records say, and how their images stand in the texts (None: the model sees none) -> an example or fault of each."""

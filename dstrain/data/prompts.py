@@ -13,7 +13,7 @@ from dstrain.data.spans import MARK
 from dstrain.data.text import frame_of, render, take_start
 
 if TYPE_CHECKING:
-    from dstrain.data.sight import Views
+    from dstrain.data.views import Views
 
 ANSWER = "answer"
 """Stands for an answer that a record may lack."""

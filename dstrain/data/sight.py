@@ -6,12 +6,10 @@ import copy
 import hashlib
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from dstrain.batch import Batch
 from dstrain.data.dialogs import IMAGE
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from dstrain.data.spans import Written
-    from dstrain.data.text import Rendered
 
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 """What a processor returns beside what it makes of images."""
@@ -39,10 +35,7 @@ class Sight:
 
     def __init__(self, processor: Any) -> None:
         self.processor, self.tokenizer = processor, processor.tokenizer
-        self.mark = str(getattr(processor, "image_token", None) or getattr(processor.tokenizer, "image_token", None))
-        if self.mark == "None":
-            kind = type(processor).__name__
-            raise RecipeError(Fault("model.processor", f"{kind} has no token for an image", "name another model"))
+        self.mark = _mark_of(processor)
         self._marks = re.compile(f"{IMAGE}|{re.escape(self.mark)}")
         self._texts: dict[tuple[int, int], str] = {}
         self._counts: dict[str, int] = {}
@@ -121,13 +114,6 @@ class Sight:
         return self._counts[text]
 
     @cached_property
-    def blank(self) -> Image:
-        """An image that shows nothing."""
-        from PIL import Image
-
-        return Image.new("RGB", (BLANK_SIDE, BLANK_SIDE), (127, 127, 127))
-
-    @cached_property
     def _plainly(self) -> dict[str, Any]:
         """Settings that have the blank image take few tokens."""
         splits = hasattr(self.processor.image_processor, "do_image_splitting")
@@ -135,7 +121,7 @@ class Sight:
 
     @cached_property
     def blank_text(self) -> str:
-        return self._heard([self.blank], **self._plainly)
+        return self._heard([_blank()], **self._plainly)
 
     @cached_property
     def blank_ids(self) -> list[int]:
@@ -145,7 +131,7 @@ class Sight:
     @cached_property
     def blank_inputs(self) -> dict[str, torch.Tensor]:
         """The blank image as the model sees it."""
-        return self._inputs([self.blank], **self._plainly)
+        return self._inputs([_blank()], **self._plainly)
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -174,6 +160,10 @@ class Sight:
         vision = {**self.inputs(images), KINDS: self.kinds(tensors["input_ids"])}
         return replace(batch, tensors=tensors, vision=vision, blank_rows=0 if images else 1)
 
+    def without_images(self, batch: Batch) -> Batch:
+        """The batch of data that has no image at all, where the tower rests on every rank."""
+        return replace(batch, vision={KINDS: self.kinds(batch.tensors["input_ids"])})
+
     def _with_blank_row(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Token ids and mask (B + 1, L'), L' the longer of both; `learnt` (B, K') goes on being the end of the rows."""
         import torch
@@ -193,6 +183,34 @@ class Sight:
         from dstrain.data.settle import settled
 
         return settled(image, self._mine().image_processor)
+
+
+def _mark_of(processor: Any) -> str:
+    """The token that stands for an image in a text as the processor takes it. Raises RecipeError where there is none.
+
+    Most call it `image_token`; Gemma 3's older versions take the one that begins an image, and refuse the other.
+    """
+    places = ((processor, "image_token"), (processor, "boi_token"), (processor.tokenizer, "image_token"))
+    names = [str(name) for place, key in places if (name := getattr(place, key, None)) is not None]
+    if not names:
+        kind = type(processor).__name__
+        raise RecipeError(Fault("model.processor", f"{kind} has no token for an image", "name another model"))
+    return next((name for name in names if _takes(processor, name)), names[0])
+
+
+def _takes(processor: Any, mark: str) -> bool:
+    try:
+        processor(text=[mark], images=[_blank()])
+    except Exception:  # each family has its own way to refuse
+        return False
+    return True
+
+
+def _blank() -> Image:
+    """An image that shows nothing."""
+    from PIL import Image
+
+    return Image.new("RGB", (BLANK_SIDE, BLANK_SIDE), (127, 127, 127))
 
 
 class _OneAtATime:
@@ -221,62 +239,3 @@ class _Listener:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
-
-
-@dataclass(frozen=True)
-class Views:
-    """The images of some samples, as they stand in their texts."""
-
-    sight: Sight
-    texts: Sequence[Sequence[str]]
-    """Of each sample the text of each of its images, in order."""
-
-    def in_prompt(self, at: int, item: Rendered | BadRecord) -> Rendered | BadRecord:
-        """A rendered sample with its images in the prompt; the fault where they do not fit, or one was there."""
-        try:
-            return item if isinstance(item, BadRecord) else replace(item, prompt=self._expand(at, item.prompt)[0])
-        except BadRecord as fault:
-            return fault
-
-    def in_written(self, at: int, item: Written | BadRecord) -> Written | BadRecord:
-        """A written sample with its images in the text, and what is learnt where it now stands."""
-        try:
-            if isinstance(item, BadRecord):
-                return item
-            text, grown = self._expand(at, item.text)
-            return replace(item, text=text, spans=tuple(_shifted(item.spans, grown)))
-        except BadRecord as fault:
-            return fault
-
-    def _expand(self, at: int, text: str) -> tuple[str, list[tuple[int, int]]]:
-        return self.sight.expand(text, self.texts[at])
-
-    def not_learnt(self, ids: list[int], learnt: list[int]) -> tuple[list[int], list[int]]:
-        """The ids, and what of them is learnt: what belongs to an image is not."""
-        signs = self.sight.signs
-        return ids, [0 if token in signs else mark for token, mark in zip(ids, learnt, strict=True)]
-
-    def whole(self, at: int, example: dict[str, Any] | BadRecord, most: int) -> dict[str, Any] | BadRecord:
-        """The example, or a fault where truncation to `most` tokens took something of an image away."""
-        if isinstance(example, BadRecord):
-            return example
-        needed = sum(self.sight.count_of(text) for text in self.texts[at])
-        for name in ("input_ids", "chosen", "rejected"):
-            there = self.sight.count(example.get(name, ())) if name in example else needed
-            if there < needed:
-                return BadRecord(
-                    f"its images take {needed} tokens, and data.max_length {most} cuts {needed - there} of them off; "
-                    "raise data.max_length, or remove the record"
-                )
-            if there > needed:
-                return BadRecord(
-                    f"its text names {self.sight.mark} itself, which stands for an image; write it otherwise"
-                )
-        return example
-
-
-def _shifted(spans: Iterable[tuple[int, int]], grown: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Places in a text after images came into it."""
-    starts, lengths = np.array(grown, dtype=np.int64).reshape(-1, 2).T
-    for start, end in spans:
-        yield start + int(lengths[starts < start].sum()), end + int(lengths[starts < end].sum())

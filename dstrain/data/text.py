@@ -14,7 +14,7 @@ from dstrain.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from dstrain.data.sight import Views
+    from dstrain.data.views import Views
 
 Prompt = str | list[Message]
 Alphabet = Literal["bytes", "data"]

@@ -16,7 +16,7 @@ from dstrain.data.text import Frame, count_alike, ends_with, frame_of, take_star
 from dstrain.errors import DataError
 
 if TYPE_CHECKING:
-    from dstrain.data.sight import Views
+    from dstrain.data.views import Views
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
-from transformers.modeling_layers import GenericForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -32,8 +32,35 @@ HEAD = "score.safetensors"
 WEIGHT = "score.weight"
 
 
-class Scored(GenericForSequenceClassification):
-    """What is added to a family's PreTrainedModel; in files, the base model is one that every class of the family loads."""
+class Scored:
+    """What is added to a family's PreTrainedModel: its base model under `base_model_prefix`, and a head.
+
+    As transformers' GenericForSequenceClassification, which takes sizes from the text's config in its newer versions only,
+    and scores every token. In files, the base model is one that every class of the family loads.
+    """
+
+    config: Any
+    base_model_prefix: str
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)  # type: ignore[call-arg]  # the family's
+        setattr(self, self.base_model_prefix, AutoModel.from_config(config))
+        self.score = torch.nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False)
+        cast("Any", self).post_init()
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **seen: Any
+    ) -> SequenceClassifierOutput:
+        """`logits` (B, labels) of ids (B, L), read at each row's last token that is not the text config's pad token.
+
+        `seen`: what the base model takes beside them.
+        """
+        base = getattr(self, self.base_model_prefix)
+        states = base(input_ids=input_ids, attention_mask=attention_mask, **seen).last_hidden_state  # (B, L, H)
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        last = (places * (input_ids != self.config.get_text_config().pad_token_id)).argmax(-1)  # (B,)
+        rows = torch.arange(len(input_ids), device=input_ids.device)
+        return SequenceClassifierOutput(logits=self.score(states[rows, last]))
 
     def save_pretrained(self, save_directory: str | Path, **settings: Any) -> None:
         """Write the base model as transformers does, and the head beside it."""

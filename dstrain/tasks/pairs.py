@@ -13,10 +13,10 @@ import numpy as np
 from dstrain.batch import Batch
 from dstrain.data.formats import BadRecord, Preference, Response, read_preference
 from dstrain.data.marks import Seen
-from dstrain.data.sight import Views
 from dstrain.data.source import Joined
 from dstrain.data.store import TokenStore
 from dstrain.data.text import encode_preferences
+from dstrain.data.views import Views
 from dstrain.tasks.text import TextTask
 from dstrain.tasks.tiny import tiny_recipe
 

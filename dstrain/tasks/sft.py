@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dstrain.batch import Batch
 from dstrain.data.conversations import Passage, Sample, read_conversation
 from dstrain.data.marks import Seen
-from dstrain.data.sight import Views
 from dstrain.data.source import Joined
 from dstrain.data.store import TokenStore
 from dstrain.data.turns import TurnSettings, encode_conversations
+from dstrain.data.views import Views
 from dstrain.tasks.base import Loss
 from dstrain.tasks.text import TextTask
 from dstrain.tasks.tiny import tiny_recipe

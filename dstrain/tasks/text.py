@@ -104,8 +104,10 @@ class TextTask(Task):
 
     def with_images(self, batch: Batch, examples: Sequence[Mapping[str, Any]], times: int = 1) -> Batch:
         """The batch with its examples' images, whose rows come so many times one after another."""
-        if self.sight is None or "images" not in examples[0]:
+        if self.sight is None:
             return batch
+        if "images" not in examples[0]:  # nor in any other
+            return self.sight.without_images(batch)
         images = [
             self.alter(shown.load(), example, at) for example in examples for at, shown in enumerate(example["images"])
         ]

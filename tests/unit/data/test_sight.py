@@ -13,9 +13,10 @@ from dstrain.config.schema import ModelConfig
 from dstrain.data.conversations import Conversation
 from dstrain.data.dialogs import IMAGE
 from dstrain.data.formats import BadRecord, Preference
-from dstrain.data.sight import KINDS, Sight, Views
+from dstrain.data.sight import KINDS, Sight
 from dstrain.data.text import encode_preferences, train_tokenizer
 from dstrain.data.turns import TurnSettings, encode_conversations
+from dstrain.data.views import Views
 from dstrain.models.load import read_config
 from dstrain.models.processors import fit_config, make_processor, special_tokens
 from dstrain.tasks.ops import ask

@@ -14,6 +14,7 @@ import torch
 
 from dstrain.config import RunConfig
 from dstrain.data.loader import make_batch
+from dstrain.data.sight import KINDS
 from dstrain.errors import DataError, RecipeError, TaskError
 from dstrain.tasks import find_task, make_task, ops
 from dstrain.tasks.vlm import TINY
@@ -115,7 +116,8 @@ def test_text_among_images_is_learnt_too_and_data_without_any_needs_no_blank(tmp
     mixed, text = (task_on(str(tmp_path / f"{name}.jsonl")) for name in ("train", "text"))
     batches = [make_batch(task.examples("train"), task.collate, [0], 0) for task in (mixed, text)]
     assert [batch.blank_rows for batch in batches] == [1, 0]
-    assert not batches[1].vision
+    assert set(batches[1].vision) == {KINDS}, "Gemma 3 wants to be told that nothing is an image"
+    assert not batches[1].vision[KINDS].any()
     model, blank = mixed.build_model().eval(), batches[0]
     alone = replace(blank, vision={}, blank_rows=0, tensors={k: v[:1] for k, v in blank.tensors.items()})
     losses = [float(mixed.loss(model, batch).total.detach()) for batch in (blank, alone)]

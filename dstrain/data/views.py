@@ -1,0 +1,75 @@
+"""Images in texts that are being written: put where they stand, never learnt, never cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dstrain.data.messages import BadRecord
+from dstrain.data.sight import Sight
+
+if TYPE_CHECKING:
+    from dstrain.data.spans import Written
+    from dstrain.data.text import Rendered
+
+
+@dataclass(frozen=True)
+class Views:
+    """The images of some samples, as they stand in their texts."""
+
+    sight: Sight
+    texts: Sequence[Sequence[str]]
+    """Of each sample the text of each of its images, in order."""
+
+    def in_prompt(self, at: int, item: Rendered | BadRecord) -> Rendered | BadRecord:
+        """A rendered sample with its images in the prompt; the fault where they do not fit, or one was there."""
+        try:
+            return item if isinstance(item, BadRecord) else replace(item, prompt=self._expand(at, item.prompt)[0])
+        except BadRecord as fault:
+            return fault
+
+    def in_written(self, at: int, item: Written | BadRecord) -> Written | BadRecord:
+        """A written sample with its images in the text, and what is learnt where it now stands."""
+        try:
+            if isinstance(item, BadRecord):
+                return item
+            text, grown = self._expand(at, item.text)
+            return replace(item, text=text, spans=tuple(_shifted(item.spans, grown)))
+        except BadRecord as fault:
+            return fault
+
+    def _expand(self, at: int, text: str) -> tuple[str, list[tuple[int, int]]]:
+        return self.sight.expand(text, self.texts[at])
+
+    def not_learnt(self, ids: list[int], learnt: list[int]) -> tuple[list[int], list[int]]:
+        """The ids, and what of them is learnt: what belongs to an image is not."""
+        signs = self.sight.signs
+        return ids, [0 if token in signs else mark for token, mark in zip(ids, learnt, strict=True)]
+
+    def whole(self, at: int, example: dict[str, Any] | BadRecord, most: int) -> dict[str, Any] | BadRecord:
+        """The example, or a fault where truncation to `most` tokens took something of an image away."""
+        if isinstance(example, BadRecord):
+            return example
+        needed = sum(self.sight.count_of(text) for text in self.texts[at])
+        for name in ("input_ids", "chosen", "rejected"):
+            there = self.sight.count(example.get(name, ())) if name in example else needed
+            if there < needed:
+                return BadRecord(
+                    f"its images take {needed} tokens, and data.max_length {most} cuts {needed - there} of them off; "
+                    "raise data.max_length, or remove the record"
+                )
+            if there > needed:
+                return BadRecord(
+                    f"its text names {self.sight.mark} itself, which stands for an image; write it otherwise"
+                )
+        return example
+
+
+def _shifted(spans: Iterable[tuple[int, int]], grown: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Places in a text after images came into it."""
+    starts, lengths = np.array(grown, dtype=np.int64).reshape(-1, 2).T
+    for start, end in spans:
+        yield start + int(lengths[starts < start].sum()), end + int(lengths[starts < end].sum())

@@ -62,9 +62,7 @@ class TextTask(Task):
         """The texts of a record, to train a tokenizer on."""
 
     def convert(self, record: dict[str, Any]) -> Any:
-        """Read one record. Raises BadRecord; `dstrain data check` calls it for every record, and looks at the images of
-        a `Seen`.
-        """
+        """Read one record, for `dstrain data check`, which looks at the images of a `Seen`. Raises BadRecord."""
         return list(self.texts(record))
 
     def read(self, record: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Any]) -> Seen[Any]:
@@ -72,12 +70,13 @@ class TextTask(Task):
 
         Where no model is named yet, every record is taken for one that it can use.
         """
-        model = self.recipe.model
-        if self.sees if model.path or model.config else has_images(record):
-            return read_seen(record, read)
-        if has_images(record):
+        known = self.recipe.model.path or self.recipe.model.config
+        if not has_images(record):
+            said = read(record)
+            return read_seen(record, read) if known and self.sees else Seen(said)
+        if known and not self.sees:
             raise BadRecord("it holds an image, and the model sees none; name one that does, or remove the record")
-        return Seen(read(record))
+        return read_seen(record, read)
 
     def store(self, source: Joined, read: Callable[..., Any], encode: EncodeSeen, key: dict[str, Any]) -> TokenStore:
         """The examples that `encode` makes of what `read` reads, with the images of a model that sees. Raises DataError.

@@ -77,13 +77,14 @@ class VisionLanguage(SupervisedFineTuning):
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
         recipe = tiny_recipe(folder, "vlm", lambda split, index: _coloured(folder, split, index))
-        recipe["model"] = {"config": TINY}
+        recipe["model"] = {"config": TINY, "freeze": ["*.post_layernorm"]}  # which a LLaVA does not look at
         return recipe
 
 
 TINY: dict[str, Any] = {
     "model_type": "llava",
     "vision_feature_select_strategy": "default",
+    "vision_feature_layer": -1,
     "text_config": {
         "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2,

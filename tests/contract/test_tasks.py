@@ -18,6 +18,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.data.loader import make_batch
 from dstrain.errors import TaskError
 from dstrain.tasks import Task, find_task, make_task, options, packaged_tasks
+from dstrain.train.build import build
 from dstrain.train.objective import Objective, surveyed
 from dstrain.world import SoloWorld
 
@@ -108,7 +109,7 @@ def test_a_model_is_built_the_same_twice(task: Task) -> None:
 
 
 def test_every_trained_parameter_gets_a_gradient(task: Task) -> None:
-    model = task.build_model()
+    model = build(task)
     examples: Any = task.examples("train")
     learn(objective_around(task, model), make_batch(examples, task.collate, list(range(16)), 0))[0].backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)

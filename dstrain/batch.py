@@ -24,7 +24,7 @@ class Batch:
     filler: bool = False
     """True where a rank had no sample left: the pass runs, so that no rank waits, and weighs nothing."""
     vision: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What the model takes of the batch's images, by its names; empty where the data has none."""
+    """What the model takes of the batch's images, by its names; empty where it sees none."""
     blank_rows: int = 0
     """Rows of token ids behind those of the samples: a blank image where no sample has one, so that every rank asks for the
     same weights in the same order. What the model says of them is left out."""

@@ -97,7 +97,8 @@ def encode_prompts(
         start, body = take_start(tokenizer(shown.prompt, add_special_tokens=False, verbose=False)["input_ids"], frame)
         keep = len(body) if limit is None else min(len(body), max(limit - len(start), 0))
         ids = start + body[len(body) - keep :]
-        whole = {"input_ids": ids} if views is None else views.whole(at, {"input_ids": ids}, limit or len(ids))
+        room = f"the room for a prompt, {limit} tokens,"
+        whole = {"input_ids": ids} if views is None else views.whole(at, {"input_ids": ids}, room)
         if isinstance(whole, BadRecord):
             found.append(whole)
             continue

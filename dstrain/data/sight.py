@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
+import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -54,7 +55,7 @@ class Sight:
         if found is None:
             from PIL import Image
 
-            found = self._texts[size] = self._heard([Image.new("RGB", size)])
+            found = self._texts[size] = sys.intern(self._heard([Image.new("RGB", size)]))  # few texts, of many sizes
         return found
 
     def _heard(self, images: Sequence[Image], **settings: Any) -> str:

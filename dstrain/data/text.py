@@ -182,7 +182,11 @@ def encode_preferences(
         else _assemble((next(ids), next(ids), next(ids)), frame, item.templated, limits)
         for item in rendered
     ]
-    return found if views is None else [views.whole(at, item, max_length) for at, item in enumerate(found)]
+    return (
+        found
+        if views is None
+        else [views.whole(at, item, f"data.max_length {max_length}") for at, item in enumerate(found)]
+    )
 
 
 def _try_render(tokenizer: Any, preference: Preference) -> Rendered | BadRecord:

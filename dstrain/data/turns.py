@@ -49,7 +49,11 @@ def encode_conversations(
     if views is not None:
         coded = (views.not_learnt(ids, learnt) for ids, learnt in coded)
     found = [item if isinstance(item, BadRecord) else _assemble(next(coded), item, frame, settings) for item in written]
-    return found if views is None else [views.whole(at, item, settings.max_length) for at, item in enumerate(found)]
+    return (
+        found
+        if views is None
+        else [views.whole(at, item, f"data.max_length {settings.max_length}") for at, item in enumerate(found)]
+    )
 
 
 def _try_write(tokenizer: Any, sample: Sample, enders: tuple[str, ...], assistant_only: bool) -> Written | BadRecord:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from dstrain.data.spans import Written
     from dstrain.data.text import Rendered
 
+COLUMNS = {"input_ids", "chosen", "rejected"}
+"""Those of examples that hold the ids of images."""
+
 
 @dataclass(frozen=True)
 class Views:
@@ -49,17 +52,17 @@ class Views:
         signs = self.sight.signs
         return ids, [0 if token in signs else mark for token, mark in zip(ids, learnt, strict=True)]
 
-    def whole(self, at: int, example: dict[str, Any] | BadRecord, most: int) -> dict[str, Any] | BadRecord:
-        """The example, or a fault where truncation to `most` tokens took something of an image away."""
+    def whole(self, at: int, example: dict[str, Any] | BadRecord, room: str) -> dict[str, Any] | BadRecord:
+        """The example, or a fault where truncation to the `room`, in words, took something of an image away."""
         if isinstance(example, BadRecord):
             return example
         needed = sum(self.sight.count_of(text) for text in self.texts[at])
-        for name in ("input_ids", "chosen", "rejected"):
-            there = self.sight.count(example.get(name, ())) if name in example else needed
+        for name in COLUMNS & example.keys():
+            there = self.sight.count(example[name])
             if there < needed:
                 return BadRecord(
-                    f"its images take {needed} tokens, and data.max_length {most} cuts {needed - there} of them off; "
-                    "raise data.max_length, or remove the record"
+                    f"its images take {needed} tokens, and {room} cuts {needed - there} of them off; "
+                    "raise it, or remove the record"
                 )
             if there > needed:
                 return BadRecord(

@@ -94,14 +94,14 @@ class Task(ABC):
 
     def build_reference(self) -> torch.nn.Module:
         """The reference as a whole model. Collective under ZeRO-3."""
-        raise NotImplementedError(f"task {type(self).__name__} names a reference and builds none")
+        raise TaskError(f"task {type(self).__name__}: names a reference; give it a method `build_reference(self)`")
 
     def refer(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """What the reference says of a batch: tensors with a row for each sample, which `loss` finds in the batch.
 
         Called without gradients, with the reference as `model`. Column names are the same for every batch.
         """
-        raise NotImplementedError(f"task {type(self).__name__} names a reference and does not ask it")
+        raise TaskError(f"task {type(self).__name__}: names a reference; give it a method `refer(self, model, batch)`")
 
     def survey(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor | tuple[torch.Tensor, float]]:
         """Name -> sum over the batch's units, or (sum, its own weight), of what `loss` must know of a whole step.
@@ -109,7 +109,7 @@ class Task(ABC):
         Called without gradients for every batch of a step, or of an evaluation, before the first loss; `loss` finds in its
         batch, under the same names, the means over all batches of all ranks. One pass on every rank, as for a loss.
         """
-        raise NotImplementedError(f"task {type(self).__name__} asks for a survey and makes none")
+        raise TaskError(f"task {type(self).__name__}: asks for a survey; give it a method `survey(self, model, batch)`")
 
     def check_named(self) -> None:  # noqa: B027  a task of its own data needs none
         """Raise UsageError where the recipe does not name what the task needs: asked first, without torch."""

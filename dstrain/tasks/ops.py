@@ -143,16 +143,29 @@ def ask(model: torch.nn.Module, batch: Batch, **settings: Any) -> torch.Tensor:
 
 
 def inputs_of_images(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-    """What the model takes of the batch's images, under the names that its family has."""
-    seen = dict(batch.vision)
-    if KINDS not in seen:
-        return seen
-    kinds, core = seen.pop(KINDS), unwrapped(model)
+    """What the model takes of the batch's images, and of which tokens are images or prompt, under its family's names."""
+    seen, core = dict(batch.vision), unwrapped(model)
+    kinds, family = seen.pop(KINDS, None), str(getattr(getattr(core, "config", None), "model_type", ""))
     known = _parameters(type(core).forward) | _parameters(type(getattr(core, "base_model", core)).forward)
+    if family == "paligemma":
+        return {**seen, "token_type_ids": behind_prompts(batch)}
+    if kinds is None:
+        return seen
     if KINDS in known:
         return {**seen, KINDS: kinds}
-    of_gemma = str(getattr(core.config, "model_type", "")).startswith("gemma3")
-    return {**seen, "token_type_ids": kinds} if of_gemma and "token_type_ids" in known else seen
+    return {**seen, "token_type_ids": kinds} if family.startswith("gemma3") and "token_type_ids" in known else seen
+
+
+def behind_prompts(batch: Batch) -> torch.Tensor:
+    """(B + blank rows, L) int64: 1 from the first learnt token of a row on, 0 before it and where nothing is learnt.
+
+    PaliGemma reads what is 0 both ways and the rest from left to right: Beyer et al. (arXiv 2407.07726), figure 2. Told
+    nothing, transformers' (5.23) reads rows without padding both ways, and would see the answer that it is to predict.
+    """
+    ids = batch.tensors["input_ids"]
+    learnt = batch.tensors.get("learnt", ids.new_zeros(0, 1))
+    whole = F.pad(learnt, (ids.shape[1] - learnt.shape[1], 0, 0, len(ids) - len(learnt)))
+    return (whole.cumsum(1) > 0).long()
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

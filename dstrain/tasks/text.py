@@ -72,7 +72,7 @@ class TextTask(Task):
         """
         known = self.recipe.model.path or self.recipe.model.config
         if not has_images(record):
-            said = read(record)
+            said = read(record)  # what is wrong with it is told before the model is looked at
             return read_seen(record, read) if known and self.sees else Seen(said)
         if known and not self.sees:
             raise BadRecord("it holds an image, and the model sees none; name one that does, or remove the record")

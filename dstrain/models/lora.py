@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import LoraConfig
 from dstrain.errors import Fault, RecipeError
@@ -43,3 +44,17 @@ def add_adapters(model: torch.nn.Module, lora: LoraConfig, heads: Sequence[str],
                 "model.lora.targets", f"{lora.targets!r}: {str(error).split('.')[0]}", f"known here: {', '.join(names)}"
             )
         ) from error
+
+
+@contextmanager
+def adapters_disabled(model: Any) -> Iterator[None]:
+    """Inside, the model (a PeftModel) answers without its adapters. What is trained stays as it was.
+
+    On leaving, peft's own `disable_adapter` has every adapter trained, also those that `model.freeze` froze
+    (peft/tuners/tuners_utils.py, `enable_adapters` and `set_adapter`).
+    """
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    with model.disable_adapter():
+        yield
+    for parameter, trained in before:
+        parameter.requires_grad_(trained)

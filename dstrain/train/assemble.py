@@ -37,6 +37,7 @@ from dstrain.train.references import Asking, add_references
 from dstrain.train.reshape import checkpoint_bytes
 from dstrain.train.room import Forecast, check_room, free_bytes, make_room, most_at_once
 from dstrain.train.saving import Saving
+from dstrain.train.shards import check_complete
 from dstrain.train.state import Run
 from dstrain.train.watchdog import watched
 from dstrain.units import show_count
@@ -90,10 +91,10 @@ def with_references(plan: Plan, world: World) -> Plan:
 def assemble(plan: Plan, world: World, screen: TextIO | None = None, interrupt: Interrupt | None = None) -> Run:
     """Build model, engine and everything around them. Collective."""
     config, run_dir = plan.config, plan.run_dir
-    save, best = config.save, config.eval.best
-    folder = run_dir / "checkpoints"
+    save = config.save
     apart = world.apart() if save.background else world
-    checkpoints = Checkpoints(folder=folder, world=apart, keep=save.keep, keep_every=save.keep_every, best=best)
+    rotation = {"keep": save.keep, "keep_every": save.keep_every, "best": config.eval.best}
+    checkpoints = Checkpoints(folder=run_dir / "checkpoints", world=apart, check=check_complete, **rotation)
     journal = Journal(run_dir, world.rank)
     base = _base(plan, world)
     start = _starting_point(plan, checkpoints, journal, world)
@@ -116,7 +117,7 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None, interrupt: 
         meter=Meter(world),
         profile=Profile(config.profile, run_dir / "profile", engine, plan.steps, journal.event),
         guard=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], journal.event),
-        learning=Learning(engine, engine.objective.model, journal.event),
+        learning=Learning(engine, engine.objective, journal.event),
         interrupt=interrupt or Interrupt(),
         lr=LearningRate(_rate(plan, config.optim.lr), config.optim.schedule, plan.steps, config.optim.warmup),
         seed=config.seed,

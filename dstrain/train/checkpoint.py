@@ -52,6 +52,8 @@ class Checkpoints:
     """Also keep each whose step is a multiple of this."""
     best: Literal["min", "max"] = "min"
     """Whether a lower or a higher metric is better; `best` is kept too."""
+    check: Callable[[Path], None] | None = None
+    """Raises CheckpointError for a sealed checkpoint that nobody could use; asked on rank 0 before it gets its name."""
 
     def save(
         self,
@@ -72,7 +74,7 @@ class Checkpoints:
             self.on_first(f"making {partial}", lambda: _make_empty(partial))
             written = self._together(f"writing {final.name}", lambda: write(partial))
             files = {name: entry for share in written for name, entry in share.items()}
-            self.on_first(f"sealing {partial}", lambda: seal(partial, files, record))
+            self.on_first(f"sealing {partial}", lambda: self._seal(partial, files, record))
             self.on_first(f"committing {final.name}", lambda: _commit(partial, final))
         except CheckpointError:
             if self.world.rank == 0:  # all ranks came back: nobody writes any more
@@ -81,6 +83,11 @@ class Checkpoints:
         self.on_first("choosing the best", self._choose_best)
         self.on_first("pruning", lambda: self._prune(progress.step))
         return final
+
+    def _seal(self, partial: Path, files: Mapping[str, Entry], record: Mapping[str, Any]) -> None:
+        seal(partial, files, record)
+        if self.check is not None:
+            self.check(partial)
 
     def newest(self) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
         """The newest that verifies, all ranks reading a share, and the damaged ones passed over. Collective."""

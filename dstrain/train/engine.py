@@ -219,7 +219,8 @@ class DeepSpeedEngine:
 
     def _clip_whole_gradient(self, largest: float) -> float:
         """Clip the gradient that is already summed over the ranks; drop it where it is not finite."""
-        learning = [parameter for parameter in self.engine.module.parameters() if parameter.grad is not None]
+        groups = self.engine.optimizer.param_groups
+        learning = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
         norm = float(torch.nn.utils.clip_grad_norm_(learning, largest))
         if not math.isfinite(norm):
             for parameter in learning:

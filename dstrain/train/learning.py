@@ -10,6 +10,7 @@ import torch
 from dstrain.batch import StepResult
 from dstrain.errors import RunError
 from dstrain.train.engine import Engine
+from dstrain.train.objective import Objective
 from dstrain.train.parts import Part
 from dstrain.train.reshape import some
 
@@ -22,8 +23,8 @@ CHUNK = 1 << 22
 class Learning:
     """Names the parameters that should learn and got no gradient or did not move; an error where none moved."""
 
-    def __init__(self, engine: Engine, model: torch.nn.Module, tell: Callable[..., None]) -> None:
-        self._engine, self._model, self._tell = engine, model, tell
+    def __init__(self, engine: Engine, objective: Objective, tell: Callable[..., None]) -> None:
+        self._engine, self._objective, self._tell = engine, objective, tell
         self._reached: set[str] = set()
         self._hooks: list[Any] = []
         self._names: list[str] = []
@@ -32,8 +33,8 @@ class Learning:
 
     def begin(self) -> None:
         """Note where the weights are. Call after a load. Collective where they lie on a disk."""
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad:
+        for name, parameter in self._objective.model.named_parameters():
+            if name in self._objective.trainable:
                 self._names.append(name)
                 self._hooks.append(parameter.register_hook(self._noting(name)))
         self._before = dict(_sums(self._engine.parts()))

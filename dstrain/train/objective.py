@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from dstrain.batch import Batch, StepResult
+from dstrain.models.lora import adapters_disabled
 from dstrain.tasks import Task
 from dstrain.world import World
 
@@ -39,6 +39,8 @@ class Objective(torch.nn.Module):
         super().__init__()
         self.task, self.model = task, model
         self.reference = None if reference is None else Reference(task, reference)
+        self.trainable = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        """Parameters of the model that are trained. Decided here, once: `requires_grad` may be changed later by a library."""
 
     @property
     def adapted(self) -> bool:
@@ -64,19 +66,10 @@ class Objective(torch.nn.Module):
             return {}
         training, model = self.model.training, self.model
         model.eval()
-        with torch.no_grad(), model.disable_adapter():
+        with torch.no_grad(), adapters_disabled(model):
             found = self.task.refer(model, batch)
         model.train(training)
         return found
-
-    @contextmanager
-    def without_reference(self) -> Iterator[None]:
-        """Inside, the reference is no part of the module: it is never saved."""
-        reference, self.reference = self.reference, None
-        try:
-            yield
-        finally:
-            self.reference = reference
 
 
 def _share(batch: Batch) -> float:

@@ -12,7 +12,7 @@ Frozen parameters and buffers are parts like the others, without an optimizer's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,13 +116,9 @@ class Part:
             self.optimizer.param_groups, self.tensor.grad = kept, grad
         if probe is not self.tensor and probe in self.optimizer.state:
             self.optimizer.state[self.tensor] = {
-                key: value.new_zeros(self.tensor.shape) if _same_shape(value, probe) else value
+                key: value.new_zeros(self.tensor.shape) if getattr(value, "shape", None) == probe.shape else value
                 for key, value in self.optimizer.state.pop(probe).items()
             }
-
-
-def _same_shape(value: Any, tensor: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == tensor.shape
 
 
 class Whole:
@@ -165,7 +161,7 @@ class Flat:
 
     def live(self, change: bool = False) -> Iterator[list[Part]]:
         """All parts at once; with `change` their values go where the model sees them. Collective with `change`."""
-        yield [*self._learning(), *_frozen(self._model), *_buffers(self._model)]
+        yield [*self._learning(), *map(_whole, _frozen(self._model, self._groups)), *_buffers(self._model)]
         if change:
             self._zero.update_lp_params()
 
@@ -217,13 +213,15 @@ class Sharded:
         for index in sorted(set(range(len(zero.fp16_groups))) - set(staying)):
             with self._swapped_in(index, change):
                 yield [self._learning(index)]
-        frozen = [pair for pair in self._model.named_parameters() if not pair[1].requires_grad]
+        frozen = _frozen(self._model, zero.fp16_groups)
         in_memory = [pair for pair in frozen if not _on_disk(pair[1])]
         for pairs in (in_memory, *([pair] for pair in frozen if _on_disk(pair[1]))):
             with _available([parameter for _, parameter in pairs], change):
                 yield [Part(held.ds_tensor, self._places(name, held), everywhere=False) for name, held in pairs]
         if change:
-            zero.checkpoint_event_epilogue()
+            # Its `checkpoint_event_epilogue` would gather persistent parameters too, and never see that a module reads
+            # another one's weight, as DoRA's does: an engine finds that where the weight is in shards at the first pass.
+            zero.invalidate_secondary_tensor()
 
     def _learning(self, index: int) -> Part:
         zero, optimizer = self._zero, self._zero.optimizer
@@ -272,18 +270,20 @@ def _available(parameters: Sequence[Any], change: bool) -> Iterator[None]:
         swapped[0].nvme_swapper.remove_partition_and_release_buffers(swapped)
 
 
-def _frozen(model: torch.nn.Module) -> Iterator[Part]:
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            yield Part(parameter, [Place(name, 0, parameter.numel(), 0)], everywhere=True)
+def _frozen(model: torch.nn.Module, groups: Iterable[Iterable[Any]]) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters in none of the optimizer's groups: `requires_grad` may have changed since these were made."""
+    trained = {id(parameter) for group in groups for parameter in group}
+    return [pair for pair in model.named_parameters() if id(pair[1]) not in trained]
+
+
+def _whole(named: tuple[str, torch.Tensor]) -> Part:
+    return Part(named[1], [Place(named[0], 0, named[1].numel(), 0)], everywhere=True)
 
 
 def _buffers(model: torch.nn.Module) -> Iterator[Part]:
     """Those that belong to the model's state."""
     lasting = model.state_dict(keep_vars=True).keys()
-    for name, buffer in model.named_buffers():
-        if name in lasting:
-            yield Part(buffer, [Place(name, 0, buffer.numel(), 0)], everywhere=True)
+    return (_whole(pair) for pair in model.named_buffers() if pair[0] in lasting)
 
 
 Cut = Whole | Flat | Sharded

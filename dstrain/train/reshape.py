@@ -24,9 +24,12 @@ NAMED = 4
 
 
 def stored_shapes(objective: Objective) -> dict[str, list[int]]:
-    """Parameter or buffer of the model -> its whole shape, for all that checkpoints hold; adapters' base is left out."""
-    model = objective.model
-    found = {name: p for name, p in model.named_parameters() if p.requires_grad or not objective.adapted}
+    """Parameter or buffer of the model -> its whole shape, for all that checkpoints hold.
+
+    With adapters, only what is trained; the base and frozen adapters are left out.
+    """
+    model, trainable = objective.model, objective.trainable
+    found = {name: p for name, p in model.named_parameters() if name in trainable or not objective.adapted}
     lasting = model.state_dict(keep_vars=True).keys()
     found |= {name: buffer for name, buffer in model.named_buffers() if name in lasting}
     return {name: list(whole_shape(tensor)) for name, tensor in found.items()}
@@ -37,9 +40,8 @@ def checkpoint_bytes(objective: Objective, optimizer: str) -> int:
     names, size = stored_shapes(objective), 0
     for name, parameter in objective.model.named_parameters():
         if name in names:
-            size += numel(parameter) * (
-                4 + STATE_BYTES[optimizer] if parameter.requires_grad else parameter.element_size()
-            )
+            trained = name in objective.trainable
+            size += numel(parameter) * (4 + STATE_BYTES[optimizer] if trained else parameter.element_size())
     return size
 
 
@@ -66,7 +68,7 @@ def _anew(objective: Objective, stored: StoredState, name: str) -> str:
     before = stored.about["optimizer"]
     if before != name:
         return f"the optimizer was {before} and is {name} from here on: the weights go on, what it keeps begins anew"
-    learning = [key for key, parameter in objective.model.named_parameters() if parameter.requires_grad]
+    learning = sorted(objective.trainable)
     new = [key for key in learning if not stored.numbers(key) and stored.keys(key) <= {WEIGHT}]
     if not new or len(new) == len(learning):  # plain SGD keeps nothing
         return ""

@@ -135,6 +135,11 @@ def _stretch(file: str, start: int, entry: Mapping[str, Any], bounds: tuple[int,
     return _Stretch(file, begin, start, numel, dtype, shape)
 
 
+def check_complete(checkpoint: Path) -> None:
+    """Raise CheckpointError where the state in a checkpoint lacks values that it names. Reads tables, no values."""
+    StoredState(checkpoint).check_complete()
+
+
 class StoredState:
     """The state in a checkpoint, read by name and position."""
 
@@ -148,6 +153,7 @@ class StoredState:
             raise CheckpointError(f"{checkpoint}: holds no state that this version reads; choose another checkpoint")
         self._table: dict[tuple[str, str], list[_Stretch]] = {}
         self._keys: dict[str, set[str]] = {}
+        self._elementwise: set[tuple[str, str]] = set()
         self._numbers: dict[str, dict[str, float]] = {}
         for name, file in self._files.items():
             if name.endswith(".safetensors"):
@@ -168,6 +174,8 @@ class StoredState:
                 stretch = _stretch(name, int(start or 0), entry, (8 + length, file.size))
                 self._table.setdefault((parameter, key), []).append(stretch)
                 self._keys.setdefault(parameter, set()).add(key)
+                if start:
+                    self._elementwise.add((parameter, key))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             why = f"{type(error).__name__}: {error}"
             raise CheckpointError(
@@ -189,8 +197,15 @@ class StoredState:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Parameter or buffer -> its whole shape."""
-        return {name: tuple(shape) for name, shape in self.about["shapes"].items()}
+        """Parameter or buffer -> its whole shape, of those whose values are there: older checkpoints name frozen adapters too."""
+        shapes = {name: tuple(shape) for name, shape in self.about["shapes"].items()}
+        return {name: shape for name, shape in shapes.items() if WEIGHT in self.keys(name) or not math.prod(shape)}
+
+    def check_complete(self) -> None:
+        """Raise CheckpointError where values are missing: of a weight that is named, or of what an optimizer keeps for each."""
+        for name, shape in self.about["shapes"].items():
+            for key in sorted({WEIGHT} | {key for key in self.keys(name) if (name, key) in self._elementwise}):
+                self._pieces(name, key, 0, math.prod(shape))
 
     def keys(self, name: str) -> set[str]:
         """What is kept for a parameter, but for numbers."""

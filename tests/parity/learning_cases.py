@@ -72,7 +72,7 @@ def look(kind: str, rates: Sequence[float] = (0.1, 0.1, 0.1)) -> Any:
             objective = Objective(task, task.build_model())
         groups = parameter_groups(objective.model, recipe.optim)
         engine = DeepSpeedEngine(objective, groups, recipe.optim, config, ranks)
-    learning = Learning(engine, engine.objective.model, tell)
+    learning = Learning(engine, engine.objective, tell)
     learning.begin()
     for number, rate in enumerate(rates):
         first = number * 8 + ranks.rank * 4 // ranks.size

@@ -21,7 +21,7 @@ from dstrain.train.blocks import write_hashed
 from dstrain.train.checkpoint import Checkpoints
 from dstrain.train.manifest import verify
 from dstrain.train.parts import Part, Place
-from dstrain.train.shards import Shard, StoredState, take, write_state
+from dstrain.train.shards import Shard, StoredState, check_complete, take, write_state
 from dstrain.world import SoloWorld
 
 
@@ -213,3 +213,43 @@ def test_a_planted_pickle_is_refused_by_name_and_not_run(name: str, in_manifest:
     assert not trace.exists()
     pickle.loads(content)  # noqa: S301  it would have
     assert trace.exists()
+
+
+def test_a_checkpoint_without_a_value_it_names_is_refused_before_it_gets_its_name(tmp_path: Path) -> None:
+    whole, named = flat_cuts(torch.randn(10), [4, 10]), {"w": [10]}
+    check_complete(kept(tmp_path / "whole", *whole, shapes=named))
+    for reason, ranks, shapes in (
+        ("no weight of lost from value 0", whole, named | {"lost": [3]}),
+        ("no weight of w from value 4", whole[:1], named),
+        ("no weight of w from value 10", whole, {"w": [11]}),
+    ):
+        with pytest.raises(CheckpointError, match=reason):
+            check_complete(kept(tmp_path / reason.replace(" ", "-"), *ranks, shapes=shapes))
+
+    def write(place: Path) -> Any:
+        return write_state(place, whole[0], {"shapes": named, "optimizer": "adamw"})
+
+    checkpoints = Checkpoints(folder=tmp_path / "run", world=SoloWorld(), check=check_complete)
+    with pytest.raises(CheckpointError, match="no weight of w from value 4"):
+        checkpoints.save(write, Progress(1, 1), {})
+    assert not [*(tmp_path / "run").iterdir()], "nothing that looks like a checkpoint"
+
+
+def test_what_an_optimizer_keeps_must_be_whole_too(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.randn(6, 4))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.randn(6, 4)
+    optimizer.step()
+    part = Part(weight, [Place("w", 0, 24, 0)], everywhere=True, optimizer=optimizer, group=optimizer.param_groups[0])
+    (shard,) = take([[part]], 0, 1)
+    cut = [(name, values[:-1] if "exp_avg_sq" in name else values) for name, values in shard.tensors]
+    with pytest.raises(CheckpointError, match="no exp_avg_sq of w from value 23"):
+        check_complete(kept(tmp_path, [Shard(shard.name, cut, shard.numbers)], shapes={"w": [6, 4]}))
+
+
+def test_a_name_without_values_is_not_held(tmp_path: Path) -> None:
+    """Checkpoints of LoRA with frozen adapters named those too (tasks dpo and kto): without them they can be read."""
+    stored = StoredState(
+        kept(tmp_path, *flat_cuts(torch.randn(10), [10]), shapes={"w": [10], "frozen": [4], "none": [0]})
+    )
+    assert stored.shapes == {"w": (10,), "none": (0,)}

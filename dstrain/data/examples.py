@@ -35,6 +35,10 @@ class Examples:
         row = int(self.rows[index])
         return self.store[row] | {name: float(column[row]) for name, column in self.answers.items()}
 
+    def lengths(self, ids: np.ndarray) -> np.ndarray:
+        """(N,) tokens of the longest sequence of each of these examples, (N,)."""
+        return self.store.longest(self.rows[ids])
+
     @property
     def report(self) -> dict[str, Any]:
         """What came of reading the sources, for events.jsonl."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dstrain.errors import DataError
+
+Lengths = Callable[[np.ndarray], np.ndarray]
+"""(N,) ids -> (N,) tokens of the longest sequence of each."""
 
 # Streams that share a seed but not their numbers.
 _RECORDS, _SLOTS = 1, 2
@@ -32,6 +35,8 @@ class DataPlan:
     total_samples: int | None = None
     """Where the run ends; None: never."""
     shuffle: bool = True
+    lengths: Lengths | None = field(default=None, compare=False)
+    """Where given, the samples of a step are sorted by it before they are cut into micro-batches: little padding."""
     _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -81,15 +86,17 @@ class DataPlan:
 
     def share(self, samples: int, rank: int) -> list[list[int]]:
         """The step's micro-batches of this rank: as many on every rank, of sizes that differ by at most one."""
-        return self._split(self.ids(samples), rank)
+        ids = self.ids(samples)
+        return [ids[chunk].tolist() for chunk in self._split(ids, rank)]
 
     def places(self, samples: int, rank: int) -> list[list[int]]:
-        """Beside `share`: the place of each of its samples in the run's order, the same for any world size."""
-        return self._split(samples + np.arange(len(self.ids(samples))), rank)
+        """The position of each sample of `share` in the run's order, the same for any world size."""
+        return [(samples + chunk).tolist() for chunk in self._split(self.ids(samples), rank)]
 
-    def _split(self, step: np.ndarray, rank: int) -> list[list[int]]:
-        chunks = np.array_split(step, self.world_size * self.accumulate)
-        return [chunk.tolist() for chunk in chunks[rank * self.accumulate : (rank + 1) * self.accumulate]]
+    def _split(self, ids: np.ndarray, rank: int) -> list[np.ndarray]:
+        """Indices into the step's ids, one array for each micro-batch of this rank."""
+        order = np.arange(len(ids)) if self.lengths is None else by_length(self.lengths(ids))
+        return deal(order, self.accumulate, self.world_size, rank)
 
     def _order(self, epoch: int) -> np.ndarray:
         """The ids of an epoch. The last two are kept: a step may cross from one into the next."""
@@ -127,11 +134,28 @@ def random_numbers(key: Sequence[int]) -> np.random.RandomState:
     return np.random.RandomState([word for number in key for word in (number % 2**32, number // 2**32 % 2**32)])
 
 
-def eval_share(size: int, micro: int, world_size: int, rank: int) -> list[list[int]]:
+def by_length(lengths: np.ndarray) -> np.ndarray:
+    """(N,) indices, the longest sample first, those of equal length in their order.
+
+    The largest micro-batch is then the first of every step: memory that does not suffice is found in the first one.
+    """
+    return np.argsort(-lengths.astype(np.int64), kind="stable")
+
+
+def deal(order: np.ndarray, count: int, world_size: int, rank: int) -> list[np.ndarray]:
+    """This rank's `count` micro-batches: of each run of `world_size` neighbouring pieces, one goes to each rank.
+
+    Pieces differ in size by at most one. The ranks' j-th micro-batches are neighbours, so that none waits long for another.
+    """
+    pieces = np.array_split(order, world_size * count) if count else []
+    return pieces[rank::world_size]
+
+
+def eval_share(size: int, micro: int, world_size: int, rank: int, lengths: Lengths | None = None) -> list[list[int]]:
     """This rank's micro-batches of an evaluation: each sample once over all ranks, as many batches on every rank.
 
-    None is larger than `micro`; an empty one stands for a filler.
+    None is larger than `micro`; an empty one stands for a filler. With `lengths`, samples of like length stand together.
     """
-    count = math.ceil(size / (micro * world_size))
-    chunks = np.array_split(np.arange(size), world_size * count) if count else []
-    return [chunk.tolist() for chunk in chunks[rank * count : (rank + 1) * count]]
+    ids = np.arange(size)
+    order = ids if lengths is None else by_length(lengths(ids))
+    return [chunk.tolist() for chunk in deal(order, math.ceil(size / (micro * world_size)), world_size, rank)]

@@ -101,6 +101,13 @@ class TokenStore:
         """The length of every example's sequence in a ragged column."""
         return np.diff(self._ragged[column][1], prepend=0)
 
+    def longest(self, rows: np.ndarray) -> np.ndarray:
+        """(N,) length of the longest sequence of each of these rows, (N,); their images are counted as tokens already."""
+        ends = [ends for name, (_, ends) in self._ragged.items() if name != "images"]
+        starts = [np.where(rows > 0, column[rows - 1], 0) for column in ends]
+        sizes = [column[rows] - start for column, start in zip(ends, starts, strict=True)]
+        return np.max([np.zeros(len(rows), dtype=np.int64), *sizes], axis=0)
+
     def sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """How many examples each of the joined sources, of these sizes, left in the store."""
         ends = np.searchsorted(self.samples, np.cumsum((0, *sizes)))

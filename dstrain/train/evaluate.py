@@ -26,7 +26,8 @@ class Evaluation:
     def run(self, engine: Looks) -> dict[str, float]:
         """Loss and metrics: each one sum over all ranks, divided once. Collective."""
         meter = Meter(engine.world)
-        shares = eval_share(len(self.examples), self.micro, engine.world.size, engine.world.rank)
+        ranks, lengths = (engine.world.size, engine.world.rank), getattr(self.examples, "lengths", None)
+        shares = eval_share(len(self.examples), self.micro, *ranks, lengths)
         for result in look(engine, self.task, lambda: read_shares(self.examples, self.task.collate, shares)):
             meter.add(result)
             LEDGER.mark()

@@ -107,7 +107,7 @@ def device_of(device: torch.device) -> Device:
 
 
 def data_plan(config: RunConfig, train: Sequence[Any], batch: BatchPlan, world_size: int) -> DataPlan:
-    """The order of the samples; a task's examples may say how they are made up of weighted sources."""
+    """The order of the samples; a task's examples may say how they are made up of weighted sources, and how long they are."""
     return DataPlan(
         sizes=tuple(getattr(train, "sizes", (len(train),))),
         weights=getattr(train, "weights", None),
@@ -115,4 +115,5 @@ def data_plan(config: RunConfig, train: Sequence[Any], batch: BatchPlan, world_s
         samples_per_step=batch.total,
         world_size=world_size,
         accumulate=batch.accumulate,
+        lengths=getattr(train, "lengths", None),
     )

@@ -19,6 +19,7 @@ import torch
 
 from dstrain.data.examples import Examples
 from dstrain.data.loader import read_shares
+from dstrain.data.plan import by_length, deal
 from dstrain.data.store import TokenStore, cache_root, key_name
 from dstrain.errors import DataError, TaskError
 from dstrain.models.fingerprint import fingerprint
@@ -111,10 +112,9 @@ def _columns(asking: Asking, store: TokenStore, weights: str, engine: _LateEngin
 def _ask(asking: Asking, store: TokenStore, start: int, engine: _LateEngine) -> Columns:
     """The answers for up to ROWS examples, each rank a share, of like length together. Collective."""
     rows = np.arange(start, min(start + ROWS, len(store)))
-    order = rows[np.argsort(_lengths(store, rows), kind="stable")]
+    order = rows[by_length(store.longest(rows))]
     passes = -(-len(order) // (asking.micro * asking.world.size))
-    shares = [chunk.tolist() for chunk in np.array_split(order, passes * asking.world.size)]
-    mine = shares[asking.world.rank :: asking.world.size]
+    mine = [chunk.tolist() for chunk in deal(order, passes, asking.world.size, asking.world.rank)]
     answers: dict[str, list[float]] = {}
     for batch in read_shares(cast("Sequence[Any]", store), asking.task.collate, mine):
         for name, column in engine.get()(batch).items():
@@ -131,11 +131,6 @@ def _ask(asking: Asking, store: TokenStore, start: int, engine: _LateEngine) -> 
                 f"the reference's {name} of samples {where} is not finite; look at its weights and precision"
             )
     return found
-
-
-def _lengths(store: TokenStore, rows: np.ndarray) -> np.ndarray:
-    """The longest sequence of each example."""
-    return np.max([store.lengths(name)[rows] for name in store.sequences if name != "images"], axis=0)
 
 
 class _LateEngine:

@@ -18,6 +18,7 @@ TINY: dict[str, dict[str, Any]] = {
     "saving": {"shape": "tiny", "rounds": 1, "length": 24},
     "counting": {"rounds": 2, "calls": 3},
     "seeing": {"shape": "tiny", "rounds": 2, "length": 24, "micro": 2},
+    "padding": {"shape": "tiny", "rounds": 1, "length": 64, "micro": 2, "total": 8},
     "images": {"photos": 2, "width": 64, "height": 48, "side": 28, "micro": 2, "rounds": 2},
 }
 ROWS = {
@@ -27,6 +28,7 @@ ROWS = {
     "saving": ["waiting", "behind"],
     "counting": ["plain", "counted"],
     "seeing": ["every token", "answers", "checkpointing"],
+    "padding": ["as they come", "sorted"],
     "images": ["files", "copies"],
 }
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from dstrain.data.examples import split_examples
+from dstrain.data.examples import Examples, split_examples
 from dstrain.data.plan import DataPlan
 from dstrain.data.store import Report, TokenStore, cached_store
 from dstrain.errors import DataError
@@ -51,3 +52,15 @@ def test_a_source_of_which_nothing_is_left_to_learn_from_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=r"^data\.eval_fraction .* holds out all \d records of source \d .*; lower it"):
         split_examples(store(tmp_path, sum(sizes)), sizes, (1.0,) * len(sizes), held_out, 0)
+
+
+def test_lengths_are_those_of_the_longest_sequence_of_each_example(tmp_path) -> None:
+    chunk = [
+        {"chosen": [1] * (i + 1), "rejected": [2] * (5 - i), "images": list(range(9)), "margin": 0.0, "sample": i}
+        for i in range(5)
+    ]
+    store = cached_store(tmp_path, {"what": "lengths"}, lambda report: [chunk])
+    examples = Examples(store, np.array([4, 0, 3, 2]), (4,), (1.0,))
+    assert examples.lengths(np.array([0, 1, 2, 3])).tolist() == [5, 5, 4, 3]
+    assert examples.lengths(np.array([1, 3])).tolist() == [5, 3]
+    assert examples.lengths(np.zeros(0, dtype=np.int64)).tolist() == []

@@ -23,6 +23,11 @@ def stream(order: DataPlan, count: int, start: int = 0) -> list[int]:
     return ids[:count]
 
 
+def in_order(shares: list[list[list[int]]]) -> list[int]:
+    """The ids of all ranks' micro-batches: the first of each rank, then the second of each."""
+    return [i for chunks in zip(*shares, strict=True) for chunk in chunks for i in chunk]
+
+
 SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=3)
 SMALL = st.integers(1, 9)
 
@@ -43,7 +48,7 @@ def test_the_ids_of_a_step_are_the_same_for_any_split(sizes, samples_per_step, w
     assert all(len(share) == accumulate for share in shares)
     lengths = [len(chunk) for share in shares for chunk in share]
     assert max(lengths) - min(lengths) <= 1
-    assert [i for share in shares for chunk in share for i in chunk] == alone.share(samples, 0)[0]
+    assert in_order(shares) == alone.share(samples, 0)[0]
 
 
 @given(SIZES, SMALL, st.integers(1, 5), st.integers(1, 4), st.integers(0, 100))
@@ -52,10 +57,37 @@ def test_a_samples_place_does_not_depend_on_the_split(sizes, samples_per_step, w
     shares = [split.share(samples, rank) for rank in range(world_size)]
     places = [split.places(samples, rank) for rank in range(world_size)]
     assert [[len(chunk) for chunk in share] for share in places] == [[len(chunk) for chunk in s] for s in shares]
-    placed = [place for share in places for chunk in share for place in chunk]
+    placed = in_order(places)
     assert placed == list(range(samples, samples + samples_per_step))
     order = stream(plan(sizes), samples + samples_per_step)
-    assert [i for share in shares for chunk in share for i in chunk] == [order[place] for place in placed]
+    assert in_order(shares) == [order[place] for place in placed]
+
+
+LENGTHS = np.random.RandomState(0).randint(1, 500, 90)
+
+
+@given(SIZES, SMALL, st.integers(1, 5), st.integers(1, 4), st.integers(0, 100))
+def test_a_step_sorted_by_length_has_the_same_samples_at_the_same_places(sizes, total, world_size, accumulate, samples):
+    split = plan(
+        sizes, samples_per_step=total, world_size=world_size, accumulate=accumulate, lengths=LENGTHS.__getitem__
+    )
+    alone = plan(sizes, samples_per_step=total)
+    shares = [split.share(samples, rank) for rank in range(world_size)]
+    ids = in_order(shares)
+    assert sorted(ids) == sorted(alone.ids(samples).tolist())
+    assert LENGTHS[ids].tolist() == sorted(LENGTHS[ids].tolist(), reverse=True), "neighbours over ranks, too"
+    order = stream(alone, samples + total)
+    assert ids == [order[place] for place in in_order([split.places(samples, rank) for rank in range(world_size)])]
+
+
+def test_sorting_leaves_little_padding():
+    def share_of_real_tokens(lengths):
+        split = plan((90,), samples_per_step=30, world_size=2, accumulate=5, lengths=lengths)
+        chunks = [chunk for samples in (0, 30, 60) for rank in (0, 1) for chunk in split.share(samples, rank)]
+        return LENGTHS.sum() / sum(len(chunk) * LENGTHS[chunk].max() for chunk in chunks)
+
+    assert share_of_real_tokens(None) < 0.7
+    assert share_of_real_tokens(LENGTHS.__getitem__) > 0.9
 
 
 @given(SIZES, SMALL, st.integers(0, 200))
@@ -139,6 +171,10 @@ def test_an_evaluation_takes_each_sample_once_in_as_many_batches_on_every_rank(s
     assert len({len(share) for share in shares}) == 1
     assert all(len(chunk) <= micro for share in shares for chunk in share)
     assert sorted(i for share in shares for chunk in share for i in chunk) == list(range(size))
+    by_length = [eval_share(size, micro, world_size, rank, LENGTHS.__getitem__) for rank in range(world_size)]
+    assert [[len(chunk) for chunk in share] for share in by_length] == [[len(chunk) for chunk in s] for s in shares]
+    assert sorted(in_order(by_length)) == list(range(size))
+    assert in_order(by_length) == sorted(range(size), key=lambda i: -LENGTHS[i])
 
 
 def test_ids_are_plain_numbers():

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from dstrain.config.schema import RunConfig
@@ -38,14 +37,14 @@ def write_uneven(path: Path, count: int) -> Path:
     return path
 
 
-def real_share(plan: DataPlan, lengths: np.ndarray) -> float:
-    """Tokens over padded tokens, of an epoch; a pair counts as two rows of its longer answer's length."""
-    real = padded = 0
+def real_share(plan: DataPlan, task: Any, examples: Any) -> float:
+    """Tokens that are no padding, of all that the forward passes of an epoch take."""
+    real = taken = 0
     for samples in range(0, plan.samples_per_epoch, plan.samples_per_step):
-        for chunk in plan.share(samples, 0):
-            real += int(lengths[chunk].sum())
-            padded += len(chunk) * int(lengths[chunk].max())
-    return real / padded
+        for ids in filter(None, plan.share(samples, 0)):
+            batch = make_batch(examples, task.collate, ids, 0)
+            real, taken = real + batch.tokens, taken + batch.tensors["input_ids"].numel()
+    return real / taken
 
 
 def measure(*, task: str = "rm", data: str = "", shape: str = "3m", length: int = 512, micro: int = 4,
@@ -63,7 +62,6 @@ def measure(*, task: str = "rm", data: str = "", shape: str = "3m", length: int 
     sorted_plan = DataPlan(sizes=examples.sizes, seed=0, samples_per_step=total, world_size=1, accumulate=-(-total // micro),
                            lengths=examples.lengths)  # fmt: skip
     plans = dict(zip(WAYS, (replace(sorted_plan, lengths=None), sorted_plan), strict=True))
-    lengths = examples.lengths(np.arange(len(examples)))
     engine = TorchEngine(*made_model(made), made.recipe.optim, torch.device("cpu"))
     batches = {
         name: [[make_batch(examples, made.collate, ids, 0) for ids in plan.share(step * total, 0)] for step in range(3)]
@@ -73,7 +71,7 @@ def measure(*, task: str = "rm", data: str = "", shape: str = "3m", length: int 
     runners = {name: (lambda turn, steps=steps: engine.step(steps[turn % 3], 0.0)) for name, steps in batches.items()}
     seconds = take_turns(runners, rounds, 1, torch.device("cpu"))
     rows = [
-        {"samples of a step": name, "real tokens": real_share(plan, lengths), **ratio(seconds, name, WAYS[0])}
+        {"samples of a step": name, "real tokens": real_share(plan, made, examples), **ratio(seconds, name, WAYS[0])}
         for name, plan in plans.items()
     ]
     return {

@@ -31,8 +31,8 @@ WAYS = ("as they come", "sorted")
 def write_uneven(path: Path, count: int) -> Path:
     """`count` made-up preference pairs of one to forty words."""
     draw = random.Random(0)
-    say = lambda: " ".join(["oil it"] * draw.randint(1, 20))  # noqa: E731
-    rows = [{"prompt": f"What about {index}?", "chosen": say(), "rejected": say()} for index in range(count)]
+    say = lambda words: " ".join([words] * draw.randint(1, 20))  # noqa: E731
+    rows = [{"prompt": f"What about {index}?", "chosen": say("oil it"), "rejected": say("leave it")} for index in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypedDict
 _MARK = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _ROLE = {"Human": "user", "Assistant": "assistant"}
 _NAME = {"user": "Human", "assistant": "Assistant", "tool": "Tool"}
+HUMAN = "\n\nHuman:"
+"""Begins a user's turn of a dialog's text."""
 IMAGE = "\ue002"
 """Stands for an image in a text; a letter for private use, which no data has."""
 

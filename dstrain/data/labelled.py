@@ -11,7 +11,7 @@ from dstrain.data.dialogs import Message
 from dstrain.data.formats import Response, read_preference
 from dstrain.data.messages import BadRecord
 from dstrain.data.prepare import Example
-from dstrain.data.text import Prompt
+from dstrain.data.rendering import Prompt
 from dstrain.data.turns import TurnSettings, encode_conversations
 from dstrain.errors import did_you_mean
 

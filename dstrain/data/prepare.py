@@ -15,7 +15,7 @@ from dstrain.data.source import BadRow, Source
 from dstrain.data.store import Report, TokenStore, WithFiles, cache_root, cached_store
 from dstrain.errors import DataError
 
-FORMAT = 3
+FORMAT = 4
 """Raise it when the same data would give other examples: old caches are then left alone."""
 CHUNK, WITH_IMAGES = 1000, 200
 """Records in memory at once; those with images may hold their bytes."""

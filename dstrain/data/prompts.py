@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from dstrain.data.conversations import Passage, read_conversation
 from dstrain.data.dialogs import IMAGE, Message, open_dialog
 from dstrain.data.messages import BadRecord
+from dstrain.data.rendering import render
 from dstrain.data.spans import MARK
-from dstrain.data.text import frame_of, render, take_start
+from dstrain.data.text import frame_of, take_start
 
 if TYPE_CHECKING:
     from dstrain.data.views import Views

@@ -11,7 +11,7 @@ from typing import Any, cast
 from dstrain.data.conversations import Conversation, Passage, Sample, beside
 from dstrain.data.dialogs import Message
 from dstrain.data.messages import BadRecord
-from dstrain.data.text import as_template_takes, count_alike, write_dialog
+from dstrain.data.rendering import as_template_takes, count_alike, write_dialog
 
 Span = tuple[int, int]
 """Where a part of a text begins and where it ends, in letters."""
@@ -152,8 +152,8 @@ class Layout:
 
     def _around(self, at: int, end: int) -> tuple[str, str] | None:
         """The text before and after what a turn says, up to the turn `end`; None where it does not stand there once."""
-        marked = _marked(self.messages[at])
-        parts = self.writes([*self.messages[:at], marked, *self.messages[at + 1 : end]]).split(MARK)
+        said = marked(self.messages[at])
+        parts = self.writes([*self.messages[:at], said, *self.messages[at + 1 : end]]).split(MARK)
         return (parts[0], parts[1]) if len(parts) == 2 else None
 
 
@@ -165,7 +165,7 @@ def _parting(texts: Sequence[str]) -> int:
     return at
 
 
-def _marked(message: Message) -> Message:
+def marked(message: Message) -> Message:
     """The message saying the mark; one that only calls a function calls one of this name."""
     calls = beside(message, "tool_calls")
     if not calls or message["content"].strip():

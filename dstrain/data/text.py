@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrain.data.dialogs import IMAGE, Message, in_parts, render_messages
-from dstrain.data.formats import BadRecord, Preference, Response
+from dstrain.data.formats import BadRecord, Preference
+from dstrain.data.rendering import Rendered, count_alike, render
+from dstrain.data.truncation import Dialog, Room, count_before
 from dstrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -16,20 +17,7 @@ if TYPE_CHECKING:
 
     from dstrain.data.views import Views
 
-Prompt = str | list[Message]
 Alphabet = Literal["bytes", "data"]
-_OPENER = "\n\nAssistant:"
-_PROBE = "probe"
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A prompt and its answers as text; each answer goes on where the prompt ends."""
-
-    prompt: str
-    answers: tuple[str, ...]
-    templated: bool
-    """True where the tokenizer's chat template wrote it: nothing is to be put after the answer."""
 
 
 @dataclass(frozen=True)
@@ -44,86 +32,6 @@ class Frame:
     """True for a BERT: the end is a part of the frame, and no cut takes it away."""
     begin: int | None = None
     """The BOS that a template may write, though the tokenizer adds none."""
-
-
-def render(
-    tokenizer: Any, prompt: Prompt, answers: Sequence[Response] = (), tools: Sequence[Mapping[str, Any]] = ()
-) -> Rendered:
-    """The text of a prompt and of its answers. Raises BadRecord where the chat template refuses the dialog."""
-    if getattr(tokenizer, "chat_template", None):
-        return _render_template(partial(write_dialog, tokenizer, tools=tools or None), prompt, answers)
-    if tools:
-        raise BadRecord("'tools' need a chat template, and the tokenizer has none; give it one")
-    if isinstance(prompt, str):
-        assert all(isinstance(answer, str) for answer in answers), "messages answer messages"
-        return Rendered(prompt, tuple(map(str, answers)), False)
-    texts = tuple(write_dialog(tokenizer, _as_messages(answer, "assistant")) for answer in answers)
-    return Rendered(write_dialog(tokenizer, prompt, True), tuple(text.removeprefix(_OPENER) for text in texts), False)
-
-
-def write_dialog(
-    tokenizer: Any, messages: Sequence[Message], opened: bool = False, tools: Sequence[Mapping[str, Any]] | None = None
-) -> str:
-    """A dialog's text; `opened`: with what stands in front of the assistant's next answer.
-
-    Raises BadRecord where the chat template refuses the dialog.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        return render_messages(messages) + (_OPENER if opened else "")
-    from jinja2 import TemplateError
-
-    said = as_template_takes(tokenizer, messages)
-    try:
-        return tokenizer.apply_chat_template(said, tools=tools, add_generation_prompt=opened, tokenize=False)
-    except (TemplateError, TypeError, KeyError, ValueError) as fault:
-        raise BadRecord(f"the tokenizer's chat template refuses the dialog ({fault}); mend the turns") from fault
-
-
-def as_template_takes(tokenizer: Any, messages: Sequence[Message]) -> Sequence[Any]:
-    """The messages, in typed parts where they hold images or the template reads nothing else."""
-    if any(IMAGE in message["content"] for message in messages) or _reads_parts_alone(tokenizer):
-        return [in_parts(message) for message in messages]
-    return messages
-
-
-_PARTS_ALONE: dict[str, bool] = {}
-
-
-def _reads_parts_alone(tokenizer: Any) -> bool:
-    """Whether the chat template leaves out a message whose content is a string, as those of many models that see do."""
-    template = str(tokenizer.chat_template)
-    if template not in _PARTS_ALONE:
-        plain: Message = {"role": "user", "content": _PROBE}
-        _PARTS_ALONE[template] = not _shows(tokenizer, plain) and _shows(tokenizer, in_parts(plain))
-    return _PARTS_ALONE[template]
-
-
-def _shows(tokenizer: Any, message: Any) -> bool:
-    try:
-        return _PROBE in tokenizer.apply_chat_template([message], tokenize=False)
-    except Exception:  # whatever a template trips over
-        return False
-
-
-def _render_template(write: Callable[..., str], prompt: Prompt, answers: Sequence[Response]) -> Rendered:
-    before = _as_messages(prompt, "user")
-    if isinstance(prompt, str):  # split at a space, which belongs to no message
-        answers = [answer.removeprefix(" ") if isinstance(answer, str) else answer for answer in answers]
-    opening = write(before, opened=True)
-    whole = [write(before + _as_messages(answer, "assistant")) for answer in answers]
-    # Some templates open the answer with what they later leave out, such as an empty block of thoughts.
-    start = count_alike([opening, *whole])
-    return Rendered(opening[:start], tuple(text[start:] for text in whole), True)
-
-
-def count_alike(sequences: Sequence[Any]) -> int:
-    """How many letters, or ids, the sequences have in common at their beginning."""
-    low, high = min(sequences), max(sequences)
-    return next((at for at, one in enumerate(low) if high[at] != one), len(low))
-
-
-def _as_messages(value: Response, role: str) -> list[Message]:
-    return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def frame_of(tokenizer: Any) -> Frame:
@@ -165,28 +73,28 @@ def encode_preferences(
 ) -> list[dict[str, Any] | BadRecord]:
     """Ids of prompt and answer, as `chosen` and `rejected`, and where both answers begin, as `prompt_length`.
 
-    `prompt_cut` and `response_cut` are 1 where something was cut, else 0. `views`: the images of each.
+    Prompt and answer are one text, as the model meets them; the answers begin where the two rows and the prompt's own ids
+    part, as in TRL's DPOTrainer. `prompt_cut`, `response_cut` and `last_turn_cut` are 1 where something was cut, else 0.
+    `views`: the images of each.
     """
     frame = frame_of(tokenizer)
     if max_length <= len(frame.start) + len(frame.end):
         raise DataError(f"data.max_length {max_length} leaves no room for text; make it larger")
-    rendered = [_try_render(tokenizer, preference) for preference in preferences]
-    if views is not None:
-        rendered = [views.in_prompt(at, item) for at, item in enumerate(rendered)]
-    good = [item for item in rendered if isinstance(item, Rendered)]
-    ids = iter(_tokenize(tokenizer, [text for item in good for text in (item.prompt, *item.answers)]))
     limits = max_length, max_prompt_length
-    found = [
-        item
-        if isinstance(item, BadRecord)
-        else _assemble((next(ids), next(ids), next(ids)), frame, item.templated, limits)
-        for item in rendered
-    ]
-    return (
-        found
-        if views is None
-        else [views.whole(at, item, f"data.max_length {max_length}") for at, item in enumerate(found)]
-    )
+    rendered = [_try_render(tokenizer, preference) for preference in preferences]
+    shown = rendered if views is None else [views.in_prompt(at, item) for at, item in enumerate(rendered)]
+    ids = iter(_tokenize(tokenizer, [text for item in shown if isinstance(item, Rendered) for text in item.texts]))
+    found: list[dict[str, Any] | BadRecord] = []
+    for at, item in enumerate(shown):
+        if isinstance(item, BadRecord):
+            found.append(item)
+            continue
+        rows = next(ids), next(ids), next(ids)
+        before_turn = partial(_before_last_turn, tokenizer, preferences[at], (rendered[at], item, rows[1]), (views, at))
+        found.append(_assemble(rows, (frame, item.templated), limits, before_turn))
+    if views is None:
+        return found
+    return [views.whole(at, item, f"data.max_length {max_length}") for at, item in enumerate(found)]
 
 
 def _try_render(tokenizer: Any, preference: Preference) -> Rendered | BadRecord:
@@ -196,32 +104,52 @@ def _try_render(tokenizer: Any, preference: Preference) -> Rendered | BadRecord:
         return fault
 
 
+def _before_last_turn(
+    tokenizer: Any,
+    preference: Preference,
+    written: tuple[Rendered, Rendered, list[int]],
+    shown: tuple[Views | None, int],
+) -> int:
+    """How many ids of the chosen row, the last of `written`, stand before the last user turn of the prompt."""
+    plain, item, row = written
+    views, at = shown
+    prompt = preference.prompt
+    if isinstance(prompt, str) and plain.templated:  # one user turn
+        return 0
+    letter = Dialog(tokenizer, prompt, len(prompt), True, preference.tools).last_turn(plain.texts[0])
+    letter = letter if views is None else views.moved(at, plain.prompt, letter)
+    return count_before(tokenizer, item.texts[1], row, letter)
+
+
 def _assemble(
-    ids: tuple[list[int], list[int], list[int]], frame: Frame, templated: bool, limits: tuple[int, int | None]
+    rows: tuple[list[int], list[int], list[int]],
+    form: tuple[Frame, bool],
+    limits: tuple[int, int | None],
+    before_turn: Callable[[], int],
 ) -> dict[str, Any] | BadRecord:
-    """Frame and cut: the prompt from the left, so that the longer answer fits; an answer at its end, if it must be."""
-    start, prompt = take_start(ids[0], frame)
-    for key, answer in zip(("chosen", "rejected"), ids[1:], strict=True):
-        if not answer:
+    """Split, frame and cut the ids of the prompt alone and with each answer; the prompt stays the same for both."""
+    frame, templated = form
+    alike = [count_alike([rows[0], row]) for row in rows[1:]]
+    for key, row, split in zip(("chosen", "rejected"), rows[1:], alike, strict=True):
+        if split == len(row):
             return BadRecord(f"'{key}' becomes no token; write an answer or remove the record")
+    begin = min(alike)  # a token on the border belongs to the answers, in both rows
+    start, prompt = take_start(rows[1][:begin], frame)
     ending = [] if templated and not frame.wraps else list(frame.end)
-    bodies = [answer[: len(answer) - len(ending)] if ends_with(answer, ending) else answer for answer in ids[1:]]
+    bodies = [
+        row[begin : len(row) - len(ending)] if ends_with(row[begin:], ending) else row[begin:] for row in rows[1:]
+    ]
     end = ending if frame.wraps else []
     answers = bodies if frame.wraps else [body + ending for body in bodies]
-    max_length, max_prompt_length = limits
-    room = max_length - len(start) - len(end)
-    keep = min(len(prompt), max(room - max(map(len, answers)), 0))
-    if max_prompt_length is not None:
-        keep = min(keep, max(max_prompt_length - len(start), 0))
-    head = start + prompt[len(prompt) - keep :]
-    chosen, rejected = (head + answer[:room] + end for answer in answers)
-    return {
-        "chosen": chosen,
-        "rejected": rejected,
-        "prompt_length": len(head),
-        "prompt_cut": int(keep < len(prompt)),
-        "response_cut": int(max(map(len, answers)) > room),
-    }
+    longest = max(map(len, answers))
+    room = Room(*limits, len(start), len(end))
+    kept = room.keep(len(prompt), longest, lambda: min(begin - before_turn(), len(prompt)))
+    if isinstance(kept, BadRecord):
+        return kept
+    head = start + prompt[len(prompt) - kept.prompt :]
+    chosen, rejected = (head + answer[: kept.room] + end for answer in answers)
+    cuts = {**kept.cuts, "response_cut": int(longest > kept.room)}
+    return {"chosen": chosen, "rejected": rejected, "prompt_length": len(head), **cuts}
 
 
 def take_start(prompt: list[int], frame: Frame) -> tuple[list[int], list[int]]:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dstrain.data.conversations import Sample
+from dstrain.data.conversations import Passage, Sample
 from dstrain.data.messages import BadRecord
+from dstrain.data.rendering import count_alike
 from dstrain.data.spans import Written, write
-from dstrain.data.text import Frame, count_alike, ends_with, frame_of, take_start
+from dstrain.data.text import Frame, ends_with, frame_of, take_start
+from dstrain.data.truncation import Dialog, Room, count_before
 from dstrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -36,24 +38,28 @@ def encode_conversations(
 ) -> list[dict[str, Any] | BadRecord]:
     """`input_ids` of each sample, and `learnt`, as long: 1 where a token is to be predicted, which no image's is.
 
-    `prompt_cut` and `response_cut` are 1 where something was cut, else 0. `views`: the images of each.
+    `prompt_cut`, `response_cut` and `last_turn_cut` are 1 where something was cut, else 0. `views`: the images of each.
     """
     frame = frame_of(tokenizer)
     if settings.max_length <= len(frame.start) + len(frame.end):
         raise DataError(f"data.max_length {settings.max_length} leaves no room for text; make it larger")
     enders = tuple(tokenizer.get_added_vocab())
     written = [_try_write(tokenizer, sample, enders, settings.assistant_only) for sample in samples]
-    if views is not None:
-        written = [views.in_written(at, item) for at, item in enumerate(written)]
-    coded = _tokenize([item for item in written if isinstance(item, Written)], tokenizer)
-    if views is not None:
-        coded = (views.not_learnt(ids, learnt) for ids, learnt in coded)
-    found = [item if isinstance(item, BadRecord) else _assemble(next(coded), item, frame, settings) for item in written]
-    return (
-        found
-        if views is None
-        else [views.whole(at, item, f"data.max_length {settings.max_length}") for at, item in enumerate(found)]
-    )
+    shown = written if views is None else [views.in_written(at, item) for at, item in enumerate(written)]
+    coded = _tokenize([item for item in shown if isinstance(item, Written)], tokenizer)
+    found: list[dict[str, Any] | BadRecord] = []
+    for at, item in enumerate(shown):
+        if isinstance(item, BadRecord):
+            found.append(item)
+            continue
+        ids, learnt = next(coded)
+        learnt = learnt if views is None else views.not_learnt(ids, learnt)
+        texts = written[at].text, item.text, ids  # type: ignore[union-attr]  # shown is a fault where written is one
+        before_turn = partial(_before_last_turn, tokenizer, samples[at], texts, (views, at))
+        found.append(_assemble((ids, learnt), item.templated, (frame, settings), before_turn))
+    if views is None:
+        return found
+    return [views.whole(at, item, f"data.max_length {settings.max_length}") for at, item in enumerate(found)]
 
 
 def _try_write(tokenizer: Any, sample: Sample, enders: tuple[str, ...], assistant_only: bool) -> Written | BadRecord:
@@ -95,36 +101,52 @@ def _by_parts(ids_of: Callable[[str], list[int]], item: Written) -> tuple[list[i
     return ids, learnt
 
 
+def _before_last_turn(
+    tokenizer: Any, sample: Sample, texts: tuple[str, str, list[int]], shown: tuple[Views | None, int]
+) -> int:
+    """How many of the ids, the last of `texts`, stand before the last user turn in front of the first learnt answer."""
+    plain, text, ids = texts
+    views, at = shown
+    if isinstance(sample, Passage):
+        letter = Dialog(tokenizer, sample.prompt, 0).last_turn(plain)
+        letter = letter if plain.startswith(sample.prompt) else 0  # a template made a question of it
+    else:
+        letter = Dialog(tokenizer, sample.messages, sample.learnt[0], False, sample.tools).last_turn(plain)
+    letter = letter if views is None else views.moved(at, plain, letter)
+    return count_before(tokenizer, text, ids, letter)
+
+
 def _assemble(
-    coded: tuple[list[int], list[int]], written: Written, frame: Frame, settings: TurnSettings
+    coded: tuple[list[int], list[int]],
+    templated: bool,
+    form: tuple[Frame, TurnSettings],
+    before_turn: Callable[[], int],
 ) -> dict[str, Any] | BadRecord:
     """Frame and cut: what stands in front of the first answer from the left, until that fits; then the end."""
+    frame, settings = form
     start, ids = take_start(coded[0], frame)
-    learnt = coded[1][len(coded[1]) - len(ids) :]
-    if not written.templated and not ends_with(ids, list(frame.end)):
+    written = len(coded[1]) - len(ids)
+    learnt = coded[1][written:]
+    if not templated and not ends_with(ids, list(frame.end)):
         ids, learnt = [*ids, *frame.end], [*learnt, *(1 for _ in frame.end)]
     if 1 not in learnt:
         return BadRecord("no token of it is learnt; write an answer or remove the record")
     prompt = learnt.index(1)
     answer = [*learnt, 0].index(0, prompt) - prompt
-    room = settings.max_length - len(start)
-    keep = min(prompt, max(room - answer, 0))
-    if settings.max_prompt_length is not None:
-        keep = min(keep, max(settings.max_prompt_length - len(start), 0))
+    room = Room(settings.max_length, settings.max_prompt_length, len(start))
+    kept = room.keep(prompt, answer, lambda: min(prompt + written - before_turn(), prompt))
+    if isinstance(kept, BadRecord):
+        return kept
     last = len(ids) - learnt[::-1].index(1)  # behind it nothing is learnt
-    kept = slice(prompt - keep, min(last, prompt - keep + room))
-    return _finish(start + ids[kept], [0] * len(start) + learnt[kept], keep < prompt, kept.stop < last)
+    span = slice(prompt - kept.prompt, min(last, prompt + kept.room))
+    cuts = {**kept.cuts, "response_cut": int(span.stop < last)}
+    return _finish(start + ids[span], [0] * len(start) + learnt[span], cuts)
 
 
-def _finish(ids: list[int], learnt: list[int], prompt_cut: bool, response_cut: bool) -> dict[str, Any] | BadRecord:
+def _finish(ids: list[int], learnt: list[int], cuts: dict[str, int]) -> dict[str, Any] | BadRecord:
     """The columns. The first token is nobody's target, and what the cut leaves behind the last answer goes too."""
     learnt = [0, *learnt[1:]]
     if 1 not in learnt:
         return BadRecord("one token is all it becomes, and the first is predicted from nothing; write more")
     last = len(ids) - learnt[::-1].index(1)
-    return {
-        "input_ids": ids[:last],
-        "learnt": learnt[:last],
-        "prompt_cut": int(prompt_cut),
-        "response_cut": int(response_cut),
-    }
+    return {"input_ids": ids[:last], "learnt": learnt[:last], **cuts}

@@ -12,8 +12,8 @@ from dstrain.data.messages import BadRecord
 from dstrain.data.sight import Sight
 
 if TYPE_CHECKING:
+    from dstrain.data.rendering import Rendered
     from dstrain.data.spans import Written
-    from dstrain.data.text import Rendered
 
 COLUMNS = {"input_ids", "chosen", "rejected"}
 """Those of examples that hold the ids of images."""
@@ -44,13 +44,18 @@ class Views:
         except BadRecord as fault:
             return fault
 
+    def moved(self, at: int, text: str, letter: int) -> int:
+        """Where a letter of a sample's text stands once its images are in the text."""
+        ((_, there),) = _shifted([(0, letter)], self._expand(at, text)[1])
+        return there
+
     def _expand(self, at: int, text: str) -> tuple[str, list[tuple[int, int]]]:
         return self.sight.expand(text, self.texts[at])
 
-    def not_learnt(self, ids: list[int], learnt: list[int]) -> tuple[list[int], list[int]]:
-        """The ids, and what of them is learnt: what belongs to an image is not."""
+    def not_learnt(self, ids: list[int], learnt: list[int]) -> list[int]:
+        """What of the ids is learnt: what belongs to an image is not."""
         signs = self.sight.signs
-        return ids, [0 if token in signs else mark for token, mark in zip(ids, learnt, strict=True)]
+        return [0 if token in signs else mark for token, mark in zip(ids, learnt, strict=True)]
 
     def whole(self, at: int, example: dict[str, Any] | BadRecord, room: str) -> dict[str, Any] | BadRecord:
         """The example, or a fault where truncation to the `room`, in words, took something of an image away."""

@@ -152,7 +152,7 @@ def test_a_long_answer_to_another_prompt_cuts_nothing_of_ones_own(tmp_path: Path
     store = stored(tmp_path, [numbered(0), numbered(1, more=" and so on" * 30)], max_length=24)
     assert TOKENIZER.decode(store[0]["answer"]) == "Question 0? Answer 0.</s>"
     assert len(store[0]["mismatched"]) == 24
-    assert store.report.cuts == {"prompt_cut": 1, "response_cut": 1}, "of the answers themselves"
+    assert store.report.cuts == {"prompt_cut": 0, "last_turn_cut": 0, "response_cut": 1}, "of the answers themselves"
 
 
 def test_a_chunk_of_one_prompt_takes_an_answer_of_the_chunk_before(tmp_path: Path) -> None:

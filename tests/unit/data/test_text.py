@@ -15,6 +15,8 @@ TEMPLATE = (
 )
 HELLO = [{"role": "user", "content": "the fox"}]
 PREFERENCE = Preference(HELLO, "the dog", "the river")
+EARLIER = [{"role": "user", "content": "the quick brown fox"}, {"role": "assistant", "content": "jumps"}]
+LATER = Preference([*EARLIER, *HELLO], "the dog", "the river")
 
 
 def with_template(tokenizer, template: str):
@@ -77,7 +79,7 @@ def test_without_a_template_messages_read_as_hh_dialogs_and_end_with_eos(tokeniz
 
 def test_plain_texts_are_joined_as_they_stand(tokenizer):
     example = encode_preference(tokenizer, Preference("Q: fox ", "dog</s>", "river"), 200)
-    assert texts(tokenizer, example) == ("Q: fox ", "dog</s>", "river</s>")
+    assert texts(tokenizer, example) == ("Q: fox", " dog</s>", " river</s>"), "a token on the border is the answers'"
 
 
 def test_an_answer_of_several_turns_is_written_out(tokenizer):
@@ -132,9 +134,9 @@ def test_bos_survives_the_cut_even_where_only_the_template_writes_it(tokenizer):
         each = with_frame(tokenizer, "<s>") if start else copy.deepcopy(tokenizer)
         each.add_special_tokens({"bos_token": "<s>"})
         each = with_template(each, TEMPLATE.replace("start", "true"))
-        whole = encode_preference(each, PREFERENCE, 200)
-        cut = encode_preference(each, PREFERENCE, len(whole["rejected"]) - 2)
-        assert cut["prompt_cut"] == 1
+        whole = encode_preference(each, LATER, 200)
+        cut = encode_preference(each, LATER, len(whole["rejected"]) - 2)
+        assert (cut["prompt_cut"], cut["last_turn_cut"]) == (1, 0)
         assert cut["rejected"] == whole["rejected"][:1] + whole["rejected"][3:]
 
 
@@ -147,24 +149,25 @@ def test_a_tokenizer_that_adds_eos_itself_does_not_get_two(tokenizer):
 
 def test_bert_gets_cls_and_sep_and_keeps_them_when_cut(bert):
     assert frame_of(bert).wraps
-    pair = Preference("the fox", "dog", "the river dog")
+    pair = Preference("the fox", " dog", " the river dog")
     example = encode_preference(bert, pair, 20)
     assert bert.decode(example["chosen"]) == "[CLS] the fox dog [SEP]"
     assert example["prompt_length"] == 3
-    assert bert.decode(encode_preference(bert, pair, 6)["rejected"]) == "[CLS] fox the river dog [SEP]"
-    short = encode_preference(bert, pair, 4)
-    assert bert.decode(short["rejected"]) == "[CLS] the river [SEP]"
-    assert (short["prompt_cut"], short["response_cut"], short["prompt_length"]) == (1, 1, 1)
+    assert bert.decode(encode_preference(bert, pair, 6)["rejected"]) == "[CLS] the fox the river [SEP]"
+    short = encode_preference(bert, pair, 5, 2)
+    assert bert.decode(short["rejected"]) == "[CLS] fox the river [SEP]"
+    assert (short["prompt_cut"], short["response_cut"], short["prompt_length"]) == (1, 1, 2)
+    assert bert.decode(short["chosen"]) == "[CLS] fox dog [SEP]", "each answer is cut for itself"
 
 
-def test_the_prompt_is_cut_from_the_left_alike_for_both_answers(tokenizer):
-    whole = encode_preference(tokenizer, PREFERENCE, 200)
+def test_older_turns_are_cut_from_the_left_alike_for_both_answers(tokenizer):
+    whole = encode_preference(tokenizer, LATER, 200)
     longer = max(len(whole["chosen"]), len(whole["rejected"]))
-    assert encode_preference(tokenizer, PREFERENCE, longer) == whole
-    cut = encode_preference(tokenizer, PREFERENCE, longer - 3)
+    assert encode_preference(tokenizer, LATER, longer) == whole
+    cut = encode_preference(tokenizer, LATER, longer - 3)
     assert cut["prompt_length"] == whole["prompt_length"] - 3
     assert (cut["chosen"], cut["rejected"]) == (whole["chosen"][3:], whole["rejected"][3:])
-    assert (cut["prompt_cut"], cut["response_cut"]) == (1, 0)
+    assert (cut["prompt_cut"], cut["response_cut"], cut["last_turn_cut"]) == (1, 0, 0)
 
 
 def test_max_prompt_length_cuts_the_prompt_alone(tokenizer):
@@ -172,16 +175,7 @@ def test_max_prompt_length_cuts_the_prompt_alone(tokenizer):
     cut = encode_preference(tokenizer, PREFERENCE, 200, 4)
     assert cut["prompt_length"] == 4
     assert cut["chosen"] == whole["chosen"][whole["prompt_length"] - 4 :]
-    assert cut["prompt_cut"] == 1
-
-
-def test_an_answer_is_cut_at_its_end_only_where_it_does_not_fit_alone(tokenizer):
-    whole = encode_preference(tokenizer, PREFERENCE, 200)
-    answer = whole["rejected"][whole["prompt_length"] :]
-    exact = encode_preference(tokenizer, PREFERENCE, len(answer))
-    assert (exact["rejected"], exact["prompt_length"], exact["response_cut"]) == (answer, 0, 0)
-    cut = encode_preference(tokenizer, PREFERENCE, len(answer) - 2)
-    assert (cut["rejected"], cut["response_cut"]) == (answer[:-2], 1)
+    assert (cut["prompt_cut"], cut["last_turn_cut"]) == (1, 1), "of the last turn too, and that is told"
 
 
 def test_a_length_without_room_is_refused(bert):
@@ -193,8 +187,10 @@ def test_many_at_once_are_the_same_as_one_by_one(tokenizer, real_data):
     source = open_source(real_data / "hh" / "harmless-test.jsonl")
     preferences = [read_preference(source[index]) for index in range(30)]
     together = encode_preferences(tokenizer, preferences, 128)
-    assert together == [encode_preference(tokenizer, preference, 128) for preference in preferences]
-    assert all(len(example[key]) <= 128 for example in together for key in ("chosen", "rejected"))
+    assert str(together) == str([encode_preferences(tokenizer, [preference], 128)[0] for preference in preferences])
+    good = [example for example in together if not isinstance(example, BadRecord)]
+    assert len(good) > 15
+    assert all(len(example[key]) <= 128 for example in good for key in ("chosen", "rejected"))
 
 
 def test_a_trained_tokenizer_is_the_same_each_time_and_gives_texts_back():

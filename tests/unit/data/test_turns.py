@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -332,18 +333,21 @@ def test_any_text_is_learnt_as_the_answer_it_is(name: str, seed: int, chat: Any,
         assert body[len(answer) :] in ("", "</s>", "<|im_end|>", "<|eot|>", "<|e|>", "<|end|>", "<|return|>")
 
 
-def test_the_prompt_is_cut_from_the_left_until_the_first_answer_fits(tokenizer: Any) -> None:
+def test_older_turns_are_cut_from_the_left_until_the_first_answer_fits(tokenizer: Any) -> None:
     framed = with_frame(tokenizer, "<s>")
-    sample = dialog("the quick brown fox jumps over the lazy dog?", "yes")
+    before = "\n\nHuman: the quick brown fox\n\nAssistant: jumps\n\nHuman: over the dog?\n\nAssistant:"
+    sample = read_conversation({"chosen": before + " yes", "rejected": before + " no"})
     whole = encode(framed, sample)
-    answer = sum(whole["learnt"])
-    cut = encode(framed, sample, TurnSettings(max_length=answer + 4))
-    assert cut["input_ids"] == whole["input_ids"][:1] + whole["input_ids"][-answer - 3 :]
-    assert cut["learnt"] == [0, 0, 0, 0] + [1] * answer
-    assert (cut["prompt_cut"], cut["response_cut"]) == (1, 0)
-    assert (whole["prompt_cut"], whole["response_cut"]) == (0, 0)
-    prompt = encode(framed, sample, TurnSettings(max_length=1000, max_prompt_length=4))
-    assert prompt == cut
+    length = len(whole["input_ids"])
+    cut = encode(framed, sample, TurnSettings(max_length=length - 5))
+    assert cut["input_ids"] == whole["input_ids"][:1] + whole["input_ids"][6:]
+    assert (cut["prompt_cut"], cut["response_cut"], cut["last_turn_cut"]) == (1, 0, 0)
+    assert (whole["prompt_cut"], whole["response_cut"], whole["last_turn_cut"]) == (0, 0, 0)
+    asked = encode(framed, sample, TurnSettings(max_length=1000, max_prompt_length=length - 5 - sum(whole["learnt"])))
+    assert asked == cut
+    shorter = encode(framed, sample, TurnSettings(max_length=1000, max_prompt_length=4))
+    assert shorter["learnt"] == [0] * 4 + [1] * sum(whole["learnt"])
+    assert (shorter["prompt_cut"], shorter["response_cut"], shorter["last_turn_cut"]) == (1, 0, 1)
 
 
 def test_later_turns_are_cut_before_what_the_first_answer_follows(tokenizer: Any) -> None:
@@ -359,14 +363,19 @@ def test_later_turns_are_cut_before_what_the_first_answer_follows(tokenizer: Any
     assert first_only["learnt"][-1] == 1
 
 
-def test_an_answer_that_does_not_fit_alone_is_cut_at_its_end(tokenizer: Any) -> None:
+def test_an_answer_that_does_not_fit_behind_its_question_is_cut_at_its_end(tokenizer: Any) -> None:
     sample = dialog("the fox?", "the quick brown fox jumps over the lazy dog")
     whole = encode(tokenizer, sample)
-    answer = sum(whole["learnt"])
-    cut = encode(tokenizer, sample, TurnSettings(max_length=answer - 2))
-    assert cut["input_ids"] == whole["input_ids"][-answer:-2]
-    assert cut["learnt"] == [0] + [1] * (answer - 3), "the first is predicted from nothing"
-    assert (cut["prompt_cut"], cut["response_cut"]) == (1, 1)
+    prompt = whole["learnt"].index(1)
+    for left in (1, 3):
+        cut = encode(tokenizer, sample, TurnSettings(max_length=prompt + left))
+        assert cut["input_ids"] == whole["input_ids"][: prompt + left]
+        assert cut["learnt"] == [0] * prompt + [1] * left
+        assert (cut["prompt_cut"], cut["response_cut"], cut["last_turn_cut"]) == (0, 1, 0)
+    with pytest.raises(
+        BadRecord, match=rf"take {prompt} tokens, and data.max_length {prompt} leaves none .* {prompt + 1} or"
+    ):
+        encode(tokenizer, sample, TurnSettings(max_length=prompt))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -375,7 +384,13 @@ def test_no_cut_is_longer_than_asked_or_without_a_learnt_token(seed: int, chat: 
     each = draw.choice([chat("chatml"), chat("headers"), tokenizer, with_frame(tokenizer, "<s>")])
     sample = dialog(*(" ".join(["fox"] * draw.randint(1, 9)) for _ in range(2 * draw.randint(1, 3))))
     settings = TurnSettings(max_length=draw.randint(4, 60), max_prompt_length=draw.choice([None, 3, 12]))
-    example = encode(each, sample, settings)
+    (example,) = encode_conversations(each, [sample], settings)
+    if isinstance(example, BadRecord):
+        needed = int(example.reason.split("data.max_length to ")[1].split()[0])
+        assert settings.max_length < needed
+        example = encode(each, sample, replace(settings, max_length=needed))
+        assert len(example["input_ids"]) == needed
+        return
     assert len(example["input_ids"]) <= settings.max_length
     assert example["learnt"][0] == 0
     assert example["learnt"][-1] == 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.data.formats import BadRecord, Preference
 from dstrain.data.rendering import Rendered, count_alike, render
-from dstrain.data.truncation import Dialog, Room, count_before
+from dstrain.data.truncation import Dialog, Room, count_before, show_limits
 from dstrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def encode_preferences(
         found.append(_assemble(rows, (frame, item.templated), limits, before_turn))
     if views is None:
         return found
-    return [views.whole(at, item, f"data.max_length {max_length}") for at, item in enumerate(found)]
+    return [views.whole(at, item, show_limits(*limits)) for at, item in enumerate(found)]
 
 
 def _try_render(tokenizer: Any, preference: Preference) -> Rendered | BadRecord:

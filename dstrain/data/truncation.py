@@ -120,6 +120,12 @@ class Dialog:
         return partial(write_dialog, self.tokenizer, tools=list(self.tools) or None)
 
 
+def show_limits(max_length: int, max_prompt_length: int | None) -> str:
+    """The settings that cut a sample, for a sentence about what they cut."""
+    more = "" if max_prompt_length is None else f" (data.max_prompt_length {max_prompt_length})"
+    return f"data.max_length {max_length}{more}"
+
+
 def count_before(tokenizer: Any, text: str, ids: Sequence[int], letter: int) -> int:
     """How many of the text's ids end at or before a letter of it."""
     ask = partial(tokenizer, add_special_tokens=False, return_attention_mask=False, verbose=False)

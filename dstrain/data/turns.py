@@ -14,7 +14,7 @@ from dstrain.data.messages import BadRecord
 from dstrain.data.rendering import count_alike
 from dstrain.data.spans import Written, write
 from dstrain.data.text import Frame, ends_with, frame_of, take_start
-from dstrain.data.truncation import Dialog, Room, count_before
+from dstrain.data.truncation import Dialog, Room, count_before, show_limits
 from dstrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ def encode_conversations(
         found.append(_assemble((ids, learnt), item.templated, (frame, settings), before_turn))
     if views is None:
         return found
-    return [views.whole(at, item, f"data.max_length {settings.max_length}") for at, item in enumerate(found)]
+    limits = show_limits(settings.max_length, settings.max_prompt_length)
+    return [views.whole(at, item, limits) for at, item in enumerate(found)]
 
 
 def _try_write(tokenizer: Any, sample: Sample, enders: tuple[str, ...], assistant_only: bool) -> Written | BadRecord:

@@ -273,15 +273,19 @@ def test_training_goes_on_without_bad_images_and_with_texts_among_the_good(writt
 
 def test_a_prompt_whose_images_are_cut_is_named(written: Any, tmp_path: Path) -> None:
     written(GOOD, dialog, "x.jsonl")
-    long = json.dumps(dialog("<image>What is it? " + "Say it well. " * 40, "") | {"image": "good.png"})
-    text = json.dumps(dialog("What is it? " + "Say it well. " * 40, ""))
-    Path("x.jsonl").write_text(Path("x.jsonl").read_text() + f"{long}\n{text}\n")
+    early = {"messages": [*dialog("<image>What is it?", "")["messages"], *dialog("And now?", "")["messages"]]}
+    early["messages"][1:2] = [{"role": "assistant", "content": "Say it well. " * 20, "weight": 0}]
+    long = json.dumps(early | {"image": "good.png"})
+    text = json.dumps(early | {"messages": [{"role": "user", "content": "What is it?"}, *early["messages"][1:]]})
+    lone = json.dumps(dialog("What is it? " + "Say it well. " * 40, ""))
+    Path("x.jsonl").write_text(Path("x.jsonl").read_text() + f"{long}\n{text}\n{lone}\n")
     found = examples(recipe(tmp_path, on_error="skip"))
-    (skipped,) = found.report["skipped_records"]
+    skipped, asked = found.report["skipped_records"]
     assert "x.jsonl:3: its images take 4 tokens, and data.max_length 48 cuts 4 of them off; raise" in skipped
-    assert len(found) == 3, "a text may be cut"
+    assert "x.jsonl:5: its last user turn" in asked
+    assert len(found) == 3, "older turns of a text may be cut"
     written(GOOD, dialog, "x.jsonl")
-    with pytest.raises(DataError, match=r"(?s)2 of 2 records .*its images take 4 tokens, and data.max_length 5 cuts"):
+    with pytest.raises(DataError, match=r"(?s)2 of 2 records .*its last user turn .* data.max_length 5 leaves none"):
         examples(recipe(tmp_path, max_length=5))
 
 

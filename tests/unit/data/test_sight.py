@@ -95,12 +95,20 @@ def test_images_are_never_learnt(family: tuple[Any, Sight]) -> None:
 def test_a_cut_through_an_image_is_found(family: tuple[Any, Sight]) -> None:
     _, sight = family
     shown = views(sight, picture(1), picture(2))
-    whole = len(encoded(sight, shown)["input_ids"])
+    example = encoded(sight, shown)
+    whole, asked = len(example["input_ids"]), example["learnt"].index(1)
     assert not isinstance(encoded(sight, shown, max_length=whole), BadRecord)
-    fault = encoded(sight, shown, max_length=12)
-    assert isinstance(fault, BadRecord)
     needed = sum(map(sight.count_of, shown.texts[0]))
-    assert f"its images take {needed} tokens, and data.max_length 12 cuts" in fault.reason
+    for limits, said in (
+        ({"max_length": asked + 4}, f"data.max_length {asked + 4} cuts"),
+        ({"max_prompt_length": 4}, "data.max_length 400 (data.max_prompt_length 4) cuts"),
+    ):
+        fault = encoded(sight, shown, **limits)
+        assert isinstance(fault, BadRecord)
+        assert f"its images take {needed} tokens, and {said}" in fault.reason
+    fault = encoded(sight, shown, max_length=asked)
+    assert isinstance(fault, BadRecord)
+    assert f"the answer take {asked} tokens, and data.max_length {asked} leaves none" in fault.reason, "images and all"
 
 
 def test_preferences_hold_the_image_in_both_rows(family: tuple[Any, Sight]) -> None:

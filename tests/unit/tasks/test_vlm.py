@@ -126,7 +126,7 @@ def test_text_among_images_is_learnt_too_and_data_without_any_needs_no_blank(tmp
 
 def test_tokens_of_images_count(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"(?s)18 of 18 .*train.jsonl:1: its images take 4 tokens, and data.max_length 6 cuts"
+        DataError, match=r"(?s)18 of 18 .*train.jsonl:1: its last user turn .* and data.max_length 6 leaves none for"
     ):
         task_on(asked(tmp_path), max_length=6).examples("train")
 

@@ -1,0 +1,116 @@
+"""Pairs become the ids that TRL 1.16 makes of them, uncut and cut; what differs by design is named, and nothing else does."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dstrain.data.formats import read_preference
+from dstrain.data.messages import BadRecord
+from dstrain.data.text import encode_preferences
+from tests.chats import KINDS, PAIRS, TEMPLATES, TEXTS, chat, said, tokenizer_of
+
+pytest.importorskip("trl", reason="TRL is not installed; pip install trl==1.16.0")
+
+from datasets import Dataset
+from trl import DPOConfig, DPOTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+BOTH = [(family, kind) for family in TEMPLATES for kind in KINDS]
+LENGTHS = (1000, 70, 60, 50, 45, 40, 35, 30, 20)
+SINGLE = [name for name, record in PAIRS.items() if len(record["prompt"]) == 1]
+"""Pairs without older turns, of which TRL's keep_start and dstrain cut the same."""
+
+
+def theirs(tokenizer: Any, record: dict[str, Any], max_length: int | None = None) -> dict[str, Any] | None:
+    """`chosen`, `rejected` and `prompt_length` by TRL's own preparation and collator; None where it leaves the pair out."""
+    given = dict(record)
+    if not isinstance(record["prompt"], str):
+        given |= {side: [said("assistant", record[side])] for side in ("chosen", "rejected")}
+    settings = SimpleNamespace(dataset_num_proc=None, max_length=max_length, truncation_mode="keep_start")
+    trainer = SimpleNamespace(_tokenizer=tokenizer)
+    made = DPOTrainer._prepare_dataset(trainer, Dataset.from_list([given]), tokenizer, settings, "train")
+    if not len(made):
+        return None
+    assert DPOConfig.truncation_mode == "keep_start", "its default is what is compared"
+    found = DataCollatorForPreference(pad_token_id=-1, max_length=max_length)([made[0]])
+    rows = [[token for token in row.tolist() if token != -1] for row in found["input_ids"]]
+    return {"chosen": rows[0], "rejected": rows[1], "prompt_length": int(found["completion_mask"][0].tolist().index(1))}
+
+
+def ours(tokenizer: Any, record: dict[str, Any], max_length: int = 10_000) -> dict[str, Any] | None:
+    (found,) = encode_preferences(tokenizer, [read_preference(record)], max_length)
+    if isinstance(found, BadRecord):
+        return None
+    return {name: found[name] for name in ("chosen", "rejected", "prompt_length")}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(("family", "kind"), BOTH)
+def test_dialogs_have_trls_ids(family: str, kind: str, name: str) -> None:
+    tokenizer = chat(family, kind)
+    assert ours(tokenizer, PAIRS[name]) == theirs(tokenizer, PAIRS[name])
+
+
+@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize(("family", "kind"), BOTH)
+def test_dialogs_of_one_turn_are_cut_as_trl_cuts_them(family: str, kind: str, name: str) -> None:
+    tokenizer = chat(family, kind)
+    found = [(ours(tokenizer, PAIRS[name], length), theirs(tokenizer, PAIRS[name], length)) for length in LENGTHS]
+    assert all(own == other for own, other in found), "left out by both, or cut by both at the answer's end"
+    assert {own is None for own, _ in found} == {False, True}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_texts_have_trls_ids(kind: str, name: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    assert ours(tokenizer, TEXTS[name]) == theirs(tokenizer, TEXTS[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_by_design_bos_comes_first_where_the_tokenizer_adds_one_and_the_template_does_not(
+    family: str, kind: str
+) -> None:
+    tokenizer = chat(family, kind, adds_bos=True)
+    for record in PAIRS.values():
+        own, other = ours(tokenizer, record), theirs(tokenizer, record)
+        assert own is not None
+        assert other is not None
+        bos = [] if family == "llama3" else [tokenizer.bos_token_id]
+        assert [own[side] for side in ("chosen", "rejected")] == [bos + other[side] for side in ("chosen", "rejected")]
+        assert own["prompt_length"] == len(bos) + other["prompt_length"]
+
+
+@pytest.mark.parametrize("name", sorted(PAIRS.keys() - set(SINGLE)))
+@pytest.mark.parametrize(("family", "kind"), BOTH)
+def test_by_design_older_turns_are_cut_from_the_left_before_anything_of_an_answer(
+    family: str, kind: str, name: str
+) -> None:
+    """TRL keeps the start of each row, so that a long dialog loses its answer, and with it the whole pair."""
+    tokenizer = chat(family, kind)
+    whole = theirs(tokenizer, PAIRS[name])
+    assert whole is not None
+    bos = 1 if family == "llama3" else 0
+    shifted = 0
+    for length in LENGTHS:
+        own = ours(tokenizer, PAIRS[name], length)
+        if own is None:
+            continue
+        gone = whole["prompt_length"] - own["prompt_length"]
+        shifted += gone > 0
+        for side in ("chosen", "rejected"):
+            kept = [*whole[side][:bos], *whole[side][bos + gone :]]
+            assert own[side] == kept[:length], "a stretch of TRL's uncut row, behind its BOS"
+    assert shifted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_by_design_a_plain_prompt_is_a_users_turn_where_there_is_a_template(kind: str) -> None:
+    tokenizer = chat("qwen", kind)
+    dialog = {**TEXTS["plain"], "prompt": [said("user", TEXTS["plain"]["prompt"])]}
+    dialog |= {side: TEXTS["plain"][side].removeprefix(" ") for side in ("chosen", "rejected")}
+    assert ours(tokenizer, TEXTS["plain"]) == theirs(tokenizer, dialog) != theirs(tokenizer, TEXTS["plain"])

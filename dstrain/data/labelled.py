@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from dstrain.data.conversations import Conversation, Passage, Sample, beside, read_conversation
@@ -96,31 +97,49 @@ def _last_answer(sample: Conversation, desirable: bool) -> Labelled:
     return Labelled(sample.messages[:start], sample.messages[start:end], desirable, sample.tools)
 
 
-def labelled_encoder(
-    tokenizer: Any, settings: TurnSettings, mismatched: bool
-) -> Callable[[list[list[Labelled]]], list[list[Example]]]:
+def labelled_encoder(tokenizer: Any, settings: TurnSettings, mismatched: bool) -> LabelledEncoder:
     """Turns what `read_labelled` read of a chunk of records into their examples; asked for one chunk after another.
 
     `answer` holds the ids, `answer_learnt` is 1 where a token is the answer's, `desirable` is 1 or 0. Where they are asked
     for, `mismatched` and `mismatched_learnt` are the same prompt with the answer to the next other prompt of the chunk.
     """
-    spare: list[Labelled] = []  # of the chunk before, for a last chunk that holds one prompt alone
+    return LabelledEncoder(tokenizer, settings, mismatched)
 
-    def encode(records: list[list[Labelled]]) -> list[list[Example]]:
+
+@dataclass
+class LabelledEncoder:
+    """See `labelled_encoder`."""
+
+    tokenizer: Any
+    settings: TurnSettings
+    mismatched: bool
+    spare: list[Labelled] = field(default_factory=list)
+    """The last good answer before the chunk, for a last chunk that holds one prompt alone."""
+
+    def __call__(self, records: list[list[Labelled]]) -> list[list[Example]]:
         items = [item for record in records for item in record]
-        examples = _encode_own(tokenizer, items, settings)
-        if mismatched:
+        examples = _encode_own(self.tokenizer, items, self.settings)
+        if self.mismatched:
             good = [at for at, example in enumerate(examples) if not isinstance(example, BadRecord)]
-            ring = [items[at] for at in good] + spare
+            ring = [items[at] for at in good] + self.spare
             pairs = zip(ring, next_others([item.prompt for item in ring]), strict=True)
             crossed = [item.with_answer_of(ring[other]) for item, other in pairs][: len(good)]
-            for at, example in zip(good, encode_conversations(tokenizer, crossed, settings), strict=True):
+            for at, example in zip(good, encode_conversations(self.tokenizer, crossed, self.settings), strict=True):
                 examples[at] = _joined(examples[at], example)
-            spare[:] = [items[at] for at in good[-1:]] or spare
+            self.spare = [items[at] for at in good[-1:]] or self.spare
         following = iter(examples)
         return [[next(following) for _ in record] for record in records]
 
-    return encode
+    def seek(self, before: Iterable[list[Labelled]]) -> None:
+        """Go on as if the records before had been encoded; they come with the last one first."""
+        coded = ((items, _encode_own(self.tokenizer, items, self.settings)) for items in before if self.mismatched)
+        good = (
+            item
+            for items, examples in coded
+            for item, example in reversed([*zip(items, examples, strict=True)])
+            if not isinstance(example, BadRecord)
+        )
+        self.spare = [*itertools.islice(good, 1)]
 
 
 def _encode_own(tokenizer: Any, items: Sequence[Labelled], settings: TurnSettings) -> list[Example]:

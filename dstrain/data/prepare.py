@@ -7,18 +7,20 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dstrain.data.messages import BadRecord
+from dstrain.data.pool import ALONE, Piece, Processes, map_pieces
 from dstrain.data.source import BadRow, Source
 from dstrain.data.store import Report, TokenStore, WithFiles, cache_root, cached_store
 from dstrain.errors import DataError
 
 FORMAT = 4
 """Raise it when the same data would give other examples: old caches are then left alone."""
-CHUNK, WITH_IMAGES = 1000, 200
-"""Records in memory at once; those with images may hold their bytes."""
+CHUNK, WITH_IMAGES, SHARED = 1000, 200, 250
+"""Records in memory at once; those with images may hold their bytes; those that one of several processes takes next."""
 SHARE_SKIPPED = 0.01
 """Bad records up to this share are skipped where `data.on_error` says nothing."""
 
@@ -27,14 +29,27 @@ Encode = Callable[[list[tuple[int, dict[str, Any]]]], Sequence[Example | list[Ex
 """(index, record) pairs -> an example or the fault of each, or a list of its examples, in the same order."""
 
 
+@dataclass(frozen=True)
+class Following:
+    """An `Encode` that needs to know what came before a chunk."""
+
+    make: Encode
+    seek: Callable[[Iterator[dict[str, Any]]], None]
+    """Given the records before a chunk, the last one first: has `make` go on as if it had encoded them."""
+
+    def __call__(self, rows: list[tuple[int, dict[str, Any]]]) -> Sequence[Example | list[Example]]:
+        return self.make(rows)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What to do about bad records."""
+    """By how many processes records are encoded, and what to do about bad ones."""
 
     task: str
     """For the command that the refusal names."""
     on_error: str | None = None
     """skip: leave them out; fail: refuse any; None: refuse more than 1 %."""
+    processes: Processes = ALONE
 
 
 def read_each(
@@ -60,8 +75,10 @@ def prepare(
     """
     full = {"format": FORMAT, "data": source.digest, **key}
 
-    def build(report: Report) -> Iterator[list[dict[str, Any]]]:
-        return encode_all(source, encode, report, WITH_IMAGES if isinstance(encode, WithFiles) else CHUNK)
+    def build(report: Report) -> Iterator[list[Mapping[str, Any]]]:
+        if isinstance(encode, WithFiles):
+            return encode_all(source, encode, report, WITH_IMAGES)
+        return encode_all(source, encode, report, CHUNK, policy.processes)
 
     whole = WithFiles(build, encode.beside) if isinstance(encode, WithFiles) else build
     store = cached_store(folder or cache_root(), full, whole)
@@ -69,28 +86,46 @@ def prepare(
     return store
 
 
-def encode_all(source: Source, encode: Encode, report: Report, chunk: int = CHUNK) -> Iterator[list[dict[str, Any]]]:
+def encode_all(
+    source: Source, encode: Encode, report: Report, chunk: int = CHUNK, processes: Processes = ALONE
+) -> Iterator[list[Mapping[str, Any]]]:
     """The examples of all good records, in chunks, with the record's index as `sample`; the report fills up.
 
-    A key that ends in `_cut` is counted, not kept.
+    A key that ends in `_cut` is counted, not kept. Raises RunError where one of several processes is ended.
     """
     report.read = len(source) + len(source.bad)
     report.bad.extend(source.bad)
-    for start in range(0, len(source), chunk):
-        rows = [(index, source[index]) for index in range(start, min(start + chunk, len(source)))]
-        examples: list[dict[str, Any]] = []
-        found = zip(rows, encode(rows), strict=True)
-        each = ((index, one) for (index, _), of in found for one in (of if isinstance(of, list) else [of]))
-        for index, example in each:
-            if isinstance(example, BadRecord):
-                report.bad.append(BadRow(source.where(index), example.reason))
-                continue
-            for name in [name for name in example if name.endswith("_cut")]:
-                report.cuts[name] = report.cuts.get(name, 0) + int(example[name])
-            kept = {name: value for name, value in example.items() if not name.endswith("_cut")}
-            examples.append(kept | {"sample": index})
-        report.kept += len(examples)
-        yield examples
+    count = processes.for_records(len(source))
+    size = min(chunk, SHARED) if count > 1 and not isinstance(encode, Following) else chunk
+    spans = [(start, min(start + size, len(source))) for start in range(0, len(source), size)]
+    if count > 1:
+        pieces = map_pieces(partial(_encode_span, source, encode, True), spans, processes)
+    else:
+        pieces = (_encode_span(source, encode, False, *span) for span in spans)
+    for piece in pieces:
+        report.bad += [BadRow(source.where(index), reason) for index, reason in piece.bad]
+        for name, cut in piece.cuts.items():
+            report.cuts[name] = report.cuts.get(name, 0) + cut
+        report.kept += len(piece.examples)
+        yield piece.examples
+
+
+def _encode_span(source: Source, encode: Encode, apart: bool, start: int, stop: int) -> Piece:
+    """The records from `start` to `stop`; `apart`: another process may have encoded those before them."""
+    if apart and isinstance(encode, Following):
+        encode.seek(source[index] for index in reversed(range(start)))
+    rows = [(index, source[index]) for index in range(start, stop)]
+    piece = Piece()
+    found = zip(rows, encode(rows), strict=True)
+    for index, example in ((index, one) for (index, _), of in found for one in (of if isinstance(of, list) else [of])):
+        if isinstance(example, BadRecord):
+            piece.bad.append((index, example.reason))
+            continue
+        for name in [name for name in example if name.endswith("_cut")]:
+            piece.cuts[name] = piece.cuts.get(name, 0) + int(example[name])
+        kept = {name: value for name, value in example.items() if not name.endswith("_cut")}
+        piece.examples.append(kept | {"sample": index})
+    return piece
 
 
 def judge(report: Report, policy: Policy) -> None:

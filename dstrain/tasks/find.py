@@ -22,7 +22,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.errors import Fault, TaskError, did_you_mean
 from dstrain.tasks.base import Task
 
-_NO_TASK = ("base", "find", "ops", "pairs", "policy", "text", "tiny")
+_NO_TASK = ("base", "find", "ops", "pairs", "policy", "preparing", "text", "tiny")
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
 from dstrain.data.labelled import Labelled, labelled_encoder, read_labelled
-from dstrain.data.prepare import Policy, prepare, read_each, tokenizer_fingerprint
+from dstrain.data.messages import BadRecord
+from dstrain.data.prepare import Following, attempt, prepare, read_each, tokenizer_fingerprint
 from dstrain.data.source import Joined
 from dstrain.data.store import TokenStore
 from dstrain.data.turns import TurnSettings
 from dstrain.tasks.base import Loss
 from dstrain.tasks.policy import PolicyTask
+from dstrain.tasks.preparing import policy_of
 from dstrain.tasks.tiny import tiny_recipe
 
 if TYPE_CHECKING:
@@ -76,8 +78,14 @@ class SingleAnswers(PolicyTask):
         settings = TurnSettings(max_length=data.max_length, max_prompt_length=data.max_prompt_length)
         key = {"what": "labelled", "mismatched": self.surveys, "tokenizer": tokenizer_fingerprint(self.tokenizer)}
         encode = labelled_encoder(self.tokenizer, settings, self.surveys)
-        policy = Policy(task=self.recipe.task, on_error=data.on_error)
-        return prepare(source, read_each(read_labelled, encode), key | asdict(settings), policy)
+
+        def seek(before: Iterator[dict[str, Any]]) -> None:
+            found = (attempt(read_labelled, record) for record in before)
+            encode.seek(items for items in found if not isinstance(items, BadRecord))
+
+        return prepare(
+            source, Following(read_each(read_labelled, encode), seek), key | asdict(settings), policy_of(self.recipe)
+        )
 
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
         import torch

@@ -16,7 +16,7 @@ from dstrain.data.examples import NO_DATA, Examples, split_examples
 from dstrain.data.eyes import EncodeSeen, Eyes, look_at_prompts
 from dstrain.data.marks import Seen, has_images, read_seen
 from dstrain.data.messages import BadRecord
-from dstrain.data.prepare import Policy, prepare, read_each, tokenizer_fingerprint
+from dstrain.data.prepare import prepare, read_each, tokenizer_fingerprint
 from dstrain.data.prompts import Asked, Prompt, encode_prompts, read_prompt
 from dstrain.data.sight import Sight
 from dstrain.data.source import First, Joined, Source, open_source
@@ -39,6 +39,7 @@ from dstrain.models.load import (
 )
 from dstrain.models.processors import fit_config, make_processor, read_processor, sees, special_tokens
 from dstrain.tasks.base import Split, Task
+from dstrain.tasks.preparing import policy_of
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +84,7 @@ class TextTask(Task):
 
         `key` names all that `encode` depends on beside the tokenizer or the processor, and where relative paths start.
         """
-        policy = Policy(task=self.recipe.task, on_error=self.recipe.data.on_error)
+        policy = policy_of(self.recipe)
         if self.sight is None:
             full = {**key, "tokenizer": tokenizer_fingerprint(self.tokenizer)}
             said = lambda record: self.read(record, read).said  # noqa: E731

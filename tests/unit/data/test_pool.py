@@ -1,0 +1,211 @@
+"""Several processes make the very stores that one makes, end with an error that says why, and leave nobody behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dstrain.data import pool, prepare
+from dstrain.data.conversations import read_conversation
+from dstrain.data.formats import BadRecord, read_preference
+from dstrain.data.labelled import labelled_encoder, read_labelled
+from dstrain.data.pool import Processes
+from dstrain.data.prepare import Encode, Following, Policy, attempt, read_each
+from dstrain.data.source import open_source
+from dstrain.data.text import encode_preferences
+from dstrain.data.turns import TurnSettings, encode_conversations
+from dstrain.errors import DataError, RunError
+from dstrain.launch.worker import die_with_parent
+from tests.chats import EARLIER, QUESTION, chat, said
+
+THREE = Processes(3, die_with_parent)
+SETTINGS = TurnSettings(max_length=60)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a few records are shared by several processes."""
+    monkeypatch.setattr(pool, "FEWEST", 1)
+    monkeypatch.setattr(prepare, "SHARED", 3)
+    monkeypatch.setattr(prepare, "CHUNK", 7)
+
+
+def record(at: int) -> dict[str, Any]:
+    if at % 11 == 5:
+        return {"prompt": [QUESTION], "chosen": "", "rejected": "b", "label": True}
+    prompt = [*EARLIER * (at % 4), said("user", f"where is fox {at // 3 if at > 20 else 0}?")]
+    both = {"chosen": f"over river {at}", "rejected": "no fox " * (at % 17)}
+    return {"prompt": prompt, "completion": [said("assistant", both["chosen"])], "label": at % 2 == 0} | (
+        both if at % 17 else {"chosen": both["chosen"], "rejected": "dog"}
+    )
+
+
+def encoders() -> dict[str, Encode]:
+    tokenizer = chat("zephyr", "metaspace")
+    kto = labelled_encoder(tokenizer, SETTINGS, True)
+
+    def seek(before: Any) -> None:
+        found = (attempt(read_labelled, record) for record in before)
+        kto.seek(items for items in found if not isinstance(items, BadRecord))
+
+    return {
+        "pairs": read_each(read_preference, lambda items: encode_preferences(tokenizer, items, 60)),
+        "conversations": read_each(read_conversation, lambda items: encode_conversations(tokenizer, items, SETTINGS)),
+        "labelled": Following(read_each(read_labelled, kto), seek),
+    }
+
+
+def written(folder: Path, count: int = 60) -> Path:
+    lines = [json.dumps(record(at)) for at in range(count)]
+    lines[9] = "no json"
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    return folder / "train.jsonl"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("kind", ["pairs", "conversations", "labelled"])
+def test_stores_are_equal_to_the_byte(kind: str, tmp_path: Path) -> None:
+    source = open_source(written(tmp_path))
+    found = []
+    for name, processes in (("one", Processes()), ("three", THREE)):
+        policy = Policy(task="rm", on_error="skip", processes=processes)
+        store = prepare.prepare(source, encoders()[kind], {"what": kind}, policy, tmp_path / name)
+        found.append((files(store.folder), store.report))
+    assert found[0][1] == found[1][1]
+    assert found[0][1].bad[0].where.endswith("train.jsonl:10")
+    assert len(found[0][1].bad) > 4
+    assert found[0][1].cuts["prompt_cut"] > 0
+    assert found[0][0] == found[1][0]
+
+
+def encode_all(source: Any, encode: Encode, processes: Processes = THREE) -> list[Any]:
+    return [row for chunk in prepare.encode_all(source, encode, prepare.Report(), 7, processes) for row in chunk]
+
+
+def test_a_file_whose_records_are_all_bad_is_read_too(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("{}\n" * 20)
+    source, report = open_source(tmp_path / "x.jsonl"), prepare.Report()
+    none = lambda rows: [BadRecord("odd") for _ in rows]  # noqa: E731
+    assert [*prepare.encode_all(source, none, report, 7, THREE)] == [[]] * 7
+    assert [row.where[-2:] for row in report.bad] == [f"{at:>2}".replace(" ", ":") for at in range(1, 21)]
+
+
+def test_an_error_of_an_encoder_is_raised_as_it_is(tmp_path: Path) -> None:
+    def refuse(rows: list[tuple[int, Any]]) -> list[Any]:
+        if rows[0][0] >= 9:
+            raise DataError("data.max_length 1 leaves no room")
+        return [{"ids": [index]} for index, _ in rows]
+
+    with pytest.raises(DataError, match="leaves no room"):
+        encode_all(open_source(written(tmp_path)), refuse)
+    assert not psutil.Process().children()
+
+
+@pytest.mark.parametrize(("how", "said_so"), [("kill", "SIGKILL"), ("exit", "exit code 7")])
+def test_a_process_that_is_ended_is_named_and_nothing_hangs(how: str, said_so: str, tmp_path: Path) -> None:
+    def ending(rows: list[tuple[int, Any]]) -> list[Any]:
+        if rows[0][0] == 12 and how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rows[0][0] == 12:
+            os._exit(7)
+        time.sleep(0.02)
+        return [{"ids": [index]} for index, _ in rows]
+
+    began = time.monotonic()
+    with pytest.raises(
+        RunError, match=rf"process \d+, one of 3 that make tokens, was ended \({said_so}\); where memory"
+    ):
+        encode_all(open_source(written(tmp_path)), ending)
+    assert time.monotonic() - began < 10
+
+
+def test_an_error_that_cannot_be_sent_is_told(tmp_path: Path) -> None:
+    def odd(rows: list[tuple[int, Any]]) -> list[Any]:
+        raise ValueError(lambda: None)
+
+    with pytest.raises(RuntimeError, match=r"(?s)ValueError\(<function .*Traceback .*in odd"):
+        encode_all(open_source(written(tmp_path)), odd)
+
+
+def test_a_process_that_is_killed_while_it_writes_is_named(tmp_path: Path) -> None:
+    def large(rows: list[tuple[int, Any]]) -> list[Any]:
+        if rows[0][0] == 9:
+            time.sleep(0.5)  # until the first result, larger than a pipe, is half written
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [{"ids": [index] * 1_000_000} for index, _ in rows]
+
+    chunks = prepare.encode_all(open_source(written(tmp_path)), large, prepare.Report(), 7, THREE)
+    time.sleep(next((0.8 for _ in chunks), 0.0))
+    with pytest.raises(RunError, match="SIGKILL"):
+        list(chunks)
+
+
+def test_what_is_not_read_to_its_end_leaves_no_process(tmp_path: Path) -> None:
+    def slow(rows: list[tuple[int, Any]]) -> list[Any]:
+        time.sleep(0.02 if rows[0][0] < 6 else 60)
+        return [{"ids": [index]} for index, _ in rows]
+
+    chunks = prepare.encode_all(open_source(written(tmp_path)), slow, prepare.Report(), 7, THREE)
+    next(chunks)
+    children = psutil.Process().children()
+    assert len(children) == 3
+    chunks.close()  # type: ignore[attr-defined]  # a generator, though it says Iterator
+    assert psutil.wait_procs(children, 10)[1] == []
+
+
+def test_few_records_and_one_core_start_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(written(tmp_path))
+    mine = lambda rows: [{"ids": [os.getpid()]} for _ in rows]  # noqa: E731
+    assert {row["ids"][0] for row in encode_all(source, mine, Processes())} == {os.getpid()}
+    assert os.getpid() not in {row["ids"][0] for row in encode_all(source, mine)}
+    monkeypatch.setattr(pool, "FEWEST", len(source) + 1)
+    assert {row["ids"][0] for row in encode_all(source, mine)} == {os.getpid()}
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from dstrain.data import pool, prepare
+from dstrain.data.source import open_source
+from dstrain.launch.worker import die_with_parent
+pool.FEWEST = 1
+prepare.SHARED = 3
+def slow(rows):
+    with (Path(sys.argv[1]).parent / "began").open("a") as file:
+        file.write("x")
+    time.sleep(60)
+policy = prepare.Policy(task="rm", processes=pool.Processes(3, die_with_parent))
+prepare.prepare(open_source(sys.argv[1]), slow, {}, policy, Path(sys.argv[1]).parent / "cache")
+"""
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_processes_end_with_their_parent(sign: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CHILD, str(written(tmp_path))]
+    parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "began").exists() or len((tmp_path / "began").read_text()) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    children = psutil.Process(parent.pid).children()
+    assert len(children) == 3
+    if sign == signal.SIGINT:
+        os.killpg(parent.pid, sign)  # as a terminal does
+    else:
+        parent.send_signal(sign)
+    _, said_so = parent.communicate(timeout=20)
+    assert parent.returncode == -sign
+    assert psutil.wait_procs(children, 10)[1] == []
+    assert said_so.count("KeyboardInterrupt") == (sign == signal.SIGINT), "one traceback, the parent's"

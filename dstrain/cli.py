@@ -229,11 +229,11 @@ def check(file: str, task: str, sets: tuple[str, ...]) -> None:
     """Every bad record of FILE with its line and reason; exit 2 if any."""
     from dstrain.commands.data import check_file, show_checked
 
-    found = check_file(file, task, sets)
+    found, cuts = check_file(file, task, sets)
     lines, total = show_checked(found)
     if lines:
         click.echo(lines)
-    click.echo(total, err=bool(found.bad))
+    click.echo("\n".join(filter(None, (total, cuts))), err=bool(found.bad))
     sys.exit(2 if found.bad else 0)
 
 

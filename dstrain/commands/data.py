@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from dstrain.config import read_recipe
 from dstrain.data.checking import Checked
 from dstrain.data.checking import check_file as check_records
+from dstrain.data.source import Joined, open_source
+from dstrain.data.truncation import show_cuts
 from dstrain.errors import TaskError
 from dstrain.launch.threads import cores_here
 from dstrain.tasks import make_task
+from dstrain.tasks.text import TextTask
+
+NO_TOKENIZER = (
+    "what data.max_length cuts depends on the tokenizer: `dstrain prepare` prints it, and so does this command with "
+    "`--set model.path=FOLDER`"
+)
 
 
-def check_file(file: str, task: str, sets: Sequence[str]) -> Checked:
-    """Raises TaskError for a task that reads its records by itself."""
+def check_file(file: str, task: str, sets: Sequence[str]) -> tuple[Checked, str]:
+    """What the file holds, and in a sentence what is cut of it. Raises TaskError for a task that reads records by itself."""
     config = read_recipe(None, sets, task).config
-    convert = getattr(make_task(config), "convert", None)
+    made = make_task(config)
+    convert = getattr(made, "convert", None)
     if convert is None:
         raise TaskError(f"--task {task}: reads its records by itself, so there is no format to check them against")
-    return check_records(file, config.data.columns, convert, cores_here())
+    found = check_records(file, config.data.columns, convert, cores_here())
+    if not isinstance(made, TextTask):
+        return found, ""
+    if config.model.path is None:
+        return found, NO_TOKENIZER
+    return found, _cuts(file, make_task(read_recipe(None, [*sets, "data.on_error=skip"], task).config), found)
+
+
+def _cuts(file: str, task: Any, found: Checked) -> str:
+    """What is cut of the good records, as the model's tokenizer counts; those that do not fit join the bad ones."""
+    known = {row.where for row in found.bad}
+    if not found.good:
+        return ""
+    report = task.tokens(Joined([open_source(file, task.recipe.data.columns)])).report
+    found.bad += [row for row in report.bad if row.where not in known]
+    return show_cuts({"kept": report.kept, "cuts": report.cuts})
 
 
 def show_checked(found: Checked) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from dstrain.commands.trained import MICRO, quieten
 from dstrain.config import RunConfig
 from dstrain.config.resolve import BatchPlan
 from dstrain.data.store import cache_root
+from dstrain.data.truncation import show_cuts
 from dstrain.errors import DataError
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import Task, make_task
@@ -95,7 +96,7 @@ def _describe(examples: Sequence[Any]) -> dict[str, Any]:
         }
         shown = {image for row in rows.tolist() for image in store[row].get("images", ())} if store.album else set()
         about |= {"images": len(shown), "copies": sum(image.copied for image in shown)} if shown else {}
-    return about | {name: value for name, value in getattr(examples, "report", {}).items() if name != "kept"}
+    return about | getattr(examples, "report", {})
 
 
 def show_prepared(told: Mapping[str, Any]) -> str:
@@ -110,9 +111,8 @@ def show_prepared(told: Mapping[str, Any]) -> str:
         lines.append(f"{name}: {split['samples']} samples{size}")
         if "images" in split:
             lines.append(f"  {split['images']} images, {split['copies']} of them as copies in the cache")
-        cuts = [f"{count} {cut.removesuffix('_cut')}s cut" for cut, count in split.get("cuts", {}).items() if count]
-        if cuts:
-            lines.append(f"  {', '.join(cuts)} to fit data.max_length")
+        if cuts := show_cuts(split):
+            lines.append(f"  {cuts}")
         if split.get("skipped"):
             lines.append(f"  {split['skipped']} of {split['read']} records skipped:")
             named = split["skipped_records"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -96,6 +96,8 @@ class Layout:
     messages: list[Message]
     text: str
     enders: tuple[str, ...]
+    written: dict[tuple[int, int], tuple[str, str] | None] = field(default_factory=dict)
+    """What stands around a turn, by its place and by the end of the dialog: neighbours ask for the same."""
 
     def find(self, at: int) -> Span:
         """Where the answer `at` begins and where its turn ends. Raises BadRecord where that cannot be told."""
@@ -152,6 +154,11 @@ class Layout:
 
     def _around(self, at: int, end: int) -> tuple[str, str] | None:
         """The text before and after what a turn says, up to the turn `end`; None where it does not stand there once."""
+        if (at, end) not in self.written:
+            self.written[at, end] = self._write_around(at, end)
+        return self.written[at, end]
+
+    def _write_around(self, at: int, end: int) -> tuple[str, str] | None:
         said = marked(self.messages[at])
         parts = self.writes([*self.messages[:at], said, *self.messages[at + 1 : end]]).split(MARK)
         return (parts[0], parts[1]) if len(parts) == 2 else None

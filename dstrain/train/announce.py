@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from dstrain.config import show_recipe
+from dstrain.data.truncation import show_cuts
 from dstrain.report.journal import Journal
 from dstrain.report.sinks import Console, Jsonl, Sink, TensorBoard, as_line
 from dstrain.report.wandb import WeightsAndBiases
@@ -51,10 +53,13 @@ def describe_start(plan: Plan, journal: Journal, world: World, start: Checkpoint
         "eval_samples": None if plan.test is None else len(plan.test),
     }
     journal.event("started", step=start.step if start else 0, **about)
-    for split, examples in (("train", plan.train), ("eval", plan.test)):
-        report = getattr(examples, "report", None)
-        if report is not None:
-            journal.event("data", split=split, **report)
+    reports = {
+        split: report
+        for split, examples in (("train", plan.train), ("eval", plan.test))
+        if (report := getattr(examples, "report", None)) is not None
+    }
+    for split, report in reports.items():
+        journal.event("data", split=split, **report)
     if world.rank == 0:
         print(
             f"{plan.config.task}: {len(plan.train)} samples, {plan.steps} steps of {plan.batch.total} samples "
@@ -62,10 +67,18 @@ def describe_start(plan: Plan, journal: Journal, world: World, start: Checkpoint
             + (f", going on from step {start.step}" if start else ""),
             flush=True,
         )
+        print("".join(f"{line}\n" for line in told_cuts(reports)), end="", flush=True)
     if start is not None and (other := reshaping(plan, world.size, start)):
         journal.event("reshaped", step=start.step, how=other)
         if world.rank == 0:
             print(other, flush=True)
+
+
+def told_cuts(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What was cut of each split's samples, in sentences; once where both splits were held apart from one file."""
+    if reports.get("train") == reports.get("eval"):
+        reports = {"data": reports["train"]} if reports else {}
+    return [f"{split}: {line}" for split, report in reports.items() if (line := show_cuts(report))]
 
 
 def reshaping(plan: Plan, processes: int, start: CheckpointInfo) -> str:

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from dstrain.batch import Progress
 from dstrain.cli import main
+from dstrain.commands.data import NO_TOKENIZER
 from dstrain.commands.find import Wish, packaged_recipes, resolve_wish
 from dstrain.config import read_recipe
 from dstrain.preset import preset_names, read_preset
@@ -155,7 +156,7 @@ def test_data_check_names_every_bad_record(tmp_path: Path) -> None:
         assert f"pairs.jsonl:{line}: " in bad.output
     (tmp_path / "good.jsonl").write_text(rows[0])
     good = call("data", "check", str(tmp_path / "good.jsonl"), "--task", "rm")
-    assert (good.exit_code, good.output) == (0, "1 good records, 0 bad\n")
+    assert (good.exit_code, good.output) == (0, f"1 good records, 0 bad\n{NO_TOKENIZER}\n")
 
 
 def test_checkpoints_tells_whole_from_damaged(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 import yaml
 from PIL import Image
 
+from dstrain.commands.data import NO_TOKENIZER
 from dstrain.commands.find import Wish, resolve_wish
 from dstrain.config.schema import RunConfig
 from dstrain.data.examples import Examples
@@ -133,7 +134,10 @@ def test_every_image_that_is_bad_or_unusual_is_named_with_its_line(task: str, wr
     assert len(told) == len(said) == len(BAD) + len(UNUSUAL)
     for wanted in said:
         assert [line for line in told if line.startswith(wanted)], f"{wanted}\n{found.stdout}"
-    assert found.stderr == f"{len(GOOD | UNUSUAL)} good records, {len(BAD)} bad, 3 notes on images that can be used\n"
+    assert (
+        found.stderr
+        == f"{len(GOOD | UNUSUAL)} good records, {len(BAD)} bad, 3 notes on images that can be used\n{NO_TOKENIZER}\n"
+    )
 
     said = written(GOOD | UNUSUAL, record, "good.jsonl")
     found = call("data", "check", "good.jsonl", "--task", task)
@@ -141,6 +145,7 @@ def test_every_image_that_is_bad_or_unusual_is_named_with_its_line(task: str, wr
     assert found.stdout.splitlines() == [
         *said,
         f"{len(GOOD | UNUSUAL)} good records, 0 bad, 3 notes on images that can be used",
+        NO_TOKENIZER,
     ]
 
 
@@ -154,7 +159,10 @@ def test_the_records_of_the_docs_are_read(tmp_path: Path, monkeypatch: pytest.Mo
         picture(number).save(f"cats/{number}.jpg")
     Path("cats.jsonl").write_text("".join(blocks))
     found = call(*command.split())
-    assert (found.exit_code, found.stdout) == (0, f"{len(''.join(blocks).splitlines())} good records, 0 bad\n")
+    assert (found.exit_code, found.stdout) == (
+        0,
+        f"{len(''.join(blocks).splitlines())} good records, 0 bad\n{NO_TOKENIZER}\n",
+    )
     Path("same.jsonl").write_text(blocks[0])
     values = recipe(tmp_path)
     values["data"] |= {"train": "same.jsonl", "max_length": 200}
@@ -177,7 +185,7 @@ def test_images_within_a_parquet_file_are_kept_in_the_cache(tmp_path: Path, monk
     columns = {"image": held, "question": asked, "answer": ["A thing."] * 4}
     parquet.write_table(arrow.table(columns), "x.parquet")
     found = call("data", "check", "x.parquet", "--task", "vlm")
-    assert (found.exit_code, found.stderr) == (2, "3 good records, 1 bad\n")
+    assert (found.exit_code, found.stderr) == (2, f"3 good records, 1 bad\n{NO_TOKENIZER}\n")
     assert found.stdout.startswith("x.parquet[3]: an image of 200 bytes is damaged or cut off")
     values = recipe(tmp_path, on_error="skip")
     values["data"] |= {"train": "x.parquet"}
@@ -199,7 +207,7 @@ def test_a_record_that_is_bad_twice_is_named_twice_and_counted_once(written: Any
         "x.jsonl:1: there is no image gone.png",
         "x.jsonl:2: a JSON list, not an object",
     ]
-    assert found.stderr == "0 good records, 2 bad\n"
+    assert found.stderr == f"0 good records, 2 bad\n{NO_TOKENIZER}\n"
 
 
 def recipe(folder: Path, task: str = "vlm", **data: Any) -> dict[str, Any]:

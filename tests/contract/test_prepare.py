@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+from dstrain.commands.data import NO_TOKENIZER
 from dstrain.commands.find import Wish
 from dstrain.commands.prepare import Prepare
 from dstrain.commands.spread import Reply
-from dstrain.tasks import find_task
+from dstrain.config import RunConfig
+from dstrain.tasks import find_task, make_task
+from dstrain.train.announce import told_cuts
 from tests.contract.test_cli import call
 from tests.contract.test_evaluate import start
 from tests.workers import Workers
@@ -56,21 +59,56 @@ def test_two_processes_make_what_one_makes(preset: str, tmp_path: Path, one: Wor
 
 
 def test_what_was_cut_and_skipped_is_told(tmp_path: Path) -> None:
-    recipe = written(tmp_path, "rm")
-    good = json.dumps({"prompt": "why? " * 40, "chosen": "because", "rejected": "no"})
-    (tmp_path / "train.jsonl").write_text(f"{good}\nno json\n{good.replace('because', '')}\n{good}\n")
+    asked = "\n\nHuman: why? why?\n\nAssistant: so\n\nHuman: why not?\n\nAssistant:"
+    good = json.dumps({"chosen": f"{asked} because", "rejected": f"{asked} no"})
+    lines = f"{good}\nno json\n{good.replace('because', '')}\n{good}\n"
+    recipe = written(tmp_path, "rm", data={"train": str(tmp_path / "train.jsonl"), "max_length": 48})
+    (tmp_path / "train.jsonl").write_text(lines)
     refused = call("prepare", recipe)
     assert refused.exit_code == 2
     assert "2 of 4 records (50.0%) cannot be used" in refused.stderr
     told = call("prepare", recipe, "--set", "data.on_error=skip")
-    assert told.exit_code == 0
+    assert told.exit_code == 0, told.stderr
     assert "2 of 4 records skipped" in told.stdout
     assert "train.jsonl:2:" in told.stdout
-    assert "2 prompts cut to fit data.max_length" in told.stdout
+    assert "  of 2 samples, 0 had an answer cut and 2 their prompt, none its last user turn\n" in told.stdout
     assert "reference: none is needed" in told.stdout
     row = json.loads(call("prepare", recipe, "--set", "data.on_error=skip", "--json").stdout)
     assert row["splits"]["train"]["samples"] == 2
     assert row["splits"]["train"]["longest"] == 48
+
+
+def test_a_check_that_knows_the_model_tells_what_is_cut_and_what_does_not_fit(tmp_path: Path) -> None:
+    recipe = written(tmp_path, "rm")
+    task = make_task(RunConfig.model_validate(yaml.safe_load(Path(recipe).read_text())))
+    task.tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model/config.json").write_text(task.model_config.to_json_string())
+    asked = "\n\nHuman: why? why?\n\nAssistant: so\n\nHuman: why not?\n\nAssistant:"
+    rows = [
+        {"chosen": f"{asked} because", "rejected": f"{asked} no"},
+        {"prompt": "why " * 40, "chosen": "b", "rejected": "n"},
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["data", "check", str(tmp_path / "pairs.jsonl"), "--task", "rm"]
+    plain = call(*words)
+    assert (plain.exit_code, plain.stdout) == (0, f"2 good records, 0 bad\n{NO_TOKENIZER}\n")
+    known = call(*words, "--set", f"model.path={tmp_path / 'model'}", "--set", "data.max_length=48")
+    assert known.exit_code == 2
+    assert "pairs.jsonl:2: its last user turn and what opens the answer take " in known.stdout
+    assert (
+        known.stderr
+        == "1 good records, 1 bad\nof 1 samples, 0 had an answer cut and 1 their prompt, none its last user turn\n"
+    )
+
+
+def test_the_start_of_a_run_tells_what_is_cut(tmp_path: Path) -> None:
+    cuts = {"response_cut": 1, "prompt_cut": 2, "last_turn_cut": 0}
+    train, other = {"kept": 9, "cuts": cuts}, {"kept": 8, "cuts": cuts}
+    line = "samples, 1 had an answer cut and 2 their prompt, none its last user turn"
+    assert told_cuts({"train": train, "eval": other}) == [f"train: of 9 {line}", f"eval: of 8 {line}"]
+    assert told_cuts({"train": train, "eval": dict(train)}) == [f"data: of 9 {line}"]
+    assert told_cuts({"train": train}) == [f"train: of 9 {line}"]
+    assert told_cuts({"train": {"kept": 9, "cuts": {}}}) == told_cuts({}) == []
 
 
 def test_several_processes_are_started_for_a_reference_alone(tmp_path: Path) -> None:

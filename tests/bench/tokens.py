@@ -1,0 +1,82 @@
+"""How long tokens of multi-turn dialogs take to be made: by one process, and by as many as there are cores.
+
+    python -m tests.bench.tokens [--data shared/data/hh/helpful-train.jsonl] [--times 4] [--what pairs]
+
+`what`: pairs (rm, dpo), conversations (sft) or labelled (kto), written by Llama 3's template with a byte-level tokenizer of
+8192 entries that the data train. The stores are equal to the byte, which is checked first.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from dstrain.config.schema import RunConfig
+from dstrain.data.source import Joined, open_source
+from dstrain.data.store import TokenStore
+from dstrain.launch.threads import cores_here
+from dstrain.tasks import make_task
+from tests.bench.common import ratio, run, take_turns
+from tests.chats import TEMPLATES
+
+TASKS = {"pairs": "rm", "conversations": "sft", "labelled": "kto"}
+
+
+def made_task(folder: Path, data: str, times: int, what: str) -> Any:
+    """A task on so many copies of the data, its tokenizer already trained."""
+    text = Path(data).read_text(encoding="utf-8")
+    (folder / "train.jsonl").write_text(text * times, encoding="utf-8")
+    (folder / "template.jinja").write_text(TEMPLATES["llama3"], encoding="utf-8")
+    first = {"train": data, "max_length": 1024, "on_error": "skip"}
+    model: dict[str, Any] = {"config": {"model_type": "llama", "vocab_size": 8192}}
+    tokenizer = make_task(RunConfig.model_validate({"task": "rm", "model": model, "data": first})).tokenizer
+    marks = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": marks})
+    tokenizer.save_pretrained(str(folder / "tokenizer"))
+    model |= {"tokenizer": str(folder / "tokenizer"), "chat_template": str(folder / "template.jinja")}
+    values = {"task": TASKS[what], "model": model, "data": first | {"train": str(folder / "train.jsonl")}}
+    return make_task(RunConfig.model_validate(values))
+
+
+def made_store(task: Any, source: Joined, folder: Path, count: int) -> TokenStore:
+    """The store, made anew by so many processes."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with patch.dict(os.environ, DSTRAIN_CACHE=str(folder)), patch("dstrain.tasks.preparing.cores_here", lambda: count):
+        return task.tokens(source)
+
+
+def measure(
+    *, data: str = "shared/data/hh/helpful-train.jsonl", times: int = 4, what: str = "pairs", rounds: int = 3
+) -> dict[str, Any]:
+    """Equal stores first, then times in turns."""
+    folder = Path(tempfile.mkdtemp(prefix="dstrain-bench-"))
+    task = made_task(folder, data, times, what)
+    source = Joined([open_source(folder / "train.jsonl")])
+    counts = {"one process": 1, f"{cores_here()} processes": cores_here()}
+    stores = [made_store(task, source, folder / f"cache-{count}", count) for count in counts.values()]
+    names = [{path.name: path.read_bytes() for path in store.folder.iterdir()} for store in stores]
+    assert all(files == names[0] for files in names), "the stores are equal to the byte"
+
+    def again(count: int) -> None:
+        made_store(task, source, folder / f"cache-{count}", count)
+
+    sides = {name: (lambda turn, count=count: again(count)) for name, count in counts.items()}
+    seconds = take_turns(sides, rounds, 1, torch.device("cpu"))
+    rows = [{"tokens made by": name, **ratio(seconds, name, "one process")} for name in seconds]
+    dialogs = len(source) * (2 if what != "conversations" else 1)
+    shutil.rmtree(folder)
+    return {
+        "settings": {"data": data, "times": times, "what": what, "records": len(source), "answers": dialogs},
+        "checked": f"the stores of {len(source)} records are equal, to the byte",
+        "rows": rows,
+    }
+
+
+if __name__ == "__main__":
+    run(measure, __doc__ or "", data="shared/data/hh/helpful-train.jsonl", times=4, what="pairs", rounds=3)

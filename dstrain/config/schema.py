@@ -53,9 +53,9 @@ class DataConfig(Section):
     eval_fraction: Share = 0.0
     """Instead of `eval`: this share of the training records is held out, chosen by the seed."""
     max_length: Annotated[Count, Field(ge=2)] = 1024
-    """Tokens per sequence; prompts are cut from the left to fit."""
+    """Tokens per sequence. To fit, older turns are cut from the left, then answers at their end; the last user turn stays."""
     max_prompt_length: Count | None = None
-    """Tokens of the prompt, cut from the left."""
+    """Tokens of the prompt, cut from the left, of its last user turn too."""
     max_samples: Count | None = None
     """Use the first so many records of each file."""
     columns: dict[str, str] = {}

@@ -142,6 +142,8 @@ def judge(report: Report, policy: Policy) -> None:
         None: f"more than the {SHARE_SKIPPED:.0%} that is skipped unasked",
     }[policy.on_error]
     file = re.sub(r"(:\d+|\[\d+\])$", "", report.bad[0].where) if report.bad else "FILE"
+    known = " (with `--set model.path=FOLDER` also those that do not fit)"
+    fit = known if any("data.max_length" in row.reason for row in report.bad) else ""
     skip = "" if policy.on_error == "skip" else ", or leave them out with `data.on_error: skip`"
     raise DataError(
         "\n".join(
@@ -149,7 +151,7 @@ def judge(report: Report, policy: Policy) -> None:
                 f"{bad} of {report.read} records ({share:.1%}) cannot be used, {rule}:",
                 *lines,
                 *more,
-                f"list all with `dstrain data check {file} --task {policy.task}`{skip}",
+                f"list all with `dstrain data check {file} --task {policy.task}`{fit}{skip}",
             ]
         )
     )

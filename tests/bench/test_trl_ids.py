@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +11,13 @@ import pytest
 
 from dstrain.data.formats import read_preference
 from dstrain.data.messages import BadRecord
+from dstrain.data.rendering import as_template_takes
 from dstrain.data.text import encode_preferences
 from tests.chats import KINDS, PAIRS, TEMPLATES, TEXTS, chat, said, tokenizer_of
 
 pytest.importorskip("trl", reason="TRL is not installed; pip install trl==1.16.0")
 
+import trl
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
@@ -27,7 +31,7 @@ SINGLE = [name for name, record in PAIRS.items() if len(record["prompt"]) == 1]
 def theirs(tokenizer: Any, record: dict[str, Any], max_length: int | None = None) -> dict[str, Any] | None:
     """`chosen`, `rejected` and `prompt_length` by TRL's own preparation and collator; None where it leaves the pair out."""
     given = dict(record)
-    if not isinstance(record["prompt"], str):
+    if not isinstance(record["prompt"], str) and isinstance(record["chosen"], str):
         given |= {side: [said("assistant", record[side])] for side in ("chosen", "rejected")}
     settings = SimpleNamespace(dataset_num_proc=None, max_length=max_length, truncation_mode="keep_start")
     trainer = SimpleNamespace(_tokenizer=tokenizer)
@@ -106,6 +110,30 @@ def test_by_design_older_turns_are_cut_from_the_left_before_anything_of_an_answe
             kept = [*whole[side][:bos], *whole[side][bos + gone :]]
             assert own[side] == kept[:length], "a stretch of TRL's uncut row, behind its BOS"
     assert shifted
+
+
+SHIPPED = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+
+
+@pytest.mark.parametrize(
+    "template", [path for path in SHIPPED if "_training" not in path.stem], ids=lambda path: path.stem
+)
+def test_every_template_that_trl_ships_gives_its_ids_and_keeps_the_last_turn(template: Path) -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("byte-level"))
+    tokenizer.chat_template = template.read_text(encoding="utf-8")
+    # Written in parts for templates that read nothing else, as dstrain does by itself.
+    record = PAIRS["a long answer"]
+    parts = [{**turn, "content": as_template_takes(tokenizer, [turn])[0]["content"]} for turn in record["prompt"]]
+    said_so = {side: as_template_takes(tokenizer, [said("assistant", record[side])]) for side in ("chosen", "rejected")}
+    given = {"prompt": parts, **said_so}
+    whole = ours(tokenizer, record)
+    assert whole is not None
+    assert whole == theirs(tokenizer, given)
+    longest = max(len(whole["chosen"]), len(whole["rejected"]))
+    cut = [found for length in range(10, longest) if (found := ours(tokenizer, record, length)) is not None]
+    heads = [tokenizer.decode(found["chosen"][: found["prompt_length"]]) for found in cut]
+    assert all("where is the dog?" in head for head in heads)
+    assert "the quick brown fox" not in heads[0], "older turns went first"
 
 
 @pytest.mark.parametrize("kind", KINDS)

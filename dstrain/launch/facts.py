@@ -12,9 +12,11 @@ import psutil
 
 from dstrain import __version__
 from dstrain.launch.command import port_fault
-from dstrain.launch.topology import gpu_has_bf16, gpus_present
+from dstrain.launch.topology import Worker, gpu_has_bf16, gpus_present
 
 REACH_SECONDS = 10.0
+_ELSEWHERE = "192.0.2.1"
+"""An address kept for documentation (RFC 5737), which is no host's: a route to it is the default one."""
 
 
 def facts(token: str, cwd: str, cpu: bool) -> dict[str, Any]:
@@ -109,3 +111,25 @@ def interface_towards(address: str) -> str:
                 return found
     names = set(have.values())
     return names.pop() if len(names) == 1 else ""
+
+
+def gloo_interface(worker: Worker, master: str) -> str:
+    """The interface for gloo in a worker that any launcher started; empty where gloo's own choice is right.
+
+    `master`: MASTER_ADDR. On one host that meets over loopback gloo needs none. On several, rank 0's host may know its
+    own name as loopback: there the interface of the default route is taken. NCCL looks at interfaces itself, prefers
+    InfiniBand and never goes by the host's name (NCCL_SOCKET_IFNAME in its manual), so it is told nothing.
+    """
+    several = worker.local_size < worker.world_size
+    if worker.world_size == 1 or not (several or _leads_out(master)):
+        return ""
+    return interface_towards(master) or (interface_towards(_ELSEWHERE) if several else "")
+
+
+def _leads_out(address: str) -> bool:
+    """Whether an address or a name is another than loopback, as seen from here."""
+    try:
+        found = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0][4][0]
+    except OSError:
+        return False
+    return not str(found).startswith("127.") and found != "::1"

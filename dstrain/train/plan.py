@@ -17,6 +17,7 @@ from dstrain.data.plan import DataPlan
 from dstrain.errors import DataError
 from dstrain.launch.builds import extensions_folder, settle_build_locks
 from dstrain.launch.command import free_port
+from dstrain.launch.facts import gloo_interface
 from dstrain.launch.threads import cores_here, threads_per_process
 from dstrain.launch.topology import Worker, wants_cpu
 from dstrain.preset import Device, Preset, read_preset
@@ -24,6 +25,9 @@ from dstrain.report.sinks import check_trackers
 from dstrain.tasks import Task, make_task
 from dstrain.train.folder import Resume, batch_to_go_on_with, check_resume, check_writable
 from dstrain.train.settings import resolved_ds_config
+
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Settings of torch's memory on a GPU, read when the first tensor is put there; the second name is known from torch 2.9 on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,8 @@ def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
     """Threads, device and noise of this process, the same under every launcher."""
     os.environ.update(worker.environment)
     os.environ.setdefault("MASTER_PORT", str(free_port()))  # left open only where one process is alone
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := gloo_interface(worker, os.environ["MASTER_ADDR"])):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
     torch.set_num_threads(threads_per_process(worker.local_size, cores_here()))
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.(distributed|jit)")
@@ -66,7 +72,15 @@ def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
     if wants_cpu(os.environ) or not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         return torch.device("cpu")
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
     index = worker.local_rank % torch.cuda.device_count()  # Slurm may show each task one GPU
+    for name in (
+        "LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+    ):  # DeepSpeed's device (runtime/engine.py); it compares the two
+        if name in os.environ:
+            os.environ[name] = str(index)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

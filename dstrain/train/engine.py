@@ -15,6 +15,7 @@ import torch
 from dstrain.batch import Batch, StepResult
 from dstrain.collectives import LEDGER
 from dstrain.config.schema import OptimConfig
+from dstrain.errors import RunError
 from dstrain.models.freeze import Group
 from dstrain.models.sharded import start_deepspeed
 from dstrain.train.objective import Objective, Sums, look_at, survey, surveyed
@@ -90,7 +91,7 @@ class TorchEngine:
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         self.objective.train()
         batches = surveyed(self.objective, self.objective.task, batches, self.world)
-        weight, sums = sum(batch.weight for batch in batches), Sums()
+        weight, sums = _weight_of_step(batches, self.world), Sums()
         for batch in batches:
             total, metrics = self.objective(batch.to(self.world.device))
             _poisoned(total, 1 / weight).backward()
@@ -156,7 +157,7 @@ class DeepSpeedEngine:
         batches = surveyed(self.engine, self.objective.task, batches, self.world)
         _set_lr(self.engine.optimizer, self._scales, lr)
         # DeepSpeed averages gradients over the ranks: times their number, over the weight of the whole step.
-        scale = self.world.size / self.world.sum([sum(batch.weight for batch in batches)])[0]
+        scale = self.world.size / _weight_of_step(batches, self.world)
         sums = Sums()
         norm = None
         for index, batch in enumerate(batches):
@@ -226,6 +227,20 @@ class DeepSpeedEngine:
             for parameter in learning:
                 parameter.grad = None
         return norm
+
+
+def _weight_of_step(batches: Sequence[Batch], world: World) -> float:
+    """What the step's loss is divided by: the weight of all its batches on all ranks. Raises RunError unless above 0. Collective."""
+    weight = world.sum([sum(batch.weight for batch in batches)])[0]
+    if weight > 0 and math.isfinite(weight):
+        return weight
+    everyone = world.gather([sample for batch in batches if not batch.filler for sample in batch.samples])
+    samples = sorted(sample for of_rank in everyone for sample in of_rank)
+    named = ", ".join(map(str, samples[:16])) + (" …" if len(samples) > 16 else "")
+    raise RunError(
+        f"the samples of one step, {named}, weigh {weight:g} together, and its loss is divided by that; leave out samples that "
+        "hold nothing to learn, or raise batch.total"
+    )
 
 
 def _set_lr(optimizer: Any, scales: Sequence[float], lr: float) -> None:

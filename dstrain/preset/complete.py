@@ -82,6 +82,12 @@ def complete(preset: Preset, *, settings: RunSettings) -> dict[str, Any]:
     block["zero_allow_untested_optimizer"] = True
     block["zero_force_ds_cpu_optimizer"] = False
     block.setdefault(ZERO, {"stage": 0})
+    if _sums_in_fp32(preset, settings):
+        block["data_types"] = {**block.get("data_types", {}), "grad_accum_dtype": "fp32"}
+        if preset.stage == 1 and block.get("communication_data_type") is None:
+            # There DeepSpeed casts the finished sum once more, to send it, also where one process is alone
+            # (engine.py, allreduce_bucket; stage_1_and_2.py, allreduce_bucket).
+            block["communication_data_type"] = "fp32"
     if settings.whole_matrices and preset.stage == 3:
         block[ZERO]["reduce_scatter"] = False  # DeepSpeed stops on Muon with it, and takes it where nothing is said
     block.setdefault("steps_per_print", NEVER)
@@ -90,6 +96,19 @@ def complete(preset: Preset, *, settings: RunSettings) -> dict[str, Any]:
         if peek(block, ZERO, name, "device") == "nvme" and not block[ZERO][name].get("nvme_path"):
             block[ZERO][name]["nvme_path"] = settings.nvme_path
     return block
+
+
+def _sums_in_fp32(preset: Preset, settings: RunSettings) -> bool:
+    """Whether the gradients of bf16 micro-batches are added up in fp32: in bf16 a sum of 64 is off by 1 % (docs/memory.md).
+
+    Not at stage 0, where DeepSpeed cannot; not where the preset keeps gradients in bf16 on purpose, or names a dtype; not
+    for Muon where that would take another step (`_disturbs_muon`).
+    """
+    if settings.precision != "bf16" or settings.accumulate == 1 or preset.stage == 0:
+        return False
+    in_bf16 = peek(preset.block, "bf16", "bf16_master_weights_and_grads") is True
+    named = peek(preset.block, "data_types", "grad_accum_dtype") is not None
+    return not (named or in_bf16 or (settings.whole_matrices and _muon_loses(preset)))
 
 
 def _misfits(preset: Preset, settings: RunSettings) -> list[Fault]:
@@ -137,8 +156,12 @@ def _disturbs_muon(preset: Preset, precision: Precision) -> list[tuple[str, str,
         if preset.stage == 3 and peek(preset.block, ZERO, key) is True:
             found.append((f"{ZERO}.{key}", "DeepSpeed's Muon needs whole gradients at stage 3 and stops on this", mend))
     accumulation = (peek(preset.block, "data_types", "grad_accum_dtype") or precision).removeprefix("torch.")
-    loses = preset.stage == 2 or (preset.stage == 1 and preset.offload_optimizer is not None)
-    if loses and accumulation not in _WORDS[precision]:
+    if _muon_loses(preset) and accumulation not in _WORDS[precision]:
         problem = f"with gradients summed in {accumulation} DeepSpeed's Muon takes another step at stage {preset.stage}"
         found.append(("data_types.grad_accum_dtype", problem, mend))
     return found
+
+
+def _muon_loses(preset: Preset) -> bool:
+    """Whether DeepSpeed's Muon takes another step here where gradients are summed in another precision than the weights'."""
+    return preset.stage == 2 or (preset.stage == 1 and preset.offload_optimizer is not None)

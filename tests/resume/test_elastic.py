@@ -146,6 +146,18 @@ def test_all_state_goes_over_to_the_bit(pair: Pair, model: str, tmp_path: Path, 
     assert all(told.endswith("True") for told in moments), "no moment is all zero"
 
 
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
+def test_micro_batches_may_become_several_in_bf16(
+    counts: tuple[int, int], model: str, tmp_path: Path, two: Workers
+) -> None:
+    """With several, their gradients are summed in fp32, and at stage 1 another class of DeepSpeed holds the state."""
+    before, after = ({"model": model, "kind": "full", "precision": "bf16", "accumulate": count} for count in counts)
+    wrote = two(f"{CASES}source", folder=str(tmp_path), preset="zero1", **before)
+    went_on = two(f"{CASES}target", checkpoint=wrote[0]["checkpoint"], preset="zero1", **after)
+    same(went_on, wrote)
+    assert went_on[0]["losses"] == pytest.approx(wrote[0]["losses"], rel=TOLERANCE["bf16"])
+
+
 def test_a_run_goes_on_with_two_processes_one_and_three(
     recipe: str, tmp_path: Path, one: Workers, two: Workers, three: Workers
 ) -> None:

@@ -185,6 +185,36 @@ def test_stage_0_cannot_sum_in_another_precision(tmp_path: Path) -> None:
     complete(preset, settings=RunSettings(**{**SETTINGS, "precision": "fp32"}))
 
 
+@pytest.mark.parametrize("name", preset_names())
+def test_bf16_micro_batches_are_summed_in_fp32(name: str) -> None:
+    """But at stage 0, where DeepSpeed cannot. At stage 1 it would cast the sum to bf16 again, to send it."""
+    made = complete(read_preset(name), settings=RunSettings(**SETTINGS))
+    assert made.get("data_types", {}).get("grad_accum_dtype") == (None if name == "zero0" else "fp32")
+    assert made.get("communication_data_type") == ("fp32" if name == "zero1" else None)
+
+
+@pytest.mark.parametrize("change", [{"accumulate": 1}, {"precision": "fp32"}, {"whole_matrices": True}])
+def test_what_needs_no_sum_in_fp32_gets_none(change: dict[str, Any]) -> None:
+    """One micro-batch, another precision; Muon, which would take another step at stage 2."""
+    assert "data_types" not in complete(read_preset("zero2"), settings=RunSettings(**{**SETTINGS, **change}))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+        {"communication_data_type": "bf16"},
+        {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+    ],
+)
+def test_a_presets_own_word_on_sums_holds(tmp_path: Path, given: dict[str, Any]) -> None:
+    preset = read_preset(str(_write(tmp_path, _zero(1) | given)))
+    made = complete(preset, settings=RunSettings(**SETTINGS))
+    for key, value in given.items():
+        assert made[key] == (made[key] | value if isinstance(value, dict) else value)
+    assert (made.get("data_types", {}).get("grad_accum_dtype") == "fp32") == ("communication_data_type" in given)
+
+
 def test_partial_offloading_needs_deepspeeds_own_adam(tmp_path: Path) -> None:
     preset = read_preset(str(_write(tmp_path, _zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}))))
     complete(preset, settings=RunSettings(**SETTINGS))

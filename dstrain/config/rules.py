@@ -35,8 +35,18 @@ def _task_and_model(config: RunConfig) -> Iterator[Rule]:
         if wanted.vocab_size < least:
             problem = f"is {wanted.vocab_size}, but a {kind} tokenizer has at least {least} entries"
             yield ("model", "tokenizer", "vocab_size"), problem, "raise it"
-    if config.precision != "auto" and model.dtype == "float16" and config.precision != "fp16":
-        yield ("model", "dtype"), f"is float16 while precision is {config.precision}", "leave model.dtype out"
+    if config.precision != "auto":
+        yield from dtype_faults(config, config.precision)
+
+
+def dtype_faults(config: RunConfig, precision: str) -> Iterator[Rule]:
+    """Weights loaded in 16 bits where the run has none of these: in fp32 there would be no exact copy for the optimizer."""
+    dtype = config.model.dtype
+    if precision == "fp32" and dtype in ("bfloat16", "float16"):
+        problem = f"is {dtype} while precision is fp32, and a step of the optimizer would be rounded away in {dtype}"
+        yield ("model", "dtype"), problem, "leave model.dtype out, or write precision: bf16"
+    elif precision == "bf16" and dtype == "float16":
+        yield ("model", "dtype"), f"is {dtype} while precision is {precision}", "leave model.dtype out"
 
 
 def _data(config: RunConfig) -> Iterator[Rule]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.config import BatchPlan, RunConfig
+from dstrain.config.rules import dtype_faults
 from dstrain.config.schema import OptimConfig
 from dstrain.errors import Fault, RecipeError
 from dstrain.preset import Device, Precision, Preset, RunSettings, complete, resolve_precision
@@ -20,6 +21,8 @@ def resolved_ds_config(
     """
     world_size, device = machine
     precision = resolve_precision(preset, config.precision, device)
+    if faults := [Fault(".".join(key), *rest) for key, *rest in dtype_faults(config, precision)]:
+        raise RecipeError(faults)  # precision: auto has been settled only now
     check_optimizer(config.optim, preset, precision)
     settings = RunSettings(
         precision=precision,

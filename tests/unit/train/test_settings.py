@@ -1,0 +1,45 @@
+"""What is refused once precision, preset and recipe stand together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.config import BatchPlan, RunConfig, read_recipe
+from dstrain.errors import RecipeError
+from dstrain.preset import Device, read_preset
+from dstrain.train.settings import resolved_ds_config
+
+CPU = Device("cpu", True)
+
+
+def resolved(dtype: str | None, precision: str, device: Device = CPU) -> dict[str, Any]:
+    recipe = RunConfig.model_validate({"task": "rm", "model": {"dtype": dtype}, "precision": precision})
+    return resolved_ds_config(recipe, read_preset("zero0"), BatchPlan(4, 4, 1), (1, device), Path("/tmp/run"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("precision", ["auto", "fp32"])
+def test_fp32_needs_weights_in_fp32(dtype: str, precision: str) -> None:
+    """`auto` is fp32 on a CPU: a step at 1e-5 would be lost in a weight of 16 bits."""
+    with pytest.raises(
+        RecipeError, match=rf"^model\.dtype: is {dtype} while precision is fp32, .* leave model\.dtype out"
+    ):
+        resolved(dtype, precision)
+
+
+def test_the_recipe_alone_says_so_where_it_names_both(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("task: rm\nmodel: {dtype: bfloat16}\nprecision: fp32\n")
+    with pytest.raises(RecipeError, match=r"recipe\.yaml:2 model\.dtype: is bfloat16 while precision is fp32"):
+        read_recipe(path)
+
+
+def test_what_the_run_computes_in_may_be_loaded() -> None:
+    assert resolved("bfloat16", "bf16")["bf16"]["enabled"]
+    assert resolved("bfloat16", "auto", Device("cuda", True))["bf16"]["enabled"]
+    assert not resolved("float32", "auto")["bf16"]["enabled"]
+    with pytest.raises(RecipeError, match="is float16 while precision is bf16"):
+        resolved("float16", "auto", Device("cuda", True))

@@ -12,6 +12,7 @@ from dstrain.config.schema import HeldOutConfig, SourceConfig
 from dstrain.data.hub import is_hub_name
 from dstrain.errors import Fault, RecipeError, UsageError, did_you_mean
 from dstrain.models.stored import weight_files
+from dstrain.tasks import with_learning_rate
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -79,7 +80,29 @@ def resolve_wish(wish: Wish) -> Recipe:
     path = find_recipe(wish.recipe, bool(wish.task or wish.sets or wish.ds_config))
     recipe = read_recipe(path, wish.sets, wish.task, wish.ds_config)
     check_keys(wish.allowed, "--allow-change")
-    return Recipe(absolute_paths(recipe.config, recipe.folder), recipe.name, recipe.folder)
+    config = absolute_paths(recipe.config, recipe.folder)
+    if config.optim.lr is None and (began_with := _rate_of_run(run_folder(wish, recipe.name), wish.resume)) is not None:
+        config = config.model_copy(update={"optim": config.optim.model_copy(update={"lr": began_with})})
+    return Recipe(with_learning_rate(config), recipe.name, recipe.folder)
+
+
+def run_folder(wish: Wish, name: str) -> Path:
+    """--run-dir, or runs/NAME of the recipe: the same for the same command, so that it resumes."""
+    return (wish.run_dir or Path("runs") / name).expanduser().resolve()
+
+
+def _rate_of_run(run_dir: Path, resume: str) -> float | None:
+    """The learning rate that a run to go on with began with; None where there is none.
+
+    A recipe that names no rate goes on with it, also where the task's own has changed since.
+    """
+    from dstrain.train.folder import Resume, run_to_go_on_with
+
+    try:
+        before = run_to_go_on_with(run_dir, Resume(resume))
+        return None if before is None else read_recipe(before).config.optim.lr
+    except UsageError:  # said in its own words when the run begins
+        return None
 
 
 def _check_folders(wish: Wish) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from dstrain.commands.find import RECIPES, packaged_recipes
 from dstrain.errors import PresetError, UsageError, did_you_mean
 from dstrain.preset import adopt, describe, preset_names
-from dstrain.tasks import find_task, options, packaged_tasks
+from dstrain.tasks import find_task, learning_rate, options, packaged_tasks
 from dstrain.units import show_bytes
 
 
@@ -30,8 +30,16 @@ def list_tasks(name: str | None) -> str:
     """One line for each task, or a task's options with their help."""
     if name is None:
         return "\n".join(f"{task:10} {_summary(task)}" for task in packaged_tasks())
-    lines = [f"{name}: {_summary(name)}", "", "options:"]
-    for option in options(find_task(name)):
+    task = find_task(name)
+    full, adapters = (learning_rate(task, lora) for lora in (False, True))
+    lines = [
+        f"{name}: {_summary(name)}",
+        "",
+        f"optim.lr: {full:g} by default, {adapters:g} with model.lora",
+        "",
+        "options:",
+    ]
+    for option in options(task):
         lines += [f"  {option.name}: {option.type} = {option.default!r}", f"      {option.help}"]
     return "\n".join(lines)
 

@@ -15,7 +15,7 @@ from dstrain.config.schema import (
     SaveConfig,
     Section,
 )
-from dstrain.tasks import find_task, options
+from dstrain.tasks import find_task, learning_rate, options
 
 SECTIONS: tuple[tuple[str, type[Section], dict[str, object]], ...] = (
     ("model", ModelConfig, {"path": "/path/to/model", "freeze": [], "gradient_checkpointing": True}),
@@ -24,7 +24,7 @@ SECTIONS: tuple[tuple[str, type[Section], dict[str, object]], ...] = (
     (
         "optim",
         OptimConfig,
-        {"name": "adamw", "lr": 1.0e-5, "weight_decay": 0.0, "clip": 1.0, "schedule": "cosine", "warmup": 0.03},
+        {"name": "adamw", "lr": None, "weight_decay": 0.0, "clip": 1.0, "schedule": "cosine", "warmup": 0.03},
     ),
     ("log", LogConfig, {"every": 10, "tensorboard": True}),
     ("eval", EvalConfig, {"every": 200, "metric": "loss", "best": "min"}),
@@ -35,13 +35,16 @@ SECTIONS: tuple[tuple[str, type[Section], dict[str, object]], ...] = (
 def starter_recipe(task: str) -> str:
     """YAML that reads clean once the paths are filled in."""
     lines = [f"# A starter recipe for {task}. Every key: `dstrain train THIS --dry-run`.", f"task: {task}"]
-    own = options(find_task(task))
+    found = find_task(task)
+    own = options(found)
     if own:
         lines.append("options:")
         lines += _commented("  ", [(option.name, option.default, option.help) for option in own])
     for name, section, values in SECTIONS:
         lines.append(f"{name}:")
         fields = section.model_fields
+        if section is OptimConfig:
+            values = {**values, "lr": learning_rate(found, lora=False)}
         lines += _commented("  ", [(key, value, fields[key].description or "") for key, value in values.items()])
     whole = RunConfig.model_fields
     tops: tuple[tuple[str, object], ...] = (("precision", "auto"), ("ds_config", "zero2"), ("epochs", 1), ("seed", 0))

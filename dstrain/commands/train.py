@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrain.commands.find import Wish, resolve_wish
+from dstrain.commands.find import Wish, resolve_wish, run_folder
 from dstrain.config import Recipe, resolve_batch, show_recipe
 from dstrain.launch.command import Launch, LaunchOptions
 from dstrain.launch.several import HostsLaunch, plan_launch, show_launch
@@ -24,7 +24,7 @@ def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int
     if worker is not None:
         return train_as(worker, wish)
     recipe = resolve_wish(wish)
-    run_dir = run_folder(wish, recipe)
+    run_dir = run_folder(wish, recipe.name)
     ready = plan_launch(LaunchOptions(**launch), wish.arguments(run_dir), os.environ, recipe.config.launch)
     ds_config = check(recipe, ready.processes, device_there(ready), run_dir)
     if dry_run:
@@ -40,11 +40,6 @@ def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int
         if isinstance(crew, HostsCrew):  # now that the hosts have said what they have
             check(recipe, ready.processes, Device("cpu", True) if crew.cpu else Device("cuda", crew.bf16), run_dir)
         return supervise(crew)
-
-
-def run_folder(wish: Wish, recipe: Recipe) -> Path:
-    """--run-dir, or runs/NAME of the recipe: the same for the same command, so that it resumes."""
-    return (wish.run_dir or Path("runs") / recipe.name).expanduser().resolve()
 
 
 def check(recipe: Recipe, processes: int, device: Device, run_dir: Path) -> dict[str, Any]:
@@ -69,7 +64,7 @@ def train_as(worker: Worker, wish: Wish) -> int:
 
     follow_parent()
     recipe = resolve_wish(wish)
-    run_dir = run_folder(wish, recipe)
+    run_dir = run_folder(wish, recipe.name)
     check_writable(run_dir)
     # mpirun gives rank 0 a terminal of its own, which nobody looks at.
     seen = worker.rank == 0 and os.isatty(1) and LAUNCH not in os.environ

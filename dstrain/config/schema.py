@@ -99,8 +99,8 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {"lion": {"betas": (0.9, 0.99)}, "muon
 class OptimConfig(Section):
     name: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = "adamw"
     """adamw (CPUAdam where the JSON offloads, fused on a GPU), sgd, lion, muon (hidden matrices; AdamW for the rest), or adafactor (stage 0 only)."""
-    lr: NonNegative = 1.0e-5
-    """Peak learning rate. Muon's is AdamW's; Lion's is 3 to 10 times smaller; Adafactor's is relative to the size of the weights."""
+    lr: NonNegative | None = None
+    """Peak learning rate; empty: the task's own (`dstrain tasks NAME`), ten times that with model.lora. Muon's is AdamW's; Lion's is 3 to 10 times smaller; Adafactor's is relative to the size of the weights."""
     betas: tuple[Share, Share] = (0.9, 0.999)
     """Decay of the first and second moment; of Lion's two averages, where empty means 0.9 and 0.99."""
     eps: Annotated[float, Field(gt=0)] = 1.0e-8
@@ -119,6 +119,15 @@ class OptimConfig(Section):
     """Processes for which lr was chosen."""
     groups: dict[str, GroupConfig] = {}
     """Name or glob, or vision, projector, language -> its own lr or weight_decay: {"*.embed_tokens": {lr: 1e-6}}."""
+
+    @property
+    def peak_lr(self) -> float:
+        """`lr` as settled. Raises ValueError where it is not: `make_task` and `resolve_wish` settle it."""
+        if self.lr is None:
+            raise ValueError(
+                "optim.lr is not settled; take the recipe of a task, which has its own where none is named"
+            )
+        return self.lr
 
     @model_validator(mode="before")
     @classmethod

@@ -101,7 +101,7 @@ def parameter_groups(model: torch.nn.Module, optim: OptimConfig) -> list[Group]:
     for name, parameter in trainable:
         own, lr = _own(name, parts[name], optim)
         decay = optim.weight_decay if own is None or own.weight_decay is None else own.weight_decay
-        scale = lr / optim.lr if optim.lr else 0.0
+        scale = 1.0 if lr is None else lr / optim.peak_lr if optim.peak_lr else 0.0
         orthogonal = id(parameter) in matrices and (own is None or own.muon)
         if len(shape(parameter)) < 2:
             decay = 0.0
@@ -115,10 +115,11 @@ def parameter_groups(model: torch.nn.Module, optim: OptimConfig) -> list[Group]:
     return [Group(params, *key) for key, params in found.items()]
 
 
-def _own(name: str, part: str | None, optim: OptimConfig) -> tuple[GroupConfig | None, float]:
-    """The group of a parameter, and its peak learning rate."""
+def _own(name: str, part: str | None, optim: OptimConfig) -> tuple[GroupConfig | None, float | None]:
+    """The group of a parameter, and its peak learning rate; None: the run's, whatever that is."""
     own = next((group for pattern, group in optim.groups.items() if _named(name, part, pattern)), None)
-    return own, optim.lr if own is None or own.lr is None else own.lr
+    rate = optim.lr if own is None or own.lr is None else own.lr
+    return own, rate
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ def part_counts(model: torch.nn.Module, optim: OptimConfig, factor: float = 1.0)
     for part in PARTS:
         names = [name for name, own in parts.items() if own == part]
         learning = [name for name in names if parameters[name].requires_grad]
-        rates = {_own(name, part, optim)[1] * factor for name in learning}
+        own = (_own(name, part, optim)[1] for name in learning)
+        rates = {(optim.peak_lr if rate is None else rate) * factor for rate in own}
         sizes = [sum(numel(parameters[name]) for name in some) for some in (names, learning)]
         counts += [PartCount(part, sizes[0], sizes[1], tuple(sorted(rates, reverse=True)))] if names else []
     return counts

@@ -52,6 +52,9 @@ class Task(ABC):
     metric_names: ClassVar[tuple[str, ...]] = ()
     """Names `loss` puts into its metrics, so that eval.metric can be checked before the run."""
 
+    learning_rate: ClassVar[float] = 1.0e-5
+    """Peak learning rate where the recipe names none (optim.lr) and all weights learn; with `model.lora` ten times this."""
+
     heads: ClassVar[tuple[str, ...]] = ()
     """Parts of the model that are new and learn as a whole where `model.lora` freezes the rest."""
 

@@ -142,9 +142,26 @@ def _docstrings(cls: type) -> dict[str, str]:
     return found
 
 
+LORA_FACTOR = 10.0
+"""Adapters learn with about ten times the rate of all weights: docs/tasks.md says who says so."""
+
+
+def learning_rate(task: type[Task], lora: bool) -> float:
+    """The task's own peak learning rate, for all weights or for adapters."""
+    return float(f"{task.learning_rate * (LORA_FACTOR if lora else 1.0):.6g}")
+
+
+def with_learning_rate(recipe: RunConfig) -> RunConfig:
+    """The recipe with the task's own learning rate where it names none. Raises TaskError where there is no such task."""
+    if recipe.optim.lr is not None:
+        return recipe
+    lr = learning_rate(find_task(recipe.task), recipe.model.lora is not None)
+    return recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"lr": lr})})
+
+
 def make_task(recipe: RunConfig) -> Task:
     """The recipe's task with its options checked. Raises TaskError with every fault."""
-    task = find_task(recipe.task)
+    task, recipe = find_task(recipe.task), with_learning_rate(recipe)
     values = _checked_options(task, recipe)
     try:
         made = task(recipe=recipe, **values)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class PolicyTask(TextTask):
     """A task that compares how likely answers are under the policy and under a reference."""
 
+    learning_rate = 1.0e-6
+
     ref_columns: ClassVar[tuple[str, ...]] = ()
     """Columns of `refer`."""
 

@@ -25,6 +25,7 @@ class RewardModel(PairTask):
 
     auto = "AutoModelForSequenceClassification"
     metric_names = ("accuracy", "margin")
+    learning_rate = 1.0e-5
     heads = ("score", "classifier", "classification_head")
 
     center_rewards_coefficient: float = 0.0

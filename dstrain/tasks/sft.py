@@ -31,6 +31,7 @@ class SupervisedFineTuning(TextTask):
     """
 
     metric_names: ClassVar[tuple[str, ...]] = ("token_accuracy",)
+    learning_rate = 2.0e-5
 
     assistant_only_loss: bool = True
     """Learn what the assistant says, end of turn included; false: every token, whoever says it."""

@@ -46,12 +46,27 @@ def check_resume(run_dir: Path, resume: Resume, config: RunConfig) -> Checkpoint
         there = [chosen_checkpoint(resume.wanted)]
     if not there:
         return None
-    before = there[0].path.parent.parent / "recipe.yaml"
+    before = _recipe_of(there[0])
     if before.is_file():
         faults = changed_learning_keys(read_recipe(before).config, config, resume.allowed)
         if faults:
             raise ResumeError(faults)
     return there[0]
+
+
+def run_to_go_on_with(run_dir: Path, resume: Resume) -> Path | None:
+    """The recipe that the run to go on with was started with; None where a new one begins. Raises ResumeError."""
+    if resume.wanted == "never":
+        return None
+    there = [info for info in listed(run_dir / "checkpoints") if info.whole]
+    if resume.wanted != "auto":
+        there = [chosen_checkpoint(resume.wanted)]
+    before = _recipe_of(there[0]) if there else None
+    return before if before is not None and before.is_file() else None
+
+
+def _recipe_of(checkpoint: CheckpointInfo) -> Path:
+    return checkpoint.path.parent.parent / "recipe.yaml"
 
 
 def batch_to_go_on_with(batch: BatchConfig, start: CheckpointInfo | None, allowed: Collection[str]) -> BatchConfig:

@@ -1,0 +1,90 @@
+"""The learning rate of a recipe that names none is its task's own, and a run goes on with the one that it began with."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dstrain.batch import Progress
+from dstrain.commands.find import Wish, resolve_wish
+from dstrain.config import RunConfig, read_recipe, show_recipe
+from dstrain.config.schema import OptimConfig
+from dstrain.errors import ResumeError
+from dstrain.models.freeze import parameter_groups
+from dstrain.tasks import find_task, learning_rate, make_task
+from dstrain.tasks.rm import RewardModel
+from dstrain.train.blocks import write_hashed
+from dstrain.train.checkpoint import Checkpoints
+from dstrain.train.folder import Resume, check_resume
+from dstrain.world import SoloWorld
+from tests.workers import ROOT
+
+
+@pytest.mark.parametrize(
+    ("task", "full", "adapters"),
+    [("sft", 2e-5, 2e-4), ("vlm", 2e-5, 2e-4), ("rm", 1e-5, 1e-4), ("dpo", 1e-6, 1e-5), ("kto", 1e-6, 1e-5)],
+)
+def test_each_task_has_its_own(task: str, full: float, adapters: float) -> None:
+    assert (learning_rate(find_task(task), False), learning_rate(find_task(task), True)) == (full, adapters)
+    assert make_task(RunConfig.model_validate({"task": task})).recipe.optim.lr == full
+    assert make_task(RunConfig.model_validate({"task": task, "optim": {"lr": 3e-4}})).recipe.optim.lr == 3e-4
+
+
+def test_a_task_of_one_file_inherits_one() -> None:
+    assert learning_rate(find_task(str(ROOT / "docs/examples/tiny_task.py")), False) == 1e-5
+
+
+def test_what_is_written_down_is_a_number(tmp_path: Path) -> None:
+    recipe = started(tmp_path)
+    found = resolve_wish(Wish(recipe=str(recipe), sets=["model.lora={rank: 2}"]))
+    assert found.config.optim.lr == 1e-4
+    assert "lr: 0.0001" in show_recipe(found.config)
+
+
+def test_a_group_without_a_run_needs_no_rate_and_one_with_its_own_does(tmp_path: Path) -> None:
+    import torch
+
+    net = torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2), "body": torch.nn.Linear(2, 2)})
+    assert {group.lr_scale for group in parameter_groups(net, OptimConfig())} == {1.0}
+    with pytest.raises(ValueError, match="not settled"):
+        parameter_groups(net, OptimConfig.model_validate({"groups": {"head": {"lr": 1e-4}}}))
+    task = make_task(RunConfig.model_validate({"task": "dpo", "optim": {"groups": {"head": {"lr": 1e-4}}}}))
+    assert sorted({round(group.lr_scale, 6) for group in parameter_groups(net, task.recipe.optim)}) == [1.0, 100.0]
+
+
+def test_an_older_run_goes_on_with_the_rate_that_it_began_with(tmp_path: Path) -> None:
+    """Its recipe.yaml has the number, 1e-05 for every task before there were defaults of their own."""
+    recipe, run_dir = started(tmp_path), tmp_path / "run"
+    began(run_dir, recipe, lr=3e-05)
+    wish = Wish(recipe=str(recipe), run_dir=run_dir)
+    assert resolve_wish(wish).config.optim.lr == 3e-05
+    assert check_resume(run_dir, Resume(), resolve_wish(wish).config) is not None
+    elsewhere = Wish(recipe=str(recipe), run_dir=tmp_path / "other", resume=str(run_dir))
+    assert resolve_wish(elsewhere).config.optim.lr == 3e-05
+    assert resolve_wish(Wish(recipe=str(recipe), run_dir=run_dir, resume="never")).config.optim.lr == 1e-5
+    assert resolve_wish(Wish(recipe=str(recipe), run_dir=tmp_path / "new")).config.optim.lr == 1e-5
+    named = resolve_wish(Wish(recipe=str(recipe), run_dir=run_dir, sets=["optim.lr=1e-3"]))
+    with pytest.raises(ResumeError, match=r"optim\.lr: is 0\.001, but the run was started with 3e-05; put it back"):
+        check_resume(run_dir, Resume(), named.config)
+    shutil.rmtree(run_dir / "checkpoints")
+    assert resolve_wish(wish).config.optim.lr == 1e-5, "nothing was learnt with the old one"
+
+
+def started(folder: Path) -> Path:
+    """A recipe for a reward model that names no rate."""
+    values = RewardModel.tiny(folder)
+    del values["optim"]
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    return folder / "recipe.yaml"
+
+
+def began(run_dir: Path, recipe: Path, lr: float) -> None:
+    """A run folder with a checkpoint, and the recipe as the run wrote it down."""
+    checkpoints = Checkpoints(folder=run_dir / "checkpoints", world=SoloWorld())
+    checkpoints.save(lambda folder: {"x": write_hashed(folder / "x", b"values")}, Progress(1, 1), {})
+    config = resolve_wish(Wish(recipe=str(recipe), sets=[f"optim.lr={lr}"])).config
+    (run_dir / "recipe.yaml").write_text(show_recipe(config))
+    assert read_recipe(run_dir / "recipe.yaml").config.optim.lr == lr

@@ -122,6 +122,17 @@ def check_weights(model: ModelConfig) -> None:
         raise RecipeError(faults)
 
 
+def check_vocabulary(model: ModelConfig, config: PretrainedConfig, entries: int, sees: bool) -> None:
+    """Raise RecipeError where the tokenizer has more entries than the model."""
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if size is None or entries <= size:
+        return
+    inside = "text_config." if sees else ""
+    where = f"model.config.{inside}vocab_size" if model.config else "model.tokenizer"
+    problem = f"the tokenizer has {entries} entries, the model {size}"
+    raise RecipeError(Fault(where, problem, "give the model at least as many"))
+
+
 def load_model(auto: Any, model: ModelConfig, config: PretrainedConfig, seed: int) -> PreTrainedModel:
     """The model with weights from `model.path`, or drawn from `seed`.
 

@@ -29,6 +29,7 @@ from dstrain.models.freeze import check_parts, freeze, learns_from_text
 from dstrain.models.init import check_init
 from dstrain.models.load import (
     NO_MODEL,
+    check_vocabulary,
     check_weights,
     give_pad_token,
     load_model,
@@ -37,6 +38,7 @@ from dstrain.models.load import (
     skeleton,
     switch_on_checkpointing,
 )
+from dstrain.models.positions import beyond_training, check_positions
 from dstrain.models.processors import fit_config, make_processor, read_processor, sees, special_tokens
 from dstrain.tasks.base import Split, Task
 from dstrain.tasks.preparing import policy_of
@@ -139,21 +141,15 @@ class TextTask(Task):
     def check(self) -> None:
         model = self.recipe.model
         check_weights(model)
-        size = getattr(self.model_config.get_text_config(), "vocab_size", None)
-        if size is not None and len(self.tokenizer) > size:
-            inside = "text_config." if self.sees else ""
-            where = f"model.config.{inside}vocab_size" if model.config else "model.tokenizer"
-            raise RecipeError(
-                Fault(
-                    where,
-                    f"the tokenizer has {len(self.tokenizer)} entries, the model {size}",
-                    "give the model at least as many",
-                )
-            )
+        check_vocabulary(model, self.model_config, len(self.tokenizer), self.sees)
         bones = skeleton(self.auto_class, model, self.config_for(model))
+        check_positions(bones, bones.config, self.recipe.data.max_length)
         check_parts(bones, self.recipe)
         if model.init is not None:
             check_init(bones, model.init)
+
+    def advice(self) -> Sequence[str]:
+        return [line for line in [beyond_training(self.model_config, self.recipe.data.max_length)] if line]
 
     @property
     def auto_class(self) -> Any:

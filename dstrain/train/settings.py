@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,17 @@ def resolved_ds_config(
         whole_matrices=config.optim.name == "muon",
     )
     return complete(preset, settings=settings)
+
+
+def advice(ds_config: Mapping[str, Any]) -> list[str]:
+    """What to tell at the start of a run with this JSON: a sentence each."""
+    several, stage = ds_config["gradient_accumulation_steps"] > 1, ds_config["zero_optimization"]["stage"]
+    if not (several and ds_config["bf16"]["enabled"] and stage == 0):
+        return []
+    count = ds_config["gradient_accumulation_steps"]
+    return [
+        f"at stage 0 DeepSpeed sums the gradients of {count} micro-batches in bf16, which loses digits; zero1 sums in fp32"
+    ]
 
 
 def check_optimizer(optim: OptimConfig, preset: Preset, precision: Precision) -> None:

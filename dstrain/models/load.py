@@ -12,6 +12,7 @@ from dstrain.errors import Fault, RecipeError, did_you_mean
 from dstrain.models.stored import damage, indexed
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
 NO_MODEL = Fault("model", "has neither path nor config", "set model.path, or model.config to start anew")
@@ -202,3 +203,29 @@ def switch_on_checkpointing(model: PreTrainedModel) -> None:
         with warnings.catch_warnings():  # transformers 6 will call it activation_checkpointing_enable
             warnings.simplefilter("ignore", FutureWarning)
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def keep_checkpoints_on_host(model: PreTrainedModel | torch.nn.Module, pin: bool) -> int:
+    """Keep what recomputation starts from, the input of each layer, in host memory. Returns how many modules do so.
+
+    torch's checkpoint saves its inputs before its own hooks are set, so hooks around it get the inputs and nothing else
+    (torch/utils/checkpoint.py, _NoopSaveInputs). Call it after `switch_on_checkpointing`. `pin`: in page-locked memory, which is
+    copied beside the computation. Raises RecipeError where no module recomputes.
+    """
+    import torch
+
+    def on_host(recompute: Any) -> Any:
+        def checkpoint(*args: Any, **kwargs: Any) -> Any:
+            with torch.autograd.graph.save_on_cpu(pin_memory=pin):
+                return recompute(*args, **kwargs)
+
+        return checkpoint
+
+    found = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    found = [module for module in found if hasattr(module, "_gradient_checkpointing_func")]
+    if not found:
+        problem = "the model recomputes no layer, so there is nothing to keep in host memory"
+        raise RecipeError(Fault("activation_checkpointing.cpu_checkpointing", problem, "remove it from the preset"))
+    for module in found:
+        module._gradient_checkpointing_func = on_host(module._gradient_checkpointing_func)
+    return len(found)

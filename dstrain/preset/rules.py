@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from dstrain.preset.check import Finding
+from dstrain.preset.idle import IDLE, check_idle
+from dstrain.preset.table import find
 from dstrain.preset.text import KeyPath
 
 ZERO = "zero_optimization"
@@ -19,6 +21,10 @@ _STAGE_3_ONLY = (
     "zero_quantized_weights",
     "zero_quantized_nontrainable_weights",
     "zero_quantized_gradients",
+    "memory_efficient_linear",
+    "override_module_apply",
+    "leaf_module",
+    "log_trace_cache_warnings",
 )
 
 
@@ -48,8 +54,8 @@ def check_rules(block: dict[str, Any]) -> list[Finding]:
     """Every clash between keys."""
     stage = peek(block, ZERO, "stage", default=0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        return list(_activations(block))  # every other rule asks for the stage, which has a finding of its own
-    rules = (_stage_3_keys, _offloading, _precision, _gradients, _activations)
+        return list(check_idle(block))  # every other rule asks for the stage, which has a finding of its own
+    rules = (_stage_3_keys, _offloading, _precision, _gradients, check_idle)
     return [finding for rule in rules for finding in rule(block)]
 
 
@@ -64,10 +70,16 @@ def _stage_3_keys(block: dict[str, Any]) -> Iterator[Finding]:
     for name, value in zero.items():
         if not (name.startswith("stage3_") or name in _STAGE_3_ONLY):
             continue
-        if value is False or (name == "zero_hpz_partition_size" and value == 1):
+        if value is False or (ZERO, name) in IDLE or (name in _STAGE_3_ONLY[-4:] and value == _default(name)):
+            continue
+        if name == "zero_hpz_partition_size" and value == 1:
             continue
         problem = f"the key has no effect at stage {stage}, only at stage 3"
         yield Finding((ZERO, name), "idle", problem, "remove it, or set zero_optimization.stage to 3")
+
+
+def _default(name: str) -> Any:
+    return (find((ZERO, name)) or {}).get("default")
 
 
 def _offloading(block: dict[str, Any]) -> Iterator[Finding]:
@@ -133,14 +145,3 @@ def _gradients(block: dict[str, Any]) -> Iterator[Finding]:
     if quantized and stage_of(block) == 3 and peek(block, ZERO, "reduce_scatter") is False:
         path = (ZERO, "zero_quantized_gradients")
         yield _clash(path, "zero_quantized_gradients needs reduce_scatter", "remove `reduce_scatter: false`")
-
-
-def _activations(block: dict[str, Any]) -> Iterator[Finding]:
-    name = "activation_checkpointing"
-    if peek(block, name, "contiguous_memory_optimization") is not True:
-        return
-    path = (name, "contiguous_memory_optimization")
-    if peek(block, name, "partition_activations") is not True:
-        yield _clash(path, "contiguous_memory_optimization needs partition_activations", "set it to true, too")
-    if peek(block, name, "number_checkpoints") is None:
-        yield _clash(path, "contiguous_memory_optimization needs number_checkpoints", "write the number of layers")

@@ -17,6 +17,7 @@ from dstrain.collectives import LEDGER
 from dstrain.config.schema import OptimConfig
 from dstrain.errors import RunError
 from dstrain.models.freeze import Group
+from dstrain.models.load import keep_checkpoints_on_host
 from dstrain.models.sharded import start_deepspeed
 from dstrain.train.objective import Objective, Sums, look_at, survey, surveyed
 from dstrain.train.on_disk import keep_misaligned_gradients
@@ -143,6 +144,8 @@ class DeepSpeedEngine:
         # Plain fp32 without ZeRO: DeepSpeed keeps no norm, writes inf and nan into the weights, and cannot clip
         # a gradient that was dropped. There the norm is taken and the gradient clipped here.
         self._clip = None if zero["stage"] or config.get("bf16", {}).get("enabled") else optim.clip or math.inf
+        if config.get("activation_checkpointing", {}).get("cpu_checkpointing"):
+            keep_checkpoints_on_host(objective.model, pin=world.device.type == "cuda")
         own = {**config, "gradient_clipping": 0.0} if self._clip else dict(config)
         self.engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=own)
         if swapper := getattr(self.engine.optimizer, "optimizer_swapper", None):

@@ -24,6 +24,12 @@ def resolved_ds_config(
     precision = resolve_precision(preset, config.precision, device)
     if faults := [Fault(".".join(key), *rest) for key, *rest in dtype_faults(config, precision)]:
         raise RecipeError(faults)  # precision: auto has been settled only now
+    if (
+        preset.block.get("activation_checkpointing", {}).get("cpu_checkpointing")
+        and not config.model.gradient_checkpointing
+    ):
+        problem = "is false, and the preset's activation_checkpointing.cpu_checkpointing keeps the inputs of recomputed layers"
+        raise RecipeError(Fault("model.gradient_checkpointing", problem, "write true, or remove cpu_checkpointing"))
     check_optimizer(config.optim, preset, precision)
     settings = RunSettings(
         precision=precision,

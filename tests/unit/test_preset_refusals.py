@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dstrain.errors import PresetError
-from dstrain.preset import read_preset
+from dstrain.preset import adopt, read_preset
 from tests.unit.presets import refusal, write, zero
 
 
@@ -151,8 +151,26 @@ BAD = {
     "activations": (
         {"activation_checkpointing": {"contiguous_memory_optimization": True, "number_checkpoints": 2}},
         "activation_checkpointing.contiguous_memory_optimization",
-        "needs partition_activations",
+        "no effect: it packs activations that are divided over ranks",
     ),
+    "divided activations": (
+        {"activation_checkpointing": {"partition_activations": True}},
+        "activation_checkpointing.partition_activations",
+        "which dstrain does not have; write cpu_checkpointing: true",
+    ),
+    "disk keys without a disk": ({"aio": {"queue_depth": 32}}, "aio.queue_depth", "nothing is offloaded to one"),
+    "compiling": ({"compile": {"deepcompile": True}}, "compile.deepcompile", "never asks DeepSpeed to compile"),
+    "gathered on save": (
+        zero(3, stage3_gather_16bit_weights_on_model_save=True),
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        "`dstrain export` collects the weights itself; remove it",
+    ),
+    "leaf modules below stage 3": (
+        zero(2, leaf_module={"classes": ["Experts"]}),
+        "zero_optimization.leaf_module",
+        "no effect at stage 2, only at stage 3",
+    ),
+    "no effect": ({"disable_allgather": True}, "disable_allgather", "DeepSpeed reads it and does nothing with it"),
     "comment": ('{\n  // fast\n  "bf16": {}\n}', "mine.json:2:3", "JSON has no comments"),
     "trailing comma": ('{"bf16": {},}', "mine.json:1:1", "no trailing commas"),
     "list": ("[]", "mine.json", "a preset is a JSON object"),
@@ -204,3 +222,18 @@ def test_a_number_that_is_too_large_is_no_number(tmp_path: Path) -> None:
 
 def test_a_json_of_brackets_is_refused(tmp_path: Path) -> None:
     assert "mine.json: the JSON is nested too deeply" in refusal(tmp_path, '{"aio": ' + "[" * 100_000)
+
+
+def test_what_has_no_effect_may_stand_at_its_default(tmp_path: Path) -> None:
+    """Public JSONs write such keys down; `--adopt` drops those that ask for something, and says so."""
+    idle = {
+        "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": True, "profile": False},
+        "aio": {"block_size": 1048576},
+        **zero(2, memory_efficient_linear=True),
+    }
+    assert read_preset(str(write(tmp_path, idle))).block == idle
+    adopted = adopt(
+        write(tmp_path, {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}})
+    )
+    assert adopted.block == {"activation_checkpointing": {"cpu_checkpointing": True}}
+    assert "partition_activations true -> dropped, the key has no effect" in adopted.lines[0]

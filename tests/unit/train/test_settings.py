@@ -20,6 +20,21 @@ def resolved(dtype: str | None, precision: str, device: Device = CPU) -> dict[st
     return resolved_ds_config(recipe, read_preset("zero0"), BatchPlan(4, 4, 1), (1, device), Path("/tmp/run"))
 
 
+def test_inputs_of_layers_go_to_the_host_only_where_layers_are_recomputed(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text('{"activation_checkpointing": {"cpu_checkpointing": true}}')
+    preset, one = read_preset(str(path)), BatchPlan(4, 4, 1)
+    for on in (True, False):
+        recipe = RunConfig.model_validate({"task": "rm", "model": {"gradient_checkpointing": on}})
+        if on:
+            assert resolved_ds_config(recipe, preset, one, (1, CPU), tmp_path)["activation_checkpointing"]
+            continue
+        with pytest.raises(
+            RecipeError, match=r"^model\.gradient_checkpointing: is false, .* or remove cpu_checkpointing"
+        ):
+            resolved_ds_config(recipe, preset, one, (1, CPU), tmp_path)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("precision", ["auto", "fp32"])
 def test_fp32_needs_weights_in_fp32(dtype: str, precision: str) -> None:

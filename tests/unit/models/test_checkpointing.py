@@ -1,0 +1,69 @@
+"""`activation_checkpointing.cpu_checkpointing`: what recomputation starts from lies in host memory, and nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dstrain.config.schema import RunConfig
+from dstrain.data.loader import make_batch
+from dstrain.errors import RecipeError
+from dstrain.models.load import keep_checkpoints_on_host
+from dstrain.tasks import make_task
+from dstrain.tasks.sft import SupervisedFineTuning
+from dstrain.train.build import build_objective
+
+LAYERS, WIDTH = 2, 32
+
+
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of what goes to host memory; each comes back as a copy."""
+    shapes: list[tuple[int, ...]] = []
+
+    class Recorded(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory: bool) -> None:
+            super().__init__(lambda tensor: shapes.append(tuple(tensor.shape)) or tensor.clone(), lambda kept: kept)
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Recorded)
+    return shapes
+
+
+def gradients(folder: Path, on_host: bool, model: dict[str, Any]) -> dict[str, torch.Tensor]:
+    values = SupervisedFineTuning.tiny(folder)
+    values["model"] |= model
+    task = make_task(RunConfig.model_validate(values))
+    objective = build_objective(task)
+    if on_host:
+        assert keep_checkpoints_on_host(objective.model, pin=False) >= LAYERS
+    objective.train()
+    examples: Any = task.examples("train")
+    total, _ = objective(make_batch(examples, task.collate, [0, 1, 2], 0))
+    total.backward()
+    return {name: p.grad for name, p in objective.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 2}}], ids=["full", "lora"])
+def test_gradients_are_the_same_and_each_layers_input_goes_to_the_host(
+    model: dict[str, Any], tmp_path: Path, saved: list[tuple[int, ...]]
+) -> None:
+    wanted = gradients(tmp_path, False, model)
+    assert not saved
+    found = gradients(tmp_path, True, model)
+    assert found.keys() == wanted.keys()
+    assert wanted
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    inputs = [shape for shape in saved if shape[-1:] == (WIDTH,)]
+    assert len(inputs) == LAYERS, saved
+    assert len({len(shape) for shape in inputs}) == 1
+    assert all(shape in inputs or shape == (0,) for shape in saved), "only the inputs, and torch's empty stand-in"
+
+
+def test_without_recomputation_there_is_nothing_to_keep(tmp_path: Path) -> None:
+    with pytest.raises(
+        RecipeError, match=r"activation_checkpointing\.cpu_checkpointing: the model recomputes no layer"
+    ):
+        gradients(tmp_path, True, {"gradient_checkpointing": False})

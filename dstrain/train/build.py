@@ -14,6 +14,7 @@ from dstrain.models.lora import add_adapters
 from dstrain.models.sharded import numel
 from dstrain.report.journal import Journal
 from dstrain.tasks import Task
+from dstrain.tasks.ops import switch_off_dropout, unwrapped
 from dstrain.train.objective import Objective
 
 
@@ -44,6 +45,8 @@ def _adapted(task: Task, model: torch.nn.Module) -> torch.nn.Module:
     wanted = task.recipe.model
     if wanted.lora is not None:
         model = add_adapters(model, wanted.lora, task.heads, task.recipe.seed)
+        if getattr(task, "disable_dropout", False):
+            switch_off_dropout(unwrapped(model))  # the adapters' too; their config keeps what it says
     freeze(model, wanted.freeze)
     return model
 

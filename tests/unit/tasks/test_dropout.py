@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dstrain.config.schema import RunConfig
+from dstrain.tasks import find_task, make_task
 from dstrain.tasks.ops import switch_off_dropout
+from dstrain.train.build import build
 
 TEXT = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -85,6 +89,20 @@ def test_two_passes_in_training_mode_say_the_same(family: str) -> None:
     assert torch.equal(first, second)
     assert torch.equal(first, model.eval()(**given).logits), "as in evaluation"
     assert model.config.to_dict() == told, "what an export writes"
+
+
+@pytest.mark.parametrize("disabled", [True, False])
+@pytest.mark.parametrize("task", ["dpo", "rm", "kto"])
+def test_adapters_drop_nothing_either(task: str, disabled: bool, tmp_path: Path) -> None:
+    recipe = find_task(task).tiny(tmp_path)
+    recipe["model"]["config"]["attention_dropout"] = 0.25
+    recipe["model"]["lora"] = {"rank": 4, "dropout": 0.5}
+    recipe["options"] = {"disable_dropout": disabled}
+    model: Any = build(make_task(RunConfig.model_validate(recipe)))
+    chances = {part.p for part in model.modules() if isinstance(part, torch.nn.Dropout)}
+    assert chances == ({0.0} if disabled else {0.5})
+    assert model.peft_config["default"].lora_dropout == 0.5, "what an export writes"
+    assert model.config.attention_dropout == model.get_base_model().config.attention_dropout == 0.25
 
 
 def test_a_module_of_torch_and_an_odd_name_are_found_too() -> None:

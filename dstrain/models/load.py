@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError, did_you_mean
+from dstrain.models.padding import clear_padding_idx
 from dstrain.models.stored import damage, indexed
 
 if TYPE_CHECKING:
@@ -55,16 +56,6 @@ def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     return pretrained(AutoTokenizer, name, key, trust_remote_code)
-
-
-def give_pad_token(tokenizer: Any, key: str) -> None:
-    """Have a tokenizer without a pad token pad with its EOS. Raises RecipeError where it has none either."""
-    if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            raise RecipeError(
-                Fault(key, "the tokenizer has neither a pad nor an EOS token", "add one and save it again")
-            )
-        tokenizer.pad_token = tokenizer.eos_token
 
 
 def pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
@@ -144,12 +135,13 @@ def load_model(auto: Any, model: ModelConfig, config: PretrainedConfig, seed: in
 
     settings = _settings(model)
     dtype = getattr(torch, model.dtype or "float32")
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        part.use_cache = False
     torch.manual_seed(seed)
     if model.path is not None:
-        return auto.from_pretrained(str(Path(model.path).expanduser()), config=config, dtype=dtype, **settings)
-    return _from_scratch(auto, config, dtype, settings)
+        made = auto.from_pretrained(str(Path(model.path).expanduser()), config=config, dtype=dtype, **settings)
+    else:
+        made = _from_scratch(auto, config, dtype, settings)
+    clear_padding_idx(made)
+    return made
 
 
 def skeleton(auto: Any, model: ModelConfig, config: PretrainedConfig) -> PreTrainedModel:

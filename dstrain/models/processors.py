@@ -8,7 +8,8 @@ from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 from dstrain.errors import Fault, RecipeError
-from dstrain.models.load import give_pad_token, pretrained
+from dstrain.models.load import pretrained
+from dstrain.models.padding import give_pad_token
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -50,7 +51,8 @@ def read_processor(name: str, key: str, trust_remote_code: bool = False) -> Any:
     tokenizer = processor.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         tokenizer.chat_template = getattr(processor, "chat_template", None)
-    give_pad_token(tokenizer, key)
+    named = {value for name, value in vars(processor).items() if name.endswith("_token") and isinstance(value, str)}
+    give_pad_token(tokenizer, key, named)
     return processor
 
 

@@ -120,8 +120,8 @@ class Task(ABC):
     def check(self) -> None:  # noqa: B027  most tasks of one file have nothing to check
         """Raise UsageError for what can be known wrong before any process group starts."""
 
-    def advice(self) -> Sequence[str]:
-        """What to tell at the start of a run that is no reason to refuse it: a sentence each."""
+    def warnings(self) -> Sequence[str]:
+        """What is allowed and may surprise, a sentence each, said where a run starts."""
         return ()
 
     def baselines(self, examples: Sequence[Any]) -> Mapping[str, float]:

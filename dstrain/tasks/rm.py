@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +51,16 @@ class RewardModel(PairTask):
             part.pad_token_id = self.tokenizer.pad_token_id  # the model looks for the last token before it
         return config
 
+    def warnings(self) -> Sequence[str]:
+        if self.tokenizer.pad_token_id != self.tokenizer.eos_token_id:
+            return super().warnings()
+        return (
+            *super().warnings(),
+            f"the tokenizer pads with its EOS ({self.tokenizer.eos_token}), so that scores are read at the token before the "
+            "EOS of an answer, as transformers reads them; for scores at the EOS itself, give the tokenizer another pad "
+            "token and name its folder as model.tokenizer",
+        )
+
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         from dstrain.tasks.ops import bradley_terry
 
@@ -61,9 +73,9 @@ class RewardModel(PairTask):
 
     def scores(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """(2B,) rewards, the chosen ones first, read where an exported model reads them."""
-        from dstrain.tasks.ops import ask
+        from dstrain.tasks.ops import ask, unwrapped
 
-        return ask(model, batch).squeeze(-1).float()
+        return ask(model, batch, **_without_cache(unwrapped(model))).squeeze(-1).float()
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         return self.scores(model, batch)
@@ -71,3 +83,16 @@ class RewardModel(PairTask):
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
         return tiny_pairs(folder, "rm")
+
+
+def _without_cache(model: Any) -> dict[str, bool]:
+    """The setting that keeps a model from keeping keys and values for tokens to come; nothing where it has no such setting."""
+    from dstrain.models.scored import Scored
+
+    own, inside = (
+        inspect.signature(type(one).forward).parameters for one in (model, getattr(model, "base_model", model))
+    )
+    handed_on, further = (any(one.kind == one.VAR_KEYWORD for one in names.values()) for names in (own, inside))
+    # LLaVA's base model hands it on too. A BERT's would hand it to its attention.
+    known = "use_cache" in own or (handed_on and ("use_cache" in inside or (further and isinstance(model, Scored))))
+    return {"use_cache": False} if known else {}

@@ -31,13 +31,13 @@ from dstrain.models.load import (
     NO_MODEL,
     check_vocabulary,
     check_weights,
-    give_pad_token,
     load_model,
     read_config,
     read_tokenizer,
     skeleton,
     switch_on_checkpointing,
 )
+from dstrain.models.padding import give_pad_token
 from dstrain.models.positions import beyond_training, check_positions
 from dstrain.models.processors import fit_config, make_processor, read_processor, sees, special_tokens
 from dstrain.tasks.base import Split, Task
@@ -148,7 +148,7 @@ class TextTask(Task):
         if model.init is not None:
             check_init(bones, model.init)
 
-    def advice(self) -> Sequence[str]:
+    def warnings(self) -> Sequence[str]:
         return [line for line in [beyond_training(self.model_config, self.recipe.data.max_length)] if line]
 
     @property

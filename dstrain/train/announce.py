@@ -14,7 +14,7 @@ from dstrain.report.sinks import Console, Jsonl, Sink, TensorBoard, as_line
 from dstrain.report.wandb import WeightsAndBiases
 from dstrain.train.manifest import CheckpointInfo
 from dstrain.train.plan import Plan
-from dstrain.train.settings import advice
+from dstrain.train.settings import ds_config_warnings
 from dstrain.train.state import Run
 from dstrain.world import World
 
@@ -69,7 +69,7 @@ def describe_start(plan: Plan, journal: Journal, world: World, start: Checkpoint
             flush=True,
         )
         print("".join(f"{line}\n" for line in told_cuts(reports)), end="", flush=True)
-    for line in (*plan.task.advice(), *advice(plan.ds_config)):
+    for line in (*plan.task.warnings(), *ds_config_warnings(plan.ds_config)):
         journal.event("warning", what=line)
         if world.rank == 0:
             print(f"warning: {line}", flush=True)

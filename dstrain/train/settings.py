@@ -45,7 +45,7 @@ def resolved_ds_config(
     return complete(preset, settings=settings)
 
 
-def advice(ds_config: Mapping[str, Any]) -> list[str]:
+def ds_config_warnings(ds_config: Mapping[str, Any]) -> list[str]:
     """What to tell at the start of a run with this JSON: a sentence each."""
     several, stage = ds_config["gradient_accumulation_steps"] > 1, ds_config["zero_optimization"]["stage"]
     if not (several and ds_config["bf16"]["enabled"] and stage == 0):

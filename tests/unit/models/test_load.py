@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import RecipeError
@@ -36,11 +36,29 @@ def test_weights_from_a_config_depend_on_the_seed_alone() -> None:
     torch.rand(17)
     assert same(first, build(3, attention="eager"))
     assert not same(first, build(4))
-    assert not first.config.use_cache
+    assert first.config.use_cache, "as transformers has it: an export that says no would be slow"
     drawn = first.state_dict()
     assert float(drawn["model.embed_tokens.weight"].std()) == pytest.approx(0.02, rel=0.2)
     assert drawn["score.weight"].any()
     assert torch.equal(drawn["model.norm.weight"], torch.ones(16))
+
+
+@pytest.mark.parametrize("start", ["config", "path"])
+def test_what_is_saved_generates_with_one_token_a_pass(start: str, tmp_path: Path) -> None:
+    values = {name: value for name, value in LLAMA.items() if name != "model_type"}
+    config = AutoConfig.for_model("llama", **values)
+    AutoModelForCausalLM.from_config(config).save_pretrained(str(tmp_path / "base"))
+    (tmp_path / "base" / "generation_config.json").unlink()
+    model = ModelConfig(config=LLAMA) if start == "config" else ModelConfig(path=str(tmp_path / "base"))
+    made = load_model(AutoModelForCausalLM, model, read_config(model), 0)
+    made.save_pretrained(str(tmp_path / "out"))
+    again: Any = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"))
+    read: list[int] = []
+    again.model.register_forward_pre_hook(
+        lambda module, _, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    again.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert read == [3, 1, 1, 1]
 
 
 def test_a_head_the_files_lack_is_drawn_from_the_seed(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_rotary_positions_are_warned_of(tmp_path: Path) -> None:
     values["model"]["config"]["max_position_embeddings"] = 40
     task = make_task(RunConfig.model_validate(values))
     task.check()
-    [line] = task.advice()
+    [line] = task.warnings()
     assert "data.max_length is 48" in line
     assert "up to 40 tokens" in line
     assert not beyond_training(transformers.AutoConfig.for_model("llama", max_position_embeddings=48), 48)

@@ -25,6 +25,7 @@ from dstrain.models.lora import add_adapters
 from dstrain.models.merge import merge_adapters
 from dstrain.models.scored import HEAD, ScoredAuto, scored_class
 from dstrain.models.sections import sections
+from dstrain.tasks.rm import _without_cache
 from dstrain.train.proof import check_files, check_reloaded, digests, in_a_folder, tensors_of
 from tests.seeing import GEMMA3, IDEFICS3, TEXT, TOWER, llava
 
@@ -158,9 +159,11 @@ def test_checkpointing_changes_no_gradient(name: str) -> None:
 def test_nothing_is_kept_for_tokens_to_come() -> None:
     made = load_model(ScoredAuto(), ModelConfig(config={}), config_of("llava"), 3)
     made.config.image_token_id = 9
-    states = made.model(**batch("llava"))
-    assert states.past_key_values is None
-    assert not made.config.text_config.use_cache
+    told: list[Any] = []
+    made.model.register_forward_hook(lambda *args: told.append(args[-1].past_key_values))
+    made(**batch("llava"), **_without_cache(made))
+    assert told == [None]
+    assert made.config.text_config.use_cache, "as the family has it"
 
 
 def test_a_folder_that_lacks_weights_beside_the_head_is_refused(tmp_path: Path) -> None:

@@ -88,6 +88,57 @@ def test_training_and_export_read_the_same_position(pad_is_eos: bool, tmp_path: 
     assert len({round(score, 5) for score in trained}) > 6, "not all the same position of the same prompt"
 
 
+def without_pad(folder: Path, **named: str | None) -> Any:
+    """The task with a tokenizer that has a pad token and does not name it, as many base models' do."""
+    tokenizer = task(folder).tokenizer
+    tokenizer.pad_token = None
+    for name, token in named.items():
+        setattr(tokenizer, name, token)
+    tokenizer.save_pretrained(str(folder / "tokenizer"))
+    return task(folder, model={"tokenizer": str(folder / "tokenizer")})
+
+
+def test_a_score_is_read_at_the_eos_of_an_answer_and_its_row_learns(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    made = without_pad(tmp_path)
+    model, examples = made.build_model(), made.examples("train")
+    end = made.tokenizer.eos_token_id
+    batch = made.collate([examples[i] for i in range(6)])
+    ids, mask = batch.tensors["input_ids"], batch.tensors["attention_mask"]
+    ends = mask.sum(1) - 1  # (2B,)
+    assert (ids.gather(1, ends[:, None]) == end).all()
+    assert (mask == 0).any()
+    scores = made.scores(model, batch)
+    states = model.model(input_ids=ids, attention_mask=mask).last_hidden_state
+    assert torch.equal(scores, model.score(states[torch.arange(len(ids)), ends]).squeeze(-1))
+    made.loss(model, batch).total.backward()
+    assert model.get_input_embeddings().weight.grad[end].any()
+    model.save_pretrained(str(tmp_path / "out"))
+    again = AutoModelForSequenceClassification.from_pretrained(str(tmp_path / "out"))
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=ids, attention_mask=mask).logits.squeeze(-1), scores)
+    assert not made.warnings()
+
+
+def test_where_padding_is_eos_a_warning_says_where_scores_are_read(tmp_path: Path) -> None:
+    made = without_pad(tmp_path, pad_token="</s>")
+    assert made.tokenizer.pad_token_id == made.tokenizer.eos_token_id
+    (warning,) = made.warnings()
+    assert "read at the token before the EOS" in warning
+    assert made.build_model().get_input_embeddings().padding_idx is None
+
+
+def test_no_score_keeps_keys_and_values(tmp_path: Path) -> None:
+    made = task(tmp_path)
+    model = made.build_model()
+    assert model.config.use_cache, "an export says what the base says"
+    told: list[Any] = []
+    model.model.register_forward_hook(lambda *args: told.append(args[-1].past_key_values))
+    made.scores(model, made.collate([made.examples("train")[0]]))
+    assert told == [None]
+
+
 def test_metrics_and_loss_are_sums_of_what_the_scores_say(tmp_path: Path) -> None:
     settings = {"center_rewards_coefficient": 0.02, "label_smoothing": 0.1}
     made = task(tmp_path, options=settings)

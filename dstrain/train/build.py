@@ -57,6 +57,15 @@ def count(model: torch.nn.Module) -> tuple[int, int]:
     return sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
 
 
+def loaded_in_precision(config: RunConfig, ds_config: Mapping[str, Any]) -> RunConfig:
+    """The recipe that a run's task is made for: weights are loaded in the run's precision, or in `model.dtype`.
+
+    DeepSpeed casts weights to its 16 bits before it makes fp32 masters of them, so weights that are loaded in 32 bits
+    give the same masters. In 16 bits the files of a model stay mapped into memory, which the processes of a host share.
+    """
+    return config if config.model.dtype is not None else in_precision(config, ds_config)
+
+
 def in_precision(config: RunConfig, ds_config: Mapping[str, Any]) -> RunConfig:
     """The recipe with the weights loaded in the precision that DeepSpeed would cast them to."""
     enabled = [name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")]

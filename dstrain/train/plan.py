@@ -23,6 +23,7 @@ from dstrain.launch.topology import Worker, wants_cpu
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.report.sinks import check_trackers
 from dstrain.tasks import Task, make_task
+from dstrain.train.build import loaded_in_precision
 from dstrain.train.folder import Resume, batch_to_go_on_with, check_resume, check_writable
 from dstrain.train.settings import resolved_ds_config
 
@@ -96,7 +97,7 @@ def make_plan(recipe: Recipe, run_dir: Path, resume: Resume, worker: Worker) -> 
     kept = asked is not config.batch
     batch = resolve_batch(asked, worker.world_size, preset.micro, None if kept else preset.accumulate)
     ds_config = resolved_ds_config(config, preset, batch, (worker.world_size, device_of(device)), run_dir)
-    task = make_task(config)
+    task = make_task(loaded_in_precision(config, ds_config))
     task.check()
     if worker.rank == 0:
         check_trackers(config.log)

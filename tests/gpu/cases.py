@@ -24,6 +24,7 @@ from dstrain.train.optimizers import make_optimizer
 from dstrain.world import SoloWorld, TorchWorld, World
 from tests.bench.common import made_engine, made_model
 from tests.bench.loader import made_loader
+from tests.bench.loading import anonymous, bf16_task
 from tests.gpu.workers import device
 from tests.parity.cases import tiny_task
 from tests.resume import cases as resume_cases
@@ -174,3 +175,16 @@ def run(**arguments: Any) -> dict[str, Any]:
     finally:
         torch.use_deterministic_algorithms(False)
         gc.collect()
+
+
+def host_memory(folder: str, shape: str, preset: str) -> dict[str, int]:
+    """Bytes that this process keeps on the host once a dpo run in bf16 could take its first step. Collective."""
+    for name, size in (("tiny", "tiny"), ("base", shape)):  # what libraries keep comes with the tiny one
+        model = {"config": None, "tokenizer": None, "path": f"{folder}/{name}"}
+        task = bf16_task(Path(folder), size, "dpo", model)
+        before = anonymous()
+        engine = made_engine(task, preset, world(), precision="bf16")
+        found = anonymous() - before
+        count = sum(parameter.numel() for parameter in engine.objective.parameters())
+        clean_up(engine)
+    return {"anonymous": found, "parameters": count}

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.bench.common import certificate, table
+from tests.bench.loading import save_base
+from tests.bench.test_loading import BOUND
 from tests.gpu.memory import OPTIONS, place, sweep
-from tests.gpu.workers import REHEARSAL
+from tests.gpu.workers import REHEARSAL, GpuWorkers
 
 pytestmark = pytest.mark.gpu
 
@@ -39,3 +41,14 @@ def test_the_table_of_presets_and_cards(tmp_path: Path) -> None:
     if not REHEARSAL:  # 1.1 billion parameters at 16 bytes are 17.6 GB, 2 of them weights
         assert by["zero3_offload", 8.0]["fits"], "weights and optimizer on the host leave room on any card"
         assert not by["zero0", 12.0]["fits"]
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero2"])
+def test_a_host_keeps_no_copy_of_weights_that_went_to_the_devices(
+    preset: str, gpus: GpuWorkers, tmp_path: Path
+) -> None:
+    shape = "tiny" if REHEARSAL else "100m"
+    save_base(tmp_path, shape, "bfloat16")
+    for told in gpus("tests.gpu.cases:host_memory", folder=str(tmp_path), shape=shape, preset=preset):
+        assert told["parameters"] > 0
+        assert REHEARSAL or told["anonymous"] / told["parameters"] <= BOUND

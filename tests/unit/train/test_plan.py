@@ -1,0 +1,41 @@
+"""What a run is before any process group starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dstrain.commands.train import Wish, resolve_wish
+from dstrain.launch.topology import Worker
+from dstrain.tasks import find_task
+from dstrain.train.folder import Resume
+from dstrain.train.plan import Plan, make_plan
+
+
+def planned(folder: Path, **changes: Any) -> Plan:
+    recipe = find_task("dpo").tiny(folder)
+    recipe["model"] |= changes.pop("model", {})
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | changes))
+    wish = resolve_wish(Wish(recipe=str(folder / "recipe.yaml")))
+    return make_plan(wish, folder / "run", Resume(), Worker(0, 0, 1, "tests", 1))
+
+
+@pytest.mark.parametrize(
+    ("precision", "asked", "loaded"),
+    [
+        ("bf16", None, "bfloat16"),
+        ("fp32", None, None),
+        ("bf16", "float32", "float32"),
+        ("bf16", "bfloat16", "bfloat16"),
+    ],
+)
+def test_weights_are_loaded_in_the_runs_precision_unless_the_recipe_says_otherwise(
+    precision: str, asked: str | None, loaded: str | None, tmp_path: Path
+) -> None:
+    plan = planned(tmp_path, precision=precision, model={"dtype": asked})
+    assert plan.task.recipe.model.dtype == loaded
+    assert plan.task.reference_model.dtype == loaded
+    assert plan.config.model.dtype == asked, "the recipe that is written down stays as it was given"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,10 +81,17 @@ def export_model(run: Path, step: str, to: Path, sets: Sequence[str] = (), merge
     if place.is_mount():
         raise UsageError(f"--to {to}: a disk is mounted there, which no folder can replace; name a folder inside")
     with _whole_or_absent(place) as partial:
-        said = _write(load_trained(run, step, sets), partial, merge)
+        said = _write(load_trained(run, step, [*_halved(run), *sets]), partial, merge)
         gc.collect()  # modules hang in cycles
         difference = _reload(said, partial)
     return Proof(said.step, str(said.dtype).removeprefix("torch."), difference)
+
+
+def _halved(run: Path) -> list[str]:
+    """What has a run in fp16 exported in fp16, as --set takes it; other commands look at it in fp32, which CPUs are made for."""
+    file = run / "ds_config.json"
+    halved = file.is_file() and json.loads(file.read_text()).get("fp16", {}).get("enabled")
+    return ["model.dtype=float16"] if halved else []
 
 
 @contextmanager

@@ -204,8 +204,8 @@ def load_found(found: Found, ds_config: Mapping[str, Any], world: World) -> torc
             return task.reload(found.folder)
         if info is None:
             return task.build_model()
-        bare = _build_empty if _may_be_empty(found, ds_config) else build_bare
-        model = build(task) if adapted else bare(task)
+        empty = _build_empty(task, info.path) if _may_be_empty(found, ds_config) else None
+        model = build(task) if adapted else empty or build_bare(task)
     restore(model, info.path, world, adapted)
     return model
 
@@ -232,16 +232,27 @@ def _may_be_empty(found: Found, ds_config: Mapping[str, Any]) -> bool:
 
     task, model = found.task, found.task.recipe.model
     own = isinstance(task, TextTask) and type(task).build_model is TextTask.build_model
-    return own and model.path is None and model.lora is None and not sharded(ds_config)
+    with_code = model.path is not None and model.trust_remote_code  # which may do as it likes where it is loaded
+    return own and model.lora is None and not with_code and not sharded(ds_config)
 
 
-def _build_empty(task: Task) -> torch.nn.Module:
-    """A model of one copy's size: weights drawn in 32 bits, to be cast and written over, would take two more in 16."""
+def _build_empty(task: Task, checkpoint: Path) -> torch.nn.Module | None:
+    """A model of one copy's size, with whatever lies in memory as its weights; no weights of its base are read.
+
+    None where it would be another model than the one that is loaded: the checkpoint has two values for what is tied in it
+    (transformers takes a tie apart where it reads two different tensors), or the family loads some weights in 32 bits.
+    """
     from dstrain.models.empty import give_room, no_values
     from dstrain.train.build import build_bare
+    from dstrain.train.shards import StoredState
 
     with no_values():
         model = build_bare(task)
+    tensors = model.state_dict(keep_vars=True)
+    stored = [id(tensors[name]) for name in StoredState(checkpoint).shapes if name in tensors]
+    kept = any(getattr(model, f"_keep_in_fp32_modules{which}", None) for which in ("", "_strict"))
+    if len(stored) != len({*stored}) or (kept and task.recipe.model.dtype):
+        return None
     give_room(model)
     return model
 

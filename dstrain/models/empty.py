@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
+
+_EMPTY = ContextVar("_EMPTY", default=False)
+
+
+def without_values() -> bool:
+    """Whether `no_values` is around this call."""
+    return _EMPTY.get()
 
 
 @contextmanager
 def no_values() -> Iterator[None]:
     """Inside, modules get parameters on the meta device, which take no memory; buffers are what they are.
+
+    `load_model` then reads no weights of a folder, but its config.
 
     For one thread. Parameters that two modules share stay one, where the second gets what the first has; accelerate's
     `init_empty_weights` (1.15) makes a new one for each module and so takes ties apart.
@@ -23,9 +33,11 @@ def no_values() -> Iterator[None]:
         register(module, name, parameter)
 
     torch.nn.Module.register_parameter = register_empty
+    token = _EMPTY.set(True)
     try:
         yield
     finally:
+        _EMPTY.reset(token)
         torch.nn.Module.register_parameter = register
 
 

@@ -129,17 +129,23 @@ def load_model(auto: Any, model: ModelConfig, config: PretrainedConfig, seed: in
     """The model with weights from `model.path`, or drawn from `seed`.
 
     Weights that the files lack (a new head) are drawn from the seed as well. Inside `sharded_construction`
-    the parameters come in shards, with the same values as without. Collective there.
+    the parameters come in shards, with the same values as without. Collective there. Inside `no_values` no
+    weights are read.
     """
     import torch
+
+    from dstrain.models.empty import without_values
 
     settings = _settings(model)
     dtype = getattr(torch, model.dtype or "float32")
     torch.manual_seed(seed)
-    if model.path is not None:
-        made = auto.from_pretrained(str(Path(model.path).expanduser()), config=config, dtype=dtype, **settings)
-    else:
+    if model.path is None:
         made = _from_scratch(auto, config, dtype, settings)
+    elif without_values():
+        made = auto.from_config(config, dtype=dtype, **settings)
+        _read_generation_config(made, model.path)
+    else:
+        made = auto.from_pretrained(str(Path(model.path).expanduser()), config=config, dtype=dtype, **settings)
     clear_padding_idx(made)
     return made
 
@@ -187,6 +193,20 @@ def _from_scratch(auto: Any, config: PretrainedConfig, dtype: Any, settings: dic
                 tensor.data = tensor.data.to(dtype)
         made.config.dtype = dtype
     return made
+
+
+def _read_generation_config(model: PreTrainedModel, name: str) -> None:
+    """Have a model that was built of its config generate as its folder says, as `from_pretrained` has it."""
+    from transformers import GenerationConfig
+
+    if not model.can_generate():
+        return
+    folder = str(Path(name).expanduser())
+    try:
+        found = GenerationConfig.from_pretrained(folder)
+    except OSError:  # it has none: then it follows from the model's config
+        found = GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
+    model.generation_config = found
 
 
 def switch_on_checkpointing(model: PreTrainedModel) -> None:

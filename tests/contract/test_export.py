@@ -24,6 +24,7 @@ from dstrain.commands.export import export_model
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task
 from tests.contract.export_cases import Change, make_run, read_as_a_stranger, spoil, stored
+from tests.contract.lora_cases import save_base
 from tests.resume.test_resume import RUN, rows
 from tests.workers import ROOT, Workers
 
@@ -88,6 +89,48 @@ def test_other_families_too(family: str, changed: bool, tmp_path: Path, monkeypa
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
     for name, value in stored(str(run / "checkpoints/step-00000001")).items():
         assert torch.equal(model.state_dict()[name], value.bfloat16()), name
+
+
+@pytest.mark.parametrize("task", ["sft", "rm"])
+def test_no_weights_of_the_base_are_read(task: str, tmp_path: Path) -> None:
+    save_base(str(tmp_path / "base"), find_task("sft").tiny(tmp_path))
+    (tmp_path / "base/generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
+    model = {"path": str(tmp_path / "base"), "config": None}
+    run = make_run(tmp_path / "it", task, {"model": model}, "bf16")
+    (tmp_path / "base/model.safetensors").unlink()
+    assert export_model(run, "last", tmp_path / "out").difference == 0
+    if task == "sft":
+        assert json.loads((tmp_path / "out/generation_config.json").read_text())["temperature"] == 0.6
+    told = json.loads((tmp_path / "out/config.json").read_text())
+    assert (told["dtype"], told["use_cache"]) == ("bfloat16", True)
+
+
+def test_what_a_base_took_apart_is_read_as_it_is(tmp_path: Path) -> None:
+    """transformers takes a tie apart where a folder holds two different tensors for it."""
+    from transformers import AutoModelForCausalLM
+
+    values = find_task("sft").tiny(tmp_path)
+    save_base(str(tmp_path / "base"), values)
+    settings = json.loads((tmp_path / "base/config.json").read_text())
+    (tmp_path / "base/config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    run = make_run(tmp_path / "it", "sft", {"model": {"path": str(tmp_path / "base"), "config": None}})
+    kept = stored(str(run / "checkpoints/step-00000001"))
+    assert not torch.equal(kept["lm_head.weight"], kept["model.embed_tokens.weight"])
+    assert export_model(run, "last", tmp_path / "out").difference == 0
+    again = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out")).state_dict()
+    assert all(torch.equal(again[name], value) for name, value in kept.items())
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_a_run_in_fp16_is_exported_in_fp16(lora: dict[str, Any] | None, tmp_path: Path) -> None:
+    save_base(str(tmp_path / "base"), find_task("sft").tiny(tmp_path))
+    model = {"path": str(tmp_path / "base"), "config": None, "lora": lora}
+    run = make_run(tmp_path / "it", "sft", {"model": model})
+    (run / "ds_config.json").write_text(json.dumps({"fp16": {"enabled": True}}))
+    assert export_model(run, "last", tmp_path / "out", merge=lora is not None).dtype == "float16"
+    kinds = {value.dtype for value in load_file(tmp_path / "out/model.safetensors").values()}
+    assert kinds == {torch.float16}
+    assert export_model(run, "last", tmp_path / "wide", ["model.dtype=float32"], lora is not None).dtype == "float32"
 
 
 def test_a_model_in_several_files_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from dstrain.config.schema import RunConfig
+from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.models.empty import give_room, no_values
+from dstrain.models.load import load_model, read_config
+from dstrain.models.scored import ScoredAuto
 from dstrain.tasks import find_task, make_task
+from tests.seeing import GEMMA3, IDEFICS3, TEXT, llava
 
 SMALL = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -50,6 +54,67 @@ def test_a_model_built_without_values_is_the_same_once_filled(family: str, dtype
     ids = torch.arange(5, 25)[None]
     with torch.no_grad():
         assert torch.equal(whole(input_ids=ids).logits, empty.eval()(input_ids=ids).logits)
+
+
+SEEING: dict[str, dict[str, Any]] = {
+    "llava": llava(),
+    "gemma3": GEMMA3 | {"mm_tokens_per_image": 16},
+    "idefics3": IDEFICS3,
+    "qwen2_vl": {
+        "text_config": {**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
+        "vision_config": {"depth": 2, "embed_dim": 24, "num_heads": 4, "hidden_size": 32},
+    },
+}
+SCORED = ("llama", "gemma3_text", "gpt2", "llava")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [(family, "text") for family in FAMILIES]
+    + [(family, "images") for family in SEEING]
+    + [(family, "score") for family in SCORED],
+)
+def test_a_folders_model_built_without_its_weights_is_the_same_once_filled(
+    family: str, kind: str, dtype: str, tmp_path: Path
+) -> None:
+    autos = {"text": AutoModelForCausalLM, "images": AutoModelForImageTextToText, "score": ScoredAuto()}
+    values = (FAMILIES | SEEING)[family]
+    settings = {"model_type": family.split(",")[0], **values}
+    source = ModelConfig(config=settings)
+    written = load_model(AutoModelForImageTextToText if "text_config" in values else AutoModelForCausalLM, source,
+                         read_config(source), 3)  # fmt: skip
+    written.generation_config.temperature, written.generation_config.do_sample = 0.6, True
+    written.save_pretrained(str(tmp_path / "base"))
+    model = ModelConfig(path=str(tmp_path / "base"), dtype=dtype)
+
+    def built() -> Any:
+        config = read_config(model)
+        config.num_labels = 1
+        return load_model(autos[kind], model, config, 0).eval()
+
+    whole = built()
+    for file in (tmp_path / "base").glob("*.safetensors"):
+        file.unlink()  # which is never opened again
+    with no_values():
+        empty = built()
+    give_room(empty)
+    ours, theirs = empty.state_dict(), whole.state_dict()
+    assert {name: (value.shape, value.dtype) for name, value in ours.items()} == {
+        name: (value.shape, value.dtype) for name, value in theirs.items()
+    }
+    assert len(list(empty.parameters())) == len(list(whole.parameters())), "what is tied is tied"
+    for (name, mine), (other, buffer) in zip(empty.named_buffers(), whole.named_buffers(), strict=True):
+        assert (name, mine.dtype) == (other, buffer.dtype)
+        assert torch.equal(mine, buffer), name
+    assert empty.config.to_dict() == whole.config.to_dict()
+    if whole.can_generate():
+        assert empty.generation_config.to_dict() == whole.generation_config.to_dict()
+        assert empty.generation_config.temperature == 0.6
+    empty.load_state_dict(theirs)
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        assert torch.equal(whole(input_ids=ids).logits, empty(input_ids=ids).logits)
 
 
 def test_afterwards_modules_have_values_again() -> None:

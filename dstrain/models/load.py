@@ -157,6 +157,8 @@ def skeleton(auto: Any, model: ModelConfig, config: PretrainedConfig) -> PreTrai
     try:
         with torch.device("meta"):
             return auto.from_config(copy.deepcopy(config), **_settings(model))
+    except RecipeError:
+        raise
     except Exception as error:  # whatever the family's code trips over
         key, mend = ("model.path", "name another model") if model.path else ("model.config", "correct the value")
         if isinstance(error, ImportError) and model.attention != "auto":

@@ -25,6 +25,13 @@ PLACEHOLDERS = (
     "vision_end_token_id",
 )
 """Settings of configs that name tokens of the processor's."""
+UNSUPPORTED = {
+    "MllamaProcessor": (
+        "the family Llama 3.2 Vision (mllama)",
+        "its masks over images follow from each text as a whole",
+    ),
+}
+"""Processors whose inputs for images cannot be made apart from the text -> family, reason."""
 KEY = "model.processor"
 OWN_FOLDER = "give a folder with its processor"
 
@@ -40,7 +47,7 @@ def sees(config: PretrainedConfig) -> bool:
 def read_processor(name: str, key: str, trust_remote_code: bool = False) -> Any:
     """The processor in a folder or on the hub; its tokenizer gets its chat template and a pad token where it has none.
 
-    Raises RecipeError where it cannot be had, or is a tokenizer alone.
+    Raises RecipeError where it cannot be had, is a tokenizer alone, or is one of UNSUPPORTED.
     """
     from transformers import AutoProcessor
 
@@ -48,6 +55,10 @@ def read_processor(name: str, key: str, trust_remote_code: bool = False) -> Any:
     if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
         problem = f"'{name}' holds a {type(processor).__name__} and no processor of texts and images"
         raise RecipeError(Fault(key, problem, f"set {KEY} to a folder or hub id that has one"))
+    if type(processor).__name__ in UNSUPPORTED:
+        family, why = UNSUPPORTED[type(processor).__name__]
+        mend = "name a model of another family (LLaVA, Gemma 3, Idefics 3, Qwen2.5-VL …)"
+        raise RecipeError(Fault(key, f"'{name}' is a model of {family}, which is not supported: {why}", mend))
     tokenizer = processor.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         tokenizer.chat_template = getattr(processor, "chat_template", None)

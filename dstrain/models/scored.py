@@ -137,7 +137,7 @@ class ScoredAuto:
         """The model in a folder or on the hub: one that writes text, or an exported reward model. Collective under ZeRO-3."""
         trust = settings.get("trust_remote_code", False)
         config = config or AutoConfig.from_pretrained(name, trust_remote_code=trust)
-        auto: Any = AutoModelForSequenceClassification if _has_own(config) else scored_class(config)
+        auto: Any = AutoModelForSequenceClassification if has_own_class(config) else scored_class(config)
         head = _head(name) if issubclass(auto, Scored) else None
         start = torch.get_rng_state()
         with _silence() if head else nullcontext():  # it would say that the head lacks
@@ -151,13 +151,13 @@ class ScoredAuto:
     @staticmethod
     def from_config(config: PretrainedConfig, **settings: Any) -> PreTrainedModel:
         """A model with drawn weights."""
-        if _has_own(config):
+        if has_own_class(config):
             return AutoModelForSequenceClassification.from_config(config, **settings)
         settings.pop("trust_remote_code", None)
         return cast("Any", scored_class(config))._from_config(config, **settings)
 
 
-def _has_own(config: PretrainedConfig) -> bool:
+def has_own_class(config: PretrainedConfig) -> bool:
     """Whether transformers, or Python that comes with the model, has a class for it."""
     of_code = getattr(config, "auto_map", None) or {}
     return (

@@ -43,6 +43,12 @@ class RewardModel(PairTask):
         if self.center_rewards_coefficient < 0:
             raise ValueError(f"center_rewards_coefficient is {self.center_rewards_coefficient:g}, below 0")
 
+    @property
+    def auto_class(self) -> Any:
+        from dstrain.models.scored import ScoredAuto, has_own_class
+
+        return super().auto_class if has_own_class(self.model_config) else ScoredAuto()
+
     def config_for(self, model: ModelConfig) -> PretrainedConfig:
         """The model's config with one score for a sequence."""
         config = super().config_for(model)

@@ -61,7 +61,10 @@ SEEING: dict[str, dict[str, Any]] = {
     "gemma3": GEMMA3 | {"mm_tokens_per_image": 16},
     "idefics3": IDEFICS3,
     "qwen2_vl": {
-        "text_config": {**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
+        "text_config": {
+            **TEXT,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+        },
         "vision_config": {"depth": 2, "embed_dim": 24, "num_heads": 4, "hidden_size": 32},
     },
 }

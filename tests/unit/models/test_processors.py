@@ -136,7 +136,7 @@ def test_a_folder_gives_its_chat_template_and_a_pad_token_to_its_tokenizer(tmp_p
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     found = read_processor(str(tmp_path), "model.processor").tokenizer
     assert found.chat_template == "{{ messages }}"
-    assert found.pad_token == found.eos_token == "</s>"
+    assert found.pad_token == "<pad>", "which it has, and does not name"
 
 
 def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
@@ -160,3 +160,16 @@ def test_where_torchvision_is_what_lacks_it_is_named(tmp_path: Path) -> None:
         RecipeError, match=r"requires the Torchvision.*\); install torchvision .*, which a processor with"
     ):
         read_processor(str(tmp_path), "model.processor")
+
+
+def test_llama_vision_is_refused_by_its_name(tmp_path: Path) -> None:
+    from transformers import MllamaImageProcessor, MllamaProcessor
+
+    words = train_tokenizer(["some words"], 320)
+    words.add_tokens(["<|image|>", "<|python_tag|>"], special_tokens=True)
+    words.bos_token = words.eos_token
+    MllamaProcessor(MllamaImageProcessor(), words).save_pretrained(str(tmp_path))
+    with pytest.raises(
+        RecipeError, match=r"Llama 3\.2 Vision \(mllama\), which is not supported: its masks .* another"
+    ):
+        read_processor(str(tmp_path), "model.path")

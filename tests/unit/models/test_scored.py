@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import dstrain
-from dstrain.config.schema import LoraConfig, ModelConfig
+from dstrain.config.schema import LoraConfig, ModelConfig, RunConfig
 from dstrain.errors import RecipeError, TaskError, UsageError
 from dstrain.models.freeze import freeze
 from dstrain.models.load import load_model, read_config, skeleton, switch_on_checkpointing
@@ -25,6 +25,7 @@ from dstrain.models.lora import add_adapters
 from dstrain.models.merge import merge_adapters
 from dstrain.models.scored import HEAD, ScoredAuto, scored_class
 from dstrain.models.sections import sections
+from dstrain.tasks import find_task, make_task
 from dstrain.tasks.rm import _without_cache
 from dstrain.train.proof import check_files, check_reloaded, digests, in_a_folder, tensors_of
 from tests.seeing import GEMMA3, IDEFICS3, TEXT, TOWER, llava
@@ -220,6 +221,55 @@ def test_a_reward_model_of_texts_is_loaded_by_the_same_word(tmp_path: Path) -> N
     again = dstrain.load_reward_model(tmp_path)
     assert same(again, made)
     assert type(again) is type(made)
+
+
+WRITERS: dict[str, dict[str, Any]] = {
+    "cohere2": {},
+    "granite": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
+}
+"""Families of texts without a class of transformers' own."""
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_a_reward_model_is_made_of_a_family_that_writes_texts(family: str, tmp_path: Path) -> None:
+    recipe = find_task("rm").tiny(tmp_path)
+    known = AutoConfig.for_model(family)
+    small = {name: value for name, value in TEXT.items() if name in {*known.to_dict(), *known.attribute_map}}
+    settings = {"model_type": family, **small, **WRITERS[family]}
+    source = ModelConfig(config=settings)
+    writer = load_model(AutoModelForCausalLM, source, read_config(source), 3)
+    writer.save_pretrained(str(tmp_path / "base"))
+    make_task(RunConfig.model_validate(recipe)).save_extras(tmp_path / "base")
+    recipe["model"] = {"path": str(tmp_path / "base")}
+    task: Any = make_task(RunConfig.model_validate(recipe))
+    task.check()
+    made = task.build_model()
+    assert same(made.base_model, writer.base_model)
+    examples = task.examples("train")
+    batch = task.collate([examples[index] for index in range(4)])
+    task.loss(made, batch).total.backward()
+    assert all(p.grad is not None for p in made.parameters())
+    assert (batch.tensors["attention_mask"] == 0).any()
+    with torch.no_grad():
+        together = task.scores(made.eval(), batch)
+        alone = [task.scores(made, task.collate([examples[index]])) for index in range(4)]
+        made.save_pretrained(str(tmp_path / "out"))
+        again = dstrain.load_reward_model(tmp_path / "out")
+        assert torch.equal(task.scores(again, batch), together)
+    assert torch.allclose(together, torch.stack(alone, 1).flatten(), atol=1e-5), "padding changes no score"
+    assert same(task.reload(tmp_path / "out"), made)
+    assert same(AutoModelForCausalLM.from_pretrained(str(tmp_path / "out")).base_model, made.base_model)
+
+
+def test_a_family_that_no_reward_model_can_be_made_of_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    recipe = find_task("rm").tiny(tmp_path)
+    recipe["model"]["config"] = {"model_type": "pegasus", "vocab_size": 320, "d_model": 32}
+    with pytest.raises(
+        RecipeError, match=r"^model: transformers has no reward model of the pegasus family, and none can"
+    ):
+        make_task(RunConfig.model_validate(recipe)).check()
 
 
 def test_folders_without_a_reward_model_are_refused(tmp_path: Path) -> None:

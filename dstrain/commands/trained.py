@@ -231,7 +231,9 @@ def _may_be_empty(found: Found, ds_config: Mapping[str, Any]) -> bool:
     from dstrain.tasks.text import TextTask
 
     task, model = found.task, found.task.recipe.model
-    own = isinstance(task, TextTask) and type(task).build_model is TextTask.build_model
+    own = isinstance(task, TextTask) and all(
+        getattr(type(task), name) is getattr(TextTask, name) for name in ("build_model", "load")
+    )
     with_code = model.path is not None and model.trust_remote_code  # which may do as it likes where it is loaded
     return own and model.lora is None and not with_code and not sharded(ds_config)
 
@@ -240,7 +242,8 @@ def _build_empty(task: Task, checkpoint: Path) -> torch.nn.Module | None:
     """A model of one copy's size, with whatever lies in memory as its weights; no weights of its base are read.
 
     None where it would be another model than the one that is loaded: the checkpoint has two values for what is tied in it
-    (transformers takes a tie apart where it reads two different tensors), or the family loads some weights in 32 bits.
+    (transformers takes a tie apart where it reads two different tensors), the family loads some weights in 32 bits, or the
+    base is quantized.
     """
     from dstrain.models.empty import give_room, no_values
     from dstrain.train.build import build_bare
@@ -251,7 +254,8 @@ def _build_empty(task: Task, checkpoint: Path) -> torch.nn.Module | None:
     tensors = model.state_dict(keep_vars=True)
     stored = [id(tensors[name]) for name in StoredState(checkpoint).shapes if name in tensors]
     kept = any(getattr(model, f"_keep_in_fp32_modules{which}", None) for which in ("", "_strict"))
-    if len(stored) != len({*stored}) or (kept and task.recipe.model.dtype):
+    quantized = getattr(getattr(model, "config", None), "quantization_config", None) is not None
+    if len(stored) != len({*stored}) or (kept and task.recipe.model.dtype) or quantized:
         return None
     give_room(model)
     return model

@@ -54,6 +54,16 @@ def answers_tail(answers: Sequence[tuple[Sequence[int] | np.ndarray, int]]) -> t
     )
 
 
+def loss_positions(learnt: torch.Tensor, length: int) -> torch.Tensor:
+    """(N, 2) int64: row and column of each token of padded sequences (B, length) that is learnt; `learnt` as above.
+
+    Made on the host: on a device nobody knows their number before all earlier work is done.
+    """
+    import torch
+
+    return learnt.nonzero() + torch.tensor([0, length - learnt.shape[1]], device=learnt.device)
+
+
 def padded_length(sequences: Sequences, multiple_of: int = 1) -> int:
     """The longest length, rounded up to the multiple."""
     longest = max(len(sequence) for sequence in sequences)

@@ -65,13 +65,14 @@ class PreferenceOptimization(PairTask, PolicyTask):
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
     def more(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        from dstrain.data.collate import answers_tail
+        from dstrain.data.collate import answers_tail, loss_positions, padded_length
 
         sides = [
             (example[side], int(example["prompt_length"])) for side in ("chosen", "rejected") for example in examples
         ]
-        learnt = {"learnt": answers_tail(sides)}  # (2B, K): 1 where a token of an answer stands
-        return learnt | self.remembered(examples)
+        learnt = answers_tail(sides)  # (2B, K): 1 where a token of an answer stands
+        length = padded_length([ids for ids, _ in sides])
+        return {"learnt": learnt, "loss_positions": loss_positions(learnt, length), **self.remembered(examples)}
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         import torch

@@ -23,7 +23,7 @@ from dstrain.tasks.tiny import tiny_recipe
 if TYPE_CHECKING:
     import torch
 
-ROWS = ("input_ids", "attention_mask", "learnt")
+ROWS = ("input_ids", "attention_mask", "learnt", "loss_positions")
 """What a forward pass over answers reads; with `mismatched_` before it, over answers to other prompts."""
 
 
@@ -102,12 +102,12 @@ class SingleAnswers(PolicyTask):
         )
 
     def _rows(self, examples: Sequence[Mapping[str, Any]], side: str) -> dict[str, torch.Tensor]:
-        from dstrain.data.collate import attention_mask, learnt_tail, pad
+        from dstrain.data.collate import attention_mask, learnt_tail, loss_positions, pad
 
         sequences = [example[side] for example in examples]
-        padded = pad(sequences, self.tokenizer.pad_token_id), attention_mask(sequences)  # (B, L), (B, L)
+        ids, mask = pad(sequences, self.tokenizer.pad_token_id), attention_mask(sequences)  # (B, L), (B, L)
         learnt = learnt_tail([example[f"{side}_learnt"] for example in examples])  # (B, K)
-        return dict(zip(ROWS, (*padded, learnt), strict=True))
+        return dict(zip(ROWS, (ids, mask, learnt, loss_positions(learnt, ids.shape[1])), strict=True))
 
     def refer(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """(B,) each: log p under the reference, of the answers and of the answers to other prompts."""

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dstrain.batch import Batch
+from dstrain.data.collate import loss_positions
 from dstrain.data.sight import KINDS
+from dstrain.models.head import head_input, rows_per_chunk, score
 
 
 def bradley_terry(
@@ -67,49 +69,59 @@ def _never_dropping(config: Any) -> Any:
     return config
 
 
-CHUNK_BYTES = 64 * 2**20
-"""Logits are turned into probabilities in pieces of about this size, and again in the backward pass."""
+def score_answers(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """((B, K) log p of the last K tokens of each row, (B, K) whether each is the likeliest); 0 and false where not learnt.
 
-
-def token_log_probs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """(B, L) log p of each target, in fp32 or finer; logits (B, L, V), targets (B, L).
-
-    Kept for the backward pass are the logits as they came, and no fp32 copies of them.
+    Only the learnt positions, where `learnt` (B, K) is 1, become logits, and only some of them at once.
     """
-    rows = logits.flatten(0, 1)  # (B * L, V)
-    count = max(1, CHUNK_BYTES // (4 * logits.shape[-1]))
-    if len(rows) <= count:
-        return _log_probs(rows, targets.flatten()).view(targets.shape)
-    pieces = zip(rows.split(count), targets.flatten().split(count), strict=True)
-    found = [checkpoint(_log_probs, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
-    return torch.cat(found).view(targets.shape)
+    learnt, ids = batch.tensors["learnt"], batch.tensors["input_ids"]  # (B, K), (B + blank rows, L)
+    count, last = learnt.shape
+    assert 0 < last < ids.shape[1], "the first token is nobody's target"
+    found = head_input(unwrapped(model), lambda: _logits(model, batch, last))
+    if isinstance(found, torch.Tensor):
+        return score_tokens(found[:count, -last - 1 : -1], ids[:count, -last:], learnt)
+    length, kept = ids.shape[1], found.hidden_states.shape[1]
+    row, column = _loss_positions(batch).unbind(1)  # (N,), (N,)
+    before = row * kept + column - 1 - (length - kept)  # (N,) of (B * kept,): the position before each target
+    rows = found.hidden_states.flatten(0, 1).index_select(0, before)  # (N, H)
+    targets = ids.flatten().index_select(0, row * length + column)
+    at = row * last + column - (length - last)  # (N,) of (B * K,)
+    whole = (one.new_zeros(count * last).index_copy(0, at, one) for one in found.scores(rows, targets))
+    log_probs, right = (one.view_as(learnt) for one in whole)
+    return log_probs, right
 
 
-def _log_probs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """(N,) of logits (N, V)."""
-    exact = logits if logits.dtype == torch.float64 else logits.float()
-    return exact.gather(-1, targets[:, None]).squeeze(-1) - exact.logsumexp(-1)
+def _loss_positions(batch: Batch) -> torch.Tensor:
+    """(N, 2) row and column of each learnt token in `input_ids`.
+
+    Counted on the device, which the host waits for, where the batch does not bring them.
+    """
+    if "loss_positions" in batch.tensors:
+        return batch.tensors["loss_positions"]
+    return loss_positions(batch.tensors["learnt"], batch.tensors["input_ids"].shape[1])
 
 
 def answer_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """(B, K) log p of the last K tokens of each row, 0 where `learnt` (B, K) is 0.
-
-    Only these positions become logits, where the family can leave the others out.
-    """
-    learnt = batch.tensors["learnt"]  # (B, K)
-    logits, targets = target_logits(model, batch, learnt.shape[1])
-    return token_log_probs(logits, targets).masked_fill(learnt == 0, 0.0)
+    """(B, K) log p of the last K tokens of each row, 0 where `learnt` (B, K) is 0."""
+    return score_answers(model, batch)[0]
 
 
-def learn_tokens(
+def score_tokens(
     logits: torch.Tensor, targets: torch.Tensor, learnt: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of -log p of the learnt tokens, (B, K) true where one of them is what the model took for the likeliest).
+    """The same as `score_answers`, of logits (B, K, V) that speak of the targets (B, K).
 
-    Logits (B, K, V) that speak of the targets (B, K); `learnt` (B, K) is 1 where a target counts and 0 elsewhere.
+    Kept for the backward pass are the logits as they came, and no fp32 copies of them.
     """
-    loss = -token_log_probs(logits, targets).masked_fill(learnt == 0, 0.0).sum()
-    return loss, (logits.detach().argmax(-1) == targets) & (learnt != 0)  # of the logits as they came: no copy of them
+    rows = logits.flatten(0, 1)  # (B * K, V)
+    size = rows_per_chunk(rows.shape[-1], rows.device)
+    if len(rows) <= size:
+        log_probs, right = score(rows, targets.flatten())
+    else:
+        pieces = zip(rows.split(size), targets.flatten().split(size), strict=True)
+        found = [checkpoint(score, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+        log_probs, right = (torch.cat(column) for column in zip(*found, strict=True))
+    return log_probs.view_as(learnt).masked_fill(learnt == 0, 0.0), right.view_as(learnt) & (learnt != 0)
 
 
 def exact_answers(right: torch.Tensor, learnt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,20 +138,22 @@ def exact_answers(right: torch.Tensor, learnt: torch.Tensor) -> tuple[torch.Tens
     return count - (wrong != 0).sum(), count
 
 
-def target_logits(model: torch.nn.Module, batch: Batch, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, K, V) logits that speak of the last K tokens, and these tokens, (B, K)."""
-    ids = batch.tensors["input_ids"]  # (B + blank rows, L)
-    assert 0 < last < ids.shape[1], "the first token is nobody's target"
+def _logits(model: torch.nn.Module, batch: Batch, last: int) -> torch.Tensor:
+    """(B + blank rows, …, V) logits of the last K + 1 positions, or of all where the family cannot leave any out."""
     keep = {"logits_to_keep": last + 1} if "logits_to_keep" in _parameters(type(unwrapped(model)).forward) else {}
-    logits = ask(model, batch, use_cache=False, **keep)
-    return logits[:, -last - 1 : -1], ids[: len(logits), -last:]
+    return _outputs(model, batch, use_cache=False, **keep).logits
 
 
 def ask(model: torch.nn.Module, batch: Batch, **settings: Any) -> torch.Tensor:
     """(B, …) logits of the batch's rows, its images seen."""
-    ids, mask = batch.tensors["input_ids"], batch.tensors["attention_mask"]
-    logits = model(input_ids=ids, attention_mask=mask, **inputs_of_images(model, batch), **settings).logits
+    logits = _outputs(model, batch, **settings).logits
     return logits[: len(logits) - batch.blank_rows]
+
+
+def _outputs(model: torch.nn.Module, batch: Batch, **settings: Any) -> Any:
+    """What the model returns for the batch's rows and its blank ones."""
+    ids, mask = batch.tensors["input_ids"], batch.tensors["attention_mask"]
+    return model(input_ids=ids, attention_mask=mask, **inputs_of_images(model, batch), **settings)
 
 
 def inputs_of_images(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:

@@ -60,14 +60,17 @@ class SupervisedFineTuning(TextTask):
         return self.store(source, read_conversation, encode, {"what": "conversations", **asdict(settings)})
 
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
-        from dstrain.data.collate import attention_mask, learnt_tail, pad
+        from dstrain.data.collate import attention_mask, learnt_tail, loss_positions, pad
 
         sequences = [example["input_ids"] for example in examples]
+        ids = pad(sequences, self.tokenizer.pad_token_id)  # (B, L)
+        learnt = learnt_tail([example["learnt"] for example in examples])  # (B, K)
         batch = Batch(
             tensors={
-                "input_ids": pad(sequences, self.tokenizer.pad_token_id),  # (B, L)
+                "input_ids": ids,
                 "attention_mask": attention_mask(sequences),
-                "learnt": learnt_tail([example["learnt"] for example in examples]),  # (B, K)
+                "learnt": learnt,
+                "loss_positions": loss_positions(learnt, ids.shape[1]),  # (N, 2)
             },
             weight=float(sum(int(example["learnt"].sum()) for example in examples)),
             samples=tuple(example["sample"] for example in examples),
@@ -76,12 +79,11 @@ class SupervisedFineTuning(TextTask):
         return self.with_images(batch, examples)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
-        from dstrain.tasks.ops import learn_tokens, target_logits
+        from dstrain.tasks.ops import score_answers
 
-        learnt = batch.tensors["learnt"]
-        logits, targets = target_logits(model, batch, learnt.shape[1])
-        total, right = learn_tokens(logits, targets, learnt)
-        return Loss(total, {"token_accuracy": right.sum(), **self.beside(right, learnt)})
+        log_probs, right = score_answers(model, batch)
+        beside = self.beside(right, batch.tensors["learnt"])
+        return Loss(-log_probs.sum(), {"token_accuracy": right.sum(), **beside})
 
     def beside(self, right: torch.Tensor, learnt: torch.Tensor) -> Mapping[str, Any]:
         """More metrics, of which learnt tokens (B, K) the model took for the likeliest."""

@@ -16,6 +16,7 @@ import dstrain.train.references
 from dstrain.config.schema import RunConfig
 from dstrain.data.loader import make_batch
 from dstrain.errors import DataError, TaskError
+from dstrain.models.head import CHUNK_BYTES
 from dstrain.tasks import Task, make_task, ops
 from dstrain.tasks.dpo import PreferenceOptimization
 from dstrain.train.build import build_objective
@@ -88,8 +89,8 @@ def test_log_probs_are_those_of_the_softmax_in_whatever_pieces(count: int, monke
     logits = torch.randn(2, 5, 11, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(11, (2, 5))
     wanted = logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
-    monkeypatch.setattr(ops, "CHUNK_BYTES", 4 * 11 * count)
-    found = ops.token_log_probs(logits, targets)
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * 11 * count)
+    found, _ = ops.score_tokens(logits, targets, torch.ones_like(targets))
     torch.testing.assert_close(found, wanted)
     grads = [torch.autograd.grad((value * torch.arange(5)).sum(), logits)[0] for value in (found, wanted)]
     torch.testing.assert_close(*grads)

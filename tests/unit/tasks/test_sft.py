@@ -11,6 +11,7 @@ import torch
 
 from dstrain.config.schema import RunConfig
 from dstrain.errors import DataError, TaskError
+from dstrain.models.head import CHUNK_BYTES
 from dstrain.tasks import find_task, make_task, ops
 
 
@@ -81,22 +82,22 @@ def test_a_batch_asks_for_no_more_logits_than_it_needs(tmp_path: Path) -> None:
 def test_learning_tokens_by_hand() -> None:
     logits = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.1, 0.2, 0.7], [0.3, 0.3, 0.4]]]))
     targets, learnt = torch.tensor([[0, 1, 2]]), torch.tensor([[1, 1, 0]])
-    total, right = ops.learn_tokens(logits, targets, learnt)
-    assert float(total) == pytest.approx(-float(torch.log(torch.tensor(0.5 * 0.2))), rel=1e-6)
+    log_probs, right = ops.score_tokens(logits, targets, learnt)
+    assert float(log_probs.sum()) == pytest.approx(float(torch.log(torch.tensor(0.5 * 0.2))), rel=1e-6)
     assert int(right.sum()) == 1, "the first is the likeliest, the second is not, the third is not learnt"
 
 
 def test_what_is_not_learnt_has_no_gradient() -> None:
     logits = torch.randn(2, 5, 7, requires_grad=True)
     learnt = torch.tensor([[0, 1, 1, 0, 0], [1, 0, 0, 0, 1]])
-    ops.learn_tokens(logits, torch.randint(7, (2, 5)), learnt)[0].backward()
+    ops.score_tokens(logits, torch.randint(7, (2, 5)), learnt)[0].sum().backward()
     assert logits.grad is not None
     assert ((logits.grad != 0).any(-1) == (learnt == 1)).all()
 
 
 def test_learning_keeps_the_logits_once_and_in_their_own_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """An fp32 copy of them would be twice their size, and one for the metric as much again."""
-    monkeypatch.setattr(ops, "CHUNK_BYTES", 4 * 50 * 3)  # three rows at a time
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * 50 * 3)  # three rows at a time
     logits = torch.randn(1, 64, 50, dtype=torch.bfloat16, requires_grad=True)
     kept: dict[int, int] = {}
 
@@ -105,8 +106,8 @@ def test_learning_keeps_the_logits_once_and_in_their_own_type(monkeypatch: pytes
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-        total, _ = ops.learn_tokens(logits, torch.randint(50, (1, 64)), torch.ones(1, 64, dtype=torch.long))
-    assert total.dtype == torch.float32
+        log_probs, _ = ops.score_tokens(logits, torch.randint(50, (1, 64)), torch.ones(1, 64, dtype=torch.long))
+    assert log_probs.dtype == torch.float32
     assert sum(kept.values()) < 1.5 * logits.untyped_storage().nbytes()
 
 
@@ -115,9 +116,10 @@ def test_learning_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     learnt = torch.randint(2, (3, 16))
     found = []
     for size in (2**20, 4 * 50 * 5):
-        monkeypatch.setattr(ops, "CHUNK_BYTES", size)
+        monkeypatch.setitem(CHUNK_BYTES, "cpu", size)
         own = logits.clone().requires_grad_()
-        total, right = ops.learn_tokens(own, targets, learnt)
+        log_probs, right = ops.score_tokens(own, targets, learnt)
+        total = log_probs.sum()
         total.backward()
         found.append((float(total.detach()), int(right.sum()), own.grad))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)

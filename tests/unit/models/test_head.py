@@ -1,0 +1,244 @@
+"""The head run in chunks says what the whole model's logits say, to the gradient, and never holds them all."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from dstrain.batch import Batch
+from dstrain.config.schema import LoraConfig, ModelConfig
+from dstrain.data.collate import loss_positions
+from dstrain.models import head
+from dstrain.models.head import CHUNK_BYTES, HeadInput, head_input
+from dstrain.models.load import read_config
+from dstrain.models.lora import add_adapters
+from dstrain.tasks import ops
+from tests.families import FAMILIES, family
+
+ROWS = 5
+"""Of logits in a chunk."""
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * 320 * ROWS)
+
+
+def made(name: str, **more: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(read_config(ModelConfig(config={**family(name), **more})))
+
+
+def batch(seed: int = 1) -> Batch:
+    """Three rows with padding, of which the last 20 positions are answers with gaps."""
+    draw = torch.Generator().manual_seed(seed)
+    ids, mask = torch.randint(3, 320, (3, 26), generator=draw), torch.ones(3, 26, dtype=torch.long)
+    mask[1, 20:] = 0
+    learnt = torch.randint(0, 2, (3, 20), generator=draw) & mask[:, -20:]
+    tensors = {"input_ids": ids.masked_fill(mask == 0, 2), "attention_mask": mask, "learnt": learnt}
+    return Batch(tensors=tensors, weight=1.0, samples=())
+
+
+def plainly(model: torch.nn.Module, given: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and hits, of all logits at once, without `dstrain.models.head`."""
+    ids, learnt = given.tensors["input_ids"], given.tensors["learnt"]
+    logits = model(input_ids=ids, attention_mask=given.tensors["attention_mask"], use_cache=False).logits
+    logits, targets = logits[:, -learnt.shape[1] - 1 : -1].float(), ids[:, -learnt.shape[1] :]
+    log_probs = logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
+    return log_probs * learnt, (logits.argmax(-1) == targets) & (learnt != 0)
+
+
+def gradients(model: torch.nn.Module, log_probs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of a sum in which each token has its own weight."""
+    model.zero_grad(set_to_none=True)
+    weights = torch.linspace(-1, 3, log_probs.numel()).view_as(log_probs)
+    (log_probs * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == wanted.keys()
+    square = lambda values: sum(float(value.double().square().sum()) for value in values)  # noqa: E731
+    return float((square(found[n] - wanted[n] for n in wanted) / square(wanted.values())) ** 0.5)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_chunks_say_what_all_logits_say(name: str) -> None:
+    model, given = made(name), batch()
+    wanted, hits = plainly(model, given)
+    wanted_gradients = gradients(model, wanted)
+    log_probs, right = ops.score_answers(model, given)
+    torch.testing.assert_close(log_probs, wanted, rtol=1e-6, atol=2e-6)
+    assert torch.equal(right, hits)
+    assert distance(gradients(model, log_probs), wanted_gradients) <= 1e-6
+    assert model not in head._INSEPARABLE
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("llama", {"targets": ["lm_head", "q_proj"]}),
+        ("llama", {"targets": ["lm_head"], "dropout": 0.3}),
+        ("llama", {"targets": ["lm_head"], "dora": True}),
+        ("gemma2", {"targets": ["embed_tokens", "q_proj"]}),
+        ("gemma2", {"targets": "all-linear"}),
+    ],
+)
+def test_adapters_of_heads_and_of_tied_embeddings_learn_the_same(
+    family: str, lora: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, given = add_adapters(made(family), LoraConfig(rank=4, **lora), (), 3), batch()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.2)
+    torch.manual_seed(7)
+    log_probs, _ = ops.score_answers(model, given)
+    found = gradients(model, log_probs)
+    if "dropout" in lora:  # drawn chunk by chunk: the same with autograd through all chunks
+        monkeypatch.setattr(head, "_Chunks", Unchunked)
+    else:
+        monkeypatch.setitem(CHUNK_BYTES, "cpu", 2**26)
+    torch.manual_seed(7)
+    wanted, _ = ops.score_answers(model, given)
+    torch.testing.assert_close(log_probs, wanted, rtol=1e-6, atol=2e-6)
+    assert distance(found, gradients(model, wanted)) <= 1e-6
+
+
+class Unchunked:
+    """Chunk after chunk, through which autograd finds the gradient itself."""
+
+    @staticmethod
+    def apply(plan: Any, rows: torch.Tensor, targets: torch.Tensor, *_: Any) -> Any:
+        chunks = zip(rows.split(plan.size), targets.split(plan.size), strict=True)
+        return [torch.cat(column) for column in zip(*(plan.of_chunk(*chunk) for chunk in chunks), strict=True)]
+
+
+@pytest.mark.usefixtures("chunks")
+def test_logits_of_all_rows_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    score = head.score
+    monkeypatch.setattr(head, "score", lambda logits, targets: (seen.append(logits.shape), score(logits, targets))[1])
+    model, given = made("granite"), batch()
+    learnt = int(given.tensors["learnt"].sum())
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: (kept.append(value.numel()), value)[1], lambda v: v):
+        log_probs, _ = ops.score_answers(model, given)
+    assert max(kept) <= max(p.numel() for p in model.parameters())
+    assert sum(rows for rows, _ in seen) == learnt, "positions that are not learnt have no logits"
+    log_probs.sum().backward()
+    assert len(seen) == 2 * -(-learnt // ROWS)
+    assert all(rows <= ROWS for rows, _ in seen)
+
+
+def test_one_chunk_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    score = head.score
+    monkeypatch.setattr(head, "score", lambda *given: (calls.append(1), score(*given))[1])
+    log_probs, _ = ops.score_answers(made("llama"), batch())
+    log_probs.sum().backward()
+    assert len(calls) == 1
+
+
+@pytest.mark.usefixtures("chunks")
+def test_the_gradient_of_a_16_bit_head_is_rounded_once() -> None:
+    rows, targets = torch.randn(400, 16, dtype=torch.bfloat16), torch.randint(320, (400,))
+    layer = torch.nn.Linear(16, 320, bias=False, dtype=torch.bfloat16)
+    HeadInput(layer, rows[None], ()).scores(rows, targets).log_probs.sum().backward()
+    exact = torch.nn.Linear(16, 320, bias=False)
+    exact.weight.data = layer.weight.data.float()
+    logits = exact(rows.float()).bfloat16().float()
+    (logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)).sum().backward()
+    assert layer.weight.grad is not None
+    assert exact.weight.grad is not None
+    error = (layer.weight.grad.float() - exact.weight.grad).norm() / exact.weight.grad.norm()
+    assert float(error) < 3e-3, "80 chunks, added up in bf16, are 1e-2 away"
+
+
+@pytest.mark.usefixtures("chunks")
+def test_no_row_at_all_and_no_gradient() -> None:
+    model, given = made("llama"), batch()
+    nothing = Batch(
+        tensors={**given.tensors, "learnt": torch.zeros_like(given.tensors["learnt"])}, weight=0.0, samples=()
+    )
+    log_probs, right = ops.score_answers(model, nothing)
+    log_probs.sum().backward()
+    assert not log_probs.any()
+    assert not right.any()
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+    with torch.no_grad():
+        assert torch.allclose(ops.score_answers(model, given)[0], plainly(model, given)[0], atol=2e-6)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("frozen", ["head", "all but the head"])
+def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
+    model, given = made("llama"), batch()
+    for parameter in model.parameters():
+        parameter.requires_grad_(frozen == "head")
+    model.lm_head.weight.requires_grad_(frozen != "head")
+    wanted = gradients(model, plainly(model, given)[0])
+    assert distance(gradients(model, ops.score_answers(model, given)[0]), wanted) <= 1e-6
+
+
+def test_positions_counted_on_the_host_are_those_of_the_mask() -> None:
+    given = batch()
+    positions = loss_positions(given.tensors["learnt"], 26)
+    counted = given.plus({"loss_positions": positions})
+    model = made("llama")
+    assert torch.equal(ops.score_answers(model, given)[0], ops.score_answers(model, counted)[0])
+    assert len(positions) == int(given.tensors["learnt"].sum())
+
+
+class Odd(torch.nn.Module):
+    """A model that forbids a token after its head, as Chameleon does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lm_head, self.calls = torch.nn.Embedding(320, 8), torch.nn.Linear(8, 320, bias=False), 0
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.lm_head
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        self.calls += 1
+        logits = self.lm_head(self.embed(input_ids))
+        logits[..., 3] = -100.0
+        return SimpleNamespace(logits=logits)
+
+
+def test_a_model_that_changes_its_logits_otherwise_keeps_its_own_way() -> None:
+    model, given = Odd(), batch()
+    for calls in (2, 3):  # once more, and never again
+        log_probs, right = ops.score_answers(model, given)
+        wanted, hits = plainly(model, given)
+        model.calls -= 1
+        assert torch.allclose(log_probs, wanted, atol=2e-6)
+        assert torch.equal(right, hits)
+        assert model.calls == calls
+
+
+def test_a_model_is_whole_again_whatever_happens() -> None:
+    model = made("llama")
+    layer = model.lm_head
+    with pytest.raises(KeyError):
+        head_input(model, lambda: {}["no logits"])
+    assert model.lm_head is layer
+    found = head_input(model, lambda: model(torch.randint(320, (1, 4))).logits)
+    assert isinstance(found, HeadInput)
+    with pytest.raises(RuntimeError):
+        found.scores(torch.randn(2, 32), torch.tensor([1, 2]).float())
+    assert "forward" not in vars(layer)
+
+
+def test_logits_that_no_head_made_are_taken_as_they_are() -> None:
+    model = made("llama")
+    logits = torch.randn(1, 4, 320)
+    assert head_input(model, lambda: logits) is logits
+    assert head_input(torch.nn.Linear(2, 2), lambda: logits) is logits
+    assert model not in head._INSEPARABLE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -69,8 +69,8 @@ class StepResult:
     """Sum of the loss over this rank's micro-batches; scalar, detached, on the device."""
     weight: float
     """Units this rank's loss sums over."""
-    metrics: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """Name -> (sum, weight), both scalar and on the device, of this rank."""
+    metrics: Mapping[str, tuple[torch.Tensor, torch.Tensor | float]] = field(default_factory=dict)
+    """Name -> (sum, weight) of this rank: scalar tensors on the device, or a weight that the host knows."""
     samples: int = 0
     """Samples this rank took, fillers not counted."""
     tokens: int = 0
@@ -82,3 +82,12 @@ class StepResult:
     """Where it was left out: ids of the samples with a loss that is not finite, else of the whole step."""
     loss_is_finite: bool = True
     """False where a loss itself was not finite, not only a gradient (fp16 searches its loss scale that way)."""
+
+
+def on_host(values: Sequence[torch.Tensor | float]) -> list[float]:
+    """The values as numbers; all tensors in one copy, which waits for their device."""
+    import torch
+
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    copied = iter(torch.stack([one.detach().double() for one in tensors]).tolist() if tensors else ())
+    return [next(copied) if isinstance(value, torch.Tensor) else float(value) for value in values]

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from dstrain.batch import StepResult
+from dstrain.batch import StepResult, on_host
 from dstrain.world import World
 
 
@@ -69,9 +68,9 @@ class Meter:
 class _Sums:
     """What came in since the last drain, on this rank."""
 
-    loss: Tensor | None = None
+    loss: Tensor | float | None = None
     weight: float = 0.0
-    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    metrics: dict[str, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
     samples: int = 0
     tokens: int = 0
     steps: int = 0
@@ -80,10 +79,10 @@ class _Sums:
 
     def add(self, result: StepResult) -> None:
         if result.applied:  # a step left out has no part in the means
-            self.loss = _plus(self.loss, result.loss)
+            self.loss = _plus(0.0 if self.loss is None else self.loss, result.loss)
             self.weight += result.weight
             for name, (total, weight) in result.metrics.items():
-                before = self.metrics.get(name, (None, None))
+                before = self.metrics.get(name, (0.0, 0.0))
                 self.metrics[name] = _plus(before[0], total), _plus(before[1], weight)
         self.samples += result.samples
         self.tokens += result.tokens
@@ -95,12 +94,10 @@ class _Sums:
         """Samples, tokens, loss, its weight, and the pair of each name; one copy, which waits for the device."""
         if self.loss is None:
             return [float(self.samples), float(self.tokens), 0.0, 0.0, *[0.0] * (2 * len(names))]
-        zero = torch.zeros_like(self.loss)
-        pairs = [value for name in names for value in self.metrics.get(name, (zero, zero))]
-        loss, *rest = torch.stack([self.loss, *pairs]).tolist()
-        return [float(self.samples), float(self.tokens), loss, self.weight, *rest]
+        pairs = [value for name in names for value in self.metrics.get(name, (0.0, 0.0))]
+        return [float(self.samples), float(self.tokens), *on_host([self.loss, self.weight, *pairs])]
 
 
-def _plus(total: Tensor | None, more: Tensor) -> Tensor:
-    more = more.detach().double()  # many small sums would drown in a large one of 32 bits
-    return more if total is None else total + more
+def _plus(total: Tensor | float, more: Tensor | float) -> Tensor | float:
+    """The sum in 64 bits: many small sums would drown in a large one of 32."""
+    return total + (more.detach().double() if isinstance(more, Tensor) else more)

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from dstrain.batch import Batch, StepResult
+from dstrain.batch import Batch, StepResult, on_host
 from dstrain.models.lora import adapters_disabled
 from dstrain.tasks import Task
 from dstrain.world import World
 
-Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
+Metrics = dict[str, tuple[torch.Tensor, torch.Tensor | float]]
+"""Name -> (sum, weight). A weight that the host knows stays a number: a copy of it to a GPU would wait for the GPU."""
 
 
 class Reference(torch.nn.Module):
@@ -78,16 +79,17 @@ def _share(batch: Batch) -> float:
 
 def _weighed(sums: Mapping[str, Any], batch: Batch) -> Metrics:
     """Every sum with its weight, the batch's where it has none of its own."""
-    found, share = {}, _share(batch)
+    found: Metrics = {}
+    share = _share(batch)
     for name, value in sums.items():
         total, weight = value if isinstance(value, tuple) else (value, batch.weight)
-        weight = torch.as_tensor(weight, dtype=torch.float32, device=total.device)
-        found[name] = (total.detach().float() * share, weight.detach() * share)
+        weight = weight.detach().float() if isinstance(weight, torch.Tensor) else float(weight)
+        found[name] = (total.detach().float() * share, weight * share)
     return found
 
 
 class Sums:
-    """Adds up what forward passes return, on the device."""
+    """Adds up what forward passes return: tensors on their device, numbers on the host."""
 
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
@@ -133,8 +135,7 @@ def survey(module: torch.nn.Module, batches: Iterable[Batch], world: World) -> l
         answers, totals = module(batch.to(world.device), survey=True)
         told.append(answers)
         sums.add_metrics(totals)
-    pairs = torch.stack([value for name in sorted(sums.metrics) for value in sums.metrics[name]])
-    of_all = world.sum(pairs.double().tolist())
+    of_all = world.sum(on_host([value for name in sorted(sums.metrics) for value in sums.metrics[name]]))
     means = torch.tensor([total / (weight or 1) for total, weight in zip(of_all[::2], of_all[1::2], strict=True)])
     found = dict(zip(sorted(sums.metrics), means.to(world.device), strict=True))
     return [{**answers, **found} for answers in told]

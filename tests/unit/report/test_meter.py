@@ -106,3 +106,19 @@ def test_adding_keeps_no_graph() -> None:
     loss = torch.ones((), requires_grad=True) * 2
     meter.add(StepResult(loss=loss, weight=1.0, metrics={"x": (loss, loss)}))
     assert meter.drain()["x"] == 1.0
+
+
+def test_weights_that_the_host_knows_stay_there_and_mean_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, copies = [], []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda values: (copies.append(len(values)), tolist(values))[1])
+    for on_device in (True, False):
+        meter = Meter(SoloWorld(), Clock())
+        for total, weight in ((0.1, 3.0), (2e7, 2.0**24), (0.7, 1.0)):
+            seen = torch.tensor(total), torch.tensor(weight) if on_device else weight
+            meter.add(step(total, weight, metrics={"accuracy": seen, "exact": metric(total, 7.0)}))
+        copies.clear()
+        rows.append(meter.drain())
+        assert len(copies) == 1, "one copy for a drain"
+    assert rows[0] == rows[1]
+    assert copies == [4], "the loss, a sum, and another with its weight"

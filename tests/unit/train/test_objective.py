@@ -1,0 +1,53 @@
+"""What a forward pass leaves: sums with their weights, and nothing that makes the host wait for the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dstrain.batch import Batch
+from dstrain.config.schema import RunConfig
+from dstrain.data.loader import make_batch
+from dstrain.tasks import find_task, make_task
+from dstrain.train.build import build_objective
+from dstrain.train.objective import Sums, _weighed
+
+
+@pytest.mark.parametrize("name", ["sft", "rm", "dpo", "kto"])
+def test_no_number_of_the_host_is_copied_to_the_device(name: str, tmp_path: Path) -> None:
+    """A copy of a number from ordinary memory waits for all work that a GPU was given before."""
+    task = make_task(RunConfig.model_validate(find_task(name).tiny(tmp_path)))
+    batch = make_batch(task.examples("train"), task.collate, [0, 1, 2], 0)
+    objective = build_objective(task)
+    if task.surveys:
+        answers, totals = objective(batch, survey=True)
+        batch = batch.plus({**answers, **{key: total / weight for key, (total, weight) in totals.items()}})
+    made: list[Any] = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function in (torch.as_tensor, torch.tensor):
+                made.append(args)
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        _, metrics = objective(batch)
+        sums = Sums()
+        sums.add(torch.zeros(()), metrics)
+        sums.add(torch.zeros(()), metrics)
+    assert made == []
+    own = [weight for _, weight in sums.metrics.values() if not isinstance(weight, torch.Tensor)]
+    assert own == [2 * batch.weight] * len(own)
+    assert own
+
+
+def test_a_filler_weighs_nothing_on_the_host_and_on_the_device() -> None:
+    batch = Batch(tensors={}, weight=2.0, samples=(1,))
+    found = {"a": torch.tensor(3.0), "b": (torch.tensor(1), torch.tensor(4)), "c": (torch.tensor(5.0), 6.0)}
+    assert {k: [float(one) for one in pair] for k, pair in _weighed(found, batch).items()} == {
+        "a": [3.0, 2.0], "b": [1.0, 4.0], "c": [5.0, 6.0],
+    }  # fmt: skip
+    assert not any(float(one) for pair in _weighed(found, batch.as_filler()).values() for one in pair)

@@ -16,6 +16,7 @@ from dstrain.batch import Batch
 from dstrain.data.collate import loss_positions
 from dstrain.data.sight import KINDS
 from dstrain.models.head import head_input, rows_per_chunk, score
+from dstrain.models.attention_mask import needs_mask
 
 
 def bradley_terry(
@@ -151,9 +152,9 @@ def ask(model: torch.nn.Module, batch: Batch, **settings: Any) -> torch.Tensor:
 
 
 def _outputs(model: torch.nn.Module, batch: Batch, **settings: Any) -> Any:
-    """What the model returns for the batch's rows and its blank ones."""
-    ids, mask = batch.tensors["input_ids"], batch.tensors["attention_mask"]
-    return model(input_ids=ids, attention_mask=mask, **inputs_of_images(model, batch), **settings)
+    """What the model returns for the batch's rows and its blank ones, all padded on the right."""
+    mask = {"attention_mask": batch.tensors["attention_mask"]} if needs_mask(unwrapped(model)) else {}
+    return model(input_ids=batch.tensors["input_ids"], **mask, **inputs_of_images(model, batch), **settings)
 
 
 def inputs_of_images(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:

@@ -27,5 +27,5 @@ def needs_mask(model: torch.nn.Module) -> bool:
     config = getattr(model, "config", None)
     of_transformers = type(model).__module__.startswith("transformers.")  # and not Python that came with the weights
     known = of_transformers and getattr(config, "model_type", None) in NEED_NO_MASK
-    both_ways = getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", True) is False
+    both_ways = getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True)
     return not known or bool(both_ways)

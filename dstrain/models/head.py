@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -10,6 +10,8 @@ from weakref import WeakSet
 
 import torch
 from torch.utils.checkpoint import get_device_states, set_device_states
+
+from dstrain.models.tap import Placeholder, Tap
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
 """Size of the fp32 logits that are held at once. Each chunk costs the host of a GPU about 0.4 ms: fewer are made there."""
@@ -77,9 +79,9 @@ def head_input(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> H
         return forward()
     with _replaced(model, head) as tap:
         logits = forward()
-    if isinstance(logits, _Placeholder) and tap.repeatable and len(tap.taken) == 1:
+    if isinstance(logits, Placeholder) and logits.newest and tap.repeatable and len(tap.taken) == 1:
         return HeadInput(head, tap.taken[0], tuple(tap.steps))
-    if not tap.taken and not isinstance(logits, _Placeholder):
+    if not tap.taken and not isinstance(logits, Placeholder):
         return logits
     _INSEPARABLE.add(model)
     return forward()
@@ -103,9 +105,9 @@ def _separable(model: torch.nn.Module) -> torch.nn.Module | None:
 
 
 @contextmanager
-def _replaced(model: torch.nn.Module, head: torch.nn.Module) -> Iterator[_Tap]:
+def _replaced(model: torch.nn.Module, head: torch.nn.Module) -> Iterator[Tap]:
     """Inside, a tap stands wherever the model holds its head."""
-    tap = _Tap(head)
+    tap = Tap(head)
     places = _places(model, head)
     try:
         for part, name in places:
@@ -133,73 +135,6 @@ def _forward_is(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterato
     finally:
         del own["forward"]
         own.update(before)
-
-
-class _Tap(torch.nn.Module):
-    """Takes the hidden states in the place of a head, and records what becomes of the logits."""
-
-    def __init__(self, head: torch.nn.Module) -> None:
-        super().__init__()
-        vars(self).update(head=head, taken=[], steps=[], repeatable=True)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["head"], name)  # a model may ask for its head's weight, or the weight's dtype
-
-    def forward(self, states: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
-        self.taken.append(states)
-        vars(self)["repeatable"] &= states.dim() == 3 and not more and not named
-        return _Placeholder.of(states.detach().new_zeros(1, 1, self.head.out_features), self)
-
-
-class _Placeholder(torch.Tensor):
-    """(1, 1, V) zeros in the place of logits. What functions do with it is recorded by its tap."""
-
-    tap: _Tap
-
-    @staticmethod
-    def of(values: torch.Tensor, tap: _Tap) -> _Placeholder:
-        made = values.as_subclass(_Placeholder)
-        made.tap = tap
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            result = function(*args, **kwargs)
-        if isinstance(result, bool | int | torch.Size | torch.dtype | torch.device):
-            return result
-        tap = next((arg.tap for arg in [*args, *kwargs.values()] if isinstance(arg, _Placeholder)), None)
-        if tap is None:  # inside a list, say: what becomes of it has lost the placeholder, and is told by that
-            return result
-        if function is not torch.Tensor.detach:  # by DeepSpeed, of what a module returns
-            _record(tap, function, args, kwargs)
-        return _Placeholder.of(result, tap) if isinstance(result, torch.Tensor) else result
-
-
-_POINTWISE = frozenset(
-    {torch.tanh, torch.mul, torch.div, torch.Tensor.tanh, torch.Tensor.mul, torch.Tensor.mul_, torch.Tensor.__mul__,
-     torch.Tensor.__rmul__, torch.Tensor.__imul__, torch.Tensor.div, torch.Tensor.div_, torch.Tensor.__truediv__,
-     torch.Tensor.__itruediv__, torch.Tensor.float, torch.Tensor.to, torch.Tensor.contiguous}
-)  # fmt: skip
-"""Functions that do the same to logits (N, V) as to logits (B, K, V), given numbers and types beside them."""
-
-
-def _record(tap: _Tap, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> None:
-    first, *rest = args or [None]
-    plain = all(isinstance(arg, int | float | torch.dtype | torch.device) for arg in [*rest, *kwargs.values()])
-    cut = function is torch.Tensor.__getitem__ and _of_vocabulary(*rest)
-    if not isinstance(first, _Placeholder) or not ((function in _POINTWISE and plain) or cut):
-        vars(tap)["repeatable"] = False
-        return
-    tap.steps.append(lambda logits: function(logits, *rest, **kwargs))
-
-
-def _of_vocabulary(index: Any) -> bool:
-    """Whether an index is `[..., a:b]`."""
-    return isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice)
 
 
 def _in_chunks(

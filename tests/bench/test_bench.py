@@ -19,6 +19,8 @@ TINY: dict[str, dict[str, Any]] = {
     "counting": {"rounds": 2, "calls": 3},
     "seeing": {"shape": "tiny", "rounds": 2, "length": 24, "micro": 2},
     "padding": {"shape": "tiny", "rounds": 1, "length": 64, "micro": 2, "total": 8},
+    "head": {"vocabulary": 400, "hidden": 16, "length": 24, "micro": 2, "rounds": 2},
+    "attention_mask": {"hidden": 16, "length": 24, "micro": 2, "rounds": 2},
     "images": {"photos": 2, "width": 64, "height": 48, "side": 28, "micro": 2, "rounds": 2},
 }
 ROWS = {
@@ -29,6 +31,8 @@ ROWS = {
     "counting": ["plain", "counted"],
     "seeing": ["every token", "answers", "checkpointing"],
     "padding": ["as they come", "sorted"],
+    "head": ["all logits", "chunks"],
+    "attention_mask": ["a mask", "no mask"],
     "images": ["files", "copies"],
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,25 +196,48 @@ def test_positions_counted_on_the_host_are_those_of_the_mask() -> None:
     assert len(positions) == int(given.tensors["learnt"].sum())
 
 
-class Odd(torch.nn.Module):
-    """A model that forbids a token after its head, as Chameleon does."""
+def forbid(logits: torch.Tensor) -> torch.Tensor:
+    logits[..., 3] = -100.0
+    return logits
 
-    def __init__(self) -> None:
+
+def scale_beside(logits: torch.Tensor) -> torch.Tensor:
+    logits * 3.0
+    return logits
+
+
+ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a token is forbidden, as Chameleon does": forbid,
+    "what is computed is not what is returned": scale_beside,
+    "of two results, the sum": lambda logits: logits * 2.0 + logits,
+    "something is added for each token": lambda logits: logits + torch.arange(320),
+    "joined with others": lambda logits: torch.cat([logits, logits * 2.0])[: len(logits)],
+    "a mean is taken away": lambda logits: logits - logits.mean(-1, keepdim=True),
+    "scaled by a tensor": lambda logits: logits * torch.linspace(1, 2, 320),
+    "in other dimensions": lambda logits: logits.flatten(0, 1).unflatten(0, (3, -1)),
+    "by its values": lambda logits: logits * 2.0 if logits.max() > 0 else logits,
+}
+
+
+class Odd(torch.nn.Module):
+    """A model that does something to its logits."""
+
+    def __init__(self, changed: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.embed, self.lm_head, self.calls = torch.nn.Embedding(320, 8), torch.nn.Linear(8, 320, bias=False), 0
+        self.changed = changed
 
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.lm_head
 
     def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
         self.calls += 1
-        logits = self.lm_head(self.embed(input_ids))
-        logits[..., 3] = -100.0
-        return SimpleNamespace(logits=logits)
+        return SimpleNamespace(logits=self.changed(self.lm_head(self.embed(input_ids))))
 
 
-def test_a_model_that_changes_its_logits_otherwise_keeps_its_own_way() -> None:
-    model, given = Odd(), batch()
+@pytest.mark.parametrize("kind", ODD)
+def test_a_model_that_changes_its_logits_otherwise_keeps_its_own_way(kind: str) -> None:
+    model, given = Odd(ODD[kind]), batch()
     for calls in (2, 3):  # once more, and never again
         log_probs, right = ops.score_answers(model, given)
         wanted, hits = plainly(model, given)
@@ -221,6 +245,21 @@ def test_a_model_that_changes_its_logits_otherwise_keeps_its_own_way() -> None:
         assert torch.allclose(log_probs, wanted, atol=2e-6)
         assert torch.equal(right, hits)
         assert model.calls == calls
+
+
+def test_other_changes_are_made_chunk_by_chunk() -> None:
+    changes: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda logits: 2 * logits.float() / 3,
+        lambda logits: torch.tanh(logits).mul_(4.0).to(torch.float64),
+        lambda logits: logits[..., :310].contiguous() if logits.shape[-1] > 310 else logits,
+    ]
+    for changed in changes:
+        model, given = Odd(changed), batch()
+        ids = given.tensors["input_ids"].clamp(max=309)
+        given = given.plus({"input_ids": ids})
+        log_probs, _ = ops.score_answers(model, given)
+        assert model.calls == 1
+        assert torch.allclose(log_probs.float(), plainly(model, given)[0].float(), atol=2e-6)
 
 
 def test_a_model_is_whole_again_whatever_happens() -> None:

@@ -69,26 +69,25 @@ class HeadInput:
 def head_input(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> HeadInput | torch.Tensor:
     """What `forward` gives to the head of `model`; its logits (B, K, V) where the head cannot be run apart.
 
-    `forward` calls the model and returns the logits. During the call the head is replaced by a module that takes the
-    hidden states and returns a placeholder, which records what the model does with logits. Operations other than
-    scaling, tanh, casts and a cut of the vocabulary are not repeated on chunks: then the model is called again with its
-    own head, once, and always called so from then on. This depends on the model alone: all ranks decide alike.
+    `forward` calls the model and returns the logits. During the call a tap stands for the head. Where the model changes its
+    logits in place, it is called again with its own head, once, and so from then on. All this depends on the model alone:
+    ranks decide alike.
     """
     head = _separable(model)
     if head is None:
         return forward()
     with _replaced(model, head) as tap:
         logits = forward()
-    if isinstance(logits, Placeholder) and logits.newest and tap.repeatable and len(tap.taken) == 1:
-        return HeadInput(head, tap.taken[0], tuple(tap.steps))
-    if not tap.taken and not isinstance(logits, Placeholder):
+    if not isinstance(logits, Placeholder):
         return logits
+    if not tap.asked and hasattr(logits, "steps"):
+        return HeadInput(head, logits.states, logits.steps)
     _INSEPARABLE.add(model)
     return forward()
 
 
 _INSEPARABLE: WeakSet[torch.nn.Module] = WeakSet()
-"""Models whose logits pass through operations that are not repeated on chunks."""
+"""Models that change their logits in place, or may have."""
 
 
 def _separable(model: torch.nn.Module) -> torch.nn.Module | None:

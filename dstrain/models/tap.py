@@ -6,78 +6,100 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
+
+Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Tap(torch.nn.Module):
-    """Takes the hidden states in the place of a head, and records what becomes of the logits."""
+    """Returns a placeholder for logits, and calls the head only where that does not do."""
 
     def __init__(self, head: torch.nn.Module) -> None:
         super().__init__()
-        vars(self).update(head=head, taken=[], steps=[], repeatable=True)
+        vars(self).update(head=head, asked=False)
+
+    asked: bool
+    """Whether the head was called: something was done with logits that is not repeated on chunks."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["head"], name)  # a model may ask for its head's weight, or the weight's dtype
 
     def forward(self, states: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
-        self.taken.append(states)
-        vars(self)["repeatable"] &= states.dim() == 3 and not more and not named
-        return Placeholder.of(states.detach().new_zeros(1, 1, self.head.out_features), self)
+        if states.dim() != 3 or more or named:
+            vars(self)["asked"] = True
+            return self.head(states, *more, **named)
+        return Placeholder.of(states.detach().new_zeros(1, 1, self.head.out_features), self, states, ())
+
+    def logits(self, states: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
+        """(B, K, V), made by the head."""
+        vars(self)["asked"] = True
+        found = self.head(states)
+        for step in steps:
+            found = step(found)
+        return found
 
 
 class Placeholder(torch.Tensor):
-    """(1, 1, V) zeros in the place of logits. What functions do with it is recorded by its tap."""
+    """(B, K, V) in the place of logits, without their memory: the head's of `states`, and then `steps`.
+
+    Scaling, tanh, casts and a cut of the vocabulary are recorded as steps. For any other function the head is called, and
+    the function gets the logits.
+    """
 
     tap: Tap
-    steps: int
-    """How many steps its tap had recorded when it was made."""
+    states: torch.Tensor
+    steps: tuple[Step, ...]
+    row: torch.Tensor
+    """(1, 1, V) zeros, of the dtype that the logits would have."""
 
     @staticmethod
-    def of(values: torch.Tensor, tap: Tap) -> Placeholder:
-        made = values.as_subclass(Placeholder)
-        made.tap, made.steps = tap, len(tap.steps)
+    def of(row: torch.Tensor, tap: Tap, states: torch.Tensor, steps: tuple[Step, ...]) -> Placeholder:
+        made = row.expand(*states.shape[:2], -1).as_subclass(Placeholder)
+        made.tap, made.states, made.steps, made.row = tap, states, steps, row
         return made
-
-    @property
-    def newest(self) -> bool:
-        """Whether the recorded steps led to it, one after another."""
-        return self.steps == len(self.tap.steps)
 
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            result = function(*args, **kwargs)
-        if isinstance(result, bool | int | torch.Size | torch.dtype | torch.device):
-            return result
-        tap = next((arg.tap for arg in [*args, *kwargs.values()] if isinstance(arg, Placeholder)), None)
-        if tap is None:  # inside a list, say: what becomes of it has lost the placeholder, and is told by that
-            return result
-        if function is not torch.Tensor.detach:  # by DeepSpeed, of what a module returns
-            _record(tap, function, args, kwargs)
-        return Placeholder.of(result, tap) if isinstance(result, torch.Tensor) else result
+        first, *rest = args or [None]
+        if function is torch.Tensor.detach:  # DeepSpeed's hooks, of what a module returns
+            return Placeholder.of(first.row, first.tap, first.states, first.steps)
+        if function in _ABOUT or getattr(function, "__name__", "") == "__get__":
+            with torch._C.DisableTorchFunctionSubclass():
+                about = function(*args, **kwargs)
+            if not isinstance(about, torch.Tensor):
+                return about
+        if isinstance(first, Placeholder) and _repeatable(function, rest, kwargs):
+            step = lambda logits: function(logits, *rest, **kwargs)  # noqa: E731
+            return Placeholder.of(step(first.row), first.tap, first.states, (*first.steps, step))
+        return function(*tree_map(_made, tuple(args)), **tree_map(_made, kwargs))
 
 
 _POINTWISE = frozenset(
-    {torch.tanh, torch.mul, torch.div, torch.Tensor.tanh, torch.Tensor.mul, torch.Tensor.mul_, torch.Tensor.__mul__,
-     torch.Tensor.__rmul__, torch.Tensor.__imul__, torch.Tensor.div, torch.Tensor.div_, torch.Tensor.__truediv__,
-     torch.Tensor.__itruediv__, torch.Tensor.float, torch.Tensor.to, torch.Tensor.contiguous}
+    {torch.tanh, torch.mul, torch.div, torch.Tensor.tanh, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__,
+     torch.Tensor.div, torch.Tensor.__truediv__, torch.Tensor.float, torch.Tensor.to, torch.Tensor.contiguous}
 )  # fmt: skip
 """Functions that do the same to logits (N, V) as to logits (B, K, V), given numbers and types beside them."""
+_ABOUT = frozenset({torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.__len__})
+"""Functions of the shape alone."""
 
 
-def _record(tap: Tap, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> None:
-    first, *rest = args or [None]
-    plain = all(isinstance(arg, int | float | torch.dtype | torch.device) for arg in [*rest, *kwargs.values()])
-    cut = function is torch.Tensor.__getitem__ and _of_vocabulary(*rest)
-    known = isinstance(first, Placeholder) and first.newest
-    if not known or not ((function in _POINTWISE and plain) or cut):
-        vars(tap)["repeatable"] = False
-        return
-    tap.steps.append(lambda logits: function(logits, *rest, **kwargs))
+def _repeatable(function: Callable[..., Any], rest: Sequence[Any], kwargs: Any) -> bool:
+    """Whether a function can be called on chunks of logits as it is on all."""
+    if function is torch.Tensor.__getitem__:  # [..., a:b]
+        (index,) = rest
+        return isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice)
+    beside = [*rest, *kwargs.values()]
+    return function in _POINTWISE and all(isinstance(one, int | float | torch.dtype | torch.device) for one in beside)
 
 
-def _of_vocabulary(index: Any) -> bool:
-    """Whether an index is `[..., a:b]`."""
-    return isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice)
+def _made(value: Any) -> Any:
+    """The logits in the place of a placeholder; the same at each call, as they may be changed in place."""
+    if not isinstance(value, Placeholder):
+        return value
+    own = vars(value)
+    if "logits" not in own:
+        own["logits"] = value.tap.logits(value.states, value.steps)
+    return own["logits"]

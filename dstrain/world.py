@@ -36,6 +36,9 @@ class World(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """Every rank's small plain value, by rank, on every rank. Collective."""
 
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's plain value, on every rank; what the others give is not looked at. Collective."""
+
     def apart(self) -> World:
         """The same processes, agreeing over a group of their own: for another thread. Collective."""
 
@@ -62,6 +65,9 @@ class SoloWorld:
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        return value
 
     def apart(self) -> World:
         return self
@@ -99,6 +105,13 @@ class TorchWorld:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def broadcast(self, value: Any) -> Any:
+        import torch.distributed as dist
+
+        values = [value if self.rank == 0 else None]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
 
     def apart(self) -> World:
         return TorchWorld(self.device, self._timeout)

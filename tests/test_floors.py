@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "dstrain"
 FLOORS = (
     ("errors", "units", "shipped", "collectives"),
-    ("batch", "world", "schedule", "config", "preset"),
+    ("batch", "world", "cache", "schedule", "config", "preset"),
     ("data", "models", "report", "planner", "launch"),
     ("tasks",),
     ("train",),
@@ -50,6 +50,7 @@ CONTROL_PLANE = (
     "shipped",
     "batch",
     "world",
+    "cache",
     "collectives",
     "schedule",
     "config",

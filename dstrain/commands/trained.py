@@ -265,7 +265,7 @@ def _check_base(task: Task, info: CheckpointInfo, world: World, coarse: bool) ->
     """Raise CheckpointError where the adapters learnt on other weights than the recipe names now. Collective."""
     from dstrain.models.fingerprint import OTHER_BASE, fingerprint
 
-    base = world.gather(fingerprint(task.recipe.model, task.recipe.seed, coarse) if world.rank == 0 else None)[0]
+    base = world.broadcast(fingerprint(task.recipe.model, task.recipe.seed, coarse) if world.rank == 0 else None)
     if info.record().get("base") != base:
         raise CheckpointError(f"{info.path}: {OTHER_BASE}")
 

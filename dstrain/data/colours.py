@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from dstrain.cache import key_name, write_whole
 from dstrain.data.images import locate_image, read_image
 from dstrain.data.marks import Seen
 from dstrain.data.messages import BadRecord
 from dstrain.data.source import Source
-from dstrain.data.store import key_name
 from dstrain.errors import DataError
 
 Convert = Callable[[dict[str, Any]], Seen[Any]]
@@ -44,10 +43,7 @@ def image_colours(source: Source, convert: Convert, cache: Path, threads: int = 
         )
     mean, std = _spread(counts)
     made = {"mean": mean.round(6).tolist(), "std": std.round(6).tolist()}
-    place.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = place.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(made))
-    unfinished.replace(place)
+    write_whole(place, json.dumps(made))
     return made["mean"], made["std"]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from dstrain.cache import cache_root as cache_root
+from dstrain.cache import key_name as key_name
+from dstrain.cache import partial_path, remove_abandoned
 from dstrain.data.album import FILE as ALBUM
 from dstrain.data.album import Album
 from dstrain.data.columns import ColumnWriter, Example
@@ -135,23 +139,6 @@ def write_store(folder: Path, key: Mapping[str, Any], build: Build) -> None:
         os.fsync(file.fileno())
 
 
-def cache_root() -> Path:
-    """DSTRAIN_CACHE, else dstrain/ in XDG_CACHE_HOME or ~/.cache. Raises DataError where no home folder is known."""
-    own = os.environ.get("DSTRAIN_CACHE")
-    wanted = own or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/dstrain"
-    try:
-        return Path(wanted).expanduser()
-    except RuntimeError as fault:
-        problem = f"the cache's folder {wanted} begins with ~, and no home folder is known"
-        raise DataError(f"{problem}; set DSTRAIN_CACHE to a folder's whole path, or set HOME") from fault
-
-
-def key_name(key: Mapping[str, Any]) -> str:
-    """The name of the subfolder: a hash of the key as canonical JSON."""
-    text = json.dumps(key, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
 def say(line: str) -> None:
     """To stderr, at once: stdout belongs to what was asked for."""
     print(line, file=sys.stderr, flush=True)
@@ -204,19 +191,34 @@ def _whole(place: Path, echo: Callable[[str], None]) -> TokenStore | None:
 
 
 def _build(place: Path, key: Mapping[str, Any], build: Build) -> TokenStore:
-    """Under the lock, so that a partial folder is a dead process's and a damaged one nobody's."""
-    partial = place.with_name(f"{place.name}.partial")
-    for rest in (partial, place):
-        if rest.exists():
-            shutil.rmtree(rest)
+    """Under the lock, which keeps nobody out where it is local to a host (Lustre's localflock, NFS's local_lock): each
+    builder has a folder of its own, and the first to finish gives it the store's name.
+    """
+    remove_abandoned(place)
+    partial = partial_path(place)
     partial.mkdir()
     try:
         write_store(partial, key, build)
-        partial.rename(place)
-    except BaseException:
+        return _publish(partial, place)
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return TokenStore(place)
+
+
+def _publish(partial: Path, place: Path) -> TokenStore:
+    """The store under its name: this one, or the whole one of a process that was sooner. What is damaged there is removed."""
+    while True:
+        try:
+            partial.rename(place)
+            return TokenStore(place)
+        except OSError as fault:
+            if fault.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        if (store := _whole(place, lambda line: None)) is not None:
+            return store
+        aside = partial_path(place)
+        with contextlib.suppress(FileNotFoundError):  # someone else took it away
+            place.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _read_owner(owner: Path) -> str:

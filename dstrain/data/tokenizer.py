@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dstrain.cache import key_name, partial_path
 from dstrain.config.rules import SMALLEST_VOCABULARY
 from dstrain.data.formats import BadRecord
 from dstrain.data.source import Source
-from dstrain.data.store import key_name
 from dstrain.data.text import Alphabet, train_tokenizer
 from dstrain.errors import DataError
 
@@ -39,7 +38,7 @@ def trained_tokenizer(
     key |= {} if alphabet == "bytes" else {"alphabet": alphabet}
     place = cache / "tokenizers" / key_name(key)
     if not place.is_dir():
-        partial = place.with_name(f"{place.name}.{os.getpid()}.partial")
+        partial = partial_path(place)
         train_tokenizer(_texts(source, texts), vocab_size, alphabet).save_pretrained(str(partial))
         try:
             partial.rename(place)

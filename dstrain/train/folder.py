@@ -138,7 +138,7 @@ def check_writable(run_dir: Path) -> None:
     """Raise where the run folder cannot be made or written to."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        probe = run_dir / f".probe-{os.getpid()}"
+        probe = run_dir / f".probe-{secrets.token_hex(8)}"  # processes of two hosts may have the same id
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
@@ -147,7 +147,7 @@ def check_writable(run_dir: Path) -> None:
 
 def check_shared(run_dir: Path, world: World) -> None:
     """Raise UsageError where not every process sees the same run folder. Collective."""
-    token = run_dir / f".shared-{world.gather(secrets.token_hex(8))[0]}"
+    token = run_dir / f".shared-{world.broadcast(secrets.token_hex(8))}"
     if world.rank == 0:
         token.write_bytes(b"")
     world.barrier()

@@ -17,10 +17,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from dstrain.cache import cache_root, key_name, partial_path, write_whole
 from dstrain.data.examples import Examples
 from dstrain.data.loader import read_shares
 from dstrain.data.plan import by_length, deal
-from dstrain.data.store import TokenStore, cache_root, key_name
+from dstrain.data.store import TokenStore
 from dstrain.errors import DataError, TaskError
 from dstrain.models.fingerprint import fingerprint
 from dstrain.models.sharded import sharded, sharded_construction
@@ -58,7 +59,7 @@ def add_references(asking: Asking, splits: Sequence[Sequence[Any] | None]) -> li
     if wrong:
         raise TaskError(f"a cached reference needs examples from a token store, and these are {wrong[0]}")
     stores = {split.store.folder: split.store for split in cast("Sequence[Examples]", splits) if split is not None}
-    weights = asking.world.gather(_weights(asking.task) if asking.world.rank == 0 else None)[0]
+    weights = asking.world.broadcast(_weights(asking.task) if asking.world.rank == 0 else None)
     engine = _LateEngine(asking)
     columns = {folder: _columns(asking, store, weights, engine) for folder, store in stores.items()}
     engine.drop()
@@ -96,7 +97,7 @@ def _columns(asking: Asking, store: TokenStore, weights: str, engine: _LateEngin
     world, key = asking.world, reference_key(asking, store, weights)
     place = cache_root() / "references" / key_name(key)
     starts = range(0, len(store), ROWS)
-    kept = world.gather([_read(place, start, store) for start in starts] if world.rank == 0 else None)[0]
+    kept = world.broadcast([_read(place, start, store) for start in starts] if world.rank == 0 else None)
     missing = sum(part is None for part in kept)
     if missing and world.rank == 0:
         print(f"reference: {missing * ROWS if missing < len(starts) else len(store)} samples to ask for", flush=True)
@@ -170,14 +171,14 @@ def _read(place: Path, start: int, store: TokenStore) -> Columns | None:
 
 def _write(place: Path, start: int, columns: Columns, key: Mapping[str, Any]) -> None:
     """Whole or not at all. Raises DataError where the cache cannot be written."""
-    partial = place / f".rows-{start:08d}.{os.getpid()}"
+    final = place / f"rows-{start:08d}.npz"
+    partial = partial_path(final)
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "key.json").write_text(json.dumps(key, indent=1), encoding="utf-8")
+        write_whole(place / "key.json", json.dumps(key, indent=1))
         with partial.open("wb") as file:
             np.savez(file, **columns)  # type: ignore[arg-type]  # its stub takes a column for a flag
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, place / f"rows-{start:08d}.npz")
+        os.replace(partial, final)
     except OSError as error:
         raise DataError(f"{place} cannot be written ({error.strerror}); set DSTRAIN_CACHE to another folder") from error

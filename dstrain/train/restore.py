@@ -48,10 +48,10 @@ def _fill_shards(tensors: Mapping[str, torch.Tensor], stored: StoredState | None
             faults.append(str(error))
             return None
 
-    for name in world.gather([*stored.shapes] if stored else None)[0]:
+    for name in world.broadcast([*stored.shapes] if stored else None):
         values, tensor = read(name), tensors[name]
         if not hasattr(tensor, "ds_id"):  # a buffer, or an adapter: whole on every rank, and small
-            values = world.gather(values)[0]
+            values = world.broadcast(values)
         fill(tensor, None if values is None else partial(_same, values))
     with together(world):
         if faults:

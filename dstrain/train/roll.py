@@ -49,7 +49,7 @@ class RollCall:
             with contextlib.suppress(OSError):
                 self._clear()
                 self._folder.joinpath(f"roll-{token}").write_bytes(b"")
-        self._token = str(world.gather(token)[0])
+        self._token = str(world.broadcast(token))
         self._roll = self._folder / f"roll-{self._token}"
         own = (socket.gethostname(), _place(), os.getpid())
         self._ranks = {self.rank: Word(rank=self.rank, host=own[0], place=own[1], pid=own[2])}

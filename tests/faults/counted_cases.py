@@ -36,6 +36,15 @@ def step(kind: str, changes: dict[str, Any] | None = None) -> dict[str, Any]:
     }
 
 
+def broadcast() -> dict[str, Any]:
+    """What each rank has of rank 0's value, and the names of the collectives that took."""
+    ranks = world()
+    before = {name: line["entered"] for name, line in LEDGER.told().items()}
+    got = ranks.broadcast({"of": 0, "rows": list(range(1000))} if ranks.rank == 0 else object())
+    new = {name: line for name, line in LEDGER.told().items() if line["entered"] > before.get(name, 0)}
+    return {"got": got, "names": [line["names"][-1] for line in new.values()], "in": [*new.values()][0]["entered"]}
+
+
 def _sequence(name: str) -> int:
     return int(c10d._resolve_process_group(name)._get_sequence_number_for_group())
 

@@ -21,6 +21,14 @@ def test_what_deepspeed_calls_is_what_is_counted(kind: str, two: Workers) -> Non
     assert not any(told[0]["inside"])
 
 
+def test_a_broadcast_gives_rank_0s_value_to_all_and_is_counted_once(two: Workers) -> None:
+    """What the others give is never sent: it need not even be picklable."""
+    told = two("tests.faults.counted_cases:broadcast")
+    assert told[0] == told[1]
+    assert told[0]["got"] == {"of": 0, "rows": list(range(1000))}
+    assert told[0]["names"] == ["broadcast_object_list"]
+
+
 @pytest.mark.parametrize("kind", ["zero3", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_every_group_gets_the_timeout_when_it_is_made(kind: str, two: Workers) -> None:
     """DeepSpeed's clone of the world, which it makes without one, and one made later."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dstrain.cache import partial_path, remove_abandoned
 from dstrain.config import RunConfig
 from dstrain.data.checking import check_file
 from dstrain.data.formats import BadRecord, read_preference
@@ -141,14 +142,63 @@ def test_who_waits_says_for_whom_and_how_long(tmp_path):
 
 def test_a_builder_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path):
     first = child(tmp_path, 30.0)
-    wait_for(tmp_path / f"{key_name({'what': 'race'})}.partial")
     wait_for(tmp_path / "built")
+    assert [path.name.split(".")[0] for path in tmp_path.glob("*.partial")] == [key_name({"what": "race"})]
     first.send_signal(signal.SIGKILL)
     first.wait(timeout=10)
     first.communicate()
     out, _ = child(tmp_path, 0.0).communicate(timeout=30)
     assert out == "2 [3] False\n"
     assert (tmp_path / "built").read_text() == "xx"
+    assert not list(tmp_path.glob("*.partial"))
+
+
+WITHOUT_LOCK = """
+import filelock, contextlib
+class Local:
+    "A lock of another host's: it keeps nobody out."
+    def __init__(self, path): pass
+    def acquire(self, **options): pass
+    def release(self): pass
+filelock.FileLock = Local
+"""
+
+
+def test_where_the_lock_keeps_nobody_out_each_builds_and_all_take_the_first(tmp_path):
+    command = [sys.executable, "-c", WITHOUT_LOCK + CHILD, str(tmp_path), "0.8"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    racers = [subprocess.Popen(command, text=True, **pipes) for _ in range(3)]
+    assert [racer.communicate(timeout=30) for racer in racers] == [("2 [3] False\n", "")] * 3
+    assert (tmp_path / "built").read_text() == "xxx"
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [key_name({"what": "race"})]
+
+
+def test_partial_folders_of_the_dead_are_removed_and_of_the_living_left(tmp_path):
+    place = tmp_path / key_name(KEY)
+    mine, dead = partial_path(place), subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    gone, far, old = (
+        mine.with_name(mine.name.replace(f"-{os.getpid()}-", f"-{dead.pid}-")),
+        place.with_name(f"{place.name}.{'0' * 12}-{dead.pid}-01234567.partial"),
+        place.with_name(f"{place.name}.partial"),  # as an earlier version named it
+    )
+    for folder in (mine, gone, far, old):
+        folder.mkdir()
+        (folder / "ids.npy").write_bytes(b"")
+    for path in (old / "ids.npy", old):
+        os.utime(path, (0, time.time() - 25 * 3600))
+    remove_abandoned(place)
+    assert [folder.is_dir() for folder in (mine, gone, far, old)] == [True, False, True, False]
+
+
+def test_a_store_that_another_process_finished_first_is_taken(tmp_path):
+    def slow(report):
+        yield rows(3)
+        cached_elsewhere = tmp_path / "elsewhere"
+        cached_store(cached_elsewhere, KEY, build).folder.rename(tmp_path / key_name(KEY))
+        yield rows(2, 3)
+
+    assert len(cached_store(tmp_path, KEY, slow)) == 7
     assert not list(tmp_path.glob("*.partial"))
 
 

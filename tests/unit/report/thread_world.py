@@ -34,6 +34,9 @@ class ThreadWorld:
         self.barrier()
         return values
 
+    def broadcast(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
 
 def on_ranks(size: int, act: Callable[[ThreadWorld], T]) -> list[T | Exception]:
     """What `act` returned or raised on each rank."""

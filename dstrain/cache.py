@@ -1,0 +1,146 @@
+"""What is kept between starts: the folder it lies in, names that no other process writes to, and hashes of files.
+
+DSTRAIN_CACHE/digests/ab/abcd….json    what was found in one file, and the state of the file it was found in
+PLACE.HOST-PID-TOKEN.partial           PLACE while a process builds it; the first to finish renames its own
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dstrain.errors import DataError
+
+SETTLED_NS = 2_000_000_000
+"""A file that changed less than this before it was read may change again within one tick of its file system's clock."""
+ABANDONED_SECONDS = 24 * 3600.0
+"""A partial folder of another host in which nothing was written for so long is taken for a dead process's."""
+_OWNER = re.compile(r"\.([0-9a-f]{12})-(\d+)-[0-9a-f]{8}\.partial$")
+
+
+def cache_root() -> Path:
+    """DSTRAIN_CACHE, else dstrain/ in XDG_CACHE_HOME or ~/.cache. Raises DataError where no home folder is known."""
+    own = os.environ.get("DSTRAIN_CACHE")
+    wanted = own or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/dstrain"
+    try:
+        return Path(wanted).expanduser()
+    except RuntimeError as fault:
+        problem = f"the cache's folder {wanted} begins with ~, and no home folder is known"
+        raise DataError(f"{problem}; set DSTRAIN_CACHE to a folder's whole path, or set HOME") from fault
+
+
+def key_name(key: Mapping[str, Any]) -> str:
+    """The name of the subfolder: a hash of the key as canonical JSON."""
+    text = json.dumps(key, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@cache
+def _host() -> str:
+    """This host and pid namespace, where a pid means something."""
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        namespace = 0
+    return hashlib.sha256(f"{socket.gethostname()} {namespace}".encode()).hexdigest()[:12]
+
+
+def partial_path(place: Path) -> Path:
+    """A path beside `place`, on the same file system, that nobody else writes to, on this host or another."""
+    return place.with_name(f"{place.name}.{_host()}-{os.getpid()}-{secrets.token_hex(4)}.partial")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all, whoever else writes it too. Raises OSError."""
+    partial = partial_path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def remove_abandoned(place: Path) -> None:
+    """Remove the partial folders of `place` whose processes are gone; another host's where nothing was written for a day."""
+    for partial in place.parent.glob(f"{place.name}*.partial"):
+        owner = _OWNER.search(partial.name)
+        if owner is not None and owner[1] == _host():
+            gone = not _lives(int(owner[2]))
+        else:
+            gone = time.time() - _last_written(partial) > ABANDONED_SECONDS
+        if gone:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
+def _last_written(folder: Path) -> float:
+    """The newest time of the folder and what lies in it; now, where that cannot be told."""
+    try:
+        return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:
+        return time.time()
+
+
+def file_state(path: Path) -> list[int]:
+    """Size, number and times of a file: equal where it was neither written nor exchanged. Raises OSError."""
+    found = path.stat()
+    return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def recall(path: Path, what: Any) -> Any:
+    """What `remember` kept of a file under the name `what`; None where there is nothing, or the file has changed."""
+    try:
+        entry = json.loads(_entry(path, what).read_text(encoding="utf-8"))
+        return entry["value"] if entry["state"] == file_state(path) else None
+    except (OSError, ValueError, KeyError, TypeError, DataError):
+        return None
+
+
+def remember(path: Path, what: Any, value: Any, began_ns: int, state: list[int]) -> None:
+    """Keep what was found in a file that was read from `began_ns` on, when it had this state; `what` and value as JSON has them.
+
+    Nothing is kept of a file that changed since, or so shortly before that a second change might not show (the trap
+    that Git calls racily clean: gitformat-index, "racy"), nor where the cache cannot be written.
+    """
+    with contextlib.suppress(OSError, DataError):
+        if state == file_state(path) and state[3] + SETTLED_NS <= began_ns:
+            entry = {"path": str(path.absolute()), "what": what, "state": state, "value": value}
+            write_whole(_entry(path, what), json.dumps(entry))
+
+
+def _entry(path: Path, what: Any) -> Path:
+    name = key_name({"path": os.path.realpath(path), "what": what})
+    return cache_root() / "digests" / name[:2] / f"{name}.json"
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file's bytes, read where they are not known from an earlier start. Raises OSError."""
+    known = recall(path, "sha256")
+    if known is not None:
+        return str(known)
+    began, state = time.time_ns(), file_state(path)
+    with path.open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    remember(path, "sha256", found, began, state)
+    return found

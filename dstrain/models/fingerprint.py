@@ -10,6 +10,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+from dstrain.cache import file_digest, file_state
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.stored import weight_files
@@ -33,7 +34,7 @@ def fingerprint(model: ModelConfig, seed: int, coarse: bool = False) -> str:
     numbers of torch and on the order in which transformers draws them, so their versions count too. The seed counts
     only there: a policy's files hold all of its weights, and a head that files lack is drawn to be trained, never to
     be asked. `coarse`: they are drawn in 16 bits, as DeepSpeed does in shards, which gives other numbers. Every byte of
-    the files is read once per process. Raises RecipeError where the weights are not there.
+    the files is read once; later starts find the files' hashes in the cache. Raises RecipeError where the weights are not there.
     """
     if model.path is not None:
         base = _of_model(model.path, model.trust_remote_code)
@@ -74,12 +75,10 @@ def _of_files(files: Sequence[Path]) -> str:
 
 
 def _of_file(file: Path) -> str:
-    found = file.stat()
-    return _read(file, (found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns))
+    return _read(file, tuple(file_state(file)))
 
 
 @cache
 def _read(file: Path, state: tuple[int, ...]) -> str:
     """Its size, number and times are part of the question, so that a file written anew is read anew."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    return file_digest(file)

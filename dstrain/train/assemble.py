@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any, TextIO
 
 from dstrain.data.loader import Loader
-from dstrain.errors import CheckpointError, ResumeError
+from dstrain.errors import CheckpointError
 from dstrain.launch.outcome import STOPPED
-from dstrain.models.fingerprint import OTHER_BASE, fingerprint
 from dstrain.models.freeze import parameter_groups, part_counts
 from dstrain.models.sharded import sharded_construction
 from dstrain.report.journal import Journal
@@ -20,6 +20,7 @@ from dstrain.train.build import build_objective, count
 from dstrain.train.checkpoint import Checkpoints
 from dstrain.train.engine import DeepSpeedEngine
 from dstrain.train.evaluate import Evaluation
+from dstrain.train.fingerprints import check_fingerprints
 from dstrain.train.folder import (
     check_shared,
     chosen_checkpoint,
@@ -96,10 +97,10 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None, interrupt: 
     rotation = {"keep": save.keep, "keep_every": save.keep_every, "best": config.eval.best}
     checkpoints = Checkpoints(folder=run_dir / "checkpoints", world=apart, check=check_complete, **rotation)
     journal = Journal(run_dir, world.rank)
-    base = _base(plan, world)
+    weights = world.broadcast(plan.fingerprints)
     start = _starting_point(plan, checkpoints, journal, world)
-    if start and start.record().get("base") != base:
-        raise ResumeError(f"{start.path}: {OTHER_BASE}")
+    if start:
+        check_fingerprints(start, weights, plan.task, plan.resume.allowed)
     if world.rank == 0:
         write_start(run_dir, config, plan.ds_config, {"world_size": world.size, "preset": plan.preset.name})
         plan.task.save_extras(run_dir / "tokenizer")
@@ -110,7 +111,7 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None, interrupt: 
         loader=_loader(plan, world),
         evaluation=None if plan.test is None else Evaluation(plan.task, plan.test, plan.batch.micro),
         checkpoints=checkpoints,
-        saving=_saving(plan, engine, checkpoints, journal, base),
+        saving=_saving(plan, engine, checkpoints, journal, weights),
         start=start,
         journal=journal,
         sinks=make_sinks(plan, journal, world, start, screen),
@@ -130,14 +131,14 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None, interrupt: 
 
 
 def _saving(
-    plan: Plan, engine: DeepSpeedEngine, checkpoints: Checkpoints, journal: Journal, base: str | None
+    plan: Plan, engine: DeepSpeedEngine, checkpoints: Checkpoints, journal: Journal, weights: Mapping[str, str]
 ) -> Saving:
     """How checkpoints are written; says what they will take. Raises CheckpointError where not one fits."""
     save = plan.config.save
     size = checkpoint_bytes(engine.objective, plan.config.optim.name)
     every = _steps_between(plan, save.every)
     saves = -(-plan.steps // every)
-    free = engine.world.gather(free_bytes(checkpoints.folder))[0]  # one number, so that all ranks decide alike
+    free = engine.world.broadcast(free_bytes(checkpoints.folder))  # one number, so that all ranks decide alike
     forecast = Forecast(size, most_at_once(saves, save.keep, (every, save.keep_every)), free)
     journal.event("checkpoint_forecast", each=forecast.each, at_once=forecast.at_once, free=forecast.free)
     if (warning := check_room(forecast, checkpoints.folder, save.prune_when_full)) and engine.world.rank == 0:
@@ -146,7 +147,7 @@ def _saving(
     return Saving(
         checkpoints=checkpoints,
         engine=engine,
-        record=_record(plan) | ({} if base is None else {"base": base}),
+        record=_record(plan) | dict(weights),
         tell=journal.event,
         size=size,
         background=save.background,
@@ -167,15 +168,6 @@ def _record(plan: Plan) -> dict[str, Any]:
     preset = plan.preset
     about = {"preset": preset.name, "zero_stage": preset.stage, "steps": plan.steps, "versions": versions()}
     return about | {"batch_total": plan.batch.total, "began_with": plan.began_with}
-
-
-def _base(plan: Plan, world: World) -> str | None:
-    """The fingerprint of the weights that adapters learn on, which no checkpoint holds. Collective."""
-    model = plan.config.model
-    if model.lora is None:
-        return None
-    coarse = plan.preset.stage == 3 and any(plan.ds_config[name]["enabled"] for name in ("bf16", "fp16"))
-    return world.gather(fingerprint(model, plan.config.seed, coarse) if world.rank == 0 else None)[0]
 
 
 def _starting_point(plan: Plan, checkpoints: Checkpoints, journal: Journal, world: World) -> CheckpointInfo | None:

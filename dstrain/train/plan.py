@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from dstrain.preset import Device, Preset, read_preset
 from dstrain.report.sinks import check_trackers
 from dstrain.tasks import Task, make_task
 from dstrain.train.build import loaded_in_precision
+from dstrain.train.fingerprints import check_fingerprints, fingerprints
 from dstrain.train.folder import Resume, batch_to_go_on_with, check_resume, check_writable
 from dstrain.train.settings import resolved_ds_config
 
@@ -51,6 +52,8 @@ class Plan:
     """Processes that the run began with: the learning rate goes by them where it goes by processes."""
     processes_here: int
     """Processes of this host."""
+    fingerprints: Mapping[str, str]
+    """Of weights that checkpoints do not hold, found by rank 0; empty on the others."""
 
 
 def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
@@ -104,13 +107,16 @@ def make_plan(recipe: Recipe, run_dir: Path, resume: Resume, worker: Worker) -> 
     train, test = task.examples("train"), task.examples("eval")
     if not train:
         raise DataError("data.train: holds no sample to train on; give a file with records that the task can use")
+    weights = fingerprints(task, ds_config) if worker.rank == 0 else {}
+    if worker.rank == 0 and before is not None:
+        check_fingerprints(before, weights, task, resume.allowed)
     data = data_plan(config, train, batch, worker.world_size)
     steps, total = resolve_steps(config, data.samples_per_epoch, batch.total)
     return Plan(
         config=config, preset=preset, ds_config=ds_config, batch=batch, task=task, train=train, test=test,
         data=replace(data, total_samples=total), steps=steps, device=device, run_dir=run_dir, resume=resume,
         began_with=worker.world_size if before is None else before.record().get("began_with", worker.world_size),
-        processes_here=worker.local_size,
+        processes_here=worker.local_size, fingerprints=weights,
     )  # fmt: skip
 
 

@@ -1,0 +1,157 @@
+"""A run goes on only beside the reference that it began with, and files are read once, not at every start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from dstrain import cache
+from dstrain.batch import Progress
+from dstrain.cache import file_digest
+from dstrain.config import RunConfig
+from dstrain.config.schema import ModelConfig
+from dstrain.errors import ResumeError
+from dstrain.models import fingerprint as module
+from dstrain.tasks import Task, make_task
+from dstrain.train.blocks import write_hashed
+from dstrain.train.checkpoint import Checkpoints
+from dstrain.train.fingerprints import check_fingerprints, fingerprints
+from dstrain.train.manifest import CheckpointInfo
+from dstrain.world import SoloWorld
+
+PLAIN: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+
+
+def weights(folder: Path, content: bytes = b"first") -> Path:
+    """Weights as the fingerprint reads them, an hour old."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(content)
+    return folder
+
+
+def task(path: Path, kind: str = "dpo", lora: bool = False, **options: Any) -> Task:
+    model = {"path": str(path)} | ({"lora": {"rank": 4}} if lora else {})
+    return make_task(RunConfig.model_validate({"task": kind, "model": model, "options": options}))
+
+
+def saved(folder: Path, record: dict[str, Any]) -> CheckpointInfo:
+    kept = Checkpoints(folder=folder, world=SoloWorld())
+    kept.save(lambda place: {"w.dat": write_hashed(place / "w.dat", b"x")}, Progress(2, 8), record, None)
+    return kept.whole()[0]
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_another_reference_is_refused_by_name_unless_it_is_allowed(kind: str, tmp_path: Path) -> None:
+    made = task(weights(tmp_path / "base"), kind)
+    start = saved(tmp_path / "run", fingerprints(made, PLAIN))
+    check_fingerprints(start, fingerprints(made, PLAIN), made, ())
+    weights(tmp_path / "base", b"other")
+    now = fingerprints(made, PLAIN)
+    wanted = (
+        r"step-00000002: the run compares its model with a reference, .* model\.path .* --allow-change model\.path$"
+    )
+    for allowed in ((), ("options",), ("model.path.x",)):
+        with pytest.raises(ResumeError, match=wanted):
+            check_fingerprints(start, now, made, allowed)
+    for allowed in (("model.path",), ("model",)):
+        check_fingerprints(start, now, made, allowed)
+
+
+def test_a_reference_of_its_own_is_named_by_its_own_key(tmp_path: Path) -> None:
+    made = task(weights(tmp_path / "base"), ref_model=str(weights(tmp_path / "other")), lora=True)
+    start = saved(tmp_path / "run", fingerprints(made, PLAIN))
+    assert {"base", "reference"} <= start.record().keys()
+    weights(tmp_path / "other", b"newer")
+    with pytest.raises(ResumeError, match=r"--allow-change options\.ref_model$"):
+        check_fingerprints(start, fingerprints(made, PLAIN), made, ("model.path",))
+    check_fingerprints(start, fingerprints(made, PLAIN), made, ("options.ref_model",))
+    weights(tmp_path / "base", b"newer")
+    with pytest.raises(ResumeError, match="its adapters were trained on other weights"):
+        check_fingerprints(start, fingerprints(made, PLAIN), made, ("options.ref_model", "model"))
+
+
+def test_checkpoints_of_before_go_on_and_runs_without_a_reference_have_none(tmp_path: Path) -> None:
+    made = task(weights(tmp_path / "base"))
+    check_fingerprints(saved(tmp_path / "run", {}), fingerprints(made, PLAIN), made, ())
+    for other in (
+        task(tmp_path / "base", "rm"),
+        task(tmp_path / "base", precompute_ref_log_probs=True),
+        task(tmp_path / "base", loss_type="simpo"),
+    ):
+        assert fingerprints(other, PLAIN) == {}
+    assert fingerprints(task(tmp_path / "base", lora=True), PLAIN).keys() == {"base"}
+
+
+def test_a_hub_name_that_moved_is_another_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, revision = task(Path("org/name")), ["a" * 40]
+    monkeypatch.setattr(module, "_revision", lambda name: revision[0])
+    start = saved(tmp_path / "run", fingerprints(made, PLAIN))
+    check_fingerprints(start, fingerprints(made, PLAIN), made, ())
+    revision[0] = "b" * 40
+    with pytest.raises(ResumeError, match=r"model\.path"):
+        check_fingerprints(start, fingerprints(made, PLAIN), made, ())
+
+
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every file were old enough for its state to tell a change."""
+    monkeypatch.setattr(cache, "SETTLED_NS", -1_000_000_000_000)
+
+
+def test_weights_are_read_at_the_first_start_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settled(monkeypatch)
+    made = ModelConfig(path=str(weights(tmp_path / "base")))
+    first = module.fingerprint(made, 0)
+    for again in (False, True):
+        module._read.cache_clear()  # another process
+        with mock.patch.object(cache.hashlib, "file_digest", side_effect=AssertionError("read again")):
+            assert module.fingerprint(made, 0) == first
+        if not again:
+            times = (tmp_path / "base/model.safetensors").stat()
+            os.utime(tmp_path / "base/model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))  # the same content
+            module._read.cache_clear()
+            assert module.fingerprint(made, 0) == first
+    weights(tmp_path / "base", b"other")
+    assert module.fingerprint(made, 0) != first
+
+
+def test_a_file_is_read_again_where_it_changed_or_was_just_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(b"one")
+    first = file_digest(file)
+    assert not (tmp_path / "cache").exists(), "it may be written again within one tick of the clock"
+    settled(monkeypatch)
+    assert file_digest(file) == first
+    assert len(list((tmp_path / "cache/digests").rglob("*.json"))) == 1
+    times = file.stat()
+    (tmp_path / "new").write_bytes(b"two")
+    os.replace(tmp_path / "new", file)  # of the same size and time
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert file_digest(file) != first
+
+
+def test_a_cache_that_is_damaged_or_cannot_be_written_costs_time_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled(monkeypatch)
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(b"one")
+    first = file_digest(file)
+    (entry,) = (tmp_path / "cache/digests").rglob("*.json")
+    for damage in ("", "[]", '{"state": 1}', '{"state": [], "value": "x"}'):
+        entry.write_text(damage)
+        assert file_digest(file) == first
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "file"))
+    assert file_digest(file) == first

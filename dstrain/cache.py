@@ -47,7 +47,7 @@ def key_name(key: Mapping[str, Any]) -> str:
 
 
 @cache
-def _host() -> str:
+def host_id() -> str:
     """This host and pid namespace, where a pid means something."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -58,7 +58,7 @@ def _host() -> str:
 
 def partial_path(place: Path) -> Path:
     """A path beside `place`, on the same file system, that nobody else writes to, on this host or another."""
-    return place.with_name(f"{place.name}.{_host()}-{os.getpid()}-{secrets.token_hex(4)}.partial")
+    return place.with_name(f"{place.name}.{host_id()}-{os.getpid()}-{secrets.token_hex(4)}.partial")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -76,7 +76,7 @@ def remove_abandoned(place: Path) -> None:
     """Remove the partial folders of `place` whose processes are gone; another host's where nothing was written for a day."""
     for partial in place.parent.glob(f"{place.name}*.partial"):
         owner = _OWNER.search(partial.name)
-        if owner is not None and owner[1] == _host():
+        if owner is not None and owner[1] == host_id():
             gone = not _lives(int(owner[2]))
         else:
             gone = time.time() - _last_written(partial) > ABANDONED_SECONDS

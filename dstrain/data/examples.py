@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dstrain.data.source import Joined
 from dstrain.data.store import TokenStore
 from dstrain.errors import DataError, Fault
 
@@ -43,8 +44,13 @@ class Examples:
     def report(self) -> dict[str, Any]:
         """What came of reading the sources, for events.jsonl."""
         report = asdict(self.store.report)
-        bad = report.pop("bad")
+        bad, _ = report.pop("bad"), report.pop("sizes")
         return {**report, "skipped": len(bad), "skipped_records": [f"{where}: {reason}" for where, reason in bad[:100]]}
+
+
+def source_sizes(store: TokenStore, source: Joined) -> tuple[int, ...]:
+    """Records of each source, as the store noted them when it was built; else the sources are opened."""
+    return tuple(store.report.sizes) or source.sizes
 
 
 def split_examples(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dstrain.data.decode import check_record, decode_record, is_blank, may_hold_halves
+from dstrain.data.parquet import Parquet
 from dstrain.data.rows import BadRow, Rows, Source, show_path
 from dstrain.errors import DataError
 
@@ -109,46 +110,6 @@ class JsonList(Rows):
     def where(self, index: int) -> str:
         """`train.json[12]`: the place in the list, from 0."""
         return f"{self.name}[{self._rows[index][0]}]"
-
-
-class Parquet(Rows):
-    """The rows of a parquet file. The table is held in memory."""
-
-    def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
-        super().__init__(show_path(path), path.parent, columns)
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError as fault:
-            raise DataError(f'{self.name} needs pyarrow; run pip install "dstrain[parquet]"') from fault
-        try:
-            self._table = pyarrow.parquet.read_table(path)
-            self._table.validate(full=True)  # text that is no UTF-8 would only be found where its row is read
-            names = {name for row in self._table.slice(0, 1).to_pylist() for name in row}
-        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as fault:
-            raise DataError(f"{self.name} is no parquet file that can be read: {fault}; write it again") from fault
-        if not self._table.num_rows:
-            raise DataError(f"{self.name} has no records; its table is empty")
-        content = hashlib.sha256()
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                content.update(block)
-        self._settle(content.hexdigest(), names)
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        try:
-            return self._rename(self._table.slice(index, 1).to_pylist()[0])
-        except (ValueError, OverflowError) as fault:  # a date that Python has no word for
-            raise DataError(f"{self.where(index)}: a value cannot be read ({fault}); leave its column out") from fault
-
-    def where(self, index: int) -> str:
-        """`train.parquet[12]`: the row, from 0."""
-        return f"{self.name}[{index}]"
 
 
 KINDS: dict[str, Callable[[Path, Mapping[str, str]], Source]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from dstrain.data.conversations import Conversation, Sample, read_conversation
 from dstrain.data.dialogs import IMAGE
 from dstrain.data.marks import read_seen
 from dstrain.data.messages import BadRecord
-from dstrain.data.source import Source
+from dstrain.data.source import BadRow, Source
 
 
 class Grouped:
@@ -20,14 +21,26 @@ class Grouped:
     def __init__(self, source: Source) -> None:
         self._source = source
         self.digest = hashlib.sha256(f"{source.digest} grouped by image".encode()).hexdigest()
-        self.bad = source.bad
-        self._starts: list[int] = []
+
+    @property
+    def bad(self) -> list[BadRow]:
+        return self._source.bad
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Where each group begins: every record is read for it."""
+        starts: list[int] = []
         last: Any = None
-        for index in range(len(source)):
-            images = _images(source[index])
+        for index in range(len(self._source)):
+            images = _images(self._source[index])
             if images is None or images != last:
-                self._starts.append(index)
+                starts.append(index)
             last = images
+        return starts
+
+    def __bool__(self) -> bool:
+        """Whether it has records, without reading them."""
+        return bool(self._source)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -52,7 +65,7 @@ class Grouped:
         return self._source.where(self._span(index)[0])
 
     def folder_of(self, index: int) -> Path:
-        return self._source.folder_of(self._span(index)[0])
+        return self._source.folder_of(self._span(index)[0] if index else 0)  # no record need be read for the first
 
 
 def _images(record: Mapping[str, Any]) -> tuple[Any, ...] | None:

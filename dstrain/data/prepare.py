@@ -94,6 +94,7 @@ def encode_all(
     A key that ends in `_cut` is counted, not kept. Raises RunError where one of several processes is ended.
     """
     report.read = len(source) + len(source.bad)
+    report.sizes = list(getattr(source, "sizes", ()))
     report.bad.extend(source.bad)
     count = processes.for_records(len(source))
     size = min(chunk, SHARED) if count > 1 and not isinstance(encode, Following) else chunk

@@ -23,8 +23,10 @@ class Source(Protocol):
 
     digest: str
     """Hash of the data and of the renaming: equal digests give equal records."""
-    bad: list[BadRow]
-    """The rows that are no record at all."""
+
+    @property
+    def bad(self) -> list[BadRow]:
+        """The rows that are no record at all."""
 
     def __len__(self) -> int: ...
 

@@ -6,32 +6,46 @@ import bisect
 import difflib
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from dstrain.cache import file_state, recall, remember
 from dstrain.config.schema import HeldOutConfig
 from dstrain.data.files import KINDS, ending
 from dstrain.data.hub import HubRows, Part, is_hub_name, parse_part
 from dstrain.data.rows import BadRow, Source, show_path
 from dstrain.errors import DataError
 
-__all__ = ["BadRow", "First", "Joined", "Source", "open_source", "show_path"]
+__all__ = ["BadRow", "Deferred", "First", "Joined", "Source", "open_source", "show_path"]
+
+READ_AS = 1
+"""Raise it when the same file would give other records, or another digest: what is known of files is then forgotten."""
 
 
 class First:
     """The first so many records of a source."""
 
     def __init__(self, source: Source, count: int) -> None:
-        self._source, self._count = source, min(count, len(source))
+        self._source, self._count = source, count
         self.digest = hashlib.sha256(f"{source.digest} {count}".encode()).hexdigest()
-        self.bad = source.bad
+
+    @property
+    def bad(self) -> list[BadRow]:
+        return self._source.bad
+
+    def __bool__(self) -> bool:
+        """Whether it has records, without counting them."""
+        return bool(self._count and self._source)
 
     def __len__(self) -> int:
-        return self._count
+        return min(self._count, len(self._source))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < self._count:
+        if not 0 <= index < len(self):
             raise IndexError(index)
         return self._source[index]
 
@@ -47,10 +61,20 @@ class Joined:
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = tuple(sources)
-        self.sizes = tuple(len(source) for source in self.sources)
-        self._ends = list(itertools.accumulate(self.sizes))
         self.digest = hashlib.sha256(" ".join(source.digest for source in self.sources).encode()).hexdigest()
-        self.bad = [row for source in self.sources for row in source.bad]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Records of each source."""
+        return tuple(len(source) for source in self.sources)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(itertools.accumulate(self.sizes))
+
+    @property
+    def bad(self) -> list[BadRow]:
+        return [row for source in self.sources for row in source.bad]
 
     def locate(self, index: int) -> tuple[Source, int]:
         """The source that holds the record, and the record's index there."""
@@ -73,6 +97,40 @@ class Joined:
     def folder_of(self, index: int) -> Path:
         source, inside = self.locate(index)
         return source.folder_of(inside)
+
+
+class Deferred:
+    """A file whose records an earlier start has read: it is opened where one of them is asked for. Thread-safe."""
+
+    def __init__(self, path: Path, read: Callable[[], Source], digest: str, count: int) -> None:
+        """`digest` and `count`: what `read` gave when the file was as it is now."""
+        self._path, self._read, self.digest, self._count = path, read, digest, count
+        self._opening, self._opened = threading.Lock(), cast("Source | None", None)
+
+    def _source(self) -> Source:
+        with self._opening:
+            if self._opened is None:
+                source = self._read()
+                if (source.digest, len(source)) != (self.digest, self._count):
+                    raise DataError(f"{show_path(self._path)}: the file was changed while it was in use; start again")
+                self._opened = source
+        return self._opened
+
+    @property
+    def bad(self) -> list[BadRow]:
+        return self._source().bad
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._source()[index]
+
+    def where(self, index: int) -> str:
+        return self._source().where(index)
+
+    def folder_of(self, index: int) -> Path:
+        return self._path.parent
 
 
 def open_source(what: str | Path | HeldOutConfig, columns: Mapping[str, str] | None = None) -> Source:
@@ -107,9 +165,19 @@ def _open_file(path: Path, columns: Mapping[str, str]) -> Source:
         raise DataError(f"{show_path(path)} ends in '{ending(path.name)}'; data files end in {_endings()}")
     if not path.stat().st_size:
         raise DataError(f"{show_path(path)} is empty; write it again")
-    source = kind(path, columns)
-    if not len(source) and not source.bad:
-        raise DataError(f"{show_path(path)} has no records, only blank lines; write it again")
+
+    def read() -> Source:
+        source = kind(path, columns)
+        if not len(source) and not source.bad:
+            raise DataError(f"{show_path(path)} has no records, only blank lines; write it again")
+        return source
+
+    what = {"records": READ_AS, "columns": dict(columns)}
+    if (known := recall(path, what)) is not None:
+        return Deferred(path, read, *known)
+    began, state = time.time_ns(), file_state(path)
+    source = read()
+    remember(path, what, [source.digest, len(source)], began, state)
     return source
 
 

@@ -10,10 +10,11 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -39,6 +40,8 @@ class Report:
     bad: list[BadRow] = field(default_factory=list)
     cuts: dict[str, int] = field(default_factory=dict)
     """Name of a cut -> examples that were cut that way."""
+    sizes: list[int] = field(default_factory=list)
+    """Records of each joined source, so that none need be opened where the store is whole; empty: not known."""
 
 
 Build = Callable[[Report], Iterable[Sequence[Example]]]
@@ -178,16 +181,36 @@ def cached_store(
         raise DataError(f"the token cache {place} cannot be built: {fault}; {mend}") from fault
 
 
+@contextlib.contextmanager
+def images_checked(known: Iterable[str] = ()) -> Iterator[set[str]]:
+    """Inside, the images of each store are looked at once, and those of `known` stores not again: a look is a call to the
+    file server for every image. Gives the stores whose images are as they were.
+    """
+    token = _checked.set(set(known))
+    try:
+        yield cast("set[str]", _checked.get())
+    finally:
+        _checked.reset(token)
+
+
+_checked: ContextVar[set[str] | None] = ContextVar("checked", default=None)
+
+
 def _whole(place: Path, echo: Callable[[str], None]) -> TokenStore | None:
     """The store, where its files are whole and its images are those that were prepared."""
     try:
         store = TokenStore(place)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    reason = store.album.changed() if store.album else None
-    if reason:
+    checked = _checked.get()
+    if store.album is None or (checked is not None and str(place) in checked):
+        return store
+    if reason := store.album.changed():
         echo(f"the token cache {place} is built again: {reason}")
-    return None if reason else store
+        return None
+    if checked is not None:
+        checked.add(str(place))
+    return store
 
 
 def _build(place: Path, key: Mapping[str, Any], build: Build) -> TokenStore:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dstrain.batch import Batch
 from dstrain.config.schema import HeldOutConfig, ModelConfig, ProcessorConfig, TokenizerConfig
 from dstrain.data.colours import image_colours
-from dstrain.data.examples import NO_DATA, Examples, split_examples
+from dstrain.data.examples import NO_DATA, Examples, source_sizes, split_examples
 from dstrain.data.eyes import EncodeSeen, Eyes, look_at_prompts
 from dstrain.data.marks import Seen, has_images, read_seen
 from dstrain.data.messages import BadRecord
@@ -92,7 +92,7 @@ class TextTask(Task):
             said = lambda record: self.read(record, read).said  # noqa: E731
             return prepare(source, read_each(said, lambda items: encode(items, None)), full, policy)
         eyes = Eyes.with_album(self.sight, cores_here())
-        folders = [str(one.folder_of(0).resolve()) for one in source.sources if len(one)]
+        folders = [str(one.folder_of(0).resolve()) for one in source.sources if one]  # the length may need to open it
         full = {**key, "processor": self.sight.fingerprint, "folders": folders}
         return prepare(source, eyes.encoder(source, read, encode), full, policy)
 
@@ -259,7 +259,8 @@ class TextTask(Task):
         data = self.recipe.data
         if split == "eval" and data.eval:
             source = self._source([data.eval])
-            return split_examples(self.tokens(source), source.sizes, (1.0,), 0.0, 0)[0]
+            held_out = self.tokens(source)
+            return split_examples(held_out, source_sizes(held_out, source), (1.0,), 0.0, 0)[0]
         if split == "eval" and not data.eval_fraction:
             return None
         if not data.train:
@@ -269,7 +270,7 @@ class TextTask(Task):
         store = self.tokens(source)
         if store.album is not None and not len(store.album):
             self._check_text_teaches()
-        train, test = split_examples(store, source.sizes, weights, data.eval_fraction, self.recipe.seed)
+        train, test = split_examples(store, source_sizes(store, source), weights, data.eval_fraction, self.recipe.seed)
         return train if split == "train" else test
 
     def _check_text_teaches(self) -> None:

@@ -1,0 +1,105 @@
+"""The rows of a parquet file, decoded a few at a time from where the file is mapped."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrain.cache import file_digest
+from dstrain.data.rows import Rows, show_path
+from dstrain.errors import DataError
+
+BATCH_ROWS, BATCH_BYTES = 1000, 16 << 20
+"""Rows that are decoded together: up to so many, of about so many bytes."""
+KEPT = 4
+"""Batches that stay in memory: threads that read side by side are not far from one another."""
+
+
+class Parquet(Rows):
+    """The rows of a parquet file, by index. Thread-safe, and may be read by a forked process.
+
+    Reading in order decodes every row once; an index before the newest batches begins its row group anew.
+    """
+
+    def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
+        """Decodes the whole file once, batch by batch: what cannot be read would only be found where its row is."""
+        super().__init__(show_path(path), path.parent, columns)
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as fault:
+            raise DataError(f'{self.name} needs pyarrow; run pip install "dstrain[parquet]"') from fault
+        self._faults = (pyarrow.ArrowException, OSError, ValueError, OverflowError)
+        self._lock = threading.Lock()
+        self._batches: deque[tuple[int, Any]] = deque(maxlen=KEPT)
+        self._ahead: Iterator[tuple[int, Any]] = iter(())
+        self._next = (-1, 0)
+        try:
+            self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
+            names = self._check()
+        except self._faults as fault:
+            raise DataError(f"{self.name} is no parquet file that can be read: {fault}; write it again") from fault
+        finally:
+            pyarrow.default_memory_pool().release_unused()
+        if not self._ends or not self._ends[-1]:
+            raise DataError(f"{self.name} has no records; its table is empty")
+        self._settle(file_digest(path), names)
+
+    def _check(self) -> set[str]:
+        """The names of the columns. Raises what pyarrow raises of a damaged file."""
+        about = self._file.metadata
+        self._ends = [*itertools.accumulate(about.row_group(group).num_rows for group in range(about.num_row_groups))]
+        names = list(self._file.schema_arrow.names)
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"it has two columns '{twice[0]}'")
+        for group in range(len(self._ends)):
+            for start, batch in self._decode(group):
+                batch.validate(full=True)  # text that is no UTF-8
+                if start == 0:
+                    batch.slice(0, 1).to_pylist()
+        return set(names)
+
+    def _decode(self, group: int) -> Iterator[tuple[int, Any]]:
+        """(the first row's index in the file, rows) of a row group. One thread: pyarrow's own do not outlive a fork."""
+        about = self._file.metadata.row_group(group)
+        rows = min(BATCH_ROWS, max(1, BATCH_BYTES * about.num_rows // max(about.total_byte_size, 1)))
+        start = self._ends[group] - about.num_rows
+        for batch in self._file.iter_batches(batch_size=rows, row_groups=[group], use_threads=False):
+            yield start, batch
+            start += batch.num_rows
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        try:
+            start, batch = self._batch(index)
+            return self._rename(batch.slice(index - start, 1).to_pylist()[0])
+        except self._faults as fault:  # a date that Python has no word for
+            raise DataError(f"{self.where(index)}: a value cannot be read ({fault}); leave its column out") from fault
+
+    def _batch(self, index: int) -> tuple[int, Any]:
+        with self._lock:
+            for start, batch in self._batches:
+                if start <= index < start + batch.num_rows:
+                    return start, batch
+            group = bisect.bisect_right(self._ends, index)
+            if self._next[0] != group or self._next[1] > index:
+                self._ahead = self._decode(group)
+            for start, batch in self._ahead:
+                self._next = (group, start + batch.num_rows)
+                self._batches.append((start, batch))
+                if index < self._next[1]:
+                    return start, batch
+        raise ValueError("the file was changed while it was in use")
+
+    def where(self, index: int) -> str:
+        """`train.parquet[12]`: the row, from 0."""
+        return f"{self.name}[{index}]"

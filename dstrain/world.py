@@ -117,17 +117,36 @@ class TorchWorld:
         return TorchWorld(self.device, self._timeout)
 
 
-def join(device: torch.device, timeout: timedelta) -> None:
-    """Meet the other processes: NCCL between GPUs, gloo between CPUs. Reads RANK, WORLD_SIZE, MASTER_*. Collective.
+def meet(timeout: timedelta, word: str) -> tuple[Any, list[str]]:
+    """Meet the other processes over a store, before any process group: the store, and every rank's word, by rank.
 
-    From here on collectives are counted, and groups that are made get the timeout. Raises LostError where one did not come.
+    Reads RANK, WORLD_SIZE and MASTER_*; rank 0 serves the store, or torchrun's agent does. Raises LostError where one
+    did not come in time.
+    """
+    from torch.distributed import rendezvous
+
+    with _meeting(timeout):
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        store.set(f"dstrain/word/{rank}", word)
+        words = store.multi_get([f"dstrain/word/{other}" for other in range(size)])
+    return store, [told.decode() for told in words]
+
+
+def join(device: torch.device, timeout: timedelta, store: Any = None) -> None:
+    """Start the process group: NCCL between GPUs, gloo between CPUs. Reads RANK, WORLD_SIZE, MASTER_*. Collective.
+
+    `store`: what `meet` gave. From here on collectives are counted, and groups that are made get the timeout. Raises
+    LostError where one did not come.
     """
     import torch.distributed as dist
 
     count_collectives(timeout)
     if not dist.is_initialized():
         with _meeting(timeout):
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+            place = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if store is not None else (-1, -1)
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=place[0], world_size=place[1])
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.commands.trained import Choice, Found, load_found, quieten
+from dstrain.commands.trained import Choice, Found, hash_weights, load_found, quieten
 from dstrain.config import RunConfig
 from dstrain.data.hub import parse_part
 from dstrain.errors import DataError, UsageError
@@ -56,6 +56,9 @@ class Evaluate:
         if not examples:
             raise DataError(f"{self.data}: holds no sample to evaluate on")
         return Prepared(found, examples, found.ds_config(self.choice.ds_config, processes, device))
+
+    def read_weights(self, ready: Prepared) -> None:
+        hash_weights(ready.found.task, ready.found.checkpoint is not None)
 
     def run(self, ready: Prepared, world: World) -> dict[str, Any]:
         from dstrain.models.sharded import sharded_construction

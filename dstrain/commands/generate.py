@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.commands.evaluate import held_out, named_data
-from dstrain.commands.trained import Choice, Found, load_found, quieten
+from dstrain.commands.trained import Choice, Found, hash_weights, load_found, quieten
 from dstrain.config import RunConfig
 from dstrain.data.marks import Seen
 from dstrain.data.messages import BadRecord
@@ -83,6 +83,9 @@ class Generate:
         prompts = [_coded(item, "--prompt") for item in task.prompts(asked, [Path.cwd()] * len(asked), limit)]
         prompts += _of_file(task, limit) if self.data else []
         return Prepared(found, prompts, found.ds_config(self.choice.ds_config, processes, device))
+
+    def read_weights(self, ready: Prepared) -> None:
+        hash_weights(ready.found.task, ready.found.checkpoint is not None)
 
     def run(self, ready: Prepared, world: World) -> list[dict[str, Any]]:
         from dstrain.tasks.ops import unwrapped

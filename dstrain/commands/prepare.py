@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dstrain.commands.find import Wish, resolve_wish
-from dstrain.commands.trained import MICRO, quieten
+from dstrain.commands.trained import MICRO, hash_weights, quieten
 from dstrain.config import RunConfig
 from dstrain.config.resolve import BatchPlan
 from dstrain.data.store import cache_root
@@ -72,6 +72,9 @@ class Prepare:
         if not splits["train"]:
             raise DataError("data.train: holds no sample to train on; give a file with records that the task can use")
         return Prepared(task, splits, micro, apart(ds_config))
+
+    def read_weights(self, ready: Prepared) -> None:
+        hash_weights(ready.task, adapted=False)
 
     def run(self, ready: Prepared, world: World) -> dict[str, Any]:
         from dstrain.train.references import Asking, add_references

@@ -56,6 +56,9 @@ class Job(Protocol):
     def ready(self, processes: int, device: Device) -> Any:
         """A `Ready`: all that one process can do alone. Raises UsageError."""
 
+    def read_weights(self, ready: Any) -> None:
+        """Hash what `run` compares by its hash into the cache: rank 0 does so while nobody waits in a collective."""
+
     def run(self, ready: Any, world: World) -> Any:
         """What came of it, as JSON has it; rank 0's counts. Collective."""
 
@@ -102,21 +105,31 @@ def work(job: Job, worker: Worker, shared: Path | None) -> Any:
     from dstrain.models.sharded import sharded
     from dstrain.train.forward import clear
     from dstrain.train.plan import device_of, set_up_process
+    from dstrain.train.rendezvous import Rendezvous
 
     config = job.check()
     device = set_up_process(worker, config)
-    ready = job.ready(worker.world_size, device_of(device))
+    together = Rendezvous(worker, timedelta(minutes=config.timeout_minutes))
+    with together:
+        with together.first_of_host():
+            ready = job.ready(worker.world_size, device_of(device))
+        if worker.rank == 0:
+            job.read_weights(ready)
     alone = worker.world_size == 1 and not sharded(ready.ds_config)
     try:
-        with meet(None if alone else worker, device, config, shared) as world:
+        with meet(None if alone else worker, device, (config, together.store), shared) as world:
             return job.run(ready, world)
     finally:
         clear(ready.ds_config)
 
 
 @contextlib.contextmanager
-def meet(worker: Worker | None, device: torch.device, config: RunConfig, shared: Path | None) -> Iterator[World]:
+def meet(
+    worker: Worker | None, device: torch.device, how: tuple[RunConfig, Any], shared: Path | None
+) -> Iterator[World]:
     """The world of this launch, left at the end; None: of this process alone. Collective.
+
+    `how`: the recipe, and the store where the processes have met, if any.
 
     Raises LostError where another process ends or falls silent, by name where there is a folder to leave word in.
     """
@@ -128,8 +141,9 @@ def meet(worker: Worker | None, device: torch.device, config: RunConfig, shared:
         return
     if worker is ALONE:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+    config, store = how
     timeout = timedelta(minutes=config.timeout_minutes)
-    join(device, timeout)
+    join(device, timeout, store)
     try:
         world = TorchWorld(device, timeout)
         with watched(shared, world, timeout, "the work", "mend the cause and run the command again"):

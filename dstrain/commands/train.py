@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,11 @@ def train_as(worker: Worker, wish: Wish) -> int:
     def work(interrupt: Interrupt) -> int:
         from dstrain.train.assemble import run_training
         from dstrain.train.plan import make_plan
+        from dstrain.train.rendezvous import Rendezvous
 
-        return run_training(make_plan(recipe, run_dir, Resume(wish.resume, wish.allowed), worker), screen, interrupt)
+        together = Rendezvous(worker, timedelta(minutes=recipe.config.timeout_minutes))
+        plan = make_plan(recipe, run_dir, Resume(wish.resume, wish.allowed), worker, together)
+        return run_training(plan, screen, interrupt, together.store)
 
     with Interrupt() as interrupt:  # until the end is recorded
         return live(run_dir, worker.rank, lambda: stoppable(work, interrupt, run_dir))

@@ -261,6 +261,15 @@ def _build_empty(task: Task, checkpoint: Path) -> torch.nn.Module | None:
     return model
 
 
+def hash_weights(task: Task, adapted: bool) -> None:
+    """Hash into the cache what is compared by its hash later: a remembered reference, and the base of `adapted` weights."""
+    from dstrain.models.fingerprint import fingerprint
+
+    wanted = [task.reference_model] if task.reference == "cached" else []
+    for model in [*wanted, *([task.recipe.model] if adapted and task.recipe.model.lora else [])]:
+        fingerprint(model, task.recipe.seed)
+
+
 def _check_base(task: Task, info: CheckpointInfo, world: World, coarse: bool) -> None:
     """Raise CheckpointError where the adapters learnt on other weights than the recipe names now. Collective."""
     from dstrain.models.fingerprint import OTHER_BASE, fingerprint

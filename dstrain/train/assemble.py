@@ -45,13 +45,15 @@ from dstrain.units import show_count
 from dstrain.world import TorchWorld, World, close, join
 
 
-def run_training(plan: Plan, screen: TextIO | None, interrupt: Interrupt) -> int:
-    """Join the other processes, train, and leave. Returns the exit code. `screen`: rank 0's terminal. Collective.
+def run_training(plan: Plan, screen: TextIO | None, interrupt: Interrupt, store: Any = None) -> int:
+    """Join the other processes, train, and leave. Returns the exit code. Collective.
+
+    `screen`: rank 0's terminal. `store`: where the processes met (`Rendezvous.store`).
 
     Raises LostError where another process ends or falls silent, Interrupted for a signal before the first step.
     """
     timeout = timedelta(minutes=plan.config.timeout_minutes)
-    join(plan.device, timeout)
+    join(plan.device, timeout, store)
     try:
         world = TorchWorld(plan.device, timeout)
         with watched(plan.run_dir, world, timeout):

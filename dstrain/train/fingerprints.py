@@ -13,15 +13,15 @@ from dstrain.train.manifest import CheckpointInfo
 
 
 def fingerprints(task: Task, ds_config: Mapping[str, Any]) -> dict[str, str]:
-    """What each checkpoint's run.json records: `base`, where adapters learn on it, and `reference`, where it is a model.
+    """What each checkpoint's run.json records: `base`, where adapters learn on it, and `reference`, where it is a model of its own.
 
-    Reads every byte of files whose hash is not in the cache, so it runs before any process group starts. A reference
-    whose answers are kept counts there (`references.reference_key`); the one under adapters is the base.
+    Reads every byte of files whose hash is not in the cache, so it runs before any process group starts. The reference
+    counts also where its answers are remembered: another one would be asked anew. That of adapters is their base.
     """
     model, seed = task.recipe.model, task.recipe.seed
     coarse = drawn_coarsely(ds_config)
     found = {} if model.lora is None else {"base": fingerprint(model, seed, coarse)}
-    if task.reference == "model":
+    if task.reference in ("model", "cached"):
         found["reference"] = fingerprint(task.reference_model, seed, coarse)
     return found
 

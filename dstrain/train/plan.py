@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import warnings
@@ -26,6 +27,7 @@ from dstrain.tasks import Task, make_task
 from dstrain.train.build import loaded_in_precision
 from dstrain.train.fingerprints import check_fingerprints, fingerprints
 from dstrain.train.folder import Resume, batch_to_go_on_with, check_resume, check_writable
+from dstrain.train.rendezvous import Rendezvous
 from dstrain.train.settings import resolved_ds_config
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -89,8 +91,13 @@ def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
     return torch.device("cuda", index)
 
 
-def make_plan(recipe: Recipe, run_dir: Path, resume: Resume, worker: Worker) -> Plan:
-    """Check and prepare everything that one process can check alone. Raises UsageError."""
+def make_plan(
+    recipe: Recipe, run_dir: Path, resume: Resume, worker: Worker, together: Rendezvous | None = None
+) -> Plan:
+    """Check and prepare everything that one process can check alone. Raises UsageError.
+
+    `together`: where the others prepare at the same time; entered once what is cheap was checked. Raises LostError there.
+    """
     config = recipe.config
     check_writable(run_dir)
     device = set_up_process(worker, config)
@@ -101,15 +108,10 @@ def make_plan(recipe: Recipe, run_dir: Path, resume: Resume, worker: Worker) -> 
     batch = resolve_batch(asked, worker.world_size, preset.micro, None if kept else preset.accumulate)
     ds_config = resolved_ds_config(config, preset, batch, (worker.world_size, device_of(device)), run_dir)
     task = make_task(loaded_in_precision(config, ds_config))
-    task.check()
-    if worker.rank == 0:
-        check_trackers(config.log)
-    train, test = task.examples("train"), task.examples("eval")
-    if not train:
-        raise DataError("data.train: holds no sample to train on; give a file with records that the task can use")
-    weights = fingerprints(task, ds_config) if worker.rank == 0 else {}
-    if worker.rank == 0 and before is not None:
-        check_fingerprints(before, weights, task, resume.allowed)
+    with together or contextlib.nullcontext():
+        train, test, weights = _prepared(task, ds_config, worker, together)
+        if worker.rank == 0 and before is not None:
+            check_fingerprints(before, weights, task, resume.allowed)
     data = data_plan(config, train, batch, worker.world_size)
     steps, total = resolve_steps(config, data.samples_per_epoch, batch.total)
     return Plan(
@@ -118,6 +120,20 @@ def make_plan(recipe: Recipe, run_dir: Path, resume: Resume, worker: Worker) -> 
         began_with=worker.world_size if before is None else before.record().get("began_with", worker.world_size),
         processes_here=worker.local_size, fingerprints=weights,
     )  # fmt: skip
+
+
+def _prepared(
+    task: Task, ds_config: Mapping[str, Any], worker: Worker, together: Rendezvous | None
+) -> tuple[Sequence[Any], Sequence[Any] | None, dict[str, str]]:
+    """Both splits, and on rank 0 the fingerprints: what may take long where a cache is cold. Raises UsageError."""
+    task.check()
+    if worker.rank == 0:
+        check_trackers(task.recipe.log)
+    with together.first_of_host() if together else contextlib.nullcontext():
+        train, test = task.examples("train"), task.examples("eval")
+    if not train:
+        raise DataError("data.train: holds no sample to train on; give a file with records that the task can use")
+    return train, test, fingerprints(task, ds_config) if worker.rank == 0 else {}
 
 
 def device_of(device: torch.device) -> Device:

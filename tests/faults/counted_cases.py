@@ -42,7 +42,7 @@ def broadcast() -> dict[str, Any]:
     before = {name: line["entered"] for name, line in LEDGER.told().items()}
     got = ranks.broadcast({"of": 0, "rows": list(range(1000))} if ranks.rank == 0 else object())
     new = {name: line for name, line in LEDGER.told().items() if line["entered"] > before.get(name, 0)}
-    return {"got": got, "names": [line["names"][-1] for line in new.values()], "in": [*new.values()][0]["entered"]}
+    return {"got": got, "names": [line["names"][-1] for line in new.values()]}
 
 
 def _sequence(name: str) -> int:

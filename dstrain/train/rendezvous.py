@@ -1,0 +1,200 @@
+"""The processes of a launch before any process group: they meet over a store, and each prepares its data at its own pace.
+
+    beat/RANK    a number that grows while a rank lives    failures   how many ranks have failed
+    data/RANK    the stores whose images it looked at      failed     who did, how, and why
+    ready        how many ranks have prepared all          heard      how many others know of it
+
+Preparing takes as long as it takes: minutes to tokenise, where a host's cache is cold, or to hash weights. A collective
+would be waited in with the run's timeout. Here a thread of each rank counts up its heartbeat, and only a rank whose
+heartbeat stands still for that long is given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+from dstrain.cache import cache_root, host_id
+from dstrain.collectives import lost
+from dstrain.data.store import images_checked
+from dstrain.errors import DstrainError, LostError, UsageError, one_line
+from dstrain.launch.topology import Worker
+from dstrain.train.interrupt import Interrupted
+from dstrain.train.roll import within
+from dstrain.world import meet
+
+DOING = "preparing the data"
+MEND = "mend the cause and start again: what is prepared stays in the cache"
+BEAT_SECONDS = 1.0
+POLL_SECONDS = 0.2
+HEARD_SECONDS = 5.0
+"""How long a rank that failed waits for the others to hear of it: with rank 0 the store goes."""
+
+
+class Rendezvous:
+    """Within `with`, this rank prepares; it leaves when all ranks have. One process alone meets nobody.
+
+    Raises LostError where another rank does not come, ends or falls silent, and what ended another rank's preparation:
+    UsageError where that was one, Interrupted for a signal.
+    """
+
+    def __init__(self, worker: Worker, timeout: timedelta) -> None:
+        """Opens nothing yet: MASTER_ADDR and MASTER_PORT have to be in the environment on entering."""
+        self.rank, self.size = worker.rank, worker.world_size
+        self._timeout = timeout
+        self._store: Any = None
+        self._members: list[dict[str, Any]] = []
+        self._failure: dict[str, Any] | None = None
+        """What ended another rank's preparation."""
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    @property
+    def store(self) -> Any:
+        """The store to start the process group with; None for one process alone."""
+        return self._store
+
+    def __enter__(self) -> Self:
+        if self.size == 1:
+            return self
+        own = {"host": socket.gethostname(), "place": f"{host_id()} {os.path.realpath(cache_root())}"}
+        self._store, words = meet(self._timeout, json.dumps(own))
+        self._members = [json.loads(word) for word in words]
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._store is None:
+            return
+        try:
+            if error is not None:
+                self._tell(error)
+                return
+            with self._reached():
+                self._store.add(_key("ready"), 1)
+                self._wait(lambda: self._store.add(_key("ready"), 0) >= self.size)
+        except BaseException as cause:
+            self._tell(cause)
+            raise
+        finally:
+            self._end.set()
+
+    @contextlib.contextmanager
+    def first_of_host(self) -> Iterator[None]:
+        """Inside, one process goes before the others of its host that share its cache; they do not look at images again."""
+        if self._store is None:
+            with images_checked():
+                yield
+            return
+        places = [member["place"] for member in self._members]
+        first = places.index(places[self.rank])
+        known: list[str] = []
+        if first != self.rank:
+            with self._reached():
+                self._wait(lambda: self._store.check([_key(f"data/{first}")]))
+                known = json.loads(self._store.get(_key(f"data/{first}")))
+        with images_checked(known) as checked:
+            yield
+        if first == self.rank:
+            with self._reached():
+                self._set(f"data/{self.rank}", json.dumps(sorted(checked)))
+
+    def _beat(self) -> None:
+        """In a thread: say that this rank lives, and hear of another's failure."""
+        count = 0
+        while not self._end.is_set():
+            count += 1
+            try:
+                self._set(f"beat/{self.rank}", str(count))
+                if self._failure is None and self._store.add(_key("failures"), 0):
+                    self._failure = json.loads(self._store.get(_key("failed")))
+                    self._store.add(_key("heard"), 1)
+            except RuntimeError:  # the store went with rank 0: this rank learns of it when it asks
+                return
+            self._end.wait(self._tick())
+
+    def _tick(self) -> float:
+        return min(BEAT_SECONDS, self._timeout.total_seconds() / 10)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        """Until `done`. Raises where another rank failed, or where its heartbeat stands still."""
+        limit, look_at = self._timeout.total_seconds(), 0.0
+        seen = [("", time.monotonic())] * self.size
+        while not done():
+            if self._failure is not None:
+                raise self._told(self._failure)
+            if (now := time.monotonic()) >= look_at:
+                look_at = now + self._tick()
+                beats = [beat.decode() for beat in self._store.multi_get(self._keys("beat"))]
+                seen = [(beat, now if beat != last else since) for beat, (last, since) in zip(beats, seen, strict=True)]
+                silent = [self._name(rank) for rank, (_, since) in enumerate(seen) if now - since > limit]
+                if silent:
+                    names = f"{', '.join(silent[:8])}{' and others' * (len(silent) > 8)}"
+                    raise LostError(DOING, f"{names} gave no sign of life for {limit:g} s (timeout_minutes)", MEND)
+            time.sleep(min(POLL_SECONDS, limit / 20))
+
+    def _tell(self, error: BaseException) -> None:
+        """Leave word of why this rank ends, and give the others time to hear it. Never raises."""
+        if self._failure is not None:  # they know
+            return
+        known = isinstance(error, DstrainError)
+        text = str(error) if known else one_line(f"{type(error).__name__}: {error}")
+        told = {"rank": self.rank, "exit": getattr(error, "exit_code", 1), "error": text[:4000]}
+        if isinstance(error, LostError):
+            told["error"] = text.removeprefix(f"{error.doing}: ").removesuffix(f"; {error.mend}")
+        if isinstance(error, Interrupted):
+            told["stopped"] = error.signal
+
+        def tell() -> None:
+            self._failure = told
+            self._set("failed", json.dumps(told | {"lost": isinstance(error, LostError)}))
+            self._store.add(_key("failures"), 1)
+            while not self._end.is_set():
+                if self._store.add(_key("heard"), 0) + self._store.add(_key("failures"), 0) >= self.size:
+                    return
+                time.sleep(0.05)
+
+        within(tell, None, HEARD_SECONDS)
+
+    def _told(self, failure: Mapping[str, Any]) -> BaseException:
+        """Another rank's failure as an error of this one, with the same exit code."""
+        if failure.get("stopped"):
+            return Interrupted(failure["stopped"])
+        what = failure["error"] if failure.get("lost") else f"{self._name(failure['rank'])} failed: {failure['error']}"
+        return UsageError(what) if failure["exit"] == UsageError.exit_code else LostError(DOING, what, MEND)
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} on {self._members[rank]['host']}"
+
+    def _keys(self, kind: str) -> list[str]:
+        return [_key(f"{kind}/{rank}") for rank in range(self.size)]
+
+    def _set(self, name: str, value: str) -> None:
+        self._store.set(_key(name), value)
+
+    @contextlib.contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Inside, the store is asked; LostError where it does not answer."""
+        try:
+            yield
+        except RuntimeError as error:
+            if (why := lost(error)) is None:
+                raise
+            at = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+            raise LostError(
+                DOING, f"rank 0 at {at}, where all meet, does not answer ({why}), its log says why", MEND
+            ) from error
+
+
+def _key(name: str) -> str:
+    return f"dstrain/preparing/{name}"

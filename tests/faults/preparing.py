@@ -1,0 +1,78 @@
+"""A rank that prepares its data before a process group starts: it may be slow, fail, stop or die as the test likes.
+
+python -m tests.faults.preparing FOLDER FAULT    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from dstrain.errors import DataError
+from dstrain.launch.topology import Worker
+from dstrain.launch.worker import live
+from dstrain.train.interrupt import Interrupt, stoppable
+from dstrain.train.rendezvous import Rendezvous
+from dstrain.train.watchdog import watched
+from dstrain.world import TorchWorld, close, join
+
+TIMEOUT = timedelta(seconds=float(os.environ.get("LONE_TIMEOUT", "4")))
+
+
+def act(fault: str, rank: int, folder: Path) -> None:
+    """What goes wrong, on rank 1 where a name does not say otherwise."""
+    if fault == "bad on all":
+        raise DataError("train.jsonl:7: is bad; mend it")
+    if fault == "bad on 0" and rank == 0:
+        raise DataError("train.jsonl:7: is bad; mend it")
+    if rank != 1:
+        return
+    if fault == "slow":
+        time.sleep(2.5 * TIMEOUT.total_seconds())
+    elif fault == "bad":
+        raise DataError("train.jsonl:7: is bad; mend it")
+    elif fault == "broken":
+        raise ValueError("of its own")
+    elif fault == "early":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+    elif fault.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, fault))
+        time.sleep(0.1)
+    elif fault == "fork":
+        if os.fork() == 0:
+            os._exit(0)
+        os.wait()
+
+
+def main(folder: Path, fault: str) -> int:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def work(interrupt: Interrupt) -> int:
+        torch.set_num_threads(1)
+        together = Rendezvous(Worker(rank, rank, size, "tests", size), TIMEOUT)
+        with together, together.first_of_host():
+            (folder / f"began-{rank}").write_text(str(time.time()))
+            act(fault, rank, folder)
+            (folder / f"ended-{rank}").write_text(str(time.time()))
+        join(torch.device("cpu"), TIMEOUT, together.store)
+        try:
+            world = TorchWorld(torch.device("cpu"), TIMEOUT)
+            with watched(folder, world, TIMEOUT):
+                interrupt.begin()
+                return 0 if world.sum([1.0]) == [size] else 1
+        finally:
+            close()
+
+    with Interrupt() as interrupt:
+        return live(folder, rank, lambda: stoppable(work, interrupt, folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

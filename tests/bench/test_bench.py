@@ -21,6 +21,7 @@ TINY: dict[str, dict[str, Any]] = {
     "padding": {"shape": "tiny", "rounds": 1, "length": 64, "micro": 2, "total": 8},
     "head": {"vocabulary": 400, "hidden": 16, "length": 24, "micro": 2, "rounds": 2},
     "attention_mask": {"hidden": 16, "length": 24, "micro": 2, "rounds": 2},
+    "sources": {"mib": 1, "photos": 3},
     "images": {"photos": 2, "width": 64, "height": 48, "side": 28, "micro": 2, "rounds": 2},
 }
 ROWS = {
@@ -34,6 +35,7 @@ ROWS = {
     "head": ["all logits", "chunks"],
     "attention_mask": ["a mask", "no mask"],
     "images": ["files", "copies"],
+    "sources": ["parquet"] * 3 + ["photos"] * 3,
 }
 
 

@@ -60,7 +60,9 @@ def main(address: str) -> None:
     torch.set_float32_matmul_precision("highest")  # no TF32: fp32 is compared to 1e-5
     if not REHEARSAL:
         torch.cuda.set_device(device())
-    with patch.object(dstrain.world, "join", lambda _, timeout, *store: join(device(), timeout or timedelta(minutes=4), *store)):
+    with patch.object(
+        dstrain.world, "join", lambda _, timeout, *store: join(device(), timeout or timedelta(minutes=4), *store)
+    ):
         serve(address)
 
 

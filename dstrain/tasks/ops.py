@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from dstrain.batch import Batch
 from dstrain.data.collate import loss_positions
 from dstrain.data.sight import KINDS
-from dstrain.models.head import head_input, rows_per_chunk, score
 from dstrain.models.attention_mask import needs_mask
+from dstrain.models.head import head_input, rows_per_chunk, score
 
 
 def bradley_terry(

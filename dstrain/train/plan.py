@@ -24,6 +24,7 @@ from dstrain.launch.topology import Worker, wants_cpu
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.report.sinks import check_trackers
 from dstrain.tasks import Task, make_task
+from dstrain.tasks.text import TextTask
 from dstrain.train.build import loaded_in_precision
 from dstrain.train.fingerprints import check_fingerprints, fingerprints
 from dstrain.train.folder import Resume, batch_to_go_on_with, check_resume, check_writable
@@ -129,7 +130,8 @@ def _prepared(
     task.check()
     if worker.rank == 0:
         check_trackers(task.recipe.log)
-    with together.first_of_host() if together else contextlib.nullcontext():
+    # Of a task whose examples do not come from the cache, each process has to make its own: none need wait.
+    with together.first_of_host() if together and isinstance(task, TextTask) else contextlib.nullcontext():
         train, test = task.examples("train"), task.examples("eval")
     if not train:
         raise DataError("data.train: holds no sample to train on; give a file with records that the task can use")

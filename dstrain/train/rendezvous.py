@@ -135,13 +135,20 @@ class Rendezvous:
                 raise self._told(self._failure)
             if (now := time.monotonic()) >= look_at:
                 look_at = now + self._tick()
-                beats = [beat.decode() for beat in self._store.multi_get(self._keys("beat"))]
+                beats = self._beats()
                 seen = [(beat, now if beat != last else since) for beat, (last, since) in zip(beats, seen, strict=True)]
                 silent = [self._name(rank) for rank, (_, since) in enumerate(seen) if now - since > limit]
                 if silent:
                     names = f"{', '.join(silent[:8])}{' and others' * (len(silent) > 8)}"
                     raise LostError(DOING, f"{names} gave no sign of life for {limit:g} s (timeout_minutes)", MEND)
             time.sleep(min(POLL_SECONDS, limit / 20))
+
+    def _beats(self) -> list[str]:
+        """Every rank's heartbeat, by rank; empty of one that has not counted yet: to ask for it would wait for it."""
+        keys = self._keys("beat")
+        if self._store.check(keys):
+            return [beat.decode() for beat in self._store.multi_get(keys)]
+        return [self._store.get(key).decode() if self._store.check([key]) else "" for key in keys]
 
     def _tell(self, error: BaseException) -> None:
         """Leave word of why this rank ends, and give the others time to hear it. Never raises."""

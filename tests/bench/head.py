@@ -14,9 +14,9 @@ import torch
 
 from dstrain.models import head
 from dstrain.tasks.ops import score_answers
+from tests.bench.attention_mask import answers, made_llama
 from tests.bench.checkpointing import Peak
 from tests.bench.common import join_alone, ratio, run, take_turns
-from tests.bench.attention_mask import answers, made_llama
 
 
 def passes(model: torch.nn.Module, batch: Any, chunks: bool) -> torch.Tensor:

@@ -32,7 +32,10 @@ def write_uneven(path: Path, count: int) -> Path:
     """`count` made-up preference pairs of one to forty words."""
     draw = random.Random(0)
     say = lambda words: " ".join([words] * draw.randint(1, 20))  # noqa: E731
-    rows = [{"prompt": f"What about {index}?", "chosen": say("oil it"), "rejected": say("leave it")} for index in range(count)]
+    rows = [
+        {"prompt": f"What about {index}?", "chosen": say("oil it"), "rejected": say("leave it")}
+        for index in range(count)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from dstrain.batch import Batch
 from dstrain.config.schema import LoraConfig, ModelConfig
+from dstrain.models.attention_mask import NEED_NO_MASK, needs_mask
 from dstrain.models.load import read_config
 from dstrain.models.lora import add_adapters
-from dstrain.models.attention_mask import NEED_NO_MASK, needs_mask
 from dstrain.tasks import ops
 from tests.families import FAMILIES, family
 

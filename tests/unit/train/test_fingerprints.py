@@ -8,20 +8,28 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import yaml
 
 from dstrain import cache
 from dstrain.batch import Progress
 from dstrain.cache import file_digest
+from dstrain.commands.find import Wish, resolve_wish
 from dstrain.config import RunConfig
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import ResumeError
+from dstrain.launch.topology import Worker
 from dstrain.models import fingerprint as module
 from dstrain.tasks import Task, make_task
 from dstrain.train.blocks import write_hashed
 from dstrain.train.checkpoint import Checkpoints
 from dstrain.train.fingerprints import check_fingerprints, fingerprints
+from dstrain.train.folder import Resume
 from dstrain.train.manifest import CheckpointInfo
+from dstrain.train.plan import Plan, make_plan
 from dstrain.world import SoloWorld
+from tests.contract.lora_cases import save_base
+from tests.seeing import named_recipe
 
 PLAIN: dict[str, Any] = {"zero_optimization": {"stage": 2}}
 
@@ -98,6 +106,25 @@ def test_a_hub_name_that_moved_is_another_reference(tmp_path: Path, monkeypatch:
     revision[0] = "b" * 40
     with pytest.raises(ResumeError, match=r"model\.path"):
         check_fingerprints(start, fingerprints(made, PLAIN), made, ())
+
+
+def test_a_base_that_was_written_anew_is_refused_before_any_process_group(tmp_path: Path) -> None:
+    _, values = named_recipe("dpo", tmp_path)
+    save_base(str(tmp_path / "model"), values)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values | {"model": {"path": str(tmp_path / "model")}}))
+
+    def plan(*allowed: str) -> Plan:
+        wish = Wish(recipe=str(tmp_path / "recipe.yaml"))
+        return make_plan(resolve_wish(wish), tmp_path / "run", Resume("auto", allowed), Worker(0, 0, 1, "tests", 1))
+
+    saved(tmp_path / "run/checkpoints", dict(plan().fingerprints))
+    assert plan().resume.wanted == "auto"
+    file = tmp_path / "model/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x40")
+    with pytest.raises(ResumeError, match=r"a reference, whose weights are not those that model\.path names now"):
+        plan()
+    assert not torch.distributed.is_initialized()
+    plan("model.path")
 
 
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:

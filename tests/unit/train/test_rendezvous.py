@@ -1,0 +1,144 @@
+"""Ranks that prepare at their own pace over one store; here each is a thread (tests/faults/test_preparing.py has processes)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dstrain.data import store as stores
+from dstrain.errors import DataError, LostError, UsageError
+from dstrain.launch.topology import Worker
+from dstrain.train import rendezvous
+from dstrain.train.interrupt import Interrupted
+from dstrain.train.rendezvous import Rendezvous
+
+MEND = "mend the cause and start again: what is prepared stays in the cache"
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Runs `act(rank, rendezvous)` within each rank's rendezvous; what each raised, or None."""
+
+    def run(size: int, act: Callable[[int, Rendezvous], None], timeout: float = 30.0) -> list[Any]:
+        store, words, barrier = dist.HashStore(), [""] * size, threading.Barrier(size)
+        own = threading.local()
+
+        def meet(_: timedelta, word: str) -> tuple[Any, list[str]]:
+            words[own.rank] = word
+            barrier.wait(10)
+            return store, [word.replace('"host": "', f'"host": "h{rank} ') for rank, word in enumerate(words)]
+
+        def live(rank: int) -> BaseException | None:
+            own.rank = rank
+            together = Rendezvous(Worker(rank, rank, size, "tests", size), timedelta(seconds=timeout))
+            try:
+                with together:
+                    act(rank, together)
+                assert together.store is store
+            except BaseException as error:
+                return error
+            return None
+
+        monkeypatch.setattr(rendezvous, "meet", meet)
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(live, range(size)))
+
+    return run
+
+
+def test_a_rank_that_takes_longer_than_the_timeout_is_waited_for(prepared: Callable[..., list[Any]]) -> None:
+    assert prepared(3, lambda rank, together: time.sleep(1.0 if rank == 1 else 0), timeout=0.4) == [None] * 3
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_bad_file_on_one_rank_is_told_with_its_code(bad: int, prepared: Callable[..., list[Any]]) -> None:
+    def act(rank: int, together: Rendezvous) -> None:
+        if rank == bad:
+            raise DataError("train.jsonl:7: is bad; mend it")
+
+    errors = prepared(3, act)
+    assert isinstance(errors.pop(bad), DataError)
+    assert {type(error) for error in errors} == {UsageError}
+    assert {error.exit_code for error in errors} == {2}
+    assert all(str(error).endswith("failed: train.jsonl:7: is bad; mend it") for error in errors)
+    assert all(f"rank {bad} on h{bad} " in str(error) for error in errors)
+
+
+def test_the_same_fault_on_all_is_each_ones_own_and_nobody_waits(prepared: Callable[..., list[Any]]) -> None:
+    def act(rank: int, together: Rendezvous) -> None:
+        raise DataError("train.jsonl:7: is bad; mend it")
+
+    began = time.monotonic()
+    assert [str(error) for error in prepared(3, act)] == ["train.jsonl:7: is bad; mend it"] * 3
+    assert time.monotonic() - began < 2
+
+
+def test_an_error_of_its_own_is_told_in_one_line(prepared: Callable[..., list[Any]]) -> None:
+    def act(rank: int, together: Rendezvous) -> None:
+        if rank:
+            raise ValueError("of\nits own")
+
+    error, own = prepared(2, act)
+    assert isinstance(own, ValueError)
+    assert isinstance(error, LostError)
+    assert str(error).startswith("preparing the data: rank 1 on h1 ")
+    assert str(error).endswith(f" failed: ValueError: of\\nits own; {MEND}")
+
+
+def test_all_are_interrupted_where_one_is(prepared: Callable[..., list[Any]]) -> None:
+    def act(rank: int, together: Rendezvous) -> None:
+        if rank == 1:
+            raise Interrupted("SIGTERM")
+
+    assert [(type(error), error.signal) for error in prepared(3, act)] == [(Interrupted, "SIGTERM")] * 3
+
+
+def test_a_rank_whose_heartbeat_stands_still_is_named(prepared: Callable[..., list[Any]]) -> None:
+    def act(rank: int, together: Rendezvous) -> None:
+        if rank == 2:
+            together._end.set()  # as if it were stopped
+            time.sleep(1.5)
+
+    errors = prepared(3, act, timeout=0.5)
+    for error in errors[:2]:
+        assert isinstance(error, LostError)
+        assert "preparing the data: rank 2 on h2 " in str(error)
+        assert str(error).endswith(f" gave no sign of life for 0.5 s (timeout_minutes); {MEND}")
+
+
+def test_of_ranks_that_share_a_cache_one_goes_first_and_is_taken_at_its_word(
+    prepared: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path))
+    order: list[Any] = []
+
+    def act(rank: int, together: Rendezvous) -> None:
+        with together.first_of_host():
+            checked = stores._checked.get()
+            assert checked is not None
+            order.append((rank, sorted(checked)))
+            if rank == 0:
+                time.sleep(0.3)
+                order.append("done")
+                checked.add("a store")
+
+    assert prepared(3, act) == [None] * 3
+    assert order[:2] == [(0, []), "done"]
+    assert sorted(order[2:]) == [(1, ["a store"]), (2, ["a store"])]
+
+
+def test_a_process_alone_meets_nobody() -> None:
+    together = Rendezvous(Worker(0, 0, 1, "tests", 1), timedelta(seconds=1))
+    with together, together.first_of_host():
+        assert stores._checked.get() == set()
+    assert together.store is None
+    with pytest.raises(DataError), together:
+        raise DataError("bad; mend")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from dstrain.data.formats import BadRecord, Preference
 from dstrain.data.rendering import Rendered, count_alike, render
@@ -90,7 +90,9 @@ def encode_preferences(
             found.append(item)
             continue
         rows = next(ids), next(ids), next(ids)
-        before_turn = partial(_before_last_turn, tokenizer, preferences[at], (rendered[at], item, rows[1]), (views, at))
+        before_turn = partial(
+            _before_last_turn, tokenizer, preferences[at], (cast(Rendered, rendered[at]), item, rows[1]), (views, at)
+        )
         found.append(_assemble(rows, (frame, item.templated), limits, before_turn))
     if views is None:
         return found

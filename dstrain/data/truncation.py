@@ -107,8 +107,8 @@ class Dialog:
         said = marked(self.prompt[at - 1])  # type: ignore[arg-type]  # messages, as last_turn has seen
         before, after = self.prompt[: at - 1], self.prompt[at:]
         try:
-            _, _, tail = self._write([*before, said, *after], opened=self.opened).partition(MARK)  # type: ignore[list-item]
-            _, _, ending = self._write([*before, said]).partition(MARK)  # type: ignore[list-item]
+            _, _, tail = self._write([*before, said, *after], opened=self.opened).partition(MARK)
+            _, _, ending = self._write([*before, said]).partition(MARK)
         except BadRecord:
             return 0
         if not tail or not text.endswith(tail):

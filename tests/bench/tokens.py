@@ -35,7 +35,8 @@ def made_task(folder: Path, data: str, times: int, what: str) -> Any:
     (folder / "template.jinja").write_text(TEMPLATES["llama3"], encoding="utf-8")
     first = {"train": data, "max_length": 1024, "on_error": "skip"}
     model: dict[str, Any] = {"config": {"model_type": "llama", "vocab_size": 8192}}
-    tokenizer = make_task(RunConfig.model_validate({"task": "rm", "model": model, "data": first})).tokenizer
+    trained: Any = make_task(RunConfig.model_validate({"task": "rm", "model": model, "data": first}))
+    tokenizer = trained.tokenizer
     marks = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": marks})
     tokenizer.save_pretrained(str(folder / "tokenizer"))

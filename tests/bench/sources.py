@@ -41,7 +41,6 @@ def own():
 def read():
     return int(open("/proc/self/io").readline().split()[1])
 task = make_task(RunConfig.model_validate(json.loads(sys.argv[1])))
-task.tokenizer
 known = json.loads(sys.argv[2])
 before, begun, seconds = own(), read(), time.perf_counter()
 calls[0] = 0
@@ -84,7 +83,7 @@ def start(recipe: dict[str, Any], cache: Path, root: Path, known: tuple[str, ...
     """One process's start."""
     environment = {**os.environ, "PYTHONPATH": str(root), "DSTRAIN_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", START, json.dumps(recipe), json.dumps(known)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=root)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -116,12 +116,12 @@ def interface_towards(address: str) -> str:
 def gloo_interface(worker: Worker, master: str) -> str:
     """The interface for gloo in a worker that any launcher started; empty where gloo's own choice is right.
 
-    `master`: MASTER_ADDR. On one host that meets over loopback gloo needs none. On several, rank 0's host may know its
+    `master`: MASTER_ADDR, empty where nobody set it. On one host that meets over loopback gloo needs none. On several, rank 0's host may know its
     own name as loopback: there the interface of the default route is taken. NCCL looks at interfaces itself, prefers
     InfiniBand and never goes by the host's name (NCCL_SOCKET_IFNAME in its manual), so it is told nothing.
     """
     several = worker.local_size < worker.world_size
-    if worker.world_size == 1 or not (several or _leads_out(master)):
+    if worker.world_size == 1 or not master or not (several or _leads_out(master)):
         return ""
     return interface_towards(master) or (interface_towards(_ELSEWHERE) if several else "")
 

@@ -63,7 +63,9 @@ def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
     """Threads, device and noise of this process, the same under every launcher."""
     os.environ.update(worker.environment)
     os.environ.setdefault("MASTER_PORT", str(free_port()))  # left open only where one process is alone
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := gloo_interface(worker, os.environ["MASTER_ADDR"])):
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (
+        interface := gloo_interface(worker, os.environ.get("MASTER_ADDR", ""))
+    ):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     torch.set_num_threads(threads_per_process(worker.local_size, cores_here()))
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

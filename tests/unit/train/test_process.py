@@ -64,6 +64,15 @@ def test_memory_on_a_gpu_grows_in_place_unless_somebody_says_otherwise(start: Ca
     assert ALLOCATOR[0] not in os.environ
 
 
+def test_a_process_that_nobody_launched_needs_no_address(
+    start: Callable[..., torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    set_up_process(worker(1, 1), RunConfig())
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
 def worker(world: int, local: int) -> Worker:
     return Worker(rank=0, local_rank=0, world_size=world, launcher="torchrun", local_size=local)
 
@@ -83,6 +92,8 @@ def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
         ((4, 4), "10.0.0.9", "eth0"),  # a launcher that does not say how many are here
         ((4, 4), "127.0.1.1", ""),
         ((1, 1), "10.0.0.9", ""),
+        ((1, 1), "", ""),  # a command alone
+        ((4, 2), "", ""),
     ],
 )
 def test_gloo_is_told_the_way_to_other_hosts(

@@ -16,23 +16,23 @@ class Tap(torch.nn.Module):
 
     def __init__(self, head: torch.nn.Module) -> None:
         super().__init__()
-        vars(self).update(head=head, asked=False)
+        self.__dict__.update(head=head, asked=False)
 
     asked: bool
     """Whether the head was called: something was done with logits that is not repeated on chunks."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["head"], name)  # a model may ask for its head's weight, or the weight's dtype
+        return getattr(self.__dict__["head"], name)  # a model may ask for its head's weight, or the weight's dtype
 
     def forward(self, states: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
         if states.dim() != 3 or more or named:
-            vars(self)["asked"] = True
+            self.__dict__["asked"] = True
             return self.head(states, *more, **named)
         return Placeholder.of(states.detach().new_zeros(1, 1, self.head.out_features), self, states, ())
 
     def logits(self, states: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
         """(B, K, V), made by the head."""
-        vars(self)["asked"] = True
+        self.__dict__["asked"] = True
         found = self.head(states)
         for step in steps:
             found = step(found)
@@ -99,7 +99,7 @@ def _made(value: Any) -> Any:
     """The logits in the place of a placeholder; the same at each call, as they may be changed in place."""
     if not isinstance(value, Placeholder):
         return value
-    own = vars(value)
+    own = value.__dict__
     if "logits" not in own:
         own["logits"] = value.tap.logits(value.states, value.steps)
     return own["logits"]

@@ -96,8 +96,10 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None, interrupt: 
     config, run_dir = plan.config, plan.run_dir
     save = config.save
     apart = world.apart() if save.background else world
-    rotation = {"keep": save.keep, "keep_every": save.keep_every, "best": config.eval.best}
-    checkpoints = Checkpoints(folder=run_dir / "checkpoints", world=apart, check=check_complete, **rotation)
+    checkpoints = Checkpoints(
+        folder=run_dir / "checkpoints", world=apart, keep=save.keep, keep_every=save.keep_every, best=config.eval.best,
+        check=check_complete,
+    )  # fmt: skip
     journal = Journal(run_dir, world.rank)
     weights = world.broadcast(plan.fingerprints)
     start = _starting_point(plan, checkpoints, journal, world)

@@ -84,7 +84,7 @@ class Checkpoints:
         self.on_first("pruning", lambda: self._prune(progress.step))
         return final
 
-    def _seal(self, partial: Path, files: Mapping[str, Entry], record: Mapping[str, Any]) -> None:
+    def _seal(self, partial: Path, files: dict[str, Entry], record: Mapping[str, Any]) -> None:
         seal(partial, files, record)
         if self.check is not None:
             self.check(partial)

@@ -93,8 +93,7 @@ def with_references(plan: Plan, world: World) -> Plan:
 
 def assemble(plan: Plan, world: World, screen: TextIO | None = None, interrupt: Interrupt | None = None) -> Run:
     """Build model, engine and everything around them. Collective."""
-    config, run_dir = plan.config, plan.run_dir
-    save = config.save
+    config, run_dir, save = plan.config, plan.run_dir, plan.config.save
     apart = world.apart() if save.background else world
     checkpoints = Checkpoints(
         folder=run_dir / "checkpoints", world=apart, keep=save.keep, keep_every=save.keep_every, best=config.eval.best,

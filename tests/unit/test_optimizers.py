@@ -140,7 +140,7 @@ def test_one_rate_serves_muon_and_adamw_and_the_decay_stays_the_same() -> None:
 
 def test_a_group_may_be_left_to_adamw() -> None:
     body = torch.nn.ModuleDict({"tower": torch.nn.Linear(4, 9), "head": torch.nn.Linear(9, 2)})
-    optim = OptimConfig(name="muon", groups={"head": {"muon": False, "lr": 1e-4}})
+    optim = OptimConfig(name="muon", lr=1e-3, groups={"head": {"muon": False, "lr": 1e-4}})
     chosen = [p for group in parameter_groups(body, optim) if group.orthogonal for p in group.params]
     assert [id(p) for p in chosen] == [id(body["tower"].weight)]
 

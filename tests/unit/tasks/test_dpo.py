@@ -230,7 +230,7 @@ def test_what_changes_the_answers_changes_their_key(tmp_path: Path) -> None:
     task = made(tmp_path, options)
     recipe = task.recipe
     shorter = replace(
-        task, recipe=recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": 40})})
+        task, recipe=recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": 46})})
     )
     keys = [
         key(task),

@@ -95,7 +95,8 @@ def encode_prompts(
         if isinstance(shown, BadRecord):
             found.append(shown)
             continue
-        start, body = take_start(tokenizer(shown.prompt, add_special_tokens=False, verbose=False)["input_ids"], frame)
+        text_ids = tokenizer(shown.prompt, add_special_tokens=False, verbose=False)["input_ids"]
+        start, body = take_start(text_ids, frame.without_bos(shown.templated, views))
         keep = len(body) if limit is None else min(len(body), max(limit - len(start), 0))
         ids = start + body[len(body) - keep :]
         room = f"the room for a prompt, {limit} tokens,"

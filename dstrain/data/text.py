@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -32,6 +32,14 @@ class Frame:
     """True for a BERT: the end is a part of the frame, and no cut takes it away."""
     begin: int | None = None
     """The BOS that a template may write, though the tokenizer adds none."""
+
+    def without_bos(self, templated: bool, views: Views | None) -> Frame:
+        """The frame of a text that a chat template wrote: it has the BOS that the template writes, and no other.
+
+        So have the ids of `apply_chat_template(tokenize=True)`, of servers and of TRL. Processors of models that see images
+        (`views`) add a BOS of their own (transformers, ProcessorMixin.apply_chat_template), and a BERT its CLS.
+        """
+        return replace(self, start=()) if templated and views is None and not self.wraps else self
 
 
 def frame_of(tokenizer: Any) -> Frame:
@@ -93,7 +101,8 @@ def encode_preferences(
         before_turn = partial(
             _before_last_turn, tokenizer, preferences[at], (cast(Rendered, rendered[at]), item, rows[1]), (views, at)
         )
-        found.append(_assemble(rows, (frame, item.templated), limits, before_turn))
+        form = frame.without_bos(item.templated, views), item.templated
+        found.append(_assemble(rows, form, limits, before_turn))
     if views is None:
         return found
     return [views.whole(at, item, show_limits(*limits)) for at, item in enumerate(found)]

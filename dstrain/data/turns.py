@@ -56,7 +56,8 @@ def encode_conversations(
         learnt = learnt if views is None else views.not_learnt(ids, learnt)
         texts = written[at].text, item.text, ids  # type: ignore[union-attr]  # shown is a fault where written is one
         before_turn = partial(_before_last_turn, tokenizer, samples[at], texts, (views, at))
-        found.append(_assemble((ids, learnt), item.templated, (frame, settings), before_turn))
+        form = frame.without_bos(item.templated, views), settings
+        found.append(_assemble((ids, learnt), item.templated, form, before_turn))
     if views is None:
         return found
     limits = show_limits(settings.max_length, settings.max_prompt_length)

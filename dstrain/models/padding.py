@@ -34,6 +34,15 @@ def give_pad_token(tokenizer: Any, key: str, used: Collection[str] = ()) -> None
     tokenizer.pad_token = next(_unused_tokens(tokenizer, used), tokenizer.eos_token)
 
 
+def replace_eos_as_pad(tokenizer: Any) -> None:
+    """Give a tokenizer that names its EOS as pad token one that no text becomes, where it has one: for a new score head.
+
+    Recipes of fine-tuning often save a tokenizer so, and the score of an answer would be read in front of its EOS.
+    """
+    if tokenizer.pad_token is not None and tokenizer.pad_token == tokenizer.eos_token:
+        tokenizer.pad_token = next(_unused_tokens(tokenizer, ()), tokenizer.eos_token)
+
+
 def _unused_tokens(tokenizer: Any, used: Collection[str]) -> Iterator[str]:
     """Tokens that can fill up rows, the best first."""
     added = tokenizer.added_tokens_decoder  # id -> AddedToken

@@ -32,6 +32,15 @@ HEAD = "score.safetensors"
 WEIGHT = "score.weight"
 
 
+def has_score_head(config: PretrainedConfig, path: str | None) -> bool:
+    """Whether a model was trained to give scores, by its config's architectures or by a head in its folder."""
+    names = config.architectures or ()
+    return (
+        any(name.endswith("ForSequenceClassification") for name in names)
+        or (Path(path or "").expanduser() / HEAD).is_file()
+    )
+
+
 class Scored:
     """What is added to a family's PreTrainedModel: its base model under `base_model_prefix`, and a head.
 

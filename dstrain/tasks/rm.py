@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,17 @@ class RewardModel(PairTask):
         for part in {id(part): part for part in (config, config.get_text_config())}.values():
             part.pad_token_id = self.tokenizer.pad_token_id  # the model looks for the last token before it
         return config
+
+    @cached_property
+    def _words(self) -> Any:
+        """The tokenizer. A base's own that pads with EOS gets another pad token, unless the base gives scores already."""
+        from dstrain.models.padding import replace_eos_as_pad
+        from dstrain.models.scored import has_score_head
+
+        tokenizer, model = super()._words, self.recipe.model
+        if model.tokenizer is None and model.path is not None and not has_score_head(self.model_config, model.path):
+            replace_eos_as_pad(tokenizer)
+        return tokenizer
 
     def warnings(self) -> Sequence[str]:
         if self.tokenizer.pad_token_id != self.tokenizer.eos_token_id:

@@ -117,16 +117,18 @@ def test_a_dialog_that_the_template_refuses_is_a_bad_record_among_good_ones(toke
     assert first == third
 
 
-def test_bos_comes_once_whoever_writes_it(tokenizer):
+def test_a_text_has_the_tokenizers_bos_and_a_templates_text_the_templates(tokenizer):
     framed = with_frame(tokenizer, "<s>")
     bos = framed.bos_token_id
     written = with_template(framed, TEMPLATE.replace("start", "true"))
     unwritten = with_template(framed, TEMPLATE.replace("start", "false"))
-    for each in (framed, written, unwritten):
+    for each in (framed, written):
         ids = encode_preference(each, PREFERENCE, 200)["chosen"]
         assert ids[0] == bos
         assert ids.count(bos) == 1
-    assert encode_preference(written, PREFERENCE, 200) == encode_preference(unwritten, PREFERENCE, 200)
+    with_bos, without = (encode_preference(each, PREFERENCE, 200) for each in (written, unwritten))
+    assert without["chosen"] == with_bos["chosen"][1:]
+    assert without["prompt_length"] == with_bos["prompt_length"] - 1
 
 
 def test_bos_survives_the_cut_even_where_only_the_template_writes_it(tokenizer):

@@ -129,6 +129,21 @@ def test_where_padding_is_eos_a_warning_says_where_scores_are_read(tmp_path: Pat
     assert made.build_model().get_input_embeddings().padding_idx is None
 
 
+@pytest.mark.parametrize("scores_already", [False, True])
+def test_a_base_that_pads_with_eos_gets_another_pad_unless_it_gives_scores_already(
+    scores_already: bool, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    made = without_pad(tmp_path, pad_token="</s>")
+    auto = AutoModelForSequenceClassification if scores_already else AutoModelForCausalLM
+    auto.from_config(made.config_for(made.recipe.model)).save_pretrained(str(tmp_path / "base"))
+    made.tokenizer.save_pretrained(str(tmp_path / "base"))
+    again = task(tmp_path, model={"path": str(tmp_path / "base"), "config": None})
+    assert again.tokenizer.pad_token == ("</s>" if scores_already else "<pad>")
+    assert bool(again.warnings()) == scores_already
+
+
 def test_no_score_keeps_keys_and_values(tmp_path: Path) -> None:
     made = task(tmp_path)
     model = made.build_model()

@@ -195,6 +195,8 @@ class Rendezvous:
         try:
             yield
         except RuntimeError as error:
+            if self._failure is not None:  # heard of before rank 0 left, and the store with it
+                raise self._told(self._failure) from error
             if (why := lost(error)) is None:
                 raise
             at = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"

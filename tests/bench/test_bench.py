@@ -12,10 +12,10 @@ from tests.bench.common import table, tell
 from tests.workers import Workers
 
 TINY: dict[str, dict[str, Any]] = {
-    "step": {"shape": "tiny", "rounds": 2, "checked_steps": 2, "length": 24, "micro": 2},
-    "loader": {"shape": "tiny", "rounds": 1, "steps": 3, "length": 24, "micro": 2, "decode_ms": 0.2},
-    "checkpointing": {"shape": "tiny", "rounds": 2, "checked_steps": 2, "length": 24, "micro": 2},
-    "saving": {"shape": "tiny", "rounds": 1, "length": 24},
+    "step": {"shape": "tiny", "rounds": 2, "checked_steps": 2, "length": 48, "micro": 2},
+    "loader": {"shape": "tiny", "rounds": 1, "steps": 3, "length": 48, "micro": 2, "decode_ms": 0.2},
+    "checkpointing": {"shape": "tiny", "rounds": 2, "checked_steps": 2, "length": 48, "micro": 2},
+    "saving": {"shape": "tiny", "rounds": 1, "length": 48},
     "counting": {"rounds": 2, "calls": 3},
     "seeing": {"shape": "tiny", "rounds": 2, "length": 24, "micro": 2},
     "padding": {"shape": "tiny", "rounds": 1, "length": 64, "micro": 2, "total": 8},
@@ -64,7 +64,7 @@ def measure_unequal() -> None:
     from tests.bench.common import made_batches, made_model, made_task
     from tests.bench.step import ByHand, differences
 
-    task, device = made_task("tiny", 24), torch.device("cpu")
+    task, device = made_task("tiny", 48), torch.device("cpu")
     other = _Doubled(TorchEngine(*made_model(task), task.recipe.optim, device))
     differences({"by hand": ByHand(task, device, "fp32"), "other": other}, made_batches(task, 1, 2), 1e-3, 1e-4)
 

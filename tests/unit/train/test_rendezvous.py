@@ -135,6 +135,14 @@ def test_of_ranks_that_share_a_cache_one_goes_first_and_is_taken_at_its_word(
     assert sorted(order[2:]) == [(1, ["a store"]), (2, ["a store"])]
 
 
+def test_a_failure_that_was_heard_of_counts_more_than_the_store_that_went_with_it() -> None:
+    together = Rendezvous(Worker(1, 1, 2, "tests", 2), timedelta(seconds=1))
+    together._members = [{"host": "h0"}, {"host": "h1"}]
+    together._failure = {"rank": 0, "exit": 2, "error": "train.jsonl:7: is bad", "lost": False}
+    with pytest.raises(UsageError, match="rank 0 on h0 failed: train.jsonl:7: is bad"), together._reached():
+        raise RuntimeError("Connection reset by peer")
+
+
 def test_a_process_alone_meets_nobody() -> None:
     together = Rendezvous(Worker(0, 0, 1, "tests", 1), timedelta(seconds=1))
     with together, together.first_of_host():

@@ -139,7 +139,7 @@ def test_a_failure_that_was_heard_of_counts_more_than_the_store_that_went_with_i
     together = Rendezvous(Worker(1, 1, 2, "tests", 2), timedelta(seconds=1))
     together._members = [{"host": "h0"}, {"host": "h1"}]
     together._failure = {"rank": 0, "exit": 2, "error": "train.jsonl:7: is bad", "lost": False}
-    with pytest.raises(UsageError, match="rank 0 on h0 failed: train.jsonl:7: is bad"), together._reached():
+    with pytest.raises(UsageError, match=r"rank 0 on h0 failed: train\.jsonl:7: is bad"), together._reached():
         raise RuntimeError("Connection reset by peer")
 
 

@@ -1,5 +1,7 @@
 """How long tokens of multi-turn dialogs take to be made: by one process, and by as many as there are cores.
 
+One process is timed on one core, and with the threads of the library tokenizers, which share out what the template wrote.
+
     python -m tests.bench.tokens [--data shared/data/hh/helpful-train.jsonl] [--times 4] [--what pairs]
 
 `what`: pairs (rm, dpo), conversations (sft) or labelled (kto), written by Llama 3's template with a byte-level tokenizer of
@@ -45,10 +47,11 @@ def made_task(folder: Path, data: str, times: int, what: str) -> Any:
     return make_task(RunConfig.model_validate(values))
 
 
-def made_store(task: Any, source: Joined, folder: Path, count: int) -> TokenStore:
-    """The store, made anew by so many processes."""
+def made_store(task: Any, source: Joined, folder: Path, count: int, threads: bool = True) -> TokenStore:
+    """The store, made again by so many processes; `threads`: of the library tokenizers, which one process uses."""
     shutil.rmtree(folder, ignore_errors=True)
-    with patch.dict(os.environ, DSTRAIN_CACHE=str(folder)), patch("dstrain.tasks.preparing.cores_here", lambda: count):
+    env = {"DSTRAIN_CACHE": str(folder), "TOKENIZERS_PARALLELISM": str(threads).lower()}
+    with patch.dict(os.environ, env), patch("dstrain.tasks.preparing.cores_here", lambda: count):
         return task.tokens(source)
 
 
@@ -59,17 +62,16 @@ def measure(
     folder = Path(tempfile.mkdtemp(prefix="dstrain-bench-"))
     task = made_task(folder, data, times, what)
     source = Joined([open_source(folder / "train.jsonl")])
-    counts = {"one process": 1, f"{cores_here()} processes": cores_here()}
-    stores = [made_store(task, source, folder / f"cache-{count}", count) for count in counts.values()]
+    ways = {"one core": (1, False), "one process": (1, True), f"{cores_here()} processes": (cores_here(), True)}
+    stores = [made_store(task, source, folder / f"cache-{at}", *way) for at, way in enumerate(ways.values())]
     names = [{path.name: path.read_bytes() for path in store.folder.iterdir()} for store in stores]
     assert all(files == names[0] for files in names), "the stores are equal to the byte"
 
-    def again(count: int) -> None:
-        made_store(task, source, folder / f"cache-{count}", count)
-
-    sides = {name: (lambda turn, count=count: again(count)) for name, count in counts.items()}
+    sides = {
+        name: (lambda turn, way=way: made_store(task, source, folder / "again", *way)) for name, way in ways.items()
+    }
     seconds = take_turns(sides, rounds, 1, torch.device("cpu"))
-    rows = [{"tokens made by": name, **ratio(seconds, name, "one process")} for name in seconds]
+    rows = [{"tokens made by": name, **ratio(seconds, name, "one core")} for name in seconds]
     dialogs = len(source) * (2 if what != "conversations" else 1)
     shutil.rmtree(folder)
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -132,6 +133,12 @@ def _permutation(size: int, key: Sequence[int]) -> np.ndarray:
 def random_numbers(key: Sequence[int]) -> np.random.RandomState:
     """Fixed by the key. RandomState, because NEP 19 freezes its stream for all versions of numpy."""
     return np.random.RandomState([word for number in key for word in (number % 2**32, number // 2**32 % 2**32)])
+
+
+def lengths_of(examples: Any) -> Lengths | None:
+    """The method `lengths` of a task's examples, where they have one."""
+    found = getattr(examples, "lengths", None)
+    return found if callable(found) else None
 
 
 def by_length(lengths: np.ndarray) -> np.ndarray:

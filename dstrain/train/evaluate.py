@@ -9,7 +9,7 @@ from typing import Any
 from dstrain.batch import Batch, StepResult
 from dstrain.collectives import LEDGER
 from dstrain.data.loader import read_shares
-from dstrain.data.plan import eval_share
+from dstrain.data.plan import eval_share, lengths_of
 from dstrain.report.meter import Meter
 from dstrain.tasks import Task
 from dstrain.train.engine import Looks
@@ -26,8 +26,8 @@ class Evaluation:
     def run(self, engine: Looks) -> dict[str, float]:
         """Loss and metrics: each one sum over all ranks, divided once. Collective."""
         meter = Meter(engine.world)
-        ranks, lengths = (engine.world.size, engine.world.rank), getattr(self.examples, "lengths", None)
-        shares = eval_share(len(self.examples), self.micro, *ranks, lengths)
+        ranks = engine.world.size, engine.world.rank
+        shares = eval_share(len(self.examples), self.micro, *ranks, lengths_of(self.examples))
         for result in look(engine, self.task, lambda: read_shares(self.examples, self.task.collate, shares)):
             meter.add(result)
             LEDGER.mark()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dstrain.config import BatchPlan, Recipe, RunConfig, resolve_batch, resolve_steps
-from dstrain.data.plan import DataPlan
+from dstrain.data.plan import DataPlan, lengths_of
 from dstrain.errors import DataError
 from dstrain.launch.builds import extensions_folder, settle_build_locks
 from dstrain.launch.command import free_port
@@ -156,5 +156,5 @@ def data_plan(config: RunConfig, train: Sequence[Any], batch: BatchPlan, world_s
         samples_per_step=batch.total,
         world_size=world_size,
         accumulate=batch.accumulate,
-        lengths=getattr(train, "lengths", None),
+        lengths=lengths_of(train),
     )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain.data.plan import DataPlan, eval_share
+from dstrain.data.plan import DataPlan, eval_share, lengths_of
 from dstrain.errors import DataError
 
 
@@ -78,6 +78,14 @@ def test_a_step_sorted_by_length_has_the_same_samples_at_the_same_places(sizes, 
     assert LENGTHS[ids].tolist() == sorted(LENGTHS[ids].tolist(), reverse=True), "neighbours over ranks, too"
     order = stream(alone, samples + total)
     assert ids == [order[place] for place in in_order([split.places(samples, rank) for rank in range(world_size)])]
+
+
+def test_only_a_method_tells_lengths():
+    class WithColumn:
+        lengths = (3, 1)
+
+    assert lengths_of([1, 2]) is None
+    assert lengths_of(WithColumn()) is None, "a column of that name, as data sets have"
 
 
 def test_sorting_leaves_little_padding():

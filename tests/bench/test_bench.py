@@ -39,7 +39,9 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name", [name if name != "sources" else pytest.param(name, marks=pytest.mark.slow) for name in TINY]
+)
 def test_a_measurement_checks_first_and_gives_a_row_each(name: str, one: Workers, tmp_path: Path, capsys: Any) -> None:
     result = one(f"tests.bench.{name}:measure", **TINY[name])[0]
     assert [next(iter(row.values())) for row in result["rows"]] == ROWS[name]

@@ -77,6 +77,7 @@ def test_bad_data_on_all_hosts_ends_all_with_2(apart: bool, tmp_path: Path) -> N
         assert line.endswith("train.jsonl:7: is bad; mend it")
 
 
+@pytest.mark.slow
 def test_an_error_of_its_own_is_told_by_the_others(tmp_path: Path) -> None:
     told = ended(tmp_path, "broken", timeout=60.0)
     assert [code for code, _ in told] == [1, 1]
@@ -84,7 +85,7 @@ def test_an_error_of_its_own_is_told_by_the_others(tmp_path: Path) -> None:
     assert "ValueError: of its own" in log_path(tmp_path, 1).read_text()
 
 
-@pytest.mark.parametrize("kind", ["SIGSTOP", pytest.param("SIGKILL", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in ("SIGSTOP", "SIGKILL")])
 def test_a_rank_whose_heartbeat_stands_still_is_named(kind: str, tmp_path: Path) -> None:
     with launched(tmp_path, kind, timeout=2.0) as processes:
         assert processes[0].wait(timeout=60) == 1
@@ -104,6 +105,7 @@ def test_where_rank_0_is_killed_the_others_do_not_wait(tmp_path: Path) -> None:
     assert "error: preparing the data: rank 0 at 127.0.0.1:" in log_path(tmp_path, 1).read_text().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_all_leave_alike_where_one_was_stopped(tmp_path: Path) -> None:
     with launched(tmp_path, "early", timeout=60.0) as processes:
         for process in processes:
@@ -120,6 +122,7 @@ def test_a_fork_while_the_heartbeat_beats_is_harmless(tmp_path: Path) -> None:
     assert ended(tmp_path, "fork") == [(0, ""), (0, "")]
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_not_waited_for(tmp_path: Path) -> None:
     with launched(tmp_path, "none", timeout=3.0) as processes:
         processes[1].send_signal(signal.SIGKILL)

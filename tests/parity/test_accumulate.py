@@ -31,7 +31,7 @@ def test_at_stage_0_deepspeed_adds_up_in_bf16(one: Workers) -> None:
     assert 1e-3 < one(CASE, preset="zero0", micro_batches=8)[0] < 1e-2
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_add_up_exactly_where_the_preset_asks_for_it(stage: int, two: Workers, tmp_path: Path) -> None:
     preset = written(tmp_path, {"zero_optimization": {"stage": stage}, **FP32})
     for micro_batches in (1, 4):

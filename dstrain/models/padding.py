@@ -25,7 +25,8 @@ def give_pad_token(tokenizer: Any, key: str, used: Collection[str] = ()) -> None
 
     The first that there is of: a pad token that it has and does not name, a special token kept for its users, an
     unknown token that no text becomes, EOS. With EOS, reward models of transformers, which read a score at the last
-    token that is not padding, cannot read it at the EOS of an answer. `used`: special tokens that mean something. Raises RecipeError where it has not even an EOS.
+    token that is not padding, cannot read it at the EOS of an answer. `used`: special tokens that mean something.
+    Raises RecipeError where it has not even an EOS.
     """
     if tokenizer.pad_token is not None:
         return

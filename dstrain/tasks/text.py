@@ -201,7 +201,7 @@ class TextTask(Task):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer; one without a pad token pads with its EOS."""
+        """The tokenizer, with a pad token (`give_pad_token`)."""
         return self._with_template(self._words) if self.sight is None else self.sight.tokenizer
 
     def _with_template(self, tokenizer: Any, image: str = "") -> Any:

@@ -84,10 +84,8 @@ def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
     index = worker.local_rank % torch.cuda.device_count()  # Slurm may show each task one GPU
-    for name in (
-        "LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-    ):  # DeepSpeed's device (runtime/engine.py); it compares the two
+    # DeepSpeed computes on the device of the first, and compares the two (runtime/engine.py).
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
         if name in os.environ:
             os.environ[name] = str(index)
     torch.cuda.set_device(index)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError, did_you_mean
 from dstrain.models.padding import clear_padding_idx
-from dstrain.models.stored import damage, indexed
+from dstrain.models.stored import damage, indexed, stored_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +98,11 @@ def check_weights(model: ModelConfig) -> None:
     folder = Path(model.path).expanduser() if model.path else None
     if folder is None or not folder.is_dir():
         return
+    try:
+        os.listdir(folder)  # which glob takes for empty where it may not be read
+    except OSError as error:
+        problem = f"'{model.path}' cannot be read ({error.strerror})"
+        raise RecipeError(Fault("model.path", problem, "check the permissions of the folder")) from None
     if not any(path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)):
         raise RecipeError(
             Fault(
@@ -106,12 +113,29 @@ def check_weights(model: ModelConfig) -> None:
         )
     shards = indexed(folder / "model.safetensors.index.json", "model.path")
     faults = [
-        Fault("model.path", f"{file} {fault}", "fetch it again; `git lfs pull` where git left a pointer")
+        Fault("model.path", f"{file} {fault}", _mend_of(fault))
         for file in sorted({*folder.glob("*.safetensors"), *shards})
         if (fault := damage(file))
     ]
     if faults:
         raise RecipeError(faults)
+    if not any(folder.glob("*.safetensors")):
+        _check_pickles(sorted(folder.glob("pytorch_model*.bin")))
+
+
+def _mend_of(fault: str) -> str:
+    if fault.startswith("cannot be read"):
+        return "check the permissions of the file"
+    return "fetch it again; `git lfs pull` where git left a pointer"
+
+
+def _check_pickles(files: Sequence[Path]) -> None:
+    """Raise RecipeError for a file that holds more than tensors, in the words of model.init. Values stay on the disk."""
+    try:
+        for file in files:
+            stored_tensors([file])
+    except RecipeError as error:
+        raise RecipeError(Fault("model.path", fault.problem, fault.mend) for fault in error.faults) from error
 
 
 def check_vocabulary(model: ModelConfig, config: PretrainedConfig, entries: int, sees: bool) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.commands.trust import check_folder, enabled, folder_recipe, holding_of
+from dstrain.commands.trust import check_folder, enabled, folder_recipe, holding_of, in_place_of_base
 from dstrain.errors import CheckpointError, RecipeError, UsageError
 from dstrain.preset import Device, Preset, RunSettings, complete, read_preset
 from dstrain.tasks import Task, make_task
@@ -30,6 +30,9 @@ WHOLE = {"zero_optimization": {"stage": 0}}
 """The JSON of a model that is whole on every process."""
 OF_A_BASE = ("config", "init", "lora", "tokenizer", "processor", "chat_template", "quantize")
 """What the recipe of an exported model says of the weights it began with."""
+TAKEN_APART = (
+    "has two values for weights that the model's config ties; name the model it began with: --set model.path=FOLDER"
+)
 MICRO = 8
 """Samples of a forward pass where the recipe does not say."""
 
@@ -192,11 +195,13 @@ def _in_run(folder: Path, step: str, sets: Sequence[str], task: str | None) -> F
         own += _kept(folder / "tokenizer")
     if enabled(folder, "bf16"):
         own.append("model.dtype=bfloat16")
+    own += in_place_of_base(folder, sets)
     return Found(folder, make_task(folder_recipe(folder / "recipe.yaml", own, sets, task)), info)
 
 
 def load_found(found: Found, ds_config: Mapping[str, Any], world: World) -> torch.nn.Module:
     """The task's model with its trained weights, in shards where the JSON says stage 3. Collective."""
+    from dstrain.models.empty import all_values_follow
     from dstrain.models.sharded import sharded, sharded_construction
     from dstrain.train.build import build, build_bare
     from dstrain.train.restore import restore
@@ -210,8 +215,14 @@ def load_found(found: Found, ds_config: Mapping[str, Any], world: World) -> torc
             return task.reload(found.folder)
         if info is None:
             return task.build_model()
-        empty = _build_empty(task, info.path) if _may_be_empty(found, ds_config) else None
-        model = build(task) if adapted else empty or build_bare(task)
+        if adapted:
+            model = build(task)
+        else:
+            empty = _build_empty(task, info.path) if _may_be_empty(found, ds_config) else None
+            with all_values_follow() as drawn:
+                model = empty or build_bare(task)
+            if drawn and _shared(model, info.path):
+                raise CheckpointError(f"{info.path}: {TAKEN_APART}")
     restore(model, info.path, world, adapted)
     return model
 
@@ -253,18 +264,24 @@ def _build_empty(task: Task, checkpoint: Path) -> torch.nn.Module | None:
     """
     from dstrain.models.empty import give_room, no_values
     from dstrain.train.build import build_bare
-    from dstrain.train.shards import StoredState
 
     with no_values():
         model = build_bare(task)
-    tensors = model.state_dict(keep_vars=True)
-    stored = [id(tensors[name]) for name in StoredState(checkpoint).shapes if name in tensors]
     kept = any(getattr(model, f"_keep_in_fp32_modules{which}", None) for which in ("", "_strict"))
     quantized = getattr(getattr(model, "config", None), "quantization_config", None) is not None
-    if len(stored) != len({*stored}) or (kept and task.recipe.model.dtype) or quantized:
+    if _shared(model, checkpoint) or (kept and task.recipe.model.dtype) or quantized:
         return None
     give_room(model)
     return model
+
+
+def _shared(model: torch.nn.Module, checkpoint: Path) -> bool:
+    """Whether the checkpoint has values of their own for two names that are one tensor in the model."""
+    from dstrain.train.shards import StoredState
+
+    tensors = model.state_dict(keep_vars=True)
+    stored = [id(tensors[name]) for name in StoredState(checkpoint).shapes if name in tensors]
+    return len(stored) != len({*stored})
 
 
 def hash_weights(task: Task, adapted: bool) -> None:

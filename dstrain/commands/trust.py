@@ -20,7 +20,8 @@ from dstrain.data.hub import is_hub_name
 from dstrain.data.store import say
 from dstrain.errors import Fault, PresetError, UsageError
 from dstrain.preset import Preset, check_block
-from dstrain.tasks import packaged_tasks
+from dstrain.tasks import find_task, packaged_tasks
+from dstrain.tasks.policy import PolicyTask
 
 HOLDING = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "communication_data_type")
 """What the JSON of a run may say of how its model is held for forward passes."""
@@ -97,6 +98,37 @@ def _asks_network(file: Path, config: RunConfig, named: set[str]) -> Iterator[Fa
         if not _in_hub_cache(value):
             problem = f"names '{value}' on the hub, which is not in this machine's cache, and nothing is fetched because a folder says so"
             yield Fault(f"{file} {key}", problem, f"add --set {key}={value}, or the path of a folder with it")
+
+
+def in_place_of_base(run: Path, sets: Sequence[str]) -> list[str]:
+    """Where the model that a run began with is gone: the config that the run keeps, as --set takes it.
+
+    A checkpoint of a full fine-tuning has all weights. Raises UsageError where there is no such config, or adapters need
+    the weights.
+    """
+    recipe, kept = run / "recipe.yaml", run / "model"
+    config = read_recipe(recipe, sets).config
+    model, base = config.model, read_recipe(recipe).config.model.path
+    if base is None or model.path != base or Path(base).expanduser().is_dir() or _on_hub(base):
+        return []
+    if model.lora is not None or model.trust_remote_code or not (kept / "config.json").is_file():
+        if is_hub_name(base):
+            return []
+        needs = (
+            "the adapters lie on its weights" if model.lora is not None else "its config says how to build the model"
+        )
+        problem = f"'{base}' is not there any more, and {needs}"
+        raise UsageError(Fault(f"{recipe} model.path", problem, "name its folder: --set model.path=FOLDER"))
+    check_folder(kept)
+    found = [f"model.path={json.dumps(str(kept.resolve()))}"]
+    task = find_task(config.task) if config.task in packaged_tasks() else None
+    if task is not None and issubclass(task, PolicyTask) and not config.options.get("ref_model"):
+        found.append(f"options.ref_model={json.dumps(base)}")  # which is gone too, and asked for where it is needed
+    return found
+
+
+def _on_hub(name: str) -> bool:
+    return is_hub_name(name) and _in_hub_cache(name)
 
 
 def _in_hub_cache(name: str) -> bool:

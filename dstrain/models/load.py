@@ -62,15 +62,9 @@ def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
 
 def pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
     """What one of transformers' Auto classes makes of a folder or a hub id. Raises RecipeError for the recipe's `key`."""
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not Path(name).expanduser().is_dir():
-        raise RecipeError(
-            Fault(key, f"'{name}' is no folder", f"give an existing folder or a hub id (we are in {Path.cwd()})")
-        )
+    place = str(Path(name).expanduser()) if require_folder(name, key) else name
     try:
-        return auto.from_pretrained(
-            str(Path(name).expanduser()) if looks_local else name, trust_remote_code=trust_remote_code
-        )
+        return auto.from_pretrained(place, trust_remote_code=trust_remote_code)
     except Exception as error:  # its own checks, and whatever a config that cannot be trips over
         reason = _reason(error)
         if "trust_remote_code" in str(error):
@@ -81,6 +75,16 @@ def pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
         else:
             mend = "give a folder that transformers can load, or a hub id that this machine can reach"
         raise RecipeError(Fault(key, f"'{name}' cannot be loaded ({reason})", mend)) from error
+
+
+def require_folder(name: str, key: str) -> bool:
+    """Whether a name means a folder of this machine. Raises RecipeError where it does, and there is none."""
+    if not (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        return False
+    if not Path(name).expanduser().is_dir():
+        mend = f"give an existing folder or a hub id (we are in {Path.cwd()})"
+        raise RecipeError(Fault(key, f"'{name}' is no folder", mend))
+    return True
 
 
 def _reason(error: Exception) -> str:
@@ -103,7 +107,7 @@ def check_weights(model: ModelConfig) -> None:
     except OSError as error:
         problem = f"'{model.path}' cannot be read ({error.strerror})"
         raise RecipeError(Fault("model.path", problem, "check the permissions of the folder")) from None
-    if not any(path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)):
+    if not _has_weights(folder):
         raise RecipeError(
             Fault(
                 "model.path",
@@ -121,6 +125,13 @@ def check_weights(model: ModelConfig) -> None:
         raise RecipeError(faults)
     if not any(folder.glob("*.safetensors")):
         _check_pickles(sorted(folder.glob("pytorch_model*.bin")))
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether a local folder has files of weights; True for a name on the hub."""
+    if not folder.is_dir():
+        return True
+    return any(path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern))
 
 
 def _mend_of(fault: str) -> str:
@@ -158,13 +169,16 @@ def load_model(auto: Any, model: ModelConfig, config: PretrainedConfig, seed: in
     """
     import torch
 
-    from dstrain.models.empty import without_values
+    from dstrain.models.empty import may_draw, without_values
 
     settings = _settings(model)
     dtype = getattr(torch, model.dtype or "float32")
     torch.manual_seed(seed)
     if model.path is None:
         made = _from_scratch(auto, config, dtype, settings)
+    elif not without_values() and not _has_weights(Path(model.path).expanduser()) and may_draw(model.path):
+        made = _from_scratch(auto, config, dtype, settings)
+        _read_generation_config(made, model.path)
     elif without_values():
         made = auto.from_config(config, dtype=dtype, **settings)
         _read_generation_config(made, model.path)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.commands.trust import check_folder, enabled, folder_recipe, holding_of, in_place_of_base
-from dstrain.errors import CheckpointError, RecipeError, UsageError
+from dstrain.commands.trust import check_folder, enabled, folder_recipe, holding_of, in_place_of_base, refuse_pickles
+from dstrain.errors import CheckpointError, UsageError
 from dstrain.preset import Device, Preset, RunSettings, complete, read_preset
 from dstrain.tasks import Task, make_task
 
@@ -95,7 +95,7 @@ class Found:
     def check(self) -> None:
         """Raise for an exported folder that cannot be loaded. A run needs nothing of what it began with."""
         if self.checkpoint is None:
-            _refuse_pickles(self.folder)
+            refuse_pickles(self.folder, EXPORT_RECIPE)
             self.task.check()
 
     def ds_config(self, wanted: str | None, processes: int, device: Device) -> dict[str, Any]:
@@ -225,21 +225,6 @@ def load_found(found: Found, ds_config: Mapping[str, Any], world: World) -> torc
                 raise CheckpointError(f"{info.path}: {TAKEN_APART}")
     restore(model, info.path, world, adapted)
     return model
-
-
-def _refuse_pickles(folder: Path) -> None:
-    """Raise where a folder of ours holds pickles, or where another's weights could only be read by running them."""
-    from dstrain.models.stored import stored_tensors
-    from dstrain.train.blocks import refuse_pickles
-
-    if (folder / EXPORT_RECIPE).is_file():
-        refuse_pickles(folder)
-    if any(folder.glob("*.safetensors")):
-        return
-    try:
-        stored_tensors(sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("adapter_model.bin")]))
-    except RecipeError as error:
-        raise UsageError("\n".join(f"{fault.problem}; {fault.mend}" for fault in error.faults)) from error
 
 
 def _may_be_empty(found: Found, ds_config: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from dstrain.config import RunConfig, read_recipe
 from dstrain.config.schema import LaunchConfig
 from dstrain.data.hub import is_hub_name
 from dstrain.data.store import say
-from dstrain.errors import Fault, PresetError, UsageError
+from dstrain.errors import Fault, PresetError, RecipeError, UsageError
 from dstrain.preset import Preset, check_block
 from dstrain.tasks import find_task, packaged_tasks
 from dstrain.tasks.policy import PolicyTask
@@ -207,6 +207,21 @@ def _check_imports(folder: Path) -> None:
     for name, check in _CHECKS.items():
         if (folder / name).is_file() and (fault := check(read_object(folder / name))):
             raise UsageError(f"{folder / name}: {fault}; remove the key")
+
+
+def refuse_pickles(folder: Path, own: str) -> None:
+    """Raise where a folder of ours, which has the file `own`, holds pickles, or another's weights are read by running them."""
+    from dstrain.models.stored import stored_tensors
+    from dstrain.train import blocks
+
+    if (folder / own).is_file():
+        blocks.refuse_pickles(folder)
+    if any(folder.glob("*.safetensors")):
+        return
+    try:
+        stored_tensors(sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("adapter_model.bin")]))
+    except RecipeError as error:
+        raise UsageError("\n".join(f"{fault.problem}; {fault.mend}" for fault in error.faults)) from error
 
 
 def _irregular(path: Path) -> str | None:

@@ -11,7 +11,6 @@ from dstrain.data.loader import Loader
 from dstrain.errors import CheckpointError
 from dstrain.launch.outcome import STOPPED
 from dstrain.models.freeze import parameter_groups, part_counts
-from dstrain.models.keep import keep_config
 from dstrain.models.sharded import sharded_construction
 from dstrain.report.journal import Journal
 from dstrain.report.meter import Meter
@@ -108,7 +107,6 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None, interrupt: 
     if world.rank == 0:
         write_start(run_dir, config, plan.ds_config, {"world_size": world.size, "preset": plan.preset.name})
         plan.task.save_extras(run_dir / "tokenizer")
-        keep_config(config.model, run_dir / "model")
     describe_start(plan, journal, world, start)
     engine = _engine(plan, world, journal)
     return Run(

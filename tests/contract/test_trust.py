@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
@@ -347,3 +348,40 @@ def test_the_schema_has_no_other_key_that_names_code() -> None:
         "task", "options", "model", "precision", "data", "ds_config", "batch", "optim", "steps", "epochs", "seed",
         "deterministic", "compile", "on_nonfinite", "timeout_minutes", "log", "eval", "save", "profile", "launch",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("metric", value) for value in ("abc", [], {}, True, 10**400)),
+        *(("zero_stage", value) for value in ([], {}, "3", -1)),
+        *(("samples", value) for value in (None, "x", -1, 1.5, 10**400)),
+        ("world_size", [1]),
+    ],
+)
+def test_odd_values_in_a_manifest_are_damage(key: str, value: Any, folder: Path) -> None:
+    checkpoint = folder / "run/checkpoints/step-00000001"
+    record = json.dumps(json.loads((checkpoint / "run.json").read_text()) | {key: value}).encode()
+    (checkpoint / "run.json").write_bytes(record)
+    manifest = json.loads((checkpoint / "MANIFEST.json").read_text()) | {key: value}
+    manifest["files"]["run.json"] = {"size": len(record), "sha256": [hashlib.sha256(record).hexdigest()]}
+    (checkpoint / "MANIFEST.json").write_text(json.dumps(manifest))
+    said = dstrain("checkpoints", folder / "run")
+    assert f"as {key}" in said.output
+    assert "damaged" in said.output
+
+
+@pytest.mark.parametrize("name", ["MANIFEST.json", "state/about.json", "state/rank-00000-000.safetensors"])
+def test_deep_json_in_a_checkpoint_is_damage(name: str, folder: Path) -> None:
+    checkpoint, deep = folder / "run/checkpoints/step-00000001", b"[" * 200_000
+    content = len(deep).to_bytes(8, "little") + deep if name.endswith("safetensors") else deep
+    manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
+    manifest["files"][name] = {"size": len(content), "sha256": [hashlib.sha256(content).hexdigest()]}
+    (checkpoint / "MANIFEST.json").write_text(json.dumps(manifest))
+    (checkpoint / name).write_bytes(content)
+    said = dstrain(*COMMANDS["evaluate"](folder, folder / "run"))
+    assert said.exit_code in (1, 2)
+    assert isinstance(said.exception, SystemExit), said.exception
+    (checkpoint / "MANIFEST.json").unlink()
+    os.mkfifo(checkpoint / "MANIFEST.json")
+    assert "MANIFEST.json is missing" in dstrain("checkpoints", folder / "run").output

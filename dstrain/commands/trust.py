@@ -26,6 +26,7 @@ from dstrain.tasks.policy import PolicyTask
 HOLDING = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "communication_data_type")
 """What the JSON of a run may say of how its model is held for forward passes."""
 WEIGHTS = (".safetensors",)
+NO_FETCH = "and nothing is fetched because a folder says so"
 MOST_JSON = 64 << 20
 """Bytes of a JSON file that is looked into; a config has some thousands."""
 NO_WORD = "nothing runs because a folder says so"
@@ -96,7 +97,7 @@ def _asks_network(file: Path, config: RunConfig, named: set[str]) -> Iterator[Fa
         if own or not isinstance(value, str) or not is_hub_name(value) or Path(value).expanduser().is_dir():
             continue
         if not _in_hub_cache(value):
-            problem = f"names '{value}' on the hub, which is not in this machine's cache, and nothing is fetched because a folder says so"
+            problem = f"names '{value}' on the hub, which is not in this machine's cache, {NO_FETCH}"
             yield Fault(f"{file} {key}", problem, f"add --set {key}={value}, or the path of a folder with it")
 
 
@@ -125,6 +126,26 @@ def in_place_of_base(run: Path, sets: Sequence[str]) -> list[str]:
     if task is not None and issubclass(task, PolicyTask) and not config.options.get("ref_model"):
         found.append(f"options.ref_model={json.dumps(base)}")  # which is gone too, and asked for where it is needed
     return found
+
+
+def check_probes(folder: Path, own: str, sets: Sequence[str]) -> None:
+    """Raise UsageError where the samples to probe an export with are a dataset that only the folder names, and is not here."""
+    file = next((folder / name for name in ("recipe.yaml", own) if (folder / name).is_file()), None)
+    if file is None or any(text.partition("=")[0].strip() in ("data", "data.eval", "data.train") for text in sets):
+        return
+    data = read_recipe(file, sets).config.data
+    for source in [data.eval] if data.eval is not None else data.train:
+        if is_hub_name(source.path) and not Path(source.path).is_file() and not _dataset_in_cache(source.path):
+            problem = f"names '{source.path}' on the hub, which is not in this machine's cache, {NO_FETCH}"
+            mend = f"add --set data.eval={source.path}, or --set data.eval=FILE to probe with"
+            raise UsageError(Fault(f"{file} data", problem, mend))
+
+
+def _dataset_in_cache(name: str) -> bool:
+    """Whether the datasets library has kept it (datasets/config.py, HF_DATASETS_CACHE): no more than its folder is looked for."""
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    place = Path(os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets").expanduser()
+    return (place / name.replace("/", "___")).is_dir()
 
 
 def _on_hub(name: str) -> bool:

@@ -431,6 +431,9 @@ def test_a_folders_dataset_on_the_hub_is_not_fetched_to_probe_with(
 def test_no_processor_of_a_folder_is_code(tmp_path: Path) -> None:
     """Each of its files may name classes beside it, and a class that transformers does not know."""
     run, mark = make_run(tmp_path, "vlm"), tmp_path / "PWNED"
+    (tmp_path / "a.png").symlink_to("a.png")
+    said = dstrain("generate", run, "--prompt", "hi", "--image", tmp_path / "a.png")
+    assert (said.exit_code, "Too many levels of symbolic links" in said.output) == (2, True), repr(said.exception)
     there = run / "tokenizer"
     (there / "evil.py").write_text(f"open({str(mark)!r}, 'w')\n")
     autos = {"AutoProcessor": "evil.P", "AutoImageProcessor": "evil.I", "AutoTokenizer": ["evil.T", "evil.T"],

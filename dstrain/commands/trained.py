@@ -192,7 +192,7 @@ def _in_run(folder: Path, step: str, sets: Sequence[str], task: str | None) -> F
     info = find_checkpoint(folder, step)
     own = []
     if (folder / "tokenizer").is_dir():
-        check_folder(folder / "tokenizer")
+        check_folder(folder / "tokenizer", run=folder)
         own += _kept(folder / "tokenizer")
     if enabled(folder, "bf16"):
         own.append("model.dtype=bfloat16")

@@ -94,7 +94,7 @@ def _asks_network(file: Path, config: RunConfig, named: set[str]) -> Iterator[Fa
         ("options.ref_model", config.options.get("ref_model")),
     ):
         own = key in named or key.split(".")[0] in named
-        if own or not isinstance(value, str) or not is_hub_name(value) or Path(value).expanduser().is_dir():
+        if own or not isinstance(value, str) or not _names_hub(value):
             continue
         if not _in_hub_cache(value):
             problem = f"names '{value}' on the hub, which is not in this machine's cache, {NO_FETCH}"
@@ -110,17 +110,19 @@ def in_place_of_base(run: Path, sets: Sequence[str]) -> list[str]:
     recipe, kept = run / "recipe.yaml", run / "model"
     config = read_recipe(recipe, sets).config
     model, base = config.model, read_recipe(recipe).config.model.path
-    if base is None or model.path != base or Path(base).expanduser().is_dir() or _on_hub(base):
+    if base is None or model.path != base or Path(base).expanduser().is_dir():
+        return []
+    if _names_hub(base) and _in_hub_cache(base):
         return []
     if model.lora is not None or model.trust_remote_code or not (kept / "config.json").is_file():
-        if is_hub_name(base):
+        if _names_hub(base):
             return []
         needs = (
             "the adapters lie on its weights" if model.lora is not None else "its config says how to build the model"
         )
         problem = f"'{base}' is not there any more, and {needs}"
         raise UsageError(Fault(f"{recipe} model.path", problem, "name its folder: --set model.path=FOLDER"))
-    check_folder(kept)
+    check_folder(kept, run=run)
     found = [f"model.path={json.dumps(str(kept.resolve()))}"]
     task = find_task(config.task) if config.task in packaged_tasks() else None
     if task is not None and issubclass(task, PolicyTask) and not config.options.get("ref_model"):
@@ -148,8 +150,10 @@ def _dataset_in_cache(name: str) -> bool:
     return (place / name.replace("/", "___")).is_dir()
 
 
-def _on_hub(name: str) -> bool:
-    return is_hub_name(name) and _in_hub_cache(name)
+def _names_hub(name: str) -> bool:
+    """Whether transformers would take a name for one on the hub, `gpt2` too."""
+    local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    return bool(name) and not local and not Path(name).is_dir()
 
 
 def _in_hub_cache(name: str) -> bool:
@@ -200,12 +204,12 @@ def enabled(folder: Path, precision: str) -> bool:
     return isinstance(block, dict) and block.get("enabled") is True
 
 
-def check_folder(folder: Path, trust_remote_code: bool = False) -> None:
-    """Raise UsageError for what a folder of a tokenizer or a model must not hold.
+def check_folder(folder: Path, trust_remote_code: bool = False, run: Path | None = None) -> None:
+    """Raise UsageError for what a folder of a tokenizer or a model must not hold. `run`: the run folder that it is a part of.
 
     Files that are no regular files, links to text outside of the folder, adapters and attention that import modules.
     """
-    root = Path(os.path.realpath(folder))
+    root = Path(os.path.realpath(run or folder))
     # The hub's cache links snapshots/REVISION/FILE to blobs/HASH beside it.
     home = root.parent.parent if root.parent.name == "snapshots" else root
     for path in sorted(folder.rglob("*")):

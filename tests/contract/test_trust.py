@@ -204,6 +204,7 @@ def test_a_launch_does_not_import_from_the_working_folder(folder: Path, monkeypa
     ("key", "value"),
     [
         ("model__path", "nobody/nothing"),
+        ("model__path", "nobodys-gpt2"),
         ("model__tokenizer", "nobody/nothing"),
         ("model__processor", "nobody/nothing"),
         ("options__ref_model", "nobody/nothing"),
@@ -271,6 +272,16 @@ def test_what_is_no_file_of_the_folder_is_not_read(kind: str, folder: Path) -> N
     (folder / kind / "kept.json").symlink_to("tokenizer_config.json")
     shutil.move(folder / "elsewhere.json", file)
     assert dstrain(*asked).exit_code == 0, "a link inside is a file of the folder"
+
+
+@pytest.mark.parametrize("what", ["tokenizer", "tokenizer/deep"])
+def test_a_folder_that_is_a_link_is_none_of_the_run(what: str, folder: Path) -> None:
+    shutil.copytree(folder / "run/tokenizer", folder / "elsewhere")
+    if what == "tokenizer":
+        shutil.rmtree(folder / "run/tokenizer")
+    (folder / "run" / what).symlink_to(folder / "elsewhere")
+    with pytest.raises(UsageError, match=r"is a link to .*elsewhere.*, outside of the folder"):
+        find_trained(folder / "run", "last")
 
 
 def test_a_folder_of_the_hubs_cache_is_read(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from safetensors import SafetensorError
 
 from dstrain.batch import Batch
 from dstrain.commands.trained import EXPORT_RECIPE, Trained, load_trained
+from dstrain.commands.trust import check_probes, enabled
 from dstrain.config import show_recipe
 from dstrain.errors import CheckpointError, DstrainError, TaskError, UsageError
 from dstrain.models.merge import merge_adapters
@@ -80,6 +80,7 @@ def export_model(run: Path, step: str, to: Path, sets: Sequence[str] = (), merge
         raise UsageError(f"--to {to}: exists and is not empty; choose another folder")
     if place.is_mount():
         raise UsageError(f"--to {to}: a disk is mounted there, which no folder can replace; name a folder inside")
+    check_probes(run, EXPORT_RECIPE, sets)
     with _whole_or_absent(place) as partial:
         said = _write(load_trained(run, step, [*_halved(run), *sets]), partial, merge)
         gc.collect()  # modules hang in cycles
@@ -89,9 +90,7 @@ def export_model(run: Path, step: str, to: Path, sets: Sequence[str] = (), merge
 
 def _halved(run: Path) -> list[str]:
     """What has a run in fp16 exported in fp16, as --set takes it; other commands look at it in fp32, which CPUs are made for."""
-    file = run / "ds_config.json"
-    halved = file.is_file() and json.loads(file.read_text()).get("fp16", {}).get("enabled")
-    return ["model.dtype=float16"] if halved else []
+    return ["model.dtype=float16"] if (run / "ds_config.json").is_file() and enabled(run, "fp16") else []
 
 
 @contextmanager

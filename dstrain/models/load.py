@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError, did_you_mean
 from dstrain.models.padding import clear_padding_idx
-from dstrain.models.stored import damage, indexed
+from dstrain.models.stored import damage, indexed, stored_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -60,25 +62,29 @@ def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
 
 def pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
     """What one of transformers' Auto classes makes of a folder or a hub id. Raises RecipeError for the recipe's `key`."""
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not Path(name).expanduser().is_dir():
-        raise RecipeError(
-            Fault(key, f"'{name}' is no folder", f"give an existing folder or a hub id (we are in {Path.cwd()})")
-        )
+    place = str(Path(name).expanduser()) if require_folder(name, key) else name
     try:
-        return auto.from_pretrained(
-            str(Path(name).expanduser()) if looks_local else name, trust_remote_code=trust_remote_code
-        )
+        return auto.from_pretrained(place, trust_remote_code=trust_remote_code)
     except Exception as error:  # its own checks, and whatever a config that cannot be trips over
         reason = _reason(error)
         if "trust_remote_code" in str(error):
-            mend = "set model.trust_remote_code: true if you trust the Python that comes with it"
+            mend = "add --set model.trust_remote_code=true if you trust the Python that comes with it"
         elif "torchvision" in str(error).lower():
             reason = reason.partition(". ")[0]  # what follows is where to find it for every system
             mend = "install torchvision (pip install torchvision), which a processor with a part for videos needs"
         else:
             mend = "give a folder that transformers can load, or a hub id that this machine can reach"
         raise RecipeError(Fault(key, f"'{name}' cannot be loaded ({reason})", mend)) from error
+
+
+def require_folder(name: str, key: str) -> bool:
+    """Whether a name means a folder of this machine. Raises RecipeError where it does, and there is none."""
+    if not (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        return False
+    if not Path(name).expanduser().is_dir():
+        mend = f"give an existing folder or a hub id (we are in {Path.cwd()})"
+        raise RecipeError(Fault(key, f"'{name}' is no folder", mend))
+    return True
 
 
 def _reason(error: Exception) -> str:
@@ -96,7 +102,12 @@ def check_weights(model: ModelConfig) -> None:
     folder = Path(model.path).expanduser() if model.path else None
     if folder is None or not folder.is_dir():
         return
-    if not any(path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)):
+    try:
+        os.listdir(folder)  # which glob takes for empty where it may not be read
+    except OSError as error:
+        problem = f"'{model.path}' cannot be read ({error.strerror})"
+        raise RecipeError(Fault("model.path", problem, "check the permissions of the folder")) from None
+    if not _has_weights(folder):
         raise RecipeError(
             Fault(
                 "model.path",
@@ -106,12 +117,36 @@ def check_weights(model: ModelConfig) -> None:
         )
     shards = indexed(folder / "model.safetensors.index.json", "model.path")
     faults = [
-        Fault("model.path", f"{file} {fault}", "fetch it again; `git lfs pull` where git left a pointer")
+        Fault("model.path", f"{file} {fault}", _mend_of(fault))
         for file in sorted({*folder.glob("*.safetensors"), *shards})
         if (fault := damage(file))
     ]
     if faults:
         raise RecipeError(faults)
+    if not any(folder.glob("*.safetensors")):
+        _check_pickles(sorted(folder.glob("pytorch_model*.bin")))
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether a local folder has files of weights; True for a name on the hub."""
+    if not folder.is_dir():
+        return True
+    return any(path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern))
+
+
+def _mend_of(fault: str) -> str:
+    if fault.startswith("cannot be read"):
+        return "check the permissions of the file"
+    return "fetch it again; `git lfs pull` where git left a pointer"
+
+
+def _check_pickles(files: Sequence[Path]) -> None:
+    """Raise RecipeError for a file that holds more than tensors, in the words of model.init. Values stay on the disk."""
+    try:
+        for file in files:
+            stored_tensors([file])
+    except RecipeError as error:
+        raise RecipeError(Fault("model.path", fault.problem, fault.mend) for fault in error.faults) from error
 
 
 def check_vocabulary(model: ModelConfig, config: PretrainedConfig, entries: int, sees: bool) -> None:
@@ -134,13 +169,16 @@ def load_model(auto: Any, model: ModelConfig, config: PretrainedConfig, seed: in
     """
     import torch
 
-    from dstrain.models.empty import without_values
+    from dstrain.models.empty import may_draw, without_values
 
     settings = _settings(model)
     dtype = getattr(torch, model.dtype or "float32")
     torch.manual_seed(seed)
     if model.path is None:
         made = _from_scratch(auto, config, dtype, settings)
+    elif not without_values() and not _has_weights(Path(model.path).expanduser()) and may_draw(model.path):
+        made = _from_scratch(auto, config, dtype, settings)
+        _read_generation_config(made, model.path)
     elif without_values():
         made = auto.from_config(config, dtype=dtype, **settings)
         _read_generation_config(made, model.path)

@@ -80,6 +80,11 @@ def damage(file: Path) -> str:
 
     if not file.is_file():
         return "is not there, though the index of shards names it"
+    try:
+        with file.open("rb"):  # safetensors says "No such file" of one that may not be read
+            pass
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
     if file.suffix != ".safetensors":
         return ""
     try:

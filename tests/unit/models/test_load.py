@@ -122,6 +122,50 @@ def test_whole_weights_pass_and_cut_ones_do_not(tmp_path: Path) -> None:
         check_weights(model)
 
 
+def test_a_pickle_with_code_as_weights_is_refused_and_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "PWNED",)
+
+    build().config.save_pretrained(str(tmp_path))
+    torch.save({"weight": torch.ones(1), "evil": Evil()}, tmp_path / "pytorch_model.bin")
+    wanted = (
+        r"model\.path: .*pytorch_model.bin holds more than tensors: .*nothing of it was run; where you trust the file"
+    )
+    with pytest.raises(RecipeError, match=wanted):
+        check_weights(ModelConfig(path=str(tmp_path)))
+    assert not (tmp_path / "PWNED").exists()
+    torch.save(build().state_dict(), tmp_path / "pytorch_model.bin")
+    check_weights(ModelConfig(path=str(tmp_path)))
+
+
+def test_what_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permissions do not stop root, who may run the tests."""
+    build().save_pretrained(str(tmp_path))
+    model, refused, closed = ModelConfig(path=str(tmp_path)), PermissionError(13, "Permission denied"), Path.open
+
+    def no_weights(path: Path, *rest: Any) -> Any:
+        if path.suffix == ".safetensors":
+            raise refused
+        return closed(path, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", no_weights)
+        wanted = r"model.safetensors cannot be read \(Permission denied\); check the permissions of the file"
+        with pytest.raises(RecipeError, match=wanted):
+            check_weights(model)
+
+    def no_folder(path: Any) -> Any:
+        raise refused
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dstrain.models.load.os.listdir", no_folder)
+        with pytest.raises(
+            RecipeError, match=r"cannot be read \(Permission denied\); check the permissions of the fol"
+        ):
+            check_weights(model)
+
+
 def test_checkpointing_changes_no_gradient() -> None:
     gradients = []
     for switch in (False, True):

@@ -19,6 +19,7 @@ from dstrain.batch import Batch
 from dstrain.commands.trained import EXPORT_RECIPE, Trained, load_trained
 from dstrain.config import show_recipe
 from dstrain.errors import CheckpointError, DstrainError, TaskError, UsageError
+from dstrain.models.adapters import read_adapter
 from dstrain.models.merge import merge_adapters
 from dstrain.report.journal import sync_folder
 from dstrain.tasks import Task
@@ -174,10 +175,12 @@ def _check_form(trained: Trained, merge: bool) -> None:
         raise TaskError(f"task {recipe.task}: its model ({kind}) is none of transformers', so there is no such folder")
     if merge and recipe.model.lora is None:
         raise UsageError("--merge-lora: the run has no adapters (model.lora); leave the flag out")
-    if recipe.model.lora is not None and not merge and (recipe.model.path is None or recipe.model.init is not None):
+    start = recipe.model
+    held = start.path is not None and start.init is None and read_adapter(start.path) is None
+    if start.lora is not None and not merge and not held:
         raise UsageError(
-            "its adapters lie on weights that no folder holds as they are (model.config or model.init), so that "
-            "nobody could load them; add --merge-lora to write one whole model"
+            "its adapters lie on weights that no folder holds as they are (model.config, model.init, or an adapter merged "
+            "into its base), so that nobody could load them; add --merge-lora to write one whole model"
         )
 
 

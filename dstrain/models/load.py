@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError, did_you_mean
+from dstrain.models.adapters import base_of, merge_adapter, read_adapter
+from dstrain.models.loading import without_report
 from dstrain.models.padding import clear_padding_idx
 from dstrain.models.stored import damage, indexed
 
@@ -24,7 +27,7 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
     if model.path is not None:
-        return pretrained(AutoConfig, model.path, "model.path", model.trust_remote_code)
+        return pretrained(AutoConfig, base_of(model).path or "", "model.path", model.trust_remote_code)
     if model.config is None:
         raise RecipeError(NO_MODEL)
     values = dict(model.config)
@@ -55,7 +58,15 @@ def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer in a folder or on the hub. Raises RecipeError where it cannot be had."""
     from transformers import AutoTokenizer
 
-    return pretrained(AutoTokenizer, name, key, trust_remote_code)
+    try:
+        return pretrained(AutoTokenizer, name, key, trust_remote_code)
+    except RecipeError as error:
+        if not Path(name).expanduser().is_dir() or "trust_remote_code" in str(error):
+            raise
+        cause = error.__cause__
+        reason = _reason(cause) if isinstance(cause, Exception) else "unknown"
+        mend = "replace its tokenizer files, or set model.tokenizer to a folder or hub id that has whole ones"
+        raise RecipeError(Fault(key, f"the tokenizer in '{name}' cannot be read ({reason})", mend)) from error
 
 
 def pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
@@ -93,25 +104,32 @@ def _reason(error: Exception) -> str:
 
 def check_weights(model: ModelConfig) -> None:
     """Raise RecipeError where a local folder holds no weights, or not whole ones: only beginnings of files are read."""
-    folder = Path(model.path).expanduser() if model.path else None
+    name = base_of(model).path
+    folder = Path(name).expanduser() if name else None
     if folder is None or not folder.is_dir():
         return
     if not any(path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)):
         raise RecipeError(
             Fault(
                 "model.path",
-                f"'{model.path}' holds no weights",
+                f"'{name}' holds no weights",
                 "put *.safetensors there, or use model.config to start anew",
             )
         )
     shards = indexed(folder / "model.safetensors.index.json", "model.path")
     faults = [
-        Fault("model.path", f"{file} {fault}", "fetch it again; `git lfs pull` where git left a pointer")
+        Fault("model.path", f"{file} {fault}", _remedy(fault))
         for file in sorted({*folder.glob("*.safetensors"), *shards})
         if (fault := damage(file))
     ]
     if faults:
         raise RecipeError(faults)
+
+
+def _remedy(fault: str) -> str:
+    if "permission" in fault:
+        return "correct its permissions"
+    return "download it again; `git lfs pull` where git left a pointer"
 
 
 def check_vocabulary(model: ModelConfig, config: PretrainedConfig, entries: int, sees: bool) -> None:
@@ -143,11 +161,27 @@ def load_model(auto: Any, model: ModelConfig, config: PretrainedConfig, seed: in
         made = _from_scratch(auto, config, dtype, settings)
     elif without_values():
         made = auto.from_config(config, dtype=dtype, **settings)
-        _read_generation_config(made, model.path)
+        _read_generation_config(made, base_of(model).path or "")
     else:
-        made = auto.from_pretrained(str(Path(model.path).expanduser()), config=config, dtype=dtype, **settings)
+        made = _from_files(auto, model, config, {"dtype": dtype, **settings})
     clear_padding_idx(made)
     return made
+
+
+def _from_files(
+    auto: Any, model: ModelConfig, config: PretrainedConfig, settings: Mapping[str, Any]
+) -> PreTrainedModel:
+    """The weights of a folder or of the hub, with an adapter merged into them where the folder is one. Raises RecipeError."""
+    adapter, name = read_adapter(model.path), base_of(model).path or ""
+    try:
+        with without_report():
+            made = auto.from_pretrained(str(Path(name).expanduser()), config=config, **settings)
+    except RuntimeError as error:
+        if "mismatched" not in str(error):
+            raise
+        problem = f"weights of '{name}' have other shapes than its config says"
+        raise RecipeError(Fault("model.path", problem, "download the model again")) from error
+    return made if adapter is None else merge_adapter(made, adapter)
 
 
 def skeleton(auto: Any, model: ModelConfig, config: PretrainedConfig) -> PreTrainedModel:

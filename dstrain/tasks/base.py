@@ -124,6 +124,10 @@ class Task(ABC):
         """What is allowed and may surprise, a sentence each, said where a run starts."""
         return ()
 
+    def notices(self) -> Sequence[str]:
+        """What is worth knowing of a run and is as it should be, a sentence each, said where it starts."""
+        return ()
+
     def baselines(self, examples: Sequence[Any]) -> Mapping[str, float]:
         """What a simple rule reaches on these examples, to see metrics against: name -> share or mean."""
         return {}

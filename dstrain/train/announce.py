@@ -69,6 +69,10 @@ def describe_start(plan: Plan, journal: Journal, world: World, start: Checkpoint
             flush=True,
         )
         print("".join(f"{line}\n" for line in told_cuts(reports)), end="", flush=True)
+    for line in plan.task.notices():
+        journal.event("notice", what=line)
+        if world.rank == 0:
+            print(line, flush=True)
     for line in (*plan.task.warnings(), *ds_config_warnings(plan.ds_config)):
         journal.event("warning", what=line)
         if world.rank == 0:

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "sentencepiece.model", "tekken.json", "processor_config.json",
+)  # fmt: skip
+"""One of them lies in every folder that transformers reads a tokenizer from."""
 NO_MODEL = Fault("model", "has neither path nor config", "set model.path, or model.config to start anew")
 
 
@@ -54,6 +59,12 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         raise RecipeError(Fault("model.config", _reason(error), "correct the value")) from error
 
 
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a folder that a tokenizer may be read from."""
+    named = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return named + [file for pattern in ("*.tiktoken", "*.spm") for file in folder.glob(pattern)]
+
+
 def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer in a folder or on the hub. Raises RecipeError where it cannot be had."""
     from transformers import AutoTokenizer
@@ -65,6 +76,9 @@ def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
             raise
         cause = error.__cause__
         reason = _reason(cause) if isinstance(cause, Exception) else "unknown"
+        if not tokenizer_files(Path(name).expanduser()):
+            mend = "set model.tokenizer to a folder or hub id that has one"
+            raise RecipeError(Fault(key, f"there is no tokenizer in '{name}'", mend)) from error
         mend = "replace its tokenizer files, or set model.tokenizer to a folder or hub id that has whole ones"
         raise RecipeError(Fault(key, f"the tokenizer in '{name}' cannot be read ({reason})", mend)) from error
 

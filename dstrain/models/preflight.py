@@ -14,15 +14,10 @@ from dstrain.errors import Fault, RecipeError, did_you_mean
 from dstrain.models.adapters import CONFIG as ADAPTER_CONFIG
 from dstrain.models.adapters import read_adapter
 from dstrain.models.families import attends_both_ways, learned_positions
-from dstrain.models.load import check_weights
+from dstrain.models.load import check_weights, tokenizer_files
 
 WRITERS = ("sft", "dpo", "kto", "vlm")
 """Packaged tasks whose model writes text from left to right."""
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
-    "sentencepiece.bpe.model", "sentencepiece.model", "tekken.json", "processor_config.json",
-)  # fmt: skip
-"""One of them lies in every folder that transformers reads a tokenizer from."""
 POINTER = b"version https://git-lfs.github.com"
 SEEING = (
     "vision_config",
@@ -209,12 +204,7 @@ def _of_tokenizer(model: ModelConfig) -> list[Fault]:
 def tokenizer_folder(path: str | None) -> str | None:
     """Where the tokenizer of model.path lies: of an adapter, in its own folder, else in that of its base."""
     adapter = read_adapter(path)
-    return path if adapter is None or _tokenizer_files(adapter.folder) else adapter.base
-
-
-def _tokenizer_files(folder: Path) -> list[Path]:
-    named = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    return named + [file for pattern in ("*.tiktoken", "*.spm") for file in folder.glob(pattern)]
+    return path if adapter is None or tokenizer_files(adapter.folder) else adapter.base
 
 
 def _lacks_tokenizer(name: str, key: str) -> list[Fault]:
@@ -222,7 +212,7 @@ def _lacks_tokenizer(name: str, key: str) -> list[Fault]:
     if not folder.is_dir():
         return []
     mend = "set model.tokenizer to a folder or hub id that has one"
-    there = _tokenizer_files(folder)
+    there = tokenizer_files(folder)
     if not there:
         return [Fault(key, f"there is no tokenizer in '{name}'", mend)]
     for file in there:

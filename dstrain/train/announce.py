@@ -117,7 +117,8 @@ def finish(run: Run, step: int) -> int:
         line, code = f"this run is finished already: all {run.steps} steps are done", 0
     else:
         run.journal.event("finished", step=step)
-        line, code = f"finished: {run.steps} steps", 0
+        left_out = f"; {run.guard.skipped} left out, their loss or gradients not finite" if run.guard.skipped else ""
+        line, code = f"finished: {run.steps} steps{left_out}", 0
     if run.engine.world.rank == 0:
         print("\n".join(filter(None, [line, last_held_out(folder), f"run folder: {folder}"])), flush=True)
     return code

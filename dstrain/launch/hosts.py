@@ -26,7 +26,7 @@ from dstrain.launch.several import (
     starter_command,
     starter_environment,
 )
-from dstrain.launch.worker import Record, forget_records, log_path, record_folder, start_copying
+from dstrain.launch.worker import LAUNCH_ID, Record, forget_records, log_path, record_folder, start_copying
 
 STARTER_LOG = "launcher.log"
 """In the run folder's logs: what DeepSpeed's runner, pdsh and mpirun write."""
@@ -153,6 +153,7 @@ class HostsCrew:
             peer.line.send(
                 start={
                     "launch": str(self._file),
+                    "launch_id": self._launch.environment.get(LAUNCH_ID, ""),
                     "run_dir": str(self.run_dir),
                     "cwd": os.getcwd(),
                     "ranks": list(self._launch.ranks_of(index)),

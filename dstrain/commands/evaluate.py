@@ -14,6 +14,7 @@ from dstrain.data.hub import parse_part
 from dstrain.errors import DataError, UsageError
 from dstrain.preset import Device
 from dstrain.tasks import Task
+from dstrain.tasks.policy import PolicyTask
 
 if TYPE_CHECKING:
     from dstrain.world import World
@@ -104,8 +105,10 @@ def held_out(data: str) -> Any:
 
 
 def check_reference(found: Found) -> None:
-    """Raise UsageError where an exported policy would be compared with itself."""
+    """Raise UsageError where an exported policy would be compared with itself, or its reference is not there."""
     task: Task = found.task
+    if isinstance(task, PolicyTask):
+        task.check_reference()
     if found.checkpoint is None and task.reference in ("model", "cached"):
         path = task.reference_model.path
         if path is not None and Path(path).expanduser().resolve() == found.folder.resolve():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from safetensors import SafetensorError
 
 from dstrain.batch import Batch
 from dstrain.commands.trained import EXPORT_RECIPE, Trained, load_trained
+from dstrain.commands.trust import enabled
 from dstrain.config import show_recipe
 from dstrain.errors import CheckpointError, DstrainError, TaskError, UsageError
 from dstrain.models.adapters import read_adapter
@@ -90,9 +90,7 @@ def export_model(run: Path, step: str, to: Path, sets: Sequence[str] = (), merge
 
 def _halved(run: Path) -> list[str]:
     """What has a run in fp16 exported in fp16, as --set takes it; other commands look at it in fp32, which CPUs are made for."""
-    file = run / "ds_config.json"
-    halved = file.is_file() and json.loads(file.read_text()).get("fp16", {}).get("enabled")
-    return ["model.dtype=float16"] if halved else []
+    return ["model.dtype=float16"] if (run / "ds_config.json").is_file() and enabled(run, "fp16") else []
 
 
 @contextmanager

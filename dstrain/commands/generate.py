@@ -58,11 +58,16 @@ class Generate:
     def check(self) -> RunConfig:
         if not self.texts and not self.data:
             raise UsageError("nothing is asked: give --prompt TEXT, or --data FILE with records that ask something")
+        if any(not text.strip() for text in self.texts):
+            raise UsageError("--prompt is empty; write what is asked")
         if self.images and not self.texts:
             raise UsageError(
                 "--image: no --prompt asks about it; give one, or write image and question into a --data file"
             )
         found = self._find()
+        if self.images and not _policy_of(found).sees:
+            kind = _policy_of(found).model_config.model_type
+            raise UsageError(f"--image: this model takes no images ({kind} reads text only); leave the option out")
         for text in self.texts:
             self._asked(_policy_of(found), text)
         return found.task.recipe

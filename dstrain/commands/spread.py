@@ -83,7 +83,9 @@ def spread(job: Job, launch: Mapping[str, Any], scratch: Path | None) -> Reply:
         config = job.check()
         place = Path(tempfile.gettempdir()) / f"dstrain-{secrets.token_hex(8)}"
         options = LaunchOptions(**launch)
-        made = plan_launch(options, [*job.words(), "--scratch", str(place)], os.environ, config.launch)
+        # `python -m` would import from the working folder first, and that may be the folder that was handed over.
+        env = {**os.environ, "PYTHONSAFEPATH": "1"}
+        made = plan_launch(options, [*job.words(), "--scratch", str(place)], env, config.launch)
         if (made.processes > 1 and job.many) or isinstance(made, HostsLaunch):
             return _launched(made, place)
         if made.devices:

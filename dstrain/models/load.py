@@ -13,7 +13,7 @@ from dstrain.errors import Fault, RecipeError, did_you_mean
 from dstrain.models.adapters import base_of, merge_adapter, read_adapter
 from dstrain.models.loading import without_report
 from dstrain.models.padding import clear_padding_idx
-from dstrain.models.stored import damage, indexed
+from dstrain.models.weight_files import has_weights
 
 if TYPE_CHECKING:
     import torch
@@ -85,15 +85,9 @@ def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
 
 def pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
     """What one of transformers' Auto classes makes of a folder or a hub id. Raises RecipeError for the recipe's `key`."""
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not Path(name).expanduser().is_dir():
-        raise RecipeError(
-            Fault(key, f"'{name}' is no folder", f"give an existing folder or a hub id (we are in {Path.cwd()})")
-        )
+    place = str(Path(name).expanduser()) if require_folder(name, key) else name
     try:
-        return auto.from_pretrained(
-            str(Path(name).expanduser()) if looks_local else name, trust_remote_code=trust_remote_code
-        )
+        return auto.from_pretrained(place, trust_remote_code=trust_remote_code)
     except Exception as error:  # its own checks, and whatever a config that cannot be trips over
         reason = _reason(error)
         if "trust_remote_code" in str(error):
@@ -106,6 +100,16 @@ def pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
         raise RecipeError(Fault(key, f"'{name}' cannot be loaded ({reason})", mend)) from error
 
 
+def require_folder(name: str, key: str) -> bool:
+    """Whether a name means a folder of this machine. Raises RecipeError where it does, and there is none."""
+    if not (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        return False
+    if not Path(name).expanduser().is_dir():
+        mend = f"give an existing folder or a hub id (we are in {Path.cwd()})"
+        raise RecipeError(Fault(key, f"'{name}' is no folder", mend))
+    return True
+
+
 def _reason(error: Exception) -> str:
     """What a library says of a config in one line; the kind of error too where it did not mean to say anything."""
     from huggingface_hub.errors import StrictDataclassError
@@ -114,36 +118,6 @@ def _reason(error: Exception) -> str:
         return str(error).strip().splitlines()[0]
     words = " ".join(str(error).split())
     return words if isinstance(error, StrictDataclassError) else f"{type(error).__name__}: {words}"
-
-
-def check_weights(model: ModelConfig) -> None:
-    """Raise RecipeError where a local folder holds no weights, or not whole ones: only beginnings of files are read."""
-    name = base_of(model).path
-    folder = Path(name).expanduser() if name else None
-    if folder is None or not folder.is_dir():
-        return
-    if not any(path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)):
-        raise RecipeError(
-            Fault(
-                "model.path",
-                f"'{name}' holds no weights",
-                "put *.safetensors there, or use model.config to start anew",
-            )
-        )
-    shards = indexed(folder / "model.safetensors.index.json", "model.path")
-    faults = [
-        Fault("model.path", f"{file} {fault}", _remedy(fault))
-        for file in sorted({*folder.glob("*.safetensors"), *shards})
-        if (fault := damage(file))
-    ]
-    if faults:
-        raise RecipeError(faults)
-
-
-def _remedy(fault: str) -> str:
-    if "permission" in fault:
-        return "correct its permissions"
-    return "download it again; `git lfs pull` where git left a pointer"
 
 
 def check_vocabulary(model: ModelConfig, config: PretrainedConfig, entries: int, sees: bool) -> None:
@@ -166,16 +140,19 @@ def load_model(auto: Any, model: ModelConfig, config: PretrainedConfig, seed: in
     """
     import torch
 
-    from dstrain.models.empty import without_values
+    from dstrain.models.empty import may_draw, without_values
 
     settings = _settings(model)
-    dtype = getattr(torch, model.dtype or "float32")
+    dtype, base = getattr(torch, model.dtype or "float32"), base_of(model).path or ""
     torch.manual_seed(seed)
     if model.path is None:
         made = _from_scratch(auto, config, dtype, settings)
+    elif not without_values() and not has_weights(Path(base).expanduser()) and may_draw(base):
+        made = _from_scratch(auto, config, dtype, settings)
+        _read_generation_config(made, base)
     elif without_values():
         made = auto.from_config(config, dtype=dtype, **settings)
-        _read_generation_config(made, base_of(model).path or "")
+        _read_generation_config(made, base)
     else:
         made = _from_files(auto, model, config, {"dtype": dtype, **settings})
     clear_padding_idx(made)

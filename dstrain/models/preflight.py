@@ -14,7 +14,8 @@ from dstrain.errors import Fault, RecipeError, did_you_mean
 from dstrain.models.adapters import CONFIG as ADAPTER_CONFIG
 from dstrain.models.adapters import read_adapter
 from dstrain.models.families import attends_both_ways, learned_positions
-from dstrain.models.load import check_weights, tokenizer_files
+from dstrain.models.load import tokenizer_files
+from dstrain.models.weight_files import check_weights
 
 WRITERS = ("sft", "dpo", "kto", "vlm")
 """Packaged tasks whose model writes text from left to right."""
@@ -65,7 +66,7 @@ def _of_folder(config: RunConfig, name: str) -> list[Fault]:
 def _of_weights(model: ModelConfig) -> list[Fault]:
     """Files that are not there or not whole, by their beginnings."""
     try:
-        check_weights(model)
+        check_weights(model, pickles=False)
     except RecipeError as error:
         return list(error.faults)
     return []

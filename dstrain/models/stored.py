@@ -86,8 +86,11 @@ def damage(file: Path) -> str:
 
     if not file.is_file():
         return "is not there, though the index of shards names it"
-    if not os.access(file, os.R_OK):
-        return "cannot be read (permission denied)"
+    try:
+        with file.open("rb"):  # safetensors says "No such file" of one that may not be read
+            pass
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
     if file.suffix != ".safetensors":
         return ""
     try:

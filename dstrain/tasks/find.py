@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import pkgutil
 import sys
 import textwrap
@@ -82,7 +83,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
+    path = Path(os.path.realpath(path.expanduser()))
     if not path.is_file():
         raise TaskError(f"--task {path}: is no file; give the path of a Python file that defines a task")
     unique = f"dstrain_task_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"

@@ -31,7 +31,6 @@ from dstrain.models.fit import Fit, check_text_teaches
 from dstrain.models.load import (
     NO_MODEL,
     check_vocabulary,
-    check_weights,
     load_model,
     read_config,
     read_tokenizer,
@@ -41,6 +40,7 @@ from dstrain.models.load import (
 from dstrain.models.padding import give_pad_token
 from dstrain.models.preflight import check_model, tokenizer_folder
 from dstrain.models.processors import fit_config, make_processor, read_processor, sees, special_tokens
+from dstrain.models.weight_files import check_weights
 from dstrain.tasks.base import Split, Task
 from dstrain.tasks.preparing import policy_of
 

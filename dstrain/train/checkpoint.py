@@ -22,6 +22,7 @@ from dstrain.batch import Progress
 from dstrain.collectives import lost
 from dstrain.errors import CheckpointError, LostError
 from dstrain.report.journal import now, sync_folder
+from dstrain.train.best import best_name, forget_best, point_best
 from dstrain.train.blocks import Entry
 from dstrain.train.manifest import (
     ABOUT,
@@ -133,15 +134,15 @@ class Checkpoints:
         metrics = [(info.metric, info.step) for info in listed(self.folder) if info.whole]
         found = [(sign * value, step) for value, step in metrics if value is not None and math.isfinite(value)]
         if found:
-            _point_best(self.folder, min(found)[1])
+            point_best(self.folder, min(found)[1])
         else:
-            (self.folder / "best").unlink(missing_ok=True)
+            forget_best(self.folder)
 
     def _prune(self, current: int) -> None:
         """Remove what is older than the newest `keep` whole ones, but for multiples, the best and the current."""
         checkpoints = listed(self.folder)
         newest = [info.step for info in checkpoints if info.whole][: self.keep]
-        best = os.path.basename(os.path.realpath(self.folder / "best"))
+        best = best_name(self.folder)
         for info in checkpoints:
             multiple = self.keep_every is not None and info.step % self.keep_every == 0
             if info.step < min(newest, default=0) and not multiple and info.path.name != best and info.step != current:
@@ -222,14 +223,3 @@ def _set_aside(folder: Path, start: CheckpointInfo) -> list[str]:
     for path in newer:
         os.rename(path, folder / f"superseded-{time.time_ns()}-{path.name}")
     return [path.name for path in newer]
-
-
-def _point_best(folder: Path, step: int) -> None:
-    name = f"step-{step:08d}"
-    if (folder / "best").is_symlink() and os.readlink(folder / "best") == name:
-        return
-    if fault := verify(folder / name, read_all=False):
-        raise CheckpointError(f"{name} cannot be the best: {fault}")
-    (folder / "best.new").unlink(missing_ok=True)
-    (folder / "best.new").symlink_to(name)
-    os.replace(folder / "best.new", folder / "best")

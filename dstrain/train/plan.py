@@ -114,7 +114,9 @@ def make_plan(
     task = make_task(with_tokenizer_of(before, loaded_in_precision(config, ds_config), resume.allowed))
     with together or contextlib.nullcontext():
         if worker.rank == 0 and before is not None:
-            check_inputs(before, files_of(task), resume.allowed)  # before its records are looked at: the cause goes first
+            check_inputs(
+                before, files_of(task), resume.allowed
+            )  # before its records are looked at: the cause goes first
         train, test, weights = _prepared(task, ds_config, worker, together)
         if worker.rank == 0 and before is not None:
             check_fingerprints(before, weights, task, resume.allowed)

@@ -86,7 +86,7 @@ BAD: dict[str, tuple[str, Write | None, str]] = {
     "short.png": ("<image>?", cut_off("PNG"), "short.png is damaged or cut off"),
     "bomb.png": ("<image>?", bomb, "bomb.png has 1000000000 pixels, more than the 89478485 that are decoded; make it"),
     "dot.png": ("<image>?", saved(picture(8, (1, 1))), "dot.png is 1x1 pixels, and an image has two or more either way"),
-    "text.png": ("<image>?", lambda path: path.write_text("hello"), "text.png is no image that is known here (it begins"),
+    "text.png": ("<image>?", lambda path: path.write_text("hello"), "text.png is no image that is known here (it is text; k"),
     "folder.png": ("<image>?", Path.mkdir, "folder.png is a folder, not an image; name a file in it"),
     "many.png": ("Is it?", saved(picture(9)), "1 mark (<image>) and 2 images: fewer marks than images; write one mark"),
     "few.png": ("<image>, <image>?", saved(picture(9)), "2 marks (<image>) and 1 image: more marks than images; write"),

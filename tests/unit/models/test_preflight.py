@@ -158,8 +158,15 @@ def test_what_another_task_needs_is_told_of_its_own_key(tmp_path: Path) -> None:
 
 def test_no_permission_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at = folder(tmp_path / "model")
-    monkeypatch.setattr("os.access", lambda path, mode: not str(path).endswith(".safetensors"))
-    assert "model.safetensors cannot be read (permission denied); correct its permissions" in faults(at)
+    opened = Path.open
+
+    def refuse(path: Path, *words: Any, **more: Any) -> Any:
+        if path.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *words, **more)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert "model.safetensors cannot be read (Permission denied); check the permissions of the file" in faults(at)
 
 
 def test_it_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def find_trained(folder: Path, step: str, sets: Sequence[str] = (), task: str | 
     """The model in a run folder (at `step`) or an exported folder, without reading its weights. Raises UsageError."""
     if (folder / "recipe.yaml").is_file():
         return _in_run(folder, step, sets, task)
-    if not any((folder / name).is_file() for name in ("config.json", ADAPTERS)):
+    if not any((folder / name).is_file() for name in ("config.json", ADAPTERS)) and not _holds_module(folder):
         raise UsageError(f"{folder}: is neither a run folder (recipe.yaml) nor an exported model (config.json)")
     return Found(folder, _task_of_export(folder, sets, task))
 
@@ -166,7 +166,9 @@ def _task_of_export(folder: Path, sets: Sequence[str], task: str | None) -> Task
     written, here = folder / EXPORT_RECIPE, json.dumps(str(folder.resolve()))
     if task is None and not written.is_file():
         raise UsageError(f"{folder}: is an exported model; say with --task what it was trained for, e.g. --task rm")
-    if not (folder / ADAPTERS).is_file():
+    if _holds_module(folder):
+        own = ["model.lora=null", "model.init=null", "model.freeze=[]"]
+    elif not (folder / ADAPTERS).is_file():
         own = [f"model.path={here}", *(f"model.{key}=null" for key in OF_A_BASE), "model.freeze=[]"]
     elif written.is_file():
         own = _kept(folder)
@@ -175,6 +177,13 @@ def _task_of_export(folder: Path, sets: Sequence[str], task: str | None) -> Task
     recipe = folder_recipe(written if written.is_file() else None, own, sets, task)
     check_folder(folder, recipe.model.trust_remote_code)
     return make_task(recipe)
+
+
+def _holds_module(folder: Path) -> bool:
+    """Whether the folder is the export of a module that is none of transformers' (no config.json)."""
+    return (folder / EXPORT_RECIPE).is_file() and not any(
+        (folder / name).is_file() for name in ("config.json", ADAPTERS)
+    )
 
 
 def _kept(folder: Path) -> list[str]:
@@ -211,7 +220,7 @@ def load_found(found: Found, ds_config: Mapping[str, Any], world: World) -> torc
     if info is not None and adapted:
         _check_base(task, info, world, sharded(ds_config) and task.recipe.model.dtype in ("bfloat16", "float16"))
     with sharded_construction(ds_config):
-        if info is None and (found.folder / ADAPTERS).is_file():
+        if info is None and ((found.folder / ADAPTERS).is_file() or _holds_module(found.folder)):
             return task.reload(found.folder)
         if info is None:
             return task.build_model()

@@ -74,14 +74,19 @@ def describe_start(plan: Plan, journal: Journal, world: World, start: Checkpoint
         journal.event("notice", what=line)
         if world.rank == 0:
             print(line, flush=True)
-    for line in (*plan.task.warnings(), *ds_config_warnings(plan.ds_config)):
-        journal.event("warning", what=line)
-        if world.rank == 0:
-            print(f"warning: {line}", flush=True)
+    tell_warnings((*plan.task.warnings(), *ds_config_warnings(plan.ds_config)), journal, world)
     if start is not None and (other := reshaping(plan, world.size, start)):
         journal.event("reshaped", step=start.step, how=other)
         if world.rank == 0:
             print(other, flush=True)
+
+
+def tell_warnings(lines: Iterable[str], journal: Journal, world: World) -> None:
+    """Say what is allowed and may surprise, in events.jsonl and on rank 0's terminal."""
+    for line in lines:
+        journal.event("warning", what=line)
+        if world.rank == 0:
+            print(f"warning: {line}", flush=True)
 
 
 def tell_changes(found: Iterable[Change], journal: Journal, world: World) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import DataError, Fault, RecipeError
-from dstrain.models.adapters import check_adapter, read_adapter
+from dstrain.models.adapters import Adapter, check_adapter, read_adapter
 from dstrain.models.families import attends_both_ways
 from dstrain.models.freeze import check_parts, freeze, learns_from_text
 from dstrain.models.init import check_init
@@ -32,6 +32,8 @@ class Fit:
     """Whether the model writes answers from left to right."""
     surprises: Sequence[str] = ()
     """Positions beyond those trained, weights drawn beside a new head, and weights of the model's body that are left out."""
+    drawn: Sequence[str] = ()
+    """Parts of new heads that no file holds."""
     notices: Sequence[str] = ()
     """New heads."""
 
@@ -63,16 +65,18 @@ class Fit:
             raise RecipeError(self._lacks(bones, old))
         beyond = beyond_training(bones.config, self.recipe.data.max_length)
         self.surprises = [*filter(None, [beyond]), *self._surprises(bones, report, old)]
-        self.notices = [*self._notices(report)]
-
-    def _notices(self, report: LoadReport) -> Iterator[str]:
-        path = self._model.path
-        if adapter := read_adapter(path):
-            yield f"{path} is a LoRA adapter of {adapter.base}: it is merged into these weights when they are loaded"
+        adapter = read_adapter(self._model.path)
         saved = () if adapter is None else adapter.saved
-        new = [name for name in report.missing if is_head(name, self.heads) and not is_head(name, saved)]
-        if new and self._model.init is None:
-            yield f"new and drawn from seed {self.recipe.seed}: {some(new)} (the files of {path} have no such head)"
+        if self._model.init is None:
+            self.drawn = [name for name in report.missing if is_head(name, self.heads) and not is_head(name, saved)]
+        self.notices = [*self._notices(adapter)]
+
+    def _notices(self, adapter: Adapter | None) -> Iterator[str]:
+        path = self._model.path
+        if adapter is not None:
+            yield f"{path} is a LoRA adapter of {adapter.base}: it is merged into these weights when they are loaded"
+        if self.drawn:
+            yield f"new and drawn from seed {self.recipe.seed}: {some(self.drawn)} (the files of {path} have no such head)"
 
     def _lacks(self, bones: PreTrainedModel, old: Sequence[str]) -> Fault:
         told = ", ".join(bones.config.architectures or ()) or "nothing of its class"

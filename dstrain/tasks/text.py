@@ -145,16 +145,16 @@ class TextTask(Task):
         model = self.recipe.model
         check_weights(model)
         check_vocabulary(model, self.model_config, len(self.tokenizer), self.sees)
-        self._fit.check(skeleton(self.auto_class, model, self.config_for(model)))
+        self.fit.check(skeleton(self.auto_class, model, self.config_for(model)))
 
     def warnings(self) -> Sequence[str]:
-        return self._fit.surprises
+        return self.fit.surprises
 
     def notices(self) -> Sequence[str]:
-        return [*self._fit.notices, *describe_untemplated(self.tokenizer)]
+        return [*self.fit.notices, *describe_untemplated(self.tokenizer)]
 
     @cached_property
-    def _fit(self) -> Fit:
+    def fit(self) -> Fit:
         return Fit(self.recipe, self.heads, self.answers)
 
     @property

@@ -18,10 +18,13 @@ from dstrain.batch import Batch
 from dstrain.commands.trained import EXPORT_RECIPE, Trained, load_trained
 from dstrain.commands.trust import check_probes, enabled
 from dstrain.config import show_recipe
-from dstrain.errors import CheckpointError, DstrainError, TaskError, UsageError
+from dstrain.errors import CheckpointError, DstrainError, UsageError
+from dstrain.models.adapters import read_adapter
 from dstrain.models.merge import merge_adapters
+from dstrain.models.module_file import save_module
 from dstrain.report.journal import sync_folder
 from dstrain.tasks import Task
+from dstrain.tasks.find import keep_task_file
 from dstrain.train.proof import (
     Digest,
     check_against_checkpoint,
@@ -150,7 +153,11 @@ def _save(model: Any, folder: Path, task: Task, merge: bool) -> None:
     _check_room(folder, size_of(in_a_folder(model) if of_a_library else tensors_of(model)))
     with _in_words(f"{folder.parent}: cannot be written"):
         folder.mkdir(parents=True)
-        model.save_pretrained(str(folder), **({"max_shard_size": FILE_SIZE} if of_a_library else {}))
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(str(folder), **({"max_shard_size": FILE_SIZE} if of_a_library else {}))
+        else:
+            save_module(model, folder)
+        keep_task_file(task, folder)
         task.save_extras(folder)
         (folder / EXPORT_RECIPE).write_text(show_recipe(task.exported(merge)), encoding="utf-8")
         if of_a_library:
@@ -168,16 +175,24 @@ def _check_room(folder: Path, size: int) -> None:
 
 def _check_form(trained: Trained, merge: bool) -> None:
     """Raise where the model has no such folder."""
-    recipe, kind = trained.task.recipe, type(trained.model).__name__
-    if not hasattr(trained.model, "save_pretrained"):
-        raise TaskError(f"task {recipe.task}: its model ({kind}) is none of transformers', so there is no such folder")
+    recipe = trained.task.recipe
     if merge and recipe.model.lora is None:
         raise UsageError("--merge-lora: the run has no adapters (model.lora); leave the flag out")
-    if recipe.model.lora is not None and not merge and (recipe.model.path is None or recipe.model.init is not None):
+    start = recipe.model
+    known = _is_of_transformers(trained.model)
+    held = start.path is not None and start.init is None and read_adapter(start.path) is None and known
+    if start.lora is not None and not merge and not held:
         raise UsageError(
-            "its adapters lie on weights that no folder holds as they are (model.config or model.init), so that "
-            "nobody could load them; add --merge-lora to write one whole model"
+            "its adapters lie on weights that no folder holds as they are (model.config, model.init, a module of your own, or "
+            "an adapter merged into its base), so that nobody could load them; add --merge-lora to write one whole model"
         )
+
+
+def _is_of_transformers(model: Any) -> bool:
+    """Whether a model, without its adapters, is one that transformers loads."""
+    from transformers import PreTrainedModel
+
+    return isinstance(getattr(model, "get_base_model", lambda: model)(), PreTrainedModel)
 
 
 @torch.no_grad()

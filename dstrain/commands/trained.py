@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.commands.trust import check_folder, enabled, folder_recipe, holding_of, in_place_of_base, refuse_pickles
+from dstrain.commands.trust import (
+    check_folder,
+    check_head,
+    enabled,
+    folder_recipe,
+    holding_of,
+    holds_module,
+    in_place_of_base,
+    refuse_pickles,
+)
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.preset import Device, Preset, RunSettings, complete, read_preset
 from dstrain.tasks import Task, make_task
@@ -31,6 +40,7 @@ WHOLE = {"zero_optimization": {"stage": 0}}
 """The JSON of a model that is whole on every process."""
 OF_A_BASE = ("config", "init", "lora", "tokenizer", "processor", "chat_template", "quantize")
 """What the recipe of an exported model says of the weights it began with."""
+OF_A_MODULE = ["model.lora=null", "model.init=null", "model.freeze=[]"]  # what its recipe says of how it began
 TAKEN_APART = (
     "has two values for weights that the model's config ties; name the model it began with: --set model.path=FOLDER"
 )
@@ -65,8 +75,8 @@ class Choice:
         """The same for the command line of a worker."""
         words = [str(self.folder.resolve()), "--step", self.step]
         task = str(Path(self.task).resolve()) if self.task and Path(self.task).is_file() else self.task
-        for option, value in (("--task", task), ("--ds-config", self.ds_config)):
-            words += [option, value] if value else []
+        words += ["--task", task] if task else []
+        words += ["--ds-config", self.ds_config] if self.ds_config else []
         return words + [word for value in self.sets for word in ("--set", value)]
 
     def find(self, *own: str) -> Found:
@@ -98,6 +108,7 @@ class Found:
         if self.checkpoint is None:
             refuse_pickles(self.folder, EXPORT_RECIPE)
             self.task.check()
+            check_head(self.task, self.folder)
 
     def ds_config(self, wanted: str | None, processes: int, device: Device) -> dict[str, Any]:
         """The DeepSpeed JSON to hold the model with, in shards or whole on every process.
@@ -158,7 +169,7 @@ def find_trained(folder: Path, step: str, sets: Sequence[str] = (), task: str | 
     """The model in a run folder (at `step`) or an exported folder, without reading its weights. Raises UsageError."""
     if (folder / "recipe.yaml").is_file():
         return _in_run(folder, step, sets, task)
-    if not any((folder / name).is_file() for name in ("config.json", ADAPTERS)):
+    if not any((folder / name).is_file() for name in ("config.json", ADAPTERS)) and not holds_module(folder):
         raise UsageError(f"{folder}: is neither a run folder (recipe.yaml) nor an exported model (config.json)")
     return Found(folder, _task_of_export(folder, sets, task))
 
@@ -167,7 +178,9 @@ def _task_of_export(folder: Path, sets: Sequence[str], task: str | None) -> Task
     written, here = folder / EXPORT_RECIPE, json.dumps(str(folder.resolve()))
     if task is None and not written.is_file():
         raise UsageError(f"{folder}: is an exported model; say with --task what it was trained for, e.g. --task rm")
-    if not (folder / ADAPTERS).is_file():
+    if holds_module(folder):
+        own = OF_A_MODULE
+    elif not (folder / ADAPTERS).is_file():
         own = [f"model.path={here}", *(f"model.{key}=null" for key in OF_A_BASE), "model.freeze=[]"]
     elif written.is_file():
         own = _kept(folder)
@@ -218,7 +231,7 @@ def load_found(found: Found, ds_config: Mapping[str, Any], world: World) -> torc
     if info is not None and adapted:
         _check_base(task, info, world, sharded(ds_config) and task.recipe.model.dtype in ("bfloat16", "float16"))
     with sharded_construction(ds_config):
-        if info is None and (found.folder / ADAPTERS).is_file():
+        if info is None and ((found.folder / ADAPTERS).is_file() or holds_module(found.folder)):
             return task.reload(found.folder)
         if info is None:
             return task.build_model()

@@ -20,8 +20,9 @@ from dstrain.data.hub import is_hub_name
 from dstrain.data.store import say
 from dstrain.errors import Fault, PresetError, RecipeError, UsageError
 from dstrain.preset import Preset, check_block
-from dstrain.tasks import find_task, packaged_tasks
+from dstrain.tasks import Task, find_task, packaged_tasks
 from dstrain.tasks.policy import PolicyTask
+from dstrain.tasks.text import TextTask
 
 HOLDING = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "communication_data_type")
 """What the JSON of a run may say of how its model is held for forward passes."""
@@ -284,3 +285,18 @@ _CHECKS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "adapter_config.json": _adapter_fault,
     "config.json": _config_fault,
 }
+
+
+def holds_module(folder: Path) -> bool:
+    """Whether a folder is the export of a module that is none of transformers'."""
+    there = [(folder / name).is_file() for name in ("dstrain_recipe.yaml", "config.json", "adapter_config.json")]
+    return there == [True, False, False]
+
+
+def check_head(task: Task, folder: Path) -> None:
+    """Raise UsageError where the answers of an exported model would be those of a head that is drawn at random."""
+    if isinstance(task, TextTask) and task.fit.drawn:
+        name = task.fit.drawn[0]
+        raise UsageError(
+            f"{folder}: its files hold no {name}, which task {task.recipe.task} needs; give a trained model's folder"
+        )

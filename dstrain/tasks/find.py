@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import os
 import pkgutil
+import shutil
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -80,6 +81,27 @@ def _module(name: str) -> ModuleType:
             f"--task {name}: cannot be imported ({type(error).__name__}: {error}); mend the file"
         ) from error
     raise TaskError(f"task '{name}': there is no such task; {did_you_mean(name, packaged_tasks())}")
+
+
+KEPT = "task.py"
+"""The copy of a task file in a run folder and in an exported one. It runs only where --task names it."""
+
+
+def task_source(task: Task) -> Path | None:
+    """The file of a task that does not come with dstrain."""
+    file = Path(inspect.getfile(type(task))).resolve()
+    return None if Path(__file__).resolve().parents[1] in file.parents or not file.is_file() else file
+
+
+def keep_task_file(task: Task, folder: Path) -> None:
+    """Copy the file of a task that does not come with dstrain into a folder, so that the folder can be read without it."""
+    source, kept = task_source(task), folder / KEPT
+    if source is None or source == kept.resolve():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{KEPT}.new"
+    shutil.copyfile(source, temporary)
+    os.replace(temporary, kept)
 
 
 def _from_file(path: Path) -> ModuleType:

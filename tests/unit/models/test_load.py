@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import RecipeError
-from dstrain.models.load import check_weights, load_model, read_config, skeleton, switch_on_checkpointing
+from dstrain.models.load import load_model, read_config, skeleton, switch_on_checkpointing
+from dstrain.models.weight_files import check_weights
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -159,7 +160,7 @@ def test_what_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.M
         raise refused
 
     with monkeypatch.context() as patch:
-        patch.setattr("dstrain.models.load.os.listdir", no_folder)
+        patch.setattr("dstrain.models.weight_files.os.listdir", no_folder)
         with pytest.raises(
             RecipeError, match=r"cannot be read \(Permission denied\); check the permissions of the fol"
         ):

@@ -15,8 +15,9 @@ from typing import Any
 from dstrain.commands.find import Wish, resolve_wish, run_folder
 from dstrain.commands.preflight import preflight
 from dstrain.config import Recipe, show_recipe
-from dstrain.errors import UsageError
+from dstrain.errors import ResumeError, UsageError
 from dstrain.launch.command import Launch, LaunchOptions
+from dstrain.launch.lease import Lease
 from dstrain.launch.several import HostsLaunch, plan_launch, show_launch
 from dstrain.launch.topology import Worker, gpu_has_bf16, worker_from
 from dstrain.preset import Device
@@ -43,7 +44,6 @@ def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int
 def _launched(ready: Launch | HostsLaunch, recipe: Recipe, run_dir: Path, resume: Resume) -> int:
     """Start the processes and watch over them, while the run folder is held for this launch. Returns the exit code."""
     from dstrain.launch.hosts import HostsCrew, gathered
-    from dstrain.launch.lease import Lease
     from dstrain.launch.outcome import FAILED
     from dstrain.launch.supervise import supervise
     from dstrain.launch.worker import LAUNCH_ID
@@ -76,7 +76,6 @@ def device_there(launch: Launch | HostsLaunch) -> Device:
 
 def train_as(worker: Worker, wish: Wish) -> int:
     """One worker's whole life. Its exit code counts even if the launcher's does not."""
-    from dstrain.launch.lease import Lease
     from dstrain.launch.worker import LAUNCH, LAUNCH_ID, follow_parent, live
     from dstrain.train.interrupt import Interrupt, stoppable
 
@@ -93,11 +92,25 @@ def train_as(worker: Worker, wish: Wish) -> int:
         from dstrain.train.plan import make_plan
         from dstrain.train.rendezvous import Rendezvous
 
-        take = None if launch is not None else lease.take
-        together = Rendezvous(worker, timedelta(minutes=recipe.config.timeout_minutes), take)
+        together = Rendezvous(worker, timeout)
         plan = make_plan(recipe, run_dir, Resume(wish.resume, wish.allowed), worker, together)
         return run_training(replace(plan, launch=lease.launch), screen, interrupt, together.store)
 
-    launch = os.environ.get(LAUNCH_ID)  # where `dstrain` launched us and holds the folder
-    with Interrupt() as interrupt, Lease(run_dir, launch) as lease:  # until the end is recorded
-        return live(run_dir, worker.rank, lambda: stoppable(work, interrupt, run_dir))
+    timeout = timedelta(minutes=recipe.config.timeout_minutes)
+    with Lease(run_dir, os.environ.get(LAUNCH_ID)) as lease:
+        if LAUNCH_ID not in os.environ and worker.rank == 0:  # else `dstrain` launched us and holds the folder
+            _take(lease, worker, timeout)
+        with Interrupt() as interrupt:  # until the end is recorded
+            return live(run_dir, worker.rank, lambda: stoppable(work, interrupt, run_dir))
+
+
+def _take(lease: Lease, worker: Worker, timeout: timedelta) -> None:
+    """Hold the run folder before its logs are opened. Raises ResumeError where another launch does, in the other ranks too."""
+    from dstrain.train.rendezvous import Rendezvous
+
+    try:
+        lease.take()
+    except ResumeError as refusal:
+        os.environ.update(worker.environment)
+        with Rendezvous(worker, timeout):
+            raise refusal from None

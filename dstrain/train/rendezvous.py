@@ -46,13 +46,10 @@ class Rendezvous:
     UsageError where that was one, Interrupted for a signal.
     """
 
-    def __init__(self, worker: Worker, timeout: timedelta, on_first: Callable[[], None] | None = None) -> None:
-        """Opens nothing yet: MASTER_ADDR and MASTER_PORT have to be in the environment on entering.
-
-        `on_first`: called by rank 0 once all have met; what it raises ends the others too.
-        """
+    def __init__(self, worker: Worker, timeout: timedelta) -> None:
+        """Opens nothing yet: MASTER_ADDR and MASTER_PORT have to be in the environment on entering."""
         self.rank, self.size = worker.rank, worker.world_size
-        self._timeout, self._on_first = timeout, on_first if worker.rank == 0 else None
+        self._timeout = timeout
         self._store: Any = None
         self._members: list[dict[str, Any]] = []
         self._failure: dict[str, Any] | None = None
@@ -67,23 +64,12 @@ class Rendezvous:
 
     def __enter__(self) -> Self:
         if self.size == 1:
-            self._begin()
             return self
         own = {"host": socket.gethostname(), "place": f"{host_id()} {os.path.realpath(cache_root())}"}
         self._store, words = meet(self._timeout, json.dumps(own))
         self._members = [json.loads(word) for word in words]
         self._thread.start()
-        try:
-            self._begin()
-        except BaseException as cause:
-            self._tell(cause)
-            self._end.set()
-            raise
         return self
-
-    def _begin(self) -> None:
-        if self._on_first is not None:
-            self._on_first()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

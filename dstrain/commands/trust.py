@@ -19,6 +19,7 @@ from dstrain.config.schema import LaunchConfig
 from dstrain.data.hub import is_hub_name
 from dstrain.data.store import say
 from dstrain.errors import Fault, PresetError, RecipeError, UsageError
+from dstrain.models.adapters import base_of
 from dstrain.preset import Preset, check_block
 from dstrain.tasks import Task, find_task, packaged_tasks
 from dstrain.tasks.policy import PolicyTask
@@ -88,7 +89,7 @@ def _asks_network(file: Path, config: RunConfig, named: set[str]) -> Iterator[Fa
     """A fault for each model on the hub that the folder names, the command line does not, and this machine does not have."""
     model = config.model
     for key, value in (
-        ("model.path", model.path),
+        ("model.path", base_of(model).path),  # of an adapter folder, what its weights lie on
         ("model.tokenizer", model.tokenizer),
         ("model.processor", model.processor),
         ("options.ref_model", config.options.get("ref_model")),

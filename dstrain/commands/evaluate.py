@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +112,7 @@ def check_reference(found: Found) -> None:
         task.check_reference()
     if found.checkpoint is None and task.reference in ("model", "cached"):
         path = task.reference_model.path
-        if path is not None and Path(path).expanduser().resolve() == found.folder.resolve():
+        if path is not None and os.path.realpath(Path(path).expanduser()) == os.path.realpath(found.folder):
             raise UsageError(
                 f"{found.folder}: a policy cannot be its own reference, and nothing here says whom it was trained "
                 "against; give that model's folder with --set options.ref_model=FOLDER"

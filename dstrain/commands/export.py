@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from dstrain.batch import Batch
 from dstrain.commands.trained import EXPORT_RECIPE, Trained, load_trained
-from dstrain.commands.trust import enabled
+from dstrain.commands.trust import check_probes, enabled
 from dstrain.config import show_recipe
 from dstrain.errors import CheckpointError, DstrainError, UsageError
 from dstrain.models.adapters import read_adapter
@@ -83,6 +83,7 @@ def export_model(run: Path, step: str, to: Path, sets: Sequence[str] = (), merge
         raise UsageError(f"--to {to}: exists and is not empty; choose another folder")
     if place.is_mount():
         raise UsageError(f"--to {to}: a disk is mounted there, which no folder can replace; name a folder inside")
+    check_probes(run, EXPORT_RECIPE, sets)
     with _whole_or_absent(place) as partial:
         said = _write(load_trained(run, step, [*_halved(run), *sets]), partial, merge)
         gc.collect()  # modules hang in cycles

@@ -206,7 +206,7 @@ def _missing(text: str, folder: Path) -> Fault:
     path = Path(text).expanduser()
     if why := next(filter(None, map(why_no_file, (path, folder / path))), ""):
         return Fault(f"data file {text}", why, "name a .jsonl, .json or .parquet file")
-    places = [str(path.parent.resolve())] if path.is_absolute() else [str(Path.cwd()), str(folder)]
+    places = [os.path.realpath(path.parent)] if path.is_absolute() else [str(Path.cwd()), str(folder)]
     beside = [other.name for other in path.parent.glob("*")] if _is_there(path.parent) else []
     hint = did_you_mean(path.name, beside) if beside else ""
     mend = hint if hint.startswith("did you mean") else "check the path, or write org/name for a dataset on the hub"

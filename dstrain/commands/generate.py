@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ class Generate:
     def words(self) -> list[str]:
         words = ["generate", *self.choice.words(), *(word for text in self.texts for word in ("--prompt", text))]
         words += ["--data", named_data(self.data)] if self.data else []
-        words += [word for image in self.images for word in ("--image", str(Path(image).expanduser().resolve()))]
+        words += [word for image in self.images for word in ("--image", os.path.realpath(Path(image).expanduser()))]
         return words + [word for name, value in self.sampling.items() for word in (_option(name), str(value))]
 
     def check(self) -> RunConfig:

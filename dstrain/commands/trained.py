@@ -23,6 +23,7 @@ from dstrain.commands.trust import (
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.preset import Device, Preset, RunSettings, complete, read_preset
 from dstrain.tasks import Task, make_task
+from dstrain.tasks.text import TextTask
 
 if TYPE_CHECKING:
     import torch
@@ -204,12 +205,18 @@ def _in_run(folder: Path, step: str, sets: Sequence[str], task: str | None) -> F
     info = find_checkpoint(folder, step)
     own = []
     if (folder / "tokenizer").is_dir():
-        check_folder(folder / "tokenizer")
+        check_folder(folder / "tokenizer", run=folder)
         own += _kept(folder / "tokenizer")
     if enabled(folder, "bf16"):
         own.append("model.dtype=bfloat16")
     own += in_place_of_base(folder, sets)
-    return Found(folder, make_task(folder_recipe(folder / "recipe.yaml", own, sets, task)), info)
+    made = make_task(folder_recipe(folder / "recipe.yaml", own, sets, task))
+    model = made.recipe.model
+    if isinstance(made, TextTask) and model.path is None and not isinstance(model.tokenizer or model.processor, str):
+        # One would be trained on data.train, and be another one wherever that has changed.
+        problem = "is not there, and only that tokenizer fits the weights"
+        raise UsageError(f"{folder / 'tokenizer'}: {problem}; copy the whole run, or add --set model.tokenizer=FOLDER")
+    return Found(folder, made, info)
 
 
 def load_found(found: Found, ds_config: Mapping[str, Any], world: World) -> torch.nn.Module:
@@ -243,7 +250,6 @@ def load_found(found: Found, ds_config: Mapping[str, Any], world: World) -> torc
 def _may_be_empty(found: Found, ds_config: Mapping[str, Any]) -> bool:
     """Whether the model can be built without values: all of them lie in the checkpoint, and none would be read before."""
     from dstrain.models.sharded import sharded
-    from dstrain.tasks.text import TextTask
 
     task, model = found.task, found.task.recipe.model
     own = isinstance(task, TextTask) and all(

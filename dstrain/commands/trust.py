@@ -28,6 +28,7 @@ from dstrain.tasks.text import TextTask
 HOLDING = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "communication_data_type")
 """What the JSON of a run may say of how its model is held for forward passes."""
 WEIGHTS = (".safetensors",)
+NO_FETCH = "and nothing is fetched because a folder says so"
 MOST_JSON = 64 << 20
 """Bytes of a JSON file that is looked into; a config has some thousands."""
 NO_WORD = "nothing runs because a folder says so"
@@ -95,10 +96,10 @@ def _asks_network(file: Path, config: RunConfig, named: set[str]) -> Iterator[Fa
         ("options.ref_model", config.options.get("ref_model")),
     ):
         own = key in named or key.split(".")[0] in named
-        if own or not isinstance(value, str) or not is_hub_name(value) or Path(value).expanduser().is_dir():
+        if own or not isinstance(value, str) or not _names_hub(value):
             continue
         if not _in_hub_cache(value):
-            problem = f"names '{value}' on the hub, which is not in this machine's cache, and nothing is fetched because a folder says so"
+            problem = f"names '{value}' on the hub, which is not in this machine's cache, {NO_FETCH}"
             yield Fault(f"{file} {key}", problem, f"add --set {key}={value}, or the path of a folder with it")
 
 
@@ -111,17 +112,19 @@ def in_place_of_base(run: Path, sets: Sequence[str]) -> list[str]:
     recipe, kept = run / "recipe.yaml", run / "model"
     config = read_recipe(recipe, sets).config
     model, base = config.model, read_recipe(recipe).config.model.path
-    if base is None or model.path != base or Path(base).expanduser().is_dir() or _on_hub(base):
+    if base is None or model.path != base or Path(base).expanduser().is_dir():
+        return []
+    if _names_hub(base) and _in_hub_cache(base):
         return []
     if model.lora is not None or model.trust_remote_code or not (kept / "config.json").is_file():
-        if is_hub_name(base):
+        if _names_hub(base):
             return []
         needs = (
             "the adapters lie on its weights" if model.lora is not None else "its config says how to build the model"
         )
         problem = f"'{base}' is not there any more, and {needs}"
         raise UsageError(Fault(f"{recipe} model.path", problem, "name its folder: --set model.path=FOLDER"))
-    check_folder(kept)
+    check_folder(kept, run=run)
     found = [f"model.path={json.dumps(str(kept.resolve()))}"]
     task = find_task(config.task) if config.task in packaged_tasks() else None
     if task is not None and issubclass(task, PolicyTask) and not config.options.get("ref_model"):
@@ -129,8 +132,30 @@ def in_place_of_base(run: Path, sets: Sequence[str]) -> list[str]:
     return found
 
 
-def _on_hub(name: str) -> bool:
-    return is_hub_name(name) and _in_hub_cache(name)
+def check_probes(folder: Path, own: str, sets: Sequence[str]) -> None:
+    """Raise UsageError where the samples to probe an export with are a dataset that only the folder names, and is not here."""
+    file = next((folder / name for name in ("recipe.yaml", own) if (folder / name).is_file()), None)
+    if file is None or any(text.partition("=")[0].strip() in ("data", "data.eval", "data.train") for text in sets):
+        return
+    data = read_recipe(file, sets).config.data
+    for source in [data.eval] if data.eval is not None else data.train:
+        if is_hub_name(source.path) and not Path(source.path).is_file() and not _dataset_in_cache(source.path):
+            problem = f"names '{source.path}' on the hub, which is not in this machine's cache, {NO_FETCH}"
+            mend = f"add --set data.eval={source.path}, or --set data.eval=FILE to probe with"
+            raise UsageError(Fault(f"{file} data", problem, mend))
+
+
+def _dataset_in_cache(name: str) -> bool:
+    """Whether the datasets library has kept it (datasets/config.py, HF_DATASETS_CACHE): no more than its folder is looked for."""
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    place = Path(os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets").expanduser()
+    return (place / name.replace("/", "___")).is_dir()
+
+
+def _names_hub(name: str) -> bool:
+    """Whether transformers would take a name for one on the hub, `gpt2` too."""
+    local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    return bool(name) and not local and not Path(name).is_dir()
 
 
 def _in_hub_cache(name: str) -> bool:
@@ -181,12 +206,12 @@ def enabled(folder: Path, precision: str) -> bool:
     return isinstance(block, dict) and block.get("enabled") is True
 
 
-def check_folder(folder: Path, trust_remote_code: bool = False) -> None:
-    """Raise UsageError for what a folder of a tokenizer or a model must not hold.
+def check_folder(folder: Path, trust_remote_code: bool = False, run: Path | None = None) -> None:
+    """Raise UsageError for what a folder of a tokenizer or a model must not hold. `run`: the run folder that it is a part of.
 
     Files that are no regular files, links to text outside of the folder, adapters and attention that import modules.
     """
-    root = Path(os.path.realpath(folder))
+    root = Path(os.path.realpath(run or folder))
     # The hub's cache links snapshots/REVISION/FILE to blobs/HASH beside it.
     home = root.parent.parent if root.parent.name == "snapshots" else root
     for path in sorted(folder.rglob("*")):

@@ -91,7 +91,7 @@ def pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
     except Exception as error:  # its own checks, and whatever a config that cannot be trips over
         reason = _reason(error)
         if "trust_remote_code" in str(error):
-            mend = "set model.trust_remote_code: true if you trust the Python that comes with it"
+            mend = "add --set model.trust_remote_code=true if you trust the Python that comes with it"
         elif "torchvision" in str(error).lower():
             reason = reason.partition(". ")[0]  # what follows is where to find it for every system
             mend = "install torchvision (pip install torchvision), which a processor with a part for videos needs"

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from dstrain.batch import Progress
 from dstrain.collectives import lost
-from dstrain.errors import CheckpointError, LostError
+from dstrain.errors import CheckpointError, LostError, RunError
 from dstrain.report.journal import now, sync_folder
 from dstrain.train.best import best_name, forget_best, point_best
 from dstrain.train.blocks import Entry
@@ -73,21 +73,32 @@ class Checkpoints:
         partial = final.with_suffix(".partial")
         about = (progress.step, progress.samples, metric, self.world.size, record.get("zero_stage"))
         record = {"time": now(), **record, **dict(zip(ABOUT, about, strict=True))}
-        if self.owned is not None:
-            self.on_first("comparing the lease of the run folder", self.owned)
         try:
-            self.on_first(f"making {partial}", lambda: _make_empty(partial))
+            self.on_first(f"making {partial}", lambda: self._begin(partial))
             written = self._together(f"writing {final.name}", lambda: write(partial))
             files = {name: entry for share in written for name, entry in share.items()}
             self.on_first(f"sealing {partial}", lambda: self._seal(partial, files, record))
             self.on_first(f"committing {final.name}", lambda: _commit(partial, final))
         except CheckpointError:
-            if self.world.rank == 0:  # all ranks came back: nobody writes any more
+            if self.world.rank == 0 and self._is_owned():  # all ranks came back: nobody writes any more
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         self.on_first("choosing the best", self._choose_best)
         self.on_first("pruning", lambda: self._prune(progress.step))
         return final
+
+    def _begin(self, partial: Path) -> None:
+        if self.owned is not None:
+            self.owned()
+        _make_empty(partial)
+
+    def _is_owned(self) -> bool:
+        try:
+            if self.owned is not None:
+                self.owned()
+        except RunError:
+            return False
+        return True
 
     def _seal(self, partial: Path, files: dict[str, Entry], record: Mapping[str, Any]) -> None:
         seal(partial, files, record)

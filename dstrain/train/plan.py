@@ -113,10 +113,8 @@ def make_plan(
     ds_config = resolved_ds_config(config, preset, batch, (worker.world_size, device_of(device)), run_dir)
     task = make_task(with_tokenizer_of(before, loaded_in_precision(config, ds_config), resume.allowed))
     with together or contextlib.nullcontext():
-        if worker.rank == 0 and before is not None:
-            check_inputs(
-                before, files_of(task), resume.allowed
-            )  # before its records are looked at: the cause goes first
+        if worker.rank == 0 and before is not None:  # before the records are looked at: the cause is told first
+            check_inputs(before, files_of(task), resume.allowed)
         train, test, weights = _prepared(task, ds_config, worker, together)
         if worker.rank == 0 and before is not None:
             check_fingerprints(before, weights, task, resume.allowed)

@@ -166,6 +166,21 @@ def test_a_folders_environment_is_not_applied(folder: Path, capsys: pytest.Captu
     assert mine.env == ["A=1"]
 
 
+def test_nothing_is_sent_for_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log.wandb is not read, and no library asks the hub for what a local folder has."""
+    change(recipe_of(folder, "run"), log__wandb={"project": "theirs"}, log__tensorboard=True)
+    asked: list[Any] = []
+    monkeypatch.setattr("socket.socket.connect", lambda _, address: asked.append(address))
+    monkeypatch.setattr("socket.getaddrinfo", lambda *words, **_: asked.append(words) or [])
+    for command in ("evaluate", "export"):
+        said = dstrain(*COMMANDS[command](folder, folder / "run"))
+        assert said.exit_code == 0, said.output
+    assert not asked
+    assert sorted(path.name for path in (folder / "run").iterdir()) == [
+        "checkpoints", "ds_config.json", "recipe.yaml", "tokenizer",
+    ], "nothing was written into it"  # fmt: skip
+
+
 def test_a_launch_does_not_import_from_the_working_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dstrain.commands import spread
     from dstrain.commands.evaluate import Evaluate
@@ -189,6 +204,7 @@ def test_a_launch_does_not_import_from_the_working_folder(folder: Path, monkeypa
     ("key", "value"),
     [
         ("model__path", "nobody/nothing"),
+        ("model__path", "nobodys-gpt2"),
         ("model__tokenizer", "nobody/nothing"),
         ("model__processor", "nobody/nothing"),
         ("options__ref_model", "nobody/nothing"),
@@ -256,6 +272,16 @@ def test_what_is_no_file_of_the_folder_is_not_read(kind: str, folder: Path) -> N
     (folder / kind / "kept.json").symlink_to("tokenizer_config.json")
     shutil.move(folder / "elsewhere.json", file)
     assert dstrain(*asked).exit_code == 0, "a link inside is a file of the folder"
+
+
+@pytest.mark.parametrize("what", ["tokenizer", "tokenizer/deep"])
+def test_a_folder_that_is_a_link_is_none_of_the_run(what: str, folder: Path) -> None:
+    shutil.copytree(folder / "run/tokenizer", folder / "elsewhere")
+    if what == "tokenizer":
+        shutil.rmtree(folder / "run/tokenizer")
+    (folder / "run" / what).symlink_to(folder / "elsewhere")
+    with pytest.raises(UsageError, match=r"is a link to .*elsewhere.*, outside of the folder"):
+        find_trained(folder / "run", "last")
 
 
 def test_a_folder_of_the_hubs_cache_is_read(folder: Path) -> None:
@@ -385,3 +411,52 @@ def test_deep_json_in_a_checkpoint_is_damage(name: str, folder: Path) -> None:
     (checkpoint / "MANIFEST.json").unlink()
     os.mkfifo(checkpoint / "MANIFEST.json")
     assert "MANIFEST.json is missing" in dstrain("checkpoints", folder / "run").output
+
+
+def test_a_run_without_its_tokenizer_gets_no_other_one(folder: Path) -> None:
+    """One would be trained on whatever data.train holds now, or be fetched."""
+    shutil.rmtree(folder / "run/tokenizer")
+    with pytest.raises(
+        UsageError, match=r"run/tokenizer: is not there, and only .*; copy the whole run, or add --set mod"
+    ):
+        find_trained(folder / "run", "last")
+    assert find_trained(folder / "run", "last", [f"model.tokenizer={folder}/exported"])
+
+
+@pytest.mark.parametrize("kind", ["run", "exported"])
+def test_a_folders_dataset_on_the_hub_is_not_fetched_to_probe_with(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+    held_out = {"path": "nobody/nothing", "split": "test", "name": None}
+    change(recipe_of(folder, kind), data__eval=held_out)
+    said = dstrain(*COMMANDS["export"](folder, folder / kind))
+    assert said.exit_code == 2
+    assert (
+        "data: names 'nobody/nothing' on the hub, which is not in this machine's cache, and nothing is" in said.output
+    )
+    own = dstrain(*COMMANDS["export"](folder, folder / kind), "--set", f"data.eval={folder}/eval.jsonl")
+    assert own.exit_code == 0, own.output
+
+
+def test_no_processor_of_a_folder_is_code(tmp_path: Path) -> None:
+    """Each of its files may name classes beside it, and a class that transformers does not know."""
+    run, mark = make_run(tmp_path, "vlm"), tmp_path / "PWNED"
+    (tmp_path / "a.png").symlink_to("a.png")
+    said = dstrain("generate", run, "--prompt", "hi", "--image", tmp_path / "a.png")
+    assert (said.exit_code, "Too many levels of symbolic links" in said.output) == (2, True), repr(said.exception)
+    there = run / "tokenizer"
+    (there / "evil.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    autos = {"AutoProcessor": "evil.P", "AutoImageProcessor": "evil.I", "AutoTokenizer": ["evil.T", "evil.T"],
+             "AutoConfig": "evil.C"}  # fmt: skip
+    for name in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json", "config.json"):
+        held = (there / name).read_text() if (there / name).is_file() else None
+        odd = dict.fromkeys(("processor_class", "tokenizer_class", "image_processor_type"), "Evil")
+        (there / name).write_text(json.dumps(json.loads(held or "{}") | {"auto_map": autos} | odd))
+        words = COMMANDS["evaluate"](tmp_path, run)
+        said = CliRunner().invoke(main, [*map(str, words)], input="y\ny\n")
+        assert said.exit_code in (0, 2), said.output
+        assert not mark.exists()
+        if said.exit_code == 2:
+            assert "add --set model.trust_remote_code=true if you trust" in said.output
+        (there / name).unlink() if held is None else (there / name).write_text(held)

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dstrain.data import sandbox
+from dstrain.data import limited, sandbox
 from dstrain.data.messages import BadRecord
 from dstrain.data.rendering import write_dialog
 from dstrain.data.sandbox import require_end
@@ -84,7 +84,7 @@ def test_what_a_template_trips_over_is_a_bad_record(template: str, why: str) -> 
 def test_a_template_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tokenizer_with("{% for m in messages %}{{ m.content }}{% endfor %}<unused>")
     forks, fork = [], os.fork
-    monkeypatch.setattr(sandbox.os, "fork", lambda: forks.append(1) or fork())
+    monkeypatch.setattr(limited.os, "fork", lambda: forks.append(1) or fork())
     assert [write_dialog(tokenizer, ASKED) for _ in range(3)] == ["hi<unused>"] * 3
     assert len(forks) == 1
     began = time.monotonic()
@@ -103,7 +103,7 @@ def test_a_signal_reaches_who_asked_and_nobody_is_left(tmp_path: Path) -> None:
     """Ctrl-C goes to the whole group: the process that tries ends with it."""
     script = """
         from tests.unit.data.test_sandbox import ASKED, NESTED, tokenizer_with
-        from dstrain.data import sandbox
+        from dstrain.data import limited, sandbox
         tokenizer = tokenizer_with(NESTED)
         print("ready", flush=True)
         sandbox.require_end(tokenizer, ASKED)

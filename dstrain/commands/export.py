@@ -15,8 +15,9 @@ import torch
 from safetensors import SafetensorError
 
 from dstrain.batch import Batch
+from dstrain.commands.folders import enabled
 from dstrain.commands.trained import EXPORT_RECIPE, Trained, load_trained
-from dstrain.commands.trust import check_probes, enabled
+from dstrain.commands.trust import check_probes
 from dstrain.config import show_recipe
 from dstrain.errors import CheckpointError, DstrainError, UsageError
 from dstrain.models.adapters import read_adapter

@@ -10,16 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.commands.trust import (
-    check_folder,
-    check_head,
-    enabled,
-    folder_recipe,
-    holding_of,
-    holds_module,
-    in_place_of_base,
-    refuse_pickles,
-)
+from dstrain.commands.folders import check_folder, enabled, holding_of, refuse_pickles
+from dstrain.commands.trust import check_head, folder_recipe, holds_module, in_place_of_base
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.preset import Device, Preset, RunSettings, complete, read_preset
 from dstrain.tasks import Task, make_task

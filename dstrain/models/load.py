@@ -62,7 +62,7 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
 def tokenizer_files(folder: Path) -> list[Path]:
     """The files of a folder that a tokenizer may be read from."""
     named = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    return named + [file for pattern in ("*.tiktoken", "*.spm") for file in folder.glob(pattern)]
+    return named + [file for pattern in ("*.tiktoken", "*.spm", "tokenizer.model.v*") for file in folder.glob(pattern)]
 
 
 def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:

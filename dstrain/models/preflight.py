@@ -212,7 +212,7 @@ def _lacks_tokenizer(name: str, key: str) -> list[Fault]:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return []
-    mend = "set model.tokenizer to a folder or hub id that has one"
+    mend = "set model.tokenizer (of a model that sees images model.processor) to a folder or hub id that has one"
     there = tokenizer_files(folder)
     if not there:
         return [Fault(key, f"there is no tokenizer in '{name}'", mend)]

@@ -64,7 +64,7 @@ def describe_start(plan: Plan, journal: Journal, world: World, start: Checkpoint
         journal.event("data", split=split, **report)
     if world.rank == 0:
         print(
-            f"{plan.config.task}: {len(plan.train)} samples, {plan.steps} steps of {plan.batch.total} samples "
+            f"{Path(plan.config.task).stem}: {len(plan.train)} samples, {plan.steps} steps of {plan.batch.total} samples "
             f"= {world.size} processes x {plan.batch.accumulate} x {plan.batch.micro}, preset {plan.preset.name}"
             + (f", going on from step {start.step}" if start else ""),
             flush=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from dstrain.commands.export import export_model
 from dstrain.commands.trained import find_trained, load_found, load_trained
+from dstrain.config.schema import RunConfig
 from dstrain.errors import CheckpointError, UsageError
-from dstrain.tasks import find_task
+from dstrain.tasks import find_task, make_task
 from dstrain.tasks.find import KEPT, keep_task_file, task_source
 from dstrain.world import SoloWorld
+from tests.adapters import adapter
 from tests.contract.export_cases import make_run
 
 OWN = str(Path(__file__).with_name("own_modules.py"))
@@ -87,10 +90,19 @@ def test_a_task_file_is_kept_beside_a_run(tmp_path: Path) -> None:
 
 
 def test_packaged_tasks_leave_no_copy(tmp_path: Path) -> None:
-    from dstrain.config.schema import RunConfig
-    from dstrain.tasks import make_task
-
     task = make_task(RunConfig.model_validate(find_task("rm").tiny(tmp_path)))
     assert task_source(task) is None
     keep_task_file(task, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_hub_base_of_an_adapter_is_not_fetched_because_a_run_folder_says_so(tmp_path: Path) -> None:
+    at = adapter(tmp_path)
+    task: Any = make_task(RunConfig.model_validate(find_task("sft").tiny(tmp_path)))
+    task.tokenizer.save_pretrained(str(at))
+    run = make_run(tmp_path / "it", "sft", {"model": {"config": None, "path": str(at)}})
+    assert find_trained(run, "last").task.recipe.model.path == str(at)
+    file = at / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "org/not-there"}))
+    with pytest.raises(UsageError, match=r"model\.path: names 'org/not-there' on the hub"):
+        find_trained(run, "last")

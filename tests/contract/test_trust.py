@@ -17,8 +17,8 @@ from click.testing import CliRunner, Result
 
 from dstrain.cli import main
 from dstrain.commands.export import export_model
+from dstrain.commands.folders import endless_pattern, holding_of
 from dstrain.commands.trained import find_trained
-from dstrain.commands.trust import holding_of
 from dstrain.config.schema import RunConfig
 from dstrain.errors import UsageError
 from dstrain.preset import Device, RunSettings, complete, preset_names, read_preset
@@ -47,7 +47,8 @@ def handed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(handed: Path, tmp_path: Path) -> Path:
+def folder(handed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("dstrain.commands.folders.PATTERN_SECONDS", 1)
     shutil.copytree(handed, tmp_path / "got", symlinks=True)
     return tmp_path / "got"
 
@@ -304,6 +305,12 @@ def test_a_folder_of_the_hubs_cache_is_read(folder: Path) -> None:
         ("adapter_config.json", {"megatron_config": {"a": 1}, "megatron_core": "evil"}, "a module to import"),
         ("adapter_config.json", {"peft_type": "XLORA"}, "peft_type is 'XLORA'"),
         ("adapter_config.json", [], "holds no JSON object"),
+        (
+            "adapter_config.json",
+            {"target_modules": "((.*)*)*[A-Z]$"},
+            "target_modules is a regular expression that does",
+        ),
+        ("adapter_config.json", {"rank_pattern": {"((.*)*)*[A-Z]$": 4}}, "rank_pattern is a regular expression that"),
     ],
 )
 def test_libraries_import_nothing_that_a_folder_names(name: str, values: Any, problem: str, folder: Path) -> None:
@@ -312,6 +319,19 @@ def test_libraries_import_nothing_that_a_folder_names(name: str, values: Any, pr
     file.write_text(json.dumps(held | values if isinstance(values, dict) else values))
     said = dstrain(*COMMANDS["evaluate"](folder, folder / "exported"))
     assert (said.exit_code, problem in said.output) == (2, True), said.output
+
+
+def test_patterns_that_end_are_taken() -> None:
+    for value in (None, "all-linear", ["q_proj", "v_proj"], r".*\.(q|v)_proj", {"layers.0.*": 4}, "["):
+        assert not endless_pattern("targets", value)
+
+
+def test_a_recipes_targets_end(folder: Path) -> None:
+    change(recipe_of(folder, "run"), model__lora={"targets": "((.*)*)*[A-Z]$"})
+    with pytest.raises(
+        UsageError, match=r"model.lora: targets is a regular expression that does not end; name the mod"
+    ):
+        find_trained(folder / "run", "last")
 
 
 def test_a_model_config_names_no_kernel(folder: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import psutil
 
-from dstrain import __version__
 from dstrain.launch.command import port_fault
 from dstrain.launch.topology import Worker, gpu_has_bf16, gpus_present
+from dstrain.launch.versions import digests, versions
 
 REACH_SECONDS = 10.0
 _ELSEWHERE = "192.0.2.1"
@@ -25,7 +25,8 @@ def facts(token: str, cwd: str, cpu: bool) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "machine": machine(),
         "pid": os.getpid(),
-        "version": __version__,
+        "versions": versions(),
+        "digests": digests(),
         "sees": Path(token).exists(),
         "has_cwd": Path(cwd).is_dir(),
         "gpus": 0 if cpu else gpus_present(),

@@ -241,6 +241,7 @@ class Lab:
         """
         path = stdout or self.folder / f"log/host{host}-{next(self._count)}.out"
         login = {"HOME": str(HOME), "USER": "root", "LOGNAME": "root", "SHELL": "/bin/sh", "PATH": PATH}
+        login["PYTHONPATH"] = str(ROOT)  # the sources beside these tests, wherever another copy is installed
         words = [f"{name}={value}" for name, value in {**login, "LANG": "C.UTF-8", **(env or {})}.items()]
         clean = ["env", "-i", "--default-signal", f"--chdir={cwd or self.folder}", *words]
         with path.open("wb") as out:

@@ -83,10 +83,10 @@ def test_agents_start_deepspeeds_inner_launcher_or_torchrun(plan):
 
 
 def test_an_agents_command_survives_the_remote_shell(plan):
-    words = agent_command(plan().hosts[1], 30.0, {"PYTHONPATH": "/a b:/c"})
+    words = agent_command(plan().hosts[1], 30.0, "a1b2", {"PYTHONPATH": "/a b:/c"})
     assert shlex.join(words[:-1]) == f"ssh -T {SSH} host2"
-    assert shlex.split(words[-1]) == ["exec", "env", "PYTHONPATH=/a b:/c", sys.executable, "-u", "-m",
-                                      "dstrain.launch.agent", "30"]  # fmt: skip
+    assert shlex.split(words[-1]) == ["/usr/bin/env", "PYTHONPATH=/a b:/c", sys.executable, "-u", "-m",
+                                      "dstrain.launch.agent", "30", "a1b2"]  # fmt: skip
 
 
 def test_no_secret_stands_on_a_command_line(plan):
@@ -149,7 +149,7 @@ def test_a_host_that_deepspeeds_runner_would_misread_is_refused(plan, tmp_path):
         UsageError, match=r"F:2: DeepSpeed's runner cannot take the host me@host2; .* or add --launcher ssh"
     ):
         check_starter(plan(), tmp_path)
-    assert [words[-2] for words in (agent_command(host, 30.0, {}) for host in plan(launcher="ssh").hosts)][
+    assert [words[-2] for words in (agent_command(host, 30.0, "a1b2", {}) for host in plan(launcher="ssh").hosts)][
         1
     ] == "me@host2"
 

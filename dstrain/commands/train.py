@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from dstrain.commands.find import Wish, resolve_wish, run_folder
 from dstrain.config import Recipe, resolve_batch, show_recipe
 from dstrain.launch.command import Launch, LaunchOptions
-from dstrain.launch.several import HostsLaunch, plan_launch, show_launch
+from dstrain.launch.several import HostsLaunch, crowded, plan_launch, show_launch
 from dstrain.launch.topology import Worker, gpu_has_bf16, worker_from
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import make_task
@@ -27,6 +28,8 @@ def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int
     recipe = resolve_wish(wish)
     run_dir = run_folder(wish, recipe.name)
     ready = plan_launch(LaunchOptions(**launch), wish.arguments(run_dir), os.environ, recipe.config.launch)
+    if line := crowded(ready):
+        print(f"warning: {line}", file=sys.stderr, flush=True)
     ds_config = check(recipe, ready.processes, device_there(ready), run_dir)
     if dry_run:
         print(f"# recipe\n{show_recipe(recipe.config)}\n# DeepSpeed JSON\n{json.dumps(ds_config, indent=2)}\n")

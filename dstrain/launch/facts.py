@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from dstrain.launch.command import port_fault
+from dstrain.launch.threads import cores_here
 from dstrain.launch.topology import Worker, gpu_has_bf16, gpus_present
 from dstrain.launch.versions import digests, versions
 
@@ -29,6 +30,7 @@ def facts(token: str, cwd: str, cpu: bool) -> dict[str, Any]:
         "digests": digests(),
         "sees": Path(token).exists(),
         "has_cwd": Path(cwd).is_dir(),
+        "cores": cores_here(),
         "gpus": 0 if cpu else gpus_present(),
         "bf16": None if cpu else gpu_has_bf16(),
         "reached_at": _reached_at(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from dstrain import __version__
 from dstrain.errors import Fault, UsageError
 from dstrain.launch.peers import Peer, ask
-from dstrain.launch.several import HostsLaunch, Master
+from dstrain.launch.several import HostsLaunch, Master, more_than_cores
 from dstrain.launch.versions import digests, first_unlike, unlike
 from dstrain.launch.worker import record_folder
 
@@ -30,6 +31,10 @@ def learn(launch: HostsLaunch, peers: list[Peer], run_dir: Path) -> None:
         peer.patient_no_more()
     if faults := list(_faults(peers, run_dir)):
         raise UsageError(faults)
+    if not any(peer.facts["gpus"] for peer in peers):
+        for peer in peers:
+            if line := more_than_cores(len(peer.host.slots), peer.host.name, peer.facts["cores"]):
+                print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def _faults(peers: list[Peer], run_dir: Path) -> Iterator[Fault]:

@@ -55,6 +55,26 @@ def exit_status(pid: int) -> int | None:
     return -(status & 0x7F) if status & 0x7F else status >> 8
 
 
+def start_time(pid: int) -> str:
+    """When the process started, in clock ticks after boot (field 22 in proc(5)); empty where the kernel will not say."""
+    fields = _stat(pid)
+    return fields[19] if fields else ""
+
+
+def alive(pid: int, started: str) -> bool | None:
+    """Whether the process with this `start_time` lives on this host; None where that cannot be seen (hidepid in proc(5))."""
+    if process_state(pid) == "Z":
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError, ValueError):
+        return False
+    except PermissionError:
+        pass
+    now = start_time(pid)
+    return now == started if now and started else None
+
+
 def _stat(pid: int) -> list[str]:
     """/proc/PID/stat from the state on: the name before it may hold blanks and brackets."""
     try:

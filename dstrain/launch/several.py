@@ -92,6 +92,22 @@ def plan_launch(
     )
 
 
+def crowded(launch: Launch | HostsLaunch) -> str:
+    """A warning where this machine starts more processes on its CPU than it has cores; empty where all is well."""
+    if isinstance(launch, HostsLaunch) or not launch.cpu:
+        return ""
+    return more_than_cores(len(launch.ranks), "this machine", cores_here())
+
+
+def more_than_cores(processes: int, where: str, cores: int) -> str:
+    if processes <= cores:
+        return ""
+    return (
+        f"{processes} processes are started on {where}, which has {cores} CPU cores for them: they take turns, "
+        f"and need the memory of {processes}; ask for {cores} or fewer"
+    )
+
+
 def check_tools(launcher: str) -> None:
     """Raise UsageError where a program is missing that reaches hosts."""
     tool, package = _TOOLS.get(launcher, ("ssh", "openssh-client"))

@@ -158,3 +158,13 @@ def test_a_dry_run_says_what_it_would_ask_the_hosts(plan):
     lines = show_launch(plan(), Path("/runs/a")).splitlines()
     assert [line.split()[0] for line in lines] == ["ssh", "ssh", PYTHON]
     assert "--master_addr '<address of host1>' --master_port '<free port on host1>'" in lines[-1]
+
+
+def test_more_processes_than_cores_are_warned_of(monkeypatch):
+    monkeypatch.setattr(several, "cores_here", lambda: 2)
+    made = {count: Launch([], {"DS_ACCELERATOR": "cpu"}, count) for count in (2, 99)}
+    assert several.crowded(made[2]) == several.crowded(Launch([], {}, 99, ("0",) * 99)) == ""
+    assert several.crowded(made[99]).startswith(
+        "99 processes are started on this machine, which has 2 CPU cores for them"
+    )
+    assert several.crowded(Launch([], {"DS_ACCELERATOR": "cpu"}, 99, here=range(2))) == "", "one host of many"

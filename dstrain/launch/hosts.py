@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.launch.cleanup import Cleanups
-from dstrain.launch.command import Launch
+from dstrain.launch.command import PORT_FILE, Launch
 from dstrain.launch.crew import Crew, LocalCrew, Program
 from dstrain.launch.heartbeat import MISSED
 from dstrain.launch.peers import END_SECONDS, Peer, opened, rest
@@ -37,7 +37,10 @@ STARTER_LOG = "launcher.log"
 def gathered(launch: Launch | HostsLaunch, run_dir: Path) -> Iterator[Crew]:
     """The crew of a launch, ready to start. Raises UsageError where a host cannot take part."""
     if isinstance(launch, Launch):
-        yield LocalCrew(Program(launch.argv, launch.environment), run_dir, launch.ranks)
+        place = record_folder(run_dir) / f"port-{secrets.token_hex(8)}"
+        environment = {name: value for name, value in launch.environment.items() if name != PORT_FILE}
+        environment |= {PORT_FILE: str(place)} if launch.any_port else {}
+        yield LocalCrew(Program(launch.argv, environment), run_dir, launch.ranks)
         return
     check_starter(launch, run_dir)
     logs = log_path(run_dir, 0).parent
@@ -181,8 +184,6 @@ class HostsCrew:
         Where that fails too, the agent does it when its line is dead, or its ranks when it no longer beats.
         """
         asked = [peer for peer in self._peers if not peer.lost]
-        given_up = [peer for peer in self._peers if peer not in asked] if self._started else []
-        cleanups = Cleanups(given_up, self._file, self._launch.silence)
         for peer in asked:
             peer.line.send(end=True)
         deadline = time.monotonic() + END_SECONDS
@@ -191,8 +192,9 @@ class HostsCrew:
             self.look()
         if self._starter is not None:
             self._starter.end()
-        late = [peer for peer in asked if peer not in self._left] if self._started else []
-        self._conclude([*cleanups.failed(), *Cleanups(late, self._file, self._launch.silence).failed()])
+        if self._started:  # after the starter, whose end is one of everything that was started since
+            unheard = [peer for peer in self._peers if peer not in self._left]
+            self._conclude(Cleanups(unheard, self._file, self._launch.silence).failed())
         for file in (self._file, self._hostfile):
             file.unlink(missing_ok=True)
         return [f"{pid} on {peer.host.name}" for peer, pids in self._left.items() for pid in pids]

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,6 +27,7 @@ from dstrain.cache import cache_root, host_id
 from dstrain.collectives import lost
 from dstrain.data.store import images_checked
 from dstrain.errors import DstrainError, LostError, UsageError, one_line
+from dstrain.launch.command import PORT_FILE, holder
 from dstrain.launch.topology import Worker
 from dstrain.launch.versions import digest, unlike, versions
 from dstrain.train.interrupt import Interrupted
@@ -69,7 +71,7 @@ class Rendezvous:
             return self
         own: dict[str, Any] = {"host": socket.gethostname(), "place": f"{host_id()} {os.path.realpath(cache_root())}"}
         own["software"] = versions() | {CODE: digest()}
-        self._store, words = meet(self._timeout, json.dumps(own))
+        self._store, words = self._meet(json.dumps(own))
         self._members = [json.loads(word) for word in words]
         self._thread.start()
         try:
@@ -79,6 +81,21 @@ class Rendezvous:
             self._end.set()
             raise
         return self
+
+    def _meet(self, word: str) -> tuple[Any, list[str]]:
+        """As `meet`; where rank 0 cannot listen, with who does."""
+        place = os.environ.get(PORT_FILE)
+        try:
+            return meet(self._timeout, word, Path(place) if place else None)
+        except LostError as error:
+            port = os.environ.get("MASTER_PORT", "")
+            if self.rank == 0 and "EADDRINUSE" in str(error.__cause__) and port.isdecimal():
+                what = f"port {port} of {socket.gethostname()}, where all meet, is taken{holder(int(port))}"
+                mend = (
+                    "start the same command again, with another --master-port where you gave one, or end that process"
+                )
+                raise LostError(error.doing, what, mend) from error
+            raise
 
     def _check_software(self) -> None:
         """Raise UsageError, on every rank the same, where a rank on another host than rank 0's runs other versions."""

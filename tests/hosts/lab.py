@@ -116,6 +116,8 @@ class Command:
     def signal(self, number: int, group: bool = False) -> None:
         """Send a signal to the command; with `group` to its process group, as Ctrl-C does."""
         (os.killpg if group else os.kill)(self.pid, number)
+        if number == signal.SIGCONT:  # nsenter stops itself when its child is stopped
+            self._process.send_signal(number)
 
     def output(self) -> str:
         """All it said so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from dstrain.launch import cleanup
+from dstrain.launch.crew import LocalCrew, Program
 from dstrain.launch.hosts import HostsCrew, gathered
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process trees are Linux's here")
@@ -53,6 +55,17 @@ def test_a_stopped_agent_and_its_ranks_are_ended_over_another_session(stopped, l
         "here said nothing for 0.5 s (power, network, or a process or machine that stands still); rank 0, 1 ran there; "
         "nothing of the launch is left there; start the same command again to go on"
     )
+
+
+def test_the_end_of_the_starter_is_none_of_the_session_that_cleans_up(launch, tmp_path):
+    """It ends whatever this process started since: DeepSpeed's runner, pdsh and what they left."""
+    with gathered(launch("here slots=1\n"), tmp_path) as crew:
+        crew._starter = LocalCrew(Program(["sleep", "60"], dict(os.environ)), tmp_path, ())
+        crew._starter.start()
+        agent = stop_agent(crew)
+        crew.end()
+        assert over(agent)
+    assert crew.lost.endswith("; nothing of the launch is left there; start the same command again to go on")
 
 
 def test_where_ssh_does_not_answer_the_sentence_says_so(launch, tmp_path):

@@ -31,7 +31,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
         store, words, barrier = dist.HashStore(), [""] * size, threading.Barrier(size)
         own = threading.local()
 
-        def meet(_: timedelta, word: str) -> tuple[Any, list[str]]:
+        def meet(_: timedelta, word: str, place: Path | None) -> tuple[Any, list[str]]:
             words[own.rank] = word
             barrier.wait(10)
             return store, [word.replace('"host": "', f'"host": "h{rank} ') for rank, word in enumerate(words)]

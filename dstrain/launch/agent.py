@@ -82,7 +82,7 @@ class Agent:
 
     def _start(self, asked: Mapping[str, Any]) -> None:
         """Watch for these ranks of a run; `argv`: what starts them, where that is not done from elsewhere."""
-        self._meeting.close()
+        self._meeting.reserve()
         self._heartbeat.hand_out(asked["environment"])
         self._mark = asked["launch"]
         self._run_dir, argv = Path(asked["run_dir"]), asked["argv"]

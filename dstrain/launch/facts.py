@@ -85,10 +85,18 @@ class Meeting:
             return {"fault": f"port {port}: {error.strerror}"}
         return {"port": self._server.getsockname()[1], "interface": interface_towards(address)}
 
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+    def reserve(self) -> None:
+        """Stop listening, so that rank 0 can, and stay bound: until it does, the kernel gives the port to nobody else."""
+        if self._server is None:
+            return
+        place, family = self._server.getsockname(), self._server.family
+        self._server.close()
+        self._server = socket.socket(family, socket.SOCK_STREAM)
+        self._server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            self._server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        with contextlib.suppress(OSError):  # taken in between: rank 0 says by whom
+            self._server.bind(place)
 
 
 def reach(address: str, port: int) -> dict[str, Any]:

@@ -175,6 +175,17 @@ def test_a_rank_gets_the_launchs_environment_and_its_hosts_own():
     assert (found["GLOO_SOCKET_IFNAME"], found["MASTER_PORT"], found["CUDA_VISIBLE_DEVICES"]) == ("ib0", "29501", "1,3")
 
 
+def test_a_port_stays_reserved_for_rank_0_until_it_listens():
+    meeting = facts.Meeting()
+    port = meeting.open("127.0.0.1", 0)["port"]
+    meeting.reserve()
+    with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+        other.bind(("", port))
+    with socket.create_server(("", port)):  # as torch's store does, with SO_REUSEADDR
+        assert facts.reach("127.0.0.1", port) == {"interface": facts.interface_towards("127.0.0.1")}
+    assert facts.reach("127.0.0.1", port) == {"fault": "Connection refused"}
+
+
 def test_what_a_host_reaches_it_names_the_way_of(monkeypatch):
     monkeypatch.setattr(facts, "addresses", lambda: {"127.0.0.1": "eth1", "10.0.0.1": "eth0"})
     assert facts.interface_towards("127.0.0.1") == facts.interface_towards("localhost") == "eth1"

@@ -340,6 +340,17 @@ class Lab:
         words = ["mount", "-t", "tmpfs", "tmpfs", str(folder)]
         subprocess.run([*self._within(host), *words], check=True, env={"PATH": PATH})
 
+    def replace(self, host: int, file: Path, text: str) -> None:
+        """Give a host another file than the others have."""
+        own = self.folder / f"etc/replaced-{next(self._count)}"
+        own.write_text(text)
+        words = ["mount", "--bind", str(own), str(file.resolve())]
+        subprocess.run([*self._within(host), *words], check=True, env={"PATH": PATH})
+
+    def login_script(self, text: str) -> None:
+        """What every shell on every host reads first that sshd starts."""
+        (self.folder / "home/.bashrc").write_text(text)
+
     def pkills(self) -> list[str]:
         """Each call of pkill or pgrep on any host: `TIME HOST pkill ARGUMENTS`."""
         log = self.folder / "log/pkill"

@@ -21,14 +21,16 @@ ALONE = ("--include", "host2")
 """Both ranks on host2 and none on host1, so that none ends because it lost another."""
 
 
-def agent_stopped(lab: Lab, folder: Path, losses: Sequence[Any], launcher: str = "ssh") -> Outcome:
+def agent_stopped(lab: Lab, folder: Path, losses: Sequence[Any], launcher: str = "ssh", again: bool = True) -> Outcome:
     """The host answers ssh: `dstrain` ends the ranks over another session before it says that one may start again."""
     fault = Fault(
         "SIGSTOP of the agent", "host2", lambda scene: None, 1,
         "^dstrain: host2 said nothing for .*nothing of the launch is left there; start the same command again",
         within=SILENCE + 8, launcher=launcher,
     )  # fmt: skip
-    return _agent_stopped(fault, lab, folder, losses, lambda: None, lambda: None)
+    run = Run(folder, launch={"silence_seconds": SILENCE})
+    outcome = _stop_agent(fault, lab, run)
+    return _judged(outcome, fault, lab, run, losses) if again else outcome
 
 
 def agent_stopped_under_pdsh(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
@@ -48,38 +50,36 @@ def agent_stopped_and_no_ssh(lab: Lab, folder: Path, losses: Sequence[Any]) -> O
     def iptables(how: str) -> None:
         subprocess.run([*lab._within(2), "iptables", how, *refuse], check=True, env={"PATH": PATH})
 
-    def begin() -> None:
-        iptables("-I")
-
-    def end() -> None:
-        iptables("-D")
-        lab.kill(2, AGENT, signal.SIGCONT)
-
-    return _agent_stopped(fault, lab, folder, losses, begin, end)
-
-
-def _agent_stopped(
-    fault: Fault, lab: Lab, folder: Path, losses: Sequence[Any], begin: Callable[[], None], end: Callable[[], None]
-) -> Outcome:
     run = Run(folder, launch={"silence_seconds": SILENCE})
+    outcome = _stop_agent(fault, lab, run, lambda: iptables("-I"))
+    said = "has sent no heartbeat for 18 s" in log_path(run.run_dir, 0).read_text()
+    iptables("-D")
+    lab.kill(2, AGENT, signal.SIGCONT)
+    outcome = replace(outcome, wrong=(*outcome.wrong, *([] if said else ["rank 0 does not say why it ended"])))
+    return _judged(outcome, fault, lab, run, losses)
+
+
+def _stop_agent(fault: Fault, lab: Lab, run: Run, before: Callable[[], None] = lambda: None) -> Outcome:
+    """Train, stop the agent, and wait until `dstrain` and all ranks have ended."""
     job = start(lab, run, fault.launcher, hostfile=lab.hostfile(slots=2), more=ALONE, env=SECRET)
     run.wait_for_step(job, HARM_AT)
     run.pace(1.0)  # 33 steps are left, more than anything here lasts
-    begin()
+    before()
     stopped_at = time.monotonic()
     assert lab.kill(2, AGENT, signal.SIGSTOP)
     outcome = judge(fault, lab, job, stopped_at)
     wait_for(lambda: not lab.find(2, RANK), (MISSED + 1) * SILENCE, "its ranks do not end")
     gone = time.monotonic() - stopped_at - outcome.seconds
-    if fault.but and "has sent no heartbeat for 18 s" not in log_path(run.run_dir, 0).read_text():
-        outcome = replace(outcome, wrong=(*outcome.wrong, "rank 0 does not say why it ended"))
-    end()
-    if alive := lab.left(within=5.0):
-        outcome = replace(outcome, wrong=(*outcome.wrong, f"left: {alive}"))
+    return replace(outcome, left=outcome.left if gone < 1 else f"nothing after {gone:.1f} s")
+
+
+def _judged(outcome: Outcome, fault: Fault, lab: Lab, run: Run, losses: Sequence[Any]) -> Outcome:
+    """Whether nothing is left at last, and the same command goes on."""
+    alive = lab.left(within=5.0)
+    wrong = [*outcome.wrong, *([f"left: {alive}"] if alive else [])]
     lost = run.step() - run.saved()
-    wrong = [*outcome.wrong, *go_on(lab, run, fault)]
-    left = outcome.left if gone < 1 else f"nothing after {gone:.1f} s"
-    return replace(outcome, lost=lost, left=left, wrong=(*wrong, *differences(lab, run, losses)))
+    wrong += go_on(lab, run, fault)
+    return replace(outcome, lost=lost, wrong=(*wrong, *differences(lab, run, losses)))
 
 
 def dstrain_stopped(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
@@ -100,10 +100,8 @@ def dstrain_stopped(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
     time.sleep(max(0.0, 15 - ended))
     job.signal(signal.SIGCONT)
     outcome = judge(fault, lab, job, begin)
-    lost = run.step() - run.saved()
-    wrong = [*outcome.wrong, *go_on(lab, run, fault)]
-    left = f"nothing {ended:.1f} s after the harm"
-    return replace(outcome, lost=lost, left=left, wrong=(*wrong, *differences(lab, run, losses)))
+    outcome = replace(outcome, left=f"nothing {ended:.1f} s after the harm")
+    return _judged(outcome, fault, lab, run, losses)
 
 
 def dstrain_stopped_alone(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
@@ -120,3 +118,6 @@ def dstrain_stopped_alone(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outc
     fault = Fault("SIGSTOP of dstrain, one host", "host1", lambda scene: None, 0, "^finished: ", within=60)
     outcome = judge(fault, lab, job, begin)
     return replace(outcome, lost=0, wrong=(*outcome.wrong, *differences(lab, run, losses)))
+
+
+STOPPED = (agent_stopped, agent_stopped_under_pdsh, agent_stopped_and_no_ssh, dstrain_stopped, dstrain_stopped_alone)

@@ -47,7 +47,9 @@ class Agent:
         self._told_ended: set[int] = set()
         self._launcher_told = self._over = False
         self._acts: Mapping[str, Callable[[Any], None]] = {
-            "hello": lambda asked: line.send(facts={**facts(**asked), "heartbeat": self._heartbeat.name}),
+            "hello": lambda asked: line.send(
+                facts={**facts(**asked), "heartbeat": self._heartbeat.name, "token": self._heartbeat.token}
+            ),
             "open": lambda asked: line.send(opened=self._meeting.open(**asked)),
             "reach": lambda asked: line.send(reached=reach(**asked)),
             "start": self._start,

@@ -2,13 +2,16 @@
 
 Both go over a unix socket with an abstract name (unix(7)): no file stands for it, so that nothing is left of it on any
 disk however the agent ends, and nothing of it depends on the file system that the hosts share. Each end asks the kernel
-for the user of the other (SO_PEERCRED) and talks to its own alone. A rank that connects gets one line of JSON, the
-environment, and from then on a line break per beat. Only time spans of one host's monotonic clock are compared.
+for the user of the other (SO_PEERCRED) and talks to its own alone. Whoever connects gets a line break per beat; who sends the
+token, which stands in the launch file, a line of JSON too: the environment. The name can be read by everyone on the host, in
+containers that share its network as well, where root is no other user; the token cannot. Only time spans of one host's
+monotonic clock are compared.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
 import secrets
@@ -33,6 +36,8 @@ _LOG_SECONDS = 2.0
 """For the last sentence: the log may lie on the file system that hangs."""
 _UNSENT = 1 << 12
 """Bytes that may wait for a rank that is stopped."""
+_AT_ONCE = 64
+"""Connections that are taken at a time: another user may open as many as he likes."""
 
 
 class Heartbeat:
@@ -40,6 +45,7 @@ class Heartbeat:
 
     def __init__(self, silence: float) -> None:
         self.name = f"dstrain-{secrets.token_hex(16)}"
+        self.token = secrets.token_hex(16)
         self._every = silence / _BEATS
         self._beat_at = time.monotonic()
         self._environment: bytes | None = None
@@ -58,8 +64,8 @@ class Heartbeat:
         if self._environment is None:
             return
         with contextlib.suppress(OSError):  # nobody, or out of descriptors
-            while True:
-                self._welcome(self._server.accept()[0], self._environment)
+            for _ in range(_AT_ONCE):
+                self._welcome(self._server.accept()[0])
         due = time.monotonic() >= self._beat_at
         if due:
             self._beat_at = time.monotonic() + self._every
@@ -67,6 +73,7 @@ class Heartbeat:
             if due and len(unsent) < _UNSENT:
                 unsent += b"\n"
             try:
+                unsent += self._answer(rank)
                 self._unsent[rank] = unsent[rank.send(unsent) :] if unsent else b""
             except BlockingIOError:
                 self._unsent[rank] = unsent
@@ -74,25 +81,33 @@ class Heartbeat:
                 del self._unsent[rank]
                 rank.close()
 
-    def _welcome(self, rank: socket.socket, first: bytes) -> None:
+    def _answer(self, rank: socket.socket) -> bytes:
+        """The environment, where the rank has just sent the token."""
+        with contextlib.suppress(BlockingIOError):
+            if hmac.compare_digest(rank.recv(256).strip(), self.token.encode()):
+                return self._environment or b""
+        return b""
+
+    def _welcome(self, rank: socket.socket) -> None:
         if _user(rank) != os.geteuid():
             rank.close()
             return
         rank.setblocking(False)
-        self._unsent[rank] = first
+        self._unsent[rank] = b"\n"
 
 
-def environment_from(name: str, seconds: float = ANSWER_SECONDS) -> dict[str, str]:
+def environment_from(name: str, token: str, seconds: float = ANSWER_SECONDS) -> dict[str, str]:
     """The environment of the launch, from the agent of this host. Raises OSError where none of ours answers in time."""
     until = time.monotonic() + seconds
     with _connected(name, seconds) as agent:
+        agent.sendall(token.encode())
         received = b""
-        while not received.endswith(b"\n"):
+        while b"\n" not in received:
             agent.settimeout(max(0.01, until - time.monotonic()))
             part = agent.recv(1 << 16)
             if not part:
                 raise ConnectionResetError("it ended while it was asked")
-            received += part
+            received = (received + part).lstrip(b"\n")
     found: dict[str, Any] = json.loads(received.partition(b"\n")[0])
     return {str(key): str(value) for key, value in found.items()}
 
@@ -142,9 +157,17 @@ def _say(text: str) -> None:
 def _connected(name: str, seconds: float) -> socket.socket:
     """The socket of an agent of this user. Raises OSError."""
     agent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    until = time.monotonic() + seconds
     try:
         agent.settimeout(seconds)
-        agent.connect(f"\0{name}")
+        while True:
+            try:
+                agent.connect(f"\0{name}")
+                break
+            except BlockingIOError:  # too many wait already
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
         if _user(agent) != os.geteuid():
             raise PermissionError("it belongs to another user")
     except OSError:

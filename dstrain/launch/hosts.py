@@ -111,6 +111,7 @@ class HostsCrew:
                 # The runner has each host change to its folder, through a shell: / has the same name in all of them.
                 self._starter = LocalCrew(Program(argv, env, "/", output), self.run_dir, ())
                 self._starter.start()
+        self._looked_at = time.monotonic()
 
     def _write_files(self) -> None:
         """What every rank reads, and DeepSpeed's runner. The environment, which may hold secrets, goes to the agents."""
@@ -233,6 +234,6 @@ def remove_leftovers(run_dir: Path) -> None:
 def _about(peer: Peer) -> dict[str, Any]:
     facts = peer.facts
     return {
-        "hostname": facts["hostname"], "agent": facts["pid"], "heartbeat": facts["heartbeat"],
+        "hostname": facts["hostname"], "agent": facts["pid"], "heartbeat": facts["heartbeat"], "token": facts["token"],
         "interface": peer.interface, "slots": peer.host.slots,
     }  # fmt: skip

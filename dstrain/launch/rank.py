@@ -24,7 +24,7 @@ def main(path: str) -> None:
     launch = json.loads(Path(path).read_text(encoding="utf-8"))
     here = launch["hosts"][machine()]
     try:
-        launch["environment"] = environment_from(here["heartbeat"])
+        launch["environment"] = environment_from(here["heartbeat"], here["token"])
     except OSError as error:
         sys.exit(
             f"error: the agent of {here['hostname']} (pid {here['agent']}) does not hand out the environment ({error})"

@@ -81,8 +81,8 @@ def test_the_environment_comes_whole_and_from_no_file(tmp_path, monkeypatch):
     beats = Heartbeat(1.0)
     beats.hand_out(environment)
     with beating(beats):
-        assert environment_from(beats.name) == environment
-        assert environment_from(beats.name) == environment, "the next rank"
+        assert environment_from(beats.name, beats.token) == environment
+        assert environment_from(beats.name, beats.token) == environment, "the next rank"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -90,15 +90,15 @@ def test_a_rank_that_asks_too_early_is_answered_later():
     beats = Heartbeat(1.0)
     threading.Timer(0.3, beats.hand_out, [{"A": "1"}]).start()
     with beating(beats):
-        assert environment_from(beats.name) == {"A": "1"}
+        assert environment_from(beats.name, beats.token) == {"A": "1"}
 
 
 def test_an_agent_that_hangs_is_not_waited_for_without_end():
     beats = Heartbeat(1.0)
     with pytest.raises(TimeoutError):
-        environment_from(beats.name, 0.2)
+        environment_from(beats.name, beats.token, 0.2)
     with pytest.raises(ConnectionRefusedError):
-        environment_from("dstrain-nobody", 0.2)
+        environment_from("dstrain-nobody", "", 0.2)
 
 
 def test_another_user_is_told_nothing(monkeypatch):
@@ -111,20 +111,51 @@ def test_another_user_is_told_nothing(monkeypatch):
         stranger.settimeout(1.0)
         assert stranger.recv(1 << 10) == b""
     with pytest.raises(PermissionError, match="it belongs to another user"):
-        environment_from(beats.name, 1.0)
+        environment_from(beats.name, beats.token, 1.0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_another_user_is_told_nothing_by_the_kernels_word(tmp_path):
     become = "import os, sys\nos.setuid(65534)\n"
-    ask = "import sys\nfrom dstrain.launch.heartbeat import environment_from\nprint(environment_from(sys.argv[1], 5))"
+    ask = "import sys\nfrom dstrain.launch.heartbeat import environment_from\nprint(environment_from(sys.argv[1], sys.argv[2], 5))"
     beats = Heartbeat(1.0)
     beats.hand_out({"HF_TOKEN": "secret"})
-    with beating(beats), start("import dstrain.launch.heartbeat\n" + become + ask, beats.name) as stranger:
+    with beating(beats), start("import dstrain.launch.heartbeat\n" + become + ask, beats.name, beats.token) as stranger:
         said, errors = stranger.communicate(timeout=20)
     assert stranger.returncode == 1
     assert "secret" not in said + errors
     assert "Error: it belongs to another user" in errors
+
+
+def test_who_only_knows_the_name_gets_beats_alone():
+    """Root of another container that shares the network is the same user to the kernel, and reads the name in /proc/net/unix."""
+    beats = Heartbeat(0.06)
+    beats.hand_out({"HF_TOKEN": "secret"})
+    assert beats.name in Path("/proc/net/unix").read_text()
+    assert beats.token not in Path("/proc/net/unix").read_text()
+    for guess in (b"", b"0" * 32, beats.token.encode()[:-1], beats.name.encode()):
+        with socket.socket(socket.AF_UNIX) as other, beating(beats):
+            other.connect(f"\0{beats.name}")
+            if guess:
+                other.sendall(guess)
+            time.sleep(0.2)
+            assert set(other.recv(1 << 16)) == set(b"\n")
+
+
+def test_many_who_connect_hold_nobody_up():
+    beats = Heartbeat(0.06)
+    beats.hand_out({"A": "1"})
+    crowd = []
+    with beating(beats):
+        for _ in range(300):
+            other = socket.socket(socket.AF_UNIX)
+            other.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                other.connect(f"\0{beats.name}")
+            crowd.append(other)
+        assert environment_from(beats.name, beats.token, 5) == {"A": "1"}
+    for other in crowd:
+        other.close()
 
 
 def test_a_rank_lives_as_long_as_its_agent_beats(pair):
@@ -180,6 +211,7 @@ def test_a_stopped_rank_does_not_hold_the_agent_up():
     beats.hand_out({"A": "x" * 500_000})
     with socket.socket(socket.AF_UNIX) as stopped:
         stopped.connect(f"\0{beats.name}")
+        stopped.sendall(beats.token.encode())
         began = time.monotonic()
         for _ in range(2000):
             beats._beat_at = 0.0

@@ -25,6 +25,8 @@ HARM_AT = 7
 """The step that is waited for: two after a checkpoint."""
 LEFT_SECONDS = 2 * SILENCE
 """What is left may take so long to notice that it is alone, where nobody can tell it."""
+CLEANED = 12
+"""Seconds for a launch to end once a host was given up: an attempt to reach it over a new ssh session is part of it."""
 PYTHON = r"^\S*python\S* (-u )?-m "
 AGENT, LAUNCH, RUNNER = PYTHON + r"dstrain\.launch\.agent", PYTHON + r"deepspeed\.launcher\.launch", (
     PYTHON + r"deepspeed\.launcher\.runner"
@@ -221,15 +223,15 @@ FAULTS = (
     Fault("ssh sessions cut", "host2", lambda scene: scene.lab.cut_ssh(2), 1, "^dstrain: .*host2"),
     Fault(
         "cable pulled", "host2", lambda scene: scene.lab.link(2, False), 1, "^dstrain: .*host2",
-        within=SILENCE + 6, mend=lambda lab: lab.link(2, True), cut_off=True,
+        within=SILENCE + CLEANED, mend=lambda lab: lab.link(2, True), cut_off=True,
     ),
     Fault(
         "every packet dropped", "host2", lambda scene: scene.lab.drop(2, True), 1, "^dstrain: .*host2",
-        within=SILENCE + 6, mend=lambda lab: lab.drop(2, False), cut_off=True,
+        within=SILENCE + CLEANED, mend=lambda lab: lab.drop(2, False), cut_off=True,
     ),
     Fault(
         "powered off", "host2", lambda scene: scene.lab.poweroff(2), 1, "^dstrain: .*host2",
-        within=SILENCE + 6, mend=lambda lab: lab.boot(2),
+        within=SILENCE + CLEANED, mend=lambda lab: lab.boot(2),
     ),
     Fault(
         "cable pulled for 5 s", "host2", _pulled_for_a_while, 0, "^finished: ", within=40, lost=0,

@@ -161,7 +161,14 @@ def test_an_agent_tells_of_ranks_what_their_records_and_the_kernel_say(tmp_path)
 def test_a_rank_gets_the_launchs_environment_and_its_hosts_own():
     environment = {"HF_TOKEN": "x", "OMP_NUM_THREADS": "99"}
     launch = {"environment": environment, "master": ["10.0.0.1", 29501], "silence": 30.0}
-    here = {"hostname": "host2", "agent": 7, "heartbeat": "dstrain-a", "token": "t", "interface": "eth0", "slots": [1, 3]}
+    here = {
+        "hostname": "host2",
+        "agent": 7,
+        "heartbeat": "dstrain-a",
+        "token": "t",
+        "interface": "eth0",
+        "slots": [1, 3],
+    }
     found = rank_environment(launch, here, {"RANK": "1"}, "/f")
     assert {name: found[name] for name in ("HF_TOKEN", "RANK", "DSTRAIN_LAUNCH", "DSTRAIN_SUPERVISOR", "DSTRAIN_HEARTBEAT")} == {
         "HF_TOKEN": "x", "RANK": "1", "DSTRAIN_LAUNCH": "/f", "DSTRAIN_SUPERVISOR": "host2 7",

@@ -37,8 +37,30 @@ NOT_YET = {
 """Commands that come later, and what to do today."""
 
 
+def open_closed_streams() -> None:
+    """Give /dev/null to each of input, output and error output that is closed, as some supervisors and cron leave them.
+
+    Without it the next file to be opened, a checkpoint perhaps, would become the output of every process below.
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            os.set_inheritable(descriptor, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
+
+
 class Commands(click.Group):
     """Turns errors raised on purpose into one message and their exit code."""
+
+    def main(self, *args: Any, **more: Any) -> Any:
+        open_closed_streams()
+        return super().main(*args, **more)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and args[0] in NOT_YET:

@@ -96,11 +96,12 @@ def _rate_of_run(run_dir: Path, resume: str) -> float | None:
 
     A recipe that names no rate goes on with it, also where the task's own has changed since.
     """
-    from dstrain.train.folder import Resume, run_to_go_on_with
+    from dstrain.train.folder import Resume, checkpoint_to_go_on_with, recipe_of
 
     try:
-        before = run_to_go_on_with(run_dir, Resume(resume))
-        return None if before is None else read_recipe(before).config.optim.lr
+        start = checkpoint_to_go_on_with(run_dir, Resume(resume))
+        before = None if start is None else recipe_of(start)
+        return None if before is None else before.optim.lr
     except UsageError:  # said in its own words when the run begins
         return None
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dstrain.commands.find import Wish, resolve_wish, run_folder
-from dstrain.config import Recipe, resolve_batch, show_recipe
+from dstrain.commands.preflight import preflight
+from dstrain.config import Recipe, show_recipe
+from dstrain.errors import UsageError
 from dstrain.launch.command import Launch, LaunchOptions
 from dstrain.launch.several import HostsLaunch, crowded, plan_launch, show_launch
 from dstrain.launch.topology import Worker, gpu_has_bf16, worker_from
-from dstrain.preset import Device, read_preset
-from dstrain.tasks import make_task
-from dstrain.train.settings import resolved_ds_config
+from dstrain.preset import Device
+from dstrain.train.folder import Resume, check_writable
 
 
 def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int:
@@ -30,29 +34,42 @@ def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int
     ready = plan_launch(LaunchOptions(**launch), wish.arguments(run_dir), os.environ, recipe.config.launch)
     if line := crowded(ready):
         print(f"warning: {line}", file=sys.stderr, flush=True)
-    ds_config = check(recipe, ready.processes, device_there(ready), run_dir)
+    resume = Resume(wish.resume, wish.allowed)
+    ds_config = preflight(recipe, run_dir, resume, ready.processes, device_there(ready))
     if dry_run:
         print(f"# recipe\n{show_recipe(recipe.config)}\n# DeepSpeed JSON\n{json.dumps(ds_config, indent=2)}\n")
         print(f"# launch\n{show_launch(ready, run_dir)}")
         return 0
+    return _launched(ready, recipe, run_dir, resume)
+
+
+def _launched(ready: Launch | HostsLaunch, recipe: Recipe, run_dir: Path, resume: Resume) -> int:
+    """Start the processes and watch over them, while the run folder is held for this launch. Returns the exit code."""
     from dstrain.launch.hosts import HostsCrew, gathered
+    from dstrain.launch.lease import Lease
+    from dstrain.launch.outcome import FAILED
     from dstrain.launch.supervise import supervise
-    from dstrain.train.folder import check_writable
+    from dstrain.launch.worker import LAUNCH_ID
 
+    made = not run_dir.exists()
     check_writable(run_dir)
-    with gathered(ready, run_dir) as crew:
-        if isinstance(crew, HostsCrew):  # now that the hosts have said what they have
-            check(recipe, ready.processes, Device("cpu", True) if crew.cpu else Device("cuda", crew.bf16), run_dir)
-        return supervise(crew)
-
-
-def check(recipe: Recipe, processes: int, device: Device, run_dir: Path) -> dict[str, Any]:
-    """What can be known wrong without torch, before anything starts. Returns the DeepSpeed JSON. Raises UsageError."""
-    config = recipe.config
-    make_task(config).check_named()
-    preset = read_preset(config.ds_config)
-    batch = resolve_batch(config.batch, processes, preset.micro, preset.accumulate)
-    return resolved_ds_config(config, preset, batch, (processes, device), run_dir)
+    with Lease(run_dir) as lease:
+        if isinstance(ready, HostsLaunch) or ready.here is None:  # else each host has a command: rank 0 takes the lease
+            lease.take()
+            ready = replace(ready, environment={**ready.environment, LAUNCH_ID: lease.launch})
+        code = UsageError.exit_code
+        try:
+            with gathered(ready, run_dir) as crew:
+                lease.on_lost = partial(setattr, crew, "lost")
+                if isinstance(crew, HostsCrew):  # now that the hosts have said what they have
+                    device = Device("cpu", True) if crew.cpu else Device("cuda", crew.bf16)
+                    preflight(recipe, run_dir, resume, ready.processes, device)
+                code = FAILED
+                code = supervise(crew)
+        finally:
+            if made and code == UsageError.exit_code:  # nothing was trained there
+                shutil.rmtree(run_dir, ignore_errors=True)
+        return code
 
 
 def device_there(launch: Launch | HostsLaunch) -> Device:
@@ -62,8 +79,8 @@ def device_there(launch: Launch | HostsLaunch) -> Device:
 
 def train_as(worker: Worker, wish: Wish) -> int:
     """One worker's whole life. Its exit code counts even if the launcher's does not."""
-    from dstrain.launch.worker import LAUNCH, follow_parent, live
-    from dstrain.train.folder import Resume, check_writable
+    from dstrain.launch.lease import Lease
+    from dstrain.launch.worker import LAUNCH, LAUNCH_ID, follow_parent, live
     from dstrain.train.interrupt import Interrupt, stoppable
 
     follow_parent()
@@ -79,9 +96,11 @@ def train_as(worker: Worker, wish: Wish) -> int:
         from dstrain.train.plan import make_plan
         from dstrain.train.rendezvous import Rendezvous
 
-        together = Rendezvous(worker, timedelta(minutes=recipe.config.timeout_minutes))
+        take = None if launch is not None else lease.take
+        together = Rendezvous(worker, timedelta(minutes=recipe.config.timeout_minutes), take)
         plan = make_plan(recipe, run_dir, Resume(wish.resume, wish.allowed), worker, together)
-        return run_training(plan, screen, interrupt, together.store)
+        return run_training(replace(plan, launch=lease.launch), screen, interrupt, together.store)
 
-    with Interrupt() as interrupt:  # until the end is recorded
+    launch = os.environ.get(LAUNCH_ID)  # where `dstrain` launched us and holds the folder
+    with Interrupt() as interrupt, Lease(run_dir, launch) as lease:  # until the end is recorded
         return live(run_dir, worker.rank, lambda: stoppable(work, interrupt, run_dir))

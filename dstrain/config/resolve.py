@@ -89,18 +89,23 @@ _MAY_CHANGE_INSIDE = {
 
 def changed_learning_keys(before: RunConfig, now: RunConfig, allowed: Collection[str] = ()) -> list[Fault]:
     """The keys that change what is learnt between two recipes, as faults; `allowed` names exceptions."""
-    faults = []
+    return [
+        Fault(
+            key,
+            f"is {new!r}, but the run was started with {old!r}",
+            f"put it back, choose another --run-dir, or pass --allow-change {key}",
+        )
+        for key, (old, new) in learning_changes(before, now).items()
+        if not any(key == name or key.startswith(name + ".") for name in allowed)
+    ]
+
+
+def learning_changes(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Key -> (value before, value now), for the keys that change what is learned."""
     old, new = _learning_values(before), _learning_values(now)
-    for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key) and not any(key == name or key.startswith(name + ".") for name in allowed):
-            faults.append(
-                Fault(
-                    key,
-                    f"is {new.get(key)!r}, but the run was started with {old.get(key)!r}",
-                    f"put it back, choose another --run-dir, or pass --allow-change {key}",
-                )
-            )
-    return faults
+    return {
+        key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
+    }
 
 
 def _learning_values(config: RunConfig) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from dstrain.launch.heartbeat import Heartbeat
 from dstrain.launch.line import Line
 from dstrain.launch.processes import end_these, marked
 from dstrain.launch.ranks import Ranks
-from dstrain.launch.worker import LAUNCH, adopt_orphans, read_records
+from dstrain.launch.worker import LAUNCH, LAUNCH_ID, adopt_orphans, read_records
 
 _TICK_SECONDS = 0.1
 
@@ -41,6 +41,7 @@ class Agent:
         self._mark = ""
         """Path of the launch file, which every process of the launch has in its command line or its environment."""
         self._run_dir = Path()
+        self._launch_id = ""
         self._ranks = Ranks(Path(), ())
         self._starter: LocalCrew | None = None
         self._told: set[int] = set()
@@ -87,13 +88,14 @@ class Agent:
         self._meeting.reserve()
         self._heartbeat.hand_out(asked["environment"])
         self._mark = asked["launch"]
-        self._run_dir, argv = Path(asked["run_dir"]), asked["argv"]
+        self._run_dir, argv, self._launch_id = Path(asked["run_dir"]), asked["argv"], asked.get("launch_id", "")
         if argv is None:
-            self._ranks = Ranks(self._run_dir, asked["ranks"])
+            self._ranks = Ranks(self._run_dir, asked["ranks"], self._launch_id)
             return
         # The agent's own output goes to the launching process's log of the launchers; so does this one's.
         output = os.fdopen(os.dup(2), "wb")
-        program = Program(argv, {**os.environ, **asked["env"]}, asked["cwd"], output)
+        environment = {**os.environ, **asked["env"], LAUNCH_ID: self._launch_id}
+        program = Program(argv, environment, asked["cwd"], output)
         self._starter = LocalCrew(program, self._run_dir, asked["ranks"])
         self._starter.start()
         self._ranks = self._starter.seen
@@ -116,7 +118,7 @@ class Agent:
         ended = [rank for rank in self._ranks.ends if rank not in self._told_ended]
         started = self._ranks.alive.keys() - self._told
         if started or ended:
-            records = {rank: asdict(record) for rank, record in read_records(self._run_dir).items()}
+            records = {rank: asdict(record) for rank, record in read_records(self._run_dir, self._launch_id).items()}
             for rank in started:
                 self._line.send(started=[rank, None, records.get(rank)])
             for rank in ended:

@@ -90,8 +90,8 @@ def launch_command(options: LaunchOptions, arguments: list[str], gpus: int, port
         place = ["--nproc-per-node", str(gpus), "--master-addr", "127.0.0.1", "--master-port", str(port)]
         return [sys.executable, "-m", "torch.distributed.run", *place, "-m", "dstrain.cli", *arguments]
     # DeepSpeed takes /job/hostfile where none is named, and runs here where the one named is no plain file.
-    # Without --quiet it would warn of just that.
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--hostfile", "/dev/null"]
+    # At a lower log level it would warn of just that, and repeat the command of a rank that has said why it ended.
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical", "--hostfile", "/dev/null"]
     if options.include:
         command += ["--include", options.include]
     elif options.exclude:

@@ -14,7 +14,7 @@ import psutil
 
 from dstrain.launch.processes import descendants, end_all, workers
 from dstrain.launch.ranks import Ranks
-from dstrain.launch.worker import SUPERVISOR, Record, die_with_parent, forget_records, read_records
+from dstrain.launch.worker import LAUNCH_ID, SUPERVISOR, Record, die_with_parent, forget_records, read_records
 
 
 class Crew(Protocol):
@@ -83,7 +83,8 @@ class LocalCrew:
     def __init__(self, program: Program, run_dir: Path, ranks: Collection[int]) -> None:
         self.run_dir, self.ranks, self.lost = run_dir, ranks, ""
         self._program = program
-        self.seen = Ranks(run_dir, ranks)
+        self._launch = program.environment.get(LAUNCH_ID, "")
+        self.seen = Ranks(run_dir, ranks, self._launch)
         self._strangers: set[int] = set()
         self._launcher: subprocess.Popen[bytes] | None = None
 
@@ -97,7 +98,7 @@ class LocalCrew:
 
     @property
     def records(self) -> Mapping[int, Record]:
-        return {rank: record for rank, record in read_records(self.run_dir).items() if rank in self.ranks}
+        return {rank: record for rank, record in read_records(self.run_dir, self._launch).items() if rank in self.ranks}
 
     def start(self) -> None:
         forget_records(self.run_dir, self.ranks)

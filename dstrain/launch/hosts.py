@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from dstrain.launch.cleanup import Cleanups
 from dstrain.launch.command import PORT_FILE, Launch
 from dstrain.launch.crew import Crew, LocalCrew, Program
 from dstrain.launch.heartbeat import MISSED
+from dstrain.launch.line import BEATS
 from dstrain.launch.peers import END_SECONDS, Peer, opened, rest
 from dstrain.launch.preflight import learn, meet
 from dstrain.launch.several import (
@@ -27,7 +29,7 @@ from dstrain.launch.several import (
     starter_command,
     starter_environment,
 )
-from dstrain.launch.worker import Record, forget_records, log_path, record_folder, start_copying
+from dstrain.launch.worker import LAUNCH_ID, Record, forget_records, log_path, record_folder, start_copying
 
 STARTER_LOG = "launcher.log"
 """In the run folder's logs: what DeepSpeed's runner, pdsh and mpirun write."""
@@ -49,7 +51,9 @@ def gathered(launch: Launch | HostsLaunch, run_dir: Path) -> Iterator[Crew]:
         launch.hosts, lambda host, nonce: agent_command(host, launch.silence, nonce, os.environ), logs, launch.silence
     ) as peers:
         learn(launch, peers, run_dir)
-        yield HostsCrew(launch, peers, meet(launch, peers), run_dir)
+        crew = HostsCrew(launch, peers, meet(launch, peers), run_dir)
+        with crew.beating():
+            yield crew
 
 
 class HostsCrew:
@@ -69,6 +73,8 @@ class HostsCrew:
         self._codes: dict[Peer, int] = {}
         self._left: dict[Peer, list[int]] = {}
         self._looked_at = time.monotonic()
+        self._begun = threading.Event()
+        self._beats: threading.Thread | None = None
         self._paused = 0.0
         """Seconds: the longest time in which this process itself did nothing."""
 
@@ -82,7 +88,31 @@ class HostsCrew:
         """Whether no host has a GPU to use."""
         return not any(peer.facts["gpus"] for peer in self._peers)
 
+    @contextlib.contextmanager
+    def beating(self) -> Iterator[None]:
+        """Inside, and until `start`, a thread tells the agents that we are there: data may be looked at before, for long."""
+        every = self._launch.silence / (2 * BEATS)
+
+        def beat() -> None:
+            while not self._begun.wait(every):
+                for peer in self._peers:
+                    peer.line.beat()
+
+        self._beats = threading.Thread(target=beat, name="beats", daemon=True)
+        self._beats.start()
+        try:
+            yield
+        finally:
+            self._begin()
+
+    def _begin(self) -> None:
+        """From here on the lines belong to this thread."""
+        self._begun.set()
+        if self._beats is not None:
+            self._beats.join()
+
     def start(self) -> None:
+        self._begin()
         forget_records(self.run_dir, self.ranks)
         remove_leftovers(self.run_dir)
         self._write_files()
@@ -97,6 +127,7 @@ class HostsCrew:
             peer.line.send(
                 start={
                     "launch": str(self._file),
+                    "launch_id": self._launch.environment.get(LAUNCH_ID, ""),
                     "run_dir": str(self.run_dir),
                     "cwd": os.getcwd(),
                     "ranks": list(self._launch.ranks_of(index)),
@@ -184,6 +215,7 @@ class HostsCrew:
 
         Where that fails too, the agent does it when its line is dead, or its ranks when it no longer beats.
         """
+        self._begin()
         asked = [peer for peer in self._peers if not peer.lost]
         for peer in asked:
             peer.line.send(end=True)

@@ -18,8 +18,9 @@ _READ_SECONDS = 0.1
 class Ranks:
     """What was seen of them so far."""
 
-    def __init__(self, run_dir: Path, ranks: Collection[int]) -> None:
-        self._run_dir, self._ranks = run_dir, frozenset(ranks)
+    def __init__(self, run_dir: Path, ranks: Collection[int], launch: str = "") -> None:
+        """`launch`: what it is called in the names of records."""
+        self._run_dir, self._ranks, self._launch = run_dir, frozenset(ranks), launch
         self.alive: dict[int, int] = {}
         """Pid by rank."""
         self.ends: dict[int, int | None] = {}
@@ -32,7 +33,7 @@ class Ranks:
         missing = len(self.alive) + len(self.ends) < len(self._ranks)
         if again or (missing and time.monotonic() - self._read_at > _READ_SECONDS):
             self._read_at = time.monotonic()
-            for rank, record in read_records(self._run_dir).items():
+            for rank, record in read_records(self._run_dir, self._launch).items():
                 if rank in self._ranks and rank not in self.ends and rank not in self.alive:
                     self.alive[rank] = record.pid
                     with contextlib.suppress(OSError, AttributeError):  # gone already, or a kernel without it

@@ -156,7 +156,7 @@ def node_command(launch: HostsLaunch, index: int, master: Master, module: list[s
     return [
         *(sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world_info(launch.hosts)}"),
         *(f"--node_rank={index}", f"--master_addr={master.address}", f"--master_port={master.port}"),
-        *("--quiet", "--no_local_rank", "--module", *module),
+        *("--log_level=critical", "--no_local_rank", "--module", *module),
     ]
 
 

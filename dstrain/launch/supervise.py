@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from dstrain.launch.crew import Crew
-from dstrain.launch.outcome import DONE, FAILED, STOPPED, Outcome, outcome
+from dstrain.launch.outcome import DONE, FAILED, STOPPED, USAGE, Outcome, outcome
 from dstrain.launch.worker import SAME_SECONDS, adopt_orphans, close_output, log_path
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -168,7 +168,8 @@ def _report(watch: Watch, crew: Crew, result: Outcome) -> int:
     own = None if result.rank is None else log_path(crew.run_dir, result.rank)
     if not (told_already or _show_tail(own)):
         _show_tail(crew.log_of(result.rank))
-    _say(result.message)
+    if not (told_already and result.code == USAGE):  # its error is the last line there
+        _say(result.message)
     return result.code
 
 

@@ -22,6 +22,8 @@ from dstrain.launch.heartbeat import follow_heartbeat
 
 SUPERVISOR = "DSTRAIN_SUPERVISOR"
 """`HOST PID` of what supervises this launch on this host: the `dstrain` command, or its agent."""
+LAUNCH_ID = "DSTRAIN_LAUNCH_ID"
+"""What this launch is called in the lease of its run folder and in the names of its ranks' records."""
 LAUNCH = "DSTRAIN_LAUNCH"
 """Path of the launch file, for ranks that an agent watches; the launching host copies rank 0's log to its terminal."""
 
@@ -38,7 +40,7 @@ _close_output: Callable[[], None] | None = None
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank left in `.workers/rank-00000.json`."""
+    """What a rank left in `.workers/rank-00000.LAUNCH.json`; without LAUNCH where no `dstrain` command launched it."""
 
     rank: int
     pid: int
@@ -103,16 +105,23 @@ def live(folder: Path, rank: int, work: Callable[[], int]) -> int:
 def _write(run_dir: Path, record: Record) -> None:
     folder = record_folder(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank-{record.rank:05d}.json"
+    path = folder / _record_name(record.rank, os.environ.get(LAUNCH_ID, ""))
     partial = path.with_suffix(f".{record.pid}")
     partial.write_text(json.dumps(asdict(record)))
     os.replace(partial, path)
 
 
-def read_records(run_dir: Path) -> dict[int, Record]:
-    """The records of a launch by rank."""
+def _record_name(rank: int, launch: str) -> str:
+    return f"rank-{rank:05d}.{launch}.json" if launch else f"rank-{rank:05d}.json"
+
+
+def read_records(run_dir: Path, launch: str = "") -> dict[int, Record]:
+    """The records of a launch by rank; without LAUNCH those of ranks that no `dstrain` command launched."""
     records = {}
-    for path in sorted(record_folder(run_dir).glob("rank-*.json")):
+    ending = f".{launch}.json" if launch else ".json"
+    for path in sorted(record_folder(run_dir).glob(f"rank-*{ending}")):
+        if path.name.count(".") != ending.count("."):
+            continue
         with contextlib.suppress(OSError, ValueError, TypeError):
             record = Record(**json.loads(path.read_text()))
             records[record.rank] = record
@@ -120,10 +129,11 @@ def read_records(run_dir: Path) -> dict[int, Record]:
 
 
 def forget_records(run_dir: Path, ranks: Collection[int]) -> None:
-    """Remove what these ranks recorded in an earlier launch."""
+    """Remove what these ranks recorded in earlier launches. Call it before they start."""
     record_folder(run_dir).mkdir(parents=True, exist_ok=True)
-    for rank in ranks:
-        (record_folder(run_dir) / f"rank-{rank:05d}.json").unlink(missing_ok=True)
+    for path in record_folder(run_dir).glob("rank-*.json"):
+        if path.name.split(".")[0] in {f"rank-{rank:05d}" for rank in ranks}:
+            path.unlink(missing_ok=True)
 
 
 def die_with_parent() -> None:

@@ -236,7 +236,7 @@ class TextTask(Task):
         wanted = self.recipe.model.processor
         if not isinstance(wanted, ProcessorConfig) or wanted.normalize is None:
             return None, None
-        return image_colours(self._source(self.recipe.data.train), self.convert, cache_root(), cores_here())
+        return image_colours(self.source(self.recipe.data.train), self.convert, cache_root(), cores_here())
 
     @cached_property
     def _words(self) -> Any:
@@ -248,7 +248,7 @@ class TextTask(Task):
             size -= special_tokens(self.model_config) if self.sees else 0
             wanted = TokenizerConfig.model_construct(vocab_size=size)  # a size too small is refused below, by its name
         if isinstance(wanted, TokenizerConfig):
-            source = self._source(self.recipe.data.train)
+            source = self.source(self.recipe.data.train)
             return trained_tokenizer(source, self.texts, wanted.vocab_size, cache_root(), wanted.alphabet)
         key = "model.path" if wanted is None else "model.tokenizer"
         tokenizer = read_tokenizer(wanted or model.path or "", key, model.trust_remote_code)
@@ -258,14 +258,14 @@ class TextTask(Task):
     def examples(self, split: Split) -> Examples | None:  # type: ignore[override]  # length and index are all that is asked
         data = self.recipe.data
         if split == "eval" and data.eval:
-            source = self._source([data.eval])
+            source = self.source([data.eval])
             held_out = self.tokens(source)
             return split_examples(held_out, source_sizes(held_out, source), (1.0,), 0.0, 0)[0]
         if split == "eval" and not data.eval_fraction:
             return None
         if not data.train:
             raise DataError(NO_DATA)
-        source = self._source(data.train)
+        source = self.source(data.train)
         weights = tuple(item.weight for item in data.train)
         store = self.tokens(source)
         if store.album is not None and not len(store.album):
@@ -291,7 +291,7 @@ class TextTask(Task):
         """The source as the task reads it; a training source is a SourceConfig."""
         return source
 
-    def _source(self, items: Sequence[HeldOutConfig]) -> Joined:
+    def source(self, items: Sequence[HeldOutConfig]) -> Joined:
         data = self.recipe.data
         files = [self.prepared(open_source(item, data.columns), item) for item in items]
         return Joined([First(file, data.max_samples) for file in files] if data.max_samples else files)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,6 +12,7 @@ from dstrain.data.truncation import show_cuts
 from dstrain.report.journal import Journal
 from dstrain.report.sinks import Console, Jsonl, Sink, TensorBoard, as_line
 from dstrain.report.wandb import WeightsAndBiases
+from dstrain.train.changes import Change
 from dstrain.train.manifest import CheckpointInfo
 from dstrain.train.plan import Plan
 from dstrain.train.settings import ds_config_warnings
@@ -77,6 +78,14 @@ def describe_start(plan: Plan, journal: Journal, world: World, start: Checkpoint
         journal.event("reshaped", step=start.step, how=other)
         if world.rank == 0:
             print(other, flush=True)
+
+
+def tell_changes(found: Iterable[Change], journal: Journal, world: World) -> None:
+    """Say what is other than before, in events.jsonl and on rank 0's terminal."""
+    for change in found:
+        journal.event(change.kind, **change.about)
+        if world.rank == 0:
+            print(change.line, flush=True)
 
 
 def told_cuts(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, TextIO
 
 from dstrain.data.loader import Loader
 from dstrain.errors import CheckpointError
+from dstrain.launch.lease import check_lease
 from dstrain.launch.outcome import STOPPED
 from dstrain.models.freeze import parameter_groups, part_counts
 from dstrain.models.sharded import sharded_construction
 from dstrain.report.journal import Journal
 from dstrain.report.meter import Meter
 from dstrain.schedule import Every, LearningRate, scale
-from dstrain.train.announce import describe_start, finish, make_sinks
+from dstrain.train.announce import describe_start, finish, make_sinks, tell_changes
 from dstrain.train.build import build_objective, count
+from dstrain.train.changes import changes
 from dstrain.train.checkpoint import Checkpoints
 from dstrain.train.engine import DeepSpeedEngine
 from dstrain.train.evaluate import Evaluation
@@ -24,6 +27,10 @@ from dstrain.train.fingerprints import check_fingerprints
 from dstrain.train.folder import (
     check_shared,
     chosen_checkpoint,
+    recorded_recipe,
+    replace_folder,
+    run_of,
+    set_run_aside,
     versions,
     write_start,
 )
@@ -68,6 +75,7 @@ def _trained(plan: Plan, world: World, screen: TextIO | None, interrupt: Interru
     run, code = None, 1
     try:
         check_shared(plan.run_dir, world)
+        set_run_aside(plan.run_dir, plan.resume, world)
         run = assemble(with_references(plan, world), world, screen, interrupt)
         code = finish(run, train(run).step)
         return code
@@ -97,16 +105,16 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None, interrupt: 
     apart = world.apart() if save.background else world
     checkpoints = Checkpoints(
         folder=run_dir / "checkpoints", world=apart, keep=save.keep, keep_every=save.keep_every, best=config.eval.best,
-        check=check_complete,
+        check=check_complete, owned=partial(check_lease, run_dir, plan.launch),
     )  # fmt: skip
     journal = Journal(run_dir, world.rank)
     weights = world.broadcast(plan.fingerprints)
     start = _starting_point(plan, checkpoints, journal, world)
     if start:
         check_fingerprints(start, weights, plan.task, plan.resume.allowed)
+        tell_changes(changes(start, plan, weights.get("inputs", {})), journal, world)
     if world.rank == 0:
-        write_start(run_dir, config, plan.ds_config, {"world_size": world.size, "preset": plan.preset.name})
-        plan.task.save_extras(run_dir / "tokenizer")
+        _write_start(plan, world, start)
     describe_start(plan, journal, world, start)
     engine = _engine(plan, world, journal)
     return Run(
@@ -133,8 +141,22 @@ def assemble(plan: Plan, world: World, screen: TextIO | None = None, interrupt: 
     )
 
 
+def _write_start(plan: Plan, world: World, start: CheckpointInfo | None) -> None:
+    """What the run folder says of the run; a finished run that is started again keeps what it says."""
+    if start is not None and start.step >= plan.steps and run_of(start) == plan.run_dir:
+        return
+    write_start(plan.run_dir, plan.config, plan.ds_config, {"world_size": world.size, "preset": plan.preset.name})
+    if (
+        start is None
+        or run_of(start) != plan.run_dir
+        or plan.resume.allowed
+        or not (plan.run_dir / "tokenizer").is_dir()
+    ):
+        replace_folder(plan.run_dir / "tokenizer", plan.task.save_extras)
+
+
 def _saving(
-    plan: Plan, engine: DeepSpeedEngine, checkpoints: Checkpoints, journal: Journal, weights: Mapping[str, str]
+    plan: Plan, engine: DeepSpeedEngine, checkpoints: Checkpoints, journal: Journal, weights: Mapping[str, Any]
 ) -> Saving:
     """How checkpoints are written; says what they will take. Raises CheckpointError where not one fits."""
     save = plan.config.save
@@ -169,7 +191,8 @@ def _steps_between(plan: Plan, every: int | str) -> int:
 def _record(plan: Plan) -> dict[str, Any]:
     """What each checkpoint says of its run."""
     preset = plan.preset
-    about = {"preset": preset.name, "zero_stage": preset.stage, "steps": plan.steps, "versions": versions()}
+    about: dict[str, Any] = {"recipe": recorded_recipe(plan.config)}
+    about |= {"preset": preset.name, "zero_stage": preset.stage, "steps": plan.steps, "versions": versions()}
     return about | {"batch_total": plan.batch.total, "began_with": plan.began_with}
 
 

@@ -54,6 +54,8 @@ class Checkpoints:
     """Whether a lower or a higher metric is better; `best` is kept too."""
     check: Callable[[Path], None] | None = None
     """Raises CheckpointError for a sealed checkpoint that nobody could use; asked on rank 0 before it gets its name."""
+    owned: Callable[[], None] | None = None
+    """Raises where another launch has taken the run folder; asked on rank 0 before a checkpoint is begun and before it gets its name."""
 
     def save(
         self,
@@ -70,6 +72,8 @@ class Checkpoints:
         partial = final.with_suffix(".partial")
         about = (progress.step, progress.samples, metric, self.world.size, record.get("zero_stage"))
         record = {"time": now(), **record, **dict(zip(ABOUT, about, strict=True))}
+        if self.owned is not None:
+            self.on_first("comparing the lease of the run folder", self.owned)
         try:
             self.on_first(f"making {partial}", lambda: _make_empty(partial))
             written = self._together(f"writing {final.name}", lambda: write(partial))
@@ -86,6 +90,8 @@ class Checkpoints:
 
     def _seal(self, partial: Path, files: dict[str, Entry], record: Mapping[str, Any]) -> None:
         seal(partial, files, record)
+        if self.owned is not None:
+            self.owned()
         if self.check is not None:
             self.check(partial)
 

@@ -9,6 +9,7 @@ from dstrain.errors import ResumeError
 from dstrain.models.fingerprint import OTHER_BASE, fingerprint
 from dstrain.models.sharded import sharded
 from dstrain.tasks import Task
+from dstrain.train.inputs import check_inputs, is_allowed
 from dstrain.train.manifest import CheckpointInfo
 
 
@@ -31,19 +32,20 @@ def drawn_coarsely(ds_config: Mapping[str, Any]) -> bool:
     return sharded(ds_config) and any(ds_config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
 
 
-def check_fingerprints(start: CheckpointInfo, now: Mapping[str, str], task: Task, allowed: Collection[str]) -> None:
-    """Raise ResumeError where a checkpoint's run had other weights; `allowed` as --allow-change has it.
+def check_fingerprints(start: CheckpointInfo, now: Mapping[str, Any], task: Task, allowed: Collection[str]) -> None:
+    """Raise ResumeError where a checkpoint's run had other weights or other data; `allowed` as --allow-change has it.
 
     Adapters are worthless on another base, so that is never allowed. A checkpoint of a version that did not record its
     reference is taken as it is.
     """
+    check_inputs(start, now.get("inputs", {}), allowed)
     before = start.record()
     if before.get("base") != now.get("base"):
         raise ResumeError(f"{start.path}: {OTHER_BASE}")
     known, key = before.get("reference"), reference_name(task)
     if known is None or "reference" not in now or known == now["reference"]:
         return
-    if any(key == name or key.startswith(f"{name}.") for name in allowed):
+    if is_allowed(key, allowed):
         return
     raise ResumeError(
         f"{start.path}: the run compares its model with a reference, whose weights are not those that {key} names now; "

@@ -6,16 +6,20 @@ import json
 import os
 import platform
 import secrets
+import shutil
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from dstrain.config import RunConfig, changed_learning_keys, read_recipe, show_recipe
 from dstrain.config.schema import BatchConfig
 from dstrain.errors import ResumeError, UsageError
+from dstrain.train.inputs import is_allowed
 from dstrain.train.manifest import CheckpointInfo, describe, listed, verify
 from dstrain.world import World
 
@@ -34,39 +38,63 @@ class Resume:
 
 def check_resume(run_dir: Path, resume: Resume, config: RunConfig) -> CheckpointInfo | None:
     """The checkpoint that the run would go on from, by what is cheap to read. Raises ResumeError where it cannot."""
-    there = [info for info in listed(run_dir / "checkpoints") if info.whole]
+    start = checkpoint_to_go_on_with(run_dir, resume)
+    before = None if start is None else recipe_of(start)
+    if before is not None and (faults := changed_learning_keys(before, config, resume.allowed)):
+        raise ResumeError(faults)
+    return start
+
+
+def checkpoint_to_go_on_with(run_dir: Path, resume: Resume) -> CheckpointInfo | None:
+    """The newest that is whole by its sizes; None where a new run begins. Raises ResumeError."""
     if resume.wanted == "never":
-        if there:
+        return None
+    if resume.wanted != "auto":
+        return chosen_checkpoint(resume.wanted)
+    return next((info for info in listed(run_dir / "checkpoints") if info.whole), None)
+
+
+def recipe_of(checkpoint: CheckpointInfo) -> RunConfig | None:
+    """The recipe that a checkpoint learned by; None where nothing tells.
+
+    The checkpoint records it. recipe.yaml of its run folder, which may be edited or lost, counts only for a checkpoint
+    of a version that did not.
+    """
+    if (recorded := checkpoint.record().get("recipe")) is not None:
+        try:
+            return RunConfig.model_validate(recorded)
+        except ValidationError as error:
+            at = ".".join(map(str, error.errors()[0]["loc"]))
             raise ResumeError(
-                f"--resume never: {run_dir} already holds step {there[0].step}; "
-                f"choose another --run-dir, or remove the folder if nothing in it is needed"
-            )
-        return None
-    if resume.wanted != "auto":
-        there = [chosen_checkpoint(resume.wanted)]
-    if not there:
-        return None
-    before = _recipe_of(there[0])
-    if before.is_file():
-        faults = changed_learning_keys(read_recipe(before).config, config, resume.allowed)
-        if faults:
-            raise ResumeError(faults)
-    return there[0]
+                f"{checkpoint.path}/run.json: its recipe does not fit this version of dstrain ({at}); go on with the one that wrote it"
+            ) from None
+    file = run_of(checkpoint) / "recipe.yaml"
+    return read_recipe(file).config if file.is_file() else None
 
 
-def run_to_go_on_with(run_dir: Path, resume: Resume) -> Path | None:
-    """The recipe that the run to go on with was started with; None where a new one begins. Raises ResumeError."""
-    if resume.wanted == "never":
-        return None
-    there = [info for info in listed(run_dir / "checkpoints") if info.whole]
-    if resume.wanted != "auto":
-        there = [chosen_checkpoint(resume.wanted)]
-    before = _recipe_of(there[0]) if there else None
-    return before if before is not None and before.is_file() else None
+def run_of(checkpoint: CheckpointInfo) -> Path:
+    """The run folder of a checkpoint."""
+    return checkpoint.path.parent.parent
 
 
-def _recipe_of(checkpoint: CheckpointInfo) -> Path:
-    return checkpoint.path.parent.parent / "recipe.yaml"
+def recorded_recipe(config: RunConfig) -> dict[str, Any]:
+    """What a checkpoint records of the recipe: all but how it was launched and what it told."""
+    return config.model_dump(mode="json", exclude={"launch", "log", "profile"})
+
+
+def with_tokenizer_of(start: CheckpointInfo | None, config: RunConfig, allowed: Collection[str]) -> RunConfig:
+    """The recipe with the tokenizer or the processor that a run trained or made at its start, where it goes on.
+
+    To train it again would give every id another meaning wherever the data, or the library that trains it, has changed.
+    """
+    model, folder = config.model, None if start is None else run_of(start) / "tokenizer"
+    if model.config is None or folder is None or not folder.is_dir() or is_allowed("model.tokenizer", allowed):
+        return config
+    if (folder / "processor_config.json").is_file():
+        own = {} if isinstance(model.processor, str) else {"processor": str(folder), "tokenizer": None}
+    else:
+        own = {} if isinstance(model.tokenizer, str) else {"tokenizer": str(folder)}
+    return config.model_copy(update={"model": model.model_copy(update=own)})
 
 
 def batch_to_go_on_with(batch: BatchConfig, start: CheckpointInfo | None, allowed: Collection[str]) -> BatchConfig:
@@ -104,6 +132,40 @@ def write_start(run_dir: Path, config: RunConfig, ds_config: Mapping[str, Any], 
         temporary = run_dir / f".{name}.new"
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, run_dir / name)
+
+
+def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Have `write` make a folder anew: the old one stays until the new one is whole. `write` may write nothing."""
+    new, old = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
+    for path in (new, old):
+        shutil.rmtree(path, ignore_errors=True)
+    write(new)
+    if not new.is_dir():
+        return
+    if folder.is_dir():
+        os.rename(folder, old)
+    os.rename(new, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def set_run_aside(run_dir: Path, resume: Resume, world: World) -> None:
+    """With `--resume never`, move an earlier run out of the way, into a folder that is a run folder of its own. Collective."""
+    if resume.wanted != "never":
+        return
+    if world.rank == 0 and any((run_dir / name).exists() for name in ("checkpoints", "metrics.jsonl")):
+        number = 1
+        while (aside := run_dir / f"previous-{number}").exists():
+            number += 1
+        aside.mkdir()
+        for path in sorted(run_dir.iterdir()):
+            if not path.name.startswith((*_STAY, "previous-")):
+                os.rename(path, aside / path.name)
+        print(f"--resume never: the run that was here is in {aside} now", flush=True)
+    world.barrier()
+
+
+_STAY = (".workers", "logs", ".probe-", ".shared-", "nvme")
+"""What belongs to the launch in a run folder, not to the run."""
 
 
 def versions() -> dict[str, str]:

@@ -27,7 +27,8 @@ from dstrain.tasks import Task, make_task
 from dstrain.tasks.text import TextTask
 from dstrain.train.build import loaded_in_precision
 from dstrain.train.fingerprints import check_fingerprints, fingerprints
-from dstrain.train.folder import Resume, batch_to_go_on_with, check_resume, check_writable
+from dstrain.train.folder import Resume, batch_to_go_on_with, check_resume, check_writable, with_tokenizer_of
+from dstrain.train.inputs import check_inputs, files_of, inputs_of
 from dstrain.train.rendezvous import Rendezvous
 from dstrain.train.settings import resolved_ds_config
 
@@ -55,8 +56,10 @@ class Plan:
     """Processes that the run began with: the learning rate goes by them where it goes by processes."""
     processes_here: int
     """Processes of this host."""
-    fingerprints: Mapping[str, str]
-    """Of weights that checkpoints do not hold, found by rank 0; empty on the others."""
+    fingerprints: Mapping[str, Any]
+    """Of weights that checkpoints do not hold, and of what the run learns from; found by rank 0, empty on the others."""
+    launch: str = ""
+    """What the lease of the run folder calls this launch; empty where nobody holds it."""
 
 
 def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
@@ -108,8 +111,10 @@ def make_plan(
     kept = asked is not config.batch
     batch = resolve_batch(asked, worker.world_size, preset.micro, None if kept else preset.accumulate)
     ds_config = resolved_ds_config(config, preset, batch, (worker.world_size, device_of(device)), run_dir)
-    task = make_task(loaded_in_precision(config, ds_config))
+    task = make_task(with_tokenizer_of(before, loaded_in_precision(config, ds_config), resume.allowed))
     with together or contextlib.nullcontext():
+        if worker.rank == 0 and before is not None:  # before the records are looked at: the cause is told first
+            check_inputs(before, files_of(task), resume.allowed)
         train, test, weights = _prepared(task, ds_config, worker, together)
         if worker.rank == 0 and before is not None:
             check_fingerprints(before, weights, task, resume.allowed)
@@ -125,7 +130,7 @@ def make_plan(
 
 def _prepared(
     task: Task, ds_config: Mapping[str, Any], worker: Worker, together: Rendezvous | None
-) -> tuple[Sequence[Any], Sequence[Any] | None, dict[str, str]]:
+) -> tuple[Sequence[Any], Sequence[Any] | None, dict[str, Any]]:
     """Both splits, and on rank 0 the fingerprints: what may take long where a cache is cold. Raises UsageError."""
     task.check()
     if worker.rank == 0:
@@ -135,7 +140,9 @@ def _prepared(
         train, test = task.examples("train"), task.examples("eval")
     if not train:
         raise DataError("data.train: holds no sample to train on; give a file with records that the task can use")
-    return train, test, fingerprints(task, ds_config) if worker.rank == 0 else {}
+    if worker.rank > 0:
+        return train, test, {}
+    return train, test, {**fingerprints(task, ds_config), "inputs": inputs_of(task, train, test)}
 
 
 def device_of(device: torch.device) -> Device:

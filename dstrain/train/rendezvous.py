@@ -50,10 +50,13 @@ class Rendezvous:
     UsageError where that was one, Interrupted for a signal.
     """
 
-    def __init__(self, worker: Worker, timeout: timedelta) -> None:
-        """Opens nothing yet: MASTER_ADDR and MASTER_PORT have to be in the environment on entering."""
+    def __init__(self, worker: Worker, timeout: timedelta, on_first: Callable[[], None] | None = None) -> None:
+        """Opens nothing yet: MASTER_ADDR and MASTER_PORT have to be in the environment on entering.
+
+        `on_first`: called by rank 0 once all have met; what it raises ends the others too.
+        """
         self.rank, self.size = worker.rank, worker.world_size
-        self._timeout = timeout
+        self._timeout, self._on_first = timeout, on_first if worker.rank == 0 else None
         self._store: Any = None
         self._members: list[dict[str, Any]] = []
         self._failure: dict[str, Any] | None = None
@@ -68,6 +71,7 @@ class Rendezvous:
 
     def __enter__(self) -> Self:
         if self.size == 1:
+            self._begin()
             return self
         own: dict[str, Any] = {"host": socket.gethostname(), "place": f"{host_id()} {os.path.realpath(cache_root())}"}
         own["software"] = versions() | {CODE: digest()}
@@ -76,6 +80,7 @@ class Rendezvous:
         self._thread.start()
         try:
             self._check_software()
+            self._begin()
         except BaseException as cause:
             self._tell(cause)
             self._end.set()
@@ -107,6 +112,10 @@ class Rendezvous:
                     f"{self._name(rank)} has {name} {found}, and {self._name(0)} has {wanted}; "
                     "install the same versions on every host"
                 )
+
+    def _begin(self) -> None:
+        if self._on_first is not None:
+            self._on_first()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

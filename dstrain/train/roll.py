@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 
 from dstrain.collectives import LEDGER
 from dstrain.launch.processes import process_state
-from dstrain.launch.worker import read_records, record_folder
+from dstrain.launch.worker import LAUNCH_ID, read_records, record_folder
 from dstrain.train.verdict import FINAL, Roll, Verdict, Word, judge
 from dstrain.world import World
 
@@ -130,7 +130,7 @@ class RollCall:
         """What a rank said; where it said nothing, what its record says of how it ended."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             return Word(**json.loads(self._path(rank).read_text(encoding="utf-8")))
-        record = read_records(self._run_dir).get(rank)
+        record = read_records(self._run_dir, os.environ.get(LAUNCH_ID, "")).get(rank)
         if record is None or record.pid != self._ranks[rank].pid or not record.exit:
             return None
         return replace(self._ranks[rank], kind="failed", text=record.error or f"it ended with code {record.exit}")

@@ -28,7 +28,7 @@ def line(options: LaunchOptions, gpus: int = 2) -> str:
 
 def test_deepspeeds_launcher_is_the_default_and_never_looks_for_a_stray_hostfile():
     assert line(LaunchOptions()) == (
-        f"{PYTHON} -m deepspeed.launcher.runner --quiet --hostfile /dev/null --num_gpus 2 "
+        f"{PYTHON} -m deepspeed.launcher.runner --log_level critical --hostfile /dev/null --num_gpus 2 "
         "--master_port 29501 --module dstrain.cli train r.yaml --set seed=1"
     )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,14 @@ def test_the_reason_is_what_ssh_said_and_not_the_host(launch, tmp_path):
     assert "denied: cannot be reached by ssh (me@denied: Permission denied (publickey).)" in said[0]
     assert "mute: cannot be reached by ssh (ssh ended with code 255 without a message)" in said[1]
     assert "the network (its MTU too)" in said[1]
+
+
+def test_agents_wait_while_the_data_are_looked_at(launch, tmp_path):
+    """Between the hosts' answers and the start of the ranks lies a check that may take longer than launch.silence_seconds."""
+    with gathered(replace(launch("here slots=2\n"), silence=1.0), tmp_path) as crew:
+        time.sleep(2.5)
+        crew.look()
+        assert crew.lost == ""
 
 
 def peer(name: str, **facts):

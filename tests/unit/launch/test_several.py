@@ -74,7 +74,7 @@ def test_agents_start_deepspeeds_inner_launcher_or_torchrun(plan):
     words = node_command(launch, 1, MASTER, ["m", "a"])
     world = json.loads(base64.urlsafe_b64decode(words[4].removeprefix("--world_info=")))
     assert list(world.items()) == [("host1", [0, 1]), ("host2", [0, 1, 2, 3])]
-    assert words[5:] == ["--node_rank=1", "--master_addr=10.0.0.1", "--master_port=29501", "--quiet",
+    assert words[5:] == ["--node_rank=1", "--master_addr=10.0.0.1", "--master_port=29501", "--log_level=critical",
                          "--no_local_rank", "--module", "m", "a"]  # fmt: skip
     assert shlex.join(node_command(plan(launcher="torchrun"), 1, MASTER, ["m", "a"])) == (
         f"{PYTHON} -m torch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node 4 "
@@ -109,7 +109,7 @@ def test_without_ssh_a_host_runs_its_share(plan):
     launch = plan({"CUDA_VISIBLE_DEVICES": ""}, no_ssh=True, node_rank=1, master_addr="10.0.0.9", master_port=29555)
     assert isinstance(launch, Launch)
     assert (launch.processes, launch.ranks, launch.cpu) == (6, range(2, 6), True)
-    assert launch.argv[5:] == ["--node_rank=1", "--master_addr=10.0.0.9", "--master_port=29555", "--quiet",
+    assert launch.argv[5:] == ["--node_rank=1", "--master_addr=10.0.0.9", "--master_port=29555", "--log_level=critical",
                                "--no_local_rank", "--module", "dstrain.cli", "train", "r.yaml"]  # fmt: skip
     assert "--master_addr=host1" in plan(no_ssh=True, node_rank=1).argv
 

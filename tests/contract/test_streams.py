@@ -1,0 +1,39 @@
+"""Closed standard streams: daemontools, cron and some CI wrappers start programs so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.workers import ROOT
+
+CLOSED = {"stdin": "<&-", "stdout": ">&-", "stderr": "2>&-", "both": ">&- 2>&-", "all": "<&- >&- 2>&-"}
+
+
+def run(words: str, closed: str) -> subprocess.CompletedProcess[bytes]:
+    command = f"exec {sys.executable} -m dstrain.cli {words} {CLOSED[closed]}"
+    return subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+@pytest.mark.parametrize(("words", "code"), [("--help", 0), ("tasks rm", 0), ("train nowhere.yaml", 2), ("nothing", 2)])
+def test_a_command_with_closed_streams_ends_with_its_code(words: str, code: int, closed: str) -> None:
+    told = run(words, closed)
+    assert told.returncode == code
+    assert b"Traceback" not in told.stdout + told.stderr
+
+
+def test_what_is_opened_later_is_no_stream(tmp_path: Path) -> None:
+    script = "from dstrain.cli import open_closed_streams as o; import os, sys; o(); f = os.open(sys.argv[1], 65); os.write(f, b'x'); print('stray')"
+    file = tmp_path / "file"
+    subprocess.run(
+        ["sh", "-c", f'exec {sys.executable} -c "{script}" {file} <&- >&- 2>&-'],
+        check=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert file.read_bytes() == b"x"

@@ -1,0 +1,209 @@
+"""One launch at a time writes into a run folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from dstrain.errors import ResumeError, RunError
+from dstrain.launch import lease as module
+from dstrain.launch.lease import Holder, Lease, check_lease, newest
+from dstrain.launch.processes import start_time
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.02)
+
+
+def write(run: Path, content: Holder | bytes) -> None:
+    """As the next launch's lease."""
+    folder = run / ".workers"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"lease-{newest(folder)[0] + 1:08d}.json"
+    (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(asdict(content)).encode())
+
+
+def holder_of(run: Path) -> Holder:
+    return Holder(**json.loads(newest(run / ".workers")[1] or b""))
+
+
+def gone(run: Path) -> Holder:
+    """A holder as it is, whose process has ended."""
+    with Lease(run) as lease:
+        lease.take()
+        found = holder_of(run)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    return replace(found, launch="earlier", pid=ended.pid)
+
+
+def test_a_second_launch_is_refused_with_host_and_process_of_the_first(tmp_path: Path) -> None:
+    with Lease(tmp_path) as first, Lease(tmp_path) as second:
+        first.take()
+        with pytest.raises(
+            ResumeError, match=rf"process {os.getpid()} on {socket.gethostname()}.*`kill {os.getpid()}`"
+        ):
+            second.take()
+        assert holder_of(tmp_path).launch == first.launch
+    with Lease(tmp_path) as third:
+        third.take(patience=60)
+    assert [path.name for path in (tmp_path / ".workers").iterdir()] == ["lease-00000002.json"]
+
+
+def test_the_folder_of_a_process_that_ended_is_taken_at_once(tmp_path: Path) -> None:
+    write(tmp_path, gone(tmp_path))
+    with Lease(tmp_path) as lease:
+        lease.take(patience=60)
+        assert holder_of(tmp_path).launch == lease.launch
+
+
+def test_a_process_id_given_again_holds_nothing(tmp_path: Path) -> None:
+    found = replace(gone(tmp_path), pid=os.getpid())
+    started = str(int(found.started) - 1)
+    assert start_time(os.getpid()) != started
+    write(tmp_path, replace(found, started=started))
+    with Lease(tmp_path) as lease:
+        lease.take(patience=0.1)
+
+
+def test_a_heartbeat_on_another_host_keeps_the_folder(tmp_path: Path) -> None:
+    elsewhere, over = replace(gone(tmp_path), machine="another", host="node7", pid=os.getpid()), threading.Event()
+
+    write(tmp_path, elsewhere)
+    file = tmp_path / ".workers/lease-00000002.json"
+
+    def beat() -> None:
+        count = 0
+        while not over.wait(0.02):
+            count += 1
+            file.write_text(json.dumps(asdict(replace(elsewhere, beat=f"beat-{count:012d}"))))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with Lease(tmp_path) as lease, pytest.raises(ResumeError, match=r"on node7, since .*`ssh node7 kill"):
+            lease.take(patience=20)
+    finally:
+        over.set()
+        thread.join()
+    with Lease(tmp_path) as lease:
+        lease.take(patience=0.2)  # it stands still now
+        assert holder_of(tmp_path).launch == lease.launch
+
+
+def test_a_copy_of_a_folder_in_use_is_not_in_use(tmp_path: Path) -> None:
+    with Lease(tmp_path / "run") as first:
+        (tmp_path / "run").mkdir()
+        first.take()
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        with Lease(tmp_path / "copy") as second:
+            second.take(patience=0.2)
+        check_lease(tmp_path / "run", first.launch)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'{"launch": 1}', b"\x00" * 100, b"[" * 100_000],
+    ids=["empty", "torn", "list", "types", "zeros", "deep"],
+)
+def test_a_file_that_says_nothing_is_waited_for_and_replaced(content: bytes, tmp_path: Path) -> None:
+    write(tmp_path, content)
+    with Lease(tmp_path) as lease:
+        lease.take(patience=0.1)
+        assert holder_of(tmp_path).launch == lease.launch
+
+
+def test_a_launch_whose_folder_was_taken_hears_of_it_and_leaves_the_file(tmp_path: Path) -> None:
+    heard: list[str] = []
+    with Lease(tmp_path) as lease:
+        lease.take()
+        lease.on_lost = heard.append
+        write(tmp_path, replace(holder_of(tmp_path), launch="another", host="node8", pid=4711))
+        deadline = time.monotonic() + 10
+        while not heard and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert "another launch took" in heard[0]
+        assert "process 4711 on node8" in heard[0]
+        with pytest.raises(RunError, match="process 4711 on node8"):
+            check_lease(tmp_path, lease.launch)
+    assert holder_of(tmp_path).launch == "another"
+    check_lease(tmp_path, "")  # of a run that nobody launched
+
+
+def test_a_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    with Lease(tmp_path) as lease:
+        lease.take()
+        (tmp_path / ".workers/lease-00000001.json").unlink()
+        deadline = time.monotonic() + 10
+        while not newest(tmp_path / ".workers")[0] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert holder_of(tmp_path).launch == lease.launch
+        check_lease(tmp_path, lease.launch)
+
+
+def test_the_heartbeat_grows_in_place(tmp_path: Path) -> None:
+    with Lease(tmp_path) as lease:
+        lease.take()
+        file = tmp_path / ".workers/lease-00000001.json"
+        before, inode = holder_of(tmp_path), file.stat().st_ino
+        deadline = time.monotonic() + 10
+        while holder_of(tmp_path).beat == before.beat and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert holder_of(tmp_path).beat > before.beat
+        assert file.stat().st_ino == inode
+
+
+def test_it_needs_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with Lease(tmp_path) as first, Lease(tmp_path) as second:
+        first.take()
+        with pytest.raises(ResumeError):
+            second.take()
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["free", "left by a launch that ended"])
+def test_of_many_starts_at_once_one_holds_the_folder(left: bool, tmp_path: Path) -> None:
+    for _ in range(10):
+        if left:
+            write(tmp_path, gone(tmp_path))
+        leases, took, barrier = [Lease(tmp_path) for _ in range(8)], [], threading.Barrier(8)
+
+        def start(lease: Lease, barrier: threading.Barrier = barrier, took: list[Lease] = took) -> None:
+            barrier.wait()
+            try:
+                lease.take(patience=0.2)
+                took.append(lease)
+            except ResumeError:
+                pass
+
+        threads = [threading.Thread(target=start, args=(lease,)) for lease in leases]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        held = [lease for lease in took if holder_of(tmp_path).launch == lease.launch]
+        assert len(held) == 1
+        for lease in took:
+            lease.release()
+        assert len(took) == 1, "more than one believed to hold it"
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".workers").write_text("a file")
+    with Lease(tmp_path) as lease, pytest.raises(ResumeError, match=r"its lease in .* cannot be written"):
+        lease.take()

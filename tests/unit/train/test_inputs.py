@@ -1,0 +1,240 @@
+"""A run that goes on learns from what it began with: data, images, tokenizer and task file are compared by content."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from dstrain.batch import Progress
+from dstrain.cli import main
+from dstrain.commands.find import Wish, resolve_wish
+from dstrain.errors import ResumeError
+from dstrain.launch.topology import Worker
+from dstrain.train.blocks import write_hashed
+from dstrain.train.changes import changes
+from dstrain.train.checkpoint import Checkpoints
+from dstrain.train.folder import Resume, recorded_recipe, set_run_aside, write_start
+from dstrain.train.manifest import CheckpointInfo
+from dstrain.train.plan import Plan, make_plan
+from dstrain.world import SoloWorld
+from tests.seeing import named_recipe
+
+TASK = """
+from dataclasses import dataclass
+import torch
+from dstrain.batch import Batch
+from dstrain.tasks import Loss, Task
+
+@dataclass(frozen=True, kw_only=True)
+class Halves(Task):
+    def examples(self, split):
+        return [float(i) for i in range(8)] if split == "train" else None
+    def collate(self, examples):
+        return Batch(tensors={"x": torch.tensor(examples)}, weight=float(len(examples)), samples=tuple(map(int, examples)))
+    def build_model(self):
+        return torch.nn.Linear(1, 1)
+    def loss(self, model, batch):
+        return Loss(model(batch.tensors["x"][:, None]).sum(), batch.weight)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+
+
+def plan(folder: Path, sets: Sequence[str] = (), *allowed: str) -> Plan:
+    wish = Wish(recipe=str(folder / "recipe.yaml"), sets=sets)
+    return make_plan(resolve_wish(wish), folder / "run", Resume("auto", allowed), Worker(0, 0, 1, "tests", 1))
+
+
+def begun(folder: Path, kind: str = "rm") -> dict[str, Any]:
+    """A recipe, and a run folder with the checkpoint that a run of it would write; the recipe's values."""
+    _, values = named_recipe(kind, folder)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    save(folder)
+    return values
+
+
+def save(folder: Path, *more: str) -> CheckpointInfo:
+    made = plan(folder, more)
+    run = folder / "run"
+    write_start(run, made.config, made.ds_config, {})
+    made.task.save_extras(run / "tokenizer")
+    record = {"recipe": recorded_recipe(made.config), "steps": made.steps, **made.fingerprints}
+    kept = Checkpoints(folder=run / "checkpoints", world=SoloWorld())
+    kept.save(lambda place: {"w.dat": write_hashed(place / "w.dat", b"x")}, Progress(2, 8), record, None)
+    return kept.whole()[0]
+
+
+def file_of(values: dict[str, Any], key: str = "train") -> Path:
+    return Path(values["data"][key])
+
+
+def shuffled(file: Path) -> None:
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[1:], lines[0], ""]))
+
+
+@pytest.mark.parametrize("kind", ["rm", "sft", "dpo", "vlm"])
+def test_nothing_is_refused_where_nothing_changed(kind: str, tmp_path: Path) -> None:
+    begun(tmp_path, kind)
+    shutil.rmtree(tmp_path / "cache")
+    made = plan(tmp_path)
+    assert not list(changes(save_info(tmp_path), made, made.fingerprints["inputs"]))
+
+
+def save_info(folder: Path) -> CheckpointInfo:
+    return Checkpoints(folder=folder / "run/checkpoints", world=SoloWorld()).whole()[0]
+
+
+@pytest.mark.parametrize("key", ["train", "eval"])
+def test_data_of_other_content_is_refused_by_name(key: str, tmp_path: Path) -> None:
+    values = begun(tmp_path)
+    shuffled(file_of(values, key))
+    with pytest.raises(ResumeError, match=rf"^data\.{key}: its content is not .* --allow-change data\.{key}$"):
+        plan(tmp_path)
+    with pytest.raises(ResumeError):
+        plan(tmp_path, (), "optim.lr")
+    for allowed in (f"data.{key}", "data"):
+        made = plan(tmp_path, (), allowed)
+        told = list(changes(save_info(tmp_path), made, made.fingerprints["inputs"]))
+        assert [(change.kind, change.about["key"]) for change in told] == [("changed", f"data.{key}")]
+
+
+def test_all_that_changed_is_told_at_once(tmp_path: Path) -> None:
+    values = begun(tmp_path)
+    shuffled(file_of(values))
+    shuffled(file_of(values, "eval"))
+    with pytest.raises(ResumeError) as refused:
+        plan(tmp_path)
+    assert [fault.where for fault in refused.value.faults] == ["data.train", "data.eval"]
+
+
+def test_another_evaluation_file_is_the_users_word_and_told(tmp_path: Path) -> None:
+    values = begun(tmp_path)
+    other = tmp_path / "other.jsonl"
+    other.write_text(file_of(values).read_text())
+    made = plan(tmp_path, [f"data.eval={other}"])
+    (told,) = changes(save_info(tmp_path), made, made.fingerprints["inputs"])
+    assert "held-out numbers of the two do not compare" in told.line
+
+
+def test_a_run_keeps_the_tokenizer_that_it_trained(tmp_path: Path) -> None:
+    values = begun(tmp_path)
+    before = plan(tmp_path).task.tokenizer.get_vocab()
+    file = file_of(values)
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:20]))
+    shutil.rmtree(tmp_path / "cache")
+    made = plan(tmp_path, (), "data.train")
+    assert made.task.tokenizer.get_vocab() == before
+    shutil.rmtree(tmp_path / "run/tokenizer")
+    with pytest.raises(ResumeError, match=r"^model\.tokenizer: its content is not .* --allow-change model\.tokenizer$"):
+        plan(tmp_path, (), "data.train")
+
+
+def test_another_image_is_refused(tmp_path: Path) -> None:
+    from PIL import Image
+
+    values = begun(tmp_path, "vlm")
+    image = next(path for path in file_of(values).parent.rglob("*.png"))
+    with Image.open(image) as opened:
+        size = opened.size
+    Image.new("RGB", size, (1, 2, 3)).save(image)
+    with pytest.raises(ResumeError, match=r"data\.(train|eval): its images are not"):
+        plan(tmp_path)
+
+
+def test_a_task_file_of_other_content_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "halves.py").write_text(TASK)
+    recipe = {
+        "task": str(tmp_path / "halves.py"),
+        "ds_config": "zero1",
+        "steps": 3,
+        "batch": {"total": 2},
+        "precision": "fp32",
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert save(tmp_path).record()["inputs"].keys() == {"task", "data.train"}
+    plan(tmp_path)
+    (tmp_path / "halves.py").write_text(TASK + "# changed\n")
+    with pytest.raises(ResumeError, match=r"^task: .*put the old task file back.* --allow-change task$"):
+        plan(tmp_path)
+    plan(tmp_path, (), "task")
+
+
+def test_another_number_of_samples_is_refused_unless_a_key_that_may_change_it_is_allowed(tmp_path: Path) -> None:
+    begun(tmp_path)
+    start = save_info(tmp_path)
+    file = start.path / "run.json"
+    record = json.loads(file.read_text())
+    record["inputs"]["data.train"]["samples"] += 1
+    shutil.rmtree(start.path)
+    kept = Checkpoints(folder=tmp_path / "run/checkpoints", world=SoloWorld())
+    kept.save(lambda place: {"w.dat": write_hashed(place / "w.dat", b"x")}, Progress(2, 8), record, None)
+    with pytest.raises(ResumeError, match=r"^data\.train: gives \d+ samples, and the run learns from \d+ "):
+        plan(tmp_path)
+    plan(tmp_path, (), "data.max_length")
+
+
+def test_the_recipe_is_compared_with_what_the_checkpoint_learned_by(tmp_path: Path) -> None:
+    begun(tmp_path)
+    (tmp_path / "run/recipe.yaml").unlink()
+    with pytest.raises(ResumeError, match=r"^seed: is 7"):
+        plan(tmp_path, ["seed=7"])
+    made = plan(tmp_path)
+    (told,) = changes(save_info(tmp_path), made, made.fingerprints["inputs"])
+    assert "recipe.yaml is missing" in told.line
+    # An allowed change writes recipe.yaml before a step is taken; until a checkpoint is written, nothing learned by it.
+    write_start(tmp_path / "run", plan(tmp_path, ["optim.lr=0.5"], "optim.lr").config, {}, {})
+    plan(tmp_path)
+    with pytest.raises(ResumeError, match=r"optim\.lr: is 0\.5"):
+        plan(tmp_path, ["optim.lr=0.5"])
+
+
+def test_other_steps_are_told_with_the_rate_that_follows(tmp_path: Path) -> None:
+    begun(tmp_path)
+    made = plan(tmp_path, ["steps=44", "epochs=null"], "steps", "epochs")
+    told = [change.line for change in changes(save_info(tmp_path), made, made.fingerprints["inputs"])]
+    assert "steps: 44 from step 2 on" in told[-2]
+    assert "the learning rate is that of a run of 44 steps from here on" in told[-1]
+
+
+def test_changed_data_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    values = begun(tmp_path)
+    shuffled(file_of(values))
+    logs = tmp_path / "run/logs"
+    words = ["train", str(tmp_path / "recipe.yaml"), "--run-dir", str(tmp_path / "run"), "--num-gpus", "2"]
+    told = CliRunner().invoke(main, words)
+    assert told.exit_code == 2
+    assert "error: data.train: its content is not" in told.output
+    assert not logs.exists()
+
+
+def test_never_moves_the_earlier_run_into_a_run_folder_of_its_own(tmp_path: Path) -> None:
+    begun(tmp_path)
+    (tmp_path / "run/logs").mkdir()
+    for number in (1, 2):
+        set_run_aside(tmp_path / "run", Resume("never"), SoloWorld())
+        moved = tmp_path / f"run/previous-{number}"
+        assert {path.name for path in moved.iterdir()} == {
+            "checkpoints",
+            "recipe.yaml",
+            "ds_config.json",
+            "environment.json",
+            "tokenizer",
+        }
+        assert {path.name for path in (tmp_path / "run").iterdir()} == {
+            "logs",
+            *(f"previous-{n + 1}" for n in range(number)),
+        }
+        save(tmp_path)
+    set_run_aside(tmp_path / "run", Resume("auto"), SoloWorld())
+    assert (tmp_path / "run/checkpoints").is_dir()

@@ -31,6 +31,8 @@ from dstrain.launch.several import (
 )
 from dstrain.launch.worker import LAUNCH_ID, Record, forget_records, log_path, record_folder, start_copying
 
+STARTER_SECONDS = 10.0
+"""What started the ranks gets this long to end by itself once they have."""
 STARTER_LOG = "launcher.log"
 """In the run folder's logs: what DeepSpeed's runner, pdsh and mpirun write."""
 
@@ -70,6 +72,8 @@ class HostsCrew:
         self._file, self._hostfile = folder / f"launch-{name}.json", folder / f"hosts-{name}"
         self._starter: LocalCrew | None = None
         self._started = self._gave_up = False
+        self._ended_at: float | None = None
+        """When all ranks were first seen to have ended."""
         self._codes: dict[Peer, int] = {}
         self._left: dict[Peer, list[int]] = {}
         self._looked_at = time.monotonic()
@@ -197,10 +201,19 @@ class HostsCrew:
 
     def over(self) -> int | None:
         if self._starter is not None:
-            return self._starter.over()
+            return self._starter_over()
         if len(self._codes) < len(self._peers):
             return None
         return next((code for code in self._codes.values() if code), 0)
+
+    def _starter_over(self) -> int | None:
+        """The starter's code; 1 where it stays although all ranks have ended: what a login script left running holds ssh open."""
+        assert self._starter is not None
+        code = self._starter.over()
+        if code is not None or len(self.ends) < self._launch.processes:
+            return code
+        self._ended_at = self._ended_at or time.monotonic()
+        return 1 if time.monotonic() - self._ended_at > STARTER_SECONDS else None
 
     def signal(self, number: int) -> int:
         for peer in self._peers:

@@ -68,6 +68,23 @@ def test_the_end_of_the_starter_is_none_of_the_session_that_cleans_up(launch, tm
     assert crew.lost.endswith("; nothing of the launch is left there; start the same command again to go on")
 
 
+def test_a_starter_that_does_not_end_with_the_ranks_is_not_waited_for(launch, tmp_path, monkeypatch):
+    """A login script's own process holds the session open that pdsh waits for."""
+    monkeypatch.setattr("dstrain.launch.hosts.STARTER_SECONDS", 0.3)
+    with gathered(launch("here slots=1\n"), tmp_path) as crew:
+        crew._starter = LocalCrew(Program(["sleep", "60"], dict(os.environ)), tmp_path, ())
+        crew._starter.start()
+        began = time.monotonic()
+        while time.monotonic() - began < 0.5:
+            assert crew.over() is None
+        crew.ends[0] = 0
+        assert crew.over() is None
+        time.sleep(0.4)
+        assert crew.over() == 1
+        assert crew.end() == []
+        assert not crew.left()
+
+
 def test_where_ssh_does_not_answer_the_sentence_says_so(launch, tmp_path):
     with gathered(launch("here slots=2\n"), tmp_path) as crew:
         agent = stop_agent(crew)

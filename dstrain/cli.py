@@ -20,6 +20,7 @@ from dstrain.options import (
     SAMPLING,
     SAMPLING_OPTIONS,
     SCRATCH,
+    TASK_OF_FOLDER,
     TRAINED_OPTIONS,
     taken,
     with_options,
@@ -173,13 +174,15 @@ def finish(job: Job, launch: Mapping[str, Any], scratch: Path | None, show: Call
 @click.argument("run", type=click.Path(exists=True, path_type=Path))
 @click.option("--step", default="best", metavar="N|best|last", help="Which checkpoint; last where none is best.")
 @click.option("--to", required=True, type=click.Path(path_type=Path), help="Folder to write.")
+@with_options([TASK_OF_FOLDER])
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a key: data.eval=FILE to probe with")
 @click.option("--merge-lora", is_flag=True, help="Write one model instead of base and adapter.")
-def export(run: Path, step: str, to: Path, sets: tuple[str, ...], merge_lora: bool) -> None:
+def export(run: Path, step: str, to: Path, task: str | None, sets: tuple[str, ...], merge_lora: bool) -> None:
     """Write a Hugging Face folder that transformers loads, and prove it on a probe batch."""
     from dstrain.commands.export import export_model
 
-    proof = export_model(run, step, to, sets, merge_lora)
+    named = [f"task={json.dumps(task)}"] if task else []
+    proof = export_model(run, step, to, [*named, *sets], merge_lora)
     click.echo(f"{to}: step {proof.step}, {proof.dtype}; reloaded, outputs differ by at most {proof.difference:.2g}")
 
 

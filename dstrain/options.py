@@ -32,9 +32,12 @@ RECIPE_OPTIONS = (
     click.option("--ds-config", "--ds_config", metavar="NAME|PATH|auto", help="Preset or DeepSpeed JSON."),
     click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a key: optim.lr=2e-5"),
 )
+TASK_OF_FOLDER = click.option(
+    "--task", help="The task: a packaged one, or the task file it was trained with, which no folder runs by itself."
+)
 TRAINED_OPTIONS = (
     click.argument("run_or_model", type=click.Path(exists=True, path_type=Path)),
-    click.option("--task", help="The task, for an exported folder."),
+    TASK_OF_FOLDER,
     click.option("--step", default="best", metavar="N|best|last", help="Checkpoint of a run; last where none is best."),
     click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a key: batch.micro=8"),
     click.option(

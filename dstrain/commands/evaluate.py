@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from dstrain.data.hub import parse_part
 from dstrain.errors import DataError, UsageError
 from dstrain.preset import Device
 from dstrain.tasks import Task
+from dstrain.tasks.policy import PolicyTask
 
 if TYPE_CHECKING:
     from dstrain.world import World
@@ -104,11 +106,13 @@ def held_out(data: str) -> Any:
 
 
 def check_reference(found: Found) -> None:
-    """Raise UsageError where an exported policy would be compared with itself."""
+    """Raise UsageError where an exported policy would be compared with itself, or its reference is not there."""
     task: Task = found.task
+    if isinstance(task, PolicyTask):
+        task.check_reference()
     if found.checkpoint is None and task.reference in ("model", "cached"):
         path = task.reference_model.path
-        if path is not None and Path(path).expanduser().resolve() == found.folder.resolve():
+        if path is not None and os.path.realpath(Path(path).expanduser()) == os.path.realpath(found.folder):
             raise UsageError(
                 f"{found.folder}: a policy cannot be its own reference, and nothing here says whom it was trained "
                 "against; give that model's folder with --set options.ref_model=FOLDER"

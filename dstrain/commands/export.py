@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +16,15 @@ from safetensors import SafetensorError
 
 from dstrain.batch import Batch
 from dstrain.commands.trained import EXPORT_RECIPE, Trained, load_trained
+from dstrain.commands.trust import check_probes, enabled
 from dstrain.config import show_recipe
-from dstrain.errors import CheckpointError, DstrainError, TaskError, UsageError
+from dstrain.errors import CheckpointError, DstrainError, UsageError
+from dstrain.models.adapters import read_adapter
 from dstrain.models.merge import merge_adapters
+from dstrain.models.module_file import save_module
 from dstrain.report.journal import sync_folder
 from dstrain.tasks import Task
+from dstrain.tasks.find import keep_task_file
 from dstrain.train.proof import (
     Digest,
     check_against_checkpoint,
@@ -80,6 +83,7 @@ def export_model(run: Path, step: str, to: Path, sets: Sequence[str] = (), merge
         raise UsageError(f"--to {to}: exists and is not empty; choose another folder")
     if place.is_mount():
         raise UsageError(f"--to {to}: a disk is mounted there, which no folder can replace; name a folder inside")
+    check_probes(run, EXPORT_RECIPE, sets)
     with _whole_or_absent(place) as partial:
         said = _write(load_trained(run, step, [*_halved(run), *sets]), partial, merge)
         gc.collect()  # modules hang in cycles
@@ -89,9 +93,7 @@ def export_model(run: Path, step: str, to: Path, sets: Sequence[str] = (), merge
 
 def _halved(run: Path) -> list[str]:
     """What has a run in fp16 exported in fp16, as --set takes it; other commands look at it in fp32, which CPUs are made for."""
-    file = run / "ds_config.json"
-    halved = file.is_file() and json.loads(file.read_text()).get("fp16", {}).get("enabled")
-    return ["model.dtype=float16"] if halved else []
+    return ["model.dtype=float16"] if (run / "ds_config.json").is_file() and enabled(run, "fp16") else []
 
 
 @contextmanager
@@ -151,7 +153,11 @@ def _save(model: Any, folder: Path, task: Task, merge: bool) -> None:
     _check_room(folder, size_of(in_a_folder(model) if of_a_library else tensors_of(model)))
     with _in_words(f"{folder.parent}: cannot be written"):
         folder.mkdir(parents=True)
-        model.save_pretrained(str(folder), **({"max_shard_size": FILE_SIZE} if of_a_library else {}))
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(str(folder), **({"max_shard_size": FILE_SIZE} if of_a_library else {}))
+        else:
+            save_module(model, folder)
+        keep_task_file(task, folder)
         task.save_extras(folder)
         (folder / EXPORT_RECIPE).write_text(show_recipe(task.exported(merge)), encoding="utf-8")
         if of_a_library:
@@ -169,16 +175,24 @@ def _check_room(folder: Path, size: int) -> None:
 
 def _check_form(trained: Trained, merge: bool) -> None:
     """Raise where the model has no such folder."""
-    recipe, kind = trained.task.recipe, type(trained.model).__name__
-    if not hasattr(trained.model, "save_pretrained"):
-        raise TaskError(f"task {recipe.task}: its model ({kind}) is none of transformers', so there is no such folder")
+    recipe = trained.task.recipe
     if merge and recipe.model.lora is None:
         raise UsageError("--merge-lora: the run has no adapters (model.lora); leave the flag out")
-    if recipe.model.lora is not None and not merge and (recipe.model.path is None or recipe.model.init is not None):
+    start = recipe.model
+    known = _is_of_transformers(trained.model)
+    held = start.path is not None and start.init is None and read_adapter(start.path) is None and known
+    if start.lora is not None and not merge and not held:
         raise UsageError(
-            "its adapters lie on weights that no folder holds as they are (model.config or model.init), so that "
-            "nobody could load them; add --merge-lora to write one whole model"
+            "its adapters lie on weights that no folder holds as they are (model.config, model.init, a module of your own, or "
+            "an adapter merged into its base), so that nobody could load them; add --merge-lora to write one whole model"
         )
+
+
+def _is_of_transformers(model: Any) -> bool:
+    """Whether a model, without its adapters, is one that transformers loads."""
+    from transformers import PreTrainedModel
+
+    return isinstance(getattr(model, "get_base_model", lambda: model)(), PreTrainedModel)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from dstrain.config import Recipe, RunConfig, check_keys, read_recipe
 from dstrain.config.schema import HeldOutConfig, SourceConfig
 from dstrain.data.hub import is_hub_name
+from dstrain.data.rows import why_no_file
 from dstrain.errors import Fault, RecipeError, UsageError, did_you_mean
 from dstrain.models.stored import weight_files
 from dstrain.tasks import with_learning_rate
@@ -88,7 +90,8 @@ def resolve_wish(wish: Wish) -> Recipe:
 
 def run_folder(wish: Wish, name: str) -> Path:
     """--run-dir, or runs/NAME of the recipe: the same for the same command, so that it resumes."""
-    return (wish.run_dir or Path("runs") / name).expanduser().resolve()
+    # realpath, since Path.resolve raises RuntimeError on a loop of links: making the folder says what is wrong.
+    return Path(os.path.realpath((wish.run_dir or Path("runs") / name).expanduser()))
 
 
 def _rate_of_run(run_dir: Path, resume: str) -> float | None:
@@ -201,7 +204,9 @@ def _is_there(path: Path) -> bool:
 
 def _missing(text: str, folder: Path) -> Fault:
     path = Path(text).expanduser()
-    places = [str(path.parent.resolve())] if path.is_absolute() else [str(Path.cwd()), str(folder)]
+    if why := next(filter(None, map(why_no_file, (path, folder / path))), ""):
+        return Fault(f"data file {text}", why, "name a .jsonl, .json or .parquet file")
+    places = [os.path.realpath(path.parent)] if path.is_absolute() else [str(Path.cwd()), str(folder)]
     beside = [other.name for other in path.parent.glob("*")] if _is_there(path.parent) else []
     hint = did_you_mean(path.name, beside) if beside else ""
     mend = hint if hint.startswith("did you mean") else "check the path, or write org/name for a dataset on the hub"

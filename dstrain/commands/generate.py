@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,17 +53,22 @@ class Generate:
     def words(self) -> list[str]:
         words = ["generate", *self.choice.words(), *(word for text in self.texts for word in ("--prompt", text))]
         words += ["--data", named_data(self.data)] if self.data else []
-        words += [word for image in self.images for word in ("--image", str(Path(image).expanduser().resolve()))]
+        words += [word for image in self.images for word in ("--image", os.path.realpath(Path(image).expanduser()))]
         return words + [word for name, value in self.sampling.items() for word in (_option(name), str(value))]
 
     def check(self) -> RunConfig:
         if not self.texts and not self.data:
             raise UsageError("nothing is asked: give --prompt TEXT, or --data FILE with records that ask something")
+        if any(not text.strip() for text in self.texts):
+            raise UsageError("--prompt is empty; write what is asked")
         if self.images and not self.texts:
             raise UsageError(
                 "--image: no --prompt asks about it; give one, or write image and question into a --data file"
             )
         found = self._find()
+        if self.images and not _policy_of(found).sees:
+            kind = _policy_of(found).model_config.model_type
+            raise UsageError(f"--image: this model takes no images ({kind} reads text only); leave the option out")
         for text in self.texts:
             self._asked(_policy_of(found), text)
         return found.task.recipe

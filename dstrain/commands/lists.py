@@ -63,12 +63,13 @@ def _headline(name: str) -> str:
 
 def list_checkpoints(run: Path, read_all: bool, as_json: bool) -> str:
     """A line for each checkpoint, newest first."""
+    from dstrain.train.best import best_name
     from dstrain.train.manifest import listed
 
     folder = run / "checkpoints"
     if not folder.is_dir():
         raise UsageError(f"{run}: has no checkpoints folder; give the folder of a run")
-    best = (folder / "best").resolve().name
+    best = best_name(folder)
     rows = [
         {
             "step": info.step, "samples": info.samples, "bytes": info.size, "world_size": info.world_size,

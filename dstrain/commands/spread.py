@@ -81,7 +81,9 @@ def spread(job: Job, launch: Mapping[str, Any], scratch: Path | None) -> Reply:
         config = job.check()
         place = scratch_path()
         options = LaunchOptions(**launch)
-        made = plan_launch(options, [*job.words(), "--scratch", str(place)], os.environ, config.launch)
+        # `python -m` would import from the working folder first, and that may be the folder that was handed over.
+        env = {**os.environ, "PYTHONSAFEPATH": "1"}
+        made = plan_launch(options, [*job.words(), "--scratch", str(place)], env, config.launch)
         if job.many and (line := crowded(made)):
             print(f"warning: {line}", file=sys.stderr, flush=True)
         if (made.processes > 1 and job.many) or isinstance(made, HostsLaunch):

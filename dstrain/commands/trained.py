@@ -10,10 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.config import read_recipe
-from dstrain.errors import CheckpointError, RecipeError, UsageError
+from dstrain.commands.trust import (
+    check_folder,
+    check_head,
+    enabled,
+    folder_recipe,
+    holding_of,
+    holds_module,
+    in_place_of_base,
+    refuse_pickles,
+)
+from dstrain.errors import CheckpointError, UsageError
 from dstrain.preset import Device, Preset, RunSettings, complete, read_preset
 from dstrain.tasks import Task, make_task
+from dstrain.tasks.text import TextTask
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +40,10 @@ WHOLE = {"zero_optimization": {"stage": 0}}
 """The JSON of a model that is whole on every process."""
 OF_A_BASE = ("config", "init", "lora", "tokenizer", "processor", "chat_template", "quantize")
 """What the recipe of an exported model says of the weights it began with."""
+OF_A_MODULE = ["model.lora=null", "model.init=null", "model.freeze=[]"]  # what its recipe says of how it began
+TAKEN_APART = (
+    "has two values for weights that the model's config ties; name the model it began with: --set model.path=FOLDER"
+)
 MICRO = 8
 """Samples of a forward pass where the recipe does not say."""
 
@@ -60,8 +74,9 @@ class Choice:
     def words(self) -> list[str]:
         """The same for the command line of a worker."""
         words = [str(self.folder.resolve()), "--step", self.step]
-        for option, value in (("--task", self.task), ("--ds-config", self.ds_config)):
-            words += [option, value] if value else []
+        task = str(Path(self.task).resolve()) if self.task and Path(self.task).is_file() else self.task
+        words += ["--task", task] if task else []
+        words += ["--ds-config", self.ds_config] if self.ds_config else []
         return words + [word for value in self.sets for word in ("--set", value)]
 
     def find(self, *own: str) -> Found:
@@ -91,8 +106,9 @@ class Found:
     def check(self) -> None:
         """Raise for an exported folder that cannot be loaded. A run needs nothing of what it began with."""
         if self.checkpoint is None:
-            _refuse_pickles(self.folder)
+            refuse_pickles(self.folder, EXPORT_RECIPE)
             self.task.check()
+            check_head(self.task, self.folder)
 
     def ds_config(self, wanted: str | None, processes: int, device: Device) -> dict[str, Any]:
         """The DeepSpeed JSON to hold the model with, in shards or whole on every process.
@@ -121,8 +137,7 @@ class Found:
             return read_preset(wanted)
         if self.checkpoint is None or processes == 1:
             return None
-        file = self.folder / "ds_config.json"
-        return Preset("ds_config", file, json.loads(file.read_text()))
+        return holding_of(self.folder)
 
 
 def load_trained(folder: Path, step: str, sets: Sequence[str] = (), task: str | None = None) -> Trained:
@@ -153,8 +168,8 @@ def quieten() -> None:
 def find_trained(folder: Path, step: str, sets: Sequence[str] = (), task: str | None = None) -> Found:
     """The model in a run folder (at `step`) or an exported folder, without reading its weights. Raises UsageError."""
     if (folder / "recipe.yaml").is_file():
-        return _in_run(folder, step, sets)
-    if not any((folder / name).is_file() for name in ("config.json", ADAPTERS)):
+        return _in_run(folder, step, sets, task)
+    if not any((folder / name).is_file() for name in ("config.json", ADAPTERS)) and not holds_module(folder):
         raise UsageError(f"{folder}: is neither a run folder (recipe.yaml) nor an exported model (config.json)")
     return Found(folder, _task_of_export(folder, sets, task))
 
@@ -163,12 +178,17 @@ def _task_of_export(folder: Path, sets: Sequence[str], task: str | None) -> Task
     written, here = folder / EXPORT_RECIPE, json.dumps(str(folder.resolve()))
     if task is None and not written.is_file():
         raise UsageError(f"{folder}: is an exported model; say with --task what it was trained for, e.g. --task rm")
-    if (folder / ADAPTERS).is_file():
-        if not written.is_file():
-            raise UsageError(f"{folder}: holds adapters and no {EXPORT_RECIPE} that says on what; export the run again")
-        return make_task(read_recipe(written, [*_kept(folder), *sets], task).config)
-    own = [f"model.path={here}", *(f"model.{key}=null" for key in OF_A_BASE), "model.freeze=[]"]
-    return make_task(read_recipe(written if written.is_file() else None, [*own, *sets], task).config)
+    if holds_module(folder):
+        own = OF_A_MODULE
+    elif not (folder / ADAPTERS).is_file():
+        own = [f"model.path={here}", *(f"model.{key}=null" for key in OF_A_BASE), "model.freeze=[]"]
+    elif written.is_file():
+        own = _kept(folder)
+    else:
+        raise UsageError(f"{folder}: holds adapters and no {EXPORT_RECIPE} that says on what; export the run again")
+    recipe = folder_recipe(written if written.is_file() else None, own, sets, task)
+    check_folder(folder, recipe.model.trust_remote_code)
+    return make_task(recipe)
 
 
 def _kept(folder: Path) -> list[str]:
@@ -179,18 +199,29 @@ def _kept(folder: Path) -> list[str]:
     return [f"model.tokenizer={here}", "model.chat_template=null"]
 
 
-def _in_run(folder: Path, step: str, sets: Sequence[str]) -> Found:
+def _in_run(folder: Path, step: str, sets: Sequence[str], task: str | None) -> Found:
+    from dstrain.train.best import find_checkpoint
+
     info = find_checkpoint(folder, step)
     own = []
     if (folder / "tokenizer").is_dir():
+        check_folder(folder / "tokenizer", run=folder)
         own += _kept(folder / "tokenizer")
-    if json.loads((folder / "ds_config.json").read_text()).get("bf16", {}).get("enabled"):
+    if enabled(folder, "bf16"):
         own.append("model.dtype=bfloat16")
-    return Found(folder, make_task(read_recipe(folder / "recipe.yaml", [*own, *sets]).config), info)
+    own += in_place_of_base(folder, sets)
+    made = make_task(folder_recipe(folder / "recipe.yaml", own, sets, task))
+    model = made.recipe.model
+    if isinstance(made, TextTask) and model.path is None and not isinstance(model.tokenizer or model.processor, str):
+        # One would be trained on data.train, and be another one wherever that has changed.
+        problem = "is not there, and only that tokenizer fits the weights"
+        raise UsageError(f"{folder / 'tokenizer'}: {problem}; copy the whole run, or add --set model.tokenizer=FOLDER")
+    return Found(folder, made, info)
 
 
 def load_found(found: Found, ds_config: Mapping[str, Any], world: World) -> torch.nn.Module:
     """The task's model with its trained weights, in shards where the JSON says stage 3. Collective."""
+    from dstrain.models.empty import all_values_follow
     from dstrain.models.sharded import sharded, sharded_construction
     from dstrain.train.build import build, build_bare
     from dstrain.train.restore import restore
@@ -200,35 +231,25 @@ def load_found(found: Found, ds_config: Mapping[str, Any], world: World) -> torc
     if info is not None and adapted:
         _check_base(task, info, world, sharded(ds_config) and task.recipe.model.dtype in ("bfloat16", "float16"))
     with sharded_construction(ds_config):
-        if info is None and (found.folder / ADAPTERS).is_file():
+        if info is None and ((found.folder / ADAPTERS).is_file() or holds_module(found.folder)):
             return task.reload(found.folder)
         if info is None:
             return task.build_model()
-        empty = _build_empty(task, info.path) if _may_be_empty(found, ds_config) else None
-        model = build(task) if adapted else empty or build_bare(task)
+        if adapted:
+            model = build(task)
+        else:
+            empty = _build_empty(task, info.path) if _may_be_empty(found, ds_config) else None
+            with all_values_follow() as drawn:
+                model = empty or build_bare(task)
+            if drawn and _shared(model, info.path):
+                raise CheckpointError(f"{info.path}: {TAKEN_APART}")
     restore(model, info.path, world, adapted)
     return model
-
-
-def _refuse_pickles(folder: Path) -> None:
-    """Raise where a folder of ours holds pickles, or where another's weights could only be read by running them."""
-    from dstrain.models.stored import stored_tensors
-    from dstrain.train.blocks import refuse_pickles
-
-    if (folder / EXPORT_RECIPE).is_file():
-        refuse_pickles(folder)
-    if any(folder.glob("*.safetensors")):
-        return
-    try:
-        stored_tensors(sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("adapter_model.bin")]))
-    except RecipeError as error:
-        raise UsageError("\n".join(f"{fault.problem}; {fault.mend}" for fault in error.faults)) from error
 
 
 def _may_be_empty(found: Found, ds_config: Mapping[str, Any]) -> bool:
     """Whether the model can be built without values: all of them lie in the checkpoint, and none would be read before."""
     from dstrain.models.sharded import sharded
-    from dstrain.tasks.text import TextTask
 
     task, model = found.task, found.task.recipe.model
     own = isinstance(task, TextTask) and all(
@@ -247,18 +268,24 @@ def _build_empty(task: Task, checkpoint: Path) -> torch.nn.Module | None:
     """
     from dstrain.models.empty import give_room, no_values
     from dstrain.train.build import build_bare
-    from dstrain.train.shards import StoredState
 
     with no_values():
         model = build_bare(task)
-    tensors = model.state_dict(keep_vars=True)
-    stored = [id(tensors[name]) for name in StoredState(checkpoint).shapes if name in tensors]
     kept = any(getattr(model, f"_keep_in_fp32_modules{which}", None) for which in ("", "_strict"))
     quantized = getattr(getattr(model, "config", None), "quantization_config", None) is not None
-    if len(stored) != len({*stored}) or (kept and task.recipe.model.dtype) or quantized:
+    if _shared(model, checkpoint) or (kept and task.recipe.model.dtype) or quantized:
         return None
     give_room(model)
     return model
+
+
+def _shared(model: torch.nn.Module, checkpoint: Path) -> bool:
+    """Whether the checkpoint has values of their own for two names that are one tensor in the model."""
+    from dstrain.train.shards import StoredState
+
+    tensors = model.state_dict(keep_vars=True)
+    stored = [id(tensors[name]) for name in StoredState(checkpoint).shapes if name in tensors]
+    return len(stored) != len({*stored})
 
 
 def hash_weights(task: Task, adapted: bool) -> None:
@@ -277,23 +304,3 @@ def _check_base(task: Task, info: CheckpointInfo, world: World, coarse: bool) ->
     base = world.broadcast(fingerprint(task.recipe.model, task.recipe.seed, coarse) if world.rank == 0 else None)
     if info.record().get("base") != base:
         raise CheckpointError(f"{info.path}: {OTHER_BASE}")
-
-
-def find_checkpoint(run: Path, step: str) -> CheckpointInfo:
-    """The whole checkpoint `best`, `last` or of a number; `best` is the last where none was marked."""
-    from dstrain.train.manifest import listed
-
-    folder = run / "checkpoints"
-    there = [info for info in listed(folder) if info.whole]
-    if not there:
-        raise UsageError(f"{run}: holds no whole checkpoint; `dstrain checkpoints {run}` says why")
-    if step == "last" or (step == "best" and not (folder / "best").exists()):
-        return there[0]
-    if step != "best" and not step.isdecimal():
-        raise UsageError(f"--step {step}: is neither a number nor best nor last")
-    wanted = int(step) if step.isdecimal() else int((folder / "best").resolve().name.removeprefix("step-"))
-    for info in there:
-        if info.step == wanted:
-            return info
-    steps = ", ".join(str(info.step) for info in there)
-    raise UsageError(f"--step {step}: there is no whole checkpoint of it; there are {steps}")

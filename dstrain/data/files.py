@@ -11,14 +11,25 @@ import tempfile
 import threading
 import zlib
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import psutil
 
 from dstrain.data.decode import check_record, decode_record, is_blank, may_hold_halves
 from dstrain.data.parquet import Parquet
 from dstrain.data.rows import BadRow, Rows, Source, show_path
 from dstrain.errors import DataError
+from dstrain.units import show_bytes
+
+MOST_OF_DISK = 0.5
+"""Share of the free room in TMPDIR that one packed file may fill: a megabyte can unpack to a thousand."""
+LONGEST_LINE = 256 << 20
+"""Bytes of a line; a record has some thousands."""
+_AT_MOST = f"has {LONGEST_LINE >> 20} MiB at most; split the record, or name a file for what it holds"
+LIST_COSTS = 3
+"""Bytes of memory, at least, for a byte of a JSON list: as it is in the file, as text, and as objects."""
 
 
 class JsonLines(Rows):
@@ -33,9 +44,10 @@ class JsonLines(Rows):
 
     def _index(self) -> tuple[str, set[str]]:
         content, names, offset = hashlib.sha256(), set[str](), 0
-        for number, line in enumerate(self._file, 1):
-            content.update(line)
-            if not is_blank(line):
+        for number, (line, size) in enumerate(_lines(self._file, content.update), 1):
+            if size > LONGEST_LINE:
+                self.bad.append(BadRow(f"{self.name}:{number}", f"has {show_bytes(size)}, and a line {_AT_MOST}"))
+            elif not is_blank(line):
                 try:
                     names.update(decode_record(line))
                     self._offsets.append(offset)
@@ -43,7 +55,7 @@ class JsonLines(Rows):
                     self._lines.append(number)
                 except ValueError as fault:
                     self.bad.append(BadRow(f"{self.name}:{number}", str(fault)))
-            offset += len(line)
+            offset += size
         return content.hexdigest(), names
 
     def __len__(self) -> int:
@@ -74,6 +86,7 @@ class JsonList(Rows):
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
         super().__init__(show_path(path), path.parent, columns)
         with _open(path) as file:
+            _check_memory(self.name, os.fstat(file.fileno()).st_size)
             content = file.read()
         rows, suspect = self._load(content)
         self._rows: list[tuple[int, dict[str, Any]]] = []
@@ -128,20 +141,59 @@ def ending(name: str) -> str:
     return "".join(suffixes[-2:] if suffixes[-1:] == [".gz"] else suffixes[-1:])
 
 
+def _lines(file: BinaryIO, hash_bytes: Callable[[bytes], Any]) -> Iterator[tuple[bytes, int]]:
+    """(a line, its bytes); of one longer than LONGEST_LINE only the beginning is held."""
+    while line := file.readline(LONGEST_LINE + 1):
+        hash_bytes(line)
+        size, end = len(line), line
+        while len(end) > LONGEST_LINE and not end.endswith(b"\n"):  # the rest of a long one, in pieces
+            if not (end := file.readline(LONGEST_LINE + 1)):
+                break
+            hash_bytes(end)
+            size += len(end)
+        yield line, size
+
+
+def _check_memory(name: str, size: int) -> None:
+    """Raise DataError for a list that would not fit the memory: Python needs several bytes for each of a JSON text."""
+    free = int(psutil.virtual_memory().available)
+    if size * LIST_COSTS > free:
+        problem = f"{name} has {show_bytes(size)}, is held in memory whole, and {show_bytes(free)} of that are free"
+        raise DataError(f"{problem}; write one record per line (.jsonl), which is read line by line")
+
+
 def _open(path: Path) -> BinaryIO:
     """The file's bytes, to be read at any place. What is packed is unpacked beside, into a file that has no name."""
     if path.suffix.lower() != ".gz":
         return path.open("rb")
+    place = tempfile.gettempdir()
     try:
         plain = tempfile.TemporaryFile()  # noqa: SIM115  it is open as long as the source is
         with gzip.open(path) as packed:
-            shutil.copyfileobj(packed, plain, 1 << 20)
+            shutil.copyfileobj(packed, _Bounded(plain, path, place), 1 << 20)
         plain.flush()
         plain.seek(0)
     except (EOFError, zlib.error, gzip.BadGzipFile) as fault:
         raise DataError(f"{show_path(path)} is no whole gzip file: {fault}; fetch it again") from fault
     except OSError as fault:
-        place = tempfile.gettempdir()
         mend = "set TMPDIR to a folder with room, or unpack it yourself"
         raise DataError(f"{show_path(path)} cannot be unpacked into {place}: {fault}; {mend}") from fault
     return plain
+
+
+class _Bounded:
+    """A file that takes no more than its share of a disk. Raises DataError where more comes."""
+
+    def __init__(self, plain: BinaryIO, path: Path, place: str) -> None:
+        self._plain, self._path, self._place = plain, path, place
+        self._left = self._most = int(shutil.disk_usage(place).free * MOST_OF_DISK)
+
+    def write(self, piece: bytes) -> int:
+        self._left -= len(piece)
+        if self._left >= 0:
+            return self._plain.write(piece)
+        size, most = show_bytes(self._path.stat().st_size), show_bytes(self._most)
+        problem = (
+            f"{show_path(self._path)} has {size} and unpacks to more than {most}, half of what is free in {self._place}"
+        )
+        raise DataError(f"{problem}; set TMPDIR to a folder with room, or unpack it yourself")

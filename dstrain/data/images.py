@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
 import re
-import stat
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrain.data.looks import looks_like
 from dstrain.data.messages import BadRecord, kind
-from dstrain.data.rows import show_path
+from dstrain.data.rows import NOT_REGULAR, open_regular, show_path
 from dstrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -53,20 +54,22 @@ def read_content(source: Path | bytes) -> tuple[bytes, str]:
         return source, f"an image of {len(source)} bytes"
     name = show_path(source)
     try:
-        mode, size = (state := source.stat()).st_mode, state.st_size
-        if stat.S_ISDIR(mode):
-            raise BadRecord(f"{name} is a folder, not an image; name a file in it")
-        if not stat.S_ISREG(mode):
-            raise BadRecord(f"{name} is no regular file; name an image's file")
-        if size > MOST_BYTES:
-            raise BadRecord(f"{name} has {size} bytes, more than the {MOST_BYTES} that are read; make it smaller")
-        return source.read_bytes(), name
+        with open_regular(source) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MOST_BYTES:
+                raise BadRecord(f"{name} has {size} bytes, more than the {MOST_BYTES} that are read; make it smaller")
+            # Files of /proc have no size and may never end.
+            return file.read(MOST_BYTES) if size else b"", name
+    except IsADirectoryError as fault:
+        raise BadRecord(f"{name} is a folder, not an image; name a file in it") from fault
     except FileNotFoundError as fault:
         mend = "check the path, which starts from the data file's folder"
         raise BadRecord(f"there is no image {name}; {mend}") from fault
     except (OSError, ValueError) as fault:  # ValueError: a path with a zero byte in it
         if isinstance(fault, BadRecord):
             raise
+        if fault.args == (NOT_REGULAR,):
+            raise BadRecord(f"{name} is no regular file; name an image's file") from fault
         cause = getattr(fault, "strerror", None) or fault
         raise BadRecord(f"{name} cannot be read ({cause}); check the path and its permissions") from fault
 
@@ -186,8 +189,7 @@ def _open(content: bytes, name: str) -> Image:
     except UnidentifiedImageError as fault:
         if any(accept and accept(content[:16]) for accept in (Image.OPEN[form][1] for form in known)):
             raise BadRecord(f"{name} is damaged or cut off in its first bytes; fetch it again") from fault
-        begins = content[:12].decode("ascii", "replace")
-        problem = f"{name} is no image that is known here (it begins with {begins!r}; known: {_NAMES})"
+        problem = f"{name} is no image that is known here ({looks_like(content)}; known: {_NAMES})"
         raise BadRecord(f"{problem}; save it as PNG or JPEG") from fault
     except MemoryError:
         raise

@@ -11,13 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.cache import file_digest
+from dstrain.data.limited import Limits, attempt
 from dstrain.data.rows import Rows, show_path
 from dstrain.errors import DataError
+from dstrain.units import show_bytes
 
 BATCH_ROWS, BATCH_BYTES = 1000, 16 << 20
 """Rows that are decoded together: up to so many, of about so many bytes."""
 KEPT = 4
 """Batches that stay in memory: threads that read side by side are not far from one another."""
+
+KEPT_BYTES = 256 << 20
+"""Of them together, but that the newest stays."""
+MOST_MEMORY = 4 << 30
+"""Bytes that decoding may take beside what the process has."""
+MOST_UNPACKED, MOST_TIMES = 4 << 30, 10_000
+"""Bytes that a file may unpack to, and how many times its size: the larger one counts."""
 
 
 class Parquet(Rows):
@@ -41,7 +50,7 @@ class Parquet(Rows):
         self._next = (-1, 0)
         try:
             self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
-            names = self._check()
+            names = self._check_limited(path)
         except self._faults as fault:
             raise DataError(f"{self.name} is no parquet file that can be read: {fault}; write it again") from fault
         finally:
@@ -50,15 +59,42 @@ class Parquet(Rows):
             raise DataError(f"{self.name} has no records; its table is empty")
         self._settle(file_digest(path), names)
 
-    def _check(self) -> set[str]:
-        """The names of the columns. Raises what pyarrow raises of a damaged file."""
+    def _check_limited(self, path: Path) -> set[str]:
+        """`_check`, where the file cannot take all memory: 400 bytes can unpack to gigabytes. Raises DataError."""
+        tried = attempt(lambda: self._check(max(MOST_UNPACKED, path.stat().st_size * MOST_TIMES)), Limits(MOST_MEMORY))
+        if tried.how == "done" and not isinstance(tried.value, Exception):
+            self._find_ends()
+            names: set[str] = tried.value
+            return names
+        if tried.how == "done":
+            raise tried.value
+        size = show_bytes(path.stat().st_size)
+        if tried.how == "memory":
+            problem = (
+                f"{self.name} has {size}, and a few of its rows take more than {show_bytes(MOST_MEMORY)} of memory"
+            )
+        else:
+            problem = f"the process that looked through {self.name} was ended from outside"
+        raise DataError(f"{problem}; write it again with smaller values")
+
+    def _find_ends(self) -> None:
         about = self._file.metadata
         self._ends = [*itertools.accumulate(about.row_group(group).num_rows for group in range(about.num_row_groups))]
+
+    def _check(self, most: int) -> set[str]:
+        """The names of the columns. Raises what pyarrow raises of a damaged file.
+
+        ValueError where it unpacks to more than `most` bytes.
+        """
+        self._find_ends()
         names = list(self._file.schema_arrow.names)
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"it has two columns '{twice[0]}'")
         for group in range(len(self._ends)):
             for start, batch in self._decode(group):
+                most -= batch.nbytes
+                if most < 0:
+                    raise ValueError(f"it unpacks to more than {MOST_TIMES} times its size")
                 batch.validate(full=True)  # text that is no UTF-8
                 if start == 0:
                     batch.slice(0, 1).to_pylist()
@@ -96,6 +132,8 @@ class Parquet(Rows):
             for start, batch in self._ahead:
                 self._next = (group, start + batch.num_rows)
                 self._batches.append((start, batch))
+                while len(self._batches) > 1 and sum(kept.nbytes for _, kept in self._batches) > KEPT_BYTES:
+                    self._batches.popleft()
                 if index < self._next[1]:
                     return start, batch
         raise ValueError("the file was changed while it was in use")

@@ -9,6 +9,7 @@ from typing import Any
 
 from dstrain.data.dialogs import IMAGE, Message, in_parts, render_messages
 from dstrain.data.formats import BadRecord, Response
+from dstrain.data.sandbox import require_end
 
 Prompt = str | list[Message]
 _OPENER = "\n\nAssistant:"
@@ -56,13 +57,13 @@ def write_dialog(
     """
     if not getattr(tokenizer, "chat_template", None):
         return render_messages(messages) + (_OPENER if opened else "")
-    from jinja2 import TemplateError
-
+    require_end(tokenizer, messages)
     said = as_template_takes(tokenizer, messages)
     try:
         return tokenizer.apply_chat_template(said, tools=tools, add_generation_prompt=opened, tokenize=False)
-    except (TemplateError, TypeError, KeyError, ValueError) as fault:
-        raise BadRecord(f"the tokenizer's chat template refuses the dialog ({fault}); mend the turns") from fault
+    except Exception as fault:  # a template is a program: it divides by zero, calls itself, runs out of memory
+        why = str(fault) or type(fault).__name__
+        raise BadRecord(f"the tokenizer's chat template refuses the dialog ({why}); mend the turns") from fault
 
 
 def as_template_takes(tokenizer: Any, messages: Sequence[Message]) -> Sequence[Any]:

@@ -17,7 +17,7 @@ from dstrain.cache import file_state, recall, remember
 from dstrain.config.schema import HeldOutConfig
 from dstrain.data.files import KINDS, ending
 from dstrain.data.hub import HubRows, Part, is_hub_name, parse_part
-from dstrain.data.rows import BadRow, Source, show_path
+from dstrain.data.rows import BadRow, Source, show_path, why_no_file
 from dstrain.errors import DataError
 
 __all__ = ["BadRow", "Deferred", "First", "Joined", "Source", "open_source", "show_path"]
@@ -189,6 +189,8 @@ def _endings() -> str:
 def _missing(path: Path) -> str:
     if path.is_dir():
         return f"{path} is a folder; name a .jsonl, .json or .parquet file in it"
+    if why := why_no_file(path):
+        return f"{path} {why}; name a .jsonl, .json or .parquet file"
     folder = path.parent
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file()) if folder.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)

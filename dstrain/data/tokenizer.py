@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dstrain.cache import key_name, partial_path
+from dstrain.cache import key_name, partial_path, remove_abandoned
 from dstrain.config.rules import SMALLEST_VOCABULARY
 from dstrain.data.formats import BadRecord
 from dstrain.data.source import Source
@@ -38,13 +39,32 @@ def trained_tokenizer(
     key |= {} if alphabet == "bytes" else {"alphabet": alphabet}
     place = cache / "tokenizers" / key_name(key)
     if not place.is_dir():
-        partial = partial_path(place)
-        train_tokenizer(_texts(source, texts), vocab_size, alphabet).save_pretrained(str(partial))
-        try:
-            partial.rename(place)
-        except OSError:
-            shutil.rmtree(partial)
+        _keep(train_tokenizer(_texts(source, texts), vocab_size, alphabet), place)
     return PreTrainedTokenizerFast.from_pretrained(str(place))
+
+
+def _keep(tokenizer: Any, place: Path) -> None:
+    """Write it under its name, whole or not at all. Raises DataError where the cache cannot be written."""
+    partial = partial_path(place)
+    try:
+        remove_abandoned(place)
+        partial.mkdir(parents=True)
+        tokenizer.save_pretrained(str(partial))
+        _publish(partial, place)
+    except Exception as fault:  # the tokenizers library raises a bare Exception for a full disk
+        mend = "where that folder is full or read-only, set DSTRAIN_CACHE to another"
+        raise DataError(f"the tokenizer cannot be written into the cache ({place}): {fault}; {mend}") from fault
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _publish(partial: Path, place: Path) -> None:
+    """Give it its name, where no other process was sooner: that one's is the same."""
+    try:
+        partial.rename(place)
+    except OSError as fault:
+        if fault.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
 
 
 def _texts(source: Source, texts: Callable[[dict[str, Any]], Iterable[str]]) -> Iterator[str]:

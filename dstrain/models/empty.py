@@ -9,11 +9,33 @@ from contextvars import ContextVar
 import torch
 
 _EMPTY = ContextVar("_EMPTY", default=False)
+_FOLLOW: ContextVar[list[str] | None] = ContextVar("_FOLLOW", default=None)
 
 
 def without_values() -> bool:
     """Whether `no_values` is around this call."""
     return _EMPTY.get()
+
+
+def may_draw(name: str) -> bool:
+    """Whether `all_values_follow` is around this call; notes that the weights of this folder are drawn."""
+    drawn = _FOLLOW.get()
+    if drawn is not None:
+        drawn.append(name)
+    return drawn is not None
+
+
+@contextmanager
+def all_values_follow() -> Iterator[list[str]]:
+    """Inside, `load_model` may draw the weights of a folder that has a config and no weights: all of them are about to be
+    replaced by a checkpoint's. Yields the folders of which it did so.
+    """
+    drawn: list[str] = []
+    token = _FOLLOW.set(drawn)
+    try:
+        yield drawn
+    finally:
+        _FOLLOW.reset(token)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 from dstrain.cache import file_digest, file_state
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError
+from dstrain.models.adapters import read_adapter
 from dstrain.models.stored import weight_files
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -52,7 +53,9 @@ def _of_model(text: str, with_code: bool) -> str:
         return f"{text} {_revision(text)}"
     weights = next((found for pattern in WEIGHTS if (found := [*folder.glob(pattern)])), [])
     patterns = (*BESIDE, *(("*.py",) if with_code else ()))
-    return _of_files([*weights, *(file for pattern in patterns for file in folder.glob(pattern))])
+    own = _of_files([*weights, *(file for pattern in patterns for file in folder.glob(pattern))])
+    adapter = read_adapter(text)
+    return own if adapter is None else f"{own}\n{_of_model(adapter.base, with_code)}"
 
 
 def _revision(name: str) -> str:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError, did_you_mean
+from dstrain.models.adapters import base_of, merge_adapter, read_adapter
+from dstrain.models.loading import without_report
 from dstrain.models.padding import clear_padding_idx
-from dstrain.models.stored import damage, indexed
+from dstrain.models.weight_files import has_weights
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "sentencepiece.model", "tekken.json", "processor_config.json",
+)  # fmt: skip
+"""One of them lies in every folder that transformers reads a tokenizer from."""
 NO_MODEL = Fault("model", "has neither path nor config", "set model.path, or model.config to start anew")
 
 
@@ -24,7 +32,7 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
     if model.path is not None:
-        return pretrained(AutoConfig, model.path, "model.path", model.trust_remote_code)
+        return pretrained(AutoConfig, base_of(model).path or "", "model.path", model.trust_remote_code)
     if model.config is None:
         raise RecipeError(NO_MODEL)
     values = dict(model.config)
@@ -51,34 +59,55 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         raise RecipeError(Fault("model.config", _reason(error), "correct the value")) from error
 
 
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a folder that a tokenizer may be read from."""
+    named = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return named + [file for pattern in ("*.tiktoken", "*.spm") for file in folder.glob(pattern)]
+
+
 def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer in a folder or on the hub. Raises RecipeError where it cannot be had."""
     from transformers import AutoTokenizer
 
-    return pretrained(AutoTokenizer, name, key, trust_remote_code)
+    try:
+        return pretrained(AutoTokenizer, name, key, trust_remote_code)
+    except RecipeError as error:
+        if not Path(name).expanduser().is_dir() or "trust_remote_code" in str(error):
+            raise
+        cause = error.__cause__
+        reason = _reason(cause) if isinstance(cause, Exception) else "unknown"
+        if not tokenizer_files(Path(name).expanduser()):
+            mend = "set model.tokenizer to a folder or hub id that has one"
+            raise RecipeError(Fault(key, f"there is no tokenizer in '{name}'", mend)) from error
+        mend = "replace its tokenizer files, or set model.tokenizer to a folder or hub id that has whole ones"
+        raise RecipeError(Fault(key, f"the tokenizer in '{name}' cannot be read ({reason})", mend)) from error
 
 
 def pretrained(auto: Any, name: str, key: str, trust_remote_code: bool) -> Any:
     """What one of transformers' Auto classes makes of a folder or a hub id. Raises RecipeError for the recipe's `key`."""
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not Path(name).expanduser().is_dir():
-        raise RecipeError(
-            Fault(key, f"'{name}' is no folder", f"give an existing folder or a hub id (we are in {Path.cwd()})")
-        )
+    place = str(Path(name).expanduser()) if require_folder(name, key) else name
     try:
-        return auto.from_pretrained(
-            str(Path(name).expanduser()) if looks_local else name, trust_remote_code=trust_remote_code
-        )
+        return auto.from_pretrained(place, trust_remote_code=trust_remote_code)
     except Exception as error:  # its own checks, and whatever a config that cannot be trips over
         reason = _reason(error)
         if "trust_remote_code" in str(error):
-            mend = "set model.trust_remote_code: true if you trust the Python that comes with it"
+            mend = "add --set model.trust_remote_code=true if you trust the Python that comes with it"
         elif "torchvision" in str(error).lower():
             reason = reason.partition(". ")[0]  # what follows is where to find it for every system
             mend = "install torchvision (pip install torchvision), which a processor with a part for videos needs"
         else:
             mend = "give a folder that transformers can load, or a hub id that this machine can reach"
         raise RecipeError(Fault(key, f"'{name}' cannot be loaded ({reason})", mend)) from error
+
+
+def require_folder(name: str, key: str) -> bool:
+    """Whether a name means a folder of this machine. Raises RecipeError where it does, and there is none."""
+    if not (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        return False
+    if not Path(name).expanduser().is_dir():
+        mend = f"give an existing folder or a hub id (we are in {Path.cwd()})"
+        raise RecipeError(Fault(key, f"'{name}' is no folder", mend))
+    return True
 
 
 def _reason(error: Exception) -> str:
@@ -89,29 +118,6 @@ def _reason(error: Exception) -> str:
         return str(error).strip().splitlines()[0]
     words = " ".join(str(error).split())
     return words if isinstance(error, StrictDataclassError) else f"{type(error).__name__}: {words}"
-
-
-def check_weights(model: ModelConfig) -> None:
-    """Raise RecipeError where a local folder holds no weights, or not whole ones: only beginnings of files are read."""
-    folder = Path(model.path).expanduser() if model.path else None
-    if folder is None or not folder.is_dir():
-        return
-    if not any(path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)):
-        raise RecipeError(
-            Fault(
-                "model.path",
-                f"'{model.path}' holds no weights",
-                "put *.safetensors there, or use model.config to start anew",
-            )
-        )
-    shards = indexed(folder / "model.safetensors.index.json", "model.path")
-    faults = [
-        Fault("model.path", f"{file} {fault}", "fetch it again; `git lfs pull` where git left a pointer")
-        for file in sorted({*folder.glob("*.safetensors"), *shards})
-        if (fault := damage(file))
-    ]
-    if faults:
-        raise RecipeError(faults)
 
 
 def check_vocabulary(model: ModelConfig, config: PretrainedConfig, entries: int, sees: bool) -> None:
@@ -134,20 +140,39 @@ def load_model(auto: Any, model: ModelConfig, config: PretrainedConfig, seed: in
     """
     import torch
 
-    from dstrain.models.empty import without_values
+    from dstrain.models.empty import may_draw, without_values
 
     settings = _settings(model)
-    dtype = getattr(torch, model.dtype or "float32")
+    dtype, base = getattr(torch, model.dtype or "float32"), base_of(model).path or ""
     torch.manual_seed(seed)
     if model.path is None:
         made = _from_scratch(auto, config, dtype, settings)
+    elif not without_values() and not has_weights(Path(base).expanduser()) and may_draw(base):
+        made = _from_scratch(auto, config, dtype, settings)
+        _read_generation_config(made, base)
     elif without_values():
         made = auto.from_config(config, dtype=dtype, **settings)
-        _read_generation_config(made, model.path)
+        _read_generation_config(made, base)
     else:
-        made = auto.from_pretrained(str(Path(model.path).expanduser()), config=config, dtype=dtype, **settings)
+        made = _from_files(auto, model, config, {"dtype": dtype, **settings})
     clear_padding_idx(made)
     return made
+
+
+def _from_files(
+    auto: Any, model: ModelConfig, config: PretrainedConfig, settings: Mapping[str, Any]
+) -> PreTrainedModel:
+    """The weights of a folder or of the hub, with an adapter merged into them where the folder is one. Raises RecipeError."""
+    adapter, name = read_adapter(model.path), base_of(model).path or ""
+    try:
+        with without_report():
+            made = auto.from_pretrained(str(Path(name).expanduser()), config=config, **settings)
+    except RuntimeError as error:
+        if "mismatched" not in str(error):
+            raise
+        problem = f"weights of '{name}' have other shapes than its config says"
+        raise RecipeError(Fault("model.path", problem, "download the model again")) from error
+    return made if adapter is None else merge_adapter(made, adapter)
 
 
 def skeleton(auto: Any, model: ModelConfig, config: PretrainedConfig) -> PreTrainedModel:

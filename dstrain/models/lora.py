@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,9 @@ def add_adapters(model: torch.nn.Module, lora: LoraConfig, heads: Sequence[str],
     )
     torch.manual_seed(seed)
     try:
-        return get_peft_model(model, settings, autocast_adapter_dtype=False)
+        with warnings.catch_warnings():  # transformers 6 will call is_gradient_checkpointing by another name
+            warnings.simplefilter("ignore", FutureWarning)
+            return get_peft_model(model, settings, autocast_adapter_dtype=False)
     except ValueError as error:
         names = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if not list(part.children())})
         raise RecipeError(

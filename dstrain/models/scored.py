@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import cached_file, logging
 
 from dstrain.errors import Fault, RecipeError, TaskError, UsageError
+from dstrain.models.adapters import read_adapter
 from dstrain.models.sharded import fill, whole, whole_shape
 
 if TYPE_CHECKING:
@@ -35,9 +36,11 @@ WEIGHT = "score.weight"
 def has_score_head(config: PretrainedConfig, path: str | None) -> bool:
     """Whether a model was trained to give scores, by its config's architectures or by a head in its folder."""
     names = config.architectures or ()
+    adapter = read_adapter(path)
     return (
         any(name.endswith("ForSequenceClassification") for name in names)
         or (Path(path or "").expanduser() / HEAD).is_file()
+        or (adapter is not None and "score" in adapter.saved)
     )
 
 

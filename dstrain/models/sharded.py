@@ -66,11 +66,11 @@ def fill(tensor: torch.Tensor, read: Callable[[], torch.Tensor] | None) -> None:
     import torch
 
     with whole([cast("torch.nn.Parameter", tensor)], change=True), torch.no_grad():
-        if read is not None and _is_source(tensor):
+        if read is not None and is_source(tensor):
             tensor.copy_(read())
 
 
-def _is_source(tensor: torch.Tensor) -> bool:
+def is_source(tensor: torch.Tensor) -> bool:
     """Whether this process's values stay when the tensor is cut into shards again."""
     if not hasattr(tensor, "ds_id"):
         return True

@@ -44,7 +44,7 @@ def weight_files(text: str) -> list[Path]:
     if not os.path.exists(path):  # False, where Path would raise, for a name too long
         there = f"{text!r} is neither a file nor a folder (we are in {Path.cwd()})"
         raise RecipeError(Fault(KEY, there, f"give {ACCEPTED}; names from the hub are for model.path"))
-    files = _of_folder(path) if path.is_dir() else [path]
+    files = files_of_folder(path, KEY) if path.is_dir() else [path]
     if not files or (path.is_file() and path.suffix not in (".safetensors", *PICKLED)):
         problem = "holds no weights" if path.is_dir() else f"ends in '{path.suffix}'"
         raise RecipeError(Fault(KEY, f"{text!r} {problem}", f"give {ACCEPTED}"))
@@ -54,10 +54,10 @@ def weight_files(text: str) -> list[Path]:
     return files
 
 
-def _of_folder(folder: Path) -> list[Path]:
-    """The files that transformers would take, safetensors first."""
+def files_of_folder(folder: Path, key: str) -> list[Path]:
+    """The files that transformers would take, safetensors first. Raises RecipeError for the recipe's `key`."""
     for one, many in KINDS:
-        files = [folder / one] if (folder / one).is_file() else indexed(folder / f"{one}.index.json", KEY)
+        files = [folder / one] if (folder / one).is_file() else indexed(folder / f"{one}.index.json", key)
         files = files or sorted(folder.glob(many))
         if files:
             return files
@@ -69,9 +69,15 @@ def indexed(index: Path, key: str) -> list[Path]:
     if not index.is_file():
         return []
     try:
-        return sorted({index.parent / name for name in json.loads(index.read_text())["weight_map"].values()})
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise RecipeError(Fault(key, f"{index} cannot be read ({error})", "fetch it again")) from None
+        names = {*json.loads(index.read_text())["weight_map"].values()}
+        files = sorted(index.parent / name for name in names)
+    except (ValueError, KeyError, AttributeError, TypeError, OSError, RecursionError) as error:
+        raise RecipeError(Fault(key, f"{index} cannot be read ({error})", "download it again")) from None
+    outside = [name for name in sorted(names) if os.path.isabs(name) or ".." in Path(name).parts]
+    if outside:
+        problem = f"{index} names a file outside its folder: {outside[0]!r}"
+        raise RecipeError(Fault(key, problem, "download the model again from a source that you trust"))
+    return files
 
 
 def damage(file: Path) -> str:
@@ -80,6 +86,11 @@ def damage(file: Path) -> str:
 
     if not file.is_file():
         return "is not there, though the index of shards names it"
+    try:
+        with file.open("rb"):  # safetensors says "No such file" of one that may not be read
+            pass
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
     if file.suffix != ".safetensors":
         return ""
     try:

@@ -5,7 +5,7 @@
 
 from dstrain.preset.adopt import Adopted, adopt
 from dstrain.preset.complete import Device, Precision, RunSettings, complete, resolve_precision
-from dstrain.preset.read import Preset, describe, preset_names, read_preset
+from dstrain.preset.read import Preset, check_block, describe, preset_names, read_preset
 
 __all__ = [
     "Adopted",
@@ -14,6 +14,7 @@ __all__ = [
     "Preset",
     "RunSettings",
     "adopt",
+    "check_block",
     "complete",
     "describe",
     "preset_names",

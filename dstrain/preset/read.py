@@ -69,6 +69,16 @@ def read_preset(name_or_path: str, folder: Path | None = None) -> Preset:
     return Preset(path.stem, path, text.block)
 
 
+def check_block(file: Path, block: dict[str, Any]) -> dict[str, Any]:
+    """The block of a file that another program wrote. PresetError with every fault at once."""
+    findings = check(block) + check_rules(block)
+    if findings:
+        raise PresetError(
+            Fault(f"{file} {'.'.join(map(str, found.path))}", found.problem, found.mend) for found in findings
+        )
+    return block
+
+
 def preset_names(folder: Path | None = None) -> list[str]:
     """The names of the shipped presets, least sharded first."""
     paths = list((folder or shipped("ds_configs")).glob("*.json"))

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig, RunConfig
@@ -124,6 +124,10 @@ class Task(ABC):
         """What is allowed and may surprise, a sentence each, said where a run starts."""
         return ()
 
+    def notices(self) -> Sequence[str]:
+        """What is worth knowing of a run and is as it should be, a sentence each, said where it starts."""
+        return ()
+
     def baselines(self, examples: Sequence[Any]) -> Mapping[str, float]:
         """What a simple rule reaches on these examples, to see metrics against: name -> share or mean."""
         return {}
@@ -143,8 +147,14 @@ class Task(ABC):
         """Write what an exported model needs beside its weights (a tokenizer, a processor)."""
 
     def reload(self, folder: Path) -> torch.nn.Module:
-        """The model as a stranger would load it from an exported folder. Raises TaskError where the task has no such form."""
-        raise TaskError(f"task {type(self).__name__}: cannot be exported; give it a method `reload(self, folder)`")
+        """The model in an exported folder: of a class of transformers as that class loads it, else built and filled anew."""
+        from dstrain.models.module_file import load_module
+
+        model: Any = self.build_model()
+        if hasattr(model, "save_pretrained"):
+            return cast("torch.nn.Module", type(model).from_pretrained(str(folder)))
+        load_module(model, folder)
+        return cast("torch.nn.Module", model)
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:

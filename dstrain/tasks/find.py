@@ -8,7 +8,9 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import pkgutil
+import shutil
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -81,8 +83,29 @@ def _module(name: str) -> ModuleType:
     raise TaskError(f"task '{name}': there is no such task; {did_you_mean(name, packaged_tasks())}")
 
 
+KEPT = "task.py"
+"""The copy of a task file in a run folder and in an exported one. It runs only where --task names it."""
+
+
+def task_source(task: Task) -> Path | None:
+    """The file of a task that does not come with dstrain."""
+    file = Path(inspect.getfile(type(task))).resolve()
+    return None if Path(__file__).resolve().parents[1] in file.parents or not file.is_file() else file
+
+
+def keep_task_file(task: Task, folder: Path) -> None:
+    """Copy the file of a task that does not come with dstrain into a folder, so that the folder can be read without it."""
+    source, kept = task_source(task), folder / KEPT
+    if source is None or source == kept.resolve():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{KEPT}.new"
+    shutil.copyfile(source, temporary)
+    os.replace(temporary, kept)
+
+
 def _from_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
+    path = Path(os.path.realpath(path.expanduser()))
     if not path.is_file():
         raise TaskError(f"--task {path}: is no file; give the path of a Python file that defines a task")
     unique = f"dstrain_task_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"

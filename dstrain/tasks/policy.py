@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig, RunConfig
+from dstrain.models.load import require_folder
 from dstrain.tasks.base import ReferenceKind
 from dstrain.tasks.text import TextTask
 
@@ -36,6 +37,15 @@ class PolicyTask(TextTask):
     def __post_init__(self) -> None:
         if not self.beta > 0:
             raise ValueError(f"beta is {self.beta:g}, but it must be above 0")
+
+    def check_named(self) -> None:
+        super().check_named()
+        self.check_reference()
+
+    def check_reference(self) -> None:
+        """Raise RecipeError where the folder of another reference is not there."""
+        if self.ref_model:
+            require_folder(self.ref_model, "options.ref_model")
 
     @property
     def reference(self) -> ReferenceKind:

@@ -23,14 +23,14 @@ from dstrain.data.source import First, Joined, Source, open_source
 from dstrain.data.store import TokenStore, cache_root
 from dstrain.data.template import read_template
 from dstrain.data.tokenizer import trained_tokenizer
+from dstrain.data.untemplated import describe_untemplated
 from dstrain.errors import DataError, Fault, RecipeError
 from dstrain.launch.threads import cores_here
-from dstrain.models.freeze import check_parts, freeze, learns_from_text
-from dstrain.models.init import check_init
+from dstrain.models.adapters import load_adapters
+from dstrain.models.fit import Fit, check_text_teaches
 from dstrain.models.load import (
     NO_MODEL,
     check_vocabulary,
-    check_weights,
     load_model,
     read_config,
     read_tokenizer,
@@ -38,8 +38,9 @@ from dstrain.models.load import (
     switch_on_checkpointing,
 )
 from dstrain.models.padding import give_pad_token
-from dstrain.models.positions import beyond_training, check_positions
+from dstrain.models.preflight import check_model, tokenizer_folder
 from dstrain.models.processors import fit_config, make_processor, read_processor, sees, special_tokens
+from dstrain.models.weight_files import check_weights
 from dstrain.tasks.base import Split, Task
 from dstrain.tasks.preparing import policy_of
 
@@ -135,21 +136,26 @@ class TextTask(Task):
 
     def check_named(self) -> None:
         model, train = self.recipe.model, self.recipe.data.train
-        if faults := [NO_MODEL] * (not (model.path or model.config)) + [NO_DATA] * (not train):
+        faults = [NO_MODEL] * (not (model.path or model.config)) + [NO_DATA] * (not train)
+        own = any(getattr(type(self), name) is not getattr(TextTask, name) for name in ("load", "tokenizer"))
+        if faults := faults or ([] if own else check_model(self.recipe)):
             raise RecipeError(faults)
 
     def check(self) -> None:
         model = self.recipe.model
         check_weights(model)
         check_vocabulary(model, self.model_config, len(self.tokenizer), self.sees)
-        bones = skeleton(self.auto_class, model, self.config_for(model))
-        check_positions(bones, bones.config, self.recipe.data.max_length)
-        check_parts(bones, self.recipe)
-        if model.init is not None:
-            check_init(bones, model.init)
+        self.fit.check(skeleton(self.auto_class, model, self.config_for(model)))
 
     def warnings(self) -> Sequence[str]:
-        return [line for line in [beyond_training(self.model_config, self.recipe.data.max_length)] if line]
+        return self.fit.surprises
+
+    def notices(self) -> Sequence[str]:
+        return [*self.fit.notices, *describe_untemplated(self.tokenizer)]
+
+    @cached_property
+    def fit(self) -> Fit:
+        return Fit(self.recipe, self.heads, self.answers)
 
     @property
     def auto_class(self) -> Any:
@@ -190,9 +196,7 @@ class TextTask(Task):
     def reload(self, folder: Path) -> torch.nn.Module:
         if not (folder / "adapter_config.json").is_file():
             return self.auto_class.from_pretrained(str(folder))
-        from peft import PeftModel
-
-        return PeftModel.from_pretrained(self.load(self.recipe.model), str(folder))
+        return load_adapters(self.load(self.recipe.model), folder)
 
     @cached_property
     def model_config(self) -> PretrainedConfig:
@@ -217,7 +221,7 @@ class TextTask(Task):
         if not self.sees:
             return None
         model = self.recipe.model
-        name = model.processor if isinstance(model.processor, str) else model.path
+        name = model.processor if isinstance(model.processor, str) else tokenizer_folder(model.path)
         if name is None:
             return self._sight_of(make_processor(self.model_config, self._words, *self._colours()))
         if model.tokenizer is not None:
@@ -251,7 +255,7 @@ class TextTask(Task):
             source = self.source(self.recipe.data.train)
             return trained_tokenizer(source, self.texts, wanted.vocab_size, cache_root(), wanted.alphabet)
         key = "model.path" if wanted is None else "model.tokenizer"
-        tokenizer = read_tokenizer(wanted or model.path or "", key, model.trust_remote_code)
+        tokenizer = read_tokenizer(wanted or tokenizer_folder(model.path) or "", key, model.trust_remote_code)
         give_pad_token(tokenizer, key)
         return tokenizer
 
@@ -276,13 +280,8 @@ class TextTask(Task):
     def _check_text_teaches(self) -> None:
         """Raise DataError where only what looks at images learns: it takes no part where none is."""
         model = self.recipe.model
-        if not model.freeze or model.lora:
-            return
-        bones = skeleton(self.auto_class, model, self.config_for(model))
-        freeze(bones, model.freeze)
-        if not learns_from_text(bones):
-            problem = "no record shows an image, and model.freeze leaves nothing that learns from text"
-            raise DataError(Fault("data.train", problem, "name records with images, or freeze less"))
+        if model.freeze and not model.lora:
+            check_text_teaches(skeleton(self.auto_class, model, self.config_for(model)), model)
 
     def save_extras(self, folder: Path) -> None:
         (self.tokenizer if self.sight is None else self.sight.processor).save_pretrained(str(folder))

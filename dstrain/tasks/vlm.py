@@ -15,7 +15,8 @@ from dstrain.data.conversations import Passage
 from dstrain.data.dialogs import IMAGE, render_messages
 from dstrain.data.grouped import Grouped
 from dstrain.data.rows import Source
-from dstrain.errors import Fault, RecipeError
+from dstrain.errors import RecipeError
+from dstrain.models.preflight import blind
 from dstrain.tasks.sft import SupervisedFineTuning
 from dstrain.tasks.tiny import tiny_recipe
 
@@ -48,10 +49,9 @@ class VisionLanguage(SupervisedFineTuning):
     def check(self) -> None:
         super().check()
         if not self.sees:
-            model = self.recipe.model
-            problem = f"a {self.model_config.model_type} model sees no images"
-            mend = "name one that does (LLaVA, Gemma 3, Idefics 3, Qwen2.5-VL …), or take task sft"
-            raise RecipeError(Fault("model.path" if model.path else "model.config", problem, mend))
+            raise RecipeError(
+                blind("model.path" if self.recipe.model.path else "model.config", self.model_config.model_type)
+            )
 
     def texts(self, record: dict[str, Any]) -> Iterator[str]:
         sample = self.convert(record).said

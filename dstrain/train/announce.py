@@ -70,14 +70,23 @@ def describe_start(plan: Plan, journal: Journal, world: World, start: Checkpoint
             flush=True,
         )
         print("".join(f"{line}\n" for line in told_cuts(reports)), end="", flush=True)
-    for line in (*plan.task.warnings(), *ds_config_warnings(plan.ds_config)):
-        journal.event("warning", what=line)
+    for line in plan.task.notices():
+        journal.event("notice", what=line)
         if world.rank == 0:
-            print(f"warning: {line}", flush=True)
+            print(line, flush=True)
+    tell_warnings((*plan.task.warnings(), *ds_config_warnings(plan.ds_config)), journal, world)
     if start is not None and (other := reshaping(plan, world.size, start)):
         journal.event("reshaped", step=start.step, how=other)
         if world.rank == 0:
             print(other, flush=True)
+
+
+def tell_warnings(lines: Iterable[str], journal: Journal, world: World) -> None:
+    """Say what is allowed and may surprise, in events.jsonl and on rank 0's terminal."""
+    for line in lines:
+        journal.event("warning", what=line)
+        if world.rank == 0:
+            print(f"warning: {line}", flush=True)
 
 
 def tell_changes(found: Iterable[Change], journal: Journal, world: World) -> None:
@@ -122,7 +131,8 @@ def finish(run: Run, step: int) -> int:
         line, code = f"this run is finished already: all {run.steps} steps are done", 0
     else:
         run.journal.event("finished", step=step)
-        line, code = f"finished: {run.steps} steps", 0
+        left_out = f"; {run.guard.skipped} left out, their loss or gradients not finite" if run.guard.skipped else ""
+        line, code = f"finished: {run.steps} steps{left_out}", 0
     if run.engine.world.rank == 0:
         print("\n".join(filter(None, [line, last_held_out(folder), f"run folder: {folder}"])), flush=True)
     return code

@@ -17,8 +17,9 @@ from dstrain.models.sharded import sharded_construction
 from dstrain.report.journal import Journal
 from dstrain.report.meter import Meter
 from dstrain.schedule import Every, LearningRate, scale
-from dstrain.train.announce import describe_start, finish, make_sinks, tell_changes
-from dstrain.train.build import build_objective, count
+from dstrain.tasks.find import keep_task_file
+from dstrain.train.announce import describe_start, finish, make_sinks, tell_changes, tell_warnings
+from dstrain.train.build import build_objective, count, depends_on_split
 from dstrain.train.changes import changes
 from dstrain.train.checkpoint import Checkpoints
 from dstrain.train.engine import DeepSpeedEngine
@@ -146,6 +147,7 @@ def _write_start(plan: Plan, world: World, start: CheckpointInfo | None) -> None
     if start is not None and start.step >= plan.steps and run_of(start) == plan.run_dir:
         return
     write_start(plan.run_dir, plan.config, plan.ds_config, {"world_size": world.size, "preset": plan.preset.name})
+    keep_task_file(plan.task, plan.run_dir)
     if (
         start is None
         or run_of(start) != plan.run_dir
@@ -234,6 +236,7 @@ def _engine(plan: Plan, world: World, journal: Journal) -> DeepSpeedEngine:
     parts = part_counts(objective.model, plan.config.optim, _rate(plan, 1.0))
     about = {"parts": [asdict(part) for part in parts]} if parts else {}
     journal.event("model", parameters=total, trainable=trained, reference=plan.task.reference, **about)
+    tell_warnings(depends_on_split(objective.model), journal, world)
     if world.rank == 0:
         print(f"model: {show_count(total)} parameters, {show_count(trained)} of them trained", flush=True)
         for part in parts:

@@ -51,6 +51,17 @@ def _adapted(task: Task, model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def depends_on_split(model: torch.nn.Module) -> list[str]:
+    """A sentence where a step is not the same however its samples are split, as far as the model's parts tell."""
+    parts = [name for name, part in model.named_modules() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)]
+    if not parts:
+        return []
+    return [
+        f"the model has batch normalization ({parts[0]}{' and more' if len(parts) > 1 else ''}), whose means are those of each "
+        "micro-batch of each process: losses depend on batch.micro and on the number of processes"
+    ]
+
+
 def count(model: torch.nn.Module) -> tuple[int, int]:
     """(parameters, parameters that learn)."""
     sizes = [(numel(parameter), parameter.requires_grad) for parameter in model.parameters()]

@@ -20,8 +20,9 @@ from typing import Any, Literal, TypeVar, cast
 
 from dstrain.batch import Progress
 from dstrain.collectives import lost
-from dstrain.errors import CheckpointError, LostError
+from dstrain.errors import CheckpointError, LostError, RunError
 from dstrain.report.journal import now, sync_folder
+from dstrain.train.best import best_name, forget_best, point_best
 from dstrain.train.blocks import Entry
 from dstrain.train.manifest import (
     ABOUT,
@@ -72,21 +73,32 @@ class Checkpoints:
         partial = final.with_suffix(".partial")
         about = (progress.step, progress.samples, metric, self.world.size, record.get("zero_stage"))
         record = {"time": now(), **record, **dict(zip(ABOUT, about, strict=True))}
-        if self.owned is not None:
-            self.on_first("comparing the lease of the run folder", self.owned)
         try:
-            self.on_first(f"making {partial}", lambda: _make_empty(partial))
+            self.on_first(f"making {partial}", lambda: self._begin(partial))
             written = self._together(f"writing {final.name}", lambda: write(partial))
             files = {name: entry for share in written for name, entry in share.items()}
             self.on_first(f"sealing {partial}", lambda: self._seal(partial, files, record))
             self.on_first(f"committing {final.name}", lambda: _commit(partial, final))
         except CheckpointError:
-            if self.world.rank == 0:  # all ranks came back: nobody writes any more
+            if self.world.rank == 0 and self._is_owned():  # all ranks came back: nobody writes any more
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         self.on_first("choosing the best", self._choose_best)
         self.on_first("pruning", lambda: self._prune(progress.step))
         return final
+
+    def _begin(self, partial: Path) -> None:
+        if self.owned is not None:
+            self.owned()
+        _make_empty(partial)
+
+    def _is_owned(self) -> bool:
+        try:
+            if self.owned is not None:
+                self.owned()
+        except RunError:
+            return False
+        return True
 
     def _seal(self, partial: Path, files: dict[str, Entry], record: Mapping[str, Any]) -> None:
         seal(partial, files, record)
@@ -133,15 +145,15 @@ class Checkpoints:
         metrics = [(info.metric, info.step) for info in listed(self.folder) if info.whole]
         found = [(sign * value, step) for value, step in metrics if value is not None and math.isfinite(value)]
         if found:
-            _point_best(self.folder, min(found)[1])
+            point_best(self.folder, min(found)[1])
         else:
-            (self.folder / "best").unlink(missing_ok=True)
+            forget_best(self.folder)
 
     def _prune(self, current: int) -> None:
         """Remove what is older than the newest `keep` whole ones, but for multiples, the best and the current."""
         checkpoints = listed(self.folder)
         newest = [info.step for info in checkpoints if info.whole][: self.keep]
-        best = os.path.basename(os.path.realpath(self.folder / "best"))
+        best = best_name(self.folder)
         for info in checkpoints:
             multiple = self.keep_every is not None and info.step % self.keep_every == 0
             if info.step < min(newest, default=0) and not multiple and info.path.name != best and info.step != current:
@@ -222,14 +234,3 @@ def _set_aside(folder: Path, start: CheckpointInfo) -> list[str]:
     for path in newer:
         os.rename(path, folder / f"superseded-{time.time_ns()}-{path.name}")
     return [path.name for path in newer]
-
-
-def _point_best(folder: Path, step: int) -> None:
-    name = f"step-{step:08d}"
-    if (folder / "best").is_symlink() and os.readlink(folder / "best") == name:
-        return
-    if fault := verify(folder / name, read_all=False):
-        raise CheckpointError(f"{name} cannot be the best: {fault}")
-    (folder / "best.new").unlink(missing_ok=True)
-    (folder / "best.new").symlink_to(name)
-    os.replace(folder / "best.new", folder / "best")

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from dstrain.config import RunConfig, changed_learning_keys, read_recipe, show_recipe
 from dstrain.config.schema import BatchConfig
 from dstrain.errors import ResumeError, UsageError
+from dstrain.models.keep import keep_config
 from dstrain.train.inputs import is_allowed
 from dstrain.train.manifest import CheckpointInfo, describe, listed, verify
 from dstrain.world import World
@@ -122,7 +123,7 @@ def chosen_checkpoint(folder: str) -> CheckpointInfo:
 
 
 def write_start(run_dir: Path, config: RunConfig, ds_config: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-    """recipe.yaml, ds_config.json and environment.json: enough to repeat the run. Rank 0 calls it."""
+    """recipe.yaml, ds_config.json, environment.json and the model's config: enough to repeat the run. Rank 0 calls it."""
     (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     for name, text in (
         ("recipe.yaml", show_recipe(config)),
@@ -132,6 +133,7 @@ def write_start(run_dir: Path, config: RunConfig, ds_config: Mapping[str, Any], 
         temporary = run_dir / f".{name}.new"
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, run_dir / name)
+    keep_config(config.model, run_dir / "model")
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:

@@ -10,7 +10,6 @@ change the samples, and a tokenizer trained on it would give every id another me
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from dstrain.data.prepare import tokenizer_fingerprint
 from dstrain.data.source import open_source
 from dstrain.errors import DataError, Fault, ResumeError
 from dstrain.tasks import Task
+from dstrain.tasks.find import task_source
 from dstrain.tasks.text import TextTask
 from dstrain.train.manifest import CheckpointInfo
 
@@ -45,7 +45,7 @@ def files_of(task: Task) -> dict[str, dict[str, Any]]:
         found["data.train"] = {"digest": _digest(task, data.train)}
     if data.eval:
         found["data.eval"] = {"path": str(data.eval.path), "digest": _digest(task, [data.eval])}
-    if (source := _task_file(task)) is not None:
+    if (source := task_source(task)) is not None:
         found["task"] = {"digest": file_digest(source)}
     return found
 
@@ -127,9 +127,3 @@ def _images(examples: Any) -> dict[str, str]:
     """A hash of the images of a token store, by their content."""
     album = getattr(getattr(examples, "store", None), "album", None)
     return {} if album is None else {"images": album.digest}
-
-
-def _task_file(task: Task) -> Path | None:
-    """The file of a task that does not come with dstrain."""
-    file = Path(inspect.getfile(type(task))).resolve()
-    return None if Path(__file__).resolve().parents[1] in file.parents else file

@@ -27,6 +27,8 @@ def train(run: Run) -> Progress:
         run.saving.grace.stepped()
         done, stop = progress.step >= run.steps, run.stops(progress)
         run.end_profile(progress, done or stop)
+        if done:
+            run.guard.end(progress)
         metric = None
         if run.log.due(progress.step) or done or stop:
             run.write(progress)

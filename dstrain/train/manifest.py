@@ -17,6 +17,8 @@ from dstrain.train.blocks import BLOCK, BlockFile, Entry, write_hashed
 MANIFEST = "MANIFEST.json"
 ABOUT = ("step", "samples", "metric", "world_size", "zero_stage")
 NAME = re.compile(r"step-\d{8,}(\.old)?")
+MOST = 1e300
+"""More than this no counter or metric is; a number of JSON may be larger than a float."""
 _RANK = re.compile(r"(?:^|/)rank-(\d+)")
 
 
@@ -61,26 +63,37 @@ def verify(path: Path, read_all: bool = True, share: tuple[int, int] = (0, 1)) -
     Every file must be there with its size; `read_all` compares contents too, of each n-th block of all files from
     the k-th on for `share` (k, n). A file that no manifest names does no harm.
     """
+    if not (path / MANIFEST).is_file():  # reading a FIFO would wait for ever
+        return f"{MANIFEST} is missing"
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         files, step = manifest["files"], {name: manifest[name] for name in ABOUT}["step"]
         if _step(path) not in (step, None):
             return f"{MANIFEST} is of step {step}"
+        if wrong := next((name for name in ABOUT if not _fits(name, manifest[name])), None):
+            return f"{MANIFEST} names {str(manifest[wrong])[:40]!r} as {wrong}"
         if fault := _sizes(path, files):
             return fault
         if any(json.loads(_small(path, files, "run.json"))[name] != manifest[name] for name in ABOUT):
             return f"{MANIFEST} and run.json differ"
         if read_all:
             _read_share(path, files, share)
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
     except CheckpointError as error:
         return str(error).removeprefix(f"{path}/").partition(";")[0].replace(": ", " ", 1)
     except OSError as error:
         return f"it cannot be read: {error}"
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{MANIFEST} is not readable"
     return None
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a value can be what ABOUT names: a file that was handed over may hold anything."""
+    if value is None:
+        return name in ("metric", "zero_stage")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < MOST if name == "metric" else isinstance(value, int) and 0 <= value < MOST
 
 
 def _sizes(path: Path, files: Mapping[str, Entry]) -> str | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dstrain.errors import CheckpointError
+from dstrain.train.best import best_name
 from dstrain.train.checkpoint import Checkpoints, discard
 from dstrain.train.manifest import listed
 from dstrain.units import show_bytes
@@ -78,7 +78,7 @@ def _make_room(folder: Path, size: int, prune_when_full: bool) -> list[str]:
     there = [info for info in listed(folder) if info.whole]
     needed = int((there[0].size if there else size) * MARGIN)
     removed = []
-    best = os.path.basename(os.path.realpath(folder / "best"))
+    best = best_name(folder)
     for info in sorted(there[1:], key=lambda info: (info.path.name == best, info.step)):
         if free_bytes(folder) >= needed or not prune_when_full:
             break

@@ -176,7 +176,7 @@ class StoredState:
                 self._keys.setdefault(parameter, set()).add(key)
                 if start:
                     self._elementwise.add((parameter, key))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             why = f"{type(error).__name__}: {error}"
             raise CheckpointError(
                 f"{file.path}: its table cannot be read ({why}); choose another checkpoint"
@@ -190,7 +190,7 @@ class StoredState:
             found = json.loads(file.read(0, file.size))
             if not found["optimizer"] or any(int(size) < 0 for shape in found["shapes"].values() for size in shape):
                 raise ValueError("a size below 0, or no optimizer")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             why = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"{file.path}: cannot be read ({why}); choose another checkpoint") from error
         return found

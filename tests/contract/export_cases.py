@@ -28,6 +28,7 @@ from dstrain.config import show_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.models.fingerprint import fingerprint
 from dstrain.models.freeze import parameter_groups
+from dstrain.models.keep import keep_config
 from dstrain.models.sharded import sharded, sharded_construction
 from dstrain.preset import Device
 from dstrain.tasks import find_task, make_task
@@ -87,6 +88,7 @@ def make_run(folder: Path, task: str, changes: dict[str, Any] | None = None, pre
     (folder / "run/recipe.yaml").write_text(show_recipe(made.recipe))
     (folder / "run/ds_config.json").write_text(json.dumps({"bf16": {"enabled": precision == "bf16"}}))
     made.save_extras(folder / "run/tokenizer")
+    keep_config(made.recipe.model, folder / "run/model")
     return folder / "run"
 
 

@@ -127,7 +127,8 @@ def test_an_exported_policy_is_not_its_own_reference(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match=r"a policy cannot be its own reference.*--set options\.ref_model=FOLDER"):
         check_reference(find_trained(tmp_path, "best", task="dpo"))
-    check_reference(find_trained(tmp_path, "best", ["options.ref_model=/elsewhere"], "dpo"))
+    (tmp_path / "elsewhere").mkdir()
+    check_reference(find_trained(tmp_path, "best", [f"options.ref_model={tmp_path}/elsewhere"], "dpo"))
     check_reference(find_trained(tmp_path, "best", ["options.loss_type=orpo"], "dpo"))
     check_reference(find_trained(tmp_path, "best", task="rm"))
 

@@ -105,7 +105,7 @@ def test_a_record_that_asks_nothing_is_left_out_or_refused(trained: Any, tmp_pat
     ("words", "wanted"),
     [
         ([], "give --prompt TEXT, or --data FILE"),
-        (["--prompt", " "], "--prompt: 'prompt' is empty"),
+        (["--prompt", " "], "--prompt is empty; write what is asked"),
         (["--prompt", "hi", "--task", "rm"], "gives scores and no answers; `dstrain evaluate`"),
         (["--prompt", "hi", "--task", str(Path(__file__).with_name("tiny.py"))], "has no text for a model to answer"),
         (["--data", "nowhere.jsonl"], "there is no such file"),

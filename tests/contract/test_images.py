@@ -86,7 +86,7 @@ BAD: dict[str, tuple[str, Write | None, str]] = {
     "short.png": ("<image>?", cut_off("PNG"), "short.png is damaged or cut off"),
     "bomb.png": ("<image>?", bomb, "bomb.png has 1000000000 pixels, more than the 89478485 that are decoded; make it"),
     "dot.png": ("<image>?", saved(picture(8, (1, 1))), "dot.png is 1x1 pixels, and an image has two or more either way"),
-    "text.png": ("<image>?", lambda path: path.write_text("hello"), "text.png is no image that is known here (it begins"),
+    "text.png": ("<image>?", lambda path: path.write_text("hello"), "text.png is no image that is known here (it is text; k"),
     "folder.png": ("<image>?", Path.mkdir, "folder.png is a folder, not an image; name a file in it"),
     "many.png": ("Is it?", saved(picture(9)), "1 mark (<image>) and 2 images: fewer marks than images; write one mark"),
     "few.png": ("<image>, <image>?", saved(picture(9)), "2 marks (<image>) and 1 image: more marks than images; write"),
@@ -339,7 +339,7 @@ def test_a_model_that_sees_nothing_refuses_records_with_images(written: Any, tmp
     with pytest.raises(UsageError, match=wanted):
         plan(values, tmp_path)
     vlm = recipe(tmp_path) | {"model": values["model"]}
-    with pytest.raises(UsageError, match=r"model\.config.*a llama model sees no images; name one that does"):
+    with pytest.raises(UsageError, match=r"model\.config.*llama is a text-only model, and task vlm needs"):
         plan(vlm, tmp_path)
 
 

@@ -82,7 +82,10 @@ HARMED = {
     "head.jpg": (JPEG[:20], "head.jpg is damaged or cut off"),
     "bomb.png": (png(30000, 30000), "bomb.png has 900000000 pixels, more than the 89478485 .*; make it smaller"),
     "warned.png": (png(10000, 10000), "warned.png has 100000000 pixels, more than the 89478485"),
-    "text.png": (b"<html>404</html>", "text.png is no image that is known here .*<html>404.*; save it as PNG"),
+    "text.png": (
+        b"<html>404</html>",
+        "text.png is no image that is known here .it is HTML, SVG or XML; .*; save it as PNG",
+    ),
     "program.png": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "program.png is no image that is known"),
     "empty.png": (b"", "empty.png is empty; fetch it again"),
     "dot.png": (png(1, 1), "dot.png is 1x1 pixels, and an image has two or more either way"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +45,41 @@ def test_tokenizers_of_two_alphabets_are_kept_apart(tmp_path: Path) -> None:
     for size, alphabet, wanted in ((257, "bytes", "at least 258"), (15, "data", "a trained tokenizer has at least 16")):
         with pytest.raises(DataError, match=wanted):
             trained_tokenizer(source, texts, size, tmp_path, alphabet)
+
+
+@pytest.mark.parametrize(
+    "fault", [OSError(28, "No space left on device"), Exception("No space left on device (os error 28)")]
+)
+def test_a_full_cache_is_said_and_nothing_is_left_there(
+    fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizers library raises a bare Exception; what a process left that was killed in the midst goes too."""
+    (tmp_path / "x.jsonl").write_text('{"text": "3 + 4 = 7"}\n')
+    source = Joined([open_source(HeldOutConfig(path=str(tmp_path / "x.jsonl")), {})])
+
+    def texts(record: dict[str, Any]) -> list[str]:
+        return [record["text"]]
+
+    def full(tokenizer: Any, folder: str) -> None:
+        (Path(folder) / "tokenizer.json").write_text("{")
+        raise fault
+
+    class Dead(Exception):
+        pass
+
+    def dies(*_: Any, **__: Any) -> None:
+        raise Dead
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", full)
+    remove = shutil.rmtree
+    monkeypatch.setattr("dstrain.data.tokenizer.shutil.rmtree", dies)
+    with pytest.raises(Dead):
+        trained_tokenizer(source, texts, 270, tmp_path / "cache")
+    monkeypatch.setattr("dstrain.data.tokenizer.shutil.rmtree", remove)
+    assert len([*(tmp_path / "cache/tokenizers").glob("*.partial")]) == 1
+    monkeypatch.setattr("dstrain.cache._lives", lambda pid: False)
+    with pytest.raises(
+        DataError, match=r"the tokenizer cannot be written into the cache \(.*No space left.*set DSTRAIN_CACHE"
+    ):
+        trained_tokenizer(source, texts, 270, tmp_path / "cache")
+    assert not [*(tmp_path / "cache/tokenizers").iterdir()]

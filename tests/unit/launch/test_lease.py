@@ -14,7 +14,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from dstrain.cli import main
 from dstrain.errors import ResumeError, RunError
 from dstrain.launch import lease as module
 from dstrain.launch.lease import Holder, Lease, check_lease, newest
@@ -207,3 +209,16 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".workers").write_text("a file")
     with Lease(tmp_path) as lease, pytest.raises(ResumeError, match=r"its lease in .* cannot be written"):
         lease.take()
+
+
+@pytest.mark.parametrize("more", [[], ["--resume", "never"]], ids=["resume", "never"])
+def test_a_second_start_of_a_command_ends_before_anything_is_touched(more: list[str], tmp_path: Path) -> None:
+    with Lease(tmp_path / "run") as lease:
+        (tmp_path / "run").mkdir()
+        lease.take()
+        told = CliRunner().invoke(
+            main, ["train", "demo-rm", "--num-gpus", "2", "--run-dir", str(tmp_path / "run"), *more]
+        )
+        assert told.exit_code == 2
+        assert f"another launch writes into it (process {os.getpid()} on " in told.output
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [".workers"]

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import RecipeError
-from dstrain.models.load import check_weights, load_model, read_config, skeleton, switch_on_checkpointing
+from dstrain.models.load import load_model, read_config, skeleton, switch_on_checkpointing
+from dstrain.models.weight_files import check_weights
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -120,6 +121,50 @@ def test_whole_weights_pass_and_cut_ones_do_not(tmp_path: Path) -> None:
     shards[0].write_bytes(shards[0].read_bytes()[:-1])
     with pytest.raises(RecipeError, match=rf"{shards[0].name} is damaged"):
         check_weights(model)
+
+
+def test_a_pickle_with_code_as_weights_is_refused_and_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "PWNED",)
+
+    build().config.save_pretrained(str(tmp_path))
+    torch.save({"weight": torch.ones(1), "evil": Evil()}, tmp_path / "pytorch_model.bin")
+    wanted = (
+        r"model\.path: .*pytorch_model.bin holds more than tensors: .*nothing of it was run; where you trust the file"
+    )
+    with pytest.raises(RecipeError, match=wanted):
+        check_weights(ModelConfig(path=str(tmp_path)))
+    assert not (tmp_path / "PWNED").exists()
+    torch.save(build().state_dict(), tmp_path / "pytorch_model.bin")
+    check_weights(ModelConfig(path=str(tmp_path)))
+
+
+def test_what_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permissions do not stop root, who may run the tests."""
+    build().save_pretrained(str(tmp_path))
+    model, refused, closed = ModelConfig(path=str(tmp_path)), PermissionError(13, "Permission denied"), Path.open
+
+    def no_weights(path: Path, *rest: Any) -> Any:
+        if path.suffix == ".safetensors":
+            raise refused
+        return closed(path, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", no_weights)
+        wanted = r"model.safetensors cannot be read \(Permission denied\); check the permissions of the file"
+        with pytest.raises(RecipeError, match=wanted):
+            check_weights(model)
+
+    def no_folder(path: Any) -> Any:
+        raise refused
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dstrain.models.weight_files.os.listdir", no_folder)
+        with pytest.raises(
+            RecipeError, match=r"cannot be read \(Permission denied\); check the permissions of the fol"
+        ):
+            check_weights(model)
 
 
 def test_checkpointing_changes_no_gradient() -> None:

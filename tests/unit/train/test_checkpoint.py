@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 
 import dstrain
 from dstrain.batch import Progress
-from dstrain.errors import CheckpointError
+from dstrain.errors import CheckpointError, RunError
 from dstrain.train import checkpoint as module
 from dstrain.train.blocks import Entry, write_hashed
 from dstrain.train.checkpoint import Checkpoints
@@ -384,3 +385,18 @@ def test_going_back_behind_the_best_chooses_another(tmp_path: Path) -> None:
     assert best(tmp_path) == "step-00000002"
     save(checkpoints, 3)
     assert best(tmp_path) == "step-00000002", "the third was not looked at again"
+
+
+def test_a_launch_that_lost_its_folder_neither_writes_nor_removes_anything_there(tmp_path: Path) -> None:
+    save(solo(tmp_path), 2)
+    partial = tmp_path / "step-00000003.partial"
+    partial.mkdir()
+    (partial / "of the other launch").touch()
+
+    def taken() -> None:
+        raise RunError("another launch took the folder")
+
+    lost = replace(solo(tmp_path), owned=taken)
+    with pytest.raises(CheckpointError, match="another launch took the folder"):
+        save(lost, 3)
+    assert [path.name for path in partial.iterdir()] == ["of the other launch"]

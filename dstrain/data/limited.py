@@ -1,0 +1,131 @@
+"""Work that somebody else's file decides the size of, tried in a process of its own under the kernel's limits.
+
+Nothing inside of Python stops `9 ** (9 ** 9)` or an allocation of gigabytes, and no thread can be ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+_PR_SET_PDEATHSIG = 1
+TOO_LARGE = 3
+"""How a process ends where memory ran out."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a process may take."""
+
+    memory: int
+    """Bytes beside what the process has that forks it."""
+    seconds: int | None = None
+    """Of processor time."""
+    patience: float | None = None
+    """Seconds after which a process is given up that does not compute either."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What came of it."""
+
+    how: Literal["done", "memory", "time", "lost"]
+    """lost: nothing is known, the process was ended by somebody or waits for something."""
+    value: Any = None
+    """What the work returned, or the exception that it raised."""
+
+
+def attempt(work: Callable[[], Any], limits: Limits) -> Tried:
+    """Run `work` in a forked process, on Linux; elsewhere here, without limits. What it returns or raises is sent back."""
+    if sys.platform != "linux":
+        try:
+            return Tried("done", work())
+        except Exception as fault:
+            return Tried("done", fault)
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of a fork beside threads; the child computes, and takes no lock that a thread may hold.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _live(work, limits, writer)
+    os.close(writer)
+    try:
+        code, sent = _wait(child, reader, limits.patience)
+    finally:
+        os.close(reader)
+    if code == -signal.SIGXCPU:
+        return Tried("time")
+    if code == TOO_LARGE:
+        return Tried("memory")
+    if code != 0:
+        return Tried("lost")
+    return Tried("done", pickle.loads(sent))  # noqa: S301  our own child wrote it
+
+
+def _wait(child: int, reader: int, patience: float | None) -> tuple[int, bytes]:
+    """(how the process ended, what it sent). It is ended where this one is interrupted."""
+    began, sent = time.monotonic(), b""
+    os.set_blocking(reader, False)
+    try:
+        while True:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            with suppress(BlockingIOError):
+                while piece := os.read(reader, 1 << 16):
+                    sent += piece
+            if ended:
+                child = 0
+                return os.waitstatus_to_exitcode(status), sent
+            if patience is not None and time.monotonic() - began > patience:
+                return -signal.SIGKILL, b""
+            time.sleep(0.001)
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _live(work: Callable[[], Any], limits: Limits, writer: int) -> NoReturn:
+    """The life of the process that tries."""
+    import resource
+
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        for number in (signal.SIGXCPU, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if limits.seconds is not None:
+            resource.setrlimit(resource.RLIMIT_CPU, (limits.seconds, limits.seconds + 1))
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + limits.memory
+        with suppress(ValueError, OSError):  # a lower one is set already
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        sent = _result(work)
+        while sent:
+            sent = sent[os.write(writer, sent) :]
+        code = 0
+    except MemoryError:
+        code = TOO_LARGE
+    finally:
+        os._exit(code)
+
+
+def _result(work: Callable[[], Any]) -> bytes:
+    try:
+        return pickle.dumps(work())
+    except MemoryError:
+        raise
+    except Exception as fault:
+        return pickle.dumps(fault)

@@ -1,0 +1,97 @@
+"""Which checkpoint `best`, `last` or a number means.
+
+`best` is a link where dstrain made it. `cp -rL`, zip and most object stores turn best -> step-00000200 into a second copy of
+the folder, or into a file that holds the text `step-00000200`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+from dstrain.errors import CheckpointError, UsageError
+from dstrain.train.manifest import MANIFEST, NAME, CheckpointInfo, describe, listed, verify
+
+BEST = "best"
+LONGEST_NAME = 64
+"""Bytes of a file that a link became; a name has some 13."""
+
+
+def find_checkpoint(run: Path, step: str) -> CheckpointInfo:
+    """The whole checkpoint `best`, `last` or of a number; `best` is the last where none was marked."""
+    folder = run / "checkpoints"
+    there = [info for info in listed(folder) if info.whole]
+    best = best_checkpoint(folder) if step == "best" else None
+    if best is not None and best.name == "best" and verify(best, read_all=False) is None:
+        return describe(best, None)
+    if not there:
+        raise UsageError(f"{run}: holds no whole checkpoint; `dstrain checkpoints {run}` says why")
+    if step == "last" or (step == "best" and best is None):
+        return there[0]
+    if best is None and not step.isdecimal():
+        raise UsageError(f"--step {step}: is neither a number nor best nor last")
+    for info in there:
+        if info.path == best or (best is None and info.step == int(step)):
+            return info
+    steps = ", ".join(str(info.step) for info in there)
+    raise UsageError(f"--step {step}: there is no whole checkpoint of it; there are {steps}")
+
+
+def best_name(folder: Path) -> str | None:
+    """The checkpoint's name in `checkpoints`, as `best` says it; None where nothing was marked, or something else is there."""
+    best = folder / BEST
+    try:
+        if best.is_symlink():
+            name = os.path.basename(os.path.realpath(best))
+        elif (best / "run.json").is_file():
+            name = f"step-{int(json.loads((best / 'run.json').read_bytes())['step']):08d}"
+        elif best.is_file() and best.stat().st_size <= LONGEST_NAME:
+            name = os.path.basename(best.read_text(encoding="utf-8").strip())
+        else:
+            return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return name if NAME.fullmatch(name) else None
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """The folder that `best` means; of a copy whose step is not beside it any more, the copy itself."""
+    name = best_name(folder)
+    if name is None:
+        return None
+    if (folder / name).exists():
+        return folder / name
+    copy = folder / BEST
+    return copy if copy.is_dir() and not copy.is_symlink() else None
+
+
+def point_best(folder: Path, step: int) -> None:
+    """Have `best` be a link to the checkpoint of this step. Raises CheckpointError where that one is not whole."""
+    name = f"step-{step:08d}"
+    if (folder / BEST).is_symlink() and os.readlink(folder / BEST) == name:
+        return
+    if fault := verify(folder / name, read_all=False):
+        raise CheckpointError(f"{name} cannot be the best: {fault}")
+    (folder / "best.new").unlink(missing_ok=True)
+    (folder / "best.new").symlink_to(name)
+    _clear_folder(folder / BEST)
+    os.replace(folder / "best.new", folder / BEST)
+
+
+def forget_best(folder: Path) -> None:
+    """Have `best` mean nothing."""
+    _clear_folder(folder / BEST)
+    (folder / BEST).unlink(missing_ok=True)
+
+
+def _clear_folder(best: Path) -> None:
+    """Take away what a copy without links made of `best`: a checkpoint's copy is removed, another folder is set aside."""
+    if best.is_symlink() or not best.is_dir():
+        return
+    if (best / MANIFEST).is_file():
+        shutil.rmtree(best)
+    else:
+        best.rename(best.with_name(f"{best.name}-{time.time_ns()}"))

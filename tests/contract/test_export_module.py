@@ -1,0 +1,96 @@
+"""A module of one's own leaves a run as model.safetensors and a copy of its task file, proven as any export is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dstrain.commands.export import export_model
+from dstrain.commands.trained import find_trained, load_found, load_trained
+from dstrain.errors import CheckpointError, UsageError
+from dstrain.tasks import find_task
+from dstrain.tasks.find import KEPT, keep_task_file, task_source
+from dstrain.world import SoloWorld
+from tests.contract.export_cases import make_run
+
+OWN = str(Path(__file__).with_name("own_modules.py"))
+WHOLE: dict[str, Any] = {"zero_optimization": {"stage": 0}}
+LORA = {"model": {"lora": {"rank": 2, "targets": ["inner"]}}}
+
+
+def exported(tmp_path: Path, changes: dict[str, Any] | None = None, merge: bool = False) -> tuple[Path, Path]:
+    """(the run, the exported folder)"""
+    run = make_run(tmp_path / "it", OWN, changes)
+    proof = export_model(run, "last", tmp_path / "out", [f"task={tmp_path / 'it/own.py'}"], merge)
+    assert proof.difference < 1e-5 if merge else proof.difference == 0
+    return run, tmp_path / "out"
+
+
+@pytest.mark.parametrize(("changes", "merge"), [(None, False), (LORA, True)], ids=["whole", "merged adapters"])
+def test_it_is_written_and_read_again(changes: dict[str, Any] | None, merge: bool, tmp_path: Path) -> None:
+    run, out = exported(tmp_path, changes, merge)
+    assert sorted(path.name for path in out.iterdir()) == ["dstrain_recipe.yaml", "model.safetensors", "task.py"]
+    held = load_file(out / "model.safetensors")
+    assert {"norm.running_mean", "norm.num_batches_tracked", "table", "out.weight"} <= held.keys()
+    assert "again.weight" not in held  # one tensor with out.weight
+    assert (out / "task.py").read_bytes() == (tmp_path / "it/own.py").read_bytes()
+    before = load_trained(run, "last", [f"task={tmp_path / 'it/own.py'}"])
+    found = find_trained(out, "last", task=str(out / KEPT))
+    after = load_found(found, WHOLE, SoloWorld()).eval()
+    batch = found.task.collate(found.task.examples("eval") or [])
+    with torch.no_grad():
+        assert torch.allclose(before.task.outputs(before.model, batch), found.task.outputs(after, batch), rtol=1e-6)
+    assert "table" in dict(after.named_buffers())
+
+
+def test_its_code_runs_where_the_user_names_it_alone(tmp_path: Path) -> None:
+    _, out = exported(tmp_path)
+    with pytest.raises(UsageError, match=r"names code of its own .*add --task .*out/task\.py"):
+        find_trained(out, "last")
+
+
+def test_adapters_of_a_module_are_merged(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"a module of your own.*add --merge-lora"):
+        exported(tmp_path, LORA)
+
+
+def test_what_is_not_the_run_s_is_refused(tmp_path: Path) -> None:
+    _, out = exported(tmp_path)
+    file = out / "model.safetensors"
+    held = load_file(file)
+    for spoilt, wanted in (
+        ({name: value for name, value in held.items() if name != "table"}, "table is not in the file"),
+        ({**held, "more": torch.zeros(1)}, "more is not in the task's model"),
+        ({**held, "table": torch.zeros(3)}, r"table is \(3,\) there and \(2, 3\)"),
+    ):
+        save_file(spoilt, file)
+        with pytest.raises(CheckpointError, match=wanted):
+            load_found(find_trained(out, "last", task=str(out / KEPT)), WHOLE, SoloWorld())
+
+
+def test_a_task_file_is_kept_beside_a_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "it", OWN)
+    task = find_trained(run, "last", task=str(tmp_path / "it/own.py")).task
+    assert task_source(task) == (tmp_path / "it/own.py").resolve()
+    keep_task_file(task, run)
+    assert (run / KEPT).read_bytes() == Path(OWN).read_bytes()
+    (tmp_path / "it/own.py").unlink()
+    with pytest.raises(UsageError, match=r"add --task .*run/task\.py"):  # the file moved: its copy is named
+        find_trained(run, "last")
+    again = load_trained(run, "last", task=str(run / KEPT))
+    keep_task_file(again.task, run)  # from itself: nothing to do
+    assert (run / KEPT).read_bytes() == Path(OWN).read_bytes()
+
+
+def test_packaged_tasks_leave_no_copy(tmp_path: Path) -> None:
+    from dstrain.config.schema import RunConfig
+    from dstrain.tasks import make_task
+
+    task = make_task(RunConfig.model_validate(find_task("rm").tiny(tmp_path)))
+    assert task_source(task) is None
+    keep_task_file(task, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

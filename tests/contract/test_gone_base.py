@@ -1,0 +1,133 @@
+"""A checkpoint of a full fine-tuning has all weights: it is used also where the model it began with is gone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from dstrain.commands.evaluate import Evaluate
+from dstrain.commands.export import export_model
+from dstrain.commands.generate import Generate
+from dstrain.commands.spread import ALONE, work
+from dstrain.commands.trained import Choice, find_trained, load_trained
+from dstrain.errors import CheckpointError, UsageError
+from dstrain.tasks import find_task
+from tests.contract.export_cases import make_run, stored
+from tests.contract.lora_cases import save_base
+from tests.contract.test_cli import call
+
+SAMPLING: dict[str, Any] = {"max_new_tokens": 3, "temperature": 0.0, "top_p": 1.0, "seed": 0, "batch": 1}
+
+
+def run_from_base(folder: Path, task: str, **model: Any) -> tuple[Path, Path]:
+    """(a run, the folder of the model that it began with)."""
+    base = folder / "base"
+    save_base(str(base), find_task("sft").tiny(folder))
+    (base / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
+    return make_run(folder / "it", task, {"model": {"path": str(base), "config": None, **model}}), base
+
+
+@pytest.mark.parametrize("task", ["sft", "rm", "dpo"])
+def test_a_run_is_used_without_the_model_that_it_began_with(task: str, tmp_path: Path) -> None:
+    run, base = run_from_base(tmp_path, task)
+    before = export_model(run, "last", tmp_path / "with")
+    assert (run / "model/config.json").is_file()
+    assert not [*(run / "model").glob("*.safetensors")]
+    shutil.move(base, tmp_path / "elsewhere")
+    assert export_model(run, "last", tmp_path / "without") == before
+    for name in ("config.json", "model.safetensors", *(["generation_config.json"] if task == "sft" else [])):
+        assert (tmp_path / "without" / name).read_bytes() == (tmp_path / "with" / name).read_bytes(), name
+    recipes = [(tmp_path / kind / "dstrain_recipe.yaml").read_text() for kind in ("with", "without")]
+    assert [text.count(f"ref_model: {base}") for text in recipes] == [task == "dpo"] * 2, "as it was called"
+    choice = Choice(folder=run, step="last")
+    if task != "rm":
+        (answer,) = work(Generate(choice=choice, texts=["Hello"], sampling=SAMPLING), ALONE, None)
+        assert answer["tokens"] >= 1
+    if task != "dpo":
+        row = work(Evaluate(choice=choice, data=str(tmp_path / "it/eval.jsonl")), ALONE, None)
+        assert row["loss"] > 0
+        return
+    said = call("evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl"))
+    assert said.exit_code == 2
+    assert f"options.ref_model: '{base}' is no folder" in said.output
+    again = call(
+        "evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl"), "--set", f"model.path={tmp_path}/elsewhere"
+    )
+    assert again.exit_code == 0, again.output
+
+
+def test_what_needs_the_weights_says_how_to_name_them(tmp_path: Path) -> None:
+    run, base = run_from_base(tmp_path, "sft", lora={"rank": 2})
+    assert not (run / "model").exists(), "adapters lie on weights, a config would not do"
+    shutil.move(base, tmp_path / "elsewhere")
+    wanted = (
+        "model.path: '.*base' is not there any more, and the adapters lie on its weights; .*--set model.path=FOLDER"
+    )
+    with pytest.raises(UsageError, match=wanted):
+        find_trained(run, "last")
+    assert load_trained(run, "last", [f"model.path={tmp_path}/elsewhere"]).step == 1
+
+
+def test_a_run_that_keeps_no_config_says_how_to_name_one(tmp_path: Path) -> None:
+    run, base = run_from_base(tmp_path, "sft")
+    shutil.rmtree(run / "model")
+    shutil.move(base, tmp_path / "elsewhere")
+    with pytest.raises(
+        UsageError, match=r"and its config says how to build the model; name its folder: --set model.path"
+    ):
+        find_trained(run, "last")
+
+
+def test_ties_that_the_weights_took_apart_are_not_guessed(tmp_path: Path) -> None:
+    """transformers takes a tie apart where a folder holds two different tensors for it; a config does not say so."""
+    base = tmp_path / "base"
+    save_base(str(base), find_task("sft").tiny(tmp_path))
+    settings = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    run = make_run(tmp_path / "it", "sft", {"model": {"path": str(base), "config": None}})
+    shutil.rmtree(base)
+    with pytest.raises(CheckpointError, match="two values for weights that the model's config ties"):
+        load_trained(run, "last")
+
+
+def test_the_values_are_the_checkpoints(tmp_path: Path) -> None:
+    run, base = run_from_base(tmp_path, "sft")
+    shutil.rmtree(base)
+    found = load_trained(run, "last").model.state_dict()
+    assert all(
+        torch.equal(found[name], value) for name, value in stored(str(run / "checkpoints/step-00000001")).items()
+    )
+
+
+def test_a_reference_that_is_not_there_is_called_by_its_name(tmp_path: Path) -> None:
+    run, _ = run_from_base(tmp_path, "dpo")
+    said = call("evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl"), "--set", "options.ref_model=/nowhere")
+    assert (said.exit_code, "options.ref_model: '/nowhere' is no folder" in said.output) == (2, True), said.output
+    words = ["--task", "dpo", "--set", f"model.path={tmp_path}/base", "--set", f"data.train={tmp_path}/it/eval.jsonl"]
+    said = call("train", *words, "--set", "options.ref_model=/nowhere", "--dry-run")
+    assert (said.exit_code, "options.ref_model: '/nowhere' is no folder" in said.output) == (2, True), said.output
+
+
+def test_an_image_for_a_model_that_takes_none(tmp_path: Path) -> None:
+    run, _ = run_from_base(tmp_path, "sft")
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    said = call("generate", str(run), "--prompt", "hi", "--image", str(tmp_path / "a.png"))
+    assert said.exit_code == 2
+    assert "--image: this model takes no images (llama reads text only); leave the option out" in said.output
+
+
+def test_export_of_another_projects_folder_says_what_to_do(tmp_path: Path) -> None:
+    _, base = run_from_base(tmp_path, "sft")
+    said = call("export", str(base), "--to", str(tmp_path / "out"))
+    assert said.exit_code == 2
+    assert "is an exported model; say with --task what it was trained for" in said.output
+    assert (
+        "There is no such option"
+        not in call("export", str(base), "--to", str(tmp_path / "out"), "--task", "sft").output
+    )

@@ -1,0 +1,150 @@
+"""An adapter folder as model.path: merged into its base, as peft would, and refused where it does not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from dstrain.config.schema import ModelConfig, RunConfig
+from dstrain.errors import RecipeError
+from dstrain.models.adapters import load_adapters
+from dstrain.models.fingerprint import fingerprint
+from dstrain.models.load import load_model, read_config
+from dstrain.tasks import make_task
+from dstrain.tasks.rm import RewardModel
+from dstrain.tasks.sft import SupervisedFineTuning
+from tests.adapters import SIZES, adapter, merged_by_peft
+
+
+def loaded(at: Path, auto: Any = AutoModelForCausalLM) -> Any:
+    model = ModelConfig(path=str(at))
+    config = read_config(model)
+    config.num_labels = 1
+    return load_model(auto, model, config, 0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_dora": True},
+        {"use_rslora": True, "alpha_pattern": {"q_proj": 7}, "rank_pattern": {"v_proj": 2}},
+        {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"modules_to_save": ["lm_head"]},
+    ],
+    ids=str,
+)
+def test_it_is_merged_as_peft_merges_it(settings: dict[str, Any], tmp_path: Path) -> None:
+    at = adapter(tmp_path, **settings)
+    ours, theirs = loaded(at), merged_by_peft(at)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for name, value in theirs.state_dict().items():
+        assert torch.allclose(ours.state_dict()[name], value, atol=1e-7), name
+    assert any(
+        not torch.equal(value, ours.state_dict()[name])
+        for name, value in AutoModelForCausalLM.from_pretrained(str(tmp_path / "base")).state_dict().items()
+    )
+    assert all(parameter.requires_grad for parameter in ours.parameters())
+    assert type(ours) is type(theirs)
+
+
+def test_one_on_tied_embeddings_takes_the_tie_apart(tmp_path: Path) -> None:
+    ours = loaded(adapter(tmp_path, tied=True, target_modules=["embed_tokens"]))
+    assert not ours.config.tie_word_embeddings
+    assert not torch.equal(ours.lm_head.weight, ours.model.embed_tokens.weight)
+    assert all(parameter.requires_grad for parameter in ours.parameters())
+
+
+def test_a_reward_model_goes_on_from_its_adapters_with_their_head(tmp_path: Path) -> None:
+    auto = AutoModelForSequenceClassification
+    at = adapter(tmp_path, auto, modules_to_save=["score"], task_type="SEQ_CLS")
+    assert torch.equal(loaded(at, auto).score.weight, merged_by_peft(at, auto).score.weight)
+
+
+def recipe(task: Any, at: Path, tmp_path: Path) -> RunConfig:
+    values = task.tiny(tmp_path)
+    made: Any = make_task(RunConfig.model_validate(values))
+    made.tokenizer.save_pretrained(str(tmp_path / "base"))
+    return RunConfig.model_validate({**values, "model": {"path": str(at)}})
+
+
+@pytest.mark.parametrize("task", [SupervisedFineTuning, RewardModel])
+def test_a_task_says_what_it_is_and_trains_on_it(task: Any, tmp_path: Path) -> None:
+    at = adapter(tmp_path)
+    made = make_task(recipe(task, at, tmp_path))
+    made.check_named()
+    made.check()
+    said = made.notices()
+    assert (
+        f"{at} is a LoRA adapter of {tmp_path / 'base'}: it is merged into these weights when they are loaded" in said
+    )
+    assert any("new and drawn from seed 0: score.weight" in line for line in said) == (task is RewardModel)
+    model: Any = made.build_model()
+    wanted = merged_by_peft(at).model.state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in model.model.state_dict().items())
+
+
+def change(name: str, value: Any) -> Callable[[Path], None]:
+    def of(at: Path) -> None:
+        file = at / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+
+    return of
+
+
+def lose(at: Path) -> None:
+    tensors = load_file(at / "adapter_model.safetensors")
+    save_file(dict(list(tensors.items())[1:]), at / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "wanted"),
+    [
+        (change("r", 8), r"q_proj\.lora_A\.weight is \(4, 16\), and \(8, 16\) would fit"),
+        (change("target_modules", ["nowhere"]), "the model has none of the modules that it changes"),
+        (change("target_modules", ["q_proj"]), "the model has no place for its model.layers.0"),
+        (lose, "it lacks base_model.model"),
+    ],
+)
+def test_one_that_does_not_fit_is_refused_before_anything_starts(
+    spoil: Callable[[Path], None], wanted: str, tmp_path: Path
+) -> None:
+    at = adapter(tmp_path)
+    spoil(at)
+    with pytest.raises(RecipeError, match=rf"^model\.path: the adapter in .* does not fit the model.*{wanted}"):
+        make_task(recipe(SupervisedFineTuning, at, tmp_path)).check()
+
+
+def test_a_score_has_no_place_in_a_model_that_writes(tmp_path: Path) -> None:
+    at = adapter(tmp_path, AutoModelForSequenceClassification, modules_to_save=["score"])
+    (tmp_path / "writer").mkdir()
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES)).save_pretrained(str(tmp_path / "writer"))
+    change("base_model_name_or_path", str(tmp_path / "writer"))(at)
+    made: Any = make_task(RunConfig.model_validate(SupervisedFineTuning.tiny(tmp_path)))
+    made.tokenizer.save_pretrained(str(at))
+    values = SupervisedFineTuning.tiny(tmp_path) | {"model": {"path": str(at)}}
+    with pytest.raises(RecipeError, match=r"no place for its score\.weight"):
+        make_task(RunConfig.model_validate(values)).check()
+
+
+def test_its_fingerprint_is_that_of_both(tmp_path: Path) -> None:
+    at = adapter(tmp_path)
+    first = fingerprint(ModelConfig(path=str(at)), 0)
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"] + 1}, tmp_path / "base" / "model.safetensors")
+    assert fingerprint(ModelConfig(path=str(at)), 0) != first
+
+
+def test_an_exported_adapter_imports_nothing_that_its_config_names(tmp_path: Path) -> None:
+    at = adapter(tmp_path)
+    change("megatron_config", {"tensor_model_parallel_size": 1})(at)
+    with pytest.raises(RecipeError, match=r"megatron_config: .* is not supported"):
+        load_adapters(AutoModelForCausalLM.from_pretrained(str(tmp_path / "base")), at)

@@ -1,0 +1,209 @@
+"""What a model's folder says of itself before anything starts: config.json, tokenizer files, adapters."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from dstrain.config.schema import RunConfig
+from dstrain.errors import RecipeError
+from dstrain.models.families import AFTER_PAD, LEARNED, NEED_IS_DECODER, learned_positions
+from dstrain.models.positions import position_limit
+from dstrain.models.preflight import check_model
+from dstrain.tasks import make_task
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+ADAPTER = {"peft_type": "LORA", "r": 4, "base_model_name_or_path": "org/base"}
+
+
+def folder(at: Path, **config: Any) -> Path:
+    """A model's folder as far as its small files go."""
+    at.mkdir()
+    (at / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    (at / "tokenizer.json").write_text("{}")
+    (at / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    return at
+
+
+def recipe(path: Path | str, task: str = "sft", **options: Any) -> RunConfig:
+    data = {"train": "x.jsonl", "max_length": 48}
+    return RunConfig.model_validate(
+        {"task": task, "model": {"path": str(path)}, "data": data, "steps": 1, "options": options}
+    )
+
+
+def faults(path: Path | str, task: str = "sft", **options: Any) -> str:
+    return "; ".join(map(str, check_model(recipe(path, task, **options))))
+
+
+def test_a_whole_folder_and_a_hub_id_pass(tmp_path: Path) -> None:
+    for task in ("sft", "rm", "dpo"):
+        assert not faults(folder(tmp_path / task), task)
+    assert not faults("org/name")
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda at: void((at / name).write_text(text))
+
+
+def void(_: object) -> None:
+    return None
+
+
+def only(name: str, text: str) -> Callable[[Path], None]:
+    """Nothing but this file."""
+
+    def change(at: Path) -> None:
+        for file in at.iterdir():
+            file.unlink()
+        (at / name).write_text(text)
+
+    return change
+
+
+ODD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no config": (lambda at: (at / "config.json").unlink(), r"holds no config\.json"),
+    "cut JSON": (write("config.json", "{"), r"config\.json is not valid JSON"),
+    "a list": (write("config.json", "[]"), r"config\.json holds no JSON object"),
+    "a pointer": (write("config.json", LFS), r"pointer of Git LFS"),
+    "no type": (write("config.json", "{}"), r"has no model_type in its config\.json"),
+    "an unknown type": (write("config.json", '{"model_type": "lama"}'), r"'lama', which transformers .* did you mean 'llama'"),
+    "no tokenizer": (lambda at: (at / "tokenizer.json").unlink(), r"model\.path: there is no tokenizer in '.*'; set model\.tokenizer"),
+    "an empty tokenizer": (write("tokenizer.json", ""), r"tokenizer\.json is empty"),
+    "a pointer as tokenizer": (write("tokenizer.json", LFS), r"tokenizer\.json is a pointer of Git LFS"),
+    "no weights": (lambda at: (at / "model.safetensors").unlink(), r"holds no weights"),
+    "an index that leads outside": (
+        write("model.safetensors.index.json", '{"weight_map": {"a": "../other/model.safetensors"}}'),
+        r"names a file outside its folder: '\.\./other/model\.safetensors'",
+    ),
+    "an index that names what is not there": (
+        write("model.safetensors.index.json", '{"weight_map": {"a": "model-1.safetensors"}}'), r"model-1\.safetensors is not there",
+    ),
+    "a run folder": (lambda at: (only("recipe.yaml", "")(at), (at / "checkpoints").mkdir())[1], r"is a run folder.* dstrain export"),
+    "GGUF": (only("m.gguf", "GGUF"), r"holds GGUF files"),
+    "an encoder": (write("config.json", '{"model_type": "bert"}'), r"a bert model attends in both directions.*is_decoder"),
+    "GPT-2": (
+        write("config.json", '{"model_type": "gpt2", "n_positions": 32}'), r"data\.max_length: is 48, and the model has learned 32 positions",
+    ),
+    "RoBERTa": (
+        write("config.json", '{"model_type": "roberta", "max_position_embeddings": 40, "pad_token_id": 1, "is_decoder": true}'),
+        r"learned 38 positions; write 38 or less",
+    ),
+    "adapters of another kind": (only("adapter_config.json", json.dumps({**ADAPTER, "peft_type": "IA3"})), r"is a IA3 adapter of org/base, which"),
+    "an adapter without weights": (only("adapter_config.json", json.dumps(ADAPTER)), r"a LoRA adapter of org/base, and there is no adapter_model"),
+    "an adapter beside weights": (write("adapter_config.json", json.dumps(ADAPTER)), r"and whole weights \(model\.safetensors\) lie beside it"),
+    "an adapter that changes its base": (
+        only("adapter_config.json", json.dumps({**ADAPTER, "init_lora_weights": "pissa"})), r"init_lora_weights: pissa .*--merge-lora",
+    ),
+    "an adapter with a setting that is not known": (
+        only("adapter_config.json", json.dumps({**ADAPTER, "megatron_config": {"a": 1}})), r"its megatron_config: .* is not supported",
+    ),
+    "an adapter of nothing": (only("adapter_config.json", '{"peft_type": "LORA"}'), r"does not say of which model"),
+    "an adapter that is no JSON": (only("adapter_config.json", "{"), r"adapter_config\.json cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_an_odd_folder_is_refused_in_one_sentence(odd: str, tmp_path: Path) -> None:
+    import re
+
+    change, wanted = ODD[odd]
+    at = folder(tmp_path / "model")
+    change(at)
+    said = faults(at)
+    assert re.search(wanted, said)
+    assert "\n" not in said
+    with pytest.raises(RecipeError, match=wanted):  # what `train` calls before its launch
+        make_task(recipe(at)).check_named()
+
+
+def test_an_adapter_stands_on_its_base(tmp_path: Path) -> None:
+    at = tmp_path / "adapter"
+    at.mkdir()
+    (at / "adapter_model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    for base, wanted in (
+        (tmp_path / "gone", "is a LoRA adapter of .*gone, which is not there"),
+        (at, "which is an adapter as well"),
+        (folder(tmp_path / "small", model_type="gpt2", n_positions=32), "learned 32 positions"),
+    ):
+        (at / "adapter_config.json").write_text(json.dumps({**ADAPTER, "base_model_name_or_path": str(base)}))
+        import re
+
+        assert re.search(wanted, faults(at))
+    (at / "adapter_config.json").write_text(
+        json.dumps({**ADAPTER, "base_model_name_or_path": str(folder(tmp_path / "good"))})
+    )
+    assert not faults(at)  # with the tokenizer of its base
+
+
+def test_what_another_task_needs_is_told_of_its_own_key(tmp_path: Path) -> None:
+    assert not faults(folder(tmp_path / "bert", model_type="bert"), "rm")
+    assert "llama is a text-only model, and task vlm needs" in faults(folder(tmp_path / "llama"), "vlm")
+    seeing = folder(tmp_path / "llava", model_type="llava", vision_config={})
+    assert not faults(seeing, "vlm")
+    assert faults(tmp_path / "llama", "dpo", ref_model="./nowhere").startswith(
+        "options.ref_model: './nowhere' is no folder"
+    )
+    (tmp_path / "file").write_text("")
+    assert "is a file, not a folder" in faults(tmp_path / "file")
+
+
+def test_no_permission_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = folder(tmp_path / "model")
+    opened = Path.open
+
+    def refuse(path: Path, *words: Any, **more: Any) -> Any:
+        if path.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *words, **more)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert "model.safetensors cannot be read (Permission denied); check the permissions of the file" in faults(at)
+
+
+def test_it_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    lines = (
+        "import sys; from dstrain.config.schema import RunConfig; from dstrain.models.preflight import check_model",
+        f"c = RunConfig.model_validate({recipe(folder(tmp_path / 'model')).model_dump(mode='json')!r})",
+        "assert not check_model(c); print([m for m in ('torch', 'transformers', 'peft') if m in sys.modules])",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("kind", sorted(LEARNED | AFTER_PAD))
+def test_positions_by_config_alone_are_those_of_the_model(kind: str) -> None:
+    config = transformers.AutoConfig.for_model(kind)
+    for name in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers"):
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, 1)
+    auto = transformers.AutoModelForSequenceClassification
+    if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        auto = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    assert learned_positions({**config.to_dict(), "model_type": kind}) == position_limit(model, config)
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+@pytest.mark.parametrize("kind", sorted(NEED_IS_DECODER - {"reformer", "big_bird"}))
+def test_encoders_see_what_follows_unless_they_are_decoders(kind: str) -> None:
+    more = {"languages": ["en"], "default_language": "en"} if kind == "xmod" else {}
+    more = {"input_embedding_size": 16, "output_embedding_size": 16} if kind == "rembert" else more
+    for is_decoder in (False, True):
+        config = transformers.AutoConfig.for_model(kind, **SMALL, **more, is_decoder=is_decoder)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            one, other = (model(input_ids=torch.tensor([[5, 6, 7, last]])).logits[0, :3] for last in (8, 9))
+        assert torch.allclose(one, other) == is_decoder

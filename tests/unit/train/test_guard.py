@@ -1,0 +1,50 @@
+"""A run whose steps were all left out has not trained, and does not say that it finished."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dstrain.batch import Progress, StepResult
+from dstrain.errors import NonFiniteError
+from dstrain.train.guard import NonFiniteGuard
+
+LEFT_OUT = {"applied": False, "loss_is_finite": False, "suspects": (3, 4)}
+SCALING = {"applied": False, "loss_is_finite": True}
+
+
+def after(results: list[dict[str, Any]], before: int = 0, fp16: bool = False, policy: str = "stop") -> NonFiniteGuard:
+    guard, progress = NonFiniteGuard(policy, fp16, lambda name, **_: None), Progress(before)
+    for result in results:
+        progress = progress.after(2)
+        guard.watch(StepResult(loss=torch.tensor(0.0), weight=1.0, **result), progress)
+    guard.end(progress)
+    return guard
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_run_that_changed_nothing_is_an_error(count: int) -> None:
+    with pytest.raises(NonFiniteError, match=rf"none of the {count} steps changed the weights.*nan in the weights"):
+        after([LEFT_OUT] * count)
+
+
+def test_however_many_steps_are_left_out_by_rule() -> None:
+    with pytest.raises(NonFiniteError, match="none of the 9 steps"):
+        after([LEFT_OUT] * 9, policy="skip")
+
+
+def test_so_is_one_that_only_looked_for_its_loss_scale() -> None:
+    with pytest.raises(NonFiniteError, match=r"none of the 5 steps.*looking for its loss scale; train for more steps"):
+        after([SCALING] * 5, fp16=True)
+
+
+def test_one_step_is_enough_and_others_are_counted() -> None:
+    assert after([LEFT_OUT, {}, LEFT_OUT]).skipped == 2
+    assert after([{}, {}]).skipped == 0
+    assert after([SCALING, {}], fp16=True).skipped == 0
+
+
+def test_the_end_of_a_run_that_was_resumed_is_as_without_the_stop() -> None:
+    assert after([LEFT_OUT], before=7).skipped == 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -117,8 +119,11 @@ class TorchWorld:
         return TorchWorld(self.device, self._timeout)
 
 
-def meet(timeout: timedelta, word: str) -> tuple[Any, list[str]]:
+def meet(timeout: timedelta, word: str, place: Path | None = None) -> tuple[Any, list[str]]:
     """Meet the other processes over a store, before any process group: the store, and every rank's word, by rank.
+
+    `place`: a file, where all are on one host: rank 0 takes a free port at the moment it listens, and writes it there. One that
+    was chosen before the ranks started may be taken by then.
 
     Reads RANK, WORLD_SIZE and MASTER_*; rank 0 serves the store, or torchrun's agent does. Raises LostError where one
     did not come in time.
@@ -126,22 +131,48 @@ def meet(timeout: timedelta, word: str) -> tuple[Any, list[str]]:
     from torch.distributed import rendezvous
 
     with _meeting(timeout):
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        store, rank, size = _on_one_host(place, timeout) if place else next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
         store.set(f"dstrain/word/{rank}", word)
         words = store.multi_get([f"dstrain/word/{other}" for other in range(size)])
+    if place and rank == 0:
+        place.unlink(missing_ok=True)
     return store, [told.decode() for told in words]
+
+
+def _on_one_host(place: Path, timeout: timedelta) -> tuple[Any, int, int]:
+    """The store, this rank and how many there are; MASTER_PORT is set to where they meet."""
+    from torch.distributed import DistStoreError, TCPStore
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = place.with_suffix(".partial")
+        partial.write_text(str(store.port))
+        os.replace(partial, place)
+    else:
+        until = time.monotonic() + timeout.total_seconds()
+        while not place.exists():
+            if time.monotonic() > until:
+                raise DistStoreError("rank 0 did not listen")
+            time.sleep(0.02)
+        store = TCPStore("127.0.0.1", int(place.read_text()), size, is_master=False, timeout=timeout)
+    os.environ["MASTER_PORT"] = str(store.port)
+    return store, rank, size
 
 
 def join(device: torch.device, timeout: timedelta, store: Any = None) -> None:
     """Start the process group: NCCL between GPUs, gloo between CPUs. Reads RANK, WORLD_SIZE, MASTER_*. Collective.
 
-    `store`: what `meet` gave. From here on collectives are counted, and groups that are made get the timeout. Raises
+    `store`: what `meet` gave; a process alone needs none, and no port. From here on collectives are counted, and groups that are made get the timeout. Raises
     LostError where one did not come.
     """
     import torch.distributed as dist
 
     count_collectives(timeout)
+    if store is None and os.environ.get("WORLD_SIZE") == "1":
+        store = dist.HashStore()
     if not dist.is_initialized():
         with _meeting(timeout):
             place = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if store is not None else (-1, -1)
@@ -152,6 +183,7 @@ def join(device: torch.device, timeout: timedelta, store: Any = None) -> None:
 @contextlib.contextmanager
 def _meeting(timeout: timedelta) -> Iterator[None]:
     """Inside, all processes have to come; LostError where one does not."""
+    began = time.monotonic()
     try:
         yield
     except RuntimeError as error:
@@ -161,6 +193,8 @@ def _meeting(timeout: timedelta) -> Iterator[None]:
         at = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
         mend = f"see the logs of the others, and whether every host reaches {at}"
         what = f"not all came within {timeout.total_seconds():g} s ({why})"
+        if time.monotonic() - began < timeout.total_seconds() / 2:  # not for want of time
+            what = f"it failed ({why})"
         raise LostError("meeting the other processes", what, mend) from error
 
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dstrain.commands.scratch import keep_scratch, make_scratch, scratch_path
 from dstrain.config import RunConfig
-from dstrain.errors import UsageError
 from dstrain.launch.command import Launch, LaunchOptions
-from dstrain.launch.several import HostsLaunch, plan_launch
+from dstrain.launch.several import HostsLaunch, crowded, plan_launch
 from dstrain.launch.topology import Worker, worker_from
 from dstrain.preset import Device
 
@@ -81,11 +79,13 @@ def spread(job: Job, launch: Mapping[str, Any], scratch: Path | None) -> Reply:
     worker = worker_from(os.environ)
     if worker is None:
         config = job.check()
-        place = Path(tempfile.gettempdir()) / f"dstrain-{secrets.token_hex(8)}"
+        place = scratch_path()
         options = LaunchOptions(**launch)
         # `python -m` would import from the working folder first, and that may be the folder that was handed over.
         env = {**os.environ, "PYTHONSAFEPATH": "1"}
         made = plan_launch(options, [*job.words(), "--scratch", str(place)], env, config.launch)
+        if job.many and (line := crowded(made)):
+            print(f"warning: {line}", file=sys.stderr, flush=True)
         if (made.processes > 1 and job.many) or isinstance(made, HostsLaunch):
             return _launched(made, place)
         if made.devices:
@@ -189,10 +189,7 @@ def _launched(made: Launch | HostsLaunch, place: Path) -> Reply:
     from dstrain.launch.outcome import DONE, FAILED
     from dstrain.launch.supervise import Watch, supervise
 
-    try:
-        place.mkdir(mode=0o700)
-    except OSError as error:
-        raise UsageError(f"{place} cannot be made ({error.strerror}); set TMPDIR to another folder") from None
+    make_scratch(place)
     watch = Watch(saves=False)
     code, value = FAILED, None
     try:
@@ -202,6 +199,7 @@ def _launched(made: Launch | HostsLaunch, place: Path) -> Reply:
             value = json.loads((place / RESULT).read_text(encoding="utf-8"))
     finally:
         if code == FAILED and not watch.killed:
+            keep_scratch(place)
             print(f"dstrain: what the processes wrote is kept in {place / 'logs'}", file=sys.stderr)
         else:
             shutil.rmtree(place, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +19,7 @@ from dstrain.config import Recipe, show_recipe
 from dstrain.errors import ResumeError, UsageError
 from dstrain.launch.command import Launch, LaunchOptions
 from dstrain.launch.lease import Lease
-from dstrain.launch.several import HostsLaunch, plan_launch, show_launch
+from dstrain.launch.several import HostsLaunch, crowded, plan_launch, show_launch
 from dstrain.launch.topology import Worker, gpu_has_bf16, worker_from
 from dstrain.preset import Device
 from dstrain.train.folder import Resume, check_writable
@@ -32,6 +33,8 @@ def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int
     recipe = resolve_wish(wish)
     run_dir = run_folder(wish, recipe.name)
     ready = plan_launch(LaunchOptions(**launch), wish.arguments(run_dir), os.environ, recipe.config.launch)
+    if line := crowded(ready):
+        print(f"warning: {line}", file=sys.stderr, flush=True)
     resume = Resume(wish.resume, wish.allowed)
     ds_config = preflight(recipe, run_dir, resume, ready.processes, device_there(ready))
     if dry_run:

@@ -1,7 +1,8 @@
-"""What watches over the ranks of one host: `python -m dstrain.launch.agent SILENCE`, started over ssh.
+"""What watches over the ranks of one host: `python -m dstrain.launch.agent SILENCE NONCE`, started over ssh.
 
 Its standard input and output are its lifeline to the launching process. When that is cut, or silent for too long,
-every process of the launch on this host is killed: a launch that lost its head leaves nothing behind.
+every process of the launch on this host is killed: a launch that lost its head leaves nothing behind. The ranks get the
+environment of the launch from it, and end themselves when it no longer beats (`launch/heartbeat.py`).
 
 Asked -> answers:  hello -> facts · open -> port · reach -> interface · start · signal · end -> left
 By itself it tells: started and ended (a rank, how its process ended, its record), launcher (its return code).
@@ -21,6 +22,7 @@ from typing import Any
 
 from dstrain.launch.crew import LocalCrew, Program
 from dstrain.launch.facts import Meeting, facts, reach
+from dstrain.launch.heartbeat import Heartbeat
 from dstrain.launch.line import Line
 from dstrain.launch.processes import end_these, marked
 from dstrain.launch.ranks import Ranks
@@ -34,6 +36,7 @@ class Agent:
 
     def __init__(self, line: Line) -> None:
         self._line = line
+        self._heartbeat = Heartbeat(line.silence)
         self._meeting = Meeting()
         self._mark = ""
         """Path of the launch file, which every process of the launch has in its command line or its environment."""
@@ -45,7 +48,9 @@ class Agent:
         self._told_ended: set[int] = set()
         self._launcher_told = self._over = False
         self._acts: Mapping[str, Callable[[Any], None]] = {
-            "hello": lambda asked: line.send(facts=facts(**asked)),
+            "hello": lambda asked: line.send(
+                facts={**facts(**asked), "heartbeat": self._heartbeat.name, "token": self._heartbeat.token}
+            ),
             "open": lambda asked: line.send(opened=self._meeting.open(**asked)),
             "reach": lambda asked: line.send(reached=reach(**asked)),
             "start": self._start,
@@ -66,6 +71,7 @@ class Agent:
                 return 1
             self._tell()
             self._line.beat()
+            self._heartbeat.beat()
             self._ranks.rest(_TICK_SECONDS, [self._line.read])
         return 0
 
@@ -79,7 +85,8 @@ class Agent:
 
     def _start(self, asked: Mapping[str, Any]) -> None:
         """Watch for these ranks of a run; `argv`: what starts them, where that is not done from elsewhere."""
-        self._meeting.close()
+        self._meeting.reserve()
+        self._heartbeat.hand_out(asked["environment"])
         self._mark = asked["launch"]
         self._run_dir, argv, self._launch_id = Path(asked["run_dir"]), asked["argv"], asked.get("launch_id", "")
         if argv is None:
@@ -129,7 +136,7 @@ def main() -> int:
     write = os.dup(1)
     os.dup2(2, 1)
     adopt_orphans(True)
-    agent = Agent(Line(0, write, float(sys.argv[1])))
+    agent = Agent(Line(0, write, float(sys.argv[1]), sys.argv[2]))
 
     def leave(*_: object) -> None:
         agent.end()

@@ -13,6 +13,8 @@ from dstrain.errors import UsageError
 from dstrain.launch.threads import cores_here, thread_environment
 from dstrain.launch.topology import gpus_present, visible_devices, wants_cpu
 
+PORT_FILE = "DSTRAIN_PORT_FILE"
+"""Path of a file by which the ranks of one host tell each other the port that rank 0 took when it listened."""
 LAUNCHERS = ("deepspeed", "openmpi", "ssh", "torchrun", "slurm")
 
 
@@ -54,6 +56,8 @@ class Launch:
     """The GPUs, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
     here: range | None = None
     """Ranks that run on this machine; None for all."""
+    any_port: bool = False
+    """Whether rank 0 may listen where it likes."""
 
     @property
     def ranks(self) -> range:
@@ -75,7 +79,9 @@ def prepare_launch(options: LaunchOptions, arguments: list[str], env: Mapping[st
         check_port(port)
     chosen = replace(options, include=f"localhost:{','.join(devices)}" if _must_name(devices) else "", exclude="")
     argv = launch_command(chosen, arguments, processes, port)
-    return Launch(argv, launch_environment(options, env, devices, processes), processes, tuple(devices))
+    any_port = options.master_port is None and options.launcher == "deepspeed"  # torchrun meets by itself
+    environment = launch_environment(options, env, devices, processes)
+    return Launch(argv, environment, processes, tuple(devices), any_port=any_port)
 
 
 def launch_command(options: LaunchOptions, arguments: list[str], gpus: int, port: int) -> list[str]:
@@ -214,12 +220,12 @@ def port_fault(port: int) -> str:
         except PermissionError:
             return f"--master-port {port} may not be used by this user; give one from 1024 to 65535"
         except OSError:
-            held = f"is taken{_holder(port)}"
+            held = f"is taken{holder(port)}"
             return f"--master-port {port} {held}; leave the option out for a free port, or end that process"
     return ""
 
 
-def _holder(port: int) -> str:
+def holder(port: int) -> str:
     """` by python (pid 4711)`, or nothing where the holder is not ours to see."""
     try:
         pids = {c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.pid}

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dstrain.errors import Fault, UsageError
+from dstrain.launch.command import PORT_FILE
+from dstrain.launch.heartbeat import HEARTBEAT
 from dstrain.launch.worker import LAUNCH, SUPERVISOR
 
 TRAVEL = (
@@ -14,7 +16,7 @@ TRAVEL = (
     *("TRITON_", "TOKENIZERS_", "PYTHON", "UCX_", "MLFLOW_"),
 )
 """Beginnings of names. DeepSpeed's runner passes on PYTHON, MLFLOW, MV2, UCX and NCCL alone, on a command line."""
-STAY = ("CUDA_VISIBLE_DEVICES", SUPERVISOR, LAUNCH)
+STAY = ("CUDA_VISIBLE_DEVICES", SUPERVISOR, LAUNCH, HEARTBEAT, PORT_FILE)
 """Mean something on one host only."""
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import psutil
 
-from dstrain import __version__
 from dstrain.launch.command import port_fault
+from dstrain.launch.threads import cores_here
 from dstrain.launch.topology import Worker, gpu_has_bf16, gpus_present
+from dstrain.launch.versions import digests, versions
 
 REACH_SECONDS = 10.0
 _ELSEWHERE = "192.0.2.1"
@@ -25,9 +26,11 @@ def facts(token: str, cwd: str, cpu: bool) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "machine": machine(),
         "pid": os.getpid(),
-        "version": __version__,
+        "versions": versions(),
+        "digests": digests(),
         "sees": Path(token).exists(),
         "has_cwd": Path(cwd).is_dir(),
+        "cores": cores_here(),
         "gpus": 0 if cpu else gpus_present(),
         "bf16": None if cpu else gpu_has_bf16(),
         "reached_at": _reached_at(),
@@ -82,10 +85,18 @@ class Meeting:
             return {"fault": f"port {port}: {error.strerror}"}
         return {"port": self._server.getsockname()[1], "interface": interface_towards(address)}
 
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+    def reserve(self) -> None:
+        """Stop listening, so that rank 0 can, and stay bound: until it does, the kernel gives the port to nobody else."""
+        if self._server is None:
+            return
+        place, family = self._server.getsockname(), self._server.family
+        self._server.close()
+        self._server = socket.socket(family, socket.SOCK_STREAM)
+        self._server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            self._server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        with contextlib.suppress(OSError):  # taken in between: rank 0 says by whom
+            self._server.bind(place)
 
 
 def reach(address: str, port: int) -> dict[str, Any]:

@@ -6,16 +6,19 @@ import contextlib
 import json
 import os
 import secrets
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrain import __version__
-from dstrain.errors import Fault, UsageError
-from dstrain.launch.command import Launch
+from dstrain.launch.cleanup import Cleanups
+from dstrain.launch.command import PORT_FILE, Launch
 from dstrain.launch.crew import Crew, LocalCrew, Program
-from dstrain.launch.peers import END_SECONDS, Peer, ask, opened, rest
+from dstrain.launch.heartbeat import MISSED
+from dstrain.launch.line import BEATS
+from dstrain.launch.peers import END_SECONDS, Peer, opened, rest
+from dstrain.launch.preflight import learn, meet
 from dstrain.launch.several import (
     HostsLaunch,
     Master,
@@ -28,6 +31,8 @@ from dstrain.launch.several import (
 )
 from dstrain.launch.worker import LAUNCH_ID, Record, forget_records, log_path, record_folder, start_copying
 
+STARTER_SECONDS = 10.0
+"""What started the ranks gets this long to end by itself once they have."""
 STARTER_LOG = "launcher.log"
 """In the run folder's logs: what DeepSpeed's runner, pdsh and mpirun write."""
 
@@ -36,83 +41,21 @@ STARTER_LOG = "launcher.log"
 def gathered(launch: Launch | HostsLaunch, run_dir: Path) -> Iterator[Crew]:
     """The crew of a launch, ready to start. Raises UsageError where a host cannot take part."""
     if isinstance(launch, Launch):
-        yield LocalCrew(Program(launch.argv, launch.environment), run_dir, launch.ranks)
+        place = record_folder(run_dir) / f"port-{secrets.token_hex(8)}"
+        environment = {name: value for name, value in launch.environment.items() if name != PORT_FILE}
+        environment |= {PORT_FILE: str(place)} if launch.any_port else {}
+        yield LocalCrew(Program(launch.argv, environment), run_dir, launch.ranks)
         return
     check_starter(launch, run_dir)
     logs = log_path(run_dir, 0).parent
     logs.mkdir(parents=True, exist_ok=True)
     with opened(
-        launch.hosts, lambda host: agent_command(host, launch.silence, os.environ), logs, launch.silence
+        launch.hosts, lambda host, nonce: agent_command(host, launch.silence, nonce, os.environ), logs, launch.silence
     ) as peers:
         learn(launch, peers, run_dir)
-        yield HostsCrew(launch, peers, meet(launch, peers), run_dir)
-
-
-def learn(launch: HostsLaunch, peers: list[Peer], run_dir: Path) -> None:
-    """Ask every host for its facts. Raises UsageError for all that would keep a host from taking part."""
-    token = record_folder(run_dir) / f"seen-{secrets.token_hex(8)}"
-    token.parent.mkdir(parents=True, exist_ok=True)
-    token.write_bytes(b"")
-    try:
-        answers = ask(peers, lambda _: {"hello": {"token": str(token), "cwd": os.getcwd(), "cpu": launch.cpu}}, "facts")
-    finally:
-        token.unlink(missing_ok=True)
-    for peer in peers:
-        peer.facts = answers[peer]
-        peer.patient_no_more()
-    if faults := list(_faults(peers, run_dir)):
-        raise UsageError(faults)
-
-
-def _faults(peers: list[Peer], run_dir: Path) -> Iterator[Fault]:
-    first: dict[str, str] = {}
-    with_gpus = any(peer.facts["gpus"] for peer in peers)
-    for peer in peers:
-        host, facts, where = peer.host, peer.facts, f"{peer.host.where} {peer.host.name}"
-        if (other := first.setdefault(facts["machine"], host.name)) and other != host.name:
-            yield Fault(where, f"it is the same machine as {other}", "name it once, with all its slots")
-        if not facts["sees"]:
-            yield Fault(
-                where,
-                f"does not see {run_dir}",
-                "mount it there, or take a folder that all hosts share (--run-dir; TMPDIR for other commands than train)",
-            )
-        if not facts["has_cwd"]:
-            yield Fault(where, f"has no folder {Path.cwd()}", "start from a folder that all hosts have")
-        if facts["version"] != __version__:
-            mend = "install the same version on every host"
-            yield Fault(where, f"has dstrain {facts['version']}, this host has {__version__}", mend)
-        if with_gpus and facts["gpus"] <= max(host.slots):
-            mend = "write as many slots as it has, or choose with --include"
-            yield Fault(where, f"has {facts['gpus']} GPUs, and slot {max(host.slots)} is asked for", mend)
-
-
-def meet(launch: HostsLaunch, peers: list[Peer]) -> Master:
-    """Choose where the ranks meet, on the first host, and see that the others reach it. Raises UsageError."""
-    first, others = peers[0], peers[1:]
-    address = launch.options.master_addr or first.facts["reached_at"] or next(iter(first.facts["addresses"]), "")
-    if not address and others:
-        raise UsageError(f"{first.host.name} has no address that others could reach; say one with --master-addr")
-    asked = {"address": address or "127.0.0.1", "port": launch.options.master_port or 0}
-    opening = ask([first], lambda _: {"open": asked}, "opened")[first]
-    if "fault" in opening:
-        raise UsageError(f"{first.host.name}: {opening['fault']}")
-    first.interface = opening["interface"] if others else ""
-    port = opening["port"]
-    reached = ask(others, lambda _: {"reach": {"address": address, "port": port}}, "reached")
-    for peer in others:
-        peer.interface = reached[peer].get("interface", "")
-    if faults := [
-        Fault(
-            f"{peer.host.where} {peer.host.name}",
-            f"does not reach {first.host.name} at {address}, port {port} ({found['fault']})",
-            "open the network between the hosts, or say with --master-addr which of its addresses they reach",
-        )
-        for peer, found in reached.items()
-        if "fault" in found
-    ]:
-        raise UsageError(faults)
-    return Master(address or "127.0.0.1", port)
+        crew = HostsCrew(launch, peers, meet(launch, peers), run_dir)
+        with crew.beating():
+            yield crew
 
 
 class HostsCrew:
@@ -128,8 +71,16 @@ class HostsCrew:
         folder, name = record_folder(run_dir), secrets.token_hex(8)
         self._file, self._hostfile = folder / f"launch-{name}.json", folder / f"hosts-{name}"
         self._starter: LocalCrew | None = None
+        self._started = self._gave_up = False
+        self._ended_at: float | None = None
+        """When all ranks were first seen to have ended."""
         self._codes: dict[Peer, int] = {}
         self._left: dict[Peer, list[int]] = {}
+        self._looked_at = time.monotonic()
+        self._begun = threading.Event()
+        self._beats: threading.Thread | None = None
+        self._paused = 0.0
+        """Seconds: the longest time in which this process itself did nothing."""
 
     @property
     def bf16(self) -> bool:
@@ -141,13 +92,40 @@ class HostsCrew:
         """Whether no host has a GPU to use."""
         return not any(peer.facts["gpus"] for peer in self._peers)
 
+    @contextlib.contextmanager
+    def beating(self) -> Iterator[None]:
+        """Inside, and until `start`, a thread tells the agents that we are there: data may be looked at before, for long."""
+        every = self._launch.silence / (2 * BEATS)
+
+        def beat() -> None:
+            while not self._begun.wait(every):
+                for peer in self._peers:
+                    peer.line.beat()
+
+        self._beats = threading.Thread(target=beat, name="beats", daemon=True)
+        self._beats.start()
+        try:
+            yield
+        finally:
+            self._begin()
+
+    def _begin(self) -> None:
+        """From here on the lines belong to this thread."""
+        self._begun.set()
+        if self._beats is not None:
+            self._beats.join()
+
     def start(self) -> None:
+        self._begin()
         forget_records(self.run_dir, self.ranks)
+        remove_leftovers(self.run_dir)
         self._write_files()
+        self._started = True
         log = log_path(self.run_dir, 0)
         with log.open("ab") as file:
             start_copying(log, file.tell())
         argv = starter_command(self._launch, self._hostfile, self._master, self._file)
+        environment = {**self._launch.environment, **({"DS_ACCELERATOR": "cpu"} if self.cpu else {})}
         for index, peer in enumerate(self._peers):
             own = node_command(self._launch, index, self._master, ["dstrain.launch.rank", str(self._file)])
             peer.line.send(
@@ -159,6 +137,7 @@ class HostsCrew:
                     "ranks": list(self._launch.ranks_of(index)),
                     "argv": own if argv is None else None,
                     "env": node_environment(self._launch, index),
+                    "environment": environment,
                 }
             )
         if argv is not None:
@@ -167,14 +146,14 @@ class HostsCrew:
                 # The runner has each host change to its folder, through a shell: / has the same name in all of them.
                 self._starter = LocalCrew(Program(argv, env, "/", output), self.run_dir, ())
                 self._starter.start()
+        self._looked_at = time.monotonic()
 
     def _write_files(self) -> None:
-        """What every rank reads; the environment may hold secrets."""
-        cpu = {"DS_ACCELERATOR": "cpu"} if self.cpu else {}
+        """What every rank reads, and DeepSpeed's runner. The environment, which may hold secrets, goes to the agents."""
         about = {
             "arguments": list(self._launch.arguments),
             "cwd": os.getcwd(),
-            "environment": {**self._launch.environment, **cpu},
+            "silence": self._launch.silence,
             "master": [self._master.address, self._master.port],
             "hosts": {peer.facts["machine"]: _about(peer) for peer in self._peers},
         }
@@ -188,13 +167,21 @@ class HostsCrew:
         self._hostfile.write_text("".join(lines))
 
     def look(self, again: bool = False) -> None:
+        self._paused = max(self._paused, time.monotonic() - self._looked_at)
         for peer in self._peers:
             for message in peer.line.receive():
                 self._note(peer, message)
             if peer not in self._left and not self.lost and (why := peer.lost):
-                there = ", ".join(map(str, self._launch.ranks_of(self._peers.index(peer))))
-                self.lost = f"{why}; rank {there} ran there; start the same command again to go on"
+                paused = f"; this process itself did not run for {self._paused:.0f} s (SIGSTOP, Ctrl-Z, or a machine that slept)"
+                self.lost = (
+                    f"{why}{paused if self._paused > self._launch.silence else ''}; {self._ranks_of(peer)} ran there"
+                )
+                self._gave_up = True
             peer.line.beat()
+        self._looked_at = time.monotonic()
+
+    def _ranks_of(self, peer: Peer) -> str:
+        return f"rank {', '.join(map(str, self._launch.ranks_of(self._peers.index(peer))))}"
 
     def _note(self, peer: Peer, message: Mapping[str, Any]) -> None:
         for name in ("started", "ended"):
@@ -214,10 +201,19 @@ class HostsCrew:
 
     def over(self) -> int | None:
         if self._starter is not None:
-            return self._starter.over()
+            return self._starter_over()
         if len(self._codes) < len(self._peers):
             return None
         return next((code for code in self._codes.values() if code), 0)
+
+    def _starter_over(self) -> int | None:
+        """The starter's code; 1 where it stays although all ranks have ended: what a login script left running holds ssh open."""
+        assert self._starter is not None
+        code = self._starter.over()
+        if code is not None or len(self.ends) < self._launch.processes:
+            return code
+        self._ended_at = self._ended_at or time.monotonic()
+        return 1 if time.monotonic() - self._ended_at > STARTER_SECONDS else None
 
     def signal(self, number: int) -> int:
         for peer in self._peers:
@@ -228,7 +224,11 @@ class HostsCrew:
         return bool(self.alive) or (self._starter is not None and self._starter.left())
 
     def end(self) -> list[str]:
-        """SIGKILL what is left on every host that answers; the agents of the others do it when their line is dead."""
+        """SIGKILL what is left on every host; where the agent does not answer over another ssh session, once.
+
+        Where that fails too, the agent does it when its line is dead, or its ranks when it no longer beats.
+        """
+        self._begin()
         asked = [peer for peer in self._peers if not peer.lost]
         for peer in asked:
             peer.line.send(end=True)
@@ -238,9 +238,26 @@ class HostsCrew:
             self.look()
         if self._starter is not None:
             self._starter.end()
+        if self._started:  # after the starter, whose end is one of everything that was started since
+            unheard = [peer for peer in self._peers if peer not in self._left]
+            self._conclude(Cleanups(unheard, self._file, self._launch.silence).failed())
         for file in (self._file, self._hostfile):
             file.unlink(missing_ok=True)
         return [f"{pid} on {peer.host.name}" for peer, pids in self._left.items() for pid in pids]
+
+    def _conclude(self, uncertain: Sequence[Peer]) -> None:
+        """Say of a lost launch whether the same command can be started at once."""
+        if not self._gave_up:
+            return
+        if not uncertain:
+            self.lost += "; nothing of the launch is left there; start the same command again to go on"
+            return
+        there = " and ".join(f"{self._ranks_of(peer)} on {peer.host.name}" for peer in uncertain)
+        seconds = (MISSED + 1) * self._launch.silence
+        self.lost += (
+            f"; {there} cannot be ended from here: where it still runs, it ends by itself within {seconds:g} s; "
+            "wait for that, then start the same command again to go on"
+        )
 
     def rest(self, seconds: float) -> None:
         rest([peer.line.read for peer in self._peers], seconds)
@@ -252,8 +269,16 @@ class HostsCrew:
         return next(of_rank, None)
 
 
+def remove_leftovers(run_dir: Path) -> None:
+    """Remove the launch files of launches that were killed. Call it where no other launch can be in this folder."""
+    for pattern in ("launch-*.json", "hosts-*", "seen-*"):
+        for file in record_folder(run_dir).glob(pattern):
+            file.unlink(missing_ok=True)
+
+
 def _about(peer: Peer) -> dict[str, Any]:
     facts = peer.facts
     return {
-        "hostname": facts["hostname"], "agent": facts["pid"], "interface": peer.interface, "slots": peer.host.slots,
+        "hostname": facts["hostname"], "agent": facts["pid"], "heartbeat": facts["heartbeat"], "token": facts["token"],
+        "interface": peer.interface, "slots": peer.host.slots,
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """The beginning of a rank on one of several hosts: `python -m dstrain.launch.rank FILE`.
 
-FILE, in the run folder that all hosts share and readable by its owner alone, holds what must not go through a shell
-or stand on a command line: the environment, secrets included, and the arguments of `dstrain`.
+FILE, in the run folder that all hosts share and readable by its owner alone, holds what must not go through a shell:
+the arguments of `dstrain`. The environment, secrets included, lies in no file: the agent of this host hands it out.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.launch.facts import machine
+from dstrain.launch.heartbeat import HEARTBEAT, environment_from
 from dstrain.launch.threads import cores_here, thread_environment
 from dstrain.launch.worker import LAUNCH, SUPERVISOR
 
@@ -22,6 +23,12 @@ def main(path: str) -> None:
     """Become `dstrain ARGUMENTS` with the environment of the launch."""
     launch = json.loads(Path(path).read_text(encoding="utf-8"))
     here = launch["hosts"][machine()]
+    try:
+        launch["environment"] = environment_from(here["heartbeat"], here["token"])
+    except OSError as error:
+        sys.exit(
+            f"error: the agent of {here['hostname']} (pid {here['agent']}) does not hand out the environment ({error})"
+        )
     os.chdir(launch["cwd"])
     command = [sys.executable, "-u", "-m", "dstrain.cli", *launch["arguments"]]
     os.execve(sys.executable, command, rank_environment(launch, here, os.environ, path))
@@ -33,6 +40,7 @@ def rank_environment(
     """The launcher's environment with the launch's upon it, and what only holds on this host."""
     found = {name: value for name, value in env.items() if name != "PYTHONPATH"}  # DeepSpeed's runner adds its folder
     found |= {**launch["environment"], LAUNCH: path, SUPERVISOR: f"{here['hostname']} {here['agent']}"}
+    found[HEARTBEAT] = f"{here['heartbeat']} {launch['silence']:g}"
     if here["interface"]:
         found.setdefault("GLOO_SOCKET_IFNAME", here["interface"])
     if "OMPI_COMM_WORLD_RANK" in env:  # DeepSpeed's launcher does these under pdsh

@@ -92,6 +92,22 @@ def plan_launch(
     )
 
 
+def crowded(launch: Launch | HostsLaunch) -> str:
+    """A warning where this machine starts more processes on its CPU than it has cores; empty where all is well."""
+    if isinstance(launch, HostsLaunch) or not launch.cpu:
+        return ""
+    return more_than_cores(len(launch.ranks), "this machine", cores_here())
+
+
+def more_than_cores(processes: int, where: str, cores: int) -> str:
+    if processes <= cores:
+        return ""
+    return (
+        f"{processes} processes are started on {where}, which has {cores} CPU cores for them: they take turns, "
+        f"and need the memory of {processes}; ask for {cores} or fewer"
+    )
+
+
 def check_tools(launcher: str) -> None:
     """Raise UsageError where a program is missing that reaches hosts."""
     tool, package = _TOOLS.get(launcher, ("ssh", "openssh-client"))
@@ -207,10 +223,15 @@ def starter_environment(launch: HostsLaunch, env: Mapping[str, str]) -> dict[str
     return found
 
 
-def agent_command(host: Host, silence: float, env: Mapping[str, str]) -> list[str]:
+def agent_command(host: Host, silence: float, nonce: str, env: Mapping[str, str]) -> list[str]:
     """ssh to a host and an agent there."""
+    return remote_command(host, ["dstrain.launch.agent", f"{silence:g}", nonce], silence, env)
+
+
+def remote_command(host: Host, module: Sequence[str], silence: float, env: Mapping[str, str]) -> list[str]:
+    """ssh to a host and a module of ours there. A whole path, as a login script may make aliases."""
     path = [f"PYTHONPATH={env['PYTHONPATH']}"] if env.get("PYTHONPATH") else []
-    words = ["exec", "env", *path, sys.executable, "-u", "-m", "dstrain.launch.agent", f"{silence:g}"]
+    words = ["/usr/bin/env", *path, sys.executable, "-u", "-m", *module]
     return ["ssh", "-T", *ssh_options(silence), host.name, shlex.join(words)]
 
 
@@ -229,7 +250,7 @@ def show_launch(launch: Launch | HostsLaunch, run_dir: Path) -> str:
     options, file = launch.options, run_dir / ".workers" / "launch-ID.json"
     address = options.master_addr or f"<address of {launch.hosts[0].name}>"
     master = Master(address, options.master_port or f"<free port on {launch.hosts[0].name}>")
-    agents = [agent_command(host, launch.silence, os.environ) for host in launch.hosts]
+    agents = [agent_command(host, launch.silence, "ID", os.environ) for host in launch.hosts]
     starter = starter_command(launch, file.with_name("hosts-ID"), master, file)
     nodes = [node_command(launch, index, master, [RANK, str(file)]) for index in range(len(launch.hosts))]
     return "\n".join(shlex.join(words) for words in (*agents, *(nodes if starter is None else [starter])))

@@ -71,7 +71,7 @@ def supervise(crew: Crew, watch: Watch | None = None) -> int:
         crew.records, ends if watch.failed_at else crew.ends, FAILED if launcher is None else launcher, crew.ranks
     )
     if lost and result.code not in (DONE, STOPPED):
-        _say(lost)
+        _say(crew.lost)  # with what became of those that were given up
         return FAILED
     return _report(watch, crew, result)
 

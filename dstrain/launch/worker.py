@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dstrain.errors import DstrainError
+from dstrain.launch.heartbeat import follow_heartbeat
 
 SUPERVISOR = "DSTRAIN_SUPERVISOR"
 """`HOST PID` of what supervises this launch on this host: the `dstrain` command, or its agent."""
@@ -151,14 +152,17 @@ def follow_parent() -> None:
     """End this worker when its launcher, or the `dstrain` command above that, is gone. Call it first.
 
     The launcher is our parent and the kernel tells. `dstrain` is further up, and DeepSpeed's launcher
-    outlives it when it is killed: a thread sleeps on its pidfd.
+    outlives it when it is killed: a thread sleeps on its pidfd. An agent that is there, but stopped, no longer beats.
     """
     parent = os.getppid()
     die_with_parent()
     supervisor = _supervisor()
     if os.getppid() != parent or parent == supervisor:  # it ended meanwhile, or before, and we were adopted
         os.kill(os.getpid(), signal.SIGKILL)
-    if supervisor is None or not hasattr(os, "pidfd_open"):
+    if supervisor is None:
+        return
+    follow_heartbeat()
+    if not hasattr(os, "pidfd_open"):
         return
     try:
         watched = os.pidfd_open(supervisor)

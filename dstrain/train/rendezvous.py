@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,13 +27,16 @@ from dstrain.cache import cache_root, host_id
 from dstrain.collectives import lost
 from dstrain.data.store import images_checked
 from dstrain.errors import DstrainError, LostError, UsageError, one_line
+from dstrain.launch.command import PORT_FILE, holder
 from dstrain.launch.topology import Worker
+from dstrain.launch.versions import digest, unlike, versions
 from dstrain.train.interrupt import Interrupted
 from dstrain.train.roll import within
 from dstrain.world import meet
 
 DOING = "preparing the data"
 MEND = "mend the cause and start again: what is prepared stays in the cache"
+CODE = "code of dstrain, digest"
 BEAT_SECONDS = 1.0
 POLL_SECONDS = 0.2
 HEARD_SECONDS = 5.0
@@ -65,11 +69,44 @@ class Rendezvous:
     def __enter__(self) -> Self:
         if self.size == 1:
             return self
-        own = {"host": socket.gethostname(), "place": f"{host_id()} {os.path.realpath(cache_root())}"}
-        self._store, words = meet(self._timeout, json.dumps(own))
+        own: dict[str, Any] = {"host": socket.gethostname(), "place": f"{host_id()} {os.path.realpath(cache_root())}"}
+        own["software"] = versions() | {CODE: digest()}
+        self._store, words = self._meet(json.dumps(own))
         self._members = [json.loads(word) for word in words]
         self._thread.start()
+        try:
+            self._check_software()
+        except BaseException as cause:
+            self._tell(cause)
+            self._end.set()
+            raise
         return self
+
+    def _meet(self, word: str) -> tuple[Any, list[str]]:
+        """As `meet`; where rank 0 cannot listen, with who does."""
+        place = os.environ.get(PORT_FILE)
+        try:
+            return meet(self._timeout, word, Path(place) if place else None)
+        except LostError as error:
+            port = os.environ.get("MASTER_PORT", "")
+            if self.rank == 0 and "EADDRINUSE" in str(error.__cause__) and port.isdecimal():
+                what = f"port {port} of {socket.gethostname()}, where all meet, is taken{holder(int(port))}"
+                mend = (
+                    "start the same command again, with another --master-port where you gave one, or end that process"
+                )
+                raise LostError(error.doing, what, mend) from error
+            raise
+
+    def _check_software(self) -> None:
+        """Raise UsageError, on every rank the same, where a rank on another host than rank 0's runs other versions."""
+        first = self._members[0]
+        for rank, member in enumerate(self._members):
+            if member["host"] != first["host"] and (differ := [*unlike(first["software"], member["software"])]):
+                name, wanted, found = differ[0]
+                raise UsageError(
+                    f"{self._name(rank)} has {name} {found}, and {self._name(0)} has {wanted}; "
+                    "install the same versions on every host"
+                )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -210,6 +210,14 @@ def test_a_dry_run_prints_all_and_starts_nothing(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.iterdir())
 
 
+def test_a_dry_run_warns_of_more_processes_than_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    result = call("train", "demo-rm", "--dry-run", "--num-gpus", "9999", "--set", "batch.total=9999")
+    assert result.exit_code == 0
+    assert "warning: 9999 processes are started on this machine, which has " in result.output
+
+
 def test_a_folder_called_like_a_task_or_a_preset_is_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--run-dir rm` makes such a folder, and the same command again must find its task."""
     monkeypatch.chdir(tmp_path)

@@ -25,11 +25,15 @@ HARM_AT = 7
 """The step that is waited for: two after a checkpoint."""
 LEFT_SECONDS = 2 * SILENCE
 """What is left may take so long to notice that it is alone, where nobody can tell it."""
+CLEANED = 12
+"""Seconds for a launch to end once a host was given up: an attempt to reach it over a new ssh session is part of it."""
 PYTHON = r"^\S*python\S* (-u )?-m "
 AGENT, LAUNCH, RUNNER = PYTHON + r"dstrain\.launch\.agent", PYTHON + r"deepspeed\.launcher\.launch", (
     PYTHON + r"deepspeed\.launcher\.runner"
 )  # fmt: skip
 PDSH, SSHD = r"^\S*pdsh\b", "^sshd: "
+SECRET = {"HF_TOKEN": "hf-a-secret-of-these-tests"}
+"""In the environment of every launch: it must reach no disk."""
 
 
 @dataclass
@@ -70,6 +74,8 @@ class Fault:
     """Steps at most."""
     cut_off: bool = False
     """The host cannot be reached, so sshd's ends of connections stay there: they are its own, and hold nothing of ours."""
+    but: str = ""
+    """A regular expression for what may be left: what was stopped and nobody can end."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     launcher: str = "deepspeed"
 
@@ -95,7 +101,7 @@ class Outcome:
 def suffer(fault: Fault, lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
     """Train on the lab's hosts, do the harm, and judge. `losses`: of a run that nothing happened to."""
     run = Run(folder, **{"launch": {"silence_seconds": SILENCE}, **fault.recipe})
-    job = start(lab, run, fault.launcher)
+    job = start(lab, run, fault.launcher, env=SECRET)
     run.wait_for_step(job, HARM_AT)
     begin = time.monotonic()
     fault.harm(Scene(lab, run, job))
@@ -114,8 +120,20 @@ def differences(lab: Lab, run: Run, losses: Sequence[Any]) -> Iterator[str]:
     """From a run that nothing happened to, and from a launch that keeps to itself."""
     if run.losses() != list(losses):
         yield "other losses than those of a run that nothing happened to"
+    if kept := secrets_kept(lab, run):
+        yield f"the environment lies on a disk: {kept}"
     if killed := lab.pkills():
         yield f"a launch ends what it started by id, never by name: {killed}"
+
+
+def secrets_kept(lab: Lab, run: Run) -> list[str]:
+    """The files that hold the secret of the environment: of the run, of the hosts' homes, of what each host has for itself."""
+    secret = next(iter(SECRET.values()))
+    shared = [path for folder in (run.folder, lab.folder / "home") for path in folder.rglob("*") if path.is_file()]
+    found = [str(path) for path in shared if secret.encode() in path.read_bytes()]
+    for host in lab.numbers:
+        found += lab.run(host, ["grep", "-rls", secret, "/run", "/dev/shm"])[1].split()
+    return found
 
 
 def judge(fault: Fault, lab: Lab, job: Command, begin: float) -> Outcome:
@@ -126,7 +144,7 @@ def judge(fault: Fault, lab: Lab, job: Command, begin: float) -> Outcome:
     if code is None:
         raise TimeoutError(f"it does not end; alive: {lab.left()}\n{job.output()[-4000:]}")
     seconds = time.monotonic() - begin
-    left = lab.left(within=LEFT_SECONDS, but=SSHD if fault.cut_off else "$^")
+    left = lab.left(within=LEFT_SECONDS, but=_may_be_left(fault))
     gone = time.monotonic() - begin - seconds
     told = job.output()
     promised = {
@@ -139,6 +157,10 @@ def judge(fault: Fault, lab: Lab, job: Command, begin: float) -> Outcome:
     left_for = str(left) if left else "nothing" if gone < 1 else f"nothing after {gone:.1f} s"
     row = Outcome(fault.what, fault.on, fault.launcher, round(seconds, 1), code, decisive(told), left_for, None)
     return replace(row, wrong=(*wrong, told[-6000:]) if wrong else ())
+
+
+def _may_be_left(fault: Fault) -> str:
+    return "|".join([*([SSHD] if fault.cut_off else []), *([fault.but] if fault.but else [])]) or "$^"
 
 
 def decisive(told: str) -> str:
@@ -201,15 +223,15 @@ FAULTS = (
     Fault("ssh sessions cut", "host2", lambda scene: scene.lab.cut_ssh(2), 1, "^dstrain: .*host2"),
     Fault(
         "cable pulled", "host2", lambda scene: scene.lab.link(2, False), 1, "^dstrain: .*host2",
-        within=SILENCE + 6, mend=lambda lab: lab.link(2, True), cut_off=True,
+        within=SILENCE + CLEANED, mend=lambda lab: lab.link(2, True), cut_off=True,
     ),
     Fault(
         "every packet dropped", "host2", lambda scene: scene.lab.drop(2, True), 1, "^dstrain: .*host2",
-        within=SILENCE + 6, mend=lambda lab: lab.drop(2, False), cut_off=True,
+        within=SILENCE + CLEANED, mend=lambda lab: lab.drop(2, False), cut_off=True,
     ),
     Fault(
         "powered off", "host2", lambda scene: scene.lab.poweroff(2), 1, "^dstrain: .*host2",
-        within=SILENCE + 6, mend=lambda lab: lab.boot(2),
+        within=SILENCE + CLEANED, mend=lambda lab: lab.boot(2),
     ),
     Fault(
         "cable pulled for 5 s", "host2", _pulled_for_a_while, 0, "^finished: ", within=40, lost=0,

@@ -116,6 +116,8 @@ class Command:
     def signal(self, number: int, group: bool = False) -> None:
         """Send a signal to the command; with `group` to its process group, as Ctrl-C does."""
         (os.killpg if group else os.kill)(self.pid, number)
+        if number == signal.SIGCONT:  # nsenter stops itself when its child is stopped
+            self._process.send_signal(number)
 
     def output(self) -> str:
         """All it said so far."""
@@ -241,6 +243,7 @@ class Lab:
         """
         path = stdout or self.folder / f"log/host{host}-{next(self._count)}.out"
         login = {"HOME": str(HOME), "USER": "root", "LOGNAME": "root", "SHELL": "/bin/sh", "PATH": PATH}
+        login["PYTHONPATH"] = str(ROOT)  # the sources beside these tests, wherever another copy is installed
         words = [f"{name}={value}" for name, value in {**login, "LANG": "C.UTF-8", **(env or {})}.items()]
         clean = ["env", "-i", "--default-signal", f"--chdir={cwd or self.folder}", *words]
         with path.open("wb") as out:
@@ -336,6 +339,17 @@ class Lab:
         folder.mkdir(parents=True, exist_ok=True)
         words = ["mount", "-t", "tmpfs", "tmpfs", str(folder)]
         subprocess.run([*self._within(host), *words], check=True, env={"PATH": PATH})
+
+    def replace(self, host: int, file: Path, text: str) -> None:
+        """Give a host another file than the others have."""
+        own = self.folder / f"etc/replaced-{next(self._count)}"
+        own.write_text(text)
+        words = ["mount", "--bind", str(own), str(file.resolve())]
+        subprocess.run([*self._within(host), *words], check=True, env={"PATH": PATH})
+
+    def login_script(self, text: str) -> None:
+        """What every shell on every host reads first that sshd starts."""
+        (self.folder / "home/.bashrc").write_text(text)
 
     def pkills(self) -> list[str]:
         """Each call of pkill or pgrep on any host: `TIME HOST pkill ARGUMENTS`."""

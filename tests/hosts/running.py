@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from dstrain.launch.worker import read_records
+from dstrain.launch.worker import record_folder
 from dstrain.tasks import find_task
 from dstrain.train.manifest import listed
 from tests.hosts.lab import Command, Lab
@@ -97,8 +97,11 @@ class Run:
 
     def rank(self, rank: int) -> tuple[int, int]:
         """(host, process id on the host) of a rank."""
-        record = read_records(self.run_dir)[rank]
-        return int(record.host.removeprefix("host")), record.pid
+        (path,) = record_folder(self.run_dir).glob(
+            f"rank-{rank:05d}*.json"
+        )  # an earlier launch's are removed at a start
+        record = json.loads(path.read_text())
+        return int(record["host"].removeprefix("host")), record["pid"]
 
 
 def dstrain(run: Run, *options: str) -> list[str]:

@@ -6,12 +6,14 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import files
 from pathlib import Path
 from typing import Any, Literal
 
 from tests.hosts.faults import HARM_AT, Fault, Outcome, decisive, differences, judge
 from tests.hosts.lab import Lab, wait_for
 from tests.hosts.running import SILENCE, START_SECONDS, Run, start, start_by_hand
+from tests.workers import ROOT
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,21 @@ def refuse(refusal: Refusal, lab: Lab, folder: Path) -> Outcome:
     return replace(outcome, wrong=(*outcome.wrong, *(f"{name} is there" for name in begun)))
 
 
+NOISE = r"""
+echo '{"facts": {}}'; printf '{"facts": '; head -c 3000000 /dev/zero | tr '\0' x; head -c 3000 /dev/urandom
+(while sleep 0.1; do printf noise; done 2> /dev/null) & disown
+echo "an error of the login script" >&2; shopt -s expand_aliases; alias exec='echo no'; echo -ne "\033]0;$HOSTNAME\007"; sleep 1; set -u
+"""
+"""Half of a JSON object, three megabytes without a line break, bytes, a process that goes on printing, an alias, a title."""
+
+
+def _other_software(lab: Lab, run: Run) -> None:
+    lab.login_script(NOISE)
+    metadata = next(file for file in files("transformers") or () if file.name == "METADATA").locate()
+    lab.replace(2, Path(str(metadata)), "Metadata-Version: 2.1\nName: transformers\nVersion: 4.0.0\n")
+    lab.replace(2, ROOT / "dstrain/units.py", (ROOT / "dstrain/units.py").read_text() + "# changed\n")
+
+
 REFUSALS = (
     Refusal("a host without a name in DNS", ("host1 slots=1", "host9 slots=1"), "host9"),
     Refusal("an address without a machine", ("host1 slots=1", "10.77.0.99 slots=1"), r"10\.77\.0\.99", within=45.0),
@@ -45,12 +62,24 @@ REFUSALS = (
     Refusal("a host twice, by name and address", ("host2 slots=1", "10.77.0.12 slots=1"), r"host2.*10\.77\.0\.12|10\.77\.0\.12.*host2"),
     Refusal("the run folder is not shared", ("host1 slots=1", "host2 slots=1"), "host2: does not see .* share",
             before=lambda lab, run: lab.keep_apart(2, run.run_dir)),
+    Refusal("other versions and other code; noisy login shells", ("host1 slots=1", "host2 slots=1"),
+            r"host2: has transformers 4\.0\.0, host1 has .*\n.*host2: has other code of dstrain .*: units\.py; install",
+            before=_other_software),
+    Refusal("the login shell ends with exit 1", ("host1 slots=1", "host2 slots=1"),
+            "host2: its login shell or its agent ended with code 1 before it answered .*bashrc",
+            before=lambda lab, run: lab.login_script("[ $(hostname) = host1 ] || exit 1\n")),
 )  # fmt: skip
 
 
 def own_name_is_loopback(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
     """Hosts that call themselves 127.0.1.1, as Debian's installer writes it: it just works."""
     return _works("hosts call themselves 127.0.1.1", lab, folder, losses)
+
+
+def noisy_login_shells(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
+    """Whatever login scripts print, in whatever form: it just works."""
+    lab.login_script(NOISE)
+    return _works("noisy, slow, half-JSON login shells", lab, folder, losses)
 
 
 def only_another_host(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
@@ -140,6 +169,7 @@ def _new(folder: Path) -> Run:
 Start = Callable[[Lab, Path, Sequence[Any]], Outcome]
 STARTS: tuple[tuple[Start, Literal["plain", "debian"]], ...] = (
     (own_name_is_loopback, "debian"),
+    (noisy_login_shells, "plain"),
     (only_another_host, "plain"),
     (one_of_two_jobs, "plain"),
     (asked_before_it_began, "plain"),

@@ -15,6 +15,7 @@ from tests.hosts.faults import EVERYWHERE, FAULTS, Outcome, name, suffer
 from tests.hosts.lab import Lab, missing
 from tests.hosts.running import unbroken
 from tests.hosts.starts import REFUSALS, STARTS, refuse
+from tests.hosts.stopped import STOPPED
 
 Row = tuple[str, str, Callable[[Lab, Path, list[Any]], Outcome]]
 
@@ -27,6 +28,8 @@ def rows() -> Iterator[Row]:
         yield refusal.what, "plain", lambda lab, folder, losses, refusal=refusal: refuse(refusal, lab, folder)
     for make, style in STARTS:
         yield make.__name__, style, make
+    for make in STOPPED:
+        yield make.__name__, "plain", make
 
 
 def main() -> None:

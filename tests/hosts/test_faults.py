@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import starts
+from tests.hosts import starts, stopped
 from tests.hosts.faults import EVERYWHERE, FAULTS, SMOKE, Fault, name, suffer
 from tests.hosts.lab import Lab
 from tests.hosts.running import Run
@@ -65,3 +65,20 @@ def test_a_killed_rank_ends_the_commands_of_all_hosts(lab: Lab, tmp_path: Path) 
 @pytest.mark.slow
 def test_stopping_the_command_of_one_host_stops_all(lab: Lab, tmp_path: Path) -> None:
     assert starts.stopped_without_ssh(lab, tmp_path / "job").wrong == ()
+
+
+def test_a_host_whose_agent_is_stopped_is_cleaned_before_one_may_start_again(lab: Lab, tmp_path: Path) -> None:
+    assert stopped.agent_stopped(lab, tmp_path / "job", (), again=False).wrong == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", stopped.STOPPED)
+def test_nothing_goes_on_without_its_head(
+    row: Callable[..., starts.Outcome], lab: Lab, tmp_path: Path, unbroken: Run
+) -> None:
+    assert row(lab, tmp_path / "job", unbroken.losses()).wrong == ()
+
+
+@pytest.mark.slow
+def test_login_shells_may_print_what_they_like(lab: Lab, tmp_path: Path, unbroken: Run) -> None:
+    assert starts.noisy_login_shells(lab, tmp_path / "job", unbroken.losses()).wrong == ()

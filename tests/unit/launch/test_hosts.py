@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dstrain import __version__
 from dstrain.errors import UsageError
-from dstrain.launch import facts, hosts
+from dstrain.launch import facts, hosts, preflight
 from dstrain.launch.agent import Agent
-from dstrain.launch.command import LaunchOptions
 from dstrain.launch.hostlist import parse_hostfile
 from dstrain.launch.hosts import gathered
 from dstrain.launch.line import Line
@@ -28,36 +28,7 @@ from tests.workers import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process trees are Linux's here")
 
-SSH = """#!/bin/sh
-while [ $# -gt 2 ]; do shift; done
-case $1 in
-    unknown) echo "ssh: Could not resolve hostname unknown: Name or service not known" >&2; exit 255 ;;
-    bare) echo "sh: 1: exec: python: not found" >&2; exit 127 ;;
-    chatty) echo "welcome to this host"; exec sh -c "$2" ;;
-    *) exec sh -c "$2" ;;
-esac
-"""
-
-
-@pytest.fixture
-def launch(tmp_path, monkeypatch):
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/ssh").write_text(SSH)
-    (tmp_path / "bin/ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-    def make(text: str, cpu: bool = True, **options) -> HostsLaunch:
-        return HostsLaunch(
-            hosts=tuple(parse_hostfile(text, "F")),
-            options=LaunchOptions(launcher="ssh", **options),
-            arguments=("train",),
-            environment={},
-            cpu=cpu,
-            silence=5.0,
-        )
-
-    return make
+NONCE = "a1b2"
 
 
 def faults(launch: HostsLaunch, run_dir: Path) -> list[str]:
@@ -101,10 +72,11 @@ def test_a_taken_port_is_found_on_the_first_host(launch, tmp_path):
 def test_more_slots_than_gpus_are_refused(tmp_path):
     peer = type("Peer", (), {})()
     peer.host = parse_hostfile("host1 slots=4\n", "F")[0]
-    peer.facts = {"machine": "a", "sees": False, "has_cwd": True, "version": "0.0", "gpus": 2}
-    said = [str(fault) for fault in hosts._faults([peer], tmp_path)]
+    versions = {"dstrain": "0.0", "Python": "3.11", "torch": "2.13.0"}
+    peer.facts = {"machine": "a", "sees": False, "has_cwd": True, "versions": versions, "digests": {}, "gpus": 2}
+    said = [str(fault) for fault in preflight._faults([peer], tmp_path)]
     assert [line.split(";")[0].removeprefix("F:1 host1: ") for line in said] == [
-        f"does not see {tmp_path}", "has dstrain 0.0, this host has " + hosts.__version__,
+        f"does not see {tmp_path}", "has dstrain 0.0, this host has " + __version__,
         "has 2 GPUs, and slot 3 is asked for",
     ]  # fmt: skip
 
@@ -114,14 +86,15 @@ class Started:
 
     def __init__(self, folder: Path, silence: float = 30.0) -> None:
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "dstrain.launch.agent", f"{silence:g}"]
+        command = [sys.executable, "-m", "dstrain.launch.agent", f"{silence:g}", NONCE]
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-        self.line = Line(self.process.stdout.fileno(), self.process.stdin.fileno(), silence)
+        self.line = Line(self.process.stdout.fileno(), self.process.stdin.fileno(), silence, NONCE)
         mark = str(folder / "launch-1.json")
         begin = "import os, signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         sleep = f"open({str(folder / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
         argv = [sys.executable, "-c", begin + sleep, mark]
         start = {"launch": mark, "run_dir": str(folder), "cwd": "/", "ranks": [0], "argv": argv, "env": {}}
+        start["environment"] = {"HF_TOKEN": "secret"}
         self.line.send(start=start)
         until = time.monotonic() + 20
         while not (folder / "pid").exists() or not (folder / "pid").read_text():
@@ -165,13 +138,14 @@ def test_a_stopped_process_is_ended_too(tmp_path):
 
 def test_an_agent_tells_of_ranks_what_their_records_and_the_kernel_say(tmp_path):
     ours, theirs = socket.socketpair()
-    agent = Agent(Line(theirs.fileno(), theirs.fileno(), 30.0))
-    line = Line(ours.fileno(), ours.fileno(), 30.0)
+    agent = Agent(Line(theirs.fileno(), theirs.fileno(), 30.0, NONCE))
+    line = Line(ours.fileno(), ours.fileno(), 30.0, NONCE)
     rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     record_folder(tmp_path).mkdir()
     record = {"rank": 1, "pid": rank.pid, "exit": None, "error": None, "host": "host2"}
     (record_folder(tmp_path) / "rank-00001.json").write_text(json.dumps(record))
-    agent._start({"launch": str(tmp_path / "l"), "run_dir": str(tmp_path), "ranks": [1], "argv": None})
+    asked = {"launch": str(tmp_path / "l"), "run_dir": str(tmp_path), "ranks": [1], "argv": None, "environment": {}}
+    agent._start(asked)
     agent._tell()
     assert line.receive() == [{"started": [1, None, record]}]
     agent._signal(signal.SIGTERM)
@@ -185,11 +159,20 @@ def test_an_agent_tells_of_ranks_what_their_records_and_the_kernel_say(tmp_path)
 
 
 def test_a_rank_gets_the_launchs_environment_and_its_hosts_own():
-    launch = {"environment": {"HF_TOKEN": "x", "OMP_NUM_THREADS": "99"}, "master": ["10.0.0.1", 29501]}
-    here = {"hostname": "host2", "agent": 7, "interface": "eth0", "slots": [1, 3]}
+    environment = {"HF_TOKEN": "x", "OMP_NUM_THREADS": "99"}
+    launch = {"environment": environment, "master": ["10.0.0.1", 29501], "silence": 30.0}
+    here = {
+        "hostname": "host2",
+        "agent": 7,
+        "heartbeat": "dstrain-a",
+        "token": "t",
+        "interface": "eth0",
+        "slots": [1, 3],
+    }
     found = rank_environment(launch, here, {"RANK": "1"}, "/f")
-    assert {name: found[name] for name in ("HF_TOKEN", "RANK", "DSTRAIN_LAUNCH", "DSTRAIN_SUPERVISOR")} == {
+    assert {name: found[name] for name in ("HF_TOKEN", "RANK", "DSTRAIN_LAUNCH", "DSTRAIN_SUPERVISOR", "DSTRAIN_HEARTBEAT")} == {
         "HF_TOKEN": "x", "RANK": "1", "DSTRAIN_LAUNCH": "/f", "DSTRAIN_SUPERVISOR": "host2 7",
+        "DSTRAIN_HEARTBEAT": "dstrain-a 30",
     }  # fmt: skip
     assert found["GLOO_SOCKET_IFNAME"] == "eth0"
     assert found["OMP_NUM_THREADS"] != "99"
@@ -197,6 +180,17 @@ def test_a_rank_gets_the_launchs_environment_and_its_hosts_own():
     launch["environment"]["GLOO_SOCKET_IFNAME"] = "ib0"
     found = rank_environment(launch, here, {"OMPI_COMM_WORLD_RANK": "1"}, "/f")
     assert (found["GLOO_SOCKET_IFNAME"], found["MASTER_PORT"], found["CUDA_VISIBLE_DEVICES"]) == ("ib0", "29501", "1,3")
+
+
+def test_a_port_stays_reserved_for_rank_0_until_it_listens():
+    meeting = facts.Meeting()
+    port = meeting.open("127.0.0.1", 0)["port"]
+    meeting.reserve()
+    with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+        other.bind(("", port))
+    with socket.create_server(("", port)):  # as torch's store does, with SO_REUSEADDR
+        assert facts.reach("127.0.0.1", port) == {"interface": facts.interface_towards("127.0.0.1")}
+    assert facts.reach("127.0.0.1", port) == {"fault": "Connection refused"}
 
 
 def test_what_a_host_reaches_it_names_the_way_of(monkeypatch):

@@ -83,10 +83,10 @@ def test_agents_start_deepspeeds_inner_launcher_or_torchrun(plan):
 
 
 def test_an_agents_command_survives_the_remote_shell(plan):
-    words = agent_command(plan().hosts[1], 30.0, {"PYTHONPATH": "/a b:/c"})
+    words = agent_command(plan().hosts[1], 30.0, "a1b2", {"PYTHONPATH": "/a b:/c"})
     assert shlex.join(words[:-1]) == f"ssh -T {SSH} host2"
-    assert shlex.split(words[-1]) == ["exec", "env", "PYTHONPATH=/a b:/c", sys.executable, "-u", "-m",
-                                      "dstrain.launch.agent", "30"]  # fmt: skip
+    assert shlex.split(words[-1]) == ["/usr/bin/env", "PYTHONPATH=/a b:/c", sys.executable, "-u", "-m",
+                                      "dstrain.launch.agent", "30", "a1b2"]  # fmt: skip
 
 
 def test_no_secret_stands_on_a_command_line(plan):
@@ -149,7 +149,7 @@ def test_a_host_that_deepspeeds_runner_would_misread_is_refused(plan, tmp_path):
         UsageError, match=r"F:2: DeepSpeed's runner cannot take the host me@host2; .* or add --launcher ssh"
     ):
         check_starter(plan(), tmp_path)
-    assert [words[-2] for words in (agent_command(host, 30.0, {}) for host in plan(launcher="ssh").hosts)][
+    assert [words[-2] for words in (agent_command(host, 30.0, "a1b2", {}) for host in plan(launcher="ssh").hosts)][
         1
     ] == "me@host2"
 
@@ -158,3 +158,13 @@ def test_a_dry_run_says_what_it_would_ask_the_hosts(plan):
     lines = show_launch(plan(), Path("/runs/a")).splitlines()
     assert [line.split()[0] for line in lines] == ["ssh", "ssh", PYTHON]
     assert "--master_addr '<address of host1>' --master_port '<free port on host1>'" in lines[-1]
+
+
+def test_more_processes_than_cores_are_warned_of(monkeypatch):
+    monkeypatch.setattr(several, "cores_here", lambda: 2)
+    made = {count: Launch([], {"DS_ACCELERATOR": "cpu"}, count) for count in (2, 99)}
+    assert several.crowded(made[2]) == several.crowded(Launch([], {}, 99, ("0",) * 99)) == ""
+    assert several.crowded(made[99]).startswith(
+        "99 processes are started on this machine, which has 2 CPU cores for them"
+    )
+    assert several.crowded(Launch([], {"DS_ACCELERATOR": "cpu"}, 99, here=range(2))) == "", "one host of many"

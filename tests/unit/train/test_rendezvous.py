@@ -31,7 +31,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
         store, words, barrier = dist.HashStore(), [""] * size, threading.Barrier(size)
         own = threading.local()
 
-        def meet(_: timedelta, word: str) -> tuple[Any, list[str]]:
+        def meet(_: timedelta, word: str, place: Path | None) -> tuple[Any, list[str]]:
             words[own.rank] = word
             barrier.wait(10)
             return store, [word.replace('"host": "', f'"host": "h{rank} ') for rank, word in enumerate(words)]
@@ -52,6 +52,27 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
             return list(pool.map(live, range(size)))
 
     return run
+
+
+@pytest.mark.parametrize("name", ["torch", rendezvous.CODE])
+def test_a_host_with_other_software_is_refused_on_every_rank(
+    name: str, prepared: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is prepared, and before any process group; the same words and code 2 from each."""
+    own, own_code, asked = rendezvous.versions(), rendezvous.digest(), threading.Lock()
+
+    def first() -> bool:  # of the ranks that ask; the others have the same
+        return asked.acquire(blocking=False)
+
+    def other(value: Any) -> Callable[[], Any]:
+        return lambda: (own | {"torch": "1.13.1"} if name == "torch" else "0" * 12) if first() else value
+
+    monkeypatch.setattr(rendezvous, *(("versions", other(own)) if name == "torch" else ("digest", other(own_code))))
+    errors = prepared(3, lambda rank, together: pytest.fail("it prepares"))
+    assert {type(error) for error in errors} == {UsageError}
+    (said,) = {str(error) for error in errors}
+    assert f" has {name} " in said
+    assert said.endswith("; install the same versions on every host")
 
 
 def test_a_rank_that_takes_longer_than_the_timeout_is_waited_for(prepared: Callable[..., list[Any]]) -> None:

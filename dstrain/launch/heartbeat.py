@@ -1,0 +1,182 @@
+"""Heartbeats from an agent to the ranks of its host, and the environment of the launch, which may hold secrets.
+
+Both go over a unix socket with an abstract name (unix(7)): no file stands for it, so that nothing is left of it on any
+disk however the agent ends, and nothing of it depends on the file system that the hosts share. Each end asks the kernel
+for the user of the other (SO_PEERCRED) and talks to its own alone. Whoever connects gets a line break per beat; who sends the
+token, which stands in the launch file, a line of JSON too: the environment. The name can be read by everyone on the host, in
+containers that share its network as well, where root is no other user; the token cannot. Only time spans of one host's
+monotonic clock are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+HEARTBEAT = "DSTRAIN_HEARTBEAT"
+"""`NAME SECONDS`: the agent's socket, and launch.silence_seconds. For ranks that an agent watches."""
+MISSED = 3
+"""A rank ends itself when nothing came for so many times launch.silence_seconds: by then the launch has given its agent up."""
+ANSWER_SECONDS = 60.0
+"""For an agent to hand out the environment: it may wait for a file system."""
+_BEATS, _POLLS = 6, 2
+"""Beats, and looks for one, in launch.silence_seconds."""
+_LOG_SECONDS = 2.0
+"""For the last sentence: the log may lie on the file system that hangs."""
+_UNSENT = 1 << 12
+"""Bytes that may wait for a rank that is stopped."""
+_AT_ONCE = 64
+"""Connections that are taken at a time: another user may open as many as he likes."""
+
+
+class Heartbeat:
+    """The agent's end. It never waits."""
+
+    def __init__(self, silence: float) -> None:
+        self.name = f"dstrain-{secrets.token_hex(16)}"
+        self.token = secrets.token_hex(16)
+        self._every = silence / _BEATS
+        self._beat_at = time.monotonic()
+        self._environment: bytes | None = None
+        self._unsent: dict[socket.socket, bytes] = {}
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._server.bind(f"\0{self.name}")
+        self._server.listen(128)
+        self._server.setblocking(False)
+
+    def hand_out(self, environment: Mapping[str, str]) -> None:
+        """From now on ranks are answered."""
+        self._environment = json.dumps(dict(environment)).encode() + b"\n"
+
+    def beat(self) -> None:
+        """Answer the ranks that have connected, and beat where it is time to. Call it often."""
+        if self._environment is None:
+            return
+        with contextlib.suppress(OSError):  # nobody, or out of descriptors
+            for _ in range(_AT_ONCE):
+                self._welcome(self._server.accept()[0])
+        due = time.monotonic() >= self._beat_at
+        if due:
+            self._beat_at = time.monotonic() + self._every
+        for rank, unsent in [*self._unsent.items()]:
+            if due and len(unsent) < _UNSENT:
+                unsent += b"\n"
+            try:
+                unsent += self._answer(rank)
+                self._unsent[rank] = unsent[rank.send(unsent) :] if unsent else b""
+            except BlockingIOError:
+                self._unsent[rank] = unsent
+            except OSError:  # it has ended
+                del self._unsent[rank]
+                rank.close()
+
+    def _answer(self, rank: socket.socket) -> bytes:
+        """The environment, where the rank has just sent the token."""
+        with contextlib.suppress(BlockingIOError):
+            if hmac.compare_digest(rank.recv(256).strip(), self.token.encode()):
+                return self._environment or b""
+        return b""
+
+    def _welcome(self, rank: socket.socket) -> None:
+        if _user(rank) != os.geteuid():
+            rank.close()
+            return
+        rank.setblocking(False)
+        self._unsent[rank] = b"\n"
+
+
+def environment_from(name: str, token: str, seconds: float = ANSWER_SECONDS) -> dict[str, str]:
+    """The environment of the launch, from the agent of this host. Raises OSError where none of ours answers in time."""
+    until = time.monotonic() + seconds
+    with _connected(name, seconds) as agent:
+        agent.sendall(token.encode())
+        received = b""
+        while b"\n" not in received:
+            agent.settimeout(max(0.01, until - time.monotonic()))
+            part = agent.recv(1 << 16)
+            if not part:
+                raise ConnectionResetError("it ended while it was asked")
+            received = (received + part).lstrip(b"\n")
+    found: dict[str, Any] = json.loads(received.partition(b"\n")[0])
+    return {str(key): str(value) for key, value in found.items()}
+
+
+def follow_heartbeat() -> None:
+    """End this process where its agent no longer beats: stopped, or hung, as well as ended. In a thread."""
+    name, _, silence = os.environ.get(HEARTBEAT, "").partition(" ")
+    if name:
+        threading.Thread(target=_follow, args=(name, float(silence)), name="follow-heartbeat", daemon=True).start()
+
+
+def _follow(name: str, silence: float) -> None:
+    """Until it is over. Time counts in several looks: after a pause of the whole machine the agent has its turn too."""
+    missed, silent = 0, False
+    try:
+        with _connected(name, silence) as agent:
+            agent.setblocking(False)
+            poll = select.poll()
+            poll.register(agent, select.POLLIN)
+            while not silent and (missed := missed + 1):
+                if not poll.poll(1000 * silence / _POLLS):
+                    silent = missed == MISSED * _POLLS
+                elif agent.recv(1 << 16):
+                    missed = 0
+                else:  # it has ended
+                    break
+    except OSError:
+        pass
+    if silent:
+        _say(
+            f"error: the agent of this host has sent no heartbeat for {MISSED * silence:g} s: it is stopped, or it hangs. "
+            "Nothing watches over this rank any more, so it ends itself; start the same command again to go on"
+        )
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _say(text: str) -> None:
+    def write() -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"{text}\n".encode())
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(_LOG_SECONDS)
+
+
+def _connected(name: str, seconds: float) -> socket.socket:
+    """The socket of an agent of this user. Raises OSError."""
+    agent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    until = time.monotonic() + seconds
+    try:
+        agent.settimeout(seconds)
+        while True:
+            try:
+                agent.connect(f"\0{name}")
+                break
+            except BlockingIOError:  # too many wait already
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+        if _user(agent) != os.geteuid():
+            raise PermissionError("it belongs to another user")
+    except OSError:
+        agent.close()
+        raise
+    return agent
+
+
+def _user(peer: socket.socket) -> int:
+    """The user of the process at the other end, as the kernel knows it."""
+    size = struct.calcsize("3i")
+    return int(struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1])

@@ -1,0 +1,123 @@
+"""Heads of a launch that are stopped, not dead: the agent of a host, or `dstrain` itself. Nothing goes on without them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dstrain.launch.heartbeat import MISSED
+from dstrain.launch.worker import log_path
+from tests.hosts.faults import AGENT, HARM_AT, LAUNCH, SECRET, Fault, Outcome, differences, go_on, judge
+from tests.hosts.lab import PATH, Lab, wait_for
+from tests.hosts.running import SILENCE, Run, dstrain, start
+
+RANK = r"-m dstrain\.cli train"
+ALONE = ("--include", "host2")
+"""Both ranks on host2 and none on host1, so that none ends because it lost another."""
+
+
+def agent_stopped(lab: Lab, folder: Path, losses: Sequence[Any], launcher: str = "ssh", again: bool = True) -> Outcome:
+    """The host answers ssh: `dstrain` ends the ranks over another session before it says that one may start again."""
+    fault = Fault(
+        "SIGSTOP of the agent", "host2", lambda scene: None, 1,
+        "^dstrain: host2 said nothing for .*nothing of the launch is left there; start the same command again",
+        within=SILENCE + 8, launcher=launcher,
+    )  # fmt: skip
+    run = Run(folder, launch={"silence_seconds": SILENCE})
+    outcome = _stop_agent(fault, lab, run)
+    return _judged(outcome, fault, lab, run, losses) if again else outcome
+
+
+def agent_stopped_under_pdsh(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
+    """The same where DeepSpeed's runner started the ranks."""
+    return agent_stopped(lab, folder, losses, "deepspeed")
+
+
+def agent_stopped_and_no_ssh(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
+    """Nobody can end the ranks: they do it themselves, and the sentence says when."""
+    fault = Fault(
+        "SIGSTOP of the agent, no new ssh session", "host2", lambda scene: None, 1,
+        "^dstrain: host2 said nothing for .*rank 0, 1 on host2 cannot be ended from here: .* within 24 s; wait",
+        within=SILENCE + 14, cut_off=True, launcher="ssh", but=f"{AGENT}|{RANK}|{LAUNCH}",
+    )  # fmt: skip
+    refuse = ["INPUT", "-p", "tcp", "--dport", "22", "--syn", "-j", "DROP"]
+
+    def iptables(how: str) -> None:
+        subprocess.run([*lab._within(2), "iptables", how, *refuse], check=True, env={"PATH": PATH})
+
+    run = Run(folder, launch={"silence_seconds": SILENCE})
+    outcome = _stop_agent(fault, lab, run, lambda: iptables("-I"))
+    said = "has sent no heartbeat for 18 s" in log_path(run.run_dir, 0).read_text()
+    iptables("-D")
+    lab.kill(2, AGENT, signal.SIGCONT)
+    outcome = replace(outcome, wrong=(*outcome.wrong, *([] if said else ["rank 0 does not say why it ended"])))
+    return _judged(outcome, fault, lab, run, losses)
+
+
+def _stop_agent(fault: Fault, lab: Lab, run: Run, before: Callable[[], None] = lambda: None) -> Outcome:
+    """Train, stop the agent, and wait until `dstrain` and all ranks have ended."""
+    job = start(lab, run, fault.launcher, hostfile=lab.hostfile(slots=2), more=ALONE, env=SECRET)
+    run.wait_for_step(job, HARM_AT)
+    run.pace(1.0)  # 33 steps are left, more than anything here lasts
+    before()
+    stopped_at = time.monotonic()
+    assert lab.kill(2, AGENT, signal.SIGSTOP)
+    outcome = judge(fault, lab, job, stopped_at)
+    wait_for(lambda: not lab.find(2, RANK), (MISSED + 1) * SILENCE, "its ranks do not end")
+    gone = time.monotonic() - stopped_at - outcome.seconds
+    return replace(outcome, left=outcome.left if gone < 1 else f"nothing after {gone:.1f} s")
+
+
+def _judged(outcome: Outcome, fault: Fault, lab: Lab, run: Run, losses: Sequence[Any]) -> Outcome:
+    """Whether nothing is left at last, and the same command goes on."""
+    alive = lab.left(within=5.0)
+    wrong = [*outcome.wrong, *([f"left: {alive}"] if alive else [])]
+    lost = run.step() - run.saved()
+    wrong += go_on(lab, run, fault)
+    return replace(outcome, lost=lost, wrong=(*wrong, *differences(lab, run, losses)))
+
+
+def dstrain_stopped(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
+    """`dstrain` on host1, ranks on both hosts: the agents hear nothing and end everything. Woken, it says why."""
+    what = "SIGSTOP of dstrain, SIGCONT 15 s later"
+    fault = Fault(
+        what, "host1", lambda scene: None, 1, "^dstrain: .*this process itself did not run for 1.* s", within=22
+    )
+    run = Run(folder, launch={"silence_seconds": SILENCE})
+    job = start(lab, run, env=SECRET)
+    run.wait_for_step(job, HARM_AT)
+    begin = time.monotonic()
+    job.signal(signal.SIGSTOP)
+    wait_for(
+        lambda: not lab.find(2, "python") and not lab.find(1, RANK), 3 * SILENCE, "ranks outlive a stopped dstrain"
+    )
+    ended = time.monotonic() - begin
+    time.sleep(max(0.0, 15 - ended))
+    job.signal(signal.SIGCONT)
+    outcome = judge(fault, lab, job, begin)
+    outcome = replace(outcome, left=f"nothing {ended:.1f} s after the harm")
+    return _judged(outcome, fault, lab, run, losses)
+
+
+def dstrain_stopped_alone(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
+    """On one host nobody gives the launch up: the ranks go on, and `dstrain` tells when it is woken, as after Ctrl-Z and fg."""
+    run = Run(folder)
+    job = lab.start(1, dstrain(run, "--num-gpus", "2"), cwd=run.folder, env={"DS_ACCELERATOR": "cpu"})
+    run.wait_for_step(job, HARM_AT)
+    begin = time.monotonic()
+    job.signal(signal.SIGSTOP)
+    run.pace(None)
+    wait_for(lambda: not lab.find(1, RANK) or run.step() == 40, 60, "the ranks do not go on")
+    time.sleep(3)
+    job.signal(signal.SIGCONT)
+    fault = Fault("SIGSTOP of dstrain, one host", "host1", lambda scene: None, 0, "^finished: ", within=60)
+    outcome = judge(fault, lab, job, begin)
+    return replace(outcome, lost=0, wrong=(*outcome.wrong, *differences(lab, run, losses)))
+
+
+STOPPED = (agent_stopped, agent_stopped_under_pdsh, agent_stopped_and_no_ssh, dstrain_stopped, dstrain_stopped_alone)

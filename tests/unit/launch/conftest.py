@@ -1,0 +1,59 @@
+"""A launch on hosts that an `ssh` reaches which stays on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dstrain.launch.command import LaunchOptions
+from dstrain.launch.hostlist import parse_hostfile
+from dstrain.launch.several import HostsLaunch
+from tests.workers import ROOT
+
+SSH = """#!/bin/sh
+while [ $# -gt 2 ]; do shift; done
+case $1 in
+    unknown) echo "ssh: Could not resolve hostname unknown: Name or service not known" >&2; exit 255 ;;
+    denied) echo "[WARNING] a line of the host's" >&2; echo "me@denied: Permission denied (publickey)." >&2
+            echo "and one more" >&2; exit 255 ;;
+    mute) exit 255 ;;
+    bare) echo "sh: 1: exec: python: not found" >&2; exit 127 ;;
+    chatty) echo "welcome to this host"; exec sh -c "$2" ;;
+    login*) BASH_ENV=$HOME/bashrc exec bash -c "$2" ;;
+    *) exec sh -c "$2" ;;
+esac
+"""
+"""Hosts `login...` read a login script first, as bash does under sshd."""
+
+
+@pytest.fixture
+def login_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the hosts `login...` read before they do anything."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "bashrc"
+    path.write_text("")
+    return path
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., HostsLaunch]:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/ssh").write_text(SSH)
+    (tmp_path / "bin/ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def make(text: str, cpu: bool = True, **options: object) -> HostsLaunch:
+        return HostsLaunch(
+            hosts=tuple(parse_hostfile(text, "F")),
+            options=LaunchOptions(launcher="ssh", **options),  # type: ignore[arg-type]
+            arguments=("train",),
+            environment={"HF_TOKEN": "secret"},
+            cpu=cpu,
+            silence=5.0,
+        )
+
+    return make

@@ -1,0 +1,139 @@
+"""What hosts are asked before a launch, what they are refused for, and login scripts that print."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dstrain import __version__
+from dstrain.errors import UsageError
+from dstrain.launch import peers, preflight
+from dstrain.launch.hostlist import parse_hostfile
+from dstrain.launch.hosts import HostsCrew, gathered, remove_leftovers
+from dstrain.launch.versions import digest, digests, first_unlike, unlike, versions
+from dstrain.launch.worker import record_folder
+
+SCRIPTS = {
+    "no line break": "printf hello",
+    "a terminal title": r'echo -ne "\033]0;$HOSTNAME\007"',
+    "JSON": """echo '{"facts": {}}'; printf '{"facts": '""",
+    "ten megabytes": "head -c 10000000 /dev/zero | tr '\\0' x",
+    "bytes": "head -c 100000 /dev/urandom; head -c 100000 /dev/urandom >&2",
+    "slow": "sleep 2",
+    "strict": "set -e; set -u; set -o pipefail",
+    "aliases": "shopt -s expand_aliases; alias exec='echo no' env='echo no' python='echo no'; exec() { echo no; }",
+    "a process that goes on printing": "(while sleep 0.05; do printf noise; done) &",
+    "reads": "read -t 1 line",
+    "at the end": "trap 'echo bye; echo bye >&2' EXIT",
+}
+
+
+def refused(launch, run_dir: Path) -> list[str]:
+    with pytest.raises(UsageError) as caught, gathered(launch, run_dir):
+        pass
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_login_script_may_print_what_it_likes(script, launch, login_script, tmp_path):
+    login_script.write_text(f"{script}\n")
+    with gathered(launch("login slots=2\n"), tmp_path) as crew:
+        assert crew.end() == []
+        assert crew.lost == ""
+
+
+@pytest.mark.parametrize("script", ["exit 1", "echo over >&2; exec false", "echo over >&2; kill -9 $$"])
+def test_a_login_script_that_ends_the_shell_is_named(script, launch, login_script, tmp_path):
+    login_script.write_text(f"{script}\n")
+    (said,) = refused(launch("login slots=2\n"), tmp_path)
+    code, why = ("-9", "over") if "kill" in script else ("1", "no message" if script == "exit 1" else "over")
+    assert said == (
+        f"F:1 login: its login shell or its agent ended with code {code} before it answered ({why}); "
+        "`ssh login true; echo $?` must print 0: check the login scripts there, such as ~/.bashrc"
+    )
+
+
+def test_a_login_script_that_does_not_end_is_named(launch, login_script, tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "ANSWER_SECONDS", 1.5)
+    login_script.write_text("while :; do echo y; done\n")
+    (said,) = refused(launch("login slots=2\n"), tmp_path)
+    assert said.startswith("F:1 login: no answer from its agent in 1.5 s, only other output (of its login shell, or ")
+    assert "`ssh login true` must end within that time and ask nothing" in said
+
+
+def test_the_reason_is_what_ssh_said_and_not_the_host(launch, tmp_path):
+    said = refused(launch("denied slots=1\nmute slots=1\n"), tmp_path)
+    assert "denied: cannot be reached by ssh (me@denied: Permission denied (publickey).)" in said[0]
+    assert "mute: cannot be reached by ssh (ssh ended with code 255 without a message)" in said[1]
+    assert "the network (its MTU too)" in said[1]
+
+
+def test_agents_wait_while_the_data_are_looked_at(launch, tmp_path):
+    """Between the hosts' answers and the start of the ranks lies a check that may take longer than launch.silence_seconds."""
+    with gathered(replace(launch("here slots=2\n"), silence=1.0), tmp_path) as crew:
+        time.sleep(2.5)
+        crew.look()
+        assert crew.lost == ""
+
+
+def peer(name: str, **facts):
+    made = type("Peer", (), {})()
+    made.host = parse_hostfile(f"{name} slots=1\n", "F")[0]
+    own = {"versions": versions(), "digests": digests()}
+    made.facts = {"machine": name, "sees": True, "has_cwd": True, "gpus": 0, **own, **facts}
+    return made
+
+
+def test_hosts_with_other_software_are_refused_by_name(tmp_path):
+    torch = versions()["torch"]
+    other = {"Python": "2.7", "torch": "1.13.1", "peft": ""}
+    said = [str(fault) for fault in preflight._faults([peer("a"), peer("b", versions=versions() | other)], tmp_path)]
+    own = versions()
+    assert said == [
+        f"F:1 b: has Python 2.7, a has {own['Python']}; install Python {own['Python']} on every host",
+        f"F:1 b: has torch 1.13.1, a has {torch}; install torch {torch} on every host",
+        f"F:1 b: has peft none, a has {own['peft']}; install peft {own['peft']} on every host",
+    ]
+
+
+def test_hosts_with_other_code_of_the_same_version_are_refused_by_the_first_file(tmp_path):
+    code = {**digests(), "launch/agent.py": "0" * 12, "world.py": "0" * 12}
+    (said,) = [str(fault) for fault in preflight._faults([peer("a"), peer("b", digests=code)], tmp_path)]
+    assert said == (
+        f"F:1 b: has other code of dstrain {__version__} than this host: launch/agent.py and 1 more; "
+        "install the same build on every host, or share the folder"
+    )
+
+
+def test_versions_are_told_without_importing_anything_heavy():
+    assert set(versions()) == {"Python", "dstrain", "torch", "deepspeed", "transformers", "peft"}
+    assert list(unlike({"a": "1", "b": "2"}, {"a": "1"})) == [("b", "2", "none")]
+    assert first_unlike({"x": "1", "y": "2"}, {"y": "2", "z": "3"}) == ("x", 2)
+    assert first_unlike(digests(), dict(digests())) == ("", 0)
+    assert {"launch/versions.py", "ds_configs/zero2.json"} <= digests().keys()
+    assert not [name for name in digests() if name.startswith("launchers/")]
+    assert len(digest()) == 12
+
+
+def test_the_environment_is_in_no_file_of_a_launch(launch, tmp_path):
+    made = launch("here slots=1\n")
+    with gathered(made, tmp_path) as crew:
+        assert isinstance(crew, HostsCrew)
+        crew._write_files()
+        (file,) = record_folder(tmp_path).glob("launch-*.json")
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert json.loads(file.read_text())["arguments"] == ["train"]
+        assert "secret" not in file.read_text()
+
+
+def test_the_next_launch_removes_what_a_killed_one_left(tmp_path):
+    folder = record_folder(tmp_path)
+    folder.mkdir()
+    for name in ("launch-0123.json", "hosts-0123", "seen-0123", "rank-00000.json", "roll-0123"):
+        (folder / name).write_text("{}")
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-00000.json", "roll-0123"]

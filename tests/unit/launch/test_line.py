@@ -1,0 +1,92 @@
+"""Messages between a launching process and an agent, whatever else comes over the same stream."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dstrain.launch.line import Line
+
+NONCE = "9f3a"
+NOISE = {
+    "a line": b"welcome\n",
+    "no line break": b"hello",
+    "a terminal title": b"\x1b]0;host2\x07",
+    "JSON": b'{"facts": {}}\n{"left": []}\n',
+    "half JSON": b'{"facts": ',
+    "an array": b"[1, 2]\n\n\n",
+    "the nonce of another session": b'\nffff {"facts": {}}\n',
+    "a nonce and no JSON": b"\n9f3a {\n9f3a 1\n",
+    "bytes": bytes(range(256)) * 8,
+    "ten megabytes of one line": b"x" * 10_000_000,
+    "a million lines": b"\n" * 1_000_000,
+}
+
+
+class Pair:
+    """Our end of a session, and the other's descriptors."""
+
+    def __init__(self) -> None:
+        self.read, self.their_write = os.pipe()
+        self.their_read, self.write = os.pipe()
+        self.line = Line(self.read, self.write, 1.0, NONCE)
+
+    def comes(self, text: bytes) -> list[dict]:
+        """What our end makes of this text, written as the pipe takes it."""
+        found = []
+        os.set_blocking(self.their_write, False)
+        while text:
+            try:
+                text = text[os.write(self.their_write, text) :]
+            except BlockingIOError:
+                found += self.line.receive()
+        return found + self.line.receive()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    for descriptor in (made.read, made.their_write, made.their_read, made.write):
+        os.close(descriptor)
+
+
+def message(**content: object) -> bytes:
+    return f"\n{NONCE} {json.dumps(content)}\n".encode()
+
+
+@pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
+def test_noise_is_no_message_and_hides_none(noise, pair):
+    assert pair.comes(noise) == []
+    assert pair.comes(message(facts={"a": 1}) + noise + message(left=[])) == [{"facts": {"a": 1}}, {"left": []}]
+    assert pair.line.noise == (bool(noise.strip()) and NONCE.encode() not in noise)
+
+
+def test_noise_is_no_sign_of_life(pair):
+    for _ in range(4):
+        pair.comes(b"still here\n")
+        time.sleep(0.3)
+    assert pair.line.silent()
+    assert pair.comes(message()) == []
+    assert not pair.line.silent()
+
+
+def test_a_line_without_end_is_not_kept(pair):
+    for _ in range(50):
+        pair.comes(b"y" * 100_000)
+    assert len(pair.line._in) < 10
+
+
+def test_a_long_message_comes_in_parts(pair):
+    text = message(environment={"A": "x" * 300_000})
+    assert pair.comes(text[:150_000]) == []
+    assert pair.comes(text[150_000:]) == [{"environment": {"A": "x" * 300_000}}]
+
+
+def test_what_is_sent_begins_and_ends_a_line(pair):
+    pair.line.send(left=[1])
+    assert os.read(pair.their_read, 1 << 16) == b'\n9f3a {"left": [1]}\n'

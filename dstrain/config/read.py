@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from dstrain.config.names import FOREIGN, NOT_YET
+from dstrain.config.overrides import settle_overrides
 from dstrain.config.rules import cross_field_faults
 from dstrain.config.schema import RunConfig
 from dstrain.config.values import without_secret
@@ -34,7 +35,8 @@ class Recipe:
 def read_recipe(
     path: Path | None, sets: Sequence[str] = (), task: str | None = None, ds_config: str | None = None
 ) -> Recipe:
-    """The recipe in `path` (or none) with --set, --task and --ds-config applied.
+    """The recipe in `path` (or none) with --set, --task and --ds-config applied; of keys that exclude each other the command
+    line's counts.
 
     Raises RecipeError with every fault found: unknown keys (did you mean), wrong types and ranges,
     keys that clash, and keys whose feature does not exist yet.
@@ -42,6 +44,7 @@ def read_recipe(
     written = read_yaml(path) if path else Written(name="--set")
     for text in sets:
         apply_set(written, text)
+    settle_overrides(written)
     for key, option, value in (("task", "--task", task), ("ds_config", "--ds-config", ds_config)):
         if value is not None:
             written.values[key] = value

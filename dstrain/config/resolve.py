@@ -51,13 +51,11 @@ def resolve_batch(
         return BatchPlan(batch.total, math.ceil(batch.total / (accumulate * world_size)), accumulate)
     fitting = math.ceil(batch.total / (micro * world_size))
     if accumulate is not None and accumulate != fitting:
-        raise RecipeError(
-            Fault(
-                "batch",
-                f"total {batch.total} = micro {micro} x accumulate {accumulate} x {world_size} processes does not hold",
-                f"leave accumulate out (it would be {fitting})",
-            )
-        )
+        processes = f"{world_size} process{'es' * (world_size != 1)}"
+        product = f"micro {micro} x accumulate {accumulate} x {processes} = {micro * accumulate * world_size}"
+        third = "batch.accumulate" if batch.accumulate else "gradient_accumulation_steps from the DeepSpeed JSON"
+        mend = f"remove {third} ({fitting} would fit), or another of the three"
+        raise RecipeError(Fault("batch.total", f"is {batch.total}, but {product}", mend))
     return BatchPlan(batch.total, micro, fitting)
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.commands.find import Wish, resolve_wish, run_folder
-from dstrain.config import Recipe, resolve_batch, show_recipe
+from dstrain.config import BatchPlan, Recipe, resolve_batch, show_recipe
 from dstrain.launch.command import Launch, LaunchOptions
 from dstrain.launch.several import HostsLaunch, plan_launch, show_launch
 from dstrain.launch.topology import Worker, gpu_has_bf16, worker_from
-from dstrain.preset import Device, read_preset
+from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import make_task
-from dstrain.train.settings import resolved_ds_config
+from dstrain.train.settings import batch_warnings, resolved_ds_config
 
 
 def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int:
@@ -30,6 +30,7 @@ def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int
     ds_config = check(recipe, ready.processes, device_there(ready), run_dir)
     if dry_run:
         print(f"# recipe\n{show_recipe(recipe.config)}\n# DeepSpeed JSON\n{json.dumps(ds_config, indent=2)}\n")
+        print(f"# batch\n{show_batch(recipe, ready.processes)}\n")
         print(f"# launch\n{show_launch(ready, run_dir)}")
         return 0
     from dstrain.launch.hosts import HostsCrew, gathered
@@ -48,8 +49,19 @@ def check(recipe: Recipe, processes: int, device: Device, run_dir: Path) -> dict
     config = recipe.config
     make_task(config).check_named()
     preset = read_preset(config.ds_config)
-    batch = resolve_batch(config.batch, processes, preset.micro, preset.accumulate)
+    batch = _batch(recipe, preset, processes)
     return resolved_ds_config(config, preset, batch, (processes, device), run_dir)
+
+
+def show_batch(recipe: Recipe, processes: int) -> str:
+    """How a step is cut up, and what to warn of."""
+    batch = _batch(recipe, read_preset(recipe.config.ds_config), processes)
+    warnings = [f"warning: {line}" for line in batch_warnings(batch, processes)]
+    return "\n".join([f"steps of {batch.show(processes)}", *warnings])
+
+
+def _batch(recipe: Recipe, preset: Preset, processes: int) -> BatchPlan:
+    return resolve_batch(recipe.config.batch, processes, preset.micro, preset.accumulate)
 
 
 def device_there(launch: Launch | HostsLaunch) -> Device:

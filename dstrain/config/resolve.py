@@ -22,6 +22,22 @@ class BatchPlan:
     accumulate: int
     """Forward passes per step and process."""
 
+    def largest(self, world_size: int) -> int:
+        """Samples of the largest forward pass of a step; below `micro` where the total is shared by many."""
+        return math.ceil(self.total / (self.accumulate * world_size))
+
+    def show(self, world_size: int) -> str:
+        """`16 samples (8 processes x 1 forward pass x 2 samples)`; `up to 2` where some pass has one fewer."""
+        largest = self.largest(world_size)
+        even = "" if self.total == largest * self.accumulate * world_size else "up to "
+        cut = [(world_size, "process", "processes"), (self.accumulate, "forward pass", "forward passes")]
+        parts = [f"{count} {one if count == 1 else many}" for count, one, many in cut]
+        return f"{_samples(self.total)} ({' x '.join(parts)} x {even}{_samples(largest)})"
+
+
+def _samples(count: int) -> str:
+    return f"{count} sample{'s' * (count != 1)}"
+
 
 def resolve_batch(
     batch: BatchConfig, world_size: int, preset_micro: int | None = None, preset_accumulate: int | None = None

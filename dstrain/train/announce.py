@@ -14,7 +14,7 @@ from dstrain.report.sinks import Console, Jsonl, Sink, TensorBoard, as_line
 from dstrain.report.wandb import WeightsAndBiases
 from dstrain.train.manifest import CheckpointInfo
 from dstrain.train.plan import Plan
-from dstrain.train.settings import ds_config_warnings
+from dstrain.train.settings import batch_warnings, ds_config_warnings
 from dstrain.train.state import Run
 from dstrain.world import World
 
@@ -63,13 +63,13 @@ def describe_start(plan: Plan, journal: Journal, world: World, start: Checkpoint
         journal.event("data", split=split, **report)
     if world.rank == 0:
         print(
-            f"{plan.config.task}: {len(plan.train)} samples, {plan.steps} steps of {plan.batch.total} samples "
-            f"= {world.size} processes x {plan.batch.accumulate} x {plan.batch.micro}, preset {plan.preset.name}"
-            + (f", going on from step {start.step}" if start else ""),
+            f"{plan.config.task}: {len(plan.train)} samples, {plan.steps} steps of {plan.batch.show(world.size)}, "
+            f"preset {plan.preset.name}" + (f", going on from step {start.step}" if start else ""),
             flush=True,
         )
         print("".join(f"{line}\n" for line in told_cuts(reports)), end="", flush=True)
-    for line in (*plan.task.warnings(), *ds_config_warnings(plan.ds_config)):
+    warnings = *ds_config_warnings(plan.ds_config), *batch_warnings(plan.batch, world.size)
+    for line in (*plan.task.warnings(), *warnings):
         journal.event("warning", what=line)
         if world.rank == 0:
             print(f"warning: {line}", flush=True)

@@ -33,9 +33,10 @@ def resolved_ds_config(
     check_optimizer(config.optim, preset, precision)
     settings = RunSettings(
         precision=precision,
-        micro=batch.micro,
+        micro=batch.largest(world_size),
         accumulate=batch.accumulate,
         world_size=world_size,
+        total=batch.total,
         clip=config.optim.clip,
         nvme_path=str(run_dir / "nvme"),
         device_kind=device.kind,
@@ -53,6 +54,17 @@ def ds_config_warnings(ds_config: Mapping[str, Any]) -> list[str]:
     count = ds_config["gradient_accumulation_steps"]
     return [
         f"at stage 0 DeepSpeed sums the gradients of {count} micro-batches in bf16, which loses digits; zero1 sums in fp32"
+    ]
+
+
+def batch_warnings(batch: BatchPlan, processes: int) -> list[str]:
+    """What to tell of a batch that so many processes share: a sentence each."""
+    largest = batch.largest(processes)
+    if batch.accumulate > 1 or largest >= batch.micro:
+        return []
+    return [
+        f"batch.micro is {batch.micro}, but a step of {batch.total} samples on {processes} processes takes at most {largest} "
+        "in one forward pass; raise batch.total, or lower batch.micro"
     ]
 
 

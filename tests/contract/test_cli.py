@@ -210,6 +210,16 @@ def test_a_dry_run_prints_all_and_starts_nothing(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.iterdir())
 
 
+def test_a_dry_run_shows_the_batch_that_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    wanted = ["--set", "batch={total: 16, micro: 8}", "--num-gpus", "8"]
+    printed = call("train", "demo-rm", "--dry-run", *wanted).output
+    assert '"train_batch_size": 16' in printed
+    assert "steps of 16 samples (8 processes x 1 forward pass x 2 samples)" in printed
+    assert "warning: batch.micro is 8, but" in printed
+
+
 def test_a_folder_called_like_a_task_or_a_preset_is_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--run-dir rm` makes such a folder, and the same command again must find its task."""
     monkeypatch.chdir(tmp_path)

@@ -131,3 +131,10 @@ def test_set_into_something_that_is_no_block_says_what_to_write() -> None:
 def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_bytes("task: rm\nsteps: 3\n".encode("utf-8-sig"))
     assert read_recipe(tmp_path / "r.yaml").config.steps == 3
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "00", "007", "0.5", "0x10", "08", "'010'", "!!str 010", "1_000", "12:70", "a:30"]
+)
+def test_a_number_that_everybody_reads_alike_is_taken(text: str, tmp_path: Path) -> None:
+    assert read_recipe(write(tmp_path, f"task: rm\noptions: {{a: {text}}}")).config.options.keys() == {"a"}

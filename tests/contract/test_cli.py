@@ -83,7 +83,10 @@ def hollow(folder: Path) -> None:
         ("data check file --task rm", "data files end in .jsonl"),
         ("data check pairs.jsonl --task rmm", "did you mean 'rm'?"),
         ("data check pairs.jsonl", "Missing option '--task'"),
-        ("data check pairs.jsonl --task rm --set data.columns={choosen:chosen}", "valid string"),
+        (
+            "data check pairs.jsonl --task rm --set data.columns={choosen:chosen}",
+            "data.columns.choosen:chosen: must be text, got None",
+        ),
         ("checkpoints run", "has no checkpoints folder"),
         ("export run --to out", "holds no whole checkpoint"),
         ("export run --to file", "is a file; choose another name"),

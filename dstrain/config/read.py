@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dstrain.config.names import FOREIGN, NOT_YET
+from dstrain.config.names import ABSENT, FOREIGN, NOT_YET
 from dstrain.config.overrides import settle_overrides
 from dstrain.config.rules import cross_field_faults
 from dstrain.config.schema import RunConfig
@@ -99,7 +99,8 @@ def _schema_faults(error: ValidationError, written: Written) -> Iterator[Fault]:
             continue  # of another branch of a union
         unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
         if unknown:
-            yield Fault(written.where(key), "no such key", _nearest(key))
+            absent = ABSENT.get(str(key[-1]))
+            yield Fault(written.where(key), absent or "no such key", "remove it" if absent else _nearest(key))
             continue
         value = without_secret(lookup(written.values, key))
         yield Fault(written.where(key), _problems(value, details), _mend(value, details))

@@ -93,6 +93,12 @@ def unreadable(folder: Path) -> list[str]:
     return ["bad.yaml"]
 
 
+def beside_recipe(folder: Path) -> list[str]:
+    (folder / "mine").mkdir()
+    (folder / "mine" / RECIPE).write_text((folder / RECIPE).read_text())
+    return [f"mine/{RECIPE}", "--set", "data.train=train.jsonl", "--run-dir", "mine"]
+
+
 TASK = "from dataclasses import dataclass\nfrom dstrain.tasks import Task\n"
 BODY = "    def examples(self, split): ...\n    def collate(self, examples): ...\n    def build_model(self): ...\n    def loss(self, model, batch): ...\n"
 
@@ -102,6 +108,7 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "a key misspelt in a file": (recipe("task: rm\noptim:\n  warmupp: 3\n"), ["bad.yaml:3 optim.warmupp", "did you mean 'warmup'?"]),
     "a key at the wrong level": (sets("lr=1"), ["did you mean 'optim.lr'?"]),
     "HF's batch size": (sets("per_device_train_batch_size=1"), ["here it is batch.micro"]),
+    "TRL's packing": (sets("data.packing=true"), ["--set data.packing: is not supported: each sample is a sequence of its own", "remove it"]),
     "HF's output folder": (sets("output_dir=x"), ["here it is --run-dir"]),
     "HF's best model": (sets("load_best_model_at_end=true"), ["`dstrain export --step best`"]),
     "TRL's length": (sets("max_seq_length=1"), ["here it is data.max_length"]),
@@ -281,6 +288,13 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "resume from nowhere": (lambda folder: [RECIPE, "--resume", "./nowhere"], ["--resume ./nowhere", "no such folder", "the folder of a run or a checkpoint"]),
     "a run folder of no name": (lambda folder: [RECIPE, "--run-dir", ""], ["--run-dir: is empty", "--run-dir runs/first"]),
     "a run folder that is the working folder": (lambda folder: [RECIPE, "--run-dir", "."], ["--run-dir", "a run has a folder of its own"]),
+    "a run folder that is the whole disk": (lambda folder: [RECIPE, "--run-dir", "/"], ["--run-dir /: is a folder of the system", "--run-dir runs/first"]),
+    "a run folder that others share": (lambda folder: [RECIPE, "--run-dir", "/usr/../tmp/"], ["is a folder of the system"]),
+    "a run folder that is home": (lambda folder: [RECIPE, "--run-dir", "~"], ["--run-dir ~: is a folder of the system"]),
+    "a run folder that is the working folder's path": (lambda folder: [RECIPE, "--run-dir", str(folder)], ["is the working folder or above it"]),
+    "a run folder above": (lambda folder: [RECIPE, "--run-dir", ".."], ["--run-dir ..: is the working folder or above it"]),
+    "a run folder with a recipe of one's own": (beside_recipe, ["--run-dir mine: holds a recipe.yaml that is of no run"]),
+    "a run folder whose name is no text": (lambda folder: [RECIPE, "--run-dir", "r\udcff"], ["/r\\xff: the path is not valid UTF-8", "rename the folder"]),
     "a run folder that is a file": (lambda folder: [RECIPE, "--run-dir", RECIPE], ["--run-dir", "cannot be written", "choose another folder"]),
 }  # fmt: skip
 

@@ -225,12 +225,13 @@ def data() -> None:
 @click.argument("file", type=click.Path())
 @click.option("--task", required=True, help="The task that will read it.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="As for train: data.columns={text: chosen}")
-def check(file: str, task: str, sets: tuple[str, ...]) -> None:
-    """Every bad record of FILE with its line and reason; exit 2 if any."""
+@click.option("--all", "every", is_flag=True, help="List every bad record, not the first ten of each kind.")
+def check(file: str, task: str, sets: tuple[str, ...], every: bool) -> None:
+    """The bad records of FILE with line and reason, ten of each kind; exit 2 if any."""
     from dstrain.commands.data import check_file, show_checked
 
     found, cuts = check_file(file, task, sets)
-    lines, total = show_checked(found)
+    lines, total = show_checked(found, every)
     if lines:
         click.echo(lines)
     click.echo("\n".join(filter(None, (total, cuts))), err=bool(found.bad))

@@ -206,8 +206,8 @@ def _data_sources(values: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
 
 def _only_of_the_hub(place: dict[str, Any]) -> list[Fault]:
     """A fault for each key that says nothing about a file."""
-    problem, mend = "is said of a file, and only datasets on the hub have it", "leave it out"
-    return [Fault(f"data file {place['path']} {key}", problem, mend) for key in ("split", "name") if place[key]]
+    found = [key for key in ("split", "name") if place[key]]
+    return [Fault(key, f"works only for Hub datasets; {place['path']} is a local file", "remove it") for key in found]
 
 
 def _is_path(text: str, key: str) -> bool:

@@ -62,8 +62,7 @@ def read_content(source: Path | bytes) -> tuple[bytes, str]:
             raise BadRecord(f"{name} has {size} bytes, more than the {MOST_BYTES} that are read; make it smaller")
         return source.read_bytes(), name
     except FileNotFoundError as fault:
-        mend = "check the path, which starts from the data file's folder"
-        raise BadRecord(f"there is no image {name}; {mend}") from fault
+        raise BadRecord(f"image not found: {name} (paths are relative to the data file); check the path") from fault
     except (OSError, ValueError) as fault:  # ValueError: a path with a zero byte in it
         if isinstance(fault, BadRecord):
             raise

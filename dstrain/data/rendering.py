@@ -9,6 +9,7 @@ from typing import Any
 
 from dstrain.data.dialogs import IMAGE, Message, in_parts, render_messages
 from dstrain.data.formats import BadRecord, Response
+from dstrain.errors import DataError
 
 Prompt = str | list[Message]
 _OPENER = "\n\nAssistant:"
@@ -56,13 +57,18 @@ def write_dialog(
     """
     if not getattr(tokenizer, "chat_template", None):
         return render_messages(messages) + (_OPENER if opened else "")
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, TemplateSyntaxError
 
     said = as_template_takes(tokenizer, messages)
     try:
         return tokenizer.apply_chat_template(said, tools=tools, add_generation_prompt=opened, tokenize=False)
+    except TemplateSyntaxError as fault:  # not of this dialog
+        raise DataError(
+            f"the tokenizer's chat template has an error in line {fault.lineno} ({fault.message}); fix it, or name another "
+            "with model.chat_template"
+        ) from fault
     except (TemplateError, TypeError, KeyError, ValueError) as fault:
-        raise BadRecord(f"the tokenizer's chat template refuses the dialog ({fault}); mend the turns") from fault
+        raise BadRecord(f"the tokenizer's chat template refuses the dialog ({fault}); fix the turns") from fault
 
 
 def as_template_takes(tokenizer: Any, messages: Sequence[Message]) -> Sequence[Any]:

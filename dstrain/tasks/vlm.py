@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from dstrain.data.augment import Augment
 from dstrain.data.conversations import Passage
 from dstrain.data.dialogs import IMAGE, render_messages
 from dstrain.data.grouped import Grouped
+from dstrain.data.marks import Seen, read_seen
 from dstrain.data.rows import Source
 from dstrain.errors import Fault, RecipeError
 from dstrain.tasks.sft import SupervisedFineTuning
@@ -49,9 +50,17 @@ class VisionLanguage(SupervisedFineTuning):
         super().check()
         if not self.sees:
             model = self.recipe.model
-            problem = f"a {self.model_config.model_type} model sees no images"
-            mend = "name one that does (LLaVA, Gemma 3, Idefics 3, Qwen2.5-VL …), or take task sft"
+            problem = f"{self.model_config.model_type} is a text-only model; task vlm needs a vision-language model"
+            mend = "name one (LLaVA, Gemma 3, Idefics 3, Qwen2.5-VL …), or take task sft"
             raise RecipeError(Fault("model.path" if model.path else "model.config", problem, mend))
+
+    def read(self, record: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Any]) -> Seen[Any]:
+        """The same where no model is named: whichever it is, it sees."""
+        return (
+            super().read(record, read)
+            if self.recipe.model.path or self.recipe.model.config
+            else read_seen(record, read)
+        )
 
     def texts(self, record: dict[str, Any]) -> Iterator[str]:
         sample = self.convert(record).said

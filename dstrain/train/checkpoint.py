@@ -157,7 +157,7 @@ class Checkpoints:
         if failed:
             raise CheckpointError(
                 f"{doing} failed on {len(failed)} of {self.world.size} ranks ({failed[0]}); "
-                f"the older checkpoints in {self.folder} are as they were: mend the cause and start again"
+                f"the older checkpoints in {self.folder} are as they were: fix the cause and start again"
             ) from cause
         return [value for value, _ in outcomes]
 
@@ -168,7 +168,7 @@ class Checkpoints:
         except RuntimeError as error:
             if (why := lost(error)) is None:
                 raise
-            after = f"the older checkpoints in {self.folder} are as they were: mend the cause and start again"
+            after = f"the older checkpoints in {self.folder} are as they were: fix the cause and start again"
             raise LostError(doing, unnamed(why), after) from error
 
 

@@ -27,7 +27,7 @@ class Interrupted(BaseException):
 
     def __init__(self, signal: str) -> None:
         self.signal = signal
-        super().__init__(f"{signal} before the first step: nothing was lost; the same command starts again")
+        super().__init__(f"{signal} before the first step; rerun the same command")
 
 
 class Interrupt:
@@ -97,9 +97,9 @@ def stoppable(work: Callable[[Interrupt], int], interrupt: Interrupt, run_dir: P
         except Interrupted as stop:
             interrupt.over = True
             if not any(info.whole for info in listed(run_dir / "checkpoints")):
-                raise RunError(f"stopped: {stop}") from None
+                raise RunError(f"stopped by {stop}") from None
             code = STOPPED
             with contextlib.suppress(OSError, ValueError):
-                print(f"stopped: {stop}", flush=True)
+                print(f"stopped by {stop}", flush=True)
         interrupt.over = True
         return code

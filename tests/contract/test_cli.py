@@ -74,7 +74,7 @@ def hollow(folder: Path) -> None:
         ("tasks rmm", "did you mean 'rm'?"),
         ("presets zeroo2", "did you mean 'zero2'?"),
         ("recipes demo-rmm", "did you mean 'demo-rm'?"),
-        ("presets --adopt file", "this is no JSON"),
+        ("presets --adopt file", "not valid JSON"),
         ("presets --adopt run", "cannot be read"),
         ("init rmm", "did you mean 'rm'?"),
         ("init rm --to no/such/new.yaml", "cannot be written (No such file or directory)"),
@@ -160,6 +160,39 @@ def test_data_check_names_every_bad_record(tmp_path: Path) -> None:
     (tmp_path / "good.jsonl").write_text(rows[0])
     good = call("data", "check", str(tmp_path / "good.jsonl"), "--task", "rm")
     assert (good.exit_code, good.output) == (0, f"1 good records, 0 bad\n{NO_TOKENIZER}\n")
+
+
+def test_data_check_shows_the_first_ten_of_each_kind(tmp_path: Path) -> None:
+    rows = ['{"prompt": "p", "chosen": "a", "rejected": "a"}'] * 2000 + [
+        '{"prompt": null, "chosen": "a", "rejected": "b"}'
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    words = ["data", "check", str(tmp_path / "pairs.jsonl"), "--task", "rm"]
+    told = call(*words).stdout.splitlines()
+    assert len(told) == 10 + 1 + 1 + 1
+    assert told[10] == f"… and 1990 more like {tmp_path}/pairs.jsonl:10"
+    assert told[11].startswith(f"{tmp_path}/pairs.jsonl:2001: 'prompt' is null")
+    assert told[12] == "`--all` lists every one"
+    assert len(call(*words, "--all").stdout.splitlines()) == 2001
+
+
+def test_data_check_of_images_says_what_training_says(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "ok"}]
+    rows = [
+        {"messages": turns},
+        {"question": "q", "answer": "a", "image": ""},
+        {"question": "q", "answer": "a", "image": None},
+    ]
+    (tmp_path / "seen.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    told = call("data", "check", str(tmp_path / "seen.jsonl"), "--task", "vlm")
+    assert told.exit_code == 2
+    for words in (
+        "seen.jsonl:1: 1 mark (<image>) and 0 images: more marks than images",
+        "seen.jsonl:2: 'image' is an empty path; write the path, or remove the key",
+        "seen.jsonl:3: note: 'image' is null: the record is used as text alone",
+        "1 good records, 2 bad, 1 note on records that can be used",
+    ):
+        assert words in told.output
 
 
 def test_checkpoints_tells_whole_from_damaged(tmp_path: Path) -> None:

@@ -134,7 +134,9 @@ def test_tokens_of_images_count(tmp_path: Path) -> None:
 
 def test_a_model_that_sees_nothing_is_refused(tmp_path: Path) -> None:
     llama = {"config": {"model_type": "llama", **{k: v for k, v in TINY["text_config"].items() if k != "model_type"}}}
-    with pytest.raises(RecipeError, match="a llama model sees no images; name one that does"):
+    with pytest.raises(
+        RecipeError, match="llama is a text-only model; task vlm needs a vision-language model; name one"
+    ):
         task_on(asked(tmp_path), model=llama).check()
 
 

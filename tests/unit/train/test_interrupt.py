@@ -48,7 +48,7 @@ def test_before_the_first_step_it_ends_the_work_and_75_means_that_there_is_a_che
             pytest.fail("loading took the signal for an error of its own")
         return 0
 
-    said = f"stopped: {number.name} before the first step: nothing was lost; the same command starts again"
+    said = f"stopped by {number.name} before the first step; rerun the same command"
     with pytest.raises(RunError) as raised:
         stoppable(work, Interrupt(), tmp_path)
     assert str(raised.value) == said

@@ -16,7 +16,7 @@ from typing import Any
 from dstrain.config import RunConfig, changed_learning_keys, read_recipe, show_recipe
 from dstrain.config.schema import BatchConfig
 from dstrain.errors import ResumeError, UsageError
-from dstrain.train.manifest import CheckpointInfo, describe, listed, verify
+from dstrain.train.manifest import CheckpointInfo, describe, newest_whole, verify
 from dstrain.world import World
 
 LIBRARIES = ("dstrain", "torch", "deepspeed", "transformers", "peft", "tokenizers", "numpy", "safetensors")
@@ -34,7 +34,8 @@ class Resume:
 
 def check_resume(run_dir: Path, resume: Resume, config: RunConfig) -> CheckpointInfo | None:
     """The checkpoint that the run would go on from, by what is cheap to read. Raises ResumeError where it cannot."""
-    there = [info for info in listed(run_dir / "checkpoints") if info.whole]
+    newest = newest_whole(run_dir / "checkpoints")
+    there = [newest] if newest else []
     if resume.wanted == "never":
         if there:
             raise ResumeError(
@@ -58,7 +59,8 @@ def run_to_go_on_with(run_dir: Path, resume: Resume) -> Path | None:
     """The recipe that the run to go on with was started with; None where a new one begins. Raises ResumeError."""
     if resume.wanted == "never":
         return None
-    there = [info for info in listed(run_dir / "checkpoints") if info.whole]
+    newest = newest_whole(run_dir / "checkpoints")
+    there = [newest] if newest else []
     if resume.wanted != "auto":
         there = [chosen_checkpoint(resume.wanted)]
     before = _recipe_of(there[0]) if there else None
@@ -87,10 +89,10 @@ def chosen_checkpoint(folder: str) -> CheckpointInfo:
         if fault:
             raise ResumeError(f"--resume {folder}: the checkpoint is damaged ({fault}); choose another one")
         return describe(path, None)
-    whole = [info for info in listed(path / "checkpoints") if info.whole]
-    if not whole:
+    whole = newest_whole(path / "checkpoints")
+    if whole is None:
         raise ResumeError(f"--resume {folder}: holds no whole checkpoint; give a run folder or a checkpoint in it")
-    return whole[0]
+    return whole
 
 
 def write_start(run_dir: Path, config: RunConfig, ds_config: Mapping[str, Any], about: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Self
 from dstrain.errors import RunError
 from dstrain.launch.outcome import STOPPED
 from dstrain.launch.worker import SAME_SECONDS
-from dstrain.train.manifest import listed
+from dstrain.train.manifest import newest_whole
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 AT_ONCE = (signal.SIGTERM, signal.SIGINT)
@@ -96,7 +96,7 @@ def stoppable(work: Callable[[Interrupt], int], interrupt: Interrupt, run_dir: P
             code = work(interrupt)
         except Interrupted as stop:
             interrupt.over = True
-            if not any(info.whole for info in listed(run_dir / "checkpoints")):
+            if newest_whole(run_dir / "checkpoints") is None:
                 raise RunError(f"stopped by {stop}") from None
             code = STOPPED
             with contextlib.suppress(OSError, ValueError):

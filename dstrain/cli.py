@@ -243,10 +243,12 @@ def check(file: str, task: str, sets: tuple[str, ...], every: bool) -> None:
 @click.option("--verify", "read_all", is_flag=True, help="Read every file and compare its hash.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def checkpoints(run: Path, read_all: bool, as_json: bool) -> None:
-    """Steps, size, world size, ZeRO stage, metric, whole or damaged."""
+    """Steps, size, world size, ZeRO stage, metric, whole or damaged; with --verify exit 1 where one is not whole."""
     from dstrain.commands.lists import list_checkpoints
 
-    click.echo(list_checkpoints(run, read_all, as_json))
+    lines, whole = list_checkpoints(run, read_all, as_json)
+    click.echo(lines)
+    sys.exit(1 if read_all and not whole else 0)
 
 
 if __name__ == "__main__":

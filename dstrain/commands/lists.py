@@ -61,8 +61,8 @@ def _headline(name: str) -> str:
     return (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip()
 
 
-def list_checkpoints(run: Path, read_all: bool, as_json: bool) -> str:
-    """A line for each checkpoint, newest first."""
+def list_checkpoints(run: Path, read_all: bool, as_json: bool) -> tuple[str, bool]:
+    """(a line for each checkpoint, newest first; whether all are whole)."""
     from dstrain.train.manifest import listed
 
     folder = run / "checkpoints"
@@ -76,8 +76,9 @@ def list_checkpoints(run: Path, read_all: bool, as_json: bool) -> str:
         }
         for info in listed(folder, read_all)
     ]  # fmt: skip
+    whole = all(row["state"] == "whole" for row in rows)
     if as_json:
-        return json.dumps(rows)
+        return json.dumps(rows), whole
     lines = [f"{'step':>8} {'size':>10} {'processes':>9} {'stage':>5} {'metric':>10}  state"]
     for row in rows:
         metric = "" if row["metric"] is None else f"{row['metric']:.4g}"
@@ -86,4 +87,4 @@ def list_checkpoints(run: Path, read_all: bool, as_json: bool) -> str:
         lines.append(
             f"{row['step']:>8} {size:>10} {row['world_size'] or '':>9} {row['zero_stage'] if row['zero_stage'] is not None else '':>5} {metric:>10}  {state}"
         )
-    return "\n".join(lines)
+    return "\n".join(lines), whole

@@ -205,11 +205,16 @@ def test_checkpoints_tells_whole_from_damaged(tmp_path: Path) -> None:
             metric,
         )
     (tmp_path / "checkpoints/step-00000020/w.dat").write_bytes(b"y" * 100)
-    rows = json.loads(call("checkpoints", str(tmp_path), "--verify", "--json").stdout)
+    verified = call("checkpoints", str(tmp_path), "--verify", "--json")
+    assert verified.exit_code == 1, "damage was found"
+    rows = json.loads(verified.stdout)
+    assert all(row["bytes"] > 100 for row in rows)
     assert [(row["step"], row["best"]) for row in rows] == [(20, False), (10, True)]
     assert rows[0]["state"].startswith("damaged: w.dat")
     assert rows[1]["state"] == "whole"
-    assert "whole, best" in call("checkpoints", str(tmp_path)).output
+    listed = call("checkpoints", str(tmp_path))
+    assert "whole, best" in listed.output
+    assert listed.exit_code == 0, "sizes alone find nothing"
 
 
 def test_the_later_saying_counts(tmp_path: Path) -> None:

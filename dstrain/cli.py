@@ -129,7 +129,7 @@ def prepare(
     recipe: str | None, task: str | None, ds_config: str | None, sets: tuple[str, ...], scratch: Path | None,
     as_json: bool, **launch: Any,
 ) -> None:  # fmt: skip
-    """Tokenise, check and cache RECIPE's data, and what its reference says of them; training then starts at once."""
+    """Tokenise, check and cache RECIPE's data, and with DPO the reference's log-probabilities; training then starts at once."""
     from dstrain.commands.find import Wish
     from dstrain.commands.prepare import Prepare, show_prepared
 

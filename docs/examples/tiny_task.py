@@ -20,6 +20,7 @@ class Friendly(Task):
     """Friendly or not: the mean of a vector for each byte, and one linear layer."""
 
     metric_names = ("accuracy",)
+    learning_rate = 1.0e-2
 
     width: int = 32
     """Numbers that stand for one byte."""

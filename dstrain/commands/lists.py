@@ -7,14 +7,15 @@ from pathlib import Path
 
 from dstrain.commands.find import RECIPES, packaged_recipes
 from dstrain.errors import PresetError, UsageError, did_you_mean
-from dstrain.preset import adopt, describe, preset_names
+from dstrain.preset import adopt, describe, summaries
 from dstrain.tasks import find_task, learning_rate, options, packaged_tasks
 from dstrain.units import show_bytes
 
 
 def list_presets(name: str | None) -> str:
     if name is None:
-        return "\n".join([*preset_names(), "", "`dstrain presets NAME` prints one with every key explained"])
+        lines = [f"{preset:14} {summary}".rstrip() for preset, summary in summaries().items()]
+        return "\n".join([*lines, "", "`dstrain presets NAME` prints one with every key explained"])
     return describe(name)
 
 

@@ -128,6 +128,12 @@ def test_an_adopted_preset_reads_clean(tmp_path: Path) -> None:
     assert "optim.lr" in result.stderr, "what went where"
 
 
+def test_presets_are_listed_with_a_sentence_each() -> None:
+    lines = call("presets").output.splitlines()[: len(preset_names())]
+    assert [line.split()[0] for line in lines] == preset_names()
+    assert all(len(line.split()) > 3 for line in lines), lines
+
+
 @pytest.mark.parametrize("name", packaged_recipes())
 def test_every_recipe_reads_clean(name: str) -> None:
     assert name in call("recipes").output
@@ -143,6 +149,20 @@ def test_a_starter_recipe_reads_clean_and_explains_itself(task: str, tmp_path: P
     assert all("#" in line for line in text.splitlines() if line.startswith("  ")), "a comment beside every key"
     assert call("init", task, "--to", str(tmp_path / "new.yaml")).exit_code == 2
     assert (tmp_path / "new.yaml").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("task", "metric", "best"), [("rm", "accuracy", "max"), ("dpo", "accuracy", "max"), ("sft", "loss", "min")]
+)
+def test_a_starter_recipe_has_the_rate_and_the_metric_of_its_task(
+    task: str, metric: str, best: str, tmp_path: Path
+) -> None:
+    text = call("init", task).output
+    told = yaml.safe_load(text)
+    assert (told["eval"]["metric"], told["eval"]["best"]) == (metric, best)
+    assert told["optim"]["lr"] == find_task(task).learning_rate
+    (tmp_path / "r.yaml").write_text(text.replace("  # lora: ", "  lora: "))
+    assert read_recipe(tmp_path / "r.yaml").config.model.lora is not None
 
 
 def test_data_check_names_every_bad_record(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from dstrain.commands.find import RECIPES, packaged_recipes
@@ -69,7 +70,7 @@ def list_checkpoints(run: Path, read_all: bool, as_json: bool) -> tuple[str, boo
     folder = run / "checkpoints"
     if not folder.is_dir():
         raise UsageError(f"{run}: has no checkpoints folder; give the folder of a run")
-    best = (folder / "best").resolve().name
+    best = os.path.basename(os.path.realpath(folder / "best"))
     rows = [
         {
             "step": info.step, "samples": info.samples, "bytes": info.size, "world_size": info.world_size,

@@ -16,7 +16,7 @@ from dstrain.launch.several import HostsLaunch, plan_launch, show_launch
 from dstrain.launch.topology import Worker, gpu_has_bf16, worker_from
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import make_task
-from dstrain.train.settings import batch_warnings, resolved_ds_config
+from dstrain.train.settings import batch_warnings, check_offload_folders, resolved_ds_config
 
 
 def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int:
@@ -28,6 +28,8 @@ def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int
     run_dir = run_folder(wish, recipe.name)
     ready = plan_launch(LaunchOptions(**launch), wish.arguments(run_dir), os.environ, recipe.config.launch)
     ds_config = check(recipe, ready.processes, device_there(ready), run_dir)
+    if not isinstance(ready, HostsLaunch):  # of other hosts each rank looks for itself
+        check_offload_folders(ds_config, run_dir)
     if dry_run:
         print(f"# recipe\n{show_recipe(recipe.config)}\n# DeepSpeed JSON\n{json.dumps(ds_config, indent=2)}\n")
         print(f"# batch\n{show_batch(recipe, ready.processes)}\n")

@@ -130,11 +130,13 @@ class Checkpoints:
 
     def _update_best(self, saved: Path) -> None:
         """Have `best` point to what was just saved where that is better; all are compared where that does not suffice."""
-        now, before = inspect(saved), (self.folder / "best").resolve()
+        now, before = inspect(saved), Path(os.path.realpath(self.folder / "best"))  # resolve() raises on a loop
         if self._compared and now.metric is None and not (self.folder / "best").is_symlink():
             return
         held = (
-            inspect(before) if self._compared and before.parent == self.folder.resolve() and before != saved else None
+            inspect(before)
+            if self._compared and before.parent == self.folder.resolve() and before != saved.resolve()
+            else None
         )
         if held is None or not held.whole or held.metric is None or not now.whole:
             self._choose_best()

@@ -474,3 +474,13 @@ def test_a_save_reads_no_more_manifests_the_more_there_are(
     save(kept, 40, metric=0.4)
     assert best(tmp_path) == "step-00000040"
     assert len(read) <= 2 + 3
+
+
+@pytest.mark.parametrize("target", ["best", "step-00000099", "/etc"])
+def test_best_is_put_right_wherever_it_leads(tmp_path: Path, target: str) -> None:
+    kept = solo(tmp_path)
+    save(kept, 1, metric=0.5)
+    (tmp_path / "best").unlink()
+    (tmp_path / "best").symlink_to(target)
+    save(kept, 2, metric=0.6)
+    assert best(tmp_path) == "step-00000001"

@@ -21,6 +21,7 @@ from dstrain.options import (
     SAMPLING_OPTIONS,
     SCRATCH,
     TRAINED_OPTIONS,
+    Command,
     taken,
     with_options,
 )
@@ -39,6 +40,8 @@ NOT_YET = {
 
 class Commands(click.Group):
     """Turns errors raised on purpose into one message and their exit code."""
+
+    command_class = Command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and args[0] in NOT_YET:

@@ -26,6 +26,20 @@ LAUNCH_OPTIONS = (
     ),
 )
 """On which processes: the fields of `dstrain.launch.command.LaunchOptions`."""
+LAUNCH_NAMES = frozenset(
+    (
+        "num_gpus",
+        "num_nodes",
+        "hostfile",
+        "include",
+        "exclude",
+        "node_rank",
+        "master_addr",
+        "master_port",
+        "no_ssh",
+        "launcher",
+    )
+)
 RECIPE_OPTIONS = (
     click.argument("recipe", required=False),
     click.option("--task", help="A packaged task, a file path, or a dotted module."),
@@ -58,6 +72,18 @@ SAMPLING = ("max_new_tokens", "temperature", "top_p", "seed", "batch")
 SCRATCH = click.option(
     "--scratch", hidden=True, type=click.Path(path_type=Path), help="Set by dstrain for its workers."
 )
+
+
+class Command(click.Command):
+    """A command whose help has the launch options under a heading of their own."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, of_launch in (("Options", False), ("Launch options", True)):
+            options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+            params = [option for option in options if (option.name in LAUNCH_NAMES) == of_launch]
+            if rows := [row for param in params if (row := param.get_help_record(ctx)) is not None]:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
 
 
 def with_options(*groups: Sequence[Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

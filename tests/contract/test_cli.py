@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import click
@@ -15,6 +16,7 @@ from dstrain.cli import main
 from dstrain.commands.data import NO_TOKENIZER
 from dstrain.commands.find import Wish, packaged_recipes, resolve_wish
 from dstrain.config import read_recipe
+from dstrain.options import LAUNCH_NAMES
 from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import find_task, options, packaged_tasks
 from dstrain.train.blocks import write_hashed
@@ -41,6 +43,15 @@ def test_every_option_of_every_command_has_help() -> None:
     for name, command in commands.items():
         for option in command.params:
             assert isinstance(option, click.Argument) or option.help, f"{name} {option.name}"  # type: ignore[attr-defined]
+
+
+def test_launch_options_stand_apart() -> None:
+    for name in ("train", "evaluate", "generate", "prepare"):
+        own, _, launch = call(name, "--help").output.partition("Launch options:")
+        assert set(re.findall(r"^  --([\w-]+)", launch, re.M)) == {option.replace("_", "-") for option in LAUNCH_NAMES}
+        assert "--set" in own
+        assert not re.findall(r"^  \[?RECIPE|^  RUN_OR_MODEL", own, re.M), "an argument is no option"
+    assert "Launch options" not in call("export", "--help").output
 
 
 def test_an_option_may_have_underscores() -> None:

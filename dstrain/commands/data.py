@@ -51,7 +51,7 @@ def show_checked(found: Checked, every: bool = False) -> tuple[str, str]:
     """(a line for each bad record and each note, the sum of them); without `every` the first ten of each kind."""
     each = None if every else EACH
     notes = [BadRow(row.where, f"note: {row.reason}") for row in found.unusual]
-    lines = [*show_rows(found.bad, each), *show_rows(notes, each)]
+    lines = [*show_rows(found.bad, each, None), *show_rows(notes, each, None)]
     if len(lines) < len(found.bad) + len(notes):
         lines.append("`--all` lists every one")
     told = f", {len(notes)} note{'s' * (len(notes) != 1)} on records that can be used" if notes else ""

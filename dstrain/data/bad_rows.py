@@ -10,7 +10,7 @@ from dstrain.data.rows import BadRow
 EACH = 10
 """Records that are shown of each kind of fault."""
 KINDS = 10
-"""Kinds that are shown, where records are left out at all."""
+"""Kinds that a refusal shows."""
 _VARIES = re.compile(r"\S*[\d/\\.]\S*")
 """Words that differ from record to record: numbers, places in a record, paths."""
 
@@ -23,16 +23,21 @@ def by_kind(rows: Sequence[BadRow]) -> dict[str, list[BadRow]]:
     return kinds
 
 
-def show_rows(rows: Sequence[BadRow], each: int | None = EACH) -> list[str]:
-    """A line for each row; of a kind with more than `each`, the first and how many more there are. None: all."""
-    kinds = by_kind(rows)
-    if each is None or all(len(of_kind) <= each for of_kind in kinds.values()):
+def show_rows(rows: Sequence[BadRow], each: int | None = EACH, most_kinds: int | None = KINDS) -> list[str]:
+    """A line for each row; of a kind with more than `each`, the first and how many more there are, of so many kinds.
+
+    None: all.
+    """
+    kinds = [*by_kind(rows).values()]
+    if len(kinds[:most_kinds]) == len(kinds) and (each is None or all(len(of_kind) <= each for of_kind in kinds)):
         return [f"{row.where}: {row.reason}" for row in rows]
     lines = []
-    for of_kind in [*kinds.values()][:KINDS]:
-        lines += [f"{row.where}: {row.reason}" for row in of_kind[:each]]
-        if more := len(of_kind) - each if len(of_kind) > each else 0:
-            lines.append(f"… and {more} more like {of_kind[each - 1].where}")
-    if others := sum(len(of_kind) for of_kind in [*kinds.values()][KINDS:]):
-        lines.append(f"… and {others} of {len(kinds) - KINDS} other kinds")
+    for of_kind in kinds[:most_kinds]:
+        shown = of_kind[:each]
+        lines += [f"{row.where}: {row.reason}" for row in shown]
+        if more := len(of_kind) - len(shown):
+            lines.append(f"… and {more} more like {shown[-1].where}")
+    if others := kinds[len(kinds[:most_kinds]) :]:
+        count = len(others)
+        lines.append(f"… and {sum(map(len, others))} more of {count} other kind{'s' * (count != 1)}")
     return lines

@@ -203,9 +203,9 @@ def test_a_record_that_is_bad_twice_is_named_twice_and_counted_once(written: Any
     Path("x.jsonl").write_text(json.dumps(dialog("<image>" * 3, "") | {"images": images}) + "\n[]\n")
     found = call("data", "check", "x.jsonl", "--task", "vlm")
     assert [line.split(";")[0] for line in found.stdout.splitlines()] == [
-        "x.jsonl:1: image not found: missing.png",
-        "x.jsonl:1: image not found: gone.png",
-        "x.jsonl:2: a JSON list, not an object",
+        "x.jsonl:1: image not found: missing.png (paths are relative to the data file)",
+        "x.jsonl:1: image not found: gone.png (paths are relative to the data file)",
+        "x.jsonl:2: an array, not an object",
     ]
     assert found.stderr == f"0 good records, 2 bad\n{NO_TOKENIZER}\n"
 

@@ -283,10 +283,10 @@ def test_bad_records_are_shown_by_kind():
     told = show_rows(rows)
     assert told[:10] == [f"a.jsonl:{i}: kind a" for i in range(0, 60, 6)]
     assert [line for line in told if "…" in line] == ["… and 20 more like a.jsonl:19"]
-    assert len(show_rows(rows, None)) == 60
+    assert len(show_rows(rows, None, None)) == 60
     assert show_rows(rows[:9]) == [f"{row.where}: {row.reason}" for row in rows[:9]]
     many = [BadRow("a.jsonl:1", "x" * (i + 1)) for i in range(30) for _ in range(11)]
-    assert show_rows(many)[-1] == "… and 220 of 20 other kinds"
+    assert show_rows(many)[-1] == "… and 220 more of 20 other kinds"
     assert len(show_rows(many)) == 10 * 11 + 1
 
 

@@ -22,6 +22,7 @@ from dstrain.options import (
     SCRATCH,
     TASK_OF_FOLDER,
     TRAINED_OPTIONS,
+    Command,
     taken,
     with_options,
 )
@@ -58,6 +59,8 @@ def open_closed_streams() -> None:
 
 class Commands(click.Group):
     """Turns errors raised on purpose into one message and their exit code."""
+
+    command_class = Command
 
     def main(self, *args: Any, **more: Any) -> Any:
         open_closed_streams()
@@ -152,7 +155,7 @@ def prepare(
     recipe: str | None, task: str | None, ds_config: str | None, sets: tuple[str, ...], scratch: Path | None,
     as_json: bool, **launch: Any,
 ) -> None:  # fmt: skip
-    """Tokenise, check and cache RECIPE's data, and what its reference says of them; training then starts at once."""
+    """Tokenise, check and cache RECIPE's data, and with DPO the reference's log-probabilities; training then starts at once."""
     from dstrain.commands.find import Wish
     from dstrain.commands.prepare import Prepare, show_prepared
 
@@ -250,12 +253,13 @@ def data() -> None:
 @click.argument("file", type=click.Path())
 @click.option("--task", required=True, help="The task that will read it.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="As for train: data.columns={text: chosen}")
-def check(file: str, task: str, sets: tuple[str, ...]) -> None:
-    """Every bad record of FILE with its line and reason; exit 2 if any."""
+@click.option("--all", "every", is_flag=True, help="List every bad record, not the first ten of each kind.")
+def check(file: str, task: str, sets: tuple[str, ...], every: bool) -> None:
+    """The bad records of FILE with line and reason, ten of each kind; exit 2 if any."""
     from dstrain.commands.data import check_file, show_checked
 
     found, cuts = check_file(file, task, sets)
-    lines, total = show_checked(found)
+    lines, total = show_checked(found, every)
     if lines:
         click.echo(lines)
     click.echo("\n".join(filter(None, (total, cuts))), err=bool(found.bad))
@@ -267,10 +271,12 @@ def check(file: str, task: str, sets: tuple[str, ...]) -> None:
 @click.option("--verify", "read_all", is_flag=True, help="Read every file and compare its hash.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def checkpoints(run: Path, read_all: bool, as_json: bool) -> None:
-    """Steps, size, world size, ZeRO stage, metric, whole or damaged."""
+    """Steps, size, world size, ZeRO stage, metric, whole or damaged; with --verify exit 1 where one is not whole."""
     from dstrain.commands.lists import list_checkpoints
 
-    click.echo(list_checkpoints(run, read_all, as_json))
+    lines, whole = list_checkpoints(run, read_all, as_json)
+    click.echo(lines)
+    sys.exit(1 if read_all and not whole else 0)
 
 
 if __name__ == "__main__":

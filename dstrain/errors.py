@@ -103,6 +103,13 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else "".join(a if a.isprintable() else repr(a)[1:-1] for a in text)
 
 
+def not_utf8(content: bytes, error: UnicodeDecodeError) -> str:
+    """What is said of a text file in another encoding; `content` is its beginning."""
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "is UTF-16 (byte order mark); save it as UTF-8"
+    return f"not valid UTF-8 (byte {error.start}); re-save the file as UTF-8"
+
+
 def did_you_mean(word: str, known: Sequence[str]) -> str:
     """`did you mean 'lr'?`, or the known words where none is near, as the mend of a Fault."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)

@@ -26,6 +26,20 @@ LAUNCH_OPTIONS = (
     ),
 )
 """On which processes: the fields of `dstrain.launch.command.LaunchOptions`."""
+LAUNCH_NAMES = frozenset(
+    (
+        "num_gpus",
+        "num_nodes",
+        "hostfile",
+        "include",
+        "exclude",
+        "node_rank",
+        "master_addr",
+        "master_port",
+        "no_ssh",
+        "launcher",
+    )
+)
 RECIPE_OPTIONS = (
     click.argument("recipe", required=False),
     click.option("--task", help="A packaged task, a file path, or a dotted module."),
@@ -38,29 +52,41 @@ TASK_OF_FOLDER = click.option(
 TRAINED_OPTIONS = (
     click.argument("run_or_model", type=click.Path(exists=True, path_type=Path)),
     TASK_OF_FOLDER,
-    click.option("--step", default="best", metavar="N|best|last", help="Checkpoint of a run; last where none is best."),
+    click.option("--step", default="best", metavar="N|best|last", show_default=True, help="Checkpoint of a run; last where none is best."),
     click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a key: batch.micro=8"),
     click.option(
         "--ds-config", "--ds_config", metavar="NAME|PATH",
-        help="How to hold the model: zero3 in shards. Default: as it was trained; whole in one process.",
+        help="Preset or DeepSpeed JSON that says how to hold the model, such as zero3 (in shards). Default: as trained; in one process whole.",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
 )  # fmt: skip
 CHOICE = ("task", "step", "sets", "ds_config")
 SAMPLING_OPTIONS = (
-    click.option("--max-new-tokens", "--max_new_tokens", default=256, type=click.IntRange(1), help="Longest answer."),
-    click.option("--temperature", default=0.0, type=click.FloatRange(0), help="0, the default: the likeliest token."),
+    click.option("--max-new-tokens", "--max_new_tokens", default=256, type=click.IntRange(1), show_default=True, help="Most tokens of an answer."),
+    click.option("--temperature", default=0.0, type=click.FloatRange(0), help="Sampling temperature; 0, the default: always the likeliest token."),
     click.option(
         "--top-p", "--top_p", default=1.0, type=click.FloatRange(0, 1, min_open=True),
-        help="Draw from the likeliest tokens of this probability.",
+        help="Sample from the likeliest tokens that have this probability together.",
     ),
-    click.option("--seed", default=0, type=click.IntRange(0), help="Of the draws."),
-    click.option("--batch", default=8, type=click.IntRange(1), help="Prompts answered together."),
+    click.option("--seed", default=0, type=click.IntRange(0), help="Seed of the sampling."),
+    click.option("--batch", default=8, type=click.IntRange(1), show_default=True, help="Prompts answered together."),
 )  # fmt: skip
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "seed", "batch")
 SCRATCH = click.option(
     "--scratch", hidden=True, type=click.Path(path_type=Path), help="Set by dstrain for its workers."
 )
+
+
+class Command(click.Command):
+    """A command whose help has the launch options under a heading of their own."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, of_launch in (("Options", False), ("Launch options", True)):
+            options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+            params = [option for option in options if (option.name in LAUNCH_NAMES) == of_launch]
+            if rows := [row for param in params if (row := param.get_help_record(ctx)) is not None]:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
 
 
 def with_options(*groups: Sequence[Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

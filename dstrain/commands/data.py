@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from dstrain.config import read_recipe
+from dstrain.data.bad_rows import EACH, show_rows
 from dstrain.data.checking import Checked
 from dstrain.data.checking import check_file as check_records
-from dstrain.data.source import Joined, open_source
+from dstrain.data.source import BadRow, Joined, open_source
 from dstrain.data.truncation import show_cuts
 from dstrain.errors import TaskError
 from dstrain.launch.threads import cores_here
@@ -46,9 +47,12 @@ def _cuts(file: str, task: Any, found: Checked) -> str:
     return show_cuts({"kept": report.kept, "cuts": report.cuts})
 
 
-def show_checked(found: Checked) -> tuple[str, str]:
-    """(a line for each bad record and each unusual image, the sum of them)."""
-    lines = [f"{row.where}: {row.reason}" for row in found.bad]
-    lines += [f"{row.where}: note: {row.reason}" for row in found.unusual]
-    notes = f", {len(found.unusual)} notes on images that can be used" if found.unusual else ""
-    return "\n".join(lines), f"{found.good} good records, {found.read - found.good} bad{notes}"
+def show_checked(found: Checked, every: bool = False) -> tuple[str, str]:
+    """(a line for each bad record and each note, the sum of them); without `every` the first ten of each kind."""
+    each = None if every else EACH
+    notes = [BadRow(row.where, f"note: {row.reason}") for row in found.unusual]
+    lines = [*show_rows(found.bad, each, None), *show_rows(notes, each, None)]
+    if len(lines) < len(found.bad) + len(notes):
+        lines.append("`--all` lists every one")
+    told = f", {len(notes)} note{'s' * (len(notes) != 1)} on records that can be used" if notes else ""
+    return "\n".join(lines), f"{found.good} good records, {found.read - found.good} bad{told}"

@@ -84,7 +84,8 @@ class Evaluate:
 
 
 def show_metrics(row: Mapping[str, Any]) -> str:
-    """A line for each number."""
+    """A line for each number; an exported folder has no step."""
+    row = {name: value for name, value in row.items() if (name, value) != ("step", None)}
     return "\n".join(
         f"{name:24} {value:.6g}" if isinstance(value, float) else f"{name:24} {value}" for name, value in row.items()
     )

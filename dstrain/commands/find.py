@@ -18,6 +18,14 @@ from dstrain.tasks import with_learning_rate
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
+SYSTEM_FOLDERS = frozenset(
+    f"/{name}"
+    for name in ("", "bin", "boot", "dev", "dev/shm", "etc", "home", "lib", "lib64", "media", "mnt", "opt", "proc", "root",
+                 "run", "sbin", "srv", "sys", "tmp", "usr", "usr/bin", "usr/lib", "usr/local", "var", "var/lib", "var/log",
+                 "var/tmp")
+)  # fmt: skip
+"""Folders in which other programs keep what is theirs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
@@ -81,6 +89,7 @@ def resolve_wish(wish: Wish) -> Recipe:
     _check_folders(wish)
     path = find_recipe(wish.recipe, bool(wish.task or wish.sets or wish.ds_config))
     recipe = read_recipe(path, wish.sets, wish.task, wish.ds_config)
+    check_run_folder(wish, recipe.name)
     check_keys(wish.allowed, "--allow-change")
     config = absolute_paths(recipe.config, recipe.folder)
     if config.optim.lr is None and (began_with := _rate_of_run(run_folder(wish, recipe.name), wish.resume)) is not None:
@@ -119,6 +128,33 @@ def _check_folders(wish: Wish) -> None:
     if wish.run_dir == Path():
         problem = "is empty or the working folder itself, and a run has a folder of its own"
         raise UsageError(f"--run-dir: {problem}; name one, such as --run-dir runs/first")
+
+
+def check_run_folder(wish: Wish, name: str) -> None:
+    """Raise UsageError for a run folder whose name cannot be written down, or in which a run would do harm."""
+    folder = run_folder(wish, name)
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        shown = str(folder).encode(errors="surrogateescape").decode(errors="backslashreplace")
+        problem = f"--run-dir {shown}: the path is not valid UTF-8, and logs and trackers hold it"
+        raise UsageError(f"{problem}; rename the folder, or choose another") from None
+    if wish.run_dir is None or any(_is_there(folder / mark) for mark in ("environment.json", "checkpoints")):
+        return
+    problem = ""
+    if str(folder) in SYSTEM_FOLDERS or folder == Path.home() or str(folder).startswith(("/proc/", "/sys/")):
+        problem = "is a folder of the system, and a run has a folder of its own"
+    elif folder in (Path.cwd(), *Path.cwd().parents):
+        problem = "is the working folder or above it, and a run has a folder of its own"
+    elif found := next((name for name in ("recipe.yaml", "metrics.jsonl") if _holds_something(folder / name)), None):
+        problem = f"holds a {found} that is of no run, and a run would write over it"
+    if problem:
+        raise UsageError(f"--run-dir {wish.run_dir}: {problem}; name another, such as --run-dir runs/first")
+
+
+def _holds_something(path: Path) -> bool:
+    """Whether it is there and not empty, as a start that was killed leaves it."""
+    return _is_there(path) and path.stat().st_size > 0
 
 
 def absolute_paths(config: RunConfig, folder: Path) -> RunConfig:
@@ -174,8 +210,8 @@ def _data_sources(values: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
 
 def _only_of_the_hub(place: dict[str, Any]) -> list[Fault]:
     """A fault for each key that says nothing about a file."""
-    problem, mend = "is said of a file, and only datasets on the hub have it", "leave it out"
-    return [Fault(f"data file {place['path']} {key}", problem, mend) for key in ("split", "name") if place[key]]
+    found = [key for key in ("split", "name") if place[key]]
+    return [Fault(key, f"works only for Hub datasets; {place['path']} is a local file", "remove it") for key in found]
 
 
 def _is_path(text: str, key: str) -> bool:

@@ -7,14 +7,15 @@ from pathlib import Path
 
 from dstrain.commands.find import RECIPES, packaged_recipes
 from dstrain.errors import PresetError, UsageError, did_you_mean
-from dstrain.preset import adopt, describe, preset_names
+from dstrain.preset import adopt, describe, summaries
 from dstrain.tasks import find_task, learning_rate, options, packaged_tasks
 from dstrain.units import show_bytes
 
 
 def list_presets(name: str | None) -> str:
     if name is None:
-        return "\n".join([*preset_names(), "", "`dstrain presets NAME` prints one with every key explained"])
+        lines = [f"{preset:14} {summary}".rstrip() for preset, summary in summaries().items()]
+        return "\n".join([*lines, "", "`dstrain presets NAME` prints one with every key explained"])
     return describe(name)
 
 
@@ -61,8 +62,8 @@ def _headline(name: str) -> str:
     return (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip()
 
 
-def list_checkpoints(run: Path, read_all: bool, as_json: bool) -> str:
-    """A line for each checkpoint, newest first."""
+def list_checkpoints(run: Path, read_all: bool, as_json: bool) -> tuple[str, bool]:
+    """(a line for each checkpoint, newest first; whether all are whole)."""
     from dstrain.train.best import best_name
     from dstrain.train.manifest import listed
 
@@ -77,8 +78,9 @@ def list_checkpoints(run: Path, read_all: bool, as_json: bool) -> str:
         }
         for info in listed(folder, read_all)
     ]  # fmt: skip
+    whole = all(row["state"] == "whole" for row in rows)
     if as_json:
-        return json.dumps(rows)
+        return json.dumps(rows), whole
     lines = [f"{'step':>8} {'size':>10} {'processes':>9} {'stage':>5} {'metric':>10}  state"]
     for row in rows:
         metric = "" if row["metric"] is None else f"{row['metric']:.4g}"
@@ -87,4 +89,4 @@ def list_checkpoints(run: Path, read_all: bool, as_json: bool) -> str:
         lines.append(
             f"{row['step']:>8} {size:>10} {row['world_size'] or '':>9} {row['zero_stage'] if row['zero_stage'] is not None else '':>5} {metric:>10}  {state}"
         )
-    return "\n".join(lines)
+    return "\n".join(lines), whole

@@ -148,7 +148,7 @@ def meet(
     join(device, timeout, store)
     try:
         world = TorchWorld(device, timeout)
-        with watched(shared, world, timeout, "the work", "mend the cause and run the command again"):
+        with watched(shared, world, timeout, "the work", "fix the cause and run the command again"):
             yield world
     finally:
         close()

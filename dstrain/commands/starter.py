@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import yaml
 
 from dstrain.config.schema import (
@@ -32,6 +34,11 @@ SECTIONS: tuple[tuple[str, type[Section], dict[str, object]], ...] = (
 )
 
 
+def _best_by(metrics: Sequence[str]) -> dict[str, object]:
+    """The metric that `best` goes by: of tasks that tell two answers apart, how often they do."""
+    return {"metric": "accuracy", "best": "max"} if "accuracy" in metrics else {}
+
+
 def starter_recipe(task: str) -> str:
     """YAML that reads clean once the paths are filled in."""
     lines = [f"# A starter recipe for {task}. Every key: `dstrain train THIS --dry-run`.", f"task: {task}"]
@@ -45,7 +52,13 @@ def starter_recipe(task: str) -> str:
         fields = section.model_fields
         if section is OptimConfig:
             values = {**values, "lr": learning_rate(found, lora=False)}
+        if section is EvalConfig:
+            values = {**values, **_best_by(found.metric_names)}
         lines += _commented("  ", [(key, value, fields[key].description or "") for key, value in values.items()])
+        if section is ModelConfig:
+            lines.append(
+                f"  # lora: {{rank: 16, alpha: 32}}  # thin adapters; raise optim.lr to {learning_rate(found, lora=True):g}"
+            )
     whole = RunConfig.model_fields
     tops: tuple[tuple[str, object], ...] = (("precision", "auto"), ("ds_config", "zero2"), ("epochs", 1), ("seed", 0))
     return "\n".join(lines + _commented("", [(key, value, whole[key].description or "") for key, value in tops])) + "\n"

@@ -15,14 +15,15 @@ from typing import Any
 
 from dstrain.commands.find import Wish, resolve_wish, run_folder
 from dstrain.commands.preflight import preflight
-from dstrain.config import Recipe, show_recipe
+from dstrain.config import Recipe, resolve_batch, show_recipe
 from dstrain.errors import ResumeError, UsageError
 from dstrain.launch.command import Launch, LaunchOptions
 from dstrain.launch.lease import Lease
 from dstrain.launch.several import HostsLaunch, crowded, plan_launch, show_launch
 from dstrain.launch.topology import Worker, gpu_has_bf16, worker_from
-from dstrain.preset import Device
+from dstrain.preset import Device, read_preset
 from dstrain.train.folder import Resume, check_writable
+from dstrain.train.settings import batch_warnings, check_offload_folders
 
 
 def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int:
@@ -37,8 +38,11 @@ def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int
         print(f"warning: {line}", file=sys.stderr, flush=True)
     resume = Resume(wish.resume, wish.allowed)
     ds_config = preflight(recipe, run_dir, resume, ready.processes, device_there(ready))
+    if not isinstance(ready, HostsLaunch):  # of other hosts each rank looks for itself
+        check_offload_folders(ds_config, run_dir)
     if dry_run:
         print(f"# recipe\n{show_recipe(recipe.config)}\n# DeepSpeed JSON\n{json.dumps(ds_config, indent=2)}\n")
+        print(f"# batch\n{show_batch(recipe, ready.processes)}\n")
         print(f"# launch\n{show_launch(ready, run_dir)}")
         return 0
     return _launched(ready, recipe, run_dir, resume)
@@ -70,6 +74,14 @@ def _launched(ready: Launch | HostsLaunch, recipe: Recipe, run_dir: Path, resume
             if made and code == UsageError.exit_code:  # nothing was trained there
                 shutil.rmtree(run_dir, ignore_errors=True)
         return code
+
+
+def show_batch(recipe: Recipe, processes: int) -> str:
+    """How a step is cut up, and what to warn of."""
+    preset = read_preset(recipe.config.ds_config)
+    batch = resolve_batch(recipe.config.batch, processes, preset.micro, preset.accumulate)
+    warnings = [f"warning: {line}" for line in batch_warnings(batch, processes)]
+    return "\n".join([f"steps of {batch.show(processes)}", *warnings])
 
 
 def device_there(launch: Launch | HostsLaunch) -> Device:

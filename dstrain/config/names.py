@@ -100,6 +100,13 @@ FOREIGN: dict[str, str] = {
 }
 """Name elsewhere -> where the same thing is said here."""
 
+ABSENT: dict[str, str] = dict.fromkeys(
+    ("packing", "neat_packing", "sample_packing", "pack_sequences", "padding_free", "packing_strategy"),
+    "is not supported: each sample is a sequence of its own; samples of like length stand together, so that little is "
+    "padding",
+)
+"""Name elsewhere -> why there is no such key here."""
+
 NOT_YET: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("model.quantize", bool, "leave it out; ds_config: zero3_offload saves memory today"),
     ("batch.tokens_per_micro", bool, "use batch.micro"),

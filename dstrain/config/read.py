@@ -12,7 +12,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dstrain.config.names import FOREIGN, NOT_YET
+from dstrain.config.names import ABSENT, FOREIGN, NOT_YET
+from dstrain.config.overrides import settle_overrides
 from dstrain.config.rules import cross_field_faults
 from dstrain.config.schema import RunConfig
 from dstrain.config.values import without_secret
@@ -34,7 +35,8 @@ class Recipe:
 def read_recipe(
     path: Path | None, sets: Sequence[str] = (), task: str | None = None, ds_config: str | None = None
 ) -> Recipe:
-    """The recipe in `path` (or none) with --set, --task and --ds-config applied.
+    """The recipe in `path` (or none) with --set, --task and --ds-config applied; of keys that exclude each other the command
+    line's counts.
 
     Raises RecipeError with every fault found: unknown keys (did you mean), wrong types and ranges,
     keys that clash, and keys whose feature does not exist yet.
@@ -42,6 +44,7 @@ def read_recipe(
     written = read_yaml(path) if path else Written(name="--set")
     for text in sets:
         apply_set(written, text)
+    settle_overrides(written)
     for key, option, value in (("task", "--task", task), ("ds_config", "--ds-config", ds_config)):
         if value is not None:
             written.values[key] = value
@@ -83,20 +86,58 @@ def _schema_faults(error: ValidationError, written: Written) -> Iterator[Fault]:
     seen: dict[Key, list[ErrorDetails]] = {}
     for detail in error.errors():
         loc = detail["loc"][:-2] if detail["loc"][-1:] == ("[key]",) else detail["loc"]
-        key = as_written(tuple(loc), written.values)
-        while key and key not in written.places and lookup(written.values, key) is None:
+        loc = tuple(name for name in loc if name not in _CHOICES)
+        key = as_written(loc, written.values)
+        while key and key not in written.places and not _stands_in(written.values, key):
             key = key[:-1]
         if detail["type"] == "extra_forbidden" and key and key[-1] != detail["loc"][-1]:
             key = (*key, detail["loc"][-1])  # stands in a block without places of its own
         seen.setdefault(key or tuple(detail["loc"]), []).append(detail)
     for key, details in seen.items():
+        block = isinstance(lookup(written.values, key), dict) and any(other[:-1] == key for other in seen)
+        if block and all(_problem(detail).startswith(_MUST) for detail in details):
+            continue  # of another branch of a union
         unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
         if unknown:
-            yield Fault(written.where(key), "no such key", _nearest(key))
+            absent = ABSENT.get(str(key[-1]))
+            yield Fault(written.where(key), absent or "no such key", "remove it" if absent else _nearest(key))
             continue
-        problems = " or ".join(dict.fromkeys(_problem(detail) for detail in details))
         value = without_secret(lookup(written.values, key))
-        yield Fault(written.where(key), f"is {show(value)}, but {problems}", _mend(value, details))
+        yield Fault(written.where(key), _problems(value, details), _mend(value, details))
+
+
+_CHOICES = ("TokenizerConfig", "ProcessorConfig")
+"""Names that pydantic puts into the place of an error: which branch of a union it tried."""
+
+
+def _stands_in(values: Any, key: Key) -> bool:
+    """Whether the key is there, be it null."""
+    block = lookup(values, key[:-1])
+    return lookup(values, key) is not None or (isinstance(block, dict) and key[-1] in block)
+
+
+def _problems(value: Any, details: Sequence[ErrorDetails]) -> str:
+    """`must be a whole number or 'epoch', got [1]`."""
+    problems = list(dict.fromkeys(_problem(detail) for detail in details))
+    wanted = [problem.removeprefix(_MUST) for problem in problems]
+    if all(problem.startswith(_MUST) for problem in problems):
+        return f"{_MUST}{' or '.join(wanted)}, got {show(value)}"
+    return f"is {show(value)}, but {' or '.join(problems)}"
+
+
+_MUST = "must be "
+_KINDS = {
+    "float": "a number",
+    "int": "a whole number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "a block of keys",
+    "model": "a block of keys",
+}
+"""First word of pydantic's types of errors about the kind of a value -> that kind."""
 
 
 def _problem(detail: ErrorDetails) -> str:
@@ -105,9 +146,12 @@ def _problem(detail: ErrorDetails) -> str:
         return f"'{name}' is missing in it" if isinstance(name, str) else f"it needs at least {name + 1} values"
     if name == "[key]":
         return f"the name {detail['input']!r} in it is no text"
+    kind, _, rest = detail["type"].partition("_")
+    if kind in _KINDS and rest in ("type", "parsing", "from_float", "number", "attributes_type"):
+        return _MUST + _KINDS[kind]
     message = detail["msg"][0].lower() + detail["msg"][1:]
     message = message.replace("tuple should", "it should").replace(" after validation", "")
-    return re.sub(r"a valid dictionary.*", "a block of keys", message).removeprefix("value error, ")
+    return message.removeprefix("value error, ").replace("input should be ", _MUST)
 
 
 _MENDS = {
@@ -175,7 +219,7 @@ def _all_keys(model: type[BaseModel], above: Key = ()) -> Iterator[Key]:
 def _truths(raw: Any, read: Any, key: Key, written: Written) -> Iterator[Fault]:
     """A fault for each true or false that was taken for the number 1 or 0."""
     if isinstance(raw, bool) and isinstance(read, (int, float)) and not isinstance(read, bool):
-        yield Fault(written.where(key), f"is {raw!r}, but input should be a number", "correct the value")
+        yield Fault(written.where(key), f"must be a number, got {raw!r}", "correct the value")
     elif isinstance(raw, dict) and isinstance(read, dict):
         for name, value in raw.items():
             yield from _truths(value, read.get(name), (*key, name), written)

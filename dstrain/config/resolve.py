@@ -22,6 +22,22 @@ class BatchPlan:
     accumulate: int
     """Forward passes per step and process."""
 
+    def largest(self, world_size: int) -> int:
+        """Samples of the largest forward pass of a step; below `micro` where the total is shared by many."""
+        return math.ceil(self.total / (self.accumulate * world_size))
+
+    def show(self, world_size: int) -> str:
+        """`16 samples (8 processes x 1 forward pass x 2 samples)`; `up to 2` where some pass has one fewer."""
+        largest = self.largest(world_size)
+        even = "" if self.total == largest * self.accumulate * world_size else "up to "
+        cut = [(world_size, "process", "processes"), (self.accumulate, "forward pass", "forward passes")]
+        parts = [f"{count} {one if count == 1 else many}" for count, one, many in cut]
+        return f"{_samples(self.total)} ({' x '.join(parts)} x {even}{_samples(largest)})"
+
+
+def _samples(count: int) -> str:
+    return f"{count} sample{'s' * (count != 1)}"
+
 
 def resolve_batch(
     batch: BatchConfig, world_size: int, preset_micro: int | None = None, preset_accumulate: int | None = None
@@ -51,13 +67,11 @@ def resolve_batch(
         return BatchPlan(batch.total, math.ceil(batch.total / (accumulate * world_size)), accumulate)
     fitting = math.ceil(batch.total / (micro * world_size))
     if accumulate is not None and accumulate != fitting:
-        raise RecipeError(
-            Fault(
-                "batch",
-                f"total {batch.total} = micro {micro} x accumulate {accumulate} x {world_size} processes does not hold",
-                f"leave accumulate out (it would be {fitting})",
-            )
-        )
+        processes = f"{world_size} process{'es' * (world_size != 1)}"
+        product = f"micro {micro} x accumulate {accumulate} x {processes} = {micro * accumulate * world_size}"
+        third = "batch.accumulate" if batch.accumulate else "gradient_accumulation_steps from the DeepSpeed JSON"
+        mend = f"remove {third} ({fitting} would fit), or another of the three"
+        raise RecipeError(Fault("batch.total", f"is {batch.total}, but {product}", mend))
     return BatchPlan(batch.total, micro, fitting)
 
 

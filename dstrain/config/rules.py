@@ -24,7 +24,7 @@ def _task_and_model(config: RunConfig) -> Iterator[Rule]:
     if model.path and model.config:
         yield (
             ("model", "config"),
-            "stands beside model.path",
+            "model.path and model.config are both set",
             "keep path to load weights, or config to start from scratch",
         )
     if model.config is not None and not isinstance(model.config.get("model_type"), str):
@@ -52,7 +52,7 @@ def dtype_faults(config: RunConfig, precision: str) -> Iterator[Rule]:
 def _data(config: RunConfig) -> Iterator[Rule]:
     data = config.data
     if data.eval and data.eval_fraction:
-        yield ("data", "eval_fraction"), "stands beside data.eval", "keep one of them"
+        yield ("data", "eval_fraction"), "data.eval and data.eval_fraction are both set", "remove one"
     if data.max_prompt_length and data.max_prompt_length > data.max_length:
         yield (
             ("data", "max_prompt_length"),
@@ -63,7 +63,7 @@ def _data(config: RunConfig) -> Iterator[Rule]:
 
 def _learning(config: RunConfig) -> Iterator[Rule]:
     if config.steps is not None and config.epochs is not None:
-        yield ("epochs",), "stands beside steps", "keep one of them"
+        yield ("epochs",), "epochs and steps are both set", "remove one"
     batch, optim = config.batch, config.optim
     if batch.total and batch.micro and batch.micro > batch.total:
         yield ("batch", "micro"), f"is {batch.micro}, above batch.total ({batch.total})", "lower it or raise total"

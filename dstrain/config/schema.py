@@ -34,14 +34,14 @@ def _as_sources(value: Any) -> Any:
     """`a.jsonl` -> [{path: a.jsonl}]; lists may mix both forms."""
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(item, (str, dict, SourceConfig)) for item in values):
-        raise ValueError("input should be a file, a hub name, or a list of them and of {path, split, name, weight}")
+        raise ValueError("must be a file, a hub name, or a list of them and of {path, split, name, weight}")
     return [{"path": item} if isinstance(item, str) else item for item in values]
 
 
 def _as_held_out(value: Any) -> Any:
     """`a.jsonl` -> {path: a.jsonl}."""
     if value is not None and not isinstance(value, (str, dict, HeldOutConfig)):
-        raise ValueError("input should be a file, a hub name, or {path, split, name}")
+        raise ValueError("must be a file, a hub name, or {path, split, name}")
     return {"path": value} if isinstance(value, str) else value
 
 

@@ -27,7 +27,7 @@ SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API_?)?KEY", re.IGNOREC
 
 def _variable(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*(=[^\0]*)?", value, re.ASCII):
-        raise ValueError("input should be the name of an environment variable, or NAME=value")
+        raise ValueError("must be the name of an environment variable, or NAME=value")
     name, given, _ = value.partition("=")
     if given and SECRET.search(name):
         raise ValueError(

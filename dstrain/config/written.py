@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from dstrain.errors import Fault, RecipeError, one_line
+from dstrain.errors import Fault, RecipeError, not_utf8, one_line
 
 Key = tuple[str | int, ...]
 
@@ -24,6 +25,12 @@ class Written:
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[Key, str] = field(default_factory=dict)
     name: str = "recipe"
+    lines: bool = True
+    """False where it was not written in lines: on the command line."""
+
+    def place(self, node: yaml.Node) -> str:
+        """`recipe.yaml:12`, or the name alone."""
+        return f"{self.name}:{node.start_mark.line + 1}" if self.lines else self.name
 
     def where(self, key: Key) -> str:
         """`recipe.yaml:12 optim.lr`, for messages."""
@@ -38,25 +45,13 @@ def read_yaml(path: Path) -> Written:
     """The mapping in a YAML file. Raises RecipeError."""
     written = Written(name=path.name)
     try:
-        text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: is no UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    except yaml.reader.ReaderError as error:
-        place = f"{path}:{text.count(chr(10), 0, error.position) + 1}"
-        raise RecipeError(f"{place}: YAML does not allow the character {chr(error.character)!r}; remove it") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "is no YAML"
-        raise RecipeError(f"{path}{line}: {problem}; check the indentation and the colons there") from None
+        root, values = _parsed(path)
     except ValueError as error:
         raise RecipeError(f"{path}: a value cannot be read ({error}); quote it if it is text") from None
+    except (KeyError, AttributeError):  # what PyYAML raises besides
+        raise RecipeError(f"{path}: a tag (`!!name`) does not fit its value; write the plain value") from None
     except RecursionError:
         raise RecipeError(f"{path}: is nested too deeply; a recipe has few levels") from None
-    except OSError as error:
-        raise RecipeError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
     if values is None:
         values = {}
     if not isinstance(values, dict):
@@ -71,6 +66,59 @@ def read_yaml(path: Path) -> Written:
     return written
 
 
+def _parsed(path: Path) -> tuple[yaml.Node | None, Any]:
+    """The nodes of a YAML file, with their lines, and its value. Raises RecipeError."""
+    try:
+        content = path.read_bytes()
+        text = content.decode("utf-8")
+        return yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: {not_utf8(content, error)}") from None
+    except yaml.reader.ReaderError as error:
+        place = f"{path}:{text.count(chr(10), 0, error.position) + 1}"
+        raise RecipeError(f"{place}: YAML does not allow the character {chr(error.character)!r}; remove it") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "not valid YAML"
+        known = next((words for part, words in _YAML_FAULTS.items() if part in problem), None)
+        raise RecipeError(
+            f"{path}{line}: {known or f'{problem}; check the indentation and the colons there'}"
+        ) from None
+
+
+_YAML_FAULTS = {
+    "found character '\\t'": "a tab, which YAML does not accept as indentation; use spaces",
+    "another document": "a second YAML document begins; a recipe is one: remove the `---`",
+    "could not determine a constructor for the tag": "a tag (`!name`), which is not accepted; write the plain value",
+    "found undefined tag handle": "a tag (`!name`), which is not accepted; write the plain value",
+}
+"""Part of what PyYAML says -> what is said instead."""
+_BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
+
+
+def _reading_of_old(node: yaml.Node) -> tuple[str, str] | None:
+    """The problem and the fix of a number that YAML 1.1 takes for another one than everybody reads."""
+    if not isinstance(node, yaml.ScalarNode) or node.tag.rpartition(":")[2] not in ("int", "float"):
+        return None
+    if not (_BASE_60.fullmatch(node.value) or _OCTAL.fullmatch(node.value)):
+        return None
+    number = yaml.safe_load(node.value)
+    if ":" not in node.value and int(node.value) == number:
+        return None
+    how = "base 60" if ":" in node.value else "octal"
+    problem = f"{node.value} means {number:.15g} in YAML 1.1 ({how})"
+    return problem, "write the number that is meant, or quote it if it is text"
+
+
+def _fault_of_number(node: yaml.Node, where: str) -> Iterator[Fault]:
+    if (found := _reading_of_old(node)) is not None:
+        yield Fault(where, *found)
+
+
 def _walk(node: yaml.Node | None, key: Key, written: Written) -> Iterator[Fault]:
     """Note the line of every key below the node; yield a fault for each key written twice."""
     if isinstance(node, yaml.MappingNode):
@@ -80,17 +128,21 @@ def _walk(node: yaml.Node | None, key: Key, written: Written) -> Iterator[Fault]
                 raise RecipeError(
                     f"{written.name}: holds more than {MOST_VALUES} values, each alias (*) counted; write fewer"
                 )
-            place = f"{written.name}:{name.start_mark.line + 1}"
+            place = written.place(name)
             if child in written.places:
                 yield Fault(
-                    f"{place} {dotted_name(child)}", f"stands at {written.places[child]} too", "keep one of them"
+                    f"{place} {dotted_name(child)}",
+                    f"is set twice, also at {written.places[child]}",
+                    "keep one of them",
                 )
             written.places[child] = place
             yield from _walk(value, child, written)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            written.places[(*key, index)] = f"{written.name}:{value.start_mark.line + 1}"
+            written.places[(*key, index)] = written.place(value)
             yield from _walk(value, (*key, index), written)
+    elif node is not None and key:
+        yield from _fault_of_number(node, written.where(key))
 
 
 def apply_set(written: Written, text: str) -> None:
@@ -102,9 +154,11 @@ def apply_set(written: Written, text: str) -> None:
     if "" in names:
         raise RecipeError(f"--set {text}: names no key; write it as --set optim.lr=2e-5")
     try:
-        parsed = yaml.safe_load(value)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise RecipeError(f"--set {text}: the value is no YAML; quote it for the shell and for YAML") from None
+        parsed, root = yaml.safe_load(value), yaml.compose(value, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError):
+        raise RecipeError(f"--set {text}: the value is not valid YAML; quote it for the shell and for YAML") from None
+    if faults := list(_walk(root, names, Written(places={names: "--set"}, name="--set", lines=False))):
+        raise RecipeError(faults)
     block: Any = written.values
     for depth, name in enumerate(names[:-1], 1):
         if block.get(name) is None:

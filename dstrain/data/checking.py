@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.data.images import locate_image, read_image, remarks
-from dstrain.data.marks import Seen
+from dstrain.data.marks import KEYS, Seen, null_image
 from dstrain.data.messages import BadRecord
 from dstrain.data.prepare import attempt
 from dstrain.data.source import BadRow, open_source
 
+ALONE = "the record is used as text alone"
 AT_ONCE = 256
 """Images that wait to be looked at."""
 Verdict = tuple[str | None, list[str]]
@@ -41,16 +42,22 @@ class Checked:
 def check_file(
     path: str | Path, columns: Mapping[str, str] | None, convert: Callable[[dict[str, Any]], Any], threads: int = 1
 ) -> Checked:
-    """Read every record with `convert`, which raises BadRecord for a bad one, and every image of a `Seen`."""
+    """Read every record with `convert`, which raises BadRecord for a bad one, and every image of a `Seen`.
+
+    A record with a null in the place of an image is noted: it teaches as text alone.
+    """
     source = open_source(path, columns)
     found = Checked(len(source) + len(source.bad), [*source.bad])
     shown: list[tuple[str, Future[Verdict]]] = []
     known: dict[Path | str, Future[Verdict]] = {}
     with ThreadPoolExecutor(threads) as pool:
         for index in range(len(source)):
-            where, item = source.where(index), attempt(convert, source[index])
+            record = source[index]
+            where, item = source.where(index), attempt(convert, record)
             if isinstance(item, BadRecord):
                 found.bad.append(BadRow(where, item.reason))
+            elif isinstance(item, Seen) and not item.images:
+                found.unusual += [BadRow(where, f"'{key}' is null: {ALONE}") for key in KEYS if null_image(record, key)]
             for value in item.images if isinstance(item, Seen) else ():
                 shown.append((where, _ask(pool, value, source.folder_of(index), known)))
                 if not len(shown) % AT_ONCE:

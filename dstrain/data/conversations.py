@@ -70,6 +70,9 @@ def read_conversation(record: Mapping[str, Any]) -> Sample:
     for keys, read in FORMS.items():
         if all(record.get(key) is not None for key in keys):
             return read(record)
+    nulls = [key for first, *rest in FORMS for key in (first, *rest) if key in record and record[key] is None]
+    if nulls and not any(record.get(first) is not None for first, *_ in FORMS):
+        raise BadRecord(f"'{nulls[0]}' is null; write it, or remove the record")
     halves = [(first, second) for first, *rest in FORMS for second in rest if record.get(first) is not None]
     lacks = f"'{halves[0][0]}' has no '{halves[0][1]}' beside it" if halves else f"the keys are {', '.join(record)}"
     raise BadRecord(f"no conversation: {lacks}; write 'messages', or rename columns with data.columns")

@@ -6,12 +6,16 @@ import json
 import re
 from typing import Any
 
-_BOM = b"\xef\xbb\xbf"
+from dstrain.errors import not_utf8
+
+BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_OF_TWO_BYTES = (b"\xff\xfe", b"\xfe\xff", b"{\0", b"\0{", b"[\0", b"\0[")
+"""How a file begins that is UTF-16, with a byte order mark or without."""
 
 
 def is_blank(line: bytes) -> bool:
-    return not line.removeprefix(_BOM).strip()
+    return not line.removeprefix(BOM).strip()
 
 
 def may_hold_halves(text: str) -> bool:
@@ -19,17 +23,53 @@ def may_hold_halves(text: str) -> bool:
     return bool(_SURROGATE.search(text))
 
 
+def is_utf16(head: bytes) -> bool:
+    """Whether a file that begins so writes each letter in two bytes or more."""
+    return head.startswith(_OF_TWO_BYTES)
+
+
+def decode_text(content: bytes) -> str:
+    """The text of a file. Raises ValueError with what is said of another encoding."""
+    if is_utf16(content[:2]):
+        raise ValueError("is UTF-16; save it as UTF-8")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as fault:
+        raise ValueError(f"is {not_utf8(content, fault)}") from fault
+
+
 def decode_record(line: bytes) -> dict[str, Any]:
     """One line as a JSON object. Raises ValueError with the reason."""
     try:
-        text = line.removeprefix(_BOM).decode("utf-8")
+        text = line.removeprefix(BOM).decode("utf-8")
     except UnicodeDecodeError as fault:
-        raise ValueError(f"not UTF-8 (byte {fault.start + 1} of the line); save it as UTF-8") from fault
+        raise ValueError(f"not valid UTF-8 (byte {fault.start + 1} of the line); re-save the file as UTF-8") from fault
     try:
-        value = json.loads(text)
+        value = decode_json(text)
     except (ValueError, RecursionError) as fault:
-        raise ValueError(f"no JSON: {fault}; mend the line or remove it") from fault
+        raise ValueError(f"not valid JSON: {fault}; fix the line or remove it") from fault
     return check_record(value, may_hold_halves(text))
+
+
+class Ambiguous(dict[str, Any]):
+    """An object in which a key is written twice: which of the two values is meant, nobody knows."""
+
+    key: str
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    inner = next((value for value in made.values() if isinstance(value, Ambiguous)), None)
+    if len(made) == len(pairs) and inner is None:
+        return made
+    found = Ambiguous(made)
+    names = [name for name, _ in pairs]
+    found.key = next((name for name in names if names.count(name) > 1), inner.key if inner is not None else "")
+    return found
+
+
+decode_json = json.JSONDecoder(object_pairs_hook=_object).decode
+"""A text's JSON value, its objects `Ambiguous` where they, or those right inside of them, have a key twice."""
 
 
 def check_record(value: Any, suspect: bool) -> dict[str, Any]:
@@ -38,10 +78,21 @@ def check_record(value: Any, suspect: bool) -> dict[str, Any]:
     `suspect`: its text may hold half a character, which no tokenizer takes.
     """
     if not isinstance(value, dict):
-        raise ValueError(f'a JSON {type(value).__name__}, not an object; write {{"key": value, …}}')
+        kinds = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
+        raise ValueError(f'{kinds.get(type(value), "a number")}, not an object; write {{"key": value, …}}')
+    if twice := _ambiguous(value):
+        raise ValueError(f"the key '{twice}' is written twice in it; keep one of them")
     if suspect:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as fault:
-            raise ValueError("half a character (a lone \\ud8… escape); write the whole character") from fault
+            raise ValueError("unpaired surrogate (\\ud8…); write the whole character") from fault
     return value
+
+
+def _ambiguous(value: dict[str, Any]) -> str:
+    """The key that is written twice, in the record or in a message of one of its lists; empty where none is."""
+    if isinstance(value, Ambiguous):
+        return value.key
+    inside = (item for held in value.values() if isinstance(held, list) for item in held)
+    return next((item.key for item in inside if isinstance(item, Ambiguous)), "")

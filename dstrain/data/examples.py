@@ -12,7 +12,7 @@ from dstrain.data.source import Joined
 from dstrain.data.store import TokenStore
 from dstrain.errors import DataError, Fault
 
-NO_DATA = Fault("data.train", "names no file", "write `data: {train: pairs.jsonl}`")
+NO_DATA = Fault("data.train", "is not set", "write `data: {train: pairs.jsonl}`")
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -17,7 +17,16 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from dstrain.data.decode import check_record, decode_record, is_blank, may_hold_halves
+from dstrain.data.decode import (
+    BOM,
+    check_record,
+    decode_json,
+    decode_record,
+    decode_text,
+    is_blank,
+    is_utf16,
+    may_hold_halves,
+)
 from dstrain.data.parquet import Parquet
 from dstrain.data.rows import BadRow, Rows, Source, show_path
 from dstrain.errors import DataError
@@ -40,7 +49,28 @@ class JsonLines(Rows):
         self._offsets, self._sizes, self._lines = array("q"), array("q"), array("q")
         self._file = _open(path)
         self._lock = threading.Lock()
+        self._refuse_other_text()
         self._settle(*self._index())
+        if self.bad:
+            self._refuse_array()
+
+    def _refuse_other_text(self) -> None:
+        """Raise DataError for UTF-16, of which no line decodes."""
+        head = self._file.read(2)
+        self._file.seek(0)
+        if is_utf16(head):
+            raise DataError(f"{self.name} is UTF-16; save it as UTF-8")
+
+    def _refuse_array(self) -> None:
+        """Raise DataError where the lines are those of one array of objects."""
+        self._file.seek(0)
+        if not self._file.read(64).removeprefix(BOM).lstrip().startswith(b"["):
+            return
+        self._file.seek(0)
+        with contextlib.suppress(ValueError, RecursionError):
+            value = decode_json(decode_text(self._file.read()))
+            if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+                raise DataError(f"{self.name} is one JSON array, not one object per line; name it .json")
 
     def _index(self) -> tuple[str, set[str]]:
         content, names, offset = hashlib.sha256(), set[str](), 0
@@ -100,13 +130,14 @@ class JsonList(Rows):
 
     def _load(self, content: bytes) -> tuple[list[Any], bool]:
         try:
-            text = content.decode("utf-8-sig")
-            value = json.loads(text)
-        except UnicodeDecodeError as fault:
-            raise DataError(f"{self.name} is not UTF-8 (byte {fault.start}); save it as UTF-8") from fault
+            text = decode_text(content)
+        except ValueError as fault:
+            raise DataError(f"{self.name} {fault}") from fault
+        try:
+            value = decode_json(text)
         except (ValueError, RecursionError) as fault:
-            mend = "name it .jsonl if it has one object per line" if "Extra data" in str(fault) else "mend the file"
-            raise DataError(f"{self.name} is no JSON: {fault}; {mend}") from fault
+            mend = "name it .jsonl if it has one object per line" if "Extra data" in str(fault) else "fix the file"
+            raise DataError(f"{self.name} is not valid JSON: {fault}; {mend}") from fault
         rows = value.get("data") if isinstance(value, dict) else value
         if not isinstance(rows, list):
             raise DataError(f'{self.name} holds no list of records; write [{{…}}, …] or {{"data": [{{…}}, …]}}')
@@ -174,7 +205,9 @@ def _open(path: Path) -> BinaryIO:
         plain.flush()
         plain.seek(0)
     except (EOFError, zlib.error, gzip.BadGzipFile) as fault:
-        raise DataError(f"{show_path(path)} is no whole gzip file: {fault}; fetch it again") from fault
+        raise DataError(
+            f"{show_path(path)}: gzip file is incomplete or damaged ({fault}); download it again"
+        ) from fault
     except OSError as fault:
         mend = "set TMPDIR to a folder with room, or unpack it yourself"
         raise DataError(f"{show_path(path)} cannot be unpacked into {place}: {fault}; {mend}") from fault

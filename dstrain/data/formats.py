@@ -77,6 +77,7 @@ def read_preference(record: Mapping[str, Any]) -> Preference:
         prompt = read_instruction(record)
         chosen, rejected = _answer(chosen, "chosen"), _answer(rejected, "rejected")
     else:
+        _refuse_null_prompt(record, chosen, rejected)
         prompt, chosen, rejected = _whole(chosen, rejected)
     prompt = _with_system(prompt, record)
     _check_prompt(prompt)
@@ -97,10 +98,20 @@ def _pair(record: Mapping[str, Any]) -> tuple[Any, Any]:
             raise BadRecord(f"'output' is {kind(output)}, not two answers; write [chosen, rejected]")
         pair = dict(zip(pair, output, strict=True))
     for key, value in pair.items():
+        if value is None and key in record:
+            raise BadRecord(f"'{key}' is null; write an answer or remove the record")
         if value is None:
             near = did_you_mean(key, [name for name in record if name not in pair])
             raise BadRecord(f"no '{key}' ({near}); write it, or rename a column with data.columns")
     return pair["chosen"], pair["rejected"]
+
+
+def _refuse_null_prompt(record: Mapping[str, Any], chosen: Any, rejected: Any) -> None:
+    """Files that were converted have null for a column that a record lacks, beside dialogs that hold the prompt; plain
+    answers would be learnt without one."""
+    plain = all(isinstance(answer, str) and not is_dialog(answer) for answer in (chosen, rejected))
+    if "prompt" in record and plain:
+        raise BadRecord("'prompt' is null; write it, or leave the key out where the answers hold the whole text")
 
 
 def _with_prompt(prompt: Any, chosen: Any, rejected: Any) -> Parts:

@@ -171,7 +171,7 @@ def _refusal(part: Part, fault: Exception, config: Any) -> str:
         return (
             f"{part.dataset} is read by a Python file of its own, which is never run; take a copy in parquet or jsonl"
         )
-    return f"{part.dataset} cannot be read from the hub ({said}); mend that, or download it and name its files"
+    return f"{part.dataset} cannot be read from the hub ({said}); fix that, or download it and name its files"
 
 
 def _first_line(fault: Exception) -> str:

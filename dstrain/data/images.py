@@ -63,8 +63,7 @@ def read_content(source: Path | bytes) -> tuple[bytes, str]:
     except IsADirectoryError as fault:
         raise BadRecord(f"{name} is a folder, not an image; name a file in it") from fault
     except FileNotFoundError as fault:
-        mend = "check the path, which starts from the data file's folder"
-        raise BadRecord(f"there is no image {name}; {mend}") from fault
+        raise BadRecord(f"image not found: {name} (paths are relative to the data file); check the path") from fault
     except (OSError, ValueError) as fault:  # ValueError: a path with a zero byte in it
         if isinstance(fault, BadRecord):
             raise

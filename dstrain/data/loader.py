@@ -101,7 +101,7 @@ def make_batch(
         names = [example["sample"] for example in chosen if isinstance(example, Mapping) and "sample" in example]
         samples = ", ".join(str(name) for name in names or ids or [stand_in])
         cause = f"{type(fault).__name__}: {fault}"
-        raise RunError(f"samples {samples} could not be made into a batch: {cause}; mend or remove them") from fault
+        raise RunError(f"samples {samples} could not be made into a batch: {cause}; fix or remove them") from fault
     return batch if ids else batch.as_filler()
 
 

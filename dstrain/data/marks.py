@@ -22,7 +22,7 @@ _NUMBERED = 0xE100
 _MOST = 255
 _MARK = re.compile(r"<image(\d{0,3})>")
 _LETTER = re.compile(f"[{IMAGE}{chr(_NUMBERED)}-{chr(_NUMBERED + _MOST)}]")
-_KEYS = ("image", "images")
+KEYS = ("image", "images")
 _IMAGE_PARTS = ("image", "image_url")
 
 Read = TypeVar("Read", Conversation, Passage, Preference, Asked, Conversation | Passage)
@@ -42,7 +42,7 @@ def read_seen(record: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Rea
     """What `read` makes of the record's text, with its images. Raises BadRecord where images and marks do not fit."""
     images = _images(record)
     inline: list[Any] = []
-    texts = {key: _marked(value, inline) for key, value in record.items() if key not in _KEYS}
+    texts = {key: _marked(value, inline) for key, value in record.items() if key not in KEYS}
     if images and inline:
         raise BadRecord("images stand both in parts of messages and under 'images'; keep one of them")
     said = read(_captioned(texts))
@@ -66,10 +66,19 @@ def has_images(record: Mapping[str, Any]) -> bool:
     return bool(_images(record)) or any(part.get("type") in _IMAGE_PARTS for part in parts)
 
 
+def null_image(record: Mapping[str, Any], key: str) -> bool:
+    """Whether the record has null in the place of an image."""
+    return key in record and record[key] is None
+
+
 def _images(record: Mapping[str, Any]) -> list[Any]:
-    if all(record.get(key) not in (None, [], "") for key in _KEYS):
+    if empty := [key for key in KEYS if record.get(key) == ""]:
+        raise BadRecord(
+            f"'{empty[0]}' is an empty path; write the path, or remove the key from a record without an image"
+        )
+    if all(record.get(key) not in (None, []) for key in KEYS):
         raise BadRecord("both 'image' and 'images' hold something; keep one of them")
-    value: Any = next((record[key] for key in _KEYS if record.get(key) not in (None, [], "")), [])
+    value: Any = next((record[key] for key in KEYS if record.get(key) not in (None, [])), [])
     return value if isinstance(value, list) else [value]
 
 
@@ -133,7 +142,7 @@ def _order(found: list[str], count: int) -> list[int]:
     there = f"{count} image{'s' * (count != 1)}"
     if numbers:
         if wrong := [number + 1 for number in numbers if not 0 <= number < count]:
-            raise BadRecord(f"<image{wrong[0]}> is marked, and there are {there}; name the image, or mend the mark")
+            raise BadRecord(f"<image{wrong[0]}> is marked, and there are {there}; name the image, or correct the mark")
         if missing := sorted(set(range(count)) - set(numbers)):
             raise BadRecord(
                 f"image {missing[0] + 1} of {count} has no mark; write <image{missing[0] + 1}>, or remove it"

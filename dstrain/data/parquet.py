@@ -52,7 +52,7 @@ class Parquet(Rows):
             self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
             names = self._check_limited(path)
         except self._faults as fault:
-            raise DataError(f"{self.name} is no parquet file that can be read: {fault}; write it again") from fault
+            raise DataError(f"{self.name} is not a readable parquet file ({fault}); regenerate it") from fault
         finally:
             pyarrow.default_memory_pool().release_unused()
         if not self._ends or not self._ends[-1]:

@@ -11,13 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dstrain.data.bad_rows import by_kind, show_rows
 from dstrain.data.messages import BadRecord
 from dstrain.data.pool import ALONE, Piece, Processes, map_pieces
 from dstrain.data.source import BadRow, Source
 from dstrain.data.store import Report, TokenStore, WithFiles, cache_root, cached_store
 from dstrain.errors import DataError
 
-FORMAT = 4
+FORMAT = 5
 """Raise it when the same data would give other examples: old caches are then left alone."""
 CHUNK, WITH_IMAGES, SHARED = 1000, 200, 250
 """Records in memory at once; those with images may hold their bytes; those that one of several processes takes next."""
@@ -130,17 +131,22 @@ def _encode_span(source: Source, encode: Encode, apart: bool, start: int, stop: 
 
 
 def judge(report: Report, policy: Policy) -> None:
-    """Nothing where the records may be used as `on_error` says. Raises DataError with the first ten bad ones."""
+    """Nothing where the records may be used as `on_error` says. Raises DataError with the first bad ones of each kind."""
     limit = {"skip": 1.0, "fail": 0.0, None: SHARE_SKIPPED}[policy.on_error]
     bad, share = len(report.bad), len(report.bad) / max(report.read, 1)
     if share <= limit and report.kept:
         return
-    lines = [f"  {row.where}: {row.reason}" for row in report.bad[:10]]
-    more = [f"  … and {bad - 10} more"] if bad > 10 else []
+    told = f"{bad} of {report.read} records ({share:.1%}) cannot be used"
+    if 1 < bad == report.read and len(kinds := by_kind(report.bad)) == 1:
+        (first, *_), place = (
+            next(iter(kinds.values())),
+            "if the records are right, the recipe or the model does not fit them",
+        )
+        raise DataError(f"{told}, all for one reason:\n  {first.where}: {first.reason}\n{place}")
     rule = {
         "skip": "and none is left",
         "fail": "and data.on_error is fail",
-        None: f"more than the {SHARE_SKIPPED:.0%} that is skipped unasked",
+        None: f"above the {SHARE_SKIPPED:.0%} limit for skipping bad records",
     }[policy.on_error]
     file = re.sub(r"(:\d+|\[\d+\])$", "", report.bad[0].where) if report.bad else "FILE"
     known = " (with `--set model.path=FOLDER` also those that do not fit)"
@@ -149,9 +155,8 @@ def judge(report: Report, policy: Policy) -> None:
     raise DataError(
         "\n".join(
             [
-                f"{bad} of {report.read} records ({share:.1%}) cannot be used, {rule}:",
-                *lines,
-                *more,
+                f"{told}, {rule}:",
+                *(f"  {line}" for line in show_rows(report.bad)),
                 f"list all with `dstrain data check {file} --task {policy.task}`{fit}{skip}",
             ]
         )

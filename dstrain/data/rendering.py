@@ -10,6 +10,7 @@ from typing import Any
 from dstrain.data.dialogs import IMAGE, Message, in_parts, render_messages
 from dstrain.data.formats import BadRecord, Response
 from dstrain.data.sandbox import require_end
+from dstrain.errors import DataError
 
 Prompt = str | list[Message]
 _OPENER = "\n\nAssistant:"
@@ -57,13 +58,22 @@ def write_dialog(
     """
     if not getattr(tokenizer, "chat_template", None):
         return render_messages(messages) + (_OPENER if opened else "")
-    require_end(tokenizer, messages)
+    from jinja2 import TemplateSyntaxError
+
     said = as_template_takes(tokenizer, messages)
     try:
+        require_end(tokenizer, messages)
         return tokenizer.apply_chat_template(said, tools=tools, add_generation_prompt=opened, tokenize=False)
+    except TemplateSyntaxError as fault:  # not of this dialog
+        raise DataError(
+            f"the tokenizer's chat template has an error in line {fault.lineno} ({fault.message}); fix it, or name another "
+            "with model.chat_template"
+        ) from fault
+    except DataError:
+        raise
     except Exception as fault:  # a template is a program: it divides by zero, calls itself, runs out of memory
         why = str(fault) or type(fault).__name__
-        raise BadRecord(f"the tokenizer's chat template refuses the dialog ({why}); mend the turns") from fault
+        raise BadRecord(f"the tokenizer's chat template refuses the dialog ({why}); fix the turns") from fault
 
 
 def as_template_takes(tokenizer: Any, messages: Sequence[Message]) -> Sequence[Any]:

@@ -22,7 +22,7 @@ from dstrain.errors import DataError
 
 __all__ = ["BadRow", "Deferred", "First", "Joined", "Source", "open_source", "show_path"]
 
-READ_AS = 1
+READ_AS = 2
 """Raise it when the same file would give other records, or another digest: what is known of files is then forgotten."""
 
 
@@ -164,12 +164,14 @@ def _open_file(path: Path, columns: Mapping[str, str]) -> Source:
     if kind is None:
         raise DataError(f"{show_path(path)} ends in '{ending(path.name)}'; data files end in {_endings()}")
     if not path.stat().st_size:
-        raise DataError(f"{show_path(path)} is empty; write it again")
+        raise DataError(f"{show_path(path)} is empty; check the path or regenerate the file")
 
     def read() -> Source:
         source = kind(path, columns)
         if not len(source) and not source.bad:
-            raise DataError(f"{show_path(path)} has no records, only blank lines; write it again")
+            raise DataError(
+                f"{show_path(path)} has no records, only blank lines; check the path or regenerate the file"
+            )
         return source
 
     what = {"records": READ_AS, "columns": dict(columns)}

@@ -5,7 +5,7 @@
 
 from dstrain.preset.adopt import Adopted, adopt
 from dstrain.preset.complete import Device, Precision, RunSettings, complete, resolve_precision
-from dstrain.preset.read import Preset, check_block, describe, preset_names, read_preset
+from dstrain.preset.read import Preset, check_block, describe, preset_names, read_preset, summaries
 
 __all__ = [
     "Adopted",
@@ -20,4 +20,5 @@ __all__ = [
     "preset_names",
     "read_preset",
     "resolve_precision",
+    "summaries",
 ]

@@ -33,11 +33,13 @@ class RunSettings:
 
     precision: Precision
     micro: int
-    """Samples per forward pass."""
+    """Samples of the largest forward pass."""
     accumulate: int
     """Forward passes per step and process."""
     world_size: int
     """Processes."""
+    total: int | None = None
+    """Samples per step; None: micro x accumulate x processes."""
     clip: float
     """Largest norm of the gradients; 0 = no clipping."""
     nvme_path: str | None = None
@@ -75,7 +77,12 @@ def complete(preset: Preset, *, settings: RunSettings) -> dict[str, Any]:
     block = whole_numbers(preset.block)
     block["train_micro_batch_size_per_gpu"] = settings.micro
     block["gradient_accumulation_steps"] = settings.accumulate
-    block["train_batch_size"] = settings.micro * settings.accumulate * settings.world_size
+    product = settings.micro * settings.accumulate * settings.world_size
+    if settings.total in (
+        None,
+        product,
+    ):  # DeepSpeed accepts no other; without, it takes the product for its own counters
+        block["train_batch_size"] = product
     block["gradient_clipping"] = float(settings.clip)  # DeepSpeed clips at 1.0 where nothing is said
     for name in ("fp16", "bf16"):
         block[name] = {**block.get(name, {}), "enabled": settings.precision == name}

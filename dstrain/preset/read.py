@@ -86,6 +86,13 @@ def preset_names(folder: Path | None = None) -> list[str]:
     return [path.stem for path in order]
 
 
+def summaries(folder: Path | None = None) -> dict[str, str]:
+    """Each shipped preset with a sentence on what it shards."""
+    folder = folder or shipped("ds_configs")
+    documented = _rows(folder / "README.md")
+    return {name: documented.get(name, "") for name in preset_names(folder)}
+
+
 def describe(name: str, folder: Path | None = None) -> str:
     """A preset in full: what it is for, its JSON, and one line for each of its keys."""
     folder = folder or shipped("ds_configs")

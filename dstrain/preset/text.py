@@ -42,7 +42,7 @@ def read_text(path: Path) -> Text:
     except json.JSONDecodeError as error:
         place = f"{path.name}:{error.lineno}:{error.colno}"
         mend = "JSON has no comments and no trailing commas, and its strings stand in double quotation marks"
-        raise PresetError(Fault(place, f"this is no JSON: {error.msg}", mend)) from None
+        raise PresetError(Fault(place, f"not valid JSON: {error.msg}", mend)) from None
     except ValueError as error:
         raise PresetError(Fault(path.name, str(error), "write a finite number")) from None
     except RecursionError:
@@ -62,7 +62,7 @@ def _finite(word: str) -> float:
 
 
 def _refuse_constant(word: str) -> Any:
-    raise ValueError(f"{word} is no JSON number")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _key_lines(text: str) -> tuple[dict[KeyPath, int], list[tuple[int, str, str]]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -85,8 +87,17 @@ class Journal:
             self._events.sync()
 
     def cut_back(self, step: int) -> int:
-        """Drop the rows after `step`, which a resumed run writes again; returns how many."""
-        return self._metrics.keep(lambda row: row.get("step", 0) <= step) if self._writes else 0
+        """Drop the rows after `step`, which a resumed run writes again; returns how many.
+
+        Lines that cannot be read are dropped too, and named in an event.
+        """
+        if not self._writes:
+            return 0
+        dropped, damaged = self._metrics.keep(lambda row: row.get("step", 0) <= step)
+        if damaged:
+            what = "not valid JSON, such as a changed byte makes; removed"
+            self.event("rows_damaged", file="metrics.jsonl", lines=damaged[:100], count=len(damaged), what=what)
+        return dropped
 
     def close(self) -> None:
         if self._writes:
@@ -105,53 +116,75 @@ class _Lines:
     def append(self, row: Row) -> None:
         text = json.dumps(strict(row), ensure_ascii=False, allow_nan=False)
         line = text.encode(errors="backslashreplace") + b"\n"  # a file name need not be UTF-8
-        try:
+        with _writing(self._path):
             # Unbuffered, so that another process sees the row at once; a short write leaves a rest.
             while line:
                 line = line[self._file.write(line) :]
-        except OSError as error:
-            raise RunError(f"cannot write {self._path}: {error.strerror}; make room and start again") from error
 
     def sync(self) -> None:
-        os.fsync(self._file.fileno())
+        with _writing(self._path):
+            os.fsync(self._file.fileno())
 
-    def keep(self, wanted: Callable[[Row], bool]) -> int:
-        """Rewrite the file with the wanted rows, whole or not at all; returns how many were dropped."""
-        lines = self._path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if (row := _parse(line)) is not None and wanted(row)]
+    def keep(self, wanted: Callable[[Row], bool]) -> tuple[int, list[int]]:
+        """Rewrite the file with the wanted rows, whole or not at all; (how many were dropped, the damaged lines)."""
+        with _writing(self._path, "read"):
+            lines = self._path.read_bytes().splitlines(keepends=True)
+        rows = [_parse(line) for line in lines]
+        kept = [line for line, row in zip(lines, rows, strict=True) if row is not None and wanted(row)]
         if len(kept) < len(lines):
-            temporary = self._path.with_suffix(".tmp")
-            try:
-                with temporary.open("wb") as file:
-                    file.writelines(kept)
-                    file.flush()
-                    os.fsync(file.fileno())
-            except OSError as error:
-                temporary.unlink(missing_ok=True)
-                raise RunError(f"cannot write {temporary}: {error.strerror}; make room and start again") from error
+            self._replace(kept)
+        return len(lines) - len(kept), [number for number, row in enumerate(rows, 1) if row is None]
+
+    def _replace(self, lines: list[bytes]) -> None:
+        temporary = self._path.with_suffix(".tmp")
+        try:
+            with _writing(temporary), temporary.open("wb") as file:
+                file.writelines(lines)
+                file.flush()
+                os.fsync(file.fileno())
+        except RunError:
+            temporary.unlink(missing_ok=True)
+            raise
+        with _writing(self._path):
             self._file.close()
             os.replace(temporary, self._path)
             sync_folder(self._path.parent)
-            self._open()
-        return len(lines) - len(kept)
+        self._open()
 
     def close(self) -> None:
         self._file.close()
 
     def _open(self) -> None:
-        self._file = self._path.open("ab", buffering=0)
+        with _writing(self._path):
+            self._file = self._path.open("ab", buffering=0)
 
     def _cut_torn(self) -> None:
         """Cut off a last line that a kill -9 or a power cut left unfinished."""
         if not self._path.exists():
             return
-        content = self._path.read_bytes()
+        with _writing(self._path, "read"):
+            content = self._path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         last = whole[whole.rfind(b"\n", 0, -1) + 1 :]
         if last and _parse(last) is None:
             whole = whole[: -len(last)]
         if len(whole) < len(content):
-            os.truncate(self._path, len(whole))
+            with _writing(self._path):
+                os.truncate(self._path, len(whole))
+
+
+@contextlib.contextmanager
+def _writing(path: Path, doing: str = "write") -> Iterator[None]:
+    """Raises RunError, in a sentence, for what the system says."""
+    try:
+        yield
+    except OSError as error:
+        mend = "make room and start again"
+        if error.errno in (errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS):
+            mend = "it must be a file that can be written: correct that, or give another --run-dir"
+        elif error.errno == errno.EIO:
+            mend = "the disk or the network file system has a fault: start again where it is well"
+        raise RunError(f"cannot {doing} {path}: {error.strerror}; {mend}") from error
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -77,9 +77,7 @@ def _module(name: str) -> ModuleType:
     except TaskError:
         raise
     except (Exception, SystemExit) as error:
-        raise TaskError(
-            f"--task {name}: cannot be imported ({type(error).__name__}: {error}); mend the file"
-        ) from error
+        raise TaskError(f"--task {name}: cannot be imported ({type(error).__name__}: {error}); fix the file") from error
     raise TaskError(f"task '{name}': there is no such task; {did_you_mean(name, packaged_tasks())}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from dstrain.data.augment import Augment
 from dstrain.data.conversations import Passage
 from dstrain.data.dialogs import IMAGE, render_messages
 from dstrain.data.grouped import Grouped
+from dstrain.data.marks import Seen, read_seen
 from dstrain.data.rows import Source
 from dstrain.errors import RecipeError
 from dstrain.models.preflight import blind
@@ -52,6 +53,14 @@ class VisionLanguage(SupervisedFineTuning):
             raise RecipeError(
                 blind("model.path" if self.recipe.model.path else "model.config", self.model_config.model_type)
             )
+
+    def read(self, record: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Any]) -> Seen[Any]:
+        """The same where no model is named: whichever it is, it sees."""
+        return (
+            super().read(record, read)
+            if self.recipe.model.path or self.recipe.model.config
+            else read_seen(record, read)
+        )
 
     def texts(self, record: dict[str, Any]) -> Iterator[str]:
         sample = self.convert(record).said

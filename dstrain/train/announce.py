@@ -15,7 +15,7 @@ from dstrain.report.wandb import WeightsAndBiases
 from dstrain.train.changes import Change
 from dstrain.train.manifest import CheckpointInfo
 from dstrain.train.plan import Plan
-from dstrain.train.settings import ds_config_warnings
+from dstrain.train.settings import batch_warnings, ds_config_warnings
 from dstrain.train.state import Run
 from dstrain.world import World
 
@@ -64,17 +64,18 @@ def describe_start(plan: Plan, journal: Journal, world: World, start: Checkpoint
         journal.event("data", split=split, **report)
     if world.rank == 0:
         print(
-            f"{Path(plan.config.task).stem}: {len(plan.train)} samples, {plan.steps} steps of {plan.batch.total} samples "
-            f"= {world.size} processes x {plan.batch.accumulate} x {plan.batch.micro}, preset {plan.preset.name}"
-            + (f", going on from step {start.step}" if start else ""),
+            f"{task_name(plan.config.task)}: {len(plan.train)} samples, {plan.steps} steps of {plan.batch.show(world.size)}, "
+            f"preset {plan.preset.name}" + (f", going on from step {start.step}" if start else ""),
             flush=True,
         )
-        print("".join(f"{line}\n" for line in told_cuts(reports)), end="", flush=True)
+        told = [*told_cuts(reports), *filter(None, [REFERENCES.get(plan.task.reference)])]
+        print("".join(f"{line}\n" for line in told), end="", flush=True)
     for line in plan.task.notices():
         journal.event("notice", what=line)
         if world.rank == 0:
             print(line, flush=True)
-    tell_warnings((*plan.task.warnings(), *ds_config_warnings(plan.ds_config)), journal, world)
+    warnings = *ds_config_warnings(plan.ds_config), *batch_warnings(plan.batch, world.size)
+    tell_warnings((*plan.task.warnings(), *warnings), journal, world)
     if start is not None and (other := reshaping(plan, world.size, start)):
         journal.event("reshaped", step=start.step, how=other)
         if world.rank == 0:
@@ -95,6 +96,18 @@ def tell_changes(found: Iterable[Change], journal: Journal, world: World) -> Non
         journal.event(change.kind, **change.about)
         if world.rank == 0:
             print(change.line, flush=True)
+
+
+REFERENCES = {
+    "adapter": "reference: the model with its adapters off",
+    "cached": "reference: its answers, kept in the cache",
+}
+"""Kind of a task's reference -> a line on it; a frozen model is told where it is built (`assemble`)."""
+
+
+def task_name(task: str) -> str:
+    """A packaged task's name, or that of the file, without its folder."""
+    return Path(task).name if task.endswith(".py") else task
 
 
 def told_cuts(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -134,12 +147,12 @@ def finish(run: Run, step: int) -> int:
         left_out = f"; {run.guard.skipped} left out, their loss or gradients not finite" if run.guard.skipped else ""
         line, code = f"finished: {run.steps} steps{left_out}", 0
     if run.engine.world.rank == 0:
-        print("\n".join(filter(None, [line, last_held_out(folder), f"run folder: {folder}"])), flush=True)
+        print("\n".join(filter(None, [line, last_held_out(folder, run.steps), f"run folder: {folder}"])), flush=True)
     return code
 
 
-def last_held_out(run_dir: Path) -> str:
-    """The last held-out numbers of a run, for people."""
+def last_held_out(run_dir: Path, steps: int) -> str:
+    """The last held-out numbers of a run of so many steps, for people."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     tests = [row for row in rows if row["split"] == "eval"]
-    return f"held-out: {as_line(tests[-1], tests[-1]['step'])}" if tests else ""
+    return f"held-out: {as_line(tests[-1], steps)}" if tests else ""

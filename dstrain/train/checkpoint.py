@@ -3,18 +3,21 @@
     step-00000200.partial/   being written, or left by a run that died; never read
     step-00000100/           whole: MANIFEST.json was written last
     step-00000100.old/       what step-00000100 replaces, for the moment between two renames
+    superseded-TIME-step-00000200/   of a run that went on from an older one; gone once step 200 is saved again
     best -> step-00000100
 
 Nothing here is pickled; what the ranks write is theirs."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -26,12 +29,14 @@ from dstrain.train.best import best_name, forget_best, point_best
 from dstrain.train.blocks import Entry
 from dstrain.train.manifest import (
     ABOUT,
-    NAME,
     CheckpointInfo,
     describe,
+    each,
+    inspect,
     listed,
     seal,
     step_folders,
+    step_of,
     verify,
 )
 from dstrain.train.roll import unnamed
@@ -57,6 +62,8 @@ class Checkpoints:
     """Raises CheckpointError for a sealed checkpoint that nobody could use; asked on rank 0 before it gets its name."""
     owned: Callable[[], None] | None = None
     """Raises where another launch has taken the run folder; asked on rank 0 before a checkpoint is begun and before it gets its name."""
+    _compared: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Not empty once all metrics were compared: `best` is then by the rule of this run."""
 
     def save(
         self,
@@ -83,7 +90,7 @@ class Checkpoints:
             if self.world.rank == 0 and self._is_owned():  # all ranks came back: nobody writes any more
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        self.on_first("choosing the best", self._choose_best)
+        self.on_first("choosing the best", lambda: self._update_best(final))
         self.on_first("pruning", lambda: self._prune(progress.step))
         return final
 
@@ -139,9 +146,27 @@ class Checkpoints:
             self.on_first("choosing the best", self._choose_best)
         return aside
 
+    def _update_best(self, saved: Path) -> None:
+        """Have `best` point to what was just saved where that is better; all are compared where that does not suffice."""
+        now, best = inspect(saved), best_name(self.folder)
+        if self._compared and now.metric is None and best is None:
+            return
+        held = inspect(self.folder / best) if self._compared and best not in (None, saved.name) else None
+        if held is None or not held.whole or held.metric is None or not now.whole:
+            self._choose_best()
+        elif (
+            now.metric is not None and math.isfinite(now.metric) and self._sign * now.metric < self._sign * held.metric
+        ):
+            point_best(self.folder, now.step)
+
+    @property
+    def _sign(self) -> int:
+        return 1 if self.best == "min" else -1
+
     def _choose_best(self) -> None:
         """Point to the whole checkpoint with the best metric, of equals the older; to none where none has one."""
-        sign = 1 if self.best == "min" else -1
+        sign = self._sign
+        self._compared.append(True)
         metrics = [(info.metric, info.step) for info in listed(self.folder) if info.whole]
         found = [(sign * value, step) for value, step in metrics if value is not None and math.isfinite(value)]
         if found:
@@ -151,13 +176,19 @@ class Checkpoints:
 
     def _prune(self, current: int) -> None:
         """Remove what is older than the newest `keep` whole ones, but for multiples, the best and the current."""
-        checkpoints = listed(self.folder)
-        newest = [info.step for info in checkpoints if info.whole][: self.keep]
+        if self.keep is None:
+            return
+        whole = (info.step for info in each(self.folder) if info.whole)
+        oldest = min(itertools.islice(whole, self.keep), default=0)
         best = best_name(self.folder)
-        for info in checkpoints:
-            multiple = self.keep_every is not None and info.step % self.keep_every == 0
-            if info.step < min(newest, default=0) and not multiple and info.path.name != best and info.step != current:
-                discard(info.path)
+        for name in step_folders(self.folder):
+            step = step_of(name)
+            multiple = self.keep_every is not None and step % self.keep_every == 0
+            if step < oldest and not multiple and name != best and step != current:
+                discard(self.folder / name)
+        for path in superseded(self.folder):
+            if step_of(path.name) <= current:  # the run has come as far again
+                discard(path)
 
     def on_first(self, doing: str, act: Callable[[], T]) -> T:
         """Act on rank 0 and have its result; or raise on all ranks where it failed. Collective."""
@@ -175,7 +206,7 @@ class Checkpoints:
         if failed:
             raise CheckpointError(
                 f"{doing} failed on {len(failed)} of {self.world.size} ranks ({failed[0]}); "
-                f"the older checkpoints in {self.folder} are as they were: mend the cause and start again"
+                f"the older checkpoints in {self.folder} are as they were: fix the cause and start again"
             ) from cause
         return [value for value, _ in outcomes]
 
@@ -186,8 +217,17 @@ class Checkpoints:
         except RuntimeError as error:
             if (why := lost(error)) is None:
                 raise
-            after = f"the older checkpoints in {self.folder} are as they were: mend the cause and start again"
+            after = f"the older checkpoints in {self.folder} are as they were: fix the cause and start again"
             raise LostError(doing, unnamed(why), after) from error
+
+
+def superseded(folder: Path) -> list[Path]:
+    """Checkpoints that were set aside where a run went on from an older one."""
+    return [path for path in sorted(folder.glob("superseded-*")) if OURS.fullmatch(path.name)]
+
+
+OURS = re.compile(r"(superseded-\d+-)?step-\d{8,}(\.old)?")
+"""Names of folders that a run may remove."""
 
 
 def _make_empty(folder: Path) -> None:
@@ -218,9 +258,11 @@ def _clean(folder: Path) -> list[str]:
     removed = []
     for path in sorted(folder.glob("*")):
         successor = path.with_suffix("")
+        if path.suffix not in (".partial", ".old") or not OURS.fullmatch(successor.name):
+            continue  # the user's
         if path.suffix == ".old" and not successor.exists():
             os.rename(path, successor)
-        elif path.suffix in (".partial", ".old") and NAME.fullmatch(successor.name):
+        else:
             shutil.rmtree(path)
             removed.append(path.name)
     (folder / "best.new").unlink(missing_ok=True)
@@ -230,7 +272,7 @@ def _clean(folder: Path) -> list[str]:
 def _set_aside(folder: Path, start: CheckpointInfo) -> list[str]:
     if start.path.parent.resolve() != folder.resolve():
         return []
-    newer = [folder / name for name in step_folders(folder) if describe(folder / name, "").step > start.step]
+    newer = [folder / name for name in step_folders(folder) if step_of(name) > start.step]
     for path in newer:
         os.rename(path, folder / f"superseded-{time.time_ns()}-{path.name}")
     return [path.name for path in newer]

@@ -21,7 +21,7 @@ from dstrain.config.schema import BatchConfig
 from dstrain.errors import ResumeError, UsageError
 from dstrain.models.keep import keep_config
 from dstrain.train.inputs import is_allowed
-from dstrain.train.manifest import CheckpointInfo, describe, listed, verify
+from dstrain.train.manifest import CheckpointInfo, describe, newest_whole, verify
 from dstrain.world import World
 
 LIBRARIES = ("dstrain", "torch", "deepspeed", "transformers", "peft", "tokenizers", "numpy", "safetensors")
@@ -52,7 +52,7 @@ def checkpoint_to_go_on_with(run_dir: Path, resume: Resume) -> CheckpointInfo | 
         return None
     if resume.wanted != "auto":
         return chosen_checkpoint(resume.wanted)
-    return next((info for info in listed(run_dir / "checkpoints") if info.whole), None)
+    return newest_whole(run_dir / "checkpoints")
 
 
 def recipe_of(checkpoint: CheckpointInfo) -> RunConfig | None:
@@ -116,10 +116,10 @@ def chosen_checkpoint(folder: str) -> CheckpointInfo:
         if fault:
             raise ResumeError(f"--resume {folder}: the checkpoint is damaged ({fault}); choose another one")
         return describe(path, None)
-    whole = [info for info in listed(path / "checkpoints") if info.whole]
-    if not whole:
+    whole = newest_whole(path / "checkpoints")
+    if whole is None:
         raise ResumeError(f"--resume {folder}: holds no whole checkpoint; give a run folder or a checkpoint in it")
-    return whole[0]
+    return whole
 
 
 def write_start(run_dir: Path, config: RunConfig, ds_config: Mapping[str, Any], about: Mapping[str, Any]) -> None:

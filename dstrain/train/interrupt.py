@@ -15,7 +15,7 @@ from typing import Self
 from dstrain.errors import RunError
 from dstrain.launch.outcome import STOPPED
 from dstrain.launch.worker import SAME_SECONDS
-from dstrain.train.manifest import listed
+from dstrain.train.manifest import newest_whole
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 AT_ONCE = (signal.SIGTERM, signal.SIGINT)
@@ -27,7 +27,7 @@ class Interrupted(BaseException):
 
     def __init__(self, signal: str) -> None:
         self.signal = signal
-        super().__init__(f"{signal} before the first step: nothing was lost; the same command starts again")
+        super().__init__(f"{signal} before the first step; rerun the same command")
 
 
 class Interrupt:
@@ -96,10 +96,10 @@ def stoppable(work: Callable[[Interrupt], int], interrupt: Interrupt, run_dir: P
             code = work(interrupt)
         except Interrupted as stop:
             interrupt.over = True
-            if not any(info.whole for info in listed(run_dir / "checkpoints")):
-                raise RunError(f"stopped: {stop}") from None
+            if newest_whole(run_dir / "checkpoints") is None:
+                raise RunError(f"stopped by {stop}") from None
             code = STOPPED
             with contextlib.suppress(OSError, ValueError):
-                print(f"stopped: {stop}", flush=True)
+                print(f"stopped by {stop}", flush=True)
         interrupt.over = True
         return code

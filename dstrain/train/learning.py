@@ -75,7 +75,7 @@ class Learning:
         if without:
             yield (
                 f"warning: {len(without)} of {total} parameters that should learn got no gradient in the first {STEPS} "
-                f"steps: {some(without)}; the loss does not use them: put them into model.freeze, or mend the task"
+                f"steps: {some(without)}; the loss does not use them: put them into model.freeze, or fix the task"
             )
         if still:
             yield f"warning: {len(still)} of {total} did not move, their gradients were zero: {some(still)}"

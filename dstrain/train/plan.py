@@ -30,7 +30,7 @@ from dstrain.train.fingerprints import check_fingerprints, fingerprints
 from dstrain.train.folder import Resume, batch_to_go_on_with, check_resume, check_writable, with_tokenizer_of
 from dstrain.train.inputs import check_inputs, files_of, inputs_of
 from dstrain.train.rendezvous import Rendezvous
-from dstrain.train.settings import resolved_ds_config
+from dstrain.train.settings import check_offload_folders, resolved_ds_config
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Settings of torch's memory on a GPU, read when the first tensor is put there; the second name is known from torch 2.9 on."""
@@ -111,6 +111,7 @@ def make_plan(
     kept = asked is not config.batch
     batch = resolve_batch(asked, worker.world_size, preset.micro, None if kept else preset.accumulate)
     ds_config = resolved_ds_config(config, preset, batch, (worker.world_size, device_of(device)), run_dir)
+    check_offload_folders(ds_config, run_dir)
     task = make_task(with_tokenizer_of(before, loaded_in_precision(config, ds_config), resume.allowed))
     with together or contextlib.nullcontext():
         if worker.rank == 0 and before is not None:  # before the records are looked at: the cause is told first

@@ -35,7 +35,7 @@ from dstrain.train.roll import within
 from dstrain.world import meet
 
 DOING = "preparing the data"
-MEND = "mend the cause and start again: what is prepared stays in the cache"
+MEND = "fix the cause and start again: what is prepared stays in the cache"
 CODE = "code of dstrain, digest"
 BEAT_SECONDS = 1.0
 POLL_SECONDS = 0.2

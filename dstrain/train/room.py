@@ -10,8 +10,8 @@ from pathlib import Path
 
 from dstrain.errors import CheckpointError
 from dstrain.train.best import best_name
-from dstrain.train.checkpoint import Checkpoints, discard
-from dstrain.train.manifest import listed
+from dstrain.train.checkpoint import Checkpoints, discard, superseded
+from dstrain.train.manifest import bytes_in, listed, newest_whole
 from dstrain.units import show_bytes
 
 MARGIN = 1.02
@@ -59,9 +59,11 @@ def check_room(forecast: Forecast, folder: Path, prune_when_full: bool) -> str |
     if forecast.needed <= forecast.free or prune_when_full:
         return None
     fit = forecast.free // forecast.each
+    aside = sum(bytes_in(path) for path in superseded(folder))
+    held = f"; superseded-* in {folder} take {show_bytes(aside)} until their steps are saved again" if aside else ""
     return (
         f"{forecast}: the {fit + 1}. would not fit; free some, put --run-dir on another disk, lower save.keep "
-        f"to {max(1, fit - 2)} or set save.prune_when_full"
+        f"to {max(1, fit - 2)} or set save.prune_when_full{held}"
     )
 
 
@@ -75,20 +77,29 @@ def make_room(checkpoints: Checkpoints, size: int, prune_when_full: bool, tell: 
 
 
 def _make_room(folder: Path, size: int, prune_when_full: bool) -> list[str]:
-    there = [info for info in listed(folder) if info.whole]
-    needed = int((there[0].size if there else size) * MARGIN)
-    removed = []
-    best = best_name(folder)
-    for info in sorted(there[1:], key=lambda info: (info.path.name == best, info.step)):
-        if free_bytes(folder) >= needed or not prune_when_full:
-            break
-        discard(info.path)
-        removed.append(info.path.name)
+    newest = newest_whole(folder)
+    needed = int((newest.size if newest else size) * MARGIN)
+    removed: list[str] = []
+    if prune_when_full and free_bytes(folder) < needed:
+        removed = _prune_until(folder, needed)
     if (free := free_bytes(folder)) < needed:
         mend = "free some" if prune_when_full else "free some, lower save.keep or set save.prune_when_full"
         raise OSError(
             errno.ENOSPC, f"a checkpoint takes {show_bytes(needed)}, and {folder} has {show_bytes(free)} free: {mend}"
         )
+    return removed
+
+
+def _prune_until(folder: Path, needed: int) -> list[str]:
+    """Remove what was set aside, then older checkpoints, the best last, until so many bytes are free; their names."""
+    there, removed = [info for info in listed(folder) if info.whole], []
+    best = best_name(folder)
+    older = sorted(there[1:], key=lambda info: (info.path.name == best, info.step))
+    for path in [*superseded(folder), *(info.path for info in older)]:
+        if free_bytes(folder) >= needed:
+            break
+        discard(path)
+        removed.append(path.name)
     return removed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from dstrain.config import BatchPlan, RunConfig
 from dstrain.config.rules import dtype_faults
 from dstrain.config.schema import OptimConfig
-from dstrain.errors import Fault, RecipeError
+from dstrain.errors import Fault, PresetError, RecipeError
 from dstrain.preset import Device, Precision, Preset, RunSettings, complete, resolve_precision
 
 
@@ -33,9 +34,10 @@ def resolved_ds_config(
     check_optimizer(config.optim, preset, precision)
     settings = RunSettings(
         precision=precision,
-        micro=batch.micro,
+        micro=batch.largest(world_size),
         accumulate=batch.accumulate,
         world_size=world_size,
+        total=batch.total,
         clip=config.optim.clip,
         nvme_path=str(run_dir / "nvme"),
         device_kind=device.kind,
@@ -43,6 +45,27 @@ def resolved_ds_config(
         whole_matrices=config.optim.name == "muon",
     )
     return complete(preset, settings=settings)
+
+
+def check_offload_folders(ds_config: Mapping[str, Any], run_dir: Path) -> None:
+    """Raise PresetError where a folder that the preset offloads into is not there, or takes no file.
+
+    DeepSpeed makes it wherever it can, and ends with the system's words where it cannot. The one in the run folder is made.
+    """
+    zero, faults = ds_config["zero_optimization"], []
+    for name in ("offload_optimizer", "offload_param"):
+        path = zero.get(name, {}).get("nvme_path") if zero.get(name, {}).get("device") == "nvme" else None
+        if path is None or Path(path) == run_dir / "nvme":
+            continue
+        if not Path(path).is_dir():
+            problem, mend = "there is no such folder on this machine", "create it on a local disk of every host"
+        elif not os.access(path, os.W_OK | os.X_OK):
+            problem, mend = "the folder cannot be written", "change its permissions, or name another"
+        else:
+            continue
+        faults.append(Fault(f"zero_optimization.{name}.nvme_path {path}", problem, mend))
+    if faults:
+        raise PresetError(faults)
 
 
 def ds_config_warnings(ds_config: Mapping[str, Any]) -> list[str]:
@@ -53,6 +76,17 @@ def ds_config_warnings(ds_config: Mapping[str, Any]) -> list[str]:
     count = ds_config["gradient_accumulation_steps"]
     return [
         f"at stage 0 DeepSpeed sums the gradients of {count} micro-batches in bf16, which loses digits; zero1 sums in fp32"
+    ]
+
+
+def batch_warnings(batch: BatchPlan, processes: int) -> list[str]:
+    """What to tell of a batch that so many processes share: a sentence each."""
+    largest = batch.largest(processes)
+    if batch.accumulate > 1 or largest >= batch.micro:
+        return []
+    return [
+        f"batch.micro is {batch.micro}, but a step of {batch.total} samples on {processes} processes takes at most {largest} "
+        "in one forward pass; raise batch.total, or lower batch.micro"
     ]
 
 

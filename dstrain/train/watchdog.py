@@ -28,7 +28,7 @@ from dstrain.world import World
 
 SHARE = 0.8
 """Of the groups' timeout, after which a run in which nothing moves is reported."""
-MEND = "mend the cause and start again: the run goes on from its newest whole checkpoint"
+MEND = "fix the cause and start again: the run goes on from its newest whole checkpoint"
 
 
 class Watchdog:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import click
@@ -15,6 +16,7 @@ from dstrain.cli import main
 from dstrain.commands.data import NO_TOKENIZER
 from dstrain.commands.find import Wish, packaged_recipes, resolve_wish
 from dstrain.config import read_recipe
+from dstrain.options import LAUNCH_NAMES
 from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import find_task, options, packaged_tasks
 from dstrain.train.blocks import write_hashed
@@ -41,6 +43,15 @@ def test_every_option_of_every_command_has_help() -> None:
     for name, command in commands.items():
         for option in command.params:
             assert isinstance(option, click.Argument) or option.help, f"{name} {option.name}"  # type: ignore[attr-defined]
+
+
+def test_launch_options_stand_apart() -> None:
+    for name in ("train", "evaluate", "generate", "prepare"):
+        own, _, launch = call(name, "--help").output.partition("Launch options:")
+        assert set(re.findall(r"^  --([\w-]+)", launch, re.M)) == {option.replace("_", "-") for option in LAUNCH_NAMES}
+        assert "--set" in own
+        assert not re.findall(r"^  \[?RECIPE|^  RUN_OR_MODEL", own, re.M), "an argument is no option"
+    assert "Launch options" not in call("export", "--help").output
 
 
 def test_an_option_may_have_underscores() -> None:
@@ -74,7 +85,7 @@ def hollow(folder: Path) -> None:
         ("tasks rmm", "did you mean 'rm'?"),
         ("presets zeroo2", "did you mean 'zero2'?"),
         ("recipes demo-rmm", "did you mean 'demo-rm'?"),
-        ("presets --adopt file", "this is no JSON"),
+        ("presets --adopt file", "not valid JSON"),
         ("presets --adopt run", "cannot be read"),
         ("init rmm", "did you mean 'rm'?"),
         ("init rm --to no/such/new.yaml", "cannot be written (No such file or directory)"),
@@ -83,7 +94,10 @@ def hollow(folder: Path) -> None:
         ("data check file --task rm", "data files end in .jsonl"),
         ("data check pairs.jsonl --task rmm", "did you mean 'rm'?"),
         ("data check pairs.jsonl", "Missing option '--task'"),
-        ("data check pairs.jsonl --task rm --set data.columns={choosen:chosen}", "valid string"),
+        (
+            "data check pairs.jsonl --task rm --set data.columns={choosen:chosen}",
+            "data.columns.choosen:chosen: must be text, got None",
+        ),
         ("checkpoints run", "has no checkpoints folder"),
         ("export run --to out", "holds no whole checkpoint"),
         ("export run --to file", "is a file; choose another name"),
@@ -125,6 +139,12 @@ def test_an_adopted_preset_reads_clean(tmp_path: Path) -> None:
     assert "optim.lr" in result.stderr, "what went where"
 
 
+def test_presets_are_listed_with_a_sentence_each() -> None:
+    lines = call("presets").output.splitlines()[: len(preset_names())]
+    assert [line.split()[0] for line in lines] == preset_names()
+    assert all(len(line.split()) > 3 for line in lines), lines
+
+
 @pytest.mark.parametrize("name", packaged_recipes())
 def test_every_recipe_reads_clean(name: str) -> None:
     assert name in call("recipes").output
@@ -140,6 +160,20 @@ def test_a_starter_recipe_reads_clean_and_explains_itself(task: str, tmp_path: P
     assert all("#" in line for line in text.splitlines() if line.startswith("  ")), "a comment beside every key"
     assert call("init", task, "--to", str(tmp_path / "new.yaml")).exit_code == 2
     assert (tmp_path / "new.yaml").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("task", "metric", "best"), [("rm", "accuracy", "max"), ("dpo", "accuracy", "max"), ("sft", "loss", "min")]
+)
+def test_a_starter_recipe_has_the_rate_and_the_metric_of_its_task(
+    task: str, metric: str, best: str, tmp_path: Path
+) -> None:
+    text = call("init", task).output
+    told = yaml.safe_load(text)
+    assert (told["eval"]["metric"], told["eval"]["best"]) == (metric, best)
+    assert told["optim"]["lr"] == find_task(task).learning_rate
+    (tmp_path / "r.yaml").write_text(text.replace("  # lora: ", "  lora: "))
+    assert read_recipe(tmp_path / "r.yaml").config.model.lora is not None
 
 
 def test_data_check_names_every_bad_record(tmp_path: Path) -> None:
@@ -159,6 +193,39 @@ def test_data_check_names_every_bad_record(tmp_path: Path) -> None:
     assert (good.exit_code, good.output) == (0, f"1 good records, 0 bad\n{NO_TOKENIZER}\n")
 
 
+def test_data_check_shows_the_first_ten_of_each_kind(tmp_path: Path) -> None:
+    rows = ['{"prompt": "p", "chosen": "a", "rejected": "a"}'] * 2000 + [
+        '{"prompt": null, "chosen": "a", "rejected": "b"}'
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    words = ["data", "check", str(tmp_path / "pairs.jsonl"), "--task", "rm"]
+    told = call(*words).stdout.splitlines()
+    assert len(told) == 10 + 1 + 1 + 1
+    assert told[10] == f"… and 1990 more like {tmp_path}/pairs.jsonl:10"
+    assert told[11].startswith(f"{tmp_path}/pairs.jsonl:2001: 'prompt' is null")
+    assert told[12] == "`--all` lists every one"
+    assert len(call(*words, "--all").stdout.splitlines()) == 2001
+
+
+def test_data_check_of_images_says_what_training_says(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "ok"}]
+    rows = [
+        {"messages": turns},
+        {"question": "q", "answer": "a", "image": ""},
+        {"question": "q", "answer": "a", "image": None},
+    ]
+    (tmp_path / "seen.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    told = call("data", "check", str(tmp_path / "seen.jsonl"), "--task", "vlm")
+    assert told.exit_code == 2
+    for words in (
+        "seen.jsonl:1: 1 mark (<image>) and 0 images: more marks than images",
+        "seen.jsonl:2: 'image' is an empty path; write the path, or remove the key",
+        "seen.jsonl:3: note: 'image' is null: the record is used as text alone",
+        "1 good records, 2 bad, 1 note on records that can be used",
+    ):
+        assert words in told.output
+
+
 def test_checkpoints_tells_whole_from_damaged(tmp_path: Path) -> None:
     kept = Checkpoints(folder=tmp_path / "checkpoints", world=SoloWorld(), best="max")
     for step, metric in ((10, 0.9), (20, 0.4)):
@@ -169,11 +236,16 @@ def test_checkpoints_tells_whole_from_damaged(tmp_path: Path) -> None:
             metric,
         )
     (tmp_path / "checkpoints/step-00000020/w.dat").write_bytes(b"y" * 100)
-    rows = json.loads(call("checkpoints", str(tmp_path), "--verify", "--json").stdout)
+    verified = call("checkpoints", str(tmp_path), "--verify", "--json")
+    assert verified.exit_code == 1, "damage was found"
+    rows = json.loads(verified.stdout)
+    assert all(row["bytes"] > 100 for row in rows)
     assert [(row["step"], row["best"]) for row in rows] == [(20, False), (10, True)]
     assert rows[0]["state"].startswith("damaged: w.dat")
     assert rows[1]["state"] == "whole"
-    assert "whole, best" in call("checkpoints", str(tmp_path)).output
+    listed = call("checkpoints", str(tmp_path))
+    assert "whole, best" in listed.output
+    assert listed.exit_code == 0, "sizes alone find nothing"
 
 
 def test_the_later_saying_counts(tmp_path: Path) -> None:
@@ -216,6 +288,16 @@ def test_a_dry_run_warns_of_more_processes_than_cores(tmp_path: Path, monkeypatc
     result = call("train", "demo-rm", "--dry-run", "--num-gpus", "9999", "--set", "batch.total=9999")
     assert result.exit_code == 0
     assert "warning: 9999 processes are started on this machine, which has " in result.output
+
+
+def test_a_dry_run_shows_the_batch_that_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    wanted = ["--set", "batch={total: 16, micro: 8}", "--num-gpus", "8"]
+    printed = call("train", "demo-rm", "--dry-run", *wanted).output
+    assert '"train_batch_size": 16' in printed
+    assert "steps of 16 samples (8 processes x 1 forward pass x 2 samples)" in printed
+    assert "warning: batch.micro is 8, but" in printed
 
 
 def test_a_folder_called_like_a_task_or_a_preset_is_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

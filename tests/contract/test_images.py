@@ -81,7 +81,7 @@ UNUSUAL: dict[str, tuple[str, Write | None, str]] = {
     "rotated.jpg": ("<image>?", rotated, "note: rotated.jpg: its EXIF says it is rotated by 90°: it is turned upright"),
 }
 BAD: dict[str, tuple[str, Write | None, str]] = {
-    "missing.png": ("<image>?", None, "there is no image missing.png; check the path, which starts from the data file's"),
+    "missing.png": ("<image>?", None, "image not found: missing.png (paths are relative to the data file); check the path"),
     "short.jpg": ("<image>?", cut_off("JPEG"), "short.jpg is damaged or cut off (image file is truncated"),
     "short.png": ("<image>?", cut_off("PNG"), "short.png is damaged or cut off"),
     "bomb.png": ("<image>?", bomb, "bomb.png has 1000000000 pixels, more than the 89478485 that are decoded; make it"),
@@ -136,7 +136,7 @@ def test_every_image_that_is_bad_or_unusual_is_named_with_its_line(task: str, wr
         assert [line for line in told if line.startswith(wanted)], f"{wanted}\n{found.stdout}"
     assert (
         found.stderr
-        == f"{len(GOOD | UNUSUAL)} good records, {len(BAD)} bad, 3 notes on images that can be used\n{NO_TOKENIZER}\n"
+        == f"{len(GOOD | UNUSUAL)} good records, {len(BAD)} bad, 3 notes on records that can be used\n{NO_TOKENIZER}\n"
     )
 
     said = written(GOOD | UNUSUAL, record, "good.jsonl")
@@ -144,7 +144,7 @@ def test_every_image_that_is_bad_or_unusual_is_named_with_its_line(task: str, wr
     assert found.exit_code == 0
     assert found.stdout.splitlines() == [
         *said,
-        f"{len(GOOD | UNUSUAL)} good records, 0 bad, 3 notes on images that can be used",
+        f"{len(GOOD | UNUSUAL)} good records, 0 bad, 3 notes on records that can be used",
         NO_TOKENIZER,
     ]
 
@@ -203,9 +203,9 @@ def test_a_record_that_is_bad_twice_is_named_twice_and_counted_once(written: Any
     Path("x.jsonl").write_text(json.dumps(dialog("<image>" * 3, "") | {"images": images}) + "\n[]\n")
     found = call("data", "check", "x.jsonl", "--task", "vlm")
     assert [line.split(";")[0] for line in found.stdout.splitlines()] == [
-        "x.jsonl:1: there is no image missing.png",
-        "x.jsonl:1: there is no image gone.png",
-        "x.jsonl:2: a JSON list, not an object",
+        "x.jsonl:1: image not found: missing.png (paths are relative to the data file)",
+        "x.jsonl:1: image not found: gone.png (paths are relative to the data file)",
+        "x.jsonl:2: an array, not an object",
     ]
     assert found.stderr == f"0 good records, 2 bad\n{NO_TOKENIZER}\n"
 
@@ -276,7 +276,7 @@ def test_training_goes_on_without_bad_images_and_with_texts_among_the_good(writt
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     (told,) = [event for event in events if event["event"] == "data"]
     assert (told["read"], told["kept"], told["skipped"]) == (21, 10, 11)
-    assert "x.jsonl:6: there is no image missing.png" in told["skipped_records"][0]
+    assert "x.jsonl:6: image not found: missing.png" in told["skipped_records"][0]
 
 
 def test_a_prompt_whose_images_are_cut_is_named(written: Any, tmp_path: Path) -> None:

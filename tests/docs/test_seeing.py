@@ -39,7 +39,7 @@ def test_a_recipe_to_fill_in_says_what_is_missing_and_starts_nothing(
     assert found.exit_code == 2
     assert found.stderr.splitlines() == [
         "error: model: has neither path nor config; set model.path, or model.config to start anew",
-        "data.train: names no file; write `data: {train: pairs.jsonl}`",
+        "data.train: is not set; write `data: {train: pairs.jsonl}`",
     ]
     assert not list(tmp_path.iterdir())
 

@@ -8,6 +8,7 @@ nothing half done behind. `Faults.judge` holds that; here is only what may go wr
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import shutil
@@ -123,7 +124,7 @@ class Faults:
         started = self.judge(folder, found)
         assert list(started.passed_over) == ([] if passed_over is None else [LAST]), started.passed_over
         for why in started.passed_over.values():
-            assert why.startswith(f"damaged: {passed_over}"), why
+            assert why.removeprefix("damaged: ").startswith(passed_over or ""), why
         return Outcome(what, "the newest", found, _said(started), BEFORE - found, _since(begin))
 
     def judge(self, folder: Path, found: int) -> Started:
@@ -256,10 +257,29 @@ def _is_a_file(path: Path) -> None:
     path.write_bytes(b"")
 
 
+def _manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def harm(path: Path) -> None:
+        manifest = json.loads((path / "MANIFEST.json").read_text())
+        change(manifest)
+        (path / "MANIFEST.json").write_text(json.dumps(manifest))
+
+    return harm
+
+
+def _as_version_0_1(manifest: dict[str, Any]) -> None:
+    """One hash for each file, as a string."""
+    del manifest["format"]
+    for entry in manifest["files"].values():
+        entry["sha256"] = entry["sha256"][0]
+
+
 OTHERS: dict[str, tuple[Callable[[Path], None], int, str | None]] = {
     "rank 0's shard is that of the step before": (_swap(SHARDS[0]), BEFORE - 1, SHARDS[0]),
     "rank 1's shard is that of the step before": (_swap(SHARDS[1]), BEFORE - 1, SHARDS[1]),
     "MANIFEST.json is that of the step before": (_swap("MANIFEST.json"), BEFORE - 1, "MANIFEST.json is of step"),
+    "MANIFEST.json without a format, as written before": (_manifest(lambda made: made.pop("format")), BEFORE, None),
+    "MANIFEST.json of an earlier layout": (_manifest(_as_version_0_1), BEFORE - 1, "of an earlier version of dstrain"),
+    "MANIFEST.json of a later format": (_manifest(lambda made: made.update(format=2)), BEFORE - 1, "of a later version of dstrain"),
     "the checkpoint before under its name": (_rename_older, BEFORE - 1, "MANIFEST.json is of step"),
     "state/ is a link to nowhere": (_state_is_gone, BEFORE - 1, "state/about.json is missing"),
     "its folder is a file": (_is_a_file, BEFORE - 1, ""),

@@ -62,7 +62,7 @@ def test_all_ranks_end_with_code_1_and_a_sentence_that_says_what_to_do(
     for other in says:
         log = (tmp_path / f"run/logs/rank-{other:05d}.log").read_text()
         assert sentence in log
-        assert "mend the cause and start again" in log
+        assert "fix the cause and start again" in log
         assert "Traceback" not in log
     assert [info.step for info in listed(tmp_path / "run/checkpoints", read_all=True) if info.whole] == [2, 1]
     assert not [process for process in psutil.process_iter() if str(tmp_path) in _words(process)], "a process is left"

@@ -91,7 +91,7 @@ def test_a_rank_whose_heartbeat_stands_still_is_named(kind: str, tmp_path: Path)
         assert processes[0].wait(timeout=60) == 1
     assert log_path(tmp_path, 0).read_text().splitlines()[-1] == (
         f"error: preparing the data: rank 1 on {HOST} gave no sign of life for 2 s (timeout_minutes); "
-        "mend the cause and start again: what is prepared stays in the cache"
+        "fix the cause and start again: what is prepared stays in the cache"
     )
 
 
@@ -115,7 +115,7 @@ def test_all_leave_alike_where_one_was_stopped(tmp_path: Path) -> None:
     )
     for rank in (0, 1):
         line = log_path(tmp_path, rank).read_text().splitlines()[-1]
-        assert line.startswith("error: stopped: SIGTERM before the first step: nothing was lost")
+        assert line.startswith("error: stopped by SIGTERM before the first step; rerun the same command")
 
 
 def test_a_fork_while_the_heartbeat_beats_is_harmless(tmp_path: Path) -> None:

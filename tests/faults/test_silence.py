@@ -20,7 +20,7 @@ from dstrain.launch.worker import log_path, read_records
 from tests.workers import ROOT
 
 HOST = socket.gethostname()
-MEND = "mend the cause and start again: the run goes on from its newest whole checkpoint"
+MEND = "fix the cause and start again: the run goes on from its newest whole checkpoint"
 
 
 @contextlib.contextmanager
@@ -120,7 +120,9 @@ def test_all_ranks_leave_alike_where_one_was_stopped_before_the_first_step(tmp_p
         "no checkpoint is there"
     )
     for rank in (0, 1):
-        assert last_line(tmp_path, rank).startswith("error: stopped: SIGTERM before the first step: nothing was lost")
+        assert last_line(tmp_path, rank).startswith(
+            "error: stopped by SIGTERM before the first step; rerun the same command"
+        )
         assert "Traceback" not in log_path(tmp_path, rank).read_text()
 
 

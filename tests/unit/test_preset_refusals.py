@@ -174,7 +174,7 @@ BAD = {
     "comment": ('{\n  // fast\n  "bf16": {}\n}', "mine.json:2:3", "JSON has no comments"),
     "trailing comma": ('{"bf16": {},}', "mine.json:1:1", "no trailing commas"),
     "list": ("[]", "mine.json", "a preset is a JSON object"),
-    "nan": ('{"gradient_predivide_factor": NaN}', "mine.json", "NaN is no JSON number"),
+    "nan": ('{"gradient_predivide_factor": NaN}', "mine.json", "NaN is not a JSON number"),
     "twice": ('{\n "bf16": {},\n "bf16": {}\n}', "mine.json:3 bf16", "the key stands twice, here and on line 2"),
 }
 
@@ -217,7 +217,9 @@ def test_a_key_of_digits_is_a_key(tmp_path: Path) -> None:
 
 
 def test_a_number_that_is_too_large_is_no_number(tmp_path: Path) -> None:
-    assert "1e400 is no JSON number; write a finite number" in refusal(tmp_path, '{"gradient_predivide_factor": 1e400}')
+    assert "1e400 is not a JSON number; write a finite number" in refusal(
+        tmp_path, '{"gradient_predivide_factor": 1e400}'
+    )
 
 
 def test_a_json_of_brackets_is_refused(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_an_option_is_a_word_and_no_yaml() -> None:
 
 @pytest.mark.parametrize("value", ["true", "yes", "off"])
 def test_true_is_no_number_and_a_number_may_be_true(value: str) -> None:
-    with pytest.raises(RecipeError, match="should be a number"):
+    with pytest.raises(RecipeError, match="must be a number, got "):
         read_recipe(None, [f"seed={value}"], "rm")
     assert read_recipe(None, ["deterministic=1"], "rm").config.deterministic is True
 
@@ -93,7 +93,10 @@ def test_a_processor_is_a_name_or_a_block() -> None:
     [
         ("{vocab_size: 257}", "is 257, but a byte-level tokenizer has at least 258 entries; raise it"),
         ("{vocab_size: 15, alphabet: data}", "is 15, but a trained tokenizer has at least 16 entries; raise it"),
-        ("{vocab_size: 99, alphabet: letters}", "input should be 'bytes' or 'data'"),
+        (
+            "{vocab_size: 99, alphabet: letters}",
+            "^--set model.tokenizer.alphabet: must be 'bytes' or 'data', got 'letters'; ",
+        ),
     ],
 )
 def test_a_tokenizer_that_cannot_be_is_refused(tokenizer: str, wanted: str) -> None:
@@ -131,3 +134,10 @@ def test_set_into_something_that_is_no_block_says_what_to_write() -> None:
 def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_bytes("task: rm\nsteps: 3\n".encode("utf-8-sig"))
     assert read_recipe(tmp_path / "r.yaml").config.steps == 3
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "00", "007", "0.5", "0x10", "08", "'010'", "!!str 010", "1_000", "12:70", "a:30"]
+)
+def test_a_number_that_everybody_reads_alike_is_taken(text: str, tmp_path: Path) -> None:
+    assert read_recipe(write(tmp_path, f"task: rm\noptions: {{a: {text}}}")).config.options.keys() == {"a"}

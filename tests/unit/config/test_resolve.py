@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrain.config import changed_learning_keys, read_recipe, resolve_batch, resolve_steps, show_recipe
+from dstrain.config import BatchPlan, changed_learning_keys, read_recipe, resolve_batch, resolve_steps, show_recipe
 from dstrain.config.schema import BatchConfig, RunConfig
+from dstrain.data.plan import deal
 from dstrain.errors import RecipeError
 
 COUNT = st.integers(1, 300)
@@ -25,6 +27,27 @@ def test_any_two_give_the_third(total: int, other: int, processes: int) -> None:
     assert by_accumulate.micro * by_accumulate.accumulate * processes >= total
     product = resolve_batch(BatchConfig(micro=total, accumulate=other), processes)
     assert product.total == total * other * processes
+
+
+@given(COUNT, COUNT, st.integers(1, 64))
+def test_the_largest_forward_pass_is_what_the_data_plan_deals(total: int, micro: int, processes: int) -> None:
+    batch = resolve_batch(BatchConfig(total=total, micro=micro), processes)
+    dealt = [deal(np.arange(total), batch.accumulate, processes, rank) for rank in range(processes)]
+    assert batch.largest(processes) == max(len(chunk) for chunks in dealt for chunk in chunks) <= micro
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "processes", "wanted"),
+    [
+        (16, 8, 8, "16 samples (8 processes x 1 forward pass x 2 samples)"),
+        (6, 2, 2, "6 samples (2 processes x 2 forward passes x up to 2 samples)"),
+        (1, 1, 1, "1 sample (1 process x 1 forward pass x 1 sample)"),
+        (4, 8, 8, "4 samples (8 processes x 1 forward pass x up to 1 sample)"),
+    ],
+)
+def test_a_batch_is_shown_as_it_is_cut_up(total: int, micro: int, processes: int, wanted: str) -> None:
+    batch = BatchPlan(total, micro, -(-total // (micro * processes)))
+    assert batch.show(processes) == wanted
 
 
 def test_a_json_stands_in_where_the_recipe_is_silent() -> None:

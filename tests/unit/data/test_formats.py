@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -297,3 +298,16 @@ def test_real_files_are_read_but_for_their_empty_answers(real_data, name, count,
     assert len(source) == count
     assert len(reasons) == empty
     assert all("is an empty answer" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"prompt": None, "chosen": "a", "rejected": "b"}, "'prompt' is null; write it, or leave the key out"),
+        ({"prompt": "q", "chosen": None, "rejected": "b"}, "'chosen' is null; write an answer"),
+        ({"prompt": "q", "chosen": "a", "rejected": None}, "'rejected' is null; write an answer"),
+    ],
+)
+def test_null_is_not_left_out(record: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRecord, match=reason):
+        read_preference(record)

@@ -71,7 +71,7 @@ def saved(form: str) -> bytes:
 JPEG, PNG, WEBP = saved("JPEG"), saved("PNG"), saved("WEBP")
 MIDDLE = len(PNG) // 2
 HARMED = {
-    "missing.png": (None, "there is no image .*missing.png; check the path"),
+    "missing.png": (None, "image not found: .*missing.png .*; check the path"),
     "cut.jpg": (JPEG[: len(JPEG) // 2], "cut.jpg is damaged or cut off .*truncated.*; fetch it again"),
     "unended.jpg": (JPEG[:-2], "unended.jpg is damaged or cut off"),
     "cut.png": (PNG[:MIDDLE], "cut.png is damaged or cut off .*; fetch it again"),

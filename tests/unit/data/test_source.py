@@ -40,8 +40,40 @@ def test_lines_that_are_no_record_are_named_and_not_counted(write_lines):
     source = open_source(write_lines(rows))
     assert [source[i]["a"] for i in range(len(source))] == [1, "😀"]
     assert [row.where for row in source.bad] == [f"train.jsonl:{n}" for n in (2, 3, 4, 5, 7)]
-    for row, word in zip(source.bad, ("no JSON", "list", "UTF-8", "half a character", "no JSON"), strict=True):
+    for row, word in zip(
+        source.bad,
+        ("not valid JSON", "an array", "not valid UTF-8", "unpaired surrogate", "not valid JSON"),
+        strict=True,
+    ):
         assert word in row.reason
+
+
+@pytest.mark.parametrize("twice", ['{"a": 1, "b": 2, "a": 3}', '{"m": [{"a": 1, "a": 1}]}', '{"m": {"a": 1, "a": 1}}'])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_record_with_a_key_twice_is_bad(twice, name, tmp_path):
+    good = '{"a": 1, "b": {"a": 2}, "m": [{"a": 1}, {"a": 1}]}'
+    text = f"{good}\n{twice}\n" if name.endswith("l") else f"[{good}, {twice}]"
+    (tmp_path / name).write_text(text)
+    source = open_source(tmp_path / name)
+    assert len(source) == 1
+    assert [row.reason for row in source.bad] == ["the key 'a' is written twice in it; keep one of them"]
+
+
+@pytest.mark.parametrize("coding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_text_of_two_bytes_a_letter_is_told_once(coding, name, tmp_path):
+    (tmp_path / name).write_bytes("\n".join(['{"a": 1}'] * 25).encode(coding))
+    with pytest.raises(DataError, match=rf"{name} is UTF-16; save it as UTF-8$"):
+        open_source(tmp_path / name)
+
+
+@pytest.mark.parametrize("indent", [None, 0, 2])
+def test_an_array_in_a_file_of_lines_is_told_once(indent, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps([{"a": 1}, {"a": 2}], indent=indent))
+    with pytest.raises(DataError, match=r"a\.jsonl is one JSON array, not one object per line; name it \.json$"):
+        open_source(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text('[\n{"a": 1},\n{"a": 2}\n')  # cut off: no array either
+    assert len(open_source(tmp_path / "a.jsonl").bad) == 2
 
 
 def test_many_threads_read_the_same_file(write_lines):
@@ -88,9 +120,9 @@ def test_a_missing_file_is_named_with_the_folder_and_the_near_files(write_lines,
         ("a.json", b'[{"a": 1},\n{"a"}]', "line 2"),
         ("a.json", b'["\xff"]', "UTF-8"),
         ("a.csv", b"a,b", r"\.csv"),
-        ("a.parquet", b"nonsense", "no parquet"),
-        ("a.jsonl.gz", b"nonsense", r"a\.jsonl\.gz is no whole gzip file: Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(b"{}")[:-4], r"is no whole gzip file: .*; fetch it again"),
+        ("a.parquet", b"nonsense", "not a readable parquet"),
+        ("a.jsonl.gz", b"nonsense", r"a\.jsonl\.gz: gzip file is incomplete or damaged \(Not a gzipped file"),
+        ("a.jsonl.gz", gzip.compress(b"{}")[:-4], r"gzip file is incomplete .*; download it again"),
         ("a.json.gz", gzip.compress(b"{}"), "no list"),
         ("a.jsonl.gz", gzip.compress(b""), "no records"),
         ("a.csv.gz", gzip.compress(b"a,b"), r"ends in '\.csv\.gz'"),
@@ -163,7 +195,7 @@ def test_parquet_that_python_cannot_read_is_refused_when_it_is_opened(tmp_path, 
     )
     content = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(content.replace(b"marker", b"marke\xff") if place == "names" else content)
-    with pytest.raises(DataError, match=r"a\.parquet is no parquet file that can be read: .*; write it again"):
+    with pytest.raises(DataError, match=r"a\.parquet is not a readable parquet file .*; regenerate it"):
         open_source(tmp_path / "a.parquet")
 
 

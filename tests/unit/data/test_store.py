@@ -12,6 +12,7 @@ import pytest
 
 from dstrain.cache import partial_path, remove_abandoned
 from dstrain.config import RunConfig
+from dstrain.data.bad_rows import show_rows
 from dstrain.data.checking import check_file
 from dstrain.data.formats import BadRecord, read_preference
 from dstrain.data.prepare import (
@@ -249,7 +250,6 @@ def test_samples_are_counted_in_the_source_and_cuts_are_counted_not_kept(write_l
         (1, "fail", True),
         (0, "fail", False),
         (199, "skip", False),
-        (200, "skip", True),
     ],
 )
 def test_bad_records_are_refused_or_skipped_as_asked(bad, on_error, refused):
@@ -265,6 +265,31 @@ def test_bad_records_are_refused_or_skipped_as_asked(bad, on_error, refused):
     return None
 
 
+@pytest.mark.parametrize("on_error", [None, "skip", "fail"])
+def test_one_fault_of_all_records_is_told_once(on_error):
+    """It is most often the model's or the recipe's, such as a chat template with an error: `data check` finds nothing."""
+    bad = [BadRow(f"a.jsonl:{i}", f"its images take {i} tokens") for i in range(200)]
+    with pytest.raises(DataError) as caught:
+        judge(Report(read=200, bad=bad), Policy(task="vlm", on_error=on_error))
+    assert str(caught.value).splitlines() == [
+        "200 of 200 records (100.0%) cannot be used, all for one reason:",
+        "  a.jsonl:0: its images take 0 tokens",
+        "if the records are right, the recipe or the model does not fit them",
+    ]
+
+
+def test_bad_records_are_shown_by_kind():
+    rows = [BadRow(f"a.jsonl:{i}", f"image not found: {i}.png" if i % 2 else f"kind {'abc'[i % 3]}") for i in range(60)]
+    told = show_rows(rows)
+    assert told[:10] == [f"a.jsonl:{i}: kind a" for i in range(0, 60, 6)]
+    assert [line for line in told if "…" in line] == ["… and 20 more like a.jsonl:19"]
+    assert len(show_rows(rows, None, None)) == 60
+    assert show_rows(rows[:9]) == [f"{row.where}: {row.reason}" for row in rows[:9]]
+    many = [BadRow("a.jsonl:1", "x" * (i + 1)) for i in range(30) for _ in range(11)]
+    assert show_rows(many)[-1] == "… and 220 more of 20 other kinds"
+    assert len(show_rows(many)) == 10 * 11 + 1
+
+
 def test_another_verdict_needs_no_new_tokens(write_lines, tmp_path):
     source, built = open_source(write_lines([{"n": 0}, {"n": 1}])), []
 
@@ -272,7 +297,7 @@ def test_another_verdict_needs_no_new_tokens(write_lines, tmp_path):
         built.append(1)
         return encode(pairs)
 
-    with pytest.raises(DataError, match=r"1 of 2 records \(50.0%\) cannot be used, more than the 1%"):
+    with pytest.raises(DataError, match=r"1 of 2 records \(50.0%\) cannot be used, above the 1% limit"):
         prepare(source, counting, {}, Policy(task="rm"), tmp_path / "cache")
     assert len(prepare(source, counting, {}, Policy(task="rm", on_error="skip"), tmp_path / "cache")) == 1
     assert built == [1]

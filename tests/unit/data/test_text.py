@@ -5,6 +5,7 @@ import copy
 import pytest
 
 from dstrain.data.formats import BadRecord, Preference, read_preference
+from dstrain.data.rendering import write_dialog
 from dstrain.data.source import open_source
 from dstrain.data.text import encode_preference, encode_preferences, frame_of, render, train_tokenizer
 from dstrain.errors import DataError
@@ -203,3 +204,12 @@ def test_a_trained_tokenizer_is_the_same_each_time_and_gives_texts_back():
     assert one.pad_token_id != one.eos_token_id
     assert one.decode(one("Ünïcode 你好 \n\n x")["input_ids"]) == "Ünïcode 你好 \n\n x"
     assert len(one) <= 300
+
+
+def test_a_template_with_an_error_is_no_fault_of_the_dialog(tokenizer):
+    broken = copy.deepcopy(tokenizer)
+    broken.chat_template = "{% for m in messages %}\n{{ m.content }"
+    with pytest.raises(
+        DataError, match=r"chat template has an error in line 2 \(.*\); fix it, or name another with model"
+    ):
+        write_dialog(broken, [{"role": "user", "content": "q"}])

@@ -117,3 +117,34 @@ def test_a_full_disk_is_named_where_rows_are_cut_back_and_no_row_is_lost(
         journal.cut_back(1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     assert not (tmp_path / "metrics.tmp").exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_folder_in_the_place_of_a_file_is_told(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(
+        RunError, match=rf"cannot read .*/{name}: Is a directory; it must be a file that can be written"
+    ):
+        Journal(tmp_path)
+
+
+def test_a_disk_that_fails_at_fsync_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(RunError, match=r"cannot write .*/events\.jsonl: Input/output error; the disk or the network"):
+        journal.event("saved")
+
+
+def test_a_row_that_a_changed_byte_broke_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": \xff}\n{"step": 2}\n{"step": 3}\n')
+    journal = Journal(tmp_path)
+    assert journal.cut_back(2) == 2
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2]
+    [event] = rows(tmp_path / "events.jsonl")
+    assert (event["event"], event["file"], event["lines"], event["count"]) == ("rows_damaged", "metrics.jsonl", [2], 1)
+    assert journal.cut_back(2) == 0
+    assert len(rows(tmp_path / "events.jsonl")) == 1

@@ -22,6 +22,7 @@ import dstrain
 from dstrain.batch import Progress
 from dstrain.errors import CheckpointError, RunError
 from dstrain.train import checkpoint as module
+from dstrain.train import manifest
 from dstrain.train.blocks import Entry, write_hashed
 from dstrain.train.checkpoint import Checkpoints
 from dstrain.train.manifest import describe, files_of, listed, verify
@@ -400,3 +401,102 @@ def test_a_launch_that_lost_its_folder_neither_writes_nor_removes_anything_there
     with pytest.raises(CheckpointError, match="another launch took the folder"):
         save(lost, 3)
     assert [path.name for path in partial.iterdir()] == ["of the other launch"]
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    change(manifest)
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest))
+
+
+def test_a_manifest_says_its_format_and_one_without_is_read(tmp_path: Path) -> None:
+    save(solo(tmp_path), 1)
+    folder = tmp_path / "step-00000001"
+    assert json.loads((folder / "MANIFEST.json").read_text())["format"] == 1
+    rewrite(folder, lambda manifest: manifest.pop("format"))
+    assert verify(folder) is None
+
+
+def test_another_version_is_no_damage(tmp_path: Path) -> None:
+    save(solo(tmp_path), 1, 2, 3)
+
+    def as_before(manifest: dict[str, Any]) -> None:
+        del manifest["format"]
+        for entry in manifest["files"].values():
+            entry["sha256"] = "".join(entry["sha256"])
+
+    rewrite(tmp_path / "step-00000003", lambda manifest: manifest.update(format=2))
+    rewrite(tmp_path / "step-00000002", as_before)
+    states = [info.state for info in listed(tmp_path)]
+    assert states == [
+        "of a later version of dstrain (format 2), which this one does not read",
+        "of an earlier version of dstrain, which this one does not read",
+        "whole",
+    ]
+    assert solo(tmp_path).newest()[0].step == 1  # type: ignore[union-attr]
+    rewrite(tmp_path / "step-00000003", lambda manifest: manifest.update(format="new", files={}))
+    assert listed(tmp_path)[0].state == "damaged: MANIFEST.json has the format 'new'"
+
+
+def test_a_damaged_one_says_its_size(tmp_path: Path) -> None:
+    save(solo(tmp_path), 1)
+    (tmp_path / "step-00000001/rank-00000.dat").write_bytes(b"abc")
+    there = sum(path.stat().st_size for path in (tmp_path / "step-00000001").rglob("*") if path.is_file())
+    assert listed(tmp_path)[0].size == there > 1000
+
+
+def test_what_the_user_keeps_there_is_left_alone(tmp_path: Path) -> None:
+    for name in ("notes.old", "notes.partial", "superseded-mine", "step-1.old"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000001.partial").mkdir()
+    kept = solo(tmp_path)
+    assert kept.clean() == ["step-00000001.partial"]
+    save(kept, 1)
+    assert {"notes.old", "notes.partial", "superseded-mine", "step-1.old"} < {path.name for path in tmp_path.iterdir()}
+
+
+def superseded(folder: Path) -> list[str]:
+    return sorted(path.name.rpartition("-step-")[2] for path in folder.glob("superseded-*"))
+
+
+def test_what_was_set_aside_goes_once_its_step_is_saved_again(tmp_path: Path) -> None:
+    kept = solo(tmp_path, keep=2)
+    save(kept, 10, 20, 30)
+    kept.set_aside_after(listed(tmp_path)[1])
+    assert superseded(tmp_path) == ["00000030"]
+    save(kept, 25)
+    assert superseded(tmp_path) == ["00000030"]
+    save(kept, 30)
+    assert superseded(tmp_path) == []
+    assert steps(tmp_path) == [30, 25]
+
+
+def test_keeping_all_keeps_what_was_set_aside(tmp_path: Path) -> None:
+    kept = solo(tmp_path, keep=None)
+    save(kept, 10, 20)
+    kept.set_aside_after(listed(tmp_path)[1])
+    save(kept, 20)
+    assert superseded(tmp_path) == ["00000020"]
+
+
+@pytest.mark.parametrize("options", [{"keep": None}, {"keep": 3, "keep_every": 1}])
+def test_a_save_reads_no_more_manifests_the_more_there_are(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, read = solo(tmp_path, **options), []
+    save(kept, *range(1, 40), metric=0.5)
+    monkeypatch.setattr(module, "inspect", lambda path: read.append(path) or describe(path, None))
+    monkeypatch.setattr(manifest, "inspect", lambda path, all=False: read.append(path) or describe(path, None))
+    save(kept, 40, metric=0.4)
+    assert best(tmp_path) == "step-00000040"
+    assert len(read) <= 2 + 3
+
+
+@pytest.mark.parametrize("target", ["best", "step-00000099", "/etc"])
+def test_best_is_put_right_wherever_it_leads(tmp_path: Path, target: str) -> None:
+    kept = solo(tmp_path)
+    save(kept, 1, metric=0.5)
+    (tmp_path / "best").unlink()
+    (tmp_path / "best").symlink_to(target)
+    save(kept, 2, metric=0.6)
+    assert best(tmp_path) == "step-00000001"

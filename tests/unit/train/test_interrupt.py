@@ -48,11 +48,13 @@ def test_before_the_first_step_it_ends_the_work_and_75_means_that_there_is_a_che
             pytest.fail("loading took the signal for an error of its own")
         return 0
 
-    said = f"stopped: {number.name} before the first step: nothing was lost; the same command starts again"
+    said = f"stopped by {number.name} before the first step; rerun the same command"
     with pytest.raises(RunError) as raised:
         stoppable(work, Interrupt(), tmp_path)
     assert str(raised.value) == said
-    monkeypatch.setattr(module, "listed", lambda folder: [mock.Mock(whole=folder == tmp_path / "checkpoints")])
+    monkeypatch.setattr(
+        module, "newest_whole", lambda folder: mock.Mock() if folder == tmp_path / "checkpoints" else None
+    )
     assert stoppable(work, Interrupt(), tmp_path) == 75
     assert capsys.readouterr().out == said + "\n"
 

@@ -20,7 +20,7 @@ from dstrain.train import rendezvous
 from dstrain.train.interrupt import Interrupted
 from dstrain.train.rendezvous import Rendezvous
 
-MEND = "mend the cause and start again: what is prepared stays in the cache"
+MEND = "fix the cause and start again: what is prepared stays in the cache"
 
 
 @pytest.fixture

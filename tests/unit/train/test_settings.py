@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dstrain.config import BatchPlan, RunConfig, read_recipe
+from dstrain.config import BatchPlan, RunConfig, read_recipe, resolve_batch
+from dstrain.config.schema import BatchConfig
 from dstrain.errors import RecipeError
 from dstrain.preset import Device, read_preset
-from dstrain.train.settings import resolved_ds_config
+from dstrain.train.settings import batch_warnings, resolved_ds_config
 
 CPU = Device("cpu", True)
 
@@ -58,3 +60,31 @@ def test_what_the_run_computes_in_may_be_loaded() -> None:
     assert not resolved("float32", "auto")["bf16"]["enabled"]
     with pytest.raises(RecipeError, match="is float16 while precision is bf16"):
         resolved("float16", "auto", Device("cuda", True))
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "processes", "told"),
+    [(16, 8, 8, (16, 2, 1)), (6, 2, 2, (None, 2, 2)), (16, 4, 2, (16, 4, 2)), (4, 8, 8, (None, 1, 1))],
+)
+def test_deepspeed_is_told_the_batch_that_is_trained(
+    total: int, micro: int, processes: int, told: tuple[int | None, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asserts that train_batch_size is the product: a total that does not divide evenly is left out."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime import config as of_deepspeed
+
+    group = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: processes)
+    monkeypatch.setattr(of_deepspeed, "dist", group)
+    batch = resolve_batch(BatchConfig(total=total, micro=micro), processes)
+    recipe = RunConfig.model_validate({"task": "rm"})
+    made = resolved_ds_config(recipe, read_preset("zero2"), batch, (processes, CPU), Path("/tmp/run"))
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert tuple(made.get(name) for name in names) == told
+    assert of_deepspeed.DeepSpeedConfig(made).train_batch_size == told[1] * told[2] * processes
+
+
+def test_a_micro_that_no_step_reaches_is_warned_of() -> None:
+    words = "batch.micro is 8, but a step of 16 samples on 8 processes takes at most 2 in one forward pass; raise"
+    assert [line.startswith(words) for line in batch_warnings(BatchPlan(16, 8, 1), 8)] == [True]
+    assert not batch_warnings(BatchPlan(16, 8, 1), 2)
+    assert not batch_warnings(BatchPlan(10, 6, 2), 1), "5 and 5 is how two passes share them"

@@ -1,0 +1,28 @@
+"""What is said at the start and at the end of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from dstrain.commands.evaluate import show_metrics
+from dstrain.train.announce import last_held_out, task_name
+
+
+def test_the_last_evaluation_is_a_step_of_the_whole_run(tmp_path: Path) -> None:
+    rows = [{"step": 350, "split": "eval", "loss": 0.5}, {"step": 360, "split": "train", "loss": 0.4}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert last_held_out(tmp_path, 40000) == "held-out: eval at step 350/40000  loss 0.5"
+
+
+def test_a_task_file_is_called_by_its_name() -> None:
+    assert (task_name("/home/me/tasks/contrast.py"), task_name("rm"), task_name("my.tasks")) == (
+        "contrast.py",
+        "rm",
+        "my.tasks",
+    )
+
+
+def test_an_exported_folder_has_no_step() -> None:
+    assert show_metrics({"file": "x", "step": None, "loss": 0.5}).split() == ["file", "x", "loss", "0.5"]
+    assert "step" in show_metrics({"step": 0})

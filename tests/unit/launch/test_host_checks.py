@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,41 @@ def test_the_environment_is_in_no_file_of_a_launch(launch, tmp_path):
         assert file.stat().st_mode & 0o777 == 0o600
         assert json.loads(file.read_text())["arguments"] == ["train"]
         assert "secret" not in file.read_text()
+
+
+RANK = """
+import json, os, sys
+from pathlib import Path
+from dstrain.launch import rank
+def become(path, command, environment):
+    keep = {name: environment.get(name) for name in ("HF_TOKEN", "DSTRAIN_LAUNCH", "DSTRAIN_HEARTBEAT")}
+    Path(sys.argv[2]).write_text(json.dumps([command[3:], keep]))
+    sys.exit(0)
+os.execve = become
+rank.main(sys.argv[1])
+"""
+
+
+def test_a_rank_gets_the_environment_from_its_agent(launch, tmp_path, monkeypatch):
+    """All the way: the launching process, an ssh session, the agent, its socket, the beginning of a rank."""
+    seen = tmp_path / "seen.json"
+    monkeypatch.setattr(
+        "dstrain.launch.hosts.node_command", lambda *how: [sys.executable, "-c", RANK, how[-1][-1], str(seen)]
+    )
+    with gathered(launch("here slots=1\n"), tmp_path / "run") as crew:
+        crew.start()
+        until = time.monotonic() + 20
+        while crew.over() is None:
+            assert time.monotonic() < until
+            crew.look()
+            time.sleep(0.02)
+        (file,) = record_folder(tmp_path / "run").glob("launch-*.json")
+        arguments, found = json.loads(seen.read_text())
+        assert (crew.over(), crew.end()) == (0, [])
+    assert arguments == ["dstrain.cli", "train"]
+    assert (found["HF_TOKEN"], found["DSTRAIN_LAUNCH"]) == ("secret", str(file))
+    assert found["DSTRAIN_HEARTBEAT"].endswith(" 5")
+    assert list(record_folder(tmp_path / "run").glob("launch-*")) == []
 
 
 def test_the_next_launch_removes_what_a_killed_one_left(tmp_path):

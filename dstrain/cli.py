@@ -244,6 +244,11 @@ def init(task: str, to: Path | None) -> None:
         click.echo(f"{to}: fill in model.path and data.train, then `dstrain train {to}`")
 
 
+def on_terminal() -> bool:
+    """Whether somebody reads what is printed."""
+    return sys.stdout.isatty()
+
+
 @main.group()
 def data() -> None:
     """Look at data files."""
@@ -253,13 +258,13 @@ def data() -> None:
 @click.argument("file", type=click.Path())
 @click.option("--task", required=True, help="The task that will read it.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="As for train: data.columns={text: chosen}")
-@click.option("--all", "every", is_flag=True, help="List every bad record, not the first ten of each kind.")
+@click.option("--all", "every", is_flag=True, help="List every bad record on a terminal too.")
 def check(file: str, task: str, sets: tuple[str, ...], every: bool) -> None:
-    """The bad records of FILE with line and reason, ten of each kind; exit 2 if any."""
+    """Every bad record of FILE with line and reason; exit 2 if any. A terminal is shown the first ten of each kind."""
     from dstrain.commands.data import check_file, show_checked
 
     found, cuts = check_file(file, task, sets)
-    lines, total = show_checked(found, every)
+    lines, total = show_checked(found, every or not on_terminal())
     if lines:
         click.echo(lines)
     click.echo("\n".join(filter(None, (total, cuts))), err=bool(found.bad))

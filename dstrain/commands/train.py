@@ -19,6 +19,7 @@ from dstrain.config import Recipe, resolve_batch, show_recipe
 from dstrain.errors import ResumeError, UsageError
 from dstrain.launch.command import Launch, LaunchOptions
 from dstrain.launch.lease import Lease
+from dstrain.launch.outcome import FAILED
 from dstrain.launch.several import HostsLaunch, crowded, plan_launch, show_launch
 from dstrain.launch.topology import Worker, gpu_has_bf16, worker_from
 from dstrain.preset import Device, read_preset
@@ -51,7 +52,6 @@ def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int
 def _launched(ready: Launch | HostsLaunch, recipe: Recipe, run_dir: Path, resume: Resume) -> int:
     """Start the processes and watch over them, while the run folder is held for this launch. Returns the exit code."""
     from dstrain.launch.hosts import HostsCrew, gathered
-    from dstrain.launch.outcome import FAILED
     from dstrain.launch.supervise import supervise
     from dstrain.launch.worker import LAUNCH_ID
 
@@ -115,8 +115,18 @@ def train_as(worker: Worker, wish: Wish) -> int:
     with Lease(run_dir, os.environ.get(LAUNCH_ID)) as lease:
         if LAUNCH_ID not in os.environ and worker.rank == 0:  # else `dstrain` launched us and holds the folder
             _take(lease, worker, timeout)
+            lease.on_lost = partial(_end, run_dir)
         with Interrupt() as interrupt:  # until the end is recorded
             return live(run_dir, worker.rank, lambda: stoppable(work, interrupt, run_dir))
+
+
+def _end(run_dir: Path, why: str) -> None:
+    """End rank 0 at once: another launch has its run folder. The other ranks cannot go on without it."""
+    from dstrain.launch.worker import record_end
+
+    record_end(run_dir, 0, FAILED, why)
+    print(f"error: {why}", file=sys.stderr, flush=True)
+    os._exit(FAILED)
 
 
 def _take(lease: Lease, worker: Worker, timeout: timedelta) -> None:

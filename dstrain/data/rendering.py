@@ -60,17 +60,15 @@ def write_dialog(
         return render_messages(messages) + (_OPENER if opened else "")
     from jinja2 import TemplateSyntaxError
 
+    require_end(tokenizer, messages)
     said = as_template_takes(tokenizer, messages)
     try:
-        require_end(tokenizer, messages)
         return tokenizer.apply_chat_template(said, tools=tools, add_generation_prompt=opened, tokenize=False)
     except TemplateSyntaxError as fault:  # not of this dialog
         raise DataError(
             f"the tokenizer's chat template has an error in line {fault.lineno} ({fault.message}); fix it, or name another "
             "with model.chat_template"
         ) from fault
-    except DataError:
-        raise
     except Exception as fault:  # a template is a program: it divides by zero, calls itself, runs out of memory
         why = str(fault) or type(fault).__name__
         raise BadRecord(f"the tokenizer's chat template refuses the dialog ({why}); fix the turns") from fault

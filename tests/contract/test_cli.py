@@ -193,12 +193,16 @@ def test_data_check_names_every_bad_record(tmp_path: Path) -> None:
     assert (good.exit_code, good.output) == (0, f"1 good records, 0 bad\n{NO_TOKENIZER}\n")
 
 
-def test_data_check_shows_the_first_ten_of_each_kind(tmp_path: Path) -> None:
+def test_data_check_shows_a_terminal_the_first_ten_of_each_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = ['{"prompt": "p", "chosen": "a", "rejected": "a"}'] * 2000 + [
         '{"prompt": null, "chosen": "a", "rejected": "b"}'
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
     words = ["data", "check", str(tmp_path / "pairs.jsonl"), "--task", "rm"]
+    assert len(call(*words).stdout.splitlines()) == 2001, "a script gets every one"
+    monkeypatch.setattr("dstrain.cli.on_terminal", lambda: True)
     told = call(*words).stdout.splitlines()
     assert len(told) == 10 + 1 + 1 + 1
     assert told[10] == f"… and 1990 more like {tmp_path}/pairs.jsonl:10"

@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.hosts.faults import EVERYWHERE, FAULTS, Outcome, name, suffer
 from tests.hosts.lab import Lab, missing
+from tests.hosts.leased import started_twice, taken_over
 from tests.hosts.running import unbroken
 from tests.hosts.starts import REFUSALS, STARTS, refuse
 from tests.hosts.stopped import STOPPED
@@ -28,7 +29,7 @@ def rows() -> Iterator[Row]:
         yield refusal.what, "plain", lambda lab, folder, losses, refusal=refusal: refuse(refusal, lab, folder)
     for make, style in STARTS:
         yield make.__name__, style, make
-    for make in STOPPED:
+    for make in (*STOPPED, started_twice, taken_over):
         yield make.__name__, "plain", make
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import starts, stopped
-from tests.hosts.faults import EVERYWHERE, FAULTS, SMOKE, Fault, name, suffer
+from tests.hosts import leased, starts, stopped
+from tests.hosts.faults import EVERYWHERE, FAULTS, SMOKE, Fault, Outcome, name, suffer
 from tests.hosts.lab import Lab
 from tests.hosts.running import Run
 
@@ -82,3 +82,11 @@ def test_nothing_goes_on_without_its_head(
 @pytest.mark.slow
 def test_login_shells_may_print_what_they_like(lab: Lab, tmp_path: Path, unbroken: Run) -> None:
     assert starts.noisy_login_shells(lab, tmp_path / "job", unbroken.losses()).wrong == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [leased.started_twice, leased.taken_over])
+def test_one_launch_at_a_time_holds_a_run_folder(
+    make: Callable[..., Outcome], lab: Lab, tmp_path: Path, unbroken: Run
+) -> None:
+    assert make(lab, tmp_path / "job", unbroken.losses()).wrong == ()

@@ -10,6 +10,7 @@
     └── RunError                 exit 1: a run that had started cannot go on
         ├── NonFiniteError       the loss or the gradients stayed inf or nan
         ├── LostError            another process has ended or went silent
+        ├── FolderLostError      another launch has taken the run folder
         └── CheckpointError      a checkpoint cannot be written, read or verified
 
 An error is a sentence: what was asked, what is true, what to do.
@@ -92,6 +93,10 @@ class LostError(RunError):
     def __init__(self, doing: str, what: str, mend: str) -> None:
         self.doing, self.mend = doing, mend
         super().__init__(f"{doing}: {what}; {mend}")
+
+
+class FolderLostError(RunError):
+    """Another launch has taken the run folder."""
 
 
 class CheckpointError(RunError):

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+from dstrain.cache import file_state, recall, remember
 from dstrain.config import Recipe, RunConfig, resolve_batch
-from dstrain.data.hub import is_hub_name
 from dstrain.data.messages import BadRecord
 from dstrain.data.prepare import attempt, judge
 from dstrain.data.source import BadRow, Joined
 from dstrain.data.store import Report
 from dstrain.preset import Device, read_preset
-from dstrain.tasks import make_task
+from dstrain.tasks import make_task, packaged_tasks
 from dstrain.tasks.preparing import policy_of
 from dstrain.tasks.text import TextTask
 from dstrain.train.folder import Resume, batch_to_go_on_with, check_resume
 from dstrain.train.inputs import check_inputs, files_of
 from dstrain.train.settings import resolved_ds_config
 
+MOST_BYTES = 256 << 20
+"""Data files of more, all together, are left to the ranks: to read them twice would be felt."""
 FIRST = 2000
 """Records that are read before the launch; the ranks read all."""
 
 
-def preflight(recipe: Recipe, run_dir: Path, resume: Resume, processes: int, device: Device) -> dict[str, Any]:
-    """Check the recipe, the preset, the data and the run folder. Returns the DeepSpeed JSON. Raises UsageError."""
+def check_launch(recipe: Recipe, run_dir: Path, resume: Resume, processes: int, device: Device) -> dict[str, Any]:
+    """Check the recipe, the preset and the run folder. Returns the DeepSpeed JSON. Raises UsageError."""
     config = recipe.config
     task = make_task(config)
     task.check_named()
@@ -32,18 +35,28 @@ def preflight(recipe: Recipe, run_dir: Path, resume: Resume, processes: int, dev
     start = check_resume(run_dir, resume, config)
     asked = batch_to_go_on_with(config.batch, start, resume.allowed)
     batch = resolve_batch(asked, processes, preset.micro, None if asked is not config.batch else preset.accumulate)
-    ds_config = resolved_ds_config(config, preset, batch, (processes, device), run_dir)
-    if _is_local(config):
-        if start is not None:
-            check_inputs(start, files_of(task), resume.allowed)
-        _check_records(config)
-    return ds_config
+    return resolved_ds_config(config, preset, batch, (processes, device), run_dir)
 
 
-def _is_local(config: RunConfig) -> bool:
-    """Whether no dataset has to be fetched to look at the data."""
+def check_data(config: RunConfig, run_dir: Path, resume: Resume) -> None:
+    """Look at the data, where that is quick: small files that no earlier start has looked at. Raises UsageError.
+
+    The ranks look at all of it, whatever its size.
+    """
     items = [*config.data.train, *([config.data.eval] if config.data.eval else [])]
-    return not any(is_hub_name(item.path) for item in items)
+    files = [Path(item.path).expanduser() for item in items]
+    if not all(file.is_file() for file in files) or sum(file.stat().st_size for file in files) > MOST_BYTES:
+        return
+    if (start := check_resume(run_dir, resume, config)) is not None:
+        check_inputs(start, files_of(make_task(config)), resume.allowed)
+    data = config.data.model_dump(mode="json")
+    judged = {"judged": FIRST, "task": config.task, "options": config.options, "data": data}
+    if config.task not in packaged_tasks() or all(recall(file, judged) for file in files):
+        return
+    began, states = time.time_ns(), [file_state(file) for file in files]
+    _check_records(config)
+    for file, state in zip(files, states, strict=True):
+        remember(file, judged, True, began, state)
 
 
 def _check_records(config: RunConfig) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.commands.find import Wish, resolve_wish, run_folder
-from dstrain.commands.preflight import preflight
+from dstrain.commands.preflight import check_data, check_launch
 from dstrain.config import Recipe, resolve_batch, show_recipe
 from dstrain.errors import ResumeError, UsageError
 from dstrain.launch.command import Launch, LaunchOptions
@@ -29,6 +29,7 @@ from dstrain.train.settings import batch_warnings, check_offload_folders
 
 def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int:
     """The exit code of `dstrain train`."""
+    wish = begin_once(wish, os.environ)
     worker = None if dry_run else worker_from(os.environ)
     if worker is not None:
         return train_as(worker, wish)
@@ -38,7 +39,8 @@ def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int
     if line := crowded(ready):
         print(f"warning: {line}", file=sys.stderr, flush=True)
     resume = Resume(wish.resume, wish.allowed)
-    ds_config = preflight(recipe, run_dir, resume, ready.processes, device_there(ready))
+    ds_config = check_launch(recipe, run_dir, resume, ready.processes, device_there(ready))
+    check_data(recipe.config, run_dir, resume)
     if not isinstance(ready, HostsLaunch):  # of other hosts each rank looks for itself
         check_offload_folders(ds_config, run_dir)
     if dry_run:
@@ -49,31 +51,49 @@ def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int
     return _launched(ready, recipe, run_dir, resume)
 
 
+def begin_once(wish: Wish, env: Mapping[str, str]) -> Wish:
+    """The wish with `--resume never` taken at its word once: ranks that torchrun starts again, and requeued Slurm jobs, go on."""
+    again = any(env.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return replace(wish, resume="auto") if wish.resume == "never" and again else wish
+
+
 def _launched(ready: Launch | HostsLaunch, recipe: Recipe, run_dir: Path, resume: Resume) -> int:
     """Start the processes and watch over them, while the run folder is held for this launch. Returns the exit code."""
     from dstrain.launch.hosts import HostsCrew, gathered
     from dstrain.launch.supervise import supervise
-    from dstrain.launch.worker import LAUNCH_ID
+    from dstrain.launch.worker import LAUNCH_ID, forget_ports, forget_records
 
     made = not run_dir.exists()
     check_writable(run_dir)
     with Lease(run_dir) as lease:
-        if isinstance(ready, HostsLaunch) or ready.here is None:  # else each host has a command: rank 0 takes the lease
+        alone = (
+            isinstance(ready, HostsLaunch) or ready.here is None
+        )  # else each host has a command: that of rank 0 holds it
+        if alone or 0 in ready.ranks:
             lease.take()
-            ready = replace(ready, environment={**ready.environment, LAUNCH_ID: lease.launch})
+        if alone:
+            forget_records(run_dir, ready.ranks)
+            forget_ports(run_dir)
+        ready = replace(ready, environment={**ready.environment, LAUNCH_ID: lease.launch})
         code = UsageError.exit_code
         try:
             with gathered(ready, run_dir) as crew:
                 lease.on_lost = partial(setattr, crew, "lost")
                 if isinstance(crew, HostsCrew):  # now that the hosts have said what they have
                     device = Device("cpu", True) if crew.cpu else Device("cuda", crew.bf16)
-                    preflight(recipe, run_dir, resume, ready.processes, device)
+                    check_launch(recipe, run_dir, resume, ready.processes, device)
                 code = FAILED
                 code = supervise(crew)
         finally:
-            if made and code == UsageError.exit_code:  # nothing was trained there
+            if made and alone and code == UsageError.exit_code and not begun(run_dir):
                 shutil.rmtree(run_dir, ignore_errors=True)
         return code
+
+
+def begun(run_dir: Path) -> bool:
+    """Whether anything was trained there."""
+    metrics = run_dir / "metrics.jsonl"
+    return any((run_dir / "checkpoints").glob("step-*")) or (metrics.is_file() and metrics.stat().st_size > 0)
 
 
 def show_batch(recipe: Recipe, processes: int) -> str:
@@ -115,16 +135,13 @@ def train_as(worker: Worker, wish: Wish) -> int:
     with Lease(run_dir, os.environ.get(LAUNCH_ID)) as lease:
         if LAUNCH_ID not in os.environ and worker.rank == 0:  # else `dstrain` launched us and holds the folder
             _take(lease, worker, timeout)
-            lease.on_lost = partial(_end, run_dir)
+            lease.on_lost = _end
         with Interrupt() as interrupt:  # until the end is recorded
             return live(run_dir, worker.rank, lambda: stoppable(work, interrupt, run_dir))
 
 
-def _end(run_dir: Path, why: str) -> None:
+def _end(why: str) -> None:
     """End rank 0 at once: another launch has its run folder. The other ranks cannot go on without it."""
-    from dstrain.launch.worker import record_end
-
-    record_end(run_dir, 0, FAILED, why)
     print(f"error: {why}", file=sys.stderr, flush=True)
     os._exit(FAILED)
 

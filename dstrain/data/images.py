@@ -151,7 +151,7 @@ def _decode(content: bytes, name: str) -> tuple[Image, int]:
     """The image as its file holds it, the first frame decoded whole, and EXIF's number for how it lies."""
     _require_pillow(name)
     if not content:
-        raise BadRecord(f"{name} is empty; fetch it again")
+        raise BadRecord(f"{name} is empty; download it again")
     with _finding_truncation():
         if content.startswith(_PNG):
             with _told_as_damage(name):
@@ -187,7 +187,7 @@ def _open(content: bytes, name: str) -> Image:
         pixels = max(map(int, re.findall(r"\d+", str(fault))), default=MOST_PIXELS + 1)
     except UnidentifiedImageError as fault:
         if any(accept and accept(content[:16]) for accept in (Image.OPEN[form][1] for form in known)):
-            raise BadRecord(f"{name} is damaged or cut off in its first bytes; fetch it again") from fault
+            raise BadRecord(f"{name} is damaged or cut off in its first bytes; download it again") from fault
         problem = f"{name} is no image that is known here ({looks_like(content)}; known: {_NAMES})"
         raise BadRecord(f"{problem}; save it as PNG or JPEG") from fault
     except MemoryError:
@@ -211,7 +211,7 @@ def _told_as_damage(name: str) -> Iterator[None]:
 
 
 def _damaged(name: str, fault: Exception) -> BadRecord:
-    return BadRecord(f"{name} is damaged or cut off ({str(fault) or type(fault).__name__}); fetch it again")
+    return BadRecord(f"{name} is damaged or cut off ({str(fault) or type(fault).__name__}); download it again")
 
 
 @contextmanager

@@ -101,7 +101,8 @@ class LocalCrew:
         return {rank: record for rank, record in read_records(self.run_dir, self._launch).items() if rank in self.ranks}
 
     def start(self) -> None:
-        forget_records(self.run_dir, self.ranks)
+        if not self._launch:  # else records carry its name
+            forget_records(self.run_dir, self.ranks)
         self._strangers = {child.pid for child in psutil.Process().children()}
         program = self._program
         self._launcher = subprocess.Popen(

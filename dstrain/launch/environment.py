@@ -56,7 +56,7 @@ def read_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
         match = re.fullmatch(r"([A-Za-z_]\w*)\s*=\s*(.*)", text)
         if match is None:
             faults.append(
-                Fault(f"{path}:{number}", "it is no NAME=value", "mend the line, or make it a comment with #")
+                Fault(f"{path}:{number}", "it is not NAME=value", "fix the line, or make it a comment with #")
             )
             continue
         value = match[2]

@@ -26,16 +26,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from dstrain.errors import ResumeError, RunError, one_line
+from dstrain.errors import FolderLostError, ResumeError, one_line
 from dstrain.launch.facts import machine
 from dstrain.launch.processes import alive, start_time
 from dstrain.launch.worker import record_folder
 
-_NAME = re.compile(r"lease-(\d{8,})\.json")
+_NAME = re.compile(r"lease-([0-9]{8,18})\.json")
 BEAT_SECONDS = 3.0
 PATIENCE_SECONDS = 15.0
 """A holder on another host whose heartbeat stands still for this long is gone."""
 _POLL_SECONDS = 0.25
+_READ_AGAIN_SECONDS = 0.01
 _TRIES = 20
 _MOST_BYTES = 64 * 1024
 
@@ -162,10 +163,9 @@ class Lease:
 
     def _stands_still(self, content: bytes, holder: Holder | None, patience: float) -> bool:
         """Wait whether the heartbeat changes; False where the file did otherwise. Raises ResumeError where it does."""
-        who = holder or "an unknown process"
-        print(
-            f"{self.run_dir} was left by {who}; waiting {patience:g} s for a sign of life", file=sys.stderr, flush=True
-        )
+        who = holder or "a launch that cannot be read"
+        told = f"{self.run_dir} is held by {who}, which this host cannot look up; waiting up to {patience:g} s for a heartbeat"
+        print(told, file=sys.stderr, flush=True)
         until = time.monotonic() + patience
         while time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
@@ -216,13 +216,13 @@ class Lease:
 
 
 def check_lease(run_dir: Path, launch: str) -> None:
-    """Raise RunError where another launch than this one holds the folder; `launch`: empty where nobody took it."""
+    """Raise FolderLostError where another launch than this one holds the folder; `launch`: empty where nobody took it."""
     if not launch:
         return
     with contextlib.suppress(OSError):
         found = _parse(newest(record_folder(run_dir))[1] or b"")
         if found is not None and found.launch != launch:
-            raise RunError(taken_over(run_dir, found))
+            raise FolderLostError(taken_over(run_dir, found))
 
 
 def taken_over(run_dir: Path, holder: Holder | None) -> str:
@@ -232,7 +232,8 @@ def taken_over(run_dir: Path, holder: Holder | None) -> str:
 
 def newest(folder: Path) -> tuple[int, bytes | None]:
     """The highest number and what its file says; 0 and None where there is none. Raises OSError where it cannot be read."""
-    while True:
+    number = 0
+    for _ in range(_TRIES):
         number = max((_number(name) for name in os.listdir(folder)), default=0)
         if not number:
             return 0, None
@@ -242,12 +243,14 @@ def newest(folder: Path) -> tuple[int, bytes | None]:
             with os.fdopen(os.open(folder / f"lease-{number:08d}.json", flags), "rb") as file:
                 return number, file.read(_MOST_BYTES)
         except FileNotFoundError:  # a higher one is there now
-            continue
+            time.sleep(_READ_AGAIN_SECONDS)
+    return number, b""  # listed, and never there: as a file that says nothing
 
 
 def _number(name: str) -> int:
     found = _NAME.fullmatch(name)
-    return int(found[1]) if found else 0
+    number = int(found[1]) if found else 0
+    return number if name == f"lease-{number:08d}.json" else 0
 
 
 def _parse(content: bytes) -> Holder | None:

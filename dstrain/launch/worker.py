@@ -136,6 +136,12 @@ def forget_records(run_dir: Path, ranks: Collection[int]) -> None:
             path.unlink(missing_ok=True)
 
 
+def forget_ports(run_dir: Path) -> None:
+    """Remove the files in which killed launches told their ranks a port. Call it while the run folder is held."""
+    for path in record_folder(run_dir).glob("port-*"):
+        path.unlink(missing_ok=True)
+
+
 def die_with_parent() -> None:
     """Ask the kernel to SIGKILL this process when the thread that started it is gone. Linux only."""
     if _LIBC is not None:

@@ -133,12 +133,15 @@ def reshaping(plan: Plan, processes: int, start: CheckpointInfo) -> str:
     )
 
 
-def finish(run: Run, step: int) -> int:
-    """Say how it ended; the exit code."""
+def finish(run: Run, step: int, resume: str = "auto") -> int:
+    """Say how it ended; the exit code. `resume`: what --resume asked for."""
     folder = run.checkpoints.folder.parent
     if step < run.steps:
         run.journal.event("stopped", step=step, signal=run.interrupt.agreed)
-        line, code = f"stopped at step {step} of {run.steps}; the same command goes on from there", 75
+        how = (
+            "the same command goes on" if resume == "auto" else f"without `--resume {resume}` the same command goes on"
+        )
+        line, code = f"stopped at step {step} of {run.steps}; {how} from there", 75
     elif run.start is not None and run.start.step >= run.steps:
         run.journal.event("already_finished", step=step)
         line, code = f"this run is finished already: all {run.steps} steps are done", 0

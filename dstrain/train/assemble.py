@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TextIO
 
 from dstrain.data.loader import Loader
-from dstrain.errors import CheckpointError
+from dstrain.errors import CheckpointError, RunError, UsageError
 from dstrain.launch.lease import check_lease
 from dstrain.launch.outcome import STOPPED
 from dstrain.models.freeze import parameter_groups, part_counts
@@ -71,14 +71,12 @@ def run_training(plan: Plan, screen: TextIO | None, interrupt: Interrupt, store:
 
 
 def _trained(plan: Plan, world: World, screen: TextIO | None, interrupt: Interrupt) -> int:
-    from dstrain.train.loop import train
-
     run, code = None, 1
     try:
         check_shared(plan.run_dir, world)
         set_run_aside(plan.run_dir, plan.resume, world)
         run = assemble(with_references(plan, world), world, screen, interrupt)
-        code = finish(run, train(run).step)
+        code = finish(run, _learned(run), plan.resume.wanted)
         return code
     except Interrupted as stop:
         if run is not None:
@@ -90,6 +88,16 @@ def _trained(plan: Plan, world: World, screen: TextIO | None, interrupt: Interru
             for sink in run.sinks:
                 sink.close(code)
             run.journal.close()
+
+
+def _learned(run: Run) -> int:
+    """Train; the step that was reached. What a task finds wrong with its data in mid-training is no bad usage: it exits with 1."""
+    from dstrain.train.loop import train
+
+    try:
+        return train(run).step
+    except UsageError as error:
+        raise RunError(str(error)) from error
 
 
 def with_references(plan: Plan, world: World) -> Plan:

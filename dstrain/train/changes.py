@@ -31,7 +31,7 @@ class Change:
 def changes(start: CheckpointInfo, plan: Plan, inputs: Mapping[str, Any]) -> Iterator[Change]:
     """What was allowed to differ from the run at `start`, and does. `inputs`: as `inputs_of` has them now."""
     before, at = recipe_of(start), f"from step {start.step} on"
-    if not (run_of(start) / "recipe.yaml").is_file():
+    if run_of(start) == plan.run_dir and not (plan.run_dir / "recipe.yaml").is_file():
         known = "was compared with the recipe in the checkpoint" if before else "could not be compared with its recipe"
         line = f"recipe.yaml is missing in {run_of(start)}; the run {known}, and the file is written again"
         yield Change("warning", {"what": line}, f"warning: {line}")

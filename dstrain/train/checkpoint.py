@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from dstrain.batch import Progress
 from dstrain.collectives import lost
-from dstrain.errors import CheckpointError, LostError, RunError
+from dstrain.errors import CheckpointError, FolderLostError, LostError
 from dstrain.report.journal import now, sync_folder
 from dstrain.train.best import best_name, forget_best, point_best
 from dstrain.train.blocks import Entry
@@ -86,8 +86,10 @@ class Checkpoints:
             files = {name: entry for share in written for name, entry in share.items()}
             self.on_first(f"sealing {partial}", lambda: self._seal(partial, files, record))
             self.on_first(f"committing {final.name}", lambda: _commit(partial, final))
+        except FolderLostError:
+            raise
         except CheckpointError:
-            if self.world.rank == 0 and self._is_owned():  # all ranks came back: nobody writes any more
+            if self.world.rank == 0:  # all ranks came back: nobody writes any more
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         self.on_first("choosing the best", lambda: self._update_best(final))
@@ -98,14 +100,6 @@ class Checkpoints:
         if self.owned is not None:
             self.owned()
         _make_empty(partial)
-
-    def _is_owned(self) -> bool:
-        try:
-            if self.owned is not None:
-                self.owned()
-        except RunError:
-            return False
-        return True
 
     def _seal(self, partial: Path, files: dict[str, Entry], record: Mapping[str, Any]) -> None:
         seal(partial, files, record)
@@ -201,14 +195,17 @@ class Checkpoints:
             value = act()
         except Exception as error:  # whatever it is, the other ranks must hear of it, not wait
             cause = error
-        outcomes = self._gather(doing, (value, cause and f"{type(cause).__name__}: {cause}"))
-        failed = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why]
+        taken = str(cause) if isinstance(cause, FolderLostError) else ""
+        outcomes = self._gather(doing, (value, cause and f"{type(cause).__name__}: {cause}", taken))
+        if taken := next((told for _, _, told in outcomes if told), ""):
+            raise FolderLostError(taken) from cause
+        failed = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(outcomes) if why]
         if failed:
             raise CheckpointError(
                 f"{doing} failed on {len(failed)} of {self.world.size} ranks ({failed[0]}); "
                 f"the older checkpoints in {self.folder} are as they were: fix the cause and start again"
             ) from cause
-        return [value for value, _ in outcomes]
+        return [value for value, _, _ in outcomes]
 
     def _gather(self, doing: str, value: Any) -> list[Any]:
         """Every rank's value; LostError where one is gone, which leaves the folder to the next start. Collective."""

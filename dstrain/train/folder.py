@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 
 from dstrain.config import RunConfig, changed_learning_keys, read_recipe, show_recipe
 from dstrain.config.schema import BatchConfig
-from dstrain.errors import ResumeError, UsageError
+from dstrain.errors import ResumeError, RunError, UsageError
 from dstrain.models.keep import keep_config
 from dstrain.train.inputs import is_allowed
 from dstrain.train.manifest import CheckpointInfo, describe, newest_whole, verify
@@ -88,8 +89,11 @@ def with_tokenizer_of(start: CheckpointInfo | None, config: RunConfig, allowed: 
 
     To train it again would give every id another meaning wherever the data, or the library that trains it, has changed.
     """
-    model, folder = config.model, None if start is None else run_of(start) / "tokenizer"
-    if model.config is None or folder is None or not folder.is_dir() or is_allowed("model.tokenizer", allowed):
+    model = config.model
+    if start is None or model.config is None or is_allowed("model.tokenizer", allowed):
+        return config
+    restore_folder(folder := run_of(start) / "tokenizer")
+    if not folder.is_dir():
         return config
     if (folder / "processor_config.json").is_file():
         own = {} if isinstance(model.processor, str) else {"processor": str(folder), "tokenizer": None}
@@ -138,36 +142,78 @@ def write_start(run_dir: Path, config: RunConfig, ds_config: Mapping[str, Any], 
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Have `write` make a folder anew: the old one stays until the new one is whole. `write` may write nothing."""
+    restore_folder(folder)
     new, old = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
     for path in (new, old):
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
     write(new)
     if not new.is_dir():
         return
-    if folder.is_dir():
+    if os.path.lexists(folder):
         os.rename(folder, old)
     os.rename(new, folder)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
+
+
+def restore_folder(folder: Path) -> None:
+    """Give a folder its name back where `replace_folder` was killed between two renames."""
+    old = folder.with_name(f".{folder.name}.old")
+    if old.is_dir() and not os.path.lexists(folder):
+        with contextlib.suppress(OSError):  # another rank was sooner
+            os.rename(old, folder)
+
+
+def _remove(path: Path) -> None:
+    """A folder, or a link to one, which is not followed."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def set_run_aside(run_dir: Path, resume: Resume, world: World) -> None:
     """With `--resume never`, move an earlier run out of the way, into a folder that is a run folder of its own. Collective."""
     if resume.wanted != "never":
         return
-    if world.rank == 0 and any((run_dir / name).exists() for name in ("checkpoints", "metrics.jsonl")):
-        number = 1
-        while (aside := run_dir / f"previous-{number}").exists():
-            number += 1
-        aside.mkdir()
-        for path in sorted(run_dir.iterdir()):
-            if not path.name.startswith((*_STAY, "previous-")):
-                os.rename(path, aside / path.name)
-        print(f"--resume never: the run that was here is in {aside} now", flush=True)
-    world.barrier()
+    fault = ""
+    try:
+        if world.rank == 0:
+            _set_aside(run_dir)
+    except OSError as error:
+        fault = (
+            f"--resume never: the earlier run in {run_dir} cannot be moved aside ({error.strerror}); move it yourself"
+        )
+    if fault := world.broadcast(fault):
+        raise RunError(fault)
 
 
-_STAY = (".workers", "logs", ".probe-", ".shared-", "nvme")
-"""What belongs to the launch in a run folder, not to the run."""
+def _set_aside(run_dir: Path) -> None:
+    if not any((run_dir / name).exists() for name in ("checkpoints", "metrics.jsonl")):
+        return
+    number = 1
+    while (aside := run_dir / f"previous-{number}").exists():
+        number += 1
+    aside.mkdir()
+    # What says that there is a run goes last: a start that was killed here moves the rest.
+    for path in sorted(run_dir.iterdir(), key=lambda path: path.name in ("checkpoints", "metrics.jsonl")):
+        if path.name in _OF_A_RUN or path.name.startswith("events.out.tfevents"):
+            os.rename(path, aside / path.name)
+    print(f"--resume never: the run that was here is in {aside} now", flush=True)
+
+
+_OF_A_RUN = (
+    *(
+        "recipe.yaml",
+        "ds_config.json",
+        "environment.json",
+        "events.jsonl",
+        "metrics.jsonl",
+        "checkpoints",
+        "report.html",
+    ),
+    *("tokenizer", "model", "task.py", "wandb", "profile"),
+)
+"""What a run writes into its folder. Logs belong to the launch, and everything else to the user."""
 
 
 def versions() -> dict[str, str]:

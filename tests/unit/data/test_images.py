@@ -72,9 +72,9 @@ JPEG, PNG, WEBP = saved("JPEG"), saved("PNG"), saved("WEBP")
 MIDDLE = len(PNG) // 2
 HARMED = {
     "missing.png": (None, "image not found: .*missing.png .*; check the path"),
-    "cut.jpg": (JPEG[: len(JPEG) // 2], "cut.jpg is damaged or cut off .*truncated.*; fetch it again"),
+    "cut.jpg": (JPEG[: len(JPEG) // 2], "cut.jpg is damaged or cut off .*truncated.*; download it again"),
     "unended.jpg": (JPEG[:-2], "unended.jpg is damaged or cut off"),
-    "cut.png": (PNG[:MIDDLE], "cut.png is damaged or cut off .*; fetch it again"),
+    "cut.png": (PNG[:MIDDLE], "cut.png is damaged or cut off .*; download it again"),
     "unended.png": (PNG[:-12], "unended.png is damaged or cut off"),
     "flipped.png": (PNG[:MIDDLE] + bytes([PNG[MIDDLE] ^ 255]) + PNG[MIDDLE + 1 :], "flipped.png is damaged or cut off"),
     "cut.webp": (WEBP[: len(WEBP) // 2], "cut.webp is damaged or cut off"),
@@ -87,7 +87,7 @@ HARMED = {
         "text.png is no image that is known here .it is HTML, SVG or XML; .*; save it as PNG",
     ),
     "program.png": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "program.png is no image that is known"),
-    "empty.png": (b"", "empty.png is empty; fetch it again"),
+    "empty.png": (b"", "empty.png is empty; download it again"),
     "dot.png": (png(1, 1), "dot.png is 1x1 pixels, and an image has two or more either way"),
     "line.png": (png(300, 1), "line.png is 300x1 pixels"),
 }

@@ -178,6 +178,16 @@ def test_it_needs_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             second.take()
 
 
+def test_names_that_are_no_leases_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / ".workers").mkdir()
+    for name in ("lease-000000003.json", "lease-3.json", "lease-٠٠٠٠٠٠٠٩.json", "lease-00000001.json.old"):
+        (tmp_path / ".workers" / name).touch()
+    assert newest(tmp_path / ".workers") == (0, None)
+    (tmp_path / ".workers/lease-00000007.json").symlink_to("nowhere")
+    with pytest.raises(OSError, match="symbolic"):
+        newest(tmp_path / ".workers")
+
+
 @pytest.mark.parametrize("left", [False, True], ids=["free", "left by a launch that ended"])
 def test_of_many_starts_at_once_one_holds_the_folder(left: bool, tmp_path: Path) -> None:
     for _ in range(10):

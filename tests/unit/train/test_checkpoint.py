@@ -20,7 +20,7 @@ import pytest
 
 import dstrain
 from dstrain.batch import Progress
-from dstrain.errors import CheckpointError, RunError
+from dstrain.errors import CheckpointError, FolderLostError
 from dstrain.train import checkpoint as module
 from dstrain.train import manifest
 from dstrain.train.blocks import Entry, write_hashed
@@ -395,10 +395,10 @@ def test_a_launch_that_lost_its_folder_neither_writes_nor_removes_anything_there
     (partial / "of the other launch").touch()
 
     def taken() -> None:
-        raise RunError("another launch took the folder")
+        raise FolderLostError("another launch took the folder")
 
     lost = replace(solo(tmp_path), owned=taken)
-    with pytest.raises(CheckpointError, match="another launch took the folder"):
+    with pytest.raises(FolderLostError, match=r"^another launch took the folder$"):
         save(lost, 3)
     assert [path.name for path in partial.iterdir()] == ["of the other launch"]
 

@@ -15,12 +15,12 @@ from click.testing import CliRunner
 from dstrain.batch import Progress
 from dstrain.cli import main
 from dstrain.commands.find import Wish, resolve_wish
-from dstrain.errors import ResumeError
+from dstrain.errors import ResumeError, RunError
 from dstrain.launch.topology import Worker
 from dstrain.train.blocks import write_hashed
 from dstrain.train.changes import changes
 from dstrain.train.checkpoint import Checkpoints
-from dstrain.train.folder import Resume, recorded_recipe, set_run_aside, write_start
+from dstrain.train.folder import Resume, recorded_recipe, replace_folder, set_run_aside, write_start
 from dstrain.train.manifest import CheckpointInfo
 from dstrain.train.plan import Plan, make_plan
 from dstrain.world import SoloWorld
@@ -216,6 +216,50 @@ def test_changed_data_is_refused_before_anything_starts(tmp_path: Path) -> None:
     assert told.exit_code == 2
     assert "error: data.train: its content is not" in told.output
     assert not logs.exists()
+
+
+def test_never_moves_what_a_run_wrote_and_nothing_of_the_users(tmp_path: Path) -> None:
+    begun(tmp_path)
+    (tmp_path / "run/data").mkdir()
+    (tmp_path / "run/notes.txt").touch()
+    set_run_aside(tmp_path / "run", Resume("never"), SoloWorld())
+    assert (tmp_path / "run/data").is_dir()
+    assert (tmp_path / "run/notes.txt").is_file()
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_what_cannot_be_moved_aside_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.rename", refuse)
+    with pytest.raises(RunError, match=r"--resume never: .* cannot be moved aside \(Permission denied\)"):
+        set_run_aside(tmp_path / "run", Resume("never"), SoloWorld())
+
+
+def test_a_tokenizer_whose_replacement_was_cut_short_is_found_again(tmp_path: Path) -> None:
+    begun(tmp_path)
+    before = plan(tmp_path).task.tokenizer.get_vocab()
+    (tmp_path / "run/tokenizer").rename(tmp_path / "run/.tokenizer.old")
+    assert plan(tmp_path).task.tokenizer.get_vocab() == before
+    assert (tmp_path / "run/tokenizer").is_dir()
+
+
+def test_a_folder_is_replaced_whatever_stands_in_its_place(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "new").touch()
+
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/old").touch()
+    (tmp_path / "tokenizer").symlink_to("elsewhere")
+    for _ in range(2):
+        replace_folder(tmp_path / "tokenizer", write)
+        assert [path.name for path in (tmp_path / "tokenizer").iterdir()] == ["new"]
+    assert (tmp_path / "elsewhere/old").exists(), "a link is not followed"
+    assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "tokenizer"}
 
 
 def test_never_moves_the_earlier_run_into_a_run_folder_of_its_own(tmp_path: Path) -> None:

@@ -1,0 +1,139 @@
+"""What `dstrain train` does around its launch: look at the data once, and leave no folder of a launch that was refused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from dstrain.cli import main
+from dstrain.commands import preflight
+from dstrain.commands.find import Wish
+from dstrain.commands.train import begin_once
+from dstrain.launch.crew import LocalCrew, Program
+from dstrain.launch.worker import LAUNCH_ID
+from dstrain.train import assemble
+from tests.seeing import named_recipe
+
+OWN = """
+from dataclasses import dataclass
+from dstrain.tasks.rm import RewardModel
+
+@dataclass(frozen=True, kw_only=True)
+class Own(RewardModel):
+    def texts(self, record):
+        assert self.tokenizer.eos_token
+        return super().texts(record)
+
+    def convert(self, record):
+        return list(self.texts(record))
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`launch(work, *words)`: the exit code of a launch whose processes do `work(run_dir)` and come to its result."""
+    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    _, values = named_recipe("rm", tmp_path)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    for file in tmp_path.glob("*.jsonl"):
+        os.utime(file, (time.time() - 3600, time.time() - 3600))
+
+    def run(work: Callable[[Path], int], *words: str) -> int:
+        @contextlib.contextmanager
+        def gathered(ready: Any, run_dir: Path) -> Iterator[Any]:
+            yield LocalCrew(Program([], {}), run_dir, ())
+
+        monkeypatch.setattr("dstrain.launch.hosts.gathered", gathered)
+        monkeypatch.setattr("dstrain.launch.supervise.supervise", lambda crew: work(crew.run_dir))
+        words = ("train", str(tmp_path / "recipe.yaml"), "--run-dir", str(tmp_path / "run"), "--num-gpus", "2", *words)
+        told = CliRunner().invoke(main, words)
+        assert told.exception is None or isinstance(told.exception, SystemExit), told.exception
+        return told.exit_code
+
+    return run
+
+
+def write(*files: str) -> Callable[[Path], int]:
+    """Leaves these files in the run folder, and is refused."""
+
+    def work(run_dir: Path) -> int:
+        for name in files:
+            (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+            (run_dir / name).write_text("x")
+        return 2
+
+    return work
+
+
+def test_a_refused_launch_leaves_no_folder_and_one_that_trained_keeps_it(
+    launch: Callable[..., int], tmp_path: Path
+) -> None:
+    assert launch(write("logs/rank-00000.log", "recipe.yaml")) == 2
+    assert not (tmp_path / "run").exists()
+    for file in ("checkpoints/step-00000002/MANIFEST.json", "metrics.jsonl"):
+        assert launch(write(file)) == 2
+        assert (tmp_path / "run" / file).is_file()
+        (tmp_path / "run").rename(tmp_path / f"kept-{Path(file).name}")
+    (tmp_path / "run").mkdir()
+    assert launch(write("logs/rank-00000.log")) == 2
+    assert (tmp_path / "run/logs").is_dir(), "it was there before"
+
+
+def test_records_are_looked_at_once(
+    launch: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dstrain.cache.SETTLED_NS", -1_000_000_000_000)
+    looked: list[int] = []
+    monkeypatch.setattr(preflight, "_check_records", lambda config: looked.append(1))
+    for _ in range(2):
+        launch(lambda run_dir: 1)
+    assert looked == [1]
+    launch(lambda run_dir: 1, "--set", "data.on_error=fail")
+    assert looked == [1, 1]
+    monkeypatch.setattr(preflight, "MOST_BYTES", 10)
+    launch(lambda run_dir: 1, "--set", "data.max_length=47")
+    assert looked == [1, 1], "large files are left to the ranks"
+
+
+def test_a_task_of_ones_own_may_ask_for_its_tokenizer(launch: Callable[..., int], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    assert launch(lambda run_dir: 0, "--task", str(tmp_path / "own.py")) == 0
+
+
+def test_records_of_another_launch_stay_where_records_are_named_by_launch(tmp_path: Path) -> None:
+    folder = tmp_path / ".workers"
+    folder.mkdir()
+    (folder / "rank-00000.other.json").write_text("{}")
+    crew = LocalCrew(Program(["true"], {**os.environ, LAUNCH_ID: "mine"}), tmp_path, range(1))
+    crew.start()
+    crew.end()
+    assert (folder / "rank-00000.other.json").exists()
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_never_counts_once_in_a_job_that_is_started_again(name: str) -> None:
+    wish = Wish(resume="never")
+    assert begin_once(wish, {name: "0"}).resume == "never"
+    assert begin_once(wish, {}).resume == "never"
+    assert begin_once(wish, {name: "1"}).resume == "auto"
+    assert begin_once(Wish(resume="runs/x"), {name: "1"}).resume == "runs/x"
+
+
+def test_bad_data_in_mid_training_is_no_bad_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dstrain.errors import DataError, RunError
+
+    def train(run: Any) -> Any:
+        raise DataError("x.jsonl:7: cannot be used")
+
+    monkeypatch.setattr("dstrain.train.loop.train", train)
+    with pytest.raises(RunError, match=r"^x\.jsonl:7: cannot be used$"):
+        assemble._learned(None)  # type: ignore[arg-type]

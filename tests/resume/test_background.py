@@ -44,7 +44,8 @@ def test_what_is_written_behind_training_is_what_training_would_have_waited_for(
         assert {"state/about.json", "state/rank-00000-000.safetensors"} <= one.keys()
         assert one == other
     told = events(tmp_path / "behind", "saved")
-    assert [event["step"] for event in told if event["step"] != 8] == [2, 4, 6, 9]
+    # Whether 6 landed, and 8 was begun, before the crash in step 8 depends on the machine.
+    assert [event["step"] for event in told if event["step"] not in (6, 8)] == [2, 4, 9]
     assert all(0 < event["stall_seconds"] <= event["seconds"] for event in told)
     lines = (tmp_path / "behind/metrics.jsonl").read_text().splitlines()
     assert any("save_stall_seconds" in json.loads(line) for line in lines)

@@ -88,7 +88,6 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "a file less": lambda folder: (folder / "model-2.safetensors").unlink(),
     "another name": renamed,
     "two files exchanged": exchanged,
-    "an adapter": lambda folder: (folder / "adapter_config.json").write_text("{}"),
 }
 
 

@@ -144,6 +144,8 @@ def test_who_waits_says_for_whom_and_how_long(tmp_path):
 def test_a_builder_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path):
     first = child(tmp_path, 30.0)
     wait_for(tmp_path / "built")
+    while not (tmp_path / "built").read_text():  # made, and not written yet
+        time.sleep(0.01)
     assert [path.name.split(".")[0] for path in tmp_path.glob("*.partial")] == [key_name({"what": "race"})]
     first.send_signal(signal.SIGKILL)
     first.wait(timeout=10)

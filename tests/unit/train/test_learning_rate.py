@@ -33,8 +33,12 @@ def test_each_task_has_its_own(task: str, full: float, adapters: float) -> None:
     assert make_task(RunConfig.model_validate({"task": task, "optim": {"lr": 3e-4}})).recipe.optim.lr == 3e-4
 
 
-def test_a_task_of_one_file_inherits_one() -> None:
-    assert learning_rate(find_task(str(ROOT / "docs/examples/tiny_task.py")), False) == 1e-5
+def test_a_task_of_one_file_has_its_own_or_inherits_one(tmp_path: Path) -> None:
+    text = (ROOT / "docs/examples/tiny_task.py").read_text()
+    assert learning_rate(find_task(str(ROOT / "docs/examples/tiny_task.py")), False) == 1e-2
+    silent = tmp_path / "silent.py"
+    silent.write_text("".join(line for line in text.splitlines(keepends=True) if "learning_rate" not in line))
+    assert learning_rate(find_task(str(silent)), False) == 1e-5
 
 
 def test_what_is_written_down_is_a_number(tmp_path: Path) -> None:
@@ -70,6 +74,7 @@ def test_an_older_run_goes_on_with_the_rate_that_it_began_with(tmp_path: Path) -
     with pytest.raises(ResumeError, match=r"optim\.lr: is 0\.001, but the run was started with 3e-05; put it back"):
         check_resume(run_dir, Resume(), named.config)
     shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "checkpoints").mkdir()
     assert resolve_wish(wish).config.optim.lr == 1e-5, "nothing was learnt with the old one"
 
 

@@ -138,9 +138,10 @@ def write_start(run_dir: Path, config: RunConfig, ds_config: Mapping[str, Any], 
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Have `write` make a folder anew: the old one stays until the new one is whole. `write` may write nothing."""
-    new, old = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
-    for path in (new, old):
-        shutil.rmtree(path, ignore_errors=True)
+    new, old = (folder.with_name(f".{folder.name}.{which}-{secrets.token_hex(4)}") for which in ("new", "old"))
+    for which in ("new", "old"):  # of earlier starts: NFS keeps a folder in which a process has a file open
+        for path in folder.parent.glob(f".{folder.name}.{which}*"):
+            shutil.rmtree(path, ignore_errors=True)
     write(new)
     if not new.is_dir():
         return

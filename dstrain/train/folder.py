@@ -153,18 +153,45 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 def set_run_aside(run_dir: Path, resume: Resume, world: World) -> None:
     """With `--resume never`, move an earlier run out of the way, into a folder that is a run folder of its own. Collective."""
-    if resume.wanted != "never":
-        return
-    if world.rank == 0 and any((run_dir / name).exists() for name in ("checkpoints", "metrics.jsonl")):
-        number = 1
-        while (aside := run_dir / f"previous-{number}").exists():
-            number += 1
-        aside.mkdir()
-        for path in sorted(run_dir.iterdir()):
-            if not path.name.startswith((*_STAY, "previous-")):
-                os.rename(path, aside / path.name)
-        print(f"--resume never: the run that was here is in {aside} now", flush=True)
+    if world.rank == 0:
+        _set_aside(run_dir, resume.wanted == "never")
     world.barrier()
+
+
+def _set_aside(run_dir: Path, asked: bool) -> None:
+    """Into `.previous`, which gets its number when all is there. What an interrupted start began is finished, asked or not."""
+    aside, checkpoints = run_dir / ".previous", run_dir / "checkpoints"
+    begun = aside.is_dir()
+    if begun and asked and os.path.lexists(checkpoints) and any(aside.iterdir()):
+        _number(aside)  # of an earlier run than the one that is here now
+    elif begun and not asked and os.path.lexists(checkpoints):
+        return
+    if not begun and not (asked and any(os.path.lexists(run_dir / name) for name in ("checkpoints", "metrics.jsonl"))):
+        return
+    aside.mkdir(exist_ok=True)
+    there = [path for path in sorted(run_dir.iterdir()) if not path.name.startswith((*_STAY, "previous-", ".previous"))]
+    for path in sorted(
+        there, key=lambda path: path != checkpoints
+    ):  # first: without them, no start goes on with the run
+        _move(path, aside / path.name)
+    print(f"--resume never: the run that was here is in {_number(aside)} now", flush=True)
+
+
+def _number(aside: Path) -> Path:
+    number = 1
+    while (numbered := aside.with_name(f"previous-{number}")).exists():
+        number += 1
+    os.rename(aside, numbered)
+    return numbered
+
+
+def _move(path: Path, to: Path) -> None:
+    """Into a folder beside the path; a link goes on to lead where it led."""
+    if path.is_symlink() and not os.path.isabs(target := os.readlink(path)):
+        to.symlink_to(os.path.join(os.pardir, target))
+        path.unlink()
+    else:
+        os.rename(path, to)
 
 
 _STAY = (".workers", "logs", ".probe-", ".shared-", "nvme")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -77,6 +78,11 @@ class Commands(click.Group):
         except DstrainError as error:
             click.echo(f"error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            click.echo(f"error: {error.filename}: is too long for the file system; choose a shorter one", err=True)
+            ctx.exit(UsageError.exit_code)
         except RuntimeError as error:
             if "home directory" not in str(error):  # what pathlib says of ~nobody
                 raise

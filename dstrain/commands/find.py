@@ -139,6 +139,10 @@ def check_run_folder(wish: Wish, name: str) -> None:
         shown = str(folder).encode(errors="surrogateescape").decode(errors="backslashreplace")
         problem = f"--run-dir {shown}: the path is not valid UTF-8, and logs and trackers hold it"
         raise UsageError(f"{problem}; rename the folder, or choose another") from None
+    checkpoints = folder / "checkpoints"
+    if (checkpoints.is_symlink() or _is_there(checkpoints)) and not checkpoints.is_dir():
+        problem = "is a link to a folder that is not there" if checkpoints.is_symlink() else "is not a folder"
+        raise UsageError(f"{checkpoints}: {problem}; mount the disk, or move it away")
     if wish.run_dir is None or any(_is_there(folder / mark) for mark in ("environment.json", "checkpoints")):
         return
     problem = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -155,30 +156,57 @@ def cached_store(
     One process builds, in a folder that is renamed when it is whole; the others wait for its lock, telling
     every `every` seconds for whom. Never a collective: it may take longer than a process group waits.
     """
-    from filelock import FileLock, Timeout
-
     place = folder / key_name(key)
     if (store := _whole(place, echo)) is not None:
         return store
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock, owner = FileLock(f"{place}.lock"), Path(f"{place}.owner")
-        while True:
-            try:
-                lock.acquire(timeout=every, poll_interval=_POLL_SECONDS)
-                break
-            except Timeout:
-                echo(f"waiting for the token cache {place}, {_read_owner(owner)}")
-        try:
-            owner.write_text(json.dumps([os.getpid(), socket.gethostname(), time.time()]), encoding="utf-8")
+        with _alone(place, echo, every):
             store = _whole(place, lambda line: None)
             return _build(place, key, build) if store is None else store
-        finally:
-            owner.unlink(missing_ok=True)
-            lock.release()
     except OSError as fault:
         mend = "where that folder is full or read-only, set DSTRAIN_CACHE to another"
         raise DataError(f"the token cache {place} cannot be built: {fault}; {mend}") from fault
+
+
+@contextlib.contextmanager
+def _alone(place: Path, echo: Callable[[str], None], every: float) -> Iterator[None]:
+    """Inside, this process holds the store's lock; or none, where the file system has no locks: see `_build`."""
+    from filelock import FileLock, Timeout
+
+    lock, owner = FileLock(f"{place}.lock"), Path(f"{place}.owner")
+    if why := _lock_fault(Path(f"{place}.lock")):
+        echo(f"{place.parent} has no file locks ({why}): processes that start at the same time each build {place.name}")
+        yield
+        return
+    while True:
+        try:
+            lock.acquire(timeout=every, poll_interval=_POLL_SECONDS)
+            break
+        except Timeout:
+            echo(f"waiting for the token cache {place}, {_read_owner(owner)}")
+    try:
+        owner.write_text(json.dumps([os.getpid(), socket.gethostname(), time.time()]), encoding="utf-8")
+        yield
+    finally:
+        owner.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it ends with the process
+            lock.release()
+
+
+def _lock_fault(path: Path) -> str:
+    """What the system says to a lock where it has none; empty where it has. (filelock 3 waits for ever in that case.)"""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as fault:
+        return (fault.strerror or str(fault)) if fault.errno in _NO_LOCKS else ""
+    finally:
+        os.close(descriptor)
+    return ""
+
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 
 @contextlib.contextmanager

@@ -11,54 +11,41 @@ this host is looked up; a holder on another host counts as alive while its heart
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
-import re
 import secrets
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from dstrain.errors import FolderLostError, ResumeError, one_line
 from dstrain.launch.facts import machine
+from dstrain.launch.lease_file import (
+    MOST_BYTES,
+    OVER,
+    Holder,
+    beat_text,
+    launch_of,
+    lease_path,
+    make,
+    newest,
+    number_of,
+    parse,
+)
 from dstrain.launch.processes import alive, start_time
 from dstrain.launch.worker import record_folder
 
-_NAME = re.compile(r"lease-([0-9]{8,18})\.json")
 BEAT_SECONDS = 3.0
 PATIENCE_SECONDS = 15.0
 """A holder on another host whose heartbeat stands still for this long is gone."""
 _POLL_SECONDS = 0.25
-_READ_AGAIN_SECONDS = 0.01
 _TRIES = 20
-_MOST_BYTES = 64 * 1024
-
-
-@dataclass(frozen=True)
-class Holder:
-    """What the file says."""
-
-    launch: str
-    host: str
-    machine: str
-    pid: int
-    started: str
-    """Of the process, in the kernel's clock ticks after its boot: a pid is given again."""
-    since: str
-    """Local time, for people."""
-    folder: int
-    """Inode of the run folder: a copy of it is held by nobody."""
-    beat: str
-
-    def __str__(self) -> str:
-        return one_line(f"process {self.pid} on {self.host}, since {self.since}")
 
 
 class Lease:
@@ -105,7 +92,7 @@ class Lease:
         self._thread.join(timeout=2 * BEAT_SECONDS)
         self._thread = None
         with contextlib.suppress(OSError):
-            self._write_beat(_OVER)
+            self._write_beat(OVER)
 
     def _try(self, patience: float) -> bool:
         """Whether the folder is held now; False where another start was sooner, and it is to be looked at again."""
@@ -117,20 +104,17 @@ class Lease:
             number, content = newest(self._folder)
             if content is not None and not self._is_free(content, patience):
                 return False
-            if not _make(temporary, self._path(number + 1)):
+            if not make(temporary, lease_path(self._folder, number + 1)):
                 return False
             self._number = number + 1
             if newest(self._folder)[0] != self._number:  # this start was asleep for long, and others came and went
-                self._path(self._number).unlink(missing_ok=True)
+                lease_path(self._folder, self._number).unlink(missing_ok=True)
                 return False
         finally:
             temporary.unlink(missing_ok=True)
-        for older in (path for path in self._folder.glob("lease-*.json") if _number(path.name) < self._number):
+        for older in (path for path in self._folder.glob("lease-*.json") if number_of(path.name) < self._number):
             older.unlink(missing_ok=True)
         return True
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"lease-{number:08d}.json"
 
     def _own(self) -> bytes:
         own = Holder(
@@ -141,14 +125,14 @@ class Lease:
             started=start_time(os.getpid()),
             since=time.strftime("%Y-%m-%d %H:%M:%S"),
             folder=self.run_dir.stat().st_ino,
-            beat=_beat(0),
+            beat=beat_text(0),
         )
         return json.dumps(asdict(own)).encode()
 
     def _is_free(self, content: bytes, patience: float) -> bool:
         """Whether it was given back or its holder is gone; False where it changed hands meanwhile. Raises ResumeError where it is held."""
-        holder = _parse(content)
-        if holder is not None and (holder.beat == _OVER or self._is_gone(holder)):
+        holder = parse(content)
+        if holder is not None and (holder.beat == OVER or self._is_gone(holder)):
             return True
         return self._stands_still(content, holder, patience)
 
@@ -172,8 +156,8 @@ class Lease:
             _, now = newest(self._folder)
             if now == content:
                 continue
-            found = _parse(now or b"")
-            if found is None or found.launch != _launch_of(content) or found.beat == _OVER:
+            found = parse(now or b"")
+            if found is None or found.launch != launch_of(content) or found.beat == OVER:
                 return False
             raise self._refusal(found)
         return True
@@ -197,103 +181,51 @@ class Lease:
 
     def _beat_once(self, count: int) -> str:
         """Count up; a sentence where another launch has taken the folder."""
-        number, content = newest(self._folder)
-        if number > self._number and (holder := _parse(content or b"")) is not None:
+        try:
+            number, content = newest(self._folder)
+        except FileNotFoundError:
+            self._folder.mkdir()  # someone removed it; raises where the run folder is gone too
+            number, content = 0, None
+        if (holder := parse(content or b"")) is not None and holder.launch != self.launch:
             return taken_over(self.run_dir, holder)
         if number == self._number:
-            self._write_beat(_beat(count))
+            self._write_beat(beat_text(count))
         elif number == 0:  # someone emptied the folder
-            self._path(self._number).write_bytes(self._own())
+            lease_path(self._folder, self._number).write_bytes(self._own())
         return ""
 
     def _write_beat(self, beat: str) -> None:
         """In place, and only where the file is there: it is removed by who takes the folder."""
-        descriptor = os.open(self._path(self._number), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(lease_path(self._folder, self._number), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         with os.fdopen(descriptor, "r+b", buffering=0) as file:
-            content = file.read(_MOST_BYTES)
-            if (holder := _parse(content)) is not None and holder.launch == self.launch:
+            content = file.read(MOST_BYTES)
+            if (holder := parse(content)) is not None and holder.launch == self.launch:
                 os.pwrite(file.fileno(), content.replace(holder.beat.encode(), beat.encode()), 0)
 
 
 def check_lease(run_dir: Path, launch: str) -> None:
-    """Raise FolderLostError where another launch than this one holds the folder; `launch`: empty where nobody took it."""
+    """Raise FolderLostError where another launch than this one holds the folder, or it is gone; `launch`: empty where nobody took it."""
     if not launch:
         return
     with contextlib.suppress(OSError):
-        found = _parse(newest(record_folder(run_dir))[1] or b"")
+        found = _found(run_dir)
         if found is not None and found.launch != launch:
             raise FolderLostError(taken_over(run_dir, found))
+
+
+def _found(run_dir: Path) -> Holder | None:
+    """The holder, as the newest lease says it. Raises FolderLostError where the run folder is gone."""
+    try:
+        return parse(newest(record_folder(run_dir))[1] or b"")
+    except FileNotFoundError:
+        if os.path.lexists(run_dir):
+            return None
+    raise FolderLostError(
+        f"{run_dir} is not there any more: it was moved or removed while this launch wrote into it; "
+        "put it back and start again"
+    )
 
 
 def taken_over(run_dir: Path, holder: Holder | None) -> str:
     """The sentence with which a launch ends that has lost its folder."""
     return f"another launch took {run_dir} over ({holder}); this one ends and writes nothing more into it"
-
-
-def newest(folder: Path) -> tuple[int, bytes | None]:
-    """The highest number and what its file says; 0 and None where there is none. Raises OSError where it cannot be read."""
-    number = 0
-    for _ in range(_TRIES):
-        number = max((_number(name) for name in os.listdir(folder)), default=0)
-        if not number:
-            return 0, None
-        try:
-            # Opened anew: a network file system then asks its server.
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            with os.fdopen(os.open(folder / f"lease-{number:08d}.json", flags), "rb") as file:
-                return number, file.read(_MOST_BYTES)
-        except FileNotFoundError:  # a higher one is there now
-            time.sleep(_READ_AGAIN_SECONDS)
-    return number, b""  # listed, and never there: as a file that says nothing
-
-
-def _number(name: str) -> int:
-    found = _NAME.fullmatch(name)
-    number = int(found[1]) if found else 0
-    return number if name == f"lease-{number:08d}.json" else 0
-
-
-def _parse(content: bytes) -> Holder | None:
-    try:
-        holder = Holder(**json.loads(content))
-    except (ValueError, TypeError, RecursionError):
-        return None
-    kinds = Holder.__dataclass_fields__.values()
-    return holder if all(type(getattr(holder, kind.name)).__name__ == kind.type for kind in kinds) else None
-
-
-def _launch_of(content: bytes | None) -> str | None:
-    holder = _parse(content) if content is not None else None
-    return holder.launch if holder else None
-
-
-def _beat(count: int) -> str:
-    """Of one width, so that it can be written in place."""
-    return f"beat-{count:012d}"
-
-
-_OVER = "given-back".ljust(len(_beat(0)), "-")
-"""The heartbeat of a lease that its holder gave back."""
-
-
-def _make(temporary: Path, file: Path) -> bool:
-    """Give a file its second name; False where that is taken."""
-    try:
-        os.link(temporary, file)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
-            raise
-        return _copy_exclusively(temporary, file)  # a file system without hard links
-    return True
-
-
-def _copy_exclusively(temporary: Path, file: Path) -> bool:
-    try:
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    except FileExistsError:
-        return False
-    with os.fdopen(descriptor, "wb") as opened:
-        opened.write(temporary.read_bytes())
-    return True

@@ -59,10 +59,15 @@ def strict(value: Any) -> Any:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk, after a rename."""
+    """Have the names in a folder on the disk, after a rename, where the file system can (some network ones cannot)."""
     descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 class Journal:

@@ -1,6 +1,6 @@
 """Which checkpoint `best`, `last` or a number means.
 
-`best` is a link where dstrain made it. `cp -rL`, zip and most object stores turn best -> step-00000200 into a second copy of
+`best` is a link where dstrain made it and the file system has links. `cp -rL`, zip and most object stores turn best -> step-00000200 into a second copy of
 the folder, or into a file that holds the text `step-00000200`.
 """
 
@@ -69,14 +69,19 @@ def best_checkpoint(folder: Path) -> Path | None:
 
 
 def point_best(folder: Path, step: int) -> None:
-    """Have `best` be a link to the checkpoint of this step. Raises CheckpointError where that one is not whole."""
+    """Have `best` be a link to the checkpoint of this step, or a file that names it. Raises CheckpointError where that one is not whole."""
     name = f"step-{step:08d}"
     if (folder / BEST).is_symlink() and os.readlink(folder / BEST) == name:
         return
     if fault := verify(folder / name, read_all=False):
         raise CheckpointError(f"{name} cannot be the best: {fault}")
     (folder / "best.new").unlink(missing_ok=True)
-    (folder / "best.new").symlink_to(name)
+    try:
+        (folder / "best.new").symlink_to(name)
+    except OSError:  # a file system without symbolic links (exFAT, SMB), each of which says so in its own way
+        if not (folder / BEST).is_dir() and best_name(folder) == name:
+            return
+        (folder / "best.new").write_text(f"{name}\n", encoding="utf-8")
     _clear_folder(folder / BEST)
     os.replace(folder / "best.new", folder / BEST)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
 import shutil
 import time
@@ -39,6 +38,7 @@ from dstrain.train.manifest import (
     step_of,
     verify,
 )
+from dstrain.train.on_nfs import free_name, remove_folder, rename
 from dstrain.train.roll import unnamed
 from dstrain.world import World
 
@@ -228,17 +228,17 @@ OURS = re.compile(r"(superseded-\d+-)?step-\d{8,}(\.old)?")
 
 
 def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)  # raises where something of an older one could not be removed
+    free_name(folder)
+    folder.mkdir(parents=True)
 
 
 def _commit(partial: Path, final: Path) -> None:
     """Give the checkpoint its name. The one it replaces stands aside, findable, until that is done."""
     old = final.with_suffix(".old")
     if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(final, old)
-    os.rename(partial, final)
+        free_name(old)
+        rename(final, old)
+    rename(partial, final)
     sync_folder(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -246,8 +246,8 @@ def _commit(partial: Path, final: Path) -> None:
 def discard(path: Path) -> None:
     """Take the name away first: a checkpoint half removed must not look like one."""
     aside = path.with_suffix(".partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(path, aside)
+    free_name(aside)
+    rename(path, aside)
     shutil.rmtree(aside, ignore_errors=True)  # what a reader holds open on NFS goes with the next clean()
 
 
@@ -258,9 +258,8 @@ def _clean(folder: Path) -> list[str]:
         if path.suffix not in (".partial", ".old") or not OURS.fullmatch(successor.name):
             continue  # the user's
         if path.suffix == ".old" and not successor.exists():
-            os.rename(path, successor)
-        else:
-            shutil.rmtree(path)
+            rename(path, successor)
+        elif remove_folder(path):
             removed.append(path.name)
     (folder / "best.new").unlink(missing_ok=True)
     return removed
@@ -271,5 +270,5 @@ def _set_aside(folder: Path, start: CheckpointInfo) -> list[str]:
         return []
     newer = [folder / name for name in step_folders(folder) if step_of(name) > start.step]
     for path in newer:
-        os.rename(path, folder / f"superseded-{time.time_ns()}-{path.name}")
+        rename(path, folder / f"superseded-{time.time_ns()}-{path.name}")
     return [path.name for path in newer]

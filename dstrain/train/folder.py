@@ -143,9 +143,10 @@ def write_start(run_dir: Path, config: RunConfig, ds_config: Mapping[str, Any], 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Have `write` make a folder anew: the old one stays until the new one is whole. `write` may write nothing."""
     restore_folder(folder)
-    new, old = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
-    for path in (new, old):
-        _remove(path)
+    new, old = (folder.with_name(f".{folder.name}.{which}-{secrets.token_hex(4)}") for which in ("new", "old"))
+    for which in ("new", "old"):  # of earlier starts: NFS keeps a folder in which a process has a file open
+        for path in folder.parent.glob(f".{folder.name}.{which}*"):
+            _remove(path)
     write(new)
     if not new.is_dir():
         return
@@ -157,10 +158,10 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 def restore_folder(folder: Path) -> None:
     """Give a folder its name back where `replace_folder` was killed between two renames."""
-    old = folder.with_name(f".{folder.name}.old")
-    if old.is_dir() and not os.path.lexists(folder):
+    kept = sorted(folder.parent.glob(f".{folder.name}.old*"))
+    if kept and not os.path.lexists(folder):
         with contextlib.suppress(OSError):  # another rank was sooner
-            os.rename(old, folder)
+            os.rename(kept[-1], folder)
 
 
 def _remove(path: Path) -> None:
@@ -173,46 +174,60 @@ def _remove(path: Path) -> None:
 
 def set_run_aside(run_dir: Path, resume: Resume, world: World) -> None:
     """With `--resume never`, move an earlier run out of the way, into a folder that is a run folder of its own. Collective."""
-    if resume.wanted != "never":
-        return
     fault = ""
     try:
         if world.rank == 0:
-            _set_aside(run_dir)
+            _set_aside(run_dir, resume.wanted == "never")
     except OSError as error:
-        fault = (
-            f"--resume never: the earlier run in {run_dir} cannot be moved aside ({error.strerror}); move it yourself"
-        )
+        why = f"cannot be moved aside ({error.strerror})"
+        fault = f"--resume never: the earlier run in {run_dir} {why}; move it yourself"
     if fault := world.broadcast(fault):
         raise RunError(fault)
 
 
-def _set_aside(run_dir: Path) -> None:
-    if not any((run_dir / name).exists() for name in ("checkpoints", "metrics.jsonl")):
+def _set_aside(run_dir: Path, asked: bool) -> None:
+    """Into `.previous`, which gets its number when all is there. What an interrupted start began is finished, asked or not."""
+    aside, checkpoints = run_dir / ".previous", run_dir / "checkpoints"
+    begun = aside.is_dir()
+    if begun and asked and os.path.lexists(checkpoints) and any(aside.iterdir()):
+        _number(aside)  # of an earlier run than the one that is here now
+    elif begun and not asked and os.path.lexists(checkpoints):
         return
+    if not begun and not (asked and any(os.path.lexists(run_dir / name) for name in ("checkpoints", "metrics.jsonl"))):
+        return
+    aside.mkdir(exist_ok=True)
+    names = sorted(
+        os.listdir(run_dir), key=lambda name: name != "checkpoints"
+    )  # first: no start goes on with the run then
+    for name in names:
+        if name in _OF_A_RUN or name.startswith("events.out.tfevents"):
+            _move(run_dir / name, aside / name)
+    print(f"--resume never: the run that was here is in {_number(aside)} now", flush=True)
+
+
+def _number(aside: Path) -> Path:
     number = 1
-    while (aside := run_dir / f"previous-{number}").exists():
+    while (numbered := aside.with_name(f"previous-{number}")).exists():
         number += 1
-    aside.mkdir()
-    # What says that there is a run goes last: a start that was killed here moves the rest.
-    for path in sorted(run_dir.iterdir(), key=lambda path: path.name in ("checkpoints", "metrics.jsonl")):
-        if path.name in _OF_A_RUN or path.name.startswith("events.out.tfevents"):
-            os.rename(path, aside / path.name)
-    print(f"--resume never: the run that was here is in {aside} now", flush=True)
+    os.rename(aside, numbered)
+    return numbered
 
 
+def _move(path: Path, to: Path) -> None:
+    """Into a folder beside the path; a link goes on to lead where it led."""
+    if path.is_symlink() and not os.path.isabs(target := os.readlink(path)):
+        to.symlink_to(os.path.join(os.pardir, target))
+        path.unlink()
+    else:
+        os.rename(path, to)
+
+
+# fmt: off
 _OF_A_RUN = (
-    *(
-        "recipe.yaml",
-        "ds_config.json",
-        "environment.json",
-        "events.jsonl",
-        "metrics.jsonl",
-        "checkpoints",
-        "report.html",
-    ),
-    *("tokenizer", "model", "task.py", "wandb", "profile"),
+    "recipe.yaml", "ds_config.json", "environment.json", "events.jsonl", "metrics.jsonl", "checkpoints", "report.html",
+    "tokenizer", "model", "task.py", "wandb", "profile",
 )
+# fmt: on
 """What a run writes into its folder. Logs belong to the launch, and everything else to the user."""
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -174,6 +176,32 @@ def test_where_the_lock_keeps_nobody_out_each_builds_and_all_take_the_first(tmp_
     assert [racer.communicate(timeout=30) for racer in racers] == [("2 [3] False\n", "")] * 3
     assert (tmp_path / "built").read_text() == "xxx"
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [key_name({"what": "race"})]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_file_system_without_locks_is_no_fault(tmp_path, monkeypatch, code):
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    told = []
+    assert len(cached_store(tmp_path, KEY, build, told.append)) == 7
+    assert len(cached_store(tmp_path, KEY, build, told.append)) == 7
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == [key_name(KEY)]
+    assert len(told) == 1
+    assert "has no file locks" in told[0]
+
+
+def test_a_lock_that_cannot_be_given_back_does_not_spoil_what_was_built(tmp_path, monkeypatch):
+    flock = fcntl.flock
+
+    def refuse(descriptor, operation):
+        if operation == fcntl.LOCK_UN:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert len(cached_store(tmp_path, KEY, build)) == 7
 
 
 def test_partial_folders_of_the_dead_are_removed_and_of_the_living_left(tmp_path):

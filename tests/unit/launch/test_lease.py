@@ -19,7 +19,8 @@ from click.testing import CliRunner
 from dstrain.cli import main
 from dstrain.errors import ResumeError, RunError
 from dstrain.launch import lease as module
-from dstrain.launch.lease import Holder, Lease, check_lease, newest
+from dstrain.launch.lease import Lease, check_lease
+from dstrain.launch.lease_file import Holder, newest
 from dstrain.launch.processes import start_time
 
 

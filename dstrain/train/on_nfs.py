@@ -1,0 +1,39 @@
+"""Removing and renaming folders where a network file system keeps what others have open, and may answer twice."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from pathlib import Path
+
+
+def free_name(path: Path) -> None:
+    """Have nothing under this name: what a reader has open stays on NFS, and is set aside for the next clean()."""
+    if not remove_folder(path):
+        name = path.name[path.name.index("step-") :].removesuffix(".partial")
+        rename(path, path.with_name(f"superseded-{time.time_ns()}-{name}.partial"))
+
+
+def remove_folder(path: Path) -> bool:
+    """Remove a folder; False where NFS keeps a file in it (.nfs*) that a process has open. Raises OSError."""
+    shutil.rmtree(path, ignore_errors=True)
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
+
+
+def rename(path: Path, to: Path) -> None:
+    """Rename, where `to` is free. An NFS client that asks twice for a lost answer hears that `path` is not there."""
+    try:
+        os.rename(path, to)
+    except FileNotFoundError:
+        if path.exists() or not to.exists():
+            raise

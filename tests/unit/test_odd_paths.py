@@ -1,0 +1,58 @@
+"""Paths that the command line takes and the file system does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dstrain.cli import main
+
+LONG = "ä" * 128
+"""256 bytes, and half as many letters."""
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("init", "rm", "--to", LONG),
+        ("train", "demo-rm", "--dry-run", "--run-dir", LONG),
+        ("train", "demo-rm", "--dry-run", "--set", "model.config=null", "--set", f"model.path=./{LONG}"),
+    ],
+    ids=["init", "run folder", "model"],
+)
+def test_a_name_that_is_too_long_is_said_in_a_sentence(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = run(*words)
+    assert told.exit_code == 2
+    assert f"{LONG}" in told.output
+    assert "is too long for the file system; choose a shorter one" in told.output
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_checkpoints_that_are_no_folder_are_refused_before_the_launch(kind: str, tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    place.mkdir()
+    if kind == "link":
+        (place / "checkpoints").symlink_to(tmp_path / "disk")
+    else:
+        (place / "checkpoints").write_text("")
+    told = run("train", "demo-rm", "--dry-run", "--run-dir", place)
+    assert told.exit_code == 2
+    said = "is a link to a folder that is not there" if kind == "link" else "is not a folder"
+    assert f"error: {place}/checkpoints: {said}" in told.output
+
+
+def test_checkpoints_may_be_a_link_to_another_disk(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to("../disk")
+    told = run("train", "demo-rm", "--dry-run", "--run-dir", tmp_path / "run")
+    assert told.exit_code == 0, told.output

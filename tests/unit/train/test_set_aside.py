@@ -1,0 +1,72 @@
+"""`--resume never` moves an earlier run out of the way, also where it is interrupted or the run lies on two disks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.train.folder import Resume, set_run_aside
+from dstrain.world import SoloWorld
+
+FILES = ("recipe.yaml", "metrics.jsonl", "events.jsonl")
+
+
+def begun(run: Path) -> None:
+    (run / "checkpoints/step-00000001").mkdir(parents=True)
+    (run / ".workers").mkdir()
+    for name in FILES:
+        (run / name).write_text(name)
+
+
+@pytest.mark.parametrize("then", ["never", "auto"])
+@pytest.mark.parametrize("at", range(5))
+def test_an_interrupted_move_is_finished_by_the_next_start(
+    at: int, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(tmp_path)
+    rename, left = os.rename, [None] * at
+
+    def killed(*arguments: Any) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        rename(*arguments)
+
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        set_run_aside(tmp_path, Resume("never"), SoloWorld())
+    monkeypatch.setattr(os, "rename", rename)
+    if at == 0 and then == "auto":  # the run is whole: it goes on
+        set_run_aside(tmp_path, Resume(then), SoloWorld())
+        assert (tmp_path / "checkpoints/step-00000001").is_dir()
+        assert all((tmp_path / name).is_file() for name in FILES)
+        return
+    set_run_aside(tmp_path, Resume(then), SoloWorld())
+    assert {path.name for path in tmp_path.iterdir()} == {".workers", "previous-1"}
+    assert {path.name for path in (tmp_path / "previous-1").iterdir()} == {"checkpoints", *FILES}
+
+
+def test_a_run_that_began_after_an_interrupted_move_is_kept_apart(tmp_path: Path) -> None:
+    begun(tmp_path)
+    (tmp_path / ".previous").mkdir()
+    (tmp_path / "checkpoints").rename(tmp_path / ".previous/checkpoints")
+    (tmp_path / "checkpoints/step-00000007").mkdir(parents=True)
+    set_run_aside(tmp_path, Resume("auto"), SoloWorld())
+    assert (tmp_path / "checkpoints/step-00000007").is_dir()
+    set_run_aside(tmp_path, Resume("never"), SoloWorld())
+    assert (tmp_path / "previous-1/checkpoints/step-00000001").is_dir()
+    assert (tmp_path / "previous-2/checkpoints/step-00000007").is_dir()
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_checkpoints_on_another_disk_are_found_from_where_the_link_is_moved(absolute: bool, tmp_path: Path) -> None:
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    begun(run)
+    (run / "checkpoints").rename(disk)
+    (run / "checkpoints").symlink_to(disk if absolute else "../disk")
+    set_run_aside(run, Resume("never"), SoloWorld())
+    assert (run / "previous-1/checkpoints/step-00000001").is_dir()
+    assert not os.path.lexists(run / "checkpoints")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from dstrain import __version__
-from dstrain.errors import DstrainError, UsageError
+from dstrain.errors import DstrainError, UsageError, fault_of_system
 from dstrain.options import (
     CHOICE,
     LAUNCH_OPTIONS,
@@ -77,11 +77,11 @@ class Commands(click.Group):
         except DstrainError as error:
             click.echo(f"error: {error}", err=True)
             ctx.exit(error.exit_code)
-        except RuntimeError as error:
-            if "home directory" not in str(error):  # what pathlib says of ~nobody
+        except (RuntimeError, FileNotFoundError, BlockingIOError) as error:
+            if (fault := fault_of_system(error)) is None:
                 raise
-            click.echo("error: a path begins with ~, and no home folder is known; write it out, or set HOME", err=True)
-            ctx.exit(UsageError.exit_code)
+            click.echo(f"error: {fault}", err=True)
+            ctx.exit(fault.exit_code)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

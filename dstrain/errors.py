@@ -18,6 +18,8 @@ An error is a sentence: what was asked, what is true, what to do.
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -116,3 +118,19 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     if near:
         return f"did you mean '{one_line(near[0])}'?"
     return f"known here: {one_line(', '.join(sorted(known)))}" if known else "remove it"
+
+
+def fault_of_system(error: Exception) -> DstrainError | None:
+    """What the user or the system can do about an error that no command expects; None where it is of another kind."""
+    if isinstance(error, FileNotFoundError):
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return UsageError("the working folder was removed; change to a folder that exists, and start again")
+    # EAGAIN of fork(2) and of pthread_create(3), and not that of a stream that is full and does not wait.
+    if "can't start new thread" in str(error) or getattr(error, "strerror", "") == os.strerror(errno.EAGAIN):
+        mend = "end others, or raise `ulimit -u` or the container's limit of process IDs, and start again"
+        return RunError(f"this user may start no more processes or threads; {mend}")
+    if "home directory" in str(error):  # what pathlib says of ~nobody
+        return UsageError("a path begins with ~, and no home folder is known; write it out, or set HOME")
+    return None

@@ -142,7 +142,7 @@ def check_run_folder(wish: Wish, name: str) -> None:
     if wish.run_dir is None or any(_is_there(folder / mark) for mark in ("environment.json", "checkpoints")):
         return
     problem = ""
-    if str(folder) in SYSTEM_FOLDERS or folder == Path.home() or str(folder).startswith(("/proc/", "/sys/")):
+    if str(folder) in SYSTEM_FOLDERS | {os.path.expanduser("~")} or str(folder).startswith(("/proc/", "/sys/")):
         problem = "is a folder of the system, and a run has a folder of its own"
     elif folder in (Path.cwd(), *Path.cwd().parents):
         problem = "is the working folder or above it, and a run has a folder of its own"

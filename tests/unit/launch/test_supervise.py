@@ -254,6 +254,23 @@ def test_a_second_signal_ends_everything_at_once(run):
     assert started.left() == []
 
 
+def test_a_reader_that_stands_still_does_not_hold_up_the_watch(run):
+    """`dstrain train ... 2>&1 | less`, or Ctrl-S: the pipe is full when the first signal is answered, and a second one comes."""
+    started = run("work(); time.sleep(60)")
+    started.pids()
+    pipe = os.open(f"/proc/{started.process.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(pipe, b"x")
+    os.close(pipe)
+    started.process.terminate()
+    time.sleep(0.8)
+    started.process.send_signal(signal.SIGINT)
+    wait_until(lambda: started.left() in ([], [started.process.pid]), 8)
+    code, said = started.end()
+    assert (code, "what was not in a checkpoint is lost" in said) == (1, True)
+
+
 def test_a_signal_before_any_worker_ends_at_once(run):
     started = run("", "open('ready-0', 'w').write('0'); import time; time.sleep(60)")
     started.pids(1)

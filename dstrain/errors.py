@@ -20,8 +20,11 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+URL_PASSWORD = re.compile(r"(://[^\s/@:]*:)[^\s/@]+@")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,9 @@ class DstrainError(Exception):
     """Root of the errors dstrain raises on purpose."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return without_password(super().__str__())
 
 
 class UsageError(DstrainError):
@@ -98,6 +104,11 @@ class LostError(RunError):
 
 class CheckpointError(RunError):
     """A checkpoint cannot be written, read or verified."""
+
+
+def without_password(text: str) -> str:
+    """The text without the passwords of URLs such as https://name:password@host: logs and records are kept and copied."""
+    return URL_PASSWORD.sub(r"\1...@", text)
 
 
 def one_line(text: str) -> str:

@@ -164,6 +164,9 @@ def _report(watch: Watch, crew: Crew, result: Outcome) -> int:
         return result.code
     if not result.message:
         return result.code
+    if watch.asked_at is not None and not crew.records:
+        _say("the signal came before a worker had begun, so there was nothing to save")
+        return result.code
     record = None if result.rank is None else crew.records.get(result.rank)
     told_already = result.rank == 0 and record is not None and record.exit is not None  # rank 0 has the terminal
     own = None if result.rank is None else log_path(crew.run_dir, result.rank)

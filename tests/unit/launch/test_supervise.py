@@ -271,6 +271,20 @@ def test_a_reader_that_stands_still_does_not_hold_up_the_watch(run):
     assert (code, "what was not in a checkpoint is lost" in said) == (1, True)
 
 
+def test_a_worker_that_a_signal_ended_before_it_began_is_no_riddle(run):
+    """It imports for seconds; until then the signal has its usual meaning."""
+    worker = "import os, time; open('ready-0', 'w').write(str(os.getpid())); time.sleep(60)"
+    environment = "{**os.environ, 'RANK': '0', 'LOCAL_RANK': '0'}"
+    started = run(
+        "", f'import os, subprocess, sys\nsubprocess.run([sys.executable, "-c", {worker!r}], env={environment})'
+    )
+    started.pids(1)
+    started.process.terminate()
+    code, said = started.end()
+    assert (code, "before a worker had begun, so there was nothing to save" in said) == (1, True), said
+    assert "no worker lived" not in said
+
+
 def test_a_signal_before_any_worker_ends_at_once(run):
     started = run("", "open('ready-0', 'w').write('0'); import time; time.sleep(60)")
     started.pids(1)

@@ -20,10 +20,11 @@ from click.testing import CliRunner, Result
 
 from dstrain import world
 from dstrain.cli import main
-from dstrain.errors import RunError, fault_of_system
+from dstrain.errors import RunError, UsageError, fault_of_system
 from dstrain.launch import copy_output
 from dstrain.launch.lease import Lease
 from dstrain.tasks import find_task
+from dstrain.train.folder import check_writable
 
 
 def call(*arguments: str) -> Result:
@@ -113,3 +114,18 @@ def test_output_goes_on_over_a_pipe_that_does_not_wait(tmp_path: Path) -> None:
                 copier.stdin.close()
     os.close(read)
     assert received == 300_000
+
+
+@pytest.mark.parametrize("name", ["logs/rank-00001.log", "metrics.jsonl", "checkpoints"])
+def test_a_run_folder_of_the_group_with_files_of_another_user_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda at, mode: Path(at) != path and access(at, mode))
+    with pytest.raises(UsageError, match=f"{name} may not be written by this user; .*--resume {tmp_path}"):
+        check_writable(tmp_path)
+    path.unlink()
+    check_writable(tmp_path)

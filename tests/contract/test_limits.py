@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import socket
 import subprocess
 import sys
 import termios
@@ -129,3 +130,16 @@ def test_a_run_folder_of_the_group_with_files_of_another_user_is_refused(
         check_writable(tmp_path)
     path.unlink()
     check_writable(tmp_path)
+
+
+def test_several_processes_without_loopback_are_refused(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network namespace of its own has loopback, and has it down."""
+
+    def refuse(*arguments: object, **more: object) -> None:
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    words = ["train", str(recipe), "--run-dir", str(recipe.parent / "run"), "--dry-run"]
+    result = call(*words, "--num-gpus", "2")
+    assert (result.exit_code, "ip link set lo up" in result.output) == (2, True), result.output
+    assert call(*words, "--num-gpus", "1").exit_code == 0

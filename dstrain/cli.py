@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -57,6 +58,13 @@ def open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
+def escape_unencodable() -> None:
+    """Have output streams write `\\xfc` for a letter that the locale or PYTHONIOENCODING has not, instead of raising."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or stream.encoding.lower() != "utf-8"):
+            stream.reconfigure(errors="backslashreplace")
+
+
 class Commands(click.Group):
     """Turns errors raised on purpose into one message and their exit code."""
 
@@ -64,6 +72,7 @@ class Commands(click.Group):
 
     def main(self, *args: Any, **more: Any) -> Any:
         open_closed_streams()
+        escape_unencodable()
         return super().main(*args, **more)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
@@ -73,6 +82,9 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            if sys.flags.optimize > 1:
+                problem = "Python runs without docstrings (-OO, PYTHONOPTIMIZE=2), which transformers reads"
+                raise UsageError(f"{problem}; unset PYTHONOPTIMIZE, or set it to 1")
             return super().invoke(ctx)
         except DstrainError as error:
             click.echo(f"error: {error}", err=True)

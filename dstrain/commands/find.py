@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +138,7 @@ def check_run_folder(wish: Wish, name: str) -> None:
     try:
         str(folder).encode()
     except UnicodeEncodeError:
+        check_encoding(folder)
         shown = str(folder).encode(errors="surrogateescape").decode(errors="backslashreplace")
         problem = f"--run-dir {shown}: the path is not valid UTF-8, and logs and trackers hold it"
         raise UsageError(f"{problem}; rename the folder, or choose another") from None
@@ -150,6 +153,15 @@ def check_run_folder(wish: Wish, name: str) -> None:
         problem = f"holds a {found} that is of no run, and a run would write over it"
     if problem:
         raise UsageError(f"--run-dir {wish.run_dir}: {problem}; name another, such as --run-dir runs/first")
+
+
+def check_encoding(path: Path) -> None:
+    """Raise UsageError where it is Python that does not read paths as UTF-8, and not the path that is at fault."""
+    encoding = sys.getfilesystemencoding()
+    with contextlib.suppress(UnicodeDecodeError):
+        if encoding.lower() != "utf-8" and os.fsencode(path).decode("utf-8"):
+            problem = f"is UTF-8, and Python reads paths as {encoding} here"
+            raise UsageError(f"{str(path)!a}: {problem}; set PYTHONUTF8=1, or LC_ALL=C.UTF-8")
 
 
 def _holds_something(path: Path) -> bool:

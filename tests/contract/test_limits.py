@@ -26,6 +26,7 @@ from dstrain.launch import copy_output
 from dstrain.launch.lease import Lease
 from dstrain.tasks import find_task
 from dstrain.train.folder import check_writable
+from tests.workers import ROOT
 
 
 def call(*arguments: str) -> Result:
@@ -143,3 +144,26 @@ def test_several_processes_without_loopback_are_refused(recipe: Path, monkeypatc
     result = call(*words, "--num-gpus", "2")
     assert (result.exit_code, "ip link set lo up" in result.output) == (2, True), result.output
     assert call(*words, "--num-gpus", "1").exit_code == 0
+
+
+LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words", "code", "wanted"),
+    [
+        ({"PYTHONIOENCODING": "latin-1"}, ["init", "rm", "--to", "€.yaml"], 0, "\\u20ac.yaml: fill in"),
+        (LOCALE, ["init", "rm"], 0, "task: rm"),
+        (LOCALE, ["train", "recipe.yaml", "--run-dir", "ü", "--dry-run"], 2, "Python reads paths as ascii here; set PYTHONUTF8=1"),
+        ({"PYTHONOPTIMIZE": "2"}, ["train", "recipe.yaml", "--dry-run"], 2, "unset PYTHONOPTIMIZE, or set it to 1"),
+    ],
+)  # fmt: skip
+def test_what_pythons_variables_forbid_is_said(
+    environment: dict[str, str], words: list[str], code: int, wanted: str, recipe: Path
+) -> None:
+    found = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-m", "dstrain.cli", *words]
+    told = subprocess.run(command, cwd=recipe.parent, env=found, capture_output=True, timeout=120, check=False)
+    output = (told.stdout + told.stderr).decode()
+    assert (told.returncode, wanted in output) == (code, True), output
+    assert "Traceback" not in output

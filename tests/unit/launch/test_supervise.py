@@ -410,3 +410,9 @@ def records(*codes: int | None) -> dict[int, Record]:
 )
 def test_the_exit_code_follows_the_ranks_not_the_launcher(given, ends, launcher, result):
     assert outcome(given, ends, launcher, range(2)) == result
+
+
+def test_a_launcher_killed_before_any_rank_began_points_at_memory() -> None:
+    """As the kernel does in a container whose limit is below what the imports take."""
+    said = outcome({}, {}, -signal.SIGKILL, range(1)).message
+    assert "was killed by SIGKILL (is the host's memory full? see dmesg)" in said

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import io
 import json
 import os
 import sys
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from dstrain import __version__
-from dstrain.errors import DstrainError, UsageError
+from dstrain.errors import DstrainError, UsageError, fault_of_system
 from dstrain.options import (
     CHOICE,
     LAUNCH_OPTIONS,
@@ -58,6 +58,13 @@ def open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
+def escape_unencodable() -> None:
+    """Have output streams write `\\xfc` for a letter that the locale or PYTHONIOENCODING has not, instead of raising."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or stream.encoding.lower() != "utf-8"):
+            stream.reconfigure(errors="backslashreplace")
+
+
 class Commands(click.Group):
     """Turns errors raised on purpose into one message and their exit code."""
 
@@ -65,6 +72,7 @@ class Commands(click.Group):
 
     def main(self, *args: Any, **more: Any) -> Any:
         open_closed_streams()
+        escape_unencodable()
         return super().main(*args, **more)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
@@ -74,20 +82,18 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            if sys.flags.optimize > 1:
+                problem = "Python runs without docstrings (-OO, PYTHONOPTIMIZE=2), which transformers reads"
+                raise UsageError(f"{problem}; unset PYTHONOPTIMIZE, or set it to 1")
             return super().invoke(ctx)
         except DstrainError as error:
             click.echo(f"error: {error}", err=True)
             ctx.exit(error.exit_code)
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
+        except (RuntimeError, OSError) as error:
+            if (fault := fault_of_system(error)) is None:
                 raise
-            click.echo(f"error: {error.filename}: is too long for the file system; choose a shorter one", err=True)
-            ctx.exit(UsageError.exit_code)
-        except RuntimeError as error:
-            if "home directory" not in str(error):  # what pathlib says of ~nobody
-                raise
-            click.echo("error: a path begins with ~, and no home folder is known; write it out, or set HOME", err=True)
-            ctx.exit(UsageError.exit_code)
+            click.echo(f"error: {fault}", err=True)
+            ctx.exit(fault.exit_code)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

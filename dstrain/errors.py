@@ -19,8 +19,13 @@ An error is a sentence: what was asked, what is true, what to do.
 from __future__ import annotations
 
 import difflib
+import errno
+import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+URL_PASSWORD = re.compile(r"(://[^\s/@:]*:)[^\s/@]+@")
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,9 @@ class DstrainError(Exception):
     """Root of the errors dstrain raises on purpose."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return without_password(super().__str__())
 
 
 class UsageError(DstrainError):
@@ -103,6 +111,11 @@ class CheckpointError(RunError):
     """A checkpoint cannot be written, read or verified."""
 
 
+def without_password(text: str) -> str:
+    """The text without the passwords of URLs such as https://name:password@host: logs and records are kept and copied."""
+    return URL_PASSWORD.sub(r"\1...@", text)
+
+
 def one_line(text: str) -> str:
     """The text with what would break a line, or move a terminal's cursor, written as Python writes it."""
     return text if text.isprintable() else "".join(a if a.isprintable() else repr(a)[1:-1] for a in text)
@@ -121,3 +134,21 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     if near:
         return f"did you mean '{one_line(near[0])}'?"
     return f"known here: {one_line(', '.join(sorted(known)))}" if known else "remove it"
+
+
+def fault_of_system(error: Exception) -> DstrainError | None:
+    """What the user or the system can do about an error that no command expects; None where it is of another kind."""
+    if isinstance(error, FileNotFoundError):
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return UsageError("the working folder was removed; change to a folder that exists, and start again")
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UsageError(f"{one_line(str(error.filename))}: is too long for the file system; choose a shorter one")
+    # EAGAIN of fork(2) and of pthread_create(3), and not that of a stream that is full and does not wait.
+    if "can't start new thread" in str(error) or getattr(error, "strerror", "") == os.strerror(errno.EAGAIN):
+        mend = "end others, or raise `ulimit -u` or the container's limit of process IDs, and start again"
+        return RunError(f"this user may start no more processes or threads; {mend}")
+    if "home directory" in str(error):  # what pathlib says of ~nobody
+        return UsageError("a path begins with ~, and no home folder is known; write it out, or set HOME")
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from dstrain.collectives import LEDGER, count_collectives, lost
-from dstrain.errors import LostError
+from dstrain.errors import LostError, RunError
 
 if TYPE_CHECKING:
     import torch
@@ -180,6 +181,14 @@ def join(device: torch.device, timeout: timedelta, store: Any = None) -> None:
             dist.init_process_group(backend, timeout=timeout, store=store, rank=place[0], world_size=place[1])
 
 
+_OF_HOST = {
+    "Unable to find interface": "bring its network interface up (`ip link set lo up` for loopback), or name one in GLOO_SOCKET_IFNAME",
+    "File name too long": "gloo takes host names of up to 63 characters: shorten it, or name a network interface in GLOO_SOCKET_IFNAME",
+    "Resource temporarily unavailable": "raise `ulimit -u`, or the container's limit of process IDs: no more threads can be started",
+}
+"""What gloo says where this host is at fault and no other process, and what to do."""
+
+
 @contextlib.contextmanager
 def _meeting(timeout: timedelta) -> Iterator[None]:
     """Inside, all processes have to come; LostError where one does not."""
@@ -188,6 +197,10 @@ def _meeting(timeout: timedelta) -> Iterator[None]:
         yield
     except RuntimeError as error:
         why = lost(error)
+        if mend := next((mend for text, mend in _OF_HOST.items() if text in str(error)), ""):
+            raise RunError(
+                f"the process group cannot start on {socket.gethostname()} ({why or error}); {mend}"
+            ) from error
         if why is None:
             raise
         at = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +138,7 @@ def check_run_folder(wish: Wish, name: str) -> None:
     try:
         str(folder).encode()
     except UnicodeEncodeError:
+        check_encoding(folder)
         shown = str(folder).encode(errors="surrogateescape").decode(errors="backslashreplace")
         problem = f"--run-dir {shown}: the path is not valid UTF-8, and logs and trackers hold it"
         raise UsageError(f"{problem}; rename the folder, or choose another") from None
@@ -146,7 +149,7 @@ def check_run_folder(wish: Wish, name: str) -> None:
     if wish.run_dir is None or any(_is_there(folder / mark) for mark in ("environment.json", "checkpoints")):
         return
     problem = ""
-    if str(folder) in SYSTEM_FOLDERS or folder == Path.home() or str(folder).startswith(("/proc/", "/sys/")):
+    if str(folder) in SYSTEM_FOLDERS | {os.path.expanduser("~")} or str(folder).startswith(("/proc/", "/sys/")):
         problem = "is a folder of the system, and a run has a folder of its own"
     elif folder in (Path.cwd(), *Path.cwd().parents):
         problem = "is the working folder or above it, and a run has a folder of its own"
@@ -154,6 +157,15 @@ def check_run_folder(wish: Wish, name: str) -> None:
         problem = f"holds a {found} that is of no run, and a run would write over it"
     if problem:
         raise UsageError(f"--run-dir {wish.run_dir}: {problem}; name another, such as --run-dir runs/first")
+
+
+def check_encoding(path: Path) -> None:
+    """Raise UsageError where it is Python that does not read paths as UTF-8, and not the path that is at fault."""
+    encoding = sys.getfilesystemencoding()
+    with contextlib.suppress(UnicodeDecodeError):
+        if encoding.lower() != "utf-8" and os.fsencode(path).decode("utf-8"):
+            problem = f"is UTF-8, and Python reads paths as {encoding} here"
+            raise UsageError(f"{str(path)!a}: {problem}; set PYTHONUTF8=1, or LC_ALL=C.UTF-8")
 
 
 def _holds_something(path: Path) -> bool:

@@ -142,7 +142,7 @@ def check_probes(folder: Path, own: str, sets: Sequence[str]) -> None:
 def _dataset_in_cache(name: str) -> bool:
     """Whether the datasets library has kept it (datasets/config.py, HF_DATASETS_CACHE): no more than its folder is looked for."""
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    place = Path(os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets").expanduser()
+    place = Path(os.path.expanduser(os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets"))
     return (place / name.replace("/", "___")).is_dir()
 
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from dstrain.errors import URL_PASSWORD
+
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -28,7 +30,11 @@ SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API_?)?KEY", re.IGNOREC
 def _variable(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*(=[^\0]*)?", value, re.ASCII):
         raise ValueError("must be the name of an environment variable, or NAME=value")
-    name, given, _ = value.partition("=")
+    name, given, content = value.partition("=")
+    if given and URL_PASSWORD.search(content):
+        raise ValueError(
+            f"{name} holds a URL with a password, and recipes are kept; write the name alone, and set it where you launch"
+        )
     if given and SECRET.search(name):
         raise ValueError(
             f"{name} looks like a secret, and recipes are kept; write the name alone, and set it where you launch"
@@ -42,4 +48,4 @@ Variable = Annotated[str, AfterValidator(_variable)]
 def without_secret(value: Any) -> Any:
     """The value as a message may show it."""
     name, given, _ = value.partition("=") if isinstance(value, str) else ("", "", "")
-    return f"{name}=..." if given and SECRET.search(name) else value
+    return f"{name}=..." if given and (SECRET.search(name) or URL_PASSWORD.search(value)) else value

@@ -38,9 +38,21 @@ def trained_tokenizer(
     key = {"data": source.digest, "texts": getattr(texts, "__qualname__", ""), "vocab_size": vocab_size, "format": 1}
     key |= {} if alphabet == "bytes" else {"alphabet": alphabet}
     place = cache / "tokenizers" / key_name(key)
-    if not place.is_dir():
+    if not _is_there(place):
         _keep(train_tokenizer(_texts(source, texts), vocab_size, alphabet), place)
     return PreTrainedTokenizerFast.from_pretrained(str(place))
+
+
+def _is_there(place: Path) -> bool:
+    """Whether the cache has it. Raises DataError where it cannot be read, such as one that another user keeps for himself."""
+    try:
+        with (place / "tokenizer.json").open("rb"):
+            return True
+    except FileNotFoundError:
+        return False
+    except OSError as fault:
+        mend = "let its owner make it readable, or set DSTRAIN_CACHE to another folder"
+        raise DataError(f"the tokenizer in the cache ({place}) cannot be read ({fault.strerror}); {mend}") from fault
 
 
 def _keep(tokenizer: Any, place: Path) -> None:

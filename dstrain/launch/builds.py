@@ -19,7 +19,8 @@ def extensions_folder(environment: Mapping[str, str]) -> Path:
     """Where torch keeps what it compiles."""
     if folder := environment.get("TORCH_EXTENSIONS_DIR"):
         return Path(folder).expanduser()
-    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "torch_extensions"
+    # As torch does it: a user without a home folder gets `~` itself, and no error.
+    return Path(os.path.expanduser(environment.get("XDG_CACHE_HOME") or "~/.cache")) / "torch_extensions"
 
 
 def settle_build_locks(folder: Path) -> Iterator[str]:

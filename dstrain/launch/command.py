@@ -74,6 +74,8 @@ def prepare_launch(options: LaunchOptions, arguments: list[str], env: Mapping[st
     present = 0 if wants_cpu(env) else gpus_present()
     devices = chosen_devices(options, env, present)
     processes = len(devices) or options.num_gpus or 1
+    if processes > 1:
+        check_loopback()
     port = free_port() if options.master_port is None else options.master_port
     if options.master_port is not None:
         check_port(port)
@@ -201,6 +203,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def check_loopback() -> None:
+    """Raise UsageError where processes of this host cannot reach each other: they would try for timeout_minutes."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        problem = f"several processes meet on 127.0.0.1, which does not answer ({error.strerror or error})"
+        raise UsageError(
+            f"{problem}; bring loopback up (`ip link set lo up`), or start one with --num-gpus 1"
+        ) from None
 
 
 def check_port(port: int) -> None:

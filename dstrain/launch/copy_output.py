@@ -27,7 +27,10 @@ def copy(path: str, offset: int) -> None:
 
 def _write(part: bytes) -> None:
     while part:
-        part = part[os.write(1, part) :]
+        try:
+            part = part[os.write(1, part) :]
+        except BlockingIOError:  # full, and what shares the stream with us made it one that does not wait
+            select.select([], [1], [])
 
 
 if __name__ == "__main__":

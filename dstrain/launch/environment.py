@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,7 +40,8 @@ def travelling(env: Mapping[str, str], wanted: Sequence[str], files: Sequence[Pa
 def environment_files(env: Mapping[str, str]) -> list[Path]:
     """Where DeepSpeed looks for variables that all hosts get."""
     name = env.get("DS_ENV_FILE", ".deepspeed_env")
-    return [path / name for path in (Path("~").expanduser(), Path())]
+    # os.path's, since Path's raises where the user has no home folder, as in a container with an arbitrary user ID.
+    return [path / name for path in (Path(os.path.expanduser("~")), Path())]
 
 
 def read_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:

@@ -33,7 +33,7 @@ ANSWER_SECONDS = 60.0
 _BEATS, _POLLS = 6, 2
 """Beats, and looks for one, in launch.silence_seconds."""
 _LOG_SECONDS = 2.0
-"""For the last sentence: the log may lie on the file system that hangs."""
+"""For a sentence: the log may lie on the file system that hangs."""
 _UNSENT = 1 << 12
 """Bytes that may wait for a rank that is stopped."""
 _AT_ONCE = 64
@@ -137,17 +137,19 @@ def _follow(name: str, silence: float) -> None:
     except OSError:
         pass
     if silent:
-        _say(
+        print_error(
             f"error: the agent of this host has sent no heartbeat for {MISSED * silence:g} s: it is stopped, or it hangs. "
             "Nothing watches over this rank any more, so it ends itself; start the same command again to go on"
         )
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _say(text: str) -> None:
+def print_error(text: str) -> None:
+    """Write a line to the error output; give up, within 2 s, where that cannot be written now: a reader has stopped."""
+
     def write() -> None:
         with contextlib.suppress(OSError):
-            os.write(2, f"{text}\n".encode())
+            os.write(2, f"{text}\n".encode(errors="backslashreplace"))
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()

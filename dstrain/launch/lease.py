@@ -89,7 +89,8 @@ class Lease:
         if self._thread is None:
             return
         self._over.set()
-        self._thread.join(timeout=2 * BEAT_SECONDS)
+        if self._thread.ident is not None:  # else it never ran: the user may start no more threads
+            self._thread.join(timeout=2 * BEAT_SECONDS)
         self._thread = None
         with contextlib.suppress(OSError):
             self._write_beat(OVER)

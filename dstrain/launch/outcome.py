@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dstrain.launch.worker import Record
 
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 75
+MEMORY = " (is the host's memory full? see dmesg)"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ def outcome(
     if not codes:
         if launcher == USAGE:
             return Outcome(USAGE, "the launcher refused its command line; see its message above")
-        return Outcome(FAILED, f"no worker lived to say so; the launcher {describe(launcher)}")
+        cause = MEMORY if launcher == -signal.SIGKILL else ""
+        return Outcome(FAILED, f"no worker lived to say so; the launcher {describe(launcher)}{cause}")
     if codes.keys() == set(ranks):
         for code in (DONE, STOPPED):
             if set(codes.values()) == {code}:
@@ -61,7 +63,7 @@ def _blame(
         if launcher <= 0:  # DeepSpeed's runner says 0 where its inner process was killed, and its workers with it
             cause = f", most likely with its launcher; the launcher itself {describe(launcher)}"
         else:
-            cause = " (is the host's memory full? see dmesg)" if bad[rank] == -signal.SIGKILL else ""
+            cause = MEMORY if bad[rank] == -signal.SIGKILL else ""
         return Outcome(FAILED, f"{_who(records, rank)} {describe(bad[rank])}{cause}", rank)
     for rank in sorted(ranks):
         if rank not in records:

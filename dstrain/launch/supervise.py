@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from dstrain.launch.crew import Crew
+from dstrain.launch.heartbeat import print_error
 from dstrain.launch.outcome import DONE, FAILED, STOPPED, USAGE, Outcome, outcome
 from dstrain.launch.worker import SAME_SECONDS, adopt_orphans, close_output, log_path
 
@@ -135,7 +136,7 @@ def _others_had_time(watch: Watch, crew: Crew) -> bool:
 
 
 def _pass_on(number: int, watch: Watch, crew: Crew) -> None:
-    """Give the signal to the workers; a second SIGTERM or SIGINT ends everything."""
+    """Give the signal to the workers; a second SIGTERM or SIGINT ends everything. Waits for no reader (`| less`, Ctrl-S)."""
     name = signal.Signals(number).name
     if not watch.saves:
         watch.killed = True
@@ -148,11 +149,11 @@ def _pass_on(number: int, watch: Watch, crew: Crew) -> None:
     reached = crew.signal(number)
     if not reached:
         watch.killed = True
-        _say(f"{name}: no worker has started yet, so there is nothing to save")
+        print_error(f"dstrain: {name}: no worker has started yet, so there is nothing to save")
         return
     watch.asked_at = watch.asked_at or time.monotonic()
-    _say(
-        f"{name}: asked {reached} worker(s) to write a checkpoint and stop; a second SIGTERM or Ctrl-C ends them at once"
+    print_error(
+        f"dstrain: {name}: asked {reached} worker(s) to write a checkpoint and stop; a second SIGTERM or Ctrl-C ends them at once"
     )
 
 
@@ -162,6 +163,9 @@ def _report(watch: Watch, crew: Crew, result: Outcome) -> int:
         _say("ended at once, as asked" + ("; what was not in a checkpoint is lost" if watch.asked_at else ""))
         return result.code
     if not result.message:
+        return result.code
+    if watch.asked_at is not None and not crew.records:
+        _say("the signal came before a worker had begun, so there was nothing to save")
         return result.code
     record = None if result.rank is None else crew.records.get(result.rank)
     told_already = result.rank == 0 and record is not None and record.exit is not None  # rank 0 has the terminal

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dstrain.errors import DstrainError
+from dstrain.errors import DstrainError, without_password
 from dstrain.launch.heartbeat import follow_heartbeat
 
 SUPERVISOR = "DSTRAIN_SUPERVISOR"
@@ -96,8 +96,8 @@ def live(folder: Path, rank: int, work: Callable[[], int]) -> int:
         code, error = fault.exit_code, str(fault)
         print(f"error: {fault}", file=sys.stderr, flush=True)
     except Exception as fault:
-        error = f"{type(fault).__name__}: {fault}"
-        print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        error = without_password(f"{type(fault).__name__}: {fault}")
+        print(f"rank {rank} failed:\n{without_password(traceback.format_exc())}", file=sys.stderr, flush=True)
     record_end(folder, rank, code, error)
     return code_for_launcher(code)
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from dstrain.config.schema import WandbConfig
-from dstrain.errors import UsageError
+from dstrain.errors import UsageError, without_password
 from dstrain.report.journal import Row
 
 log = logging.getLogger(__name__)
@@ -130,6 +130,8 @@ def _key_problem() -> str | None:
 def _library() -> Any:
     """wandb, told to report nothing about itself: where nobody answers, that would hold up the end by 10 s."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    if not os.environ.get("WANDB_SILENT"):  # its login tells the server's address, which may hold a password
+        os.environ["WANDB_SILENT"] = "true"
     if os.environ.get("WANDB_MODE") == "":  # set to nothing, which wandb refuses
         del os.environ["WANDB_MODE"]
     import wandb
@@ -148,7 +150,8 @@ def _begin(wanted: WandbConfig, folder: Path, recipe: Mapping[str, Any]) -> Any:
             run = _init(wanted, folder, recipe, attempt)
         except Exception as error:  # wandb's own kinds, and those of what it stands on
             instead = "its rows go to files" if attempt == "online" else "this run goes on without it"
-            log.warning("Weights & Biases (%s) did not start: %s; %s", attempt, error, instead)
+            why = without_password(" ".join(str(error).split()))  # it breaks lines
+            log.warning("Weights & Biases (%s) did not start: %s; %s", attempt, why, instead)
             _end_service()  # it holds the id of the attempt
             continue
         later = f"files for `wandb sync {_folder(run)}`"

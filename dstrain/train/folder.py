@@ -260,7 +260,7 @@ def environment() -> dict[str, Any]:
 
 
 def check_writable(run_dir: Path) -> None:
-    """Raise where the run folder cannot be made or written to."""
+    """Raise UsageError where the run folder, or what a run adds to in it, cannot be made or written to."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         probe = run_dir / f".probe-{secrets.token_hex(8)}"  # processes of two hosts may have the same id
@@ -268,6 +268,11 @@ def check_writable(run_dir: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise UsageError(f"--run-dir {run_dir}: cannot be written ({error.strerror}); choose another folder") from None
+    kept = (run_dir / name for name in ("logs", "checkpoints", "metrics.jsonl", "events.jsonl"))
+    for path in (*kept, *run_dir.glob("logs/rank-*.log")):
+        if path.exists() and not os.access(path, os.W_OK):  # another user's, in a folder of the group
+            mend = "have its owner allow it, or go on in another folder with --resume"
+            raise UsageError(f"--run-dir {run_dir}: {path} may not be written by this user; {mend} {run_dir}")
 
 
 def check_shared(run_dir: Path, world: World) -> None:

@@ -83,3 +83,28 @@ def test_a_full_cache_is_said_and_nothing_is_left_there(
     ):
         trained_tokenizer(source, texts, 270, tmp_path / "cache")
     assert not [*(tmp_path / "cache/tokenizers").iterdir()]
+
+
+@pytest.mark.parametrize("closed", ["", "tokenizer.json"])
+def test_a_cache_that_another_user_keeps_for_himself_is_said(
+    closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made with umask 077: the folder of all tokenizers, or the file in one, cannot be read."""
+    (tmp_path / "x.jsonl").write_text('{"text": "3 + 4 = 7"}\n')
+    source = Joined([open_source(HeldOutConfig(path=str(tmp_path / "x.jsonl")), {})])
+
+    def texts(record: dict[str, Any]) -> list[str]:
+        return [record["text"]]
+
+    trained_tokenizer(source, texts, 270, tmp_path / "cache")
+    opened = Path.open
+
+    def refuse(path: Path, *rest: Any, **more: Any) -> Any:
+        if path.name.endswith(closed or "tokenizer.json"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *rest, **more)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "is_dir", lambda path: bool(closed) or refuse(path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"cannot be read \(Permission denied\); .*set DSTRAIN_CACHE"):
+        trained_tokenizer(source, texts, 270, tmp_path / "cache")

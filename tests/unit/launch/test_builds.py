@@ -73,3 +73,9 @@ def test_the_folder_is_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert str(extensions_folder(os.environ)) == get_default_build_root()
     assert extensions_folder({"TORCH_EXTENSIONS_DIR": "/x"}) == Path("/x")
+
+
+def test_a_user_without_a_home_folder_has_torchs_folder_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    assert extensions_folder({}) == Path("~/.cache/torch_extensions")

@@ -254,6 +254,37 @@ def test_a_second_signal_ends_everything_at_once(run):
     assert started.left() == []
 
 
+def test_a_reader_that_stands_still_does_not_hold_up_the_watch(run):
+    """`dstrain train ... 2>&1 | less`, or Ctrl-S: the pipe is full when the first signal is answered, and a second one comes."""
+    started = run("work(); time.sleep(60)")
+    started.pids()
+    pipe = os.open(f"/proc/{started.process.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(pipe, b"x")
+    os.close(pipe)
+    started.process.terminate()
+    time.sleep(0.8)
+    started.process.send_signal(signal.SIGINT)
+    wait_until(lambda: started.left() in ([], [started.process.pid]), 8)
+    code, said = started.end()
+    assert (code, "what was not in a checkpoint is lost" in said) == (1, True)
+
+
+def test_a_worker_that_a_signal_ended_before_it_began_is_no_riddle(run):
+    """It imports for seconds; until then the signal has its usual meaning."""
+    worker = "import os, time; open('ready-0', 'w').write(str(os.getpid())); time.sleep(60)"
+    environment = "{**os.environ, 'RANK': '0', 'LOCAL_RANK': '0'}"
+    started = run(
+        "", f'import os, subprocess, sys\nsubprocess.run([sys.executable, "-c", {worker!r}], env={environment})'
+    )
+    started.pids(1)
+    started.process.terminate()
+    code, said = started.end()
+    assert (code, "before a worker had begun, so there was nothing to save" in said) == (1, True), said
+    assert "no worker lived" not in said
+
+
 def test_a_signal_before_any_worker_ends_at_once(run):
     started = run("", "open('ready-0', 'w').write('0'); import time; time.sleep(60)")
     started.pids(1)
@@ -379,3 +410,9 @@ def records(*codes: int | None) -> dict[int, Record]:
 )
 def test_the_exit_code_follows_the_ranks_not_the_launcher(given, ends, launcher, result):
     assert outcome(given, ends, launcher, range(2)) == result
+
+
+def test_a_launcher_killed_before_any_rank_began_points_at_memory() -> None:
+    """As the kernel does in a container whose limit is below what the imports take."""
+    said = outcome({}, {}, -signal.SIGKILL, range(1)).message
+    assert "was killed by SIGKILL (is the host's memory full? see dmesg)" in said

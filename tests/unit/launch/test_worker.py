@@ -139,3 +139,23 @@ def test_nothing_is_left_of_a_rank_that_ended(tmp_path):
     ):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", ["DstrainError", "ValueError"])
+def test_a_url_with_a_password_reaches_neither_log_nor_record(kind: str, tmp_path: Path) -> None:
+    """HF_ENDPOINT, a proxy or a mirror may have one, and libraries put the whole address into their errors."""
+    script = f"""
+import sys
+from pathlib import Path
+from dstrain.errors import DstrainError
+from dstrain.launch.worker import live
+def work():
+    raise {kind}("the hub https://me:pass-w%40rd@host:1/a and s3://:pass-w%40rd@b cannot be reached; http://host:80/a@b, me@host")
+sys.exit(live(Path(sys.argv[1]), 0, work))
+"""
+    told = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    kept = [log_path(tmp_path, 0).read_text(), read_records(tmp_path)[0].error or ""]
+    assert told.returncode == 1
+    for text in kept:
+        assert "pass-w" not in text
+        assert "https://me:...@host:1/a and s3://:...@b cannot be reached; http://host:80/a@b, me@host" in text

@@ -169,6 +169,31 @@ def test_a_resumed_run_goes_on_under_its_id_and_rows_written_again_are_not_dropp
     assert server.exit_codes[name] == [1, 0]
 
 
+def test_a_password_in_the_servers_address_is_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_SILENT", "")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://me:pass-word@127.0.0.1:9")
+    check_wandb(ONLINE)
+    told = capfd.readouterr()
+    assert "pass-word" not in told.out + told.err
+
+
+def test_wandbs_error_is_one_line_without_passwords(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no answer\nwhile retrying http://me:pass-word@proxy:1")
+
+    monkeypatch.setattr(sink, "_init", fail)
+    WeightsAndBiases(OFFLINE, tmp_path / "run", RECIPE).close()
+    assert caplog.messages == [
+        "Weights & Biases (offline) did not start: no answer while retrying http://me:...@proxy:1; "
+        "this run goes on without it"
+    ]
+
+
 def test_a_server_that_does_not_answer_leaves_the_rows_in_files(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from dstrain.data.limited import Limits, attempt
 from dstrain.errors import PresetError, RecipeError, UsageError
+from dstrain.models.hub_code import hub_code
 from dstrain.preset import Preset, check_block
 
 HOLDING = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "communication_data_type")
@@ -154,18 +155,9 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def config_fault(config: Mapping[str, Any]) -> str:
-    """Attention, or another part, that comes as a kernel from the hub: ORG/NAME (transformers/integrations/hub_kernels.py)."""
-    for key, value in config.items():
-        if key.endswith("_implementation") and (names := [name for name in _texts(value) if "/" in name]):
-            return f"{key} names code on the hub ({names[0]!r}), and {NO_WORD}"
-        if isinstance(value, dict) and (fault := config_fault(value)):
-            return fault
-    return ""
-
-
-def _texts(value: Any) -> list[str]:
-    """The texts in a value: itself, or the values of an object."""
-    return [text for text in (value.values() if isinstance(value, dict) else [value]) if isinstance(text, str)]
+    """Why a model's config cannot be used: it names code on the hub. Empty where it names none."""
+    found = hub_code(config)
+    return f"{found}, and {NO_WORD}" if found else ""
 
 
 _CHECKS: dict[str, Callable[[Mapping[str, Any]], str]] = {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -57,6 +59,12 @@ def open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
+def hear_of_children() -> None:
+    """Set SIGCHLD to its default where it was ignored: subprocess would take every child for one that ended well."""
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 class Commands(click.Group):
     """Turns errors raised on purpose into one message and their exit code."""
 
@@ -64,6 +72,7 @@ class Commands(click.Group):
 
     def main(self, *args: Any, **more: Any) -> Any:
         open_closed_streams()
+        hear_of_children()
         return super().main(*args, **more)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:

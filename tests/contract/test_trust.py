@@ -347,13 +347,17 @@ def test_no_model_that_a_recipe_names_brings_a_kernel(key: str, kind: str, folde
     """Of an adapter's folder, the model that it was trained on does not either."""
     there = folder / "evil"
     there.mkdir()
-    (there / "config.json").write_text('{"model_type": "llama", "text_config": {"_attn_implementation": "evil/kernel"}}')
+    (there / "config.json").write_text(
+        '{"model_type": "llama", "text_config": {"_attn_implementation": "evil/kernel"}}'
+    )
     if kind == "an adapter" and key in ("model.path", "options.ref_model"):
         there = write_adapter(folder / "adapter", there)
     section, name = key.split(".")
     values = {"options__ref_model": str(there)} if section == "options" else {f"model__{name}": str(there)}
     change(recipe_of(folder, "run"), **{"model__config": None, **values} if name == "path" else values)
-    with pytest.raises(UsageError, match=r"evil/config.json: _attn_implementation names code on the hub \('evil/kernel"):
+    with pytest.raises(
+        UsageError, match=r"evil/config.json: _attn_implementation names code on the hub \('evil/kernel"
+    ):
         folder_recipe(recipe_of(folder, "run"), [], [], "dpo")
     folder_recipe(recipe_of(folder, "run"), [], [f"{key}={there}"], "dpo")  # the user's word
 

@@ -207,7 +207,7 @@ def test_a_folders_config_fetches_no_code_from_the_hub(values: dict[str, Any], t
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | values))
     with pytest.raises(RecipeError, match=r"model.path: in the config of '.*' .*; remove the key from config.json, or"):
         read_config(ModelConfig(path=str(tmp_path)))
-    with pytest.raises(UsageError, match="remove the key from config.json"):
+    with pytest.raises(UsageError, match=r"remove the key from config\.json"):
         dstrain.load_reward_model(tmp_path)
 
 

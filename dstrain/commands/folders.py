@@ -137,6 +137,8 @@ _NAMES = ("model.layers.0.self_attn.q_proj", "transformer.h.11.mlp.c_fc", "model
 
 def endless_pattern(key: str, value: Any) -> str:
     """Why a regular expression cannot be used, which may take longer than anyone lives; empty where it can."""
+    if not isinstance(value, (str, list, dict, type(None))):
+        return f"{key} is {value!r}, and must hold names of modules"
     texts = [value] if isinstance(value, str) else [text for text in value or () if isinstance(text, str)]
     patterns = [text for text in texts if not re.fullmatch(r"[\w.-]*", text)]
     if not patterns:
@@ -144,6 +146,10 @@ def endless_pattern(key: str, value: Any) -> str:
     tried = attempt(
         lambda: [_matches(text, name) for text in patterns for name in _NAMES], Limits(1 << 30, PATTERN_SECONDS, 60.0)
     )
+    if tried.how == "raised":
+        return f"{key} is a regular expression that cannot be used ({tried.value[1]})"
+    if tried.how == "lost":
+        return f"{key} is a regular expression that could not be tried within 60 seconds"
     return f"{key} is a regular expression that does not end" if tried.how in ("time", "memory") else ""
 
 

@@ -306,6 +306,9 @@ def test_a_folder_of_the_hubs_cache_is_read(folder: Path) -> None:
         ("adapter_config.json", {"megatron_config": {"a": 1}, "megatron_core": "evil"}, "a module to import"),
         ("adapter_config.json", {"peft_type": "XLORA"}, "peft_type is 'XLORA'"),
         ("adapter_config.json", [], "holds no JSON object"),
+        ("adapter_config.json", {"target_modules": 5}, "target_modules is 5, and must hold names of modules"),
+        ("adapter_config.json", {"rank_pattern": 7}, "rank_pattern is 7, and must hold names of modules"),
+        ("adapter_config.json", {"layers_pattern": True}, "layers_pattern is True, and must hold names of modules"),
         (
             "adapter_config.json",
             {"target_modules": "((.*)*)*[A-Z]$"},
@@ -323,7 +326,7 @@ def test_libraries_import_nothing_that_a_folder_names(name: str, values: Any, pr
 
 
 def test_patterns_that_end_are_taken() -> None:
-    for value in (None, "all-linear", ["q_proj", "v_proj"], r".*\.(q|v)_proj", {"layers.0.*": 4}, "["):
+    for value in (None, [], {}, "", "all-linear", ["q_proj", "v_proj"], r".*\.(q|v)_proj", {"layers.0.*": 4}, "["):
         assert not endless_pattern("targets", value)
 
 

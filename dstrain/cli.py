@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
@@ -14,6 +13,7 @@ import click
 
 from dstrain import __version__
 from dstrain.errors import DstrainError, UsageError, fault_of_system
+from dstrain.inherited import prepare_process
 from dstrain.options import (
     CHOICE,
     LAUNCH_OPTIONS,
@@ -40,39 +40,13 @@ NOT_YET = {
 """Commands that come later, and what to do today."""
 
 
-def open_closed_streams() -> None:
-    """Give /dev/null to each of input, output and error output that is closed, as some supervisors and cron leave them.
-
-    Without it the next file to be opened, a checkpoint perhaps, would become the output of every process below.
-    """
-    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)
-            if opened != descriptor:
-                os.dup2(opened, descriptor)
-                os.close(opened)
-            os.set_inheritable(descriptor, True)
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
-
-
-def escape_unencodable() -> None:
-    """Have output streams write `\\xfc` for a letter that the locale or PYTHONIOENCODING has not, instead of raising."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or stream.encoding.lower() != "utf-8"):
-            stream.reconfigure(errors="backslashreplace")
-
-
 class Commands(click.Group):
     """Turns errors raised on purpose into one message and their exit code."""
 
     command_class = Command
 
     def main(self, *args: Any, **more: Any) -> Any:
-        open_closed_streams()
-        escape_unencodable()
+        prepare_process()
         return super().main(*args, **more)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:

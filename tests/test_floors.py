@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "dstrain"
 FLOORS = (
-    ("errors", "units", "shipped", "collectives"),
+    ("errors", "units", "shipped", "collectives", "inherited"),
     ("batch", "world", "cache", "schedule", "config", "preset"),
     ("data", "models", "report", "planner", "launch"),
     ("tasks",),
@@ -48,6 +48,7 @@ CONTROL_PLANE = (
     "errors",
     "units",
     "shipped",
+    "inherited",
     "batch",
     "world",
     "cache",

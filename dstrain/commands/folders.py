@@ -13,6 +13,7 @@ from typing import Any
 
 from dstrain.data.limited import Limits, attempt
 from dstrain.errors import PresetError, RecipeError, UsageError
+from dstrain.models.hub_code import hub_code
 from dstrain.preset import Preset, check_block
 
 HOLDING = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "communication_data_type")
@@ -136,6 +137,8 @@ _NAMES = ("model.layers.0.self_attn.q_proj", "transformer.h.11.mlp.c_fc", "model
 
 def endless_pattern(key: str, value: Any) -> str:
     """Why a regular expression cannot be used, which may take longer than anyone lives; empty where it can."""
+    if not isinstance(value, (str, list, dict, type(None))):
+        return f"{key} is {value!r}, and must hold names of modules"
     texts = [value] if isinstance(value, str) else [text for text in value or () if isinstance(text, str)]
     patterns = [text for text in texts if not re.fullmatch(r"[\w.-]*", text)]
     if not patterns:
@@ -143,6 +146,10 @@ def endless_pattern(key: str, value: Any) -> str:
     tried = attempt(
         lambda: [_matches(text, name) for text in patterns for name in _NAMES], Limits(1 << 30, PATTERN_SECONDS, 60.0)
     )
+    if tried.how == "raised":
+        return f"{key} is a regular expression that cannot be used ({tried.value[1]})"
+    if tried.how == "lost":
+        return f"{key} is a regular expression that could not be tried within 60 seconds"
     return f"{key} is a regular expression that does not end" if tried.how in ("time", "memory") else ""
 
 
@@ -154,18 +161,9 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def config_fault(config: Mapping[str, Any]) -> str:
-    """Attention, or another part, that comes as a kernel from the hub: ORG/NAME (transformers/integrations/hub_kernels.py)."""
-    for key, value in config.items():
-        if key.endswith("_implementation") and (names := [name for name in _texts(value) if "/" in name]):
-            return f"{key} names code on the hub ({names[0]!r}), and {NO_WORD}"
-        if isinstance(value, dict) and (fault := config_fault(value)):
-            return fault
-    return ""
-
-
-def _texts(value: Any) -> list[str]:
-    """The texts in a value: itself, or the values of an object."""
-    return [text for text in (value.values() if isinstance(value, dict) else [value]) if isinstance(text, str)]
+    """Why a model's config cannot be used: it names code on the hub. Empty where it names none."""
+    found = hub_code(config)
+    return f"{found}, and {NO_WORD}" if found else ""
 
 
 _CHECKS: dict[str, Callable[[Mapping[str, Any]], str]] = {

@@ -18,7 +18,7 @@ from dstrain.config.schema import LaunchConfig
 from dstrain.data.hub import is_hub_name
 from dstrain.data.store import say
 from dstrain.errors import Fault, UsageError
-from dstrain.models.adapters import base_of
+from dstrain.models.adapters import read_adapter
 from dstrain.tasks import Task, find_task, packaged_tasks
 from dstrain.tasks.policy import PolicyTask
 from dstrain.tasks.text import TextTask
@@ -58,8 +58,9 @@ def _runs_code(file: Path, config: RunConfig, named: set[str]) -> Iterator[Fault
         yield Fault(f"{file} model.lora", fault, "name the modules")
     if fault := config_fault(model.config or {}):
         yield Fault(f"{file} model.config", fault, "remove the key")
-    if model.path is not None and not named & {"model", "model.path"} and Path(model.path).expanduser().is_dir():
-        check_imports(Path(model.path).expanduser())
+    for _, name in _named_by_folder(config, named):
+        if Path(name).expanduser().is_dir():
+            check_imports(Path(name).expanduser())
 
 
 def _own_code(file: Path, task: str) -> Fault:
@@ -82,19 +83,28 @@ def _without_launch(file: Path, config: RunConfig, named: set[str]) -> RunConfig
 
 def _asks_network(file: Path, config: RunConfig, named: set[str]) -> Iterator[Fault]:
     """A fault for each model on the hub that the folder names, the command line does not, and this machine does not have."""
-    model = config.model
-    for key, value in (
-        ("model.path", base_of(model).path),  # of an adapter folder, what its weights lie on
-        ("model.tokenizer", model.tokenizer),
-        ("model.processor", model.processor),
-        ("options.ref_model", config.options.get("ref_model")),
-    ):
-        own = key in named or key.split(".")[0] in named
-        if own or not isinstance(value, str) or not _names_hub(value):
-            continue
-        if not _in_hub_cache(value):
+    for key, value in _named_by_folder(config, named):
+        if _names_hub(value) and not _in_hub_cache(value):
             problem = f"names '{value}' on the hub, which is not in this machine's cache, {NO_FETCH}"
             yield Fault(f"{file} {key}", problem, f"add --set {key}={value}, or the path of a folder with it")
+
+
+def _named_by_folder(config: RunConfig, named: set[str]) -> Iterator[tuple[str, str]]:
+    """(key, folder or hub id) of each model that the recipe names and the command line does not.
+
+    After an adapter's folder, the model that its weights are loaded on.
+    """
+    for key, value in (
+        ("model.path", config.model.path),
+        ("model.tokenizer", config.model.tokenizer),
+        ("model.processor", config.model.processor),
+        ("options.ref_model", config.options.get("ref_model")),
+    ):
+        if not isinstance(value, str) or named & {key, key.split(".")[0]}:
+            continue
+        yield key, value
+        if key in ("model.path", "options.ref_model") and (adapter := read_adapter(value, key)) is not None:
+            yield key, adapter.base
 
 
 def in_place_of_base(run: Path, sets: Sequence[str]) -> list[str]:

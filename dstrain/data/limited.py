@@ -6,8 +6,8 @@ Nothing inside of Python stops `9 ** (9 ** 9)` or an allocation of gigabytes, an
 from __future__ import annotations
 
 import ctypes
+import json
 import os
-import pickle
 import signal
 import sys
 import time
@@ -39,19 +39,16 @@ class Limits:
 class Tried:
     """What came of it."""
 
-    how: Literal["done", "memory", "time", "lost"]
+    how: Literal["done", "raised", "memory", "time", "lost"]
     """lost: nothing is known, the process was ended by somebody or waits for something."""
     value: Any = None
-    """What the work returned, or the exception that it raised."""
+    """What the work returned, which JSON must hold; of an exception that it raised the type's name and the text."""
 
 
 def attempt(work: Callable[[], Any], limits: Limits) -> Tried:
     """Run `work` in a forked process, on Linux; elsewhere here, without limits. What it returns or raises is sent back."""
     if sys.platform != "linux":
-        try:
-            return Tried("done", work())
-        except Exception as fault:
-            return Tried("done", fault)
+        return _answer(_result(work)) or Tried("lost")
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         # Python 3.12 warns of a fork beside threads; the child computes, and takes no lock that a thread may hold.
@@ -69,31 +66,46 @@ def attempt(work: Callable[[], Any], limits: Limits) -> Tried:
         return Tried("time")
     if code == TOO_LARGE:
         return Tried("memory")
-    if code != 0:
-        return Tried("lost")
-    return Tried("done", pickle.loads(sent))  # noqa: S301  our own child wrote it
+    found = _answer(sent) if code in (0, None) else None
+    return found or Tried("lost")
 
 
-def _wait(child: int, reader: int, patience: float | None) -> tuple[int, bytes]:
-    """(how the process ended, what it sent). It is ended where this one is interrupted."""
+def _answer(sent: bytes) -> Tried | None:
+    """What `_result` wrote; None where it was not written to its end."""
+    try:
+        how, value = json.loads(sent)
+    except (ValueError, TypeError):
+        return None
+    return Tried(how, value)
+
+
+def _wait(child: int, reader: int, patience: float | None) -> tuple[int | None, bytes]:
+    """(how the process ended, what it sent). It is ended where this one is interrupted.
+
+    How it ended is None where somebody else heard of it, as the system does where SIGCHLD is ignored.
+    """
     began, sent = time.monotonic(), b""
     os.set_blocking(reader, False)
     try:
         while True:
-            ended, status = os.waitpid(child, os.WNOHANG)
+            try:
+                ended, status = os.waitpid(child, os.WNOHANG)
+            except ChildProcessError:
+                ended, status = child, None
             with suppress(BlockingIOError):
                 while piece := os.read(reader, 1 << 16):
                     sent += piece
             if ended:
                 child = 0
-                return os.waitstatus_to_exitcode(status), sent
+                return (None if status is None else os.waitstatus_to_exitcode(status)), sent
             if patience is not None and time.monotonic() - began > patience:
                 return -signal.SIGKILL, b""
             time.sleep(0.001)
     finally:
         if child:
             os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            with suppress(ChildProcessError):
+                os.waitpid(child, 0)
 
 
 def _live(work: Callable[[], Any], limits: Limits, writer: int) -> NoReturn:
@@ -117,15 +129,17 @@ def _live(work: Callable[[], Any], limits: Limits, writer: int) -> NoReturn:
             sent = sent[os.write(writer, sent) :]
         code = 0
     except MemoryError:
+        os.write(writer, b'["memory", null]')  # where nobody hears of the code
         code = TOO_LARGE
     finally:
         os._exit(code)
 
 
 def _result(work: Callable[[], Any]) -> bytes:
+    """How the work went, and its value. No pickle: an exception of two arguments cannot be read back from one."""
     try:
-        return pickle.dumps(work())
+        return json.dumps(["done", work()]).encode()
     except MemoryError:
         raise
     except Exception as fault:
-        return pickle.dumps(fault)
+        return json.dumps(["raised", [type(fault).__name__, str(fault)]]).encode()

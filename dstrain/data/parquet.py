@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.cache import file_digest
+from dstrain.data.free_memory import free_memory
 from dstrain.data.limited import Limits, attempt
 from dstrain.data.rows import Rows, show_path
 from dstrain.errors import DataError
@@ -23,10 +24,16 @@ KEPT = 4
 
 KEPT_BYTES = 256 << 20
 """Of them together, but that the newest stays."""
-MOST_MEMORY = 4 << 30
-"""Bytes that decoding may take beside what the process has."""
+MOST_MEMORY, MEMORY_TIMES = 4 << 30, 64
+"""Bytes that decoding may take beside what the process has, and how many times the file's size: the larger one counts, but no
+more than half of what is free. The second is for rows of gigabytes."""
 MOST_UNPACKED, MOST_TIMES = 4 << 30, 10_000
 """Bytes that a file may unpack to, and how many times its size: the larger one counts."""
+
+
+def most_memory(size: int) -> int:
+    """Bytes that decoding a file of `size` bytes may take beside what the process has."""
+    return max(MOST_MEMORY, min(size * MEMORY_TIMES, free_memory() // 2))
 
 
 class Parquet(Rows):
@@ -61,18 +68,16 @@ class Parquet(Rows):
 
     def _check_limited(self, path: Path) -> set[str]:
         """`_check`, where the file cannot take all memory: 400 bytes can unpack to gigabytes. Raises DataError."""
-        tried = attempt(lambda: self._check(max(MOST_UNPACKED, path.stat().st_size * MOST_TIMES)), Limits(MOST_MEMORY))
-        if tried.how == "done" and not isinstance(tried.value, Exception):
-            self._find_ends()
-            names: set[str] = tried.value
-            return names
+        size = path.stat().st_size
+        memory = most_memory(size)
+        tried = attempt(lambda: self._check(max(MOST_UNPACKED, size * MOST_TIMES)), Limits(memory))
         if tried.how == "done":
-            raise tried.value
-        size = show_bytes(path.stat().st_size)
+            self._find_ends()
+            return set(tried.value)
+        if tried.how == "raised":
+            raise DataError(f"{self.name} is not a readable parquet file ({tried.value[1]}); regenerate it")
         if tried.how == "memory":
-            problem = (
-                f"{self.name} has {size}, and a few of its rows take more than {show_bytes(MOST_MEMORY)} of memory"
-            )
+            problem = f"{self.name} has {show_bytes(size)}, and a few of its rows take more than {show_bytes(memory)} of memory"
         else:
             problem = f"the process that looked through {self.name} was ended from outside"
         raise DataError(f"{problem}; write it again with smaller values")
@@ -81,7 +86,7 @@ class Parquet(Rows):
         about = self._file.metadata
         self._ends = [*itertools.accumulate(about.row_group(group).num_rows for group in range(about.num_row_groups))]
 
-    def _check(self, most: int) -> set[str]:
+    def _check(self, most: int) -> list[str]:
         """The names of the columns. Raises what pyarrow raises of a damaged file.
 
         ValueError where it unpacks to more than `most` bytes.
@@ -98,7 +103,7 @@ class Parquet(Rows):
                 batch.validate(full=True)  # text that is no UTF-8
                 if start == 0:
                     batch.slice(0, 1).to_pylist()
-        return set(names)
+        return names
 
     def _decode(self, group: int) -> Iterator[tuple[int, Any]]:
         """(the first row's index in the file, rows) of a row group. One thread: pyarrow's own do not outlive a fork."""

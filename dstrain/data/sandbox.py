@@ -15,6 +15,8 @@ SECONDS = 10
 """Of processor time, for all dialogs together; each takes about a thousandth of a second."""
 PATIENCE = 60.0
 """Seconds after which a process that does not compute either is given up, and nothing is known."""
+TRIES = 2
+"""A process of which nothing is known is started again: what it waited for may have been a lock of the one that was forked."""
 MEMORY = 2 << 30
 """Bytes beside what the process has."""
 
@@ -36,8 +38,13 @@ def require_end(tokenizer: Any, messages: Sequence[Any]) -> None:
     template = str(tokenizer.chat_template)
     if template in _ENDS:
         return
-    tried = attempt(lambda: _render(tokenizer, [list(messages), *_DIALOGS]), Limits(MEMORY, SECONDS, PATIENCE))
+    limits = Limits(MEMORY, SECONDS, PATIENCE)
+    for _ in range(TRIES):
+        tried = attempt(lambda: _render(tokenizer, [list(messages), *_DIALOGS]), limits)
+        if tried.how != "lost":
+            break
     problem = {
+        "lost": f"could not be tried: the process that rendered it was ended from outside, or did not end in {PATIENCE:.0f} seconds",
         "time": f"does not end: it was stopped after {SECONDS} seconds",
         "memory": f"takes more than {MEMORY >> 30} GiB of memory for a short dialog",
     }.get(tried.how)

@@ -32,6 +32,11 @@ WITHOUT_EFFECT = (
     "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 )  # fmt: skip
 """Settings that do not change the sum of weights and adapter. Modules that were saved whole are taken from the file."""
+NAMES, SIZES, SWITCHES = ("target_modules", "exclude_modules", "layers_pattern"), ("rank_pattern", "alpha_pattern"), (
+    "use_rslora", "use_dora", "fan_in_fan_out",
+)  # fmt: skip
+"""Settings that are names, numbers by name, and yes or no."""
+AGAIN = "export or download it again"
 INITIAL = (True, False, "gaussian", "orthogonal")
 """Starts of an adapter that leave the base as it is; others (PiSSA, OLoRA, LoftQ, ...) change it."""
 PREFIX = "base_model.model."
@@ -106,6 +111,8 @@ def _unmergeable(folder: Path, values: Mapping[str, Any]) -> tuple[str, str] | N
         return "and does not say of which model (base_model_name_or_path)", f"write the model's folder into {CONFIG}"
     if values.get("peft_type") != "LORA":
         return "which cannot be merged into the weights", "name a model, or a LoRA adapter"
+    if wrong := _of_another_type(values):
+        return f"and {wrong}", AGAIN
     if odd := _odd(values):
         return f"and its {odd} is not supported here", MERGE
     if not (folder / WEIGHTS).is_file():
@@ -127,6 +134,34 @@ def _odd(values: Mapping[str, Any]) -> str:
     return next((f"{name}: {value}" for name, value in values.items() if name not in known and value), "")
 
 
+def _of_another_type(values: Mapping[str, Any]) -> str:
+    """A setting whose value peft could not use, in words; empty where there is none."""
+    for name in (*USED, "modules_to_save"):
+        value = values.get(name)
+        if value is not None and not _fits(name, value):
+            return f"its {name} is {value!r}"[:200]
+    return ""
+
+
+def _fits(name: str, value: Any) -> bool:
+    listed = isinstance(value, list)
+    if name in SWITCHES:
+        return isinstance(value, bool)
+    if name in SIZES:
+        return isinstance(value, dict) and all(_is_number(size) for size in value.values())
+    if name in NAMES:
+        return isinstance(value, str) or (listed and all(isinstance(item, str) for item in value))
+    if name == "modules_to_save":
+        return listed and all(isinstance(item, str) for item in value)
+    if name == "layers_to_transform":
+        return all(isinstance(item, int) for item in (value if listed else [value]))
+    return _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def load_adapters(model: Any, folder: Path) -> Any:
     """The model with the adapters of an exported folder on it, as peft loads them. Raises RecipeError.
 
@@ -135,6 +170,8 @@ def load_adapters(model: Any, folder: Path) -> Any:
     from peft import LoraConfig, PeftModel
 
     values = _json(folder / CONFIG, str(folder))
+    if wrong := _of_another_type(values):
+        raise RecipeError(Fault(str(folder / CONFIG), wrong, AGAIN))
     if odd := _odd({**values, "bias": "none", "init_lora_weights": True}):
         raise RecipeError(
             Fault(str(folder), f"its {odd} is not supported here", "merge it with peft's merge_and_unload")

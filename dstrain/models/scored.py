@@ -23,6 +23,7 @@ from transformers.utils import cached_file, logging
 
 from dstrain.errors import Fault, RecipeError, TaskError, UsageError
 from dstrain.models.adapters import read_adapter
+from dstrain.models.hub_code import hub_code
 from dstrain.models.sharded import fill, whole, whole_shape
 
 if TYPE_CHECKING:
@@ -228,6 +229,8 @@ def load_reward_model(folder: str | Path, dtype: torch.dtype | None = None) -> P
     if not (place / "config.json").is_file():
         raise UsageError(f"{folder}: holds no model (config.json); give a folder that `dstrain export` wrote")
     config = AutoConfig.from_pretrained(str(place))
+    if found := hub_code(config):
+        raise UsageError(f"{folder}: in its config {found}; remove the key from config.json")
     kinds = config.architectures or ["model of an unknown kind"]
     if not (place / HEAD).is_file() and not kinds[0].endswith("ForSequenceClassification"):
         raise TaskError(f"{folder}: holds a {kinds[0]}, which gives no score; give the export of a reward model")

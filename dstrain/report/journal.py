@@ -192,9 +192,23 @@ def _writing(path: Path, doing: str = "write") -> Iterator[None]:
         raise RunError(f"cannot {doing} {path}: {error.strerror}; {mend}") from error
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines, without the damaged ones; none where there is no file."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return []
+    return [row for row in map(_parse, lines) if row is not None]
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
+    """The row in a line; None where it is damaged: not a JSON object, or with a step that is not a number."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) else None
+    return row if isinstance(row, dict) and _is_step(row.get("step", 0)) else None
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, float) and math.isfinite(value))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from dstrain.config import show_recipe
 from dstrain.data.truncation import show_cuts
-from dstrain.report.journal import Journal
+from dstrain.report.journal import Journal, read_rows
 from dstrain.report.sinks import Console, Jsonl, Sink, TensorBoard, as_line
 from dstrain.report.wandb import WeightsAndBiases
 from dstrain.train.changes import Change
@@ -156,6 +155,6 @@ def finish(run: Run, step: int, resume: str = "auto") -> int:
 
 def last_held_out(run_dir: Path, steps: int) -> str:
     """The last held-out numbers of a run of so many steps, for people."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    tests = [row for row in rows if row["split"] == "eval"]
+    rows = read_rows(run_dir / "metrics.jsonl")  # not a reason for a run that is done to fail
+    tests = [row for row in rows if row.get("split") == "eval" and "step" in row]
     return f"held-out: {as_line(tests[-1], steps)}" if tests else ""

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from dstrain.errors import CheckpointError, UsageError
-from dstrain.train.manifest import MANIFEST, NAME, CheckpointInfo, describe, listed, verify
+from dstrain.train.manifest import MANIFEST, NAME, CheckpointInfo, describe, listed, step_of, verify
 
 BEST = "best"
 LONGEST_NAME = 64
@@ -92,11 +92,34 @@ def forget_best(folder: Path) -> None:
     (folder / BEST).unlink(missing_ok=True)
 
 
+def restore_best(folder: Path, newest: int) -> None:
+    """Where `best` is a copy of a checkpoint that is not whole beside it: give the copy that checkpoint's name.
+
+    A copy of a step after `newest`, the newest of the run, is set aside: a later start would go on from it.
+    """
+    best, name = folder / BEST, best_name(folder)
+    if best.is_symlink() or not best.is_dir() or name is None:
+        return
+    if verify(best, read_all=False) is not None or verify(folder / name, read_all=False) is None:
+        return
+    if step_of(name) > newest:
+        _set_aside(best)
+        return
+    if (folder / name).exists():
+        _set_aside(folder / name)
+    best.rename(folder / name)
+
+
 def _clear_folder(best: Path) -> None:
-    """Take away what a copy without links made of `best`: a checkpoint's copy is removed, another folder is set aside."""
+    """Remove `best` where it is a folder, the second copy of a whole checkpoint; another folder is set aside."""
     if best.is_symlink() or not best.is_dir():
         return
-    if (best / MANIFEST).is_file():
+    name = best_name(best.parent)
+    if (best / MANIFEST).is_file() and name is not None and verify(best.parent / name, read_all=False) is None:
         shutil.rmtree(best)
     else:
-        best.rename(best.with_name(f"{best.name}-{time.time_ns()}"))
+        _set_aside(best)
+
+
+def _set_aside(folder: Path) -> None:
+    folder.rename(folder.with_name(f"{folder.name}-{time.time_ns()}"))

@@ -24,7 +24,7 @@ from dstrain.batch import Progress
 from dstrain.collectives import lost
 from dstrain.errors import CheckpointError, FolderLostError, LostError
 from dstrain.report.journal import now, sync_folder
-from dstrain.train.best import best_name, forget_best, point_best
+from dstrain.train.best import best_name, forget_best, point_best, restore_best
 from dstrain.train.blocks import Entry
 from dstrain.train.manifest import (
     ABOUT,
@@ -161,6 +161,7 @@ class Checkpoints:
         """Point to the whole checkpoint with the best metric, of equals the older; to none where none has one."""
         sign = self._sign
         self._compared.append(True)
+        restore_best(self.folder, max(map(step_of, step_folders(self.folder)), default=0))
         metrics = [(info.metric, info.step) for info in listed(self.folder) if info.whole]
         found = [(sign * value, step) for value, step in metrics if value is not None and math.isfinite(value)]
         if found:
@@ -268,6 +269,7 @@ def _clean(folder: Path) -> list[str]:
 def _set_aside(folder: Path, start: CheckpointInfo) -> list[str]:
     if start.path.parent.resolve() != folder.resolve():
         return []
+    restore_best(folder, start.step)
     newer = [folder / name for name in step_folders(folder) if step_of(name) > start.step]
     for path in newer:
         rename(path, folder / f"superseded-{time.time_ns()}-{path.name}")

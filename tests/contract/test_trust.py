@@ -19,6 +19,7 @@ from dstrain.cli import main
 from dstrain.commands.export import export_model
 from dstrain.commands.folders import endless_pattern, holding_of
 from dstrain.commands.trained import find_trained
+from dstrain.commands.trust import folder_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.errors import UsageError
 from dstrain.preset import Device, RunSettings, complete, preset_names, read_preset
@@ -305,6 +306,9 @@ def test_a_folder_of_the_hubs_cache_is_read(folder: Path) -> None:
         ("adapter_config.json", {"megatron_config": {"a": 1}, "megatron_core": "evil"}, "a module to import"),
         ("adapter_config.json", {"peft_type": "XLORA"}, "peft_type is 'XLORA'"),
         ("adapter_config.json", [], "holds no JSON object"),
+        ("adapter_config.json", {"target_modules": 5}, "target_modules is 5, and must hold names of modules"),
+        ("adapter_config.json", {"rank_pattern": 7}, "rank_pattern is 7, and must hold names of modules"),
+        ("adapter_config.json", {"layers_pattern": True}, "layers_pattern is True, and must hold names of modules"),
         (
             "adapter_config.json",
             {"target_modules": "((.*)*)*[A-Z]$"},
@@ -322,7 +326,7 @@ def test_libraries_import_nothing_that_a_folder_names(name: str, values: Any, pr
 
 
 def test_patterns_that_end_are_taken() -> None:
-    for value in (None, "all-linear", ["q_proj", "v_proj"], r".*\.(q|v)_proj", {"layers.0.*": 4}, "["):
+    for value in (None, [], {}, "", "all-linear", ["q_proj", "v_proj"], r".*\.(q|v)_proj", {"layers.0.*": 4}, "["):
         assert not endless_pattern("targets", value)
 
 
@@ -338,6 +342,35 @@ def test_a_model_config_names_no_kernel(folder: Path) -> None:
     change(recipe_of(folder, "run"), model__config={"model_type": "llama", "_attn_implementation": "evil/kernel"})
     with pytest.raises(UsageError, match="names code on the hub"):
         find_trained(folder / "run", "last")
+
+
+@pytest.mark.parametrize("key", ["model.path", "model.tokenizer", "model.processor", "options.ref_model"])
+@pytest.mark.parametrize("kind", ["a model", "an adapter"])
+def test_no_model_that_a_recipe_names_brings_a_kernel(key: str, kind: str, folder: Path) -> None:
+    """Of an adapter's folder, the model that it was trained on does not either."""
+    there = folder / "evil"
+    there.mkdir()
+    (there / "config.json").write_text(
+        '{"model_type": "llama", "text_config": {"_attn_implementation": "evil/kernel"}}'
+    )
+    if kind == "an adapter" and key in ("model.path", "options.ref_model"):
+        there = write_adapter(folder / "adapter", there)
+    section, name = key.split(".")
+    values = {"options__ref_model": str(there)} if section == "options" else {f"model__{name}": str(there)}
+    change(recipe_of(folder, "run"), **{"model__config": None, **values} if name == "path" else values)
+    with pytest.raises(
+        UsageError, match=r"evil/config.json: _attn_implementation names code on the hub \('evil/kernel"
+    ):
+        folder_recipe(recipe_of(folder, "run"), [], [], "dpo")
+    folder_recipe(recipe_of(folder, "run"), [], [f"{key}={there}"], "dpo")  # the user's word
+
+
+def write_adapter(at: Path, base: Path) -> Path:
+    at.mkdir()
+    about = {"peft_type": "LORA", "base_model_name_or_path": str(base), "r": 4, "target_modules": ["q_proj"]}
+    (at / "adapter_config.json").write_text(json.dumps(about))
+    (at / "adapter_model.safetensors").write_bytes(b"")
+    return at
 
 
 def test_best_after_a_copy_without_links(folder: Path) -> None:

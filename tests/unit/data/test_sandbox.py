@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from dstrain.data import limited, sandbox
+from dstrain.data.limited import Tried
 from dstrain.data.messages import BadRecord
 from dstrain.data.rendering import write_dialog
 from dstrain.data.sandbox import require_end
@@ -92,11 +93,22 @@ def test_a_template_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - began < 0.1
 
 
-def test_a_template_that_waits_is_not_called_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_of_which_nothing_is_known_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that hangs on a lock of the one that was forked says nothing of the template."""
     monkeypatch.setattr(sandbox, "PATIENCE", 0.5)
-    monkeypatch.setattr(sandbox, "_render", lambda *_: time.sleep(60))
+    limits, tried = [], [Tried("lost"), Tried("done")]
+    monkeypatch.setattr(sandbox, "attempt", lambda work, within: limits.append(within) or tried.pop(0))
     require_end(tokenizer_with("{{ messages }} waits"), ASKED)
+    assert [within.patience for within in limits] == [0.5, 0.5]
+
+
+def test_a_template_that_could_not_be_tried_is_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be rendered without limits."""
+    monkeypatch.setattr(sandbox, "PATIENCE", 0.5)
+    monkeypatch.setattr(sandbox, "_render", lambda *_: time.sleep(60))
+    for _ in range(2):
+        with pytest.raises(RecipeError, match=r"could not be tried: the process .* was ended from outside, or did not"):
+            require_end(tokenizer_with("{{ messages }} waits for ever"), ASKED)
 
 
 def test_a_signal_reaches_who_asked_and_nobody_is_left(tmp_path: Path) -> None:

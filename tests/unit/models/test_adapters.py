@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import RecipeError
-from dstrain.models.adapters import load_adapters
+from dstrain.models.adapters import load_adapters, read_adapter
 from dstrain.models.fingerprint import fingerprint
 from dstrain.models.load import load_model, read_config
 from dstrain.tasks import make_task
@@ -148,3 +149,35 @@ def test_an_exported_adapter_imports_nothing_that_its_config_names(tmp_path: Pat
     change("megatron_config", {"tensor_model_parallel_size": 1})(at)
     with pytest.raises(RecipeError, match=r"megatron_config: .* is not supported"):
         load_adapters(AutoModelForCausalLM.from_pretrained(str(tmp_path / "base")), at)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("modules_to_save", 5), ("modules_to_save", [5]), ("target_modules", 5), ("exclude_modules", {"a": 1}), ("r", "x"),
+        ("rank_pattern", 7), ("rank_pattern", {"q_proj": "x"}), ("layers_to_transform", "x"), ("use_dora", "yes"),
+        ("lora_alpha", []), ("layers_pattern", [[]]),
+    ],
+)  # fmt: skip
+def test_a_setting_of_another_type_is_a_sentence(name: str, value: Any, tmp_path: Path) -> None:
+    at = tmp_path / "adapter"
+    at.mkdir()
+    about = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": "org/base",
+        "r": 4,
+        "target_modules": ["q_proj"],
+        name: value,
+    }
+    (at / "adapter_config.json").write_text(json.dumps(about))
+    (at / "adapter_model.safetensors").write_bytes(b"")
+    wanted = re.escape(f"its {name} is {value!r}; export or download it again")
+    for read in (lambda: read_adapter(str(at)), lambda: load_adapters(None, at)):
+        with pytest.raises(RecipeError, match=wanted):
+            read()
+
+
+def test_settings_as_peft_writes_them_are_taken(tmp_path: Path) -> None:
+    settings = {"target_modules": r".*\.q_proj", "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 8.0},
+                "layers_to_transform": None, "use_rslora": True, "lora_alpha": 16}  # fmt: skip
+    assert read_adapter(str(adapter(tmp_path, **settings))) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+import dstrain
 from dstrain.config.schema import ModelConfig
-from dstrain.errors import RecipeError
+from dstrain.errors import RecipeError, UsageError
 from dstrain.models.load import load_model, read_config, skeleton, switch_on_checkpointing
 from dstrain.models.weight_files import check_weights
 
@@ -189,3 +191,34 @@ def test_weights_drawn_for_16_bits_are_the_cast_ones() -> None:
     frequencies = {name: value for name, value in halved.named_buffers() if "inv_freq" in name}
     assert frequencies
     assert all(torch.equal(value, dict(exact.named_buffers())[name]) for name, value in frequencies.items())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"_attn_implementation": "evil/kernel"},
+        {"attn_implementation": {"": "paged|evil/kernel@main:attention"}},
+        {"experts_implementation": "evil/kernel"},
+        {"attribute_map": {"mine": "_attn_implementation"}, "mine": "evil/kernel"},
+        {"attribute_map": {"_attn_implementation_internal": "mine"}, "mine": "evil/kernel"},
+    ],
+)
+def test_a_folders_config_fetches_no_code_from_the_hub(values: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | values))
+    with pytest.raises(RecipeError, match=r"model.path: in the config of '.*' .*; remove the key from config.json, or"):
+        read_config(ModelConfig(path=str(tmp_path)))
+    with pytest.raises(UsageError, match=r"remove the key from config\.json"):
+        dstrain.load_reward_model(tmp_path)
+
+
+def test_kernels_of_a_part_of_the_model_are_found(tmp_path: Path) -> None:
+    kernels = {"": "sdpa", "text_config": "evil/kernel"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "_attn_implementation": kernels}))
+    with pytest.raises(RecipeError, match=r"_attn_implementation.* names code on the hub \('evil/kernel'\)"):
+        read_config(ModelConfig(path=str(tmp_path)))
+
+
+def test_code_from_the_hub_takes_the_users_word(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"_attn_implementation": "mine/kernel"}))
+    read = read_config(ModelConfig(path=str(tmp_path), trust_remote_code=True))
+    assert read._attn_implementation == "mine/kernel"

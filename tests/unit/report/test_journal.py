@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dstrain.errors import RunError
-from dstrain.report.journal import Journal
+from dstrain.report.journal import Journal, read_rows
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -148,3 +148,16 @@ def test_a_row_that_a_changed_byte_broke_is_named(tmp_path: Path) -> None:
     assert (event["event"], event["file"], event["lines"], event["count"]) == ("rows_damaged", "metrics.jsonl", [2], 1)
     assert journal.cut_back(2) == 0
     assert len(rows(tmp_path / "events.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    "row", ['{"step": "x"}', '{"step": null}', '{"step": true}', '{"step": NaN}', "[" * 5000, "7", "\udcff"]
+)
+def test_a_row_that_cannot_be_read_is_dropped_and_named(row: str, tmp_path: Path) -> None:
+    text = '{"step": 1}\n' + row + '\n{"step": 2}\n{"step": 9}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(text.encode(errors="surrogateescape"))
+    journal = Journal(tmp_path)
+    assert journal.cut_back(2) == 2
+    journal.close()
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [(row["event"], row["lines"]) for row in read_rows(tmp_path / "events.jsonl")] == [("rows_damaged", [2])]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from dstrain.commands.evaluate import show_metrics
 from dstrain.train.announce import last_held_out, task_name
 
@@ -26,3 +28,14 @@ def test_a_task_file_is_called_by_its_name() -> None:
 def test_an_exported_folder_has_no_step() -> None:
     assert show_metrics({"file": "x", "step": None, "loss": 0.5}).split() == ["file", "x", "loss", "0.5"]
     assert "step" in show_metrics({"step": 0})
+
+
+@pytest.mark.parametrize(
+    "row", ["{", "[" * 5000, '{"step": "x", "split": "eval"}', "7", '{"step": 8}', '{"split": "eval"}']
+)
+def test_a_damaged_row_does_not_fail_a_run_that_is_done(row: str, tmp_path: Path) -> None:
+    told = '{"step": 350, "split": "eval", "loss": 0.5, "note": "a\u2028b"}\n'
+    (tmp_path / "metrics.jsonl").write_text(f"{told}{row}\n", encoding="utf-8")
+    assert last_held_out(tmp_path, 40000) == "held-out: eval at step 350/40000  loss 0.5  note a\u2028b"
+    (tmp_path / "metrics.jsonl").unlink()
+    assert last_held_out(tmp_path, 40000) == ""

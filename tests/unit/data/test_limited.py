@@ -1,0 +1,124 @@
+"""Work in a process of its own under limits: what it answers, however it and its parent are set up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from dstrain.data import free_memory, parquet
+from dstrain.data.limited import Limits, attempt
+from tests.workers import ROOT
+
+SOME = Limits(1 << 30, 10, 30.0)
+
+
+class TwoWords(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def test_an_exception_is_its_name_and_its_text() -> None:
+    """Of any kind: one that takes two arguments cannot be unpickled."""
+    tried = attempt(lambda: fail(TwoWords("this", "that")), SOME)
+    assert (tried.how, tried.value) == ("raised", ["TwoWords", "this and that"])
+
+
+def test_an_answer_is_what_json_holds() -> None:
+    assert attempt(lambda: {"names": ["a", "\udcff"], "count": 3}, SOME).value == {"names": ["a", "\udcff"], "count": 3}
+    tried = attempt(lambda: {1, 2}, SOME)
+    assert (tried.how, tried.value[0]) == ("raised", "TypeError")
+
+
+def run(script: str, *words: str) -> str:
+    """What a process prints that is started with SIGCHLD ignored, as some supervisors start theirs."""
+    ignoring = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    argv = [sys.executable, "-c", ignoring, "-c", textwrap.dedent(script), *words]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    told = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert told.returncode == 0, told.stderr
+    return told.stdout.strip()
+
+
+def test_an_ignored_sigchld_loses_no_answer() -> None:
+    script = """
+        import time
+        from dstrain.data.limited import Limits, attempt
+        limits = Limits(1 << 30, 10, 1.0)
+        for work in (lambda: "fine", lambda: 1 / 0, lambda: bytearray(1 << 40), lambda: time.sleep(60)):
+            print(attempt(work, limits).how)
+    """
+    assert run(script).split() == ["done", "raised", "memory", "lost"]
+
+
+def test_the_command_line_waits_for_its_children_again() -> None:
+    """subprocess takes a child that it cannot wait for as one that ended well."""
+    script = """
+        import subprocess, sys
+        from dstrain import cli
+        cli.main.invoke = lambda context: print(subprocess.call([sys.executable, "-c", "raise SystemExit(3)"]))
+        cli.main.main(["tasks"], standalone_mode=False)
+    """
+    assert run(script) == "3"
+
+
+def test_a_parquet_file_is_read_with_sigchld_ignored(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"]}), tmp_path / "rows.parquet")
+    script = """
+        import sys
+        from pathlib import Path
+        from dstrain.data.parquet import Parquet
+        print(len(Parquet(Path(sys.argv[1]), {})))
+    """
+    assert run(script, str(tmp_path / "rows.parquet")) == "2"
+
+
+@pytest.mark.parametrize("code", [0, 1, 9])
+def test_a_child_that_says_nothing_is_lost(code: int) -> None:
+    assert attempt(lambda: os._exit(code), SOME).how == "lost"
+
+
+def test_a_large_file_may_take_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as half of what is free: rows of gigabytes are read where there is room. A small file may not."""
+    monkeypatch.setattr(parquet, "free_memory", lambda: 100 << 30)
+    assert [parquet.most_memory(size) >> 30 for size in (400, 128 << 20, 1 << 40)] == [4, 8, 50]
+    monkeypatch.setattr(parquet, "free_memory", lambda: 1 << 30)
+    assert parquet.most_memory(1 << 40) == 4 << 30
+
+
+@pytest.mark.parametrize(
+    ("lines", "free"),
+    [
+        ("0::/job/step\n", 600),
+        ("5:memory:/job\n4:cpu:/job\n", 300),
+        ("0::/elsewhere\n", 900),
+        ("0::/../..\n", 900),
+        ("", None),
+    ],
+)
+def test_memory_of_a_cgroup_is_free_below_its_limit(
+    lines: str, free: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own").write_text(lines)
+    held = {
+        "memory.max": "1000", "memory.current": "100", "job/memory.max": "1000", "job/memory.current": "400",
+        "job/step/memory.max": "max", "job/step/memory.current": "10",
+        "memory/job/memory.limit_in_bytes": "500", "memory/job/memory.usage_in_bytes": "200",
+    }  # fmt: skip
+    for name, text in held.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(free_memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(free_memory, "OWN", tmp_path / "own")
+    assert (free_memory.free_memory() < 1 << 20) == (free is not None)
+    assert min(free_memory._free_in_cgroups(), default=None) == free

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dstrain.batch import Batch, Progress
+from dstrain.collectives import lost
 from dstrain.config import BatchPlan, RunConfig
 from dstrain.errors import DstrainError
 from dstrain.models.freeze import parameter_groups
@@ -205,7 +206,9 @@ def save(store: str, rank: int, size: int, folder: str, again: bool = False, bac
                 scene.advance(step, step + 1)  # training changes the values meanwhile
             saving.settle()
     except Exception as error:
-        return Saved(points.seen, f"{type(error).__name__}: {error}", isinstance(error, DstrainError))
+        # In a run the watchdog makes a sentence of what gloo says where training, not the save, meets the killed rank first.
+        ours = isinstance(error, DstrainError) or (isinstance(error, RuntimeError) and lost(error) is not None)
+        return Saved(points.seen, f"{type(error).__name__}: {error}", ours)
     return Saved(points.seen, None, True)
 
 

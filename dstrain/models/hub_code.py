@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dstrain.errors import Fault
+
 ENDINGS = ("_implementation", "_implementation_internal")
 RENAMES = "attribute_map"
 """Of a config's class; as a key of config.json it would replace the class's own (configuration_utils.py, __setattr__)."""
@@ -25,6 +27,14 @@ def hub_code(config: Any) -> str:
             return f"{RENAMES} gives settings other names"
         waiting += [(setting or (key if str(key).endswith(ENDINGS) else ""), inner) for key, inner in settings.items()]
     return ""
+
+
+def hub_faults(config: Any, name: str, key: str, trust_remote_code: bool) -> list[Fault]:
+    """A fault where the config of the model `name`, which the recipe's `key` names, has code of the hub run without the user's word."""
+    if trust_remote_code or not (found := hub_code(config)):
+        return []
+    mend = "remove the key from config.json, or add --set model.trust_remote_code=true if you trust that code"
+    return [Fault(key, f"in the config of '{name}' {found}", mend)]
 
 
 def _settings(value: Any) -> Mapping[Any, Any]:

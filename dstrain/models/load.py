@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError, did_you_mean
 from dstrain.models.adapters import base_of, merge_adapter, read_adapter
-from dstrain.models.hub_code import hub_code
+from dstrain.models.hub_code import hub_faults
 from dstrain.models.loading import without_report
 from dstrain.models.padding import clear_padding_idx
 from dstrain.models.weight_files import has_weights
@@ -35,9 +35,8 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
     if model.path is not None:
         base = base_of(model).path or ""
         config = pretrained(AutoConfig, base, "model.path", model.trust_remote_code)
-        if not model.trust_remote_code and (found := hub_code(config)):
-            mend = "remove the key from config.json, or add --set model.trust_remote_code=true if you trust that code"
-            raise RecipeError(Fault("model.path", f"in the config of '{base}' {found}", mend))
+        if faults := hub_faults(config, base, "model.path", model.trust_remote_code):
+            raise RecipeError(faults)
         return config
     if model.config is None:
         raise RecipeError(NO_MODEL)

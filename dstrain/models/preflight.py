@@ -14,6 +14,7 @@ from dstrain.errors import Fault, RecipeError, did_you_mean
 from dstrain.models.adapters import CONFIG as ADAPTER_CONFIG
 from dstrain.models.adapters import read_adapter
 from dstrain.models.families import attends_both_ways, learned_positions
+from dstrain.models.hub_code import hub_faults
 from dstrain.models.load import tokenizer_files
 from dstrain.models.weight_files import check_weights
 
@@ -44,7 +45,8 @@ def check_model(config: RunConfig) -> list[Fault]:
     faults = _of_folder(config, model.path)
     if isinstance(reference := options.get("ref_model"), str):
         values = _read(reference, "options.ref_model")
-        faults += values if isinstance(values, list) else []
+        trusted = model.trust_remote_code
+        faults += values if isinstance(values, list) else hub_faults(values, reference, "options.ref_model", trusted)
     return faults
 
 
@@ -54,10 +56,12 @@ def _of_folder(config: RunConfig, name: str) -> list[Fault]:
         adapter = read_adapter(name)
     except RecipeError as error:
         return list(error.faults)
-    values = _read(name if adapter is None else adapter.base, "model.path")
+    base = name if adapter is None else adapter.base
+    values = _read(base, "model.path")
     faults = values if isinstance(values, list) else []
     if isinstance(values, dict):
         faults = _of_config(config, values, "model.path")
+        faults += hub_faults(values, base, "model.path", config.model.trust_remote_code)
         faults += _of_tokenizer(config.model)
         faults += _of_weights(config.model)
     return faults

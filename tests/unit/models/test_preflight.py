@@ -207,3 +207,21 @@ def test_encoders_see_what_follows_unless_they_are_decoders(kind: str) -> None:
         with torch.no_grad():
             one, other = (model(input_ids=torch.tensor([[5, 6, 7, last]])).logits[0, :3] for last in (8, 9))
         assert torch.allclose(one, other) == is_decoder
+
+
+@pytest.mark.parametrize("key", ["model.path", "options.ref_model"])
+def test_kernels_of_the_hub_are_found_before_anything_starts(key: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "_attn_implementation": "evil/kernel"}')
+    path = str(tmp_path) if key == "model.path" else str(folder(tmp_path / "other"))
+    options = {"ref_model": str(tmp_path)} if key == "options.ref_model" else {}
+    recipe: dict[str, Any] = {
+        "task": "dpo",
+        "data": {"train": "train.jsonl"},
+        "model": {"path": path},
+        "options": options,
+    }
+    wanted = f"in the config of '{tmp_path}' _attn_implementation names code on the hub ('evil/kernel')"
+    found = [fault for fault in check_model(RunConfig.model_validate(recipe)) if "names code" in fault.problem]
+    assert [(fault.where, fault.problem) for fault in found] == [(key, wanted)]
+    recipe["model"]["trust_remote_code"] = True
+    assert not [fault for fault in check_model(RunConfig.model_validate(recipe)) if "names code" in fault.problem]

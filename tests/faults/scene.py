@@ -40,6 +40,7 @@ from dstrain.train.engine import DeepSpeedEngine, TorchEngine
 from dstrain.train.folder import Resume
 from dstrain.train.manifest import listed
 from dstrain.train.reshape import open_state
+from dstrain.train.roll import unnamed
 from dstrain.train.saving import Saving
 from dstrain.train.settings import resolved_ds_config
 from dstrain.world import TorchWorld
@@ -206,9 +207,10 @@ def save(store: str, rank: int, size: int, folder: str, again: bool = False, bac
                 scene.advance(step, step + 1)  # training changes the values meanwhile
             saving.settle()
     except Exception as error:
-        # In a run the watchdog makes a sentence of what gloo says where training, not the save, meets the killed rank first.
-        ours = isinstance(error, DstrainError) or (isinstance(error, RuntimeError) and lost(error) is not None)
-        return Saved(points.seen, f"{type(error).__name__}: {error}", ours)
+        if not isinstance(error, DstrainError) and (why := lost(error)):
+            # Training, not the save, met the killed rank first: in a run the watchdog makes this sentence of it.
+            return Saved(points.seen, unnamed(why), True)
+        return Saved(points.seen, f"{type(error).__name__}: {error}", isinstance(error, DstrainError))
     return Saved(points.seen, None, True)
 
 

@@ -19,6 +19,6 @@ def load_reward_model(folder: str | Path, dtype: torch.dtype | None = None) -> P
     `logits`, (B, 1), are the scores; each is read at the last token that is no padding. `dtype`: of the weights; None: as
     they were exported. Raises UsageError for a folder that holds none.
     """
-    from dstrain.models.scored import load_reward_model as load
+    from dstrain.models.reward_model import load_reward_model as load
 
     return load(folder, dtype)

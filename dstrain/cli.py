@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from dstrain import __version__
-from dstrain.errors import DstrainError, UsageError, fault_of_system
-from dstrain.inherited import prepare_process
-from dstrain.options import (
+from dstrain.cli_options import (
     CHOICE,
     LAUNCH_OPTIONS,
     RECIPE_OPTIONS,
@@ -27,9 +25,11 @@ from dstrain.options import (
     taken,
     with_options,
 )
+from dstrain.errors import DstrainError, UsageError, fault_of_system
+from dstrain.process_setup import prepare_process
 
 if TYPE_CHECKING:
-    from dstrain.commands.spread import Job
+    from dstrain.commands.run_job import Job
 
 NOT_YET = {
     "plan": "docs/memory.md says what to turn, and peak_memory_gib in metrics.jsonl what was used",
@@ -91,7 +91,7 @@ def train(
     resume: str, allowed: tuple[str, ...], dry_run: bool, **launch: Any,
 ) -> None:  # fmt: skip
     """Train RECIPE: a YAML file or the name of a packaged recipe; ./recipe.yaml where left out."""
-    from dstrain.commands.find import Wish
+    from dstrain.commands.recipe_args import Wish
     from dstrain.commands.train import launch_or_train
 
     wish = Wish(
@@ -107,7 +107,7 @@ def train(
 def evaluate(run_or_model: Path, data: str, as_json: bool, scratch: Path | None, **options: Any) -> None:
     """Metrics of a run's best or last checkpoint, or of an exported folder, on a file."""
     from dstrain.commands.evaluate import Evaluate, show_metrics
-    from dstrain.commands.trained import Choice
+    from dstrain.commands.trained_model import Choice
 
     job = Evaluate(choice=Choice(folder=run_or_model, **taken(options, CHOICE)), data=data)
     finish(job, options, scratch, json.dumps if as_json else show_metrics)
@@ -127,7 +127,7 @@ def generate(
 ) -> None:  # fmt: skip
     """Answers of a trained policy to prompts or to a file's records, to look at what was learnt."""
     from dstrain.commands.generate import Generate, show_answers
-    from dstrain.commands.trained import Choice
+    from dstrain.commands.trained_model import Choice
 
     choice = Choice(folder=run_or_model, **taken(options, CHOICE))
     job = Generate(choice=choice, texts=texts, images=images, data=data, sampling=taken(options, SAMPLING))
@@ -142,8 +142,8 @@ def prepare(
     as_json: bool, **launch: Any,
 ) -> None:  # fmt: skip
     """Tokenise, check and cache RECIPE's data, and with DPO the reference's log-probabilities; training then starts at once."""
-    from dstrain.commands.find import Wish
     from dstrain.commands.prepare import Prepare, show_prepared
+    from dstrain.commands.recipe_args import Wish
 
     job = Prepare(Wish(recipe=recipe, task=task, ds_config=ds_config, sets=sets))
     finish(job, launch, scratch, json.dumps if as_json else show_prepared)
@@ -151,7 +151,7 @@ def prepare(
 
 def finish(job: Job, launch: Mapping[str, Any], scratch: Path | None, show: Callable[[Any], str]) -> NoReturn:
     """Run the job on its processes, print what came of it, and leave."""
-    from dstrain.commands.spread import spread
+    from dstrain.commands.run_job import spread
 
     reply = spread(job, launch, scratch)
     if reply.value is not None:
@@ -215,7 +215,7 @@ def recipes(name: str | None) -> None:
 @click.option("--to", type=click.Path(path_type=Path), help="File to write; default: print.")
 def init(task: str, to: Path | None) -> None:
     """Write a commented starter recipe for TASK."""
-    from dstrain.commands.starter import starter_recipe
+    from dstrain.commands.init import starter_recipe
 
     text = starter_recipe(task)
     if to is None:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.batch import Progress
-from dstrain.train.checkpoint import Checkpoints
-from dstrain.train.shards import StoredState, write_state
+from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.state.files import StoredState, write_state
 
 
 def keep(engine: Any, folder: Path, step: int = 1) -> Path:

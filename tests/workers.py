@@ -109,8 +109,8 @@ def serve(address: str) -> None:
 
     import torch
 
+    from dstrain.distributed.world import join
     from dstrain.launch.worker import follow_parent
-    from dstrain.world import join
 
     follow_parent()
     torch.set_num_threads(1)

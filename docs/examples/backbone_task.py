@@ -11,12 +11,12 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
 from dstrain.batch import Batch
-from dstrain.data.collate import attention_mask, pad
-from dstrain.data.formats import BadRecord
-from dstrain.data.prepare import prepare, tokenizer_fingerprint
-from dstrain.data.source import Joined, open_source
+from dstrain.data.cache.build import prepare, tokenizer_fingerprint
+from dstrain.data.formats.preferences import BadRecord
+from dstrain.data.loading.collate import attention_mask, pad
+from dstrain.data.sources.open import Joined, open_source
 from dstrain.tasks import Loss, Split, Task
-from dstrain.tasks.preparing import policy_of
+from dstrain.tasks.common.bad_record_policy import policy_of
 
 
 class Classifier(torch.nn.Module):

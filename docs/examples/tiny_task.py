@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from dstrain.batch import Batch
-from dstrain.data.collate import pad
-from dstrain.data.source import open_source
+from dstrain.data.loading.collate import pad
+from dstrain.data.sources.open import open_source
 from dstrain.tasks import Loss, Split, Task
 
 PAD = 256

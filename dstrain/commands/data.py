@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from dstrain.config import read_recipe
-from dstrain.data.bad_rows import EACH, show_rows
-from dstrain.data.checking import Checked
-from dstrain.data.checking import check_file as check_records
-from dstrain.data.source import BadRow, Joined, open_source
-from dstrain.data.truncation import show_cuts
+from dstrain.data.cache.bad_record_summary import EACH, show_rows
+from dstrain.data.cache.check import Checked
+from dstrain.data.cache.check import check_file as check_records
+from dstrain.data.encoding.truncation import show_cuts
+from dstrain.data.sources.open import BadRow, Joined, open_source
 from dstrain.errors import TaskError
 from dstrain.launch.threads import cores_here
 from dstrain.tasks import make_task
-from dstrain.tasks.text import TextTask
+from dstrain.tasks.common.text import TextTask
 
 NO_TOKENIZER = (
     "what data.max_length cuts depends on the tokenizer: `dstrain prepare` prints it, and so does this command with "

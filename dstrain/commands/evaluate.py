@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.commands.trained import Choice, Found, hash_weights, load_found, quieten
+from dstrain.commands.trained_model import Choice, Found, hash_weights, load_found, quieten
 from dstrain.config import RunConfig
-from dstrain.data.hub import parse_part
+from dstrain.data.sources.hub import parse_part
 from dstrain.errors import DataError, UsageError
 from dstrain.preset import Device
 from dstrain.tasks import Task
-from dstrain.tasks.policy import PolicyTask
+from dstrain.tasks.common.reference import PolicyTask
 
 if TYPE_CHECKING:
-    from dstrain.world import World
+    from dstrain.distributed.world import World
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Evaluate:
         hash_weights(ready.found.task, ready.found.checkpoint is not None)
 
     def run(self, ready: Prepared, world: World) -> dict[str, Any]:
-        from dstrain.models.sharded import sharded_construction
+        from dstrain.models.zero3 import sharded_construction
+        from dstrain.train.engine.inference import ForwardEngine
+        from dstrain.train.engine.module import Objective
         from dstrain.train.evaluate import Evaluation
-        from dstrain.train.forward import ForwardEngine
-        from dstrain.train.objective import Objective
-        from dstrain.train.references import Asking, add_references
+        from dstrain.train.precompute_reference import Asking, add_references
 
         found, task = ready.found, ready.found.task
         asking = Asking(task=task, ds_config=ready.ds_config, micro=found.micro, world=world)

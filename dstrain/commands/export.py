@@ -15,18 +15,19 @@ import torch
 from safetensors import SafetensorError
 
 from dstrain.batch import Batch
-from dstrain.commands.folders import enabled
-from dstrain.commands.trained import EXPORT_RECIPE, Trained, load_trained
-from dstrain.commands.trust import check_probes
+from dstrain.commands.checks.untrusted_folder import enabled
+from dstrain.commands.checks.untrusted_recipe import check_probes
+from dstrain.commands.trained_model import EXPORT_RECIPE, Trained, load_trained
 from dstrain.config import show_recipe
 from dstrain.errors import CheckpointError, DstrainError, UsageError
-from dstrain.models.adapters import read_adapter
-from dstrain.models.merge import merge_adapters
-from dstrain.models.module_file import save_module
-from dstrain.report.journal import sync_folder
+from dstrain.models.adapters.folder import read_adapter
+from dstrain.models.adapters.merge import merge_adapters
+from dstrain.models.weights.module_file import save_module
+from dstrain.report.run_log import sync_folder
 from dstrain.tasks import Task
-from dstrain.tasks.find import keep_task_file
-from dstrain.train.proof import (
+from dstrain.tasks.common.registry import keep_task_file
+from dstrain.train.checkpoint.disk_space import free_bytes
+from dstrain.train.checkpoint.export_checks import (
     Digest,
     check_against_checkpoint,
     check_files,
@@ -37,8 +38,7 @@ from dstrain.train.proof import (
     size_of,
     tensors_of,
 )
-from dstrain.train.room import free_bytes
-from dstrain.train.shards import StoredState
+from dstrain.train.state.files import StoredState
 from dstrain.units import show_bytes
 
 PROBES = 4

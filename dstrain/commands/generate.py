@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.commands.evaluate import held_out, named_data
-from dstrain.commands.trained import Choice, Found, hash_weights, load_found, quieten
+from dstrain.commands.trained_model import Choice, Found, hash_weights, load_found, quieten
 from dstrain.config import RunConfig
-from dstrain.data.marks import Seen
-from dstrain.data.messages import BadRecord
-from dstrain.data.prepare import Policy, judge
-from dstrain.data.prompts import Asked, Prompt
-from dstrain.data.source import BadRow, First, open_source
-from dstrain.data.store import Report, say
+from dstrain.data.cache.build import Policy, judge
+from dstrain.data.cache.token_store import Report, say
+from dstrain.data.formats.image_placeholders import Seen
+from dstrain.data.formats.messages import BadRecord
+from dstrain.data.formats.prompts import Asked, Prompt
+from dstrain.data.sources.open import BadRow, First, open_source
 from dstrain.errors import DataError, TaskError, UsageError
 from dstrain.preset import Device
-from dstrain.tasks.text import TextTask
+from dstrain.tasks.common.text import TextTask
 
 if TYPE_CHECKING:
-    from dstrain.world import World
+    from dstrain.distributed.world import World
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Generate:
         hash_weights(ready.found.task, ready.found.checkpoint is not None)
 
     def run(self, ready: Prepared, world: World) -> list[dict[str, Any]]:
-        from dstrain.tasks.ops import unwrapped
-        from dstrain.train.forward import ForwardEngine
+        from dstrain.tasks.common.losses import unwrapped
+        from dstrain.train.engine.inference import ForwardEngine
         from dstrain.train.generate import Sampling, write_answers
 
         task = _policy_of(ready.found)

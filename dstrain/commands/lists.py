@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dstrain.commands.find import RECIPES, packaged_recipes
+from dstrain.commands.recipe_args import RECIPES, packaged_recipes
 from dstrain.errors import PresetError, UsageError, did_you_mean
 from dstrain.preset import adopt, describe, summaries
 from dstrain.tasks import find_task, learning_rate, options, packaged_tasks
@@ -64,8 +64,8 @@ def _headline(name: str) -> str:
 
 def list_checkpoints(run: Path, read_all: bool, as_json: bool) -> tuple[str, bool]:
     """(a line for each checkpoint, newest first; whether all are whole)."""
-    from dstrain.train.best import best_name
-    from dstrain.train.manifest import listed
+    from dstrain.train.checkpoint.select import best_name
+    from dstrain.train.state.manifest import listed
 
     folder = run / "checkpoints"
     if not folder.is_dir():

@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dstrain.commands.find import Wish, resolve_wish
-from dstrain.commands.trained import MICRO, hash_weights, quieten
+from dstrain.commands.recipe_args import Wish, resolve_wish
+from dstrain.commands.trained_model import MICRO, hash_weights, quieten
 from dstrain.config import RunConfig
 from dstrain.config.resolve import BatchPlan
-from dstrain.data.store import cache_root
-from dstrain.data.truncation import show_cuts
+from dstrain.data.cache.token_store import cache_root
+from dstrain.data.encoding.truncation import show_cuts
 from dstrain.errors import DataError
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import Task, make_task
-from dstrain.train.settings import resolved_ds_config
+from dstrain.train.ds_config import resolved_ds_config
 from dstrain.units import show_count
 
 if TYPE_CHECKING:
-    from dstrain.world import World
+    from dstrain.distributed.world import World
 
 NAMED = 10
 """Skipped records that are named."""
@@ -56,7 +56,7 @@ class Prepare:
         return config
 
     def ready(self, processes: int, device: Device) -> Prepared:
-        from dstrain.train.forward import apart
+        from dstrain.train.engine.inference import apart
 
         quieten()
         config = resolve_wish(self.wish).config
@@ -77,7 +77,7 @@ class Prepare:
         hash_weights(ready.task, adapted=False)
 
     def run(self, ready: Prepared, world: World) -> dict[str, Any]:
-        from dstrain.train.references import Asking, add_references
+        from dstrain.train.precompute_reference import Asking, add_references
 
         asking = Asking(task=ready.task, ds_config=ready.ds_config, micro=ready.micro, world=world)
         add_references(asking, list(ready.splits.values()))

@@ -13,18 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dstrain.commands.find import Wish, resolve_wish, run_folder
-from dstrain.commands.preflight import check_data, check_launch
+from dstrain.commands.checks.preflight import check_data, check_launch
+from dstrain.commands.recipe_args import Wish, resolve_wish, run_folder
 from dstrain.config import Recipe, resolve_batch, show_recipe
 from dstrain.errors import ResumeError, UsageError
 from dstrain.launch.command import Launch, LaunchOptions
+from dstrain.launch.exit_code import FAILED
 from dstrain.launch.lease import Lease
-from dstrain.launch.outcome import FAILED
-from dstrain.launch.several import HostsLaunch, crowded, plan_launch, show_launch
+from dstrain.launch.multihost.plan import HostsLaunch, crowded, plan_launch, show_launch
 from dstrain.launch.topology import Worker, gpu_has_bf16, worker_from
 from dstrain.preset import Device, read_preset
-from dstrain.train.folder import Resume, check_writable
-from dstrain.train.settings import batch_warnings, check_offload_folders
+from dstrain.train.ds_config import batch_warnings, check_offload_folders
+from dstrain.train.run_dir import Resume, check_writable
 
 
 def launch_or_train(wish: Wish, launch: Mapping[str, Any], dry_run: bool) -> int:
@@ -59,7 +59,7 @@ def begin_once(wish: Wish, env: Mapping[str, str]) -> Wish:
 
 def _launched(ready: Launch | HostsLaunch, recipe: Recipe, run_dir: Path, resume: Resume) -> int:
     """Start the processes and watch over them, while the run folder is held for this launch. Returns the exit code."""
-    from dstrain.launch.hosts import HostsCrew, gathered
+    from dstrain.launch.multihost.job import HostsCrew, gathered
     from dstrain.launch.supervise import supervise
     from dstrain.launch.worker import LAUNCH_ID, forget_ports, forget_records
 
@@ -112,7 +112,7 @@ def device_there(launch: Launch | HostsLaunch) -> Device:
 def train_as(worker: Worker, wish: Wish) -> int:
     """One worker's whole life. Its exit code counts even if the launcher's does not."""
     from dstrain.launch.worker import LAUNCH, LAUNCH_ID, follow_parent, live
-    from dstrain.train.interrupt import Interrupt, stoppable
+    from dstrain.train.health.signals import Interrupt, stoppable
 
     follow_parent()
     recipe = resolve_wish(wish)
@@ -123,9 +123,9 @@ def train_as(worker: Worker, wish: Wish) -> int:
     screen = os.fdopen(os.dup(1), "w") if seen else None
 
     def work(interrupt: Interrupt) -> int:
-        from dstrain.train.assemble import run_training
         from dstrain.train.plan import make_plan
         from dstrain.train.rendezvous import Rendezvous
+        from dstrain.train.setup import run_training
 
         together = Rendezvous(worker, timeout)
         plan = make_plan(recipe, run_dir, Resume(wish.resume, wish.allowed), worker, together)

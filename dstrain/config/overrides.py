@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dstrain.config.written import Key, Written, lookup
+from dstrain.config.source_map import Key, Written, lookup
 
 FROM_COMMAND_LINE = "--set"
 """What `Written.places` says of a key that --set wrote."""

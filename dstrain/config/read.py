@@ -12,12 +12,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dstrain.config.names import ABSENT, FOREIGN, NOT_YET
+from dstrain.config.aliases import ABSENT, FOREIGN, NOT_YET
+from dstrain.config.field_types import without_secret
 from dstrain.config.overrides import settle_overrides
 from dstrain.config.rules import cross_field_faults
 from dstrain.config.schema import RunConfig
-from dstrain.config.values import without_secret
-from dstrain.config.written import Key, Written, apply_set, as_written, dotted_name, lookup, read_yaml, show
+from dstrain.config.source_map import Key, Written, apply_set, as_written, dotted_name, lookup, read_yaml, show
 from dstrain.errors import Fault, RecipeError, did_you_mean
 
 

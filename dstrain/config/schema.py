@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dstrain.config.model import LoraConfig, ModelConfig, ProcessorConfig, Section, TokenizerConfig
-from dstrain.config.values import Count, NonNegative, Share, Split, Variable
+from dstrain.config.field_types import Count, NonNegative, Share, Split, Variable
+from dstrain.config.model_section import LoraConfig, ModelConfig, ProcessorConfig, Section, TokenizerConfig
 
 __all__ = ["LoraConfig", "ModelConfig", "ProcessorConfig", "RunConfig", "Section", "TokenizerConfig"]
 

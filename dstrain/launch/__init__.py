@@ -1,0 +1,1 @@
+"""Launching: worker processes on this host and on others."""

@@ -25,7 +25,6 @@ from types import TracebackType
 from typing import Self
 
 from dstrain.errors import FolderLostError, ResumeError, one_line
-from dstrain.launch.facts import machine
 from dstrain.launch.lease_file import (
     MOST_BYTES,
     OVER,
@@ -38,6 +37,7 @@ from dstrain.launch.lease_file import (
     number_of,
     parse,
 )
+from dstrain.launch.multihost.probe import machine
 from dstrain.launch.processes import alive, start_time
 from dstrain.launch.worker import record_folder
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from dstrain.launch.crew import Crew
-from dstrain.launch.heartbeat import print_error
-from dstrain.launch.outcome import DONE, FAILED, STOPPED, USAGE, Outcome, outcome
+from dstrain.launch.exit_code import DONE, FAILED, STOPPED, USAGE, Outcome, outcome
+from dstrain.launch.job import Crew
+from dstrain.launch.multihost.heartbeat import print_error
 from dstrain.launch.worker import SAME_SECONDS, adopt_orphans, close_output, log_path
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

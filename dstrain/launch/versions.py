@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 import dstrain
-from dstrain.shipped import shipped
+from dstrain.resources import shipped
 
 PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 _DIGITS = 12

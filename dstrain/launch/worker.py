@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dstrain.errors import DstrainError, without_password
-from dstrain.launch.heartbeat import follow_heartbeat
+from dstrain.launch.multihost.heartbeat import follow_heartbeat
 
 SUPERVISOR = "DSTRAIN_SUPERVISOR"
 """`HOST PID` of what supervises this launch on this host: the `dstrain` command, or its agent."""
@@ -230,7 +230,7 @@ def start_copying(path: Path, offset: int) -> None:
     import atexit
 
     global _close_output
-    command = [sys.executable, "-E", "-S", str(Path(__file__).with_name("copy_output.py")), str(path), str(offset)]
+    command = [sys.executable, "-E", "-S", str(Path(__file__).with_name("tee_log.py")), str(path), str(offset)]
     copier = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def close() -> None:

@@ -1,0 +1,1 @@
+"""Models: loading, heads, adapters, parameters, checks."""

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError, did_you_mean
-from dstrain.models.adapters import base_of, merge_adapter, read_adapter
-from dstrain.models.hub_code import hub_faults
-from dstrain.models.loading import without_report
+from dstrain.models.adapters.folder import base_of, merge_adapter, read_adapter
+from dstrain.models.checks.hub_code import hub_faults
 from dstrain.models.padding import clear_padding_idx
-from dstrain.models.weight_files import has_weights
+from dstrain.models.weights.check_files import has_weights
+from dstrain.models.weights.check_keys import without_report
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +145,7 @@ def load_model(auto: Any, model: ModelConfig, config: PretrainedConfig, seed: in
     """
     import torch
 
-    from dstrain.models.empty import may_draw, without_values
+    from dstrain.models.weights.meta_init import may_draw, without_values
 
     settings = _settings(model)
     dtype, base = getattr(torch, model.dtype or "float32"), base_of(model).path or ""

@@ -3,8 +3,8 @@
 `read_preset` refuses what a preset does not own, `complete` adds what the recipe decides, `adopt` takes a public JSON over.
 """
 
-from dstrain.preset.adopt import Adopted, adopt
 from dstrain.preset.complete import Device, Precision, RunSettings, complete, resolve_precision
+from dstrain.preset.convert import Adopted, adopt
 from dstrain.preset.read import Preset, check_block, describe, preset_names, read_preset, summaries
 
 __all__ = [

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dstrain.errors import did_you_mean
-from dstrain.preset import moves
-from dstrain.preset.table import Key, homes, misfit, show, table
-from dstrain.preset.text import KeyPath
+from dstrain.preset import migrate
+from dstrain.preset.key_schema import Key, homes, misfit, show, table
+from dstrain.preset.source_map import KeyPath
 
 Kind = Literal["unknown", "auto", "learning", "refused", "renamed", "type", "idle", "clash"]
 
@@ -102,8 +102,8 @@ def _unwanted(path: KeyPath, value: Any) -> Finding | None:
     """Learning, and what DeepSpeed or dstrain does not have."""
     dotted, idle = ".".join(path), isinstance(value, dict) and value.get("enabled") is False
     removed = dotted in table()["removed"]
-    if dotted in moves.LEARNING and (removed or not idle):
-        return Finding(path, "learning", moves.LEARNING[dotted], moves.mend(dotted, value))
+    if dotted in migrate.LEARNING and (removed or not idle):
+        return Finding(path, "learning", migrate.LEARNING[dotted], migrate.mend(dotted, value))
     if removed:
         problem = f"DeepSpeed {table()['deepspeed']} has removed it and stops on it"
         return Finding(path, "refused", problem, _REMOVED.get(dotted, "remove it"))

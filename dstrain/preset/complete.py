@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dstrain.errors import Fault, PresetError
+from dstrain.preset.key_schema import whole_numbers
 from dstrain.preset.read import Preset
 from dstrain.preset.rules import ZERO, peek
-from dstrain.preset.table import whole_numbers
 
 Precision = Literal["fp32", "bf16", "fp16"]
 

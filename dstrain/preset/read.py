@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import Fault, PresetError, did_you_mean
-from dstrain.preset.adopt import adopt_text
 from dstrain.preset.check import Finding, check
+from dstrain.preset.convert import adopt_text
 from dstrain.preset.rules import check_rules, device_of, peek, stage_of
-from dstrain.preset.text import Text, read_text
-from dstrain.shipped import shipped
+from dstrain.preset.source_map import Text, read_text
+from dstrain.resources import shipped
 
 
 @dataclass(frozen=True)

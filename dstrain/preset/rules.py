@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from dstrain.preset.check import Finding
-from dstrain.preset.idle import IDLE, check_idle
-from dstrain.preset.table import find
-from dstrain.preset.text import KeyPath
+from dstrain.preset.key_schema import find
+from dstrain.preset.no_effect_keys import IDLE, check_idle
+from dstrain.preset.source_map import KeyPath
 
 ZERO = "zero_optimization"
 _STAGE_3_ONLY = (

@@ -1,0 +1,1 @@
+"""Reporting: metrics, events, sinks."""

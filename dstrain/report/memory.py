@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from dstrain.world import World
+from dstrain.distributed.world import World
 
 GIB = 2**30
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from dstrain.batch import StepResult, on_host
-from dstrain.world import World
+from dstrain.distributed.world import World
 
 
 class Meter:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TextIO
 
 from dstrain.config.schema import LogConfig
 from dstrain.errors import UsageError
-from dstrain.report.journal import Journal, Row, task_metrics
+from dstrain.report.run_log import Journal, Row, task_metrics
 from dstrain.report.wandb import check_wandb
 
 log = logging.getLogger(__name__)

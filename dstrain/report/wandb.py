@@ -16,7 +16,7 @@ import psutil
 
 from dstrain.config.schema import WandbConfig
 from dstrain.errors import UsageError, without_password
-from dstrain.report.journal import Row
+from dstrain.report.run_log import Row
 
 log = logging.getLogger(__name__)
 

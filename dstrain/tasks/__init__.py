@@ -1,7 +1,6 @@
 """Tasks, found by scanning this folder, by file path or by dotted module."""
 
-from dstrain.tasks.base import Loss, Split, Task
-from dstrain.tasks.find import (
+from dstrain.tasks.common.registry import (
     Option,
     find_task,
     learning_rate,
@@ -10,6 +9,7 @@ from dstrain.tasks.find import (
     packaged_tasks,
     with_learning_rate,
 )
+from dstrain.tasks.common.task import Loss, Split, Task
 
 __all__ = [
     "Loss",

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
-from dstrain.tasks.base import Loss, ReferenceKind
-from dstrain.tasks.pairs import PairTask, tiny_pairs
-from dstrain.tasks.policy import PolicyTask
+from dstrain.tasks.common.pairs import PairTask, tiny_pairs
+from dstrain.tasks.common.reference import PolicyTask
+from dstrain.tasks.common.task import Loss, ReferenceKind
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ OF_MEANS = ("ipo", "orpo", "simpo")
 class PreferenceOptimization(PairTask, PolicyTask):
     """Policies that learn from pairs: DPO and its kin (IPO, SLiC's hinge, robust DPO, ORPO, SimPO).
 
-    Rafailov et al. (arXiv 2305.18290), eq. 7, and the papers that `dstrain.tasks.ops.preference_loss` names;
+    Rafailov et al. (arXiv 2305.18290), eq. 7, and the papers that `dstrain.tasks.common.losses.preference_loss` names;
     summed over pairs.
     """
 
@@ -59,13 +59,13 @@ class PreferenceOptimization(PairTask, PolicyTask):
 
     def refer(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """(B,) each: log p of the chosen and of the rejected answer under the reference."""
-        from dstrain.tasks.ops import answer_log_probs
+        from dstrain.tasks.common.losses import answer_log_probs
 
         chosen, rejected = answer_log_probs(model, batch).sum(-1).chunk(2)
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
     def more(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        from dstrain.data.collate import answers_tail, loss_positions, padded_length
+        from dstrain.data.loading.collate import answers_tail, loss_positions, padded_length
 
         sides = [
             (example[side], int(example["prompt_length"])) for side in ("chosen", "rejected") for example in examples
@@ -77,7 +77,7 @@ class PreferenceOptimization(PairTask, PolicyTask):
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         import torch
 
-        from dstrain.tasks.ops import answer_log_probs
+        from dstrain.tasks.common.losses import answer_log_probs
 
         sums = answer_log_probs(model, batch).sum(-1)  # (2B,)
         lengths = batch.tensors["learnt"].sum(-1).clamp(min=1)  # (2B,)
@@ -105,7 +105,7 @@ class PreferenceOptimization(PairTask, PolicyTask):
 
     def _each_pair(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
         """(B,) losses of (B,) log-ratios, or of mean log-probabilities where there is no reference."""
-        from dstrain.tasks import ops
+        from dstrain.tasks.common import losses as ops
 
         difference = chosen - rejected
         match self.loss_type:

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
-from dstrain.data.labelled import Labelled, labelled_encoder, read_labelled
-from dstrain.data.messages import BadRecord
-from dstrain.data.prepare import Following, attempt, prepare, read_each, tokenizer_fingerprint
-from dstrain.data.source import Joined
-from dstrain.data.store import TokenStore
-from dstrain.data.turns import TurnSettings
-from dstrain.tasks.base import Loss
-from dstrain.tasks.policy import PolicyTask
-from dstrain.tasks.preparing import policy_of
-from dstrain.tasks.tiny import tiny_recipe
+from dstrain.data.cache.build import Following, attempt, prepare, read_each, tokenizer_fingerprint
+from dstrain.data.cache.token_store import TokenStore
+from dstrain.data.encoding.conversations import TurnSettings
+from dstrain.data.formats.messages import BadRecord
+from dstrain.data.formats.unpaired import Labelled, labelled_encoder, read_labelled
+from dstrain.data.sources.open import Joined
+from dstrain.tasks.common.bad_record_policy import policy_of
+from dstrain.tasks.common.reference import PolicyTask
+from dstrain.tasks.common.task import Loss
+from dstrain.tasks.common.tiny import tiny_recipe
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +102,7 @@ class SingleAnswers(PolicyTask):
         )
 
     def _rows(self, examples: Sequence[Mapping[str, Any]], side: str) -> dict[str, torch.Tensor]:
-        from dstrain.data.collate import attention_mask, learnt_tail, loss_positions, pad
+        from dstrain.data.loading.collate import attention_mask, learnt_tail, loss_positions, pad
 
         sequences = [example[side] for example in examples]
         ids, mask = pad(sequences, self.tokenizer.pad_token_id), attention_mask(sequences)  # (B, L), (B, L)
@@ -123,7 +123,7 @@ class SingleAnswers(PolicyTask):
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         import torch
 
-        from dstrain.tasks.ops import kto
+        from dstrain.tasks.common.losses import kto
 
         desirable = batch.tensors["desirable"]  # (B,)
         logps = _log_likelihoods(model, batch)  # (B,)
@@ -154,7 +154,7 @@ def _mismatched(batch: Batch) -> Batch:
 
 def _log_likelihoods(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """(B,) float64: log p of each answer. Two sums of hundreds are compared, and their difference is small."""
-    from dstrain.tasks.ops import answer_log_probs
+    from dstrain.tasks.common.losses import answer_log_probs
 
     return answer_log_probs(model, batch).double().sum(-1)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig
-from dstrain.tasks.base import Loss
-from dstrain.tasks.pairs import PairTask, tiny_pairs
+from dstrain.tasks.common.pairs import PairTask, tiny_pairs
+from dstrain.tasks.common.task import Loss
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ class RewardModel(PairTask):
 
     @property
     def auto_class(self) -> Any:
-        from dstrain.models.scored import ScoredAuto, has_own_class
+        from dstrain.models.reward_model import ScoredAuto, has_own_class
 
         return super().auto_class if has_own_class(self.model_config) else ScoredAuto()
 
@@ -62,7 +62,7 @@ class RewardModel(PairTask):
     def _words(self) -> Any:
         """The tokenizer. A base's own that pads with EOS gets another pad token, unless the base gives scores already."""
         from dstrain.models.padding import replace_eos_as_pad
-        from dstrain.models.scored import has_score_head
+        from dstrain.models.reward_model import has_score_head
 
         tokenizer, model = super()._words, self.recipe.model
         if model.tokenizer is None and model.path is not None and not has_score_head(self.model_config, model.path):
@@ -80,7 +80,7 @@ class RewardModel(PairTask):
         )
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
-        from dstrain.tasks.ops import bradley_terry
+        from dstrain.tasks.common.losses import bradley_terry
 
         chosen, rejected = self.scores(model, batch).chunk(2)  # (B,), (B,)
         pairs = bradley_terry(
@@ -91,7 +91,7 @@ class RewardModel(PairTask):
 
     def scores(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """(2B,) rewards, the chosen ones first, read where an exported model reads them."""
-        from dstrain.tasks.ops import ask, unwrapped
+        from dstrain.tasks.common.losses import ask, unwrapped
 
         return ask(model, batch, **_without_cache(unwrapped(model))).squeeze(-1).float()
 
@@ -105,7 +105,7 @@ class RewardModel(PairTask):
 
 def _without_cache(model: Any) -> dict[str, bool]:
     """The setting that keeps a model from keeping keys and values for tokens to come; nothing where it has no such setting."""
-    from dstrain.models.scored import Scored
+    from dstrain.models.reward_model import Scored
 
     own, inside = (
         inspect.signature(type(one).forward).parameters for one in (model, getattr(model, "base_model", model))

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
-from dstrain.data.conversations import Passage, Sample, read_conversation
-from dstrain.data.marks import Seen
-from dstrain.data.source import Joined
-from dstrain.data.store import TokenStore
-from dstrain.data.turns import TurnSettings, encode_conversations
-from dstrain.data.views import Views
-from dstrain.tasks.base import Loss
-from dstrain.tasks.text import TextTask
-from dstrain.tasks.tiny import tiny_recipe
+from dstrain.data.cache.token_store import TokenStore
+from dstrain.data.encoding.conversations import TurnSettings, encode_conversations
+from dstrain.data.formats.conversations import Passage, Sample, read_conversation
+from dstrain.data.formats.image_placeholders import Seen
+from dstrain.data.sources.open import Joined
+from dstrain.data.vision.expansion import Views
+from dstrain.tasks.common.task import Loss
+from dstrain.tasks.common.text import TextTask
+from dstrain.tasks.common.tiny import tiny_recipe
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ class SupervisedFineTuning(TextTask):
         return self.store(source, read_conversation, encode, {"what": "conversations", **asdict(settings)})
 
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
-        from dstrain.data.collate import attention_mask, learnt_tail, loss_positions, pad
+        from dstrain.data.loading.collate import attention_mask, learnt_tail, loss_positions, pad
 
         sequences = [example["input_ids"] for example in examples]
         ids = pad(sequences, self.tokenizer.pad_token_id)  # (B, L)
@@ -79,7 +79,7 @@ class SupervisedFineTuning(TextTask):
         return self.with_images(batch, examples)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
-        from dstrain.tasks.ops import score_answers
+        from dstrain.tasks.common.losses import score_answers
 
         log_probs, right = score_answers(model, batch)
         beside = self.beside(right, batch.tensors["learnt"])
@@ -90,7 +90,7 @@ class SupervisedFineTuning(TextTask):
         return {}
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        from dstrain.tasks.ops import answer_log_probs
+        from dstrain.tasks.common.losses import answer_log_probs
 
         return answer_log_probs(model, batch)
 

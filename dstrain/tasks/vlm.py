@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import HeldOutConfig, SourceConfig
-from dstrain.data.augment import Augment
-from dstrain.data.conversations import Passage
-from dstrain.data.dialogs import IMAGE, render_messages
-from dstrain.data.grouped import Grouped
-from dstrain.data.marks import Seen, read_seen
-from dstrain.data.rows import Source
+from dstrain.data.formats.conversations import Passage
+from dstrain.data.formats.group_by_image import Grouped
+from dstrain.data.formats.image_placeholders import Seen, read_seen
+from dstrain.data.formats.transcripts import IMAGE, render_messages
+from dstrain.data.sources.base import Source
+from dstrain.data.vision.augment import Augment
 from dstrain.errors import RecipeError
-from dstrain.models.preflight import blind
+from dstrain.models.checks.preflight import blind
+from dstrain.tasks.common.tiny import tiny_recipe
 from dstrain.tasks.sft import SupervisedFineTuning
-from dstrain.tasks.tiny import tiny_recipe
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ class VisionLanguage(SupervisedFineTuning):
         return Augment(shift=self.shift, flip=self.flip, seed=self.recipe.seed)
 
     def beside(self, right: torch.Tensor, learnt: torch.Tensor) -> Mapping[str, Any]:
-        from dstrain.tasks.ops import exact_answers
+        from dstrain.tasks.common.losses import exact_answers
 
         return {"exact_match": exact_answers(right, learnt)}
 

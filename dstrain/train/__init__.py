@@ -1,0 +1,1 @@
+"""Training: setup, loop, engine, checkpoints, health."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dstrain.batch import Batch, StepResult
-from dstrain.collectives import LEDGER
-from dstrain.data.loader import read_shares
-from dstrain.data.plan import eval_share, lengths_of
+from dstrain.data.loading.loader import read_shares
+from dstrain.data.loading.sampler import eval_share, lengths_of
+from dstrain.distributed.collective_log import LEDGER
 from dstrain.report.meter import Meter
 from dstrain.tasks import Task
-from dstrain.train.engine import Looks
+from dstrain.train.engine.deepspeed import Looks
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ import torch
 from transformers import StoppingCriteria
 
 from dstrain.batch import Batch
-from dstrain.data.collate import attention_mask, pad
-from dstrain.data.images import read_image
-from dstrain.data.prompts import Prompt, enders
-from dstrain.data.sight import KINDS, Sight
+from dstrain.data.formats.prompts import Prompt, enders
+from dstrain.data.loading.collate import attention_mask, pad
+from dstrain.data.vision.image_io import read_image
+from dstrain.data.vision.processor import KINDS, Sight
 from dstrain.errors import TaskError
-from dstrain.tasks.ops import inputs_of_images
-from dstrain.train.engine import seed_step
-from dstrain.train.forward import ForwardEngine
+from dstrain.tasks.common.losses import inputs_of_images
+from dstrain.train.engine.deepspeed import seed_step
+from dstrain.train.engine.inference import ForwardEngine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dstrain.batch import Progress
-from dstrain.train.engine import seed_step
-from dstrain.train.state import Run
+from dstrain.train.engine.deepspeed import seed_step
+from dstrain.train.run import Run
 
 
 def train(run: Run) -> Progress:

@@ -14,23 +14,23 @@ from typing import Any
 import torch
 
 from dstrain.config import BatchPlan, Recipe, RunConfig, resolve_batch, resolve_steps
-from dstrain.data.plan import DataPlan, lengths_of
+from dstrain.data.loading.sampler import DataPlan, lengths_of
 from dstrain.errors import DataError
-from dstrain.launch.builds import extensions_folder, settle_build_locks
 from dstrain.launch.command import free_port
-from dstrain.launch.facts import gloo_interface
+from dstrain.launch.kernel_locks import extensions_folder, settle_build_locks
+from dstrain.launch.multihost.probe import gloo_interface
 from dstrain.launch.threads import cores_here, threads_per_process
 from dstrain.launch.topology import Worker, wants_cpu
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.report.sinks import check_trackers
 from dstrain.tasks import Task, make_task
-from dstrain.tasks.text import TextTask
-from dstrain.train.build import loaded_in_precision
-from dstrain.train.fingerprints import check_fingerprints, fingerprints
-from dstrain.train.folder import Resume, batch_to_go_on_with, check_resume, check_writable, with_tokenizer_of
-from dstrain.train.inputs import check_inputs, files_of, inputs_of
+from dstrain.tasks.common.text import TextTask
+from dstrain.train.build_model import loaded_in_precision
+from dstrain.train.ds_config import check_offload_folders, resolved_ds_config
 from dstrain.train.rendezvous import Rendezvous
-from dstrain.train.settings import check_offload_folders, resolved_ds_config
+from dstrain.train.resume.fingerprints import check_fingerprints, fingerprints
+from dstrain.train.resume.inputs import check_inputs, files_of, inputs_of
+from dstrain.train.run_dir import Resume, batch_to_go_on_with, check_resume, check_writable, with_tokenizer_of
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Settings of torch's memory on a GPU, read when the first tensor is put there; the second name is known from torch 2.9 on."""

@@ -23,16 +23,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dstrain.cache import cache_root, host_id
-from dstrain.collectives import lost
-from dstrain.data.store import images_checked
+from dstrain.cache_dir import cache_root, host_id
+from dstrain.data.cache.token_store import images_checked
+from dstrain.distributed.collective_log import lost
+from dstrain.distributed.world import meet
 from dstrain.errors import DstrainError, LostError, UsageError, one_line
 from dstrain.launch.command import PORT_FILE, holder
 from dstrain.launch.topology import Worker
 from dstrain.launch.versions import digest, unlike, versions
-from dstrain.train.interrupt import Interrupted
-from dstrain.train.roll import within
-from dstrain.world import meet
+from dstrain.train.health.rank_status import within
+from dstrain.train.health.signals import Interrupted
 
 DOING = "preparing the data"
 MEND = "fix the cause and start again: what is prepared stays in the cache"

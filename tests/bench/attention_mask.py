@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dstrain.batch import Batch
 from dstrain.models import attention_mask
-from dstrain.tasks.ops import score_answers
+from dstrain.tasks.common.losses import score_answers
 from tests.bench.common import join_alone, ratio, run, take_turns
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dstrain.train.engine import TorchEngine
+from dstrain.train.engine.deepspeed import TorchEngine
 from tests.bench.common import (
     join_alone,
     made_batches,

@@ -76,8 +76,8 @@ def join_alone() -> Any:
     """The world of this one process, with a process group, as DeepSpeed wants it. TF32 is off."""
     import torch
 
+    from dstrain.distributed.world import TorchWorld, join
     from dstrain.launch.command import free_port
-    from dstrain.world import TorchWorld, join
 
     cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     alone = {
@@ -100,9 +100,9 @@ def join_alone() -> Any:
 
 def made_model(task: Any, ds_config: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
     """(objective, parameter groups): the same weights every time."""
-    from dstrain.models.freeze import parameter_groups
-    from dstrain.models.sharded import sharded_construction
-    from dstrain.train.build import build_objective
+    from dstrain.models.params.freeze import parameter_groups
+    from dstrain.models.zero3 import sharded_construction
+    from dstrain.train.build_model import build_objective
 
     with sharded_construction(ds_config or {}):
         objective = build_objective(task)
@@ -112,7 +112,7 @@ def made_model(task: Any, ds_config: Mapping[str, Any] | None = None) -> tuple[A
 def made_engine(task: Any, preset: str, world: Any, **settings: Any) -> Any:
     """A DeepSpeedEngine as `dstrain train` would make it. `settings`: those of RunSettings that differ. Collective."""
     from dstrain.preset import RunSettings, complete, read_preset
-    from dstrain.train.engine import DeepSpeedEngine
+    from dstrain.train.engine.deepspeed import DeepSpeedEngine
 
     known = read_preset(preset)
     values = {"precision": "fp32", "micro": 1, "accumulate": 1, "world_size": world.size, "clip": task.recipe.optim.clip,
@@ -125,7 +125,7 @@ def made_engine(task: Any, preset: str, world: Any, **settings: Any) -> Any:
 
 def made_batches(task: Any, steps: int, micro: int, accumulate: int = 1) -> list[list[Any]]:
     """The micro-batches of each step, the samples in file order, over and over."""
-    from dstrain.data.loader import make_batch
+    from dstrain.data.loading.loader import make_batch
 
     examples, made = task.examples("train"), []
     for step in range(steps):
@@ -260,7 +260,7 @@ def run(measure: Callable[..., dict[str, Any]], about: str, **options: Any) -> N
     import logging
     import warnings
 
-    from dstrain.world import close
+    from dstrain.distributed.world import close
 
     told = vars(arguments(about, **options))
     to = told.pop("to")

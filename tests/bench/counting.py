@@ -1,4 +1,4 @@
-"""What counting collectives costs: an all-reduce as torch has it, and as `dstrain.collectives` counts it.
+"""What counting collectives costs: an all-reduce as torch has it, and as `dstrain.distributed.collective_log` counts it.
 
     python -m tests.bench.counting [--rounds 40] [--calls 200]
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dstrain.collectives import LEDGER
+from dstrain.distributed.collective_log import LEDGER
 from tests.bench.common import join_alone, ratio, run, take_turns
 
 

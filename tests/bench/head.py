@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from dstrain.models import head
-from dstrain.tasks.ops import score_answers
+from dstrain.models.heads import chunked_lm_head
+from dstrain.tasks.common.losses import score_answers
 from tests.bench.attention_mask import answers, made_llama
 from tests.bench.checkpointing import Peak
 from tests.bench.common import join_alone, ratio, run, take_turns
@@ -21,9 +21,9 @@ from tests.bench.common import join_alone, ratio, run, take_turns
 
 def passes(model: torch.nn.Module, batch: Any, chunks: bool) -> torch.Tensor:
     """(), the loss, its gradient left in the model."""
-    head._INSEPARABLE.clear()
+    chunked_lm_head._INSEPARABLE.clear()
     if not chunks:
-        head._INSEPARABLE.add(model)
+        chunked_lm_head._INSEPARABLE.add(model)
     model.zero_grad(set_to_none=True)
     loss = -score_answers(model, batch)[0].sum()
     loss.backward()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dstrain.config.schema import RunConfig
-from dstrain.data.loader import make_batch
+from dstrain.data.loading.loader import make_batch
 from dstrain.tasks import make_task
 from tests.bench.common import ratio, run, take_turns
 from tests.seeing import llava, picture

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.data.loader import Loader
-from dstrain.data.plan import DataPlan
-from dstrain.train.engine import TorchEngine
+from dstrain.data.loading.loader import Loader
+from dstrain.data.loading.sampler import DataPlan
+from dstrain.train.engine.deepspeed import TorchEngine
 from tests.bench.common import join_alone, made_model, made_task, run, wait_for
 
 

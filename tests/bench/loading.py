@@ -74,7 +74,7 @@ def loaded(folder: Path, shape: str, task: str, model: dict[str, Any]) -> dict[s
     """Bytes of anonymous memory that the models of a run in bf16 take, and a digest of their weights in bf16."""
     import torch
 
-    from dstrain.train.build import build_objective
+    from dstrain.train.build_model import build_objective
 
     kept = []
     for name, size in (("tiny", "tiny"), ("base", shape)):  # what libraries keep comes with the tiny one
@@ -132,7 +132,7 @@ def bf16_task(folder: Path, shape: str, task: str, model: dict[str, Any]) -> Any
     """The task that a run in bf16 makes of this recipe."""
     from dstrain.config.schema import RunConfig
     from dstrain.tasks import make_task
-    from dstrain.train.build import loaded_in_precision
+    from dstrain.train.build_model import loaded_in_precision
 
     recipe = made_recipe(folder, shape, 64)
     recipe = {**recipe, "task": task, "model": {**recipe["model"], **model}}

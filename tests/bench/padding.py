@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from dstrain.config.schema import RunConfig
-from dstrain.data.loader import make_batch
-from dstrain.data.plan import DataPlan
+from dstrain.data.loading.loader import make_batch
+from dstrain.data.loading.sampler import DataPlan
 from dstrain.tasks import make_task
-from dstrain.train.engine import TorchEngine
+from dstrain.train.engine.deepspeed import TorchEngine
 from tests.bench.common import SHAPES, made_model, ratio, run, take_turns
 
 WAYS = ("as they come", "sorted")

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.batch import Progress
-from dstrain.train.checkpoint import Checkpoints
-from dstrain.train.reshape import checkpoint_bytes
-from dstrain.train.saving import Saving
+from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.checkpoint.saver import Saving
+from dstrain.train.state.load import checkpoint_bytes
 from tests.bench.common import join_alone, made_batches, made_engine, made_task, ratio, run, wait_for
 
 

@@ -18,8 +18,9 @@ from typing import Any
 from unittest import mock
 
 from dstrain.config.schema import RunConfig
-from dstrain.tasks import make_task, ops
-from dstrain.train.engine import TorchEngine
+from dstrain.tasks import make_task
+from dstrain.tasks.common import losses as ops
+from dstrain.train.engine.deepspeed import TorchEngine
 from tests.bench.checkpointing import Peak
 from tests.bench.common import SHAPES, join_alone, made_batches, made_model, ratio, run, take_turns
 from tests.seeing import picture

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dstrain.batch import Batch
-from dstrain.train.engine import TorchEngine
+from dstrain.train.engine.deepspeed import TorchEngine
 from tests.bench.common import join_alone, made_batches, made_engine, made_model, made_task, ratio, run, take_turns
 
 Step = tuple[float, float]  # (mean loss, gradient norm)

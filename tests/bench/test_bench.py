@@ -62,7 +62,7 @@ def measure_unequal() -> None:
     """In a worker: an engine that tells another loss than the step by hand."""
     import torch
 
-    from dstrain.train.engine import TorchEngine
+    from dstrain.train.engine.deepspeed import TorchEngine
     from tests.bench.common import made_batches, made_model, made_task
     from tests.bench.step import ByHand, differences
 

@@ -20,8 +20,8 @@ from unittest.mock import patch
 import torch
 
 from dstrain.config.schema import RunConfig
-from dstrain.data.source import Joined, open_source
-from dstrain.data.store import TokenStore
+from dstrain.data.cache.token_store import TokenStore
+from dstrain.data.sources.open import Joined, open_source
 from dstrain.launch.threads import cores_here
 from dstrain.tasks import make_task
 from tests.bench.common import ratio, run, take_turns
@@ -51,7 +51,7 @@ def made_store(task: Any, source: Joined, folder: Path, count: int, threads: boo
     """The store, made again by so many processes; `threads`: of the library tokenizers, which one process uses."""
     shutil.rmtree(folder, ignore_errors=True)
     env = {"DSTRAIN_CACHE": str(folder), "TOKENIZERS_PARALLELISM": str(threads).lower()}
-    with patch.dict(os.environ, env), patch("dstrain.tasks.preparing.cores_here", lambda: count):
+    with patch.dict(os.environ, env), patch("dstrain.tasks.common.bad_record_policy.cores_here", lambda: count):
         return task.tokens(source)
 
 

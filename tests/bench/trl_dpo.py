@@ -143,10 +143,10 @@ def with_torch(task: Any) -> list[float]:
     """The losses of the same steps by TorchEngine, without a process of its own."""
     import torch
 
-    from dstrain.models.freeze import parameter_groups
+    from dstrain.models.params.freeze import parameter_groups
     from dstrain.schedule import LearningRate
-    from dstrain.train.build import build_objective
-    from dstrain.train.engine import TorchEngine
+    from dstrain.train.build_model import build_objective
+    from dstrain.train.engine.deepspeed import TorchEngine
 
     examples, optim, total = ordered(task), task.recipe.optim, task.recipe.batch.total
     objective = build_objective(task)

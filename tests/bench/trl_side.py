@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from dstrain.config import resolve_steps
-from dstrain.data.plan import DataPlan
+from dstrain.data.loading.sampler import DataPlan
 from tests.bench.common import ROOT
 
 Row = dict[str, Any]

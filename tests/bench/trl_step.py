@@ -58,8 +58,8 @@ def measure(
     """Equal losses first, then the times. Collective (of one)."""
     import torch
 
-    from dstrain.train.engine import TorchEngine
-    from dstrain.world import SoloWorld
+    from dstrain.distributed.world import SoloWorld
+    from dstrain.train.engine.deepspeed import TorchEngine
 
     warmup, limit = 2, 1e-4
     made_task = made(task, shape, length, micro, checked_steps + warmup + rounds + 1)

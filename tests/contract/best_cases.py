@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from dstrain.commands.find import Wish, resolve_wish
-from dstrain.commands.trained import Choice, load_found
+from dstrain.commands.recipe_args import Wish, resolve_wish
+from dstrain.commands.trained_model import Choice, load_found
 from dstrain.errors import CheckpointError
 from dstrain.launch.topology import Worker
 from dstrain.preset import Device
-from dstrain.train.assemble import assemble, with_references
-from dstrain.train.folder import Resume
 from dstrain.train.plan import make_plan
-from dstrain.train.state import Run
+from dstrain.train.run import Run
+from dstrain.train.run_dir import Resume
+from dstrain.train.setup import assemble, with_references
 from tests.parity.cases import weights, world
 from tests.resume.cases import run
 

@@ -20,25 +20,25 @@ from safetensors.torch import load_file, save_file
 from dstrain.batch import Progress
 from dstrain.commands.evaluate import Evaluate
 from dstrain.commands.export import export_model
-from dstrain.commands.find import Wish
 from dstrain.commands.generate import Generate
 from dstrain.commands.prepare import Prepare
-from dstrain.commands.trained import Choice, load_trained
+from dstrain.commands.recipe_args import Wish
+from dstrain.commands.trained_model import Choice, load_trained
 from dstrain.config import show_recipe
 from dstrain.config.schema import RunConfig
-from dstrain.models.fingerprint import fingerprint
-from dstrain.models.freeze import parameter_groups
-from dstrain.models.keep import keep_config
-from dstrain.models.sharded import sharded, sharded_construction
+from dstrain.distributed.world import SoloWorld
+from dstrain.models.model_copy import keep_config
+from dstrain.models.params.freeze import parameter_groups
+from dstrain.models.weights.fingerprint import fingerprint
+from dstrain.models.zero3 import sharded, sharded_construction
 from dstrain.preset import Device
 from dstrain.tasks import find_task, make_task
-from dstrain.train import references
-from dstrain.train.build import build
-from dstrain.train.checkpoint import Checkpoints
-from dstrain.train.engine import TorchEngine
-from dstrain.train.objective import Objective
-from dstrain.train.shards import StoredState, write_state
-from dstrain.world import SoloWorld
+from dstrain.train import precompute_reference
+from dstrain.train.build_model import build
+from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.engine.deepspeed import TorchEngine
+from dstrain.train.engine.module import Objective
+from dstrain.train.state.files import StoredState, write_state
 from tests.parity.cases import ds_config, move, weights, world
 from tests.resume.cases import run
 
@@ -178,8 +178,8 @@ def train_counting(recipe: str, run_dir: str) -> int:
     """Train; how many references were asked."""
     made: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
-        ask = references.ForwardEngine
-        patch.setattr(references, "ForwardEngine", lambda *args: made.append(args) or ask(*args))
+        ask = precompute_reference.ForwardEngine
+        patch.setattr(precompute_reference, "ForwardEngine", lambda *args: made.append(args) or ask(*args))
         run(recipe, run_dir)
     return len(made)
 

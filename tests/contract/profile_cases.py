@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from dstrain.train import profile
+from dstrain.train import profiler
 from tests.parity.cases import world
 from tests.resume.cases import run
 
@@ -20,7 +20,7 @@ def run_with_broken_profilers(recipe: str, run_dir: str) -> dict[str, Any]:
         raise OSError("no room")
 
     place = ("FlopsTable", "__init__") if world().rank == 0 else ("Trace", "write")
-    with patch.object(getattr(profile, place[0]), place[1], broken):
+    with patch.object(getattr(profiler, place[0]), place[1], broken):
         return run(recipe, run_dir)
 
 
@@ -46,7 +46,7 @@ def table_of_calls_by_name(path: str) -> tuple[bool, str]:
     torch.manual_seed(0)
     model, x = ByName(), torch.randn(2, 3, 4)
     before, linear = model(x), F.linear
-    table = profile.FlopsTable(SimpleNamespace(objective=model), 7)
+    table = profiler.FlopsTable(SimpleNamespace(objective=model), 7)
     assert F.linear is not linear, "counting"
     during = model(x)
     assert F.linear is linear, "one forward pass is counted"

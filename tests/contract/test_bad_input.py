@@ -17,15 +17,15 @@ from safetensors.torch import save_file
 
 from dstrain.batch import Progress
 from dstrain.cli import main
-from dstrain.commands.find import Wish, resolve_wish
-from dstrain.config.names import NOT_YET
+from dstrain.commands.recipe_args import Wish, resolve_wish
+from dstrain.config.aliases import NOT_YET
+from dstrain.distributed.world import SoloWorld
 from dstrain.errors import UsageError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
-from dstrain.train.blocks import write_hashed
-from dstrain.train.checkpoint import Checkpoints
-from dstrain.train.folder import Resume, write_start
-from dstrain.world import SoloWorld
+from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.run_dir import Resume, write_start
+from dstrain.train.state.hashed_file import write_hashed
 
 Folder = Path
 RECIPE = "recipe.yaml"

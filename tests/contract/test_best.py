@@ -9,7 +9,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from dstrain.commands.trained import find_trained
+from dstrain.commands.trained_model import find_trained
 from dstrain.errors import UsageError
 from dstrain.tasks import find_task
 from tests.contract.best_cases import sums

@@ -13,15 +13,15 @@ from click.testing import CliRunner, Result
 
 from dstrain.batch import Progress
 from dstrain.cli import main
+from dstrain.cli_options import LAUNCH_NAMES
 from dstrain.commands.data import NO_TOKENIZER
-from dstrain.commands.find import Wish, packaged_recipes, resolve_wish
+from dstrain.commands.recipe_args import Wish, packaged_recipes, resolve_wish
 from dstrain.config import read_recipe
-from dstrain.options import LAUNCH_NAMES
+from dstrain.distributed.world import SoloWorld
 from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import find_task, options, packaged_tasks
-from dstrain.train.blocks import write_hashed
-from dstrain.train.checkpoint import Checkpoints
-from dstrain.world import SoloWorld
+from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.state.hashed_file import write_hashed
 
 
 def call(*arguments: str) -> Result:

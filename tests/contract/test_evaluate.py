@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from dstrain.commands.evaluate import Evaluate, check_reference, held_out
-from dstrain.commands.spread import Reply
-from dstrain.commands.trained import Choice, find_trained
+from dstrain.commands.run_job import Reply
+from dstrain.commands.trained_model import Choice, find_trained
 from dstrain.config.schema import RunConfig
 from dstrain.errors import UsageError
 from dstrain.launch.command import free_port
@@ -147,7 +147,7 @@ def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.Mon
     from tests.contract.test_cli import call
 
     told: list[Any] = []
-    monkeypatch.setattr("dstrain.commands.spread.spread", lambda *args: told.append(args) or Reply(0))
+    monkeypatch.setattr("dstrain.commands.run_job.spread", lambda *args: told.append(args) or Reply(0))
     asked = [
         "--data",
         "evil.jsonl",

@@ -202,7 +202,7 @@ def test_what_was_loaded_is_compared_too(
 def test_a_model_that_is_not_the_checkpoint_is_refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dstrain.train import restore
+    from dstrain.train.state import weights as restore
 
     fill = restore._fill_whole
 
@@ -301,7 +301,7 @@ class Evil:
 
 
 def test_pickles_are_never_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dstrain.commands.trained import load_trained
+    from dstrain.commands.trained_model import load_trained
 
     monkeypatch.chdir(tmp_path)
     export_model(run, "last", tmp_path / "out")

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dstrain.commands.export import export_model
-from dstrain.commands.trained import find_trained, load_found, load_trained
+from dstrain.commands.trained_model import find_trained, load_found, load_trained
 from dstrain.config.schema import RunConfig
+from dstrain.distributed.world import SoloWorld
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.find import KEPT, keep_task_file, task_source
-from dstrain.world import SoloWorld
+from dstrain.tasks.common.registry import KEPT, keep_task_file, task_source
 from tests.adapters import adapter
 from tests.contract.export_cases import make_run
 

@@ -14,8 +14,8 @@ from PIL import Image
 from dstrain.commands.evaluate import Evaluate
 from dstrain.commands.export import export_model
 from dstrain.commands.generate import Generate
-from dstrain.commands.spread import ALONE, work
-from dstrain.commands.trained import Choice, find_trained, load_trained
+from dstrain.commands.run_job import ALONE, work
+from dstrain.commands.trained_model import Choice, find_trained, load_trained
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task
 from tests.contract.export_cases import make_run, stored

@@ -17,16 +17,16 @@ import yaml
 from PIL import Image
 
 from dstrain.commands.data import NO_TOKENIZER
-from dstrain.commands.find import Wish, resolve_wish
+from dstrain.commands.recipe_args import Wish, resolve_wish
 from dstrain.config.schema import RunConfig
-from dstrain.data.examples import Examples
+from dstrain.data.cache.dataset import Examples
+from dstrain.distributed.world import SoloWorld
 from dstrain.errors import DataError, UsageError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task, make_task
-from dstrain.train.folder import Resume
 from dstrain.train.plan import make_plan
-from dstrain.train.references import Asking, reference_key
-from dstrain.world import SoloWorld
+from dstrain.train.precompute_reference import Asking, reference_key
+from dstrain.train.run_dir import Resume
 from tests.contract.test_cli import call
 from tests.contract.test_evaluate import start
 from tests.seeing import picture

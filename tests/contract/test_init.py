@@ -16,13 +16,13 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from dstrain.cli import main
-from dstrain.commands.find import Wish, resolve_wish
+from dstrain.commands.recipe_args import Wish, resolve_wish
 from dstrain.config.schema import RunConfig
-from dstrain.data.loader import make_batch
+from dstrain.data.loading.loader import make_batch
 from dstrain.errors import RecipeError
 from dstrain.tasks import Task, find_task, make_task
-from dstrain.train.build import build
-from dstrain.train.objective import Objective
+from dstrain.train.build_model import build
+from dstrain.train.engine.module import Objective
 from tests.contract.test_bad_input import RECIPE, plan
 from tests.resume.test_resume import RUN, events, rows
 from tests.workers import ROOT, Workers

@@ -19,13 +19,13 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from dstrain import world
 from dstrain.cli import main
+from dstrain.distributed import world
 from dstrain.errors import RunError, UsageError, fault_of_system
-from dstrain.launch import copy_output
+from dstrain.launch import tee_log
 from dstrain.launch.lease import Lease
 from dstrain.tasks import find_task
-from dstrain.train.folder import check_writable
+from dstrain.train.run_dir import check_writable
 from tests.workers import ROOT
 
 
@@ -101,7 +101,7 @@ def test_output_goes_on_over_a_pipe_that_does_not_wait(tmp_path: Path) -> None:
     log.write_bytes(b"x" * 300_000)
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETFL, fcntl.fcntl(write, fcntl.F_GETFL) | os.O_NONBLOCK)
-    command = [sys.executable, "-E", "-S", copy_output.__file__, str(log), "0"]
+    command = [sys.executable, "-E", "-S", tee_log.__file__, str(log), "0"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=write) as copier:
         os.close(write)
         waiting = array("i", [0])

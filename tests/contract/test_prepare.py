@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from dstrain.commands.data import NO_TOKENIZER
-from dstrain.commands.find import Wish
 from dstrain.commands.prepare import Prepare
-from dstrain.commands.spread import Reply
+from dstrain.commands.recipe_args import Wish
+from dstrain.commands.run_job import Reply
 from dstrain.config import RunConfig
 from dstrain.tasks import find_task, make_task
-from dstrain.train.announce import told_cuts
+from dstrain.train.startup import told_cuts
 from tests.contract.test_cli import call
 from tests.contract.test_evaluate import start
 from tests.workers import Workers
@@ -118,7 +118,7 @@ def test_several_processes_are_started_for_a_reference_alone(tmp_path: Path) -> 
 
 def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr("dstrain.commands.spread.spread", lambda *args: told.append(args) or Reply(0))
+    monkeypatch.setattr("dstrain.commands.run_job.spread", lambda *args: told.append(args) or Reply(0))
     recipe = written(tmp_path)
     words = ["--task", "rm", "--ds-config", "zero1", "--set", "seed=1", "--set", "steps=2"]
     assert call("prepare", recipe, *words, "--num-gpus", "2").exit_code == 0

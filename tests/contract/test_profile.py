@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from dstrain.tasks import find_task
-from dstrain.train.profile import MOST_ALLOCATIONS, MemoryHistory
+from dstrain.train.profiler import MOST_ALLOCATIONS, MemoryHistory
 from tests.workers import Workers
 
 RUN = "tests.resume.cases:run"

@@ -28,7 +28,7 @@ def test_a_command_with_closed_streams_ends_with_its_code(words: str, code: int,
 
 
 def test_what_is_opened_later_is_no_stream(tmp_path: Path) -> None:
-    script = "from dstrain.inherited import open_closed_streams as o; import os, sys; o(); f = os.open(sys.argv[1], 65); os.write(f, b'x'); print('stray')"
+    script = "from dstrain.process_setup import open_closed_streams as o; import os, sys; o(); f = os.open(sys.argv[1], 65); os.write(f, b'x'); print('stray')"
     file = tmp_path / "file"
     subprocess.run(
         ["sh", "-c", f'exec {sys.executable} -c "{script}" {file} <&- >&- 2>&-'],

@@ -15,12 +15,12 @@ import yaml
 from dstrain.batch import Batch
 from dstrain.config import read_recipe
 from dstrain.config.schema import RunConfig
-from dstrain.data.loader import make_batch
+from dstrain.data.loading.loader import make_batch
+from dstrain.distributed.world import SoloWorld
 from dstrain.errors import TaskError
 from dstrain.tasks import Task, find_task, make_task, options, packaged_tasks
-from dstrain.train.build import build
-from dstrain.train.objective import Objective, surveyed
-from dstrain.world import SoloWorld
+from dstrain.train.build_model import build
+from dstrain.train.engine.module import Objective, surveyed
 
 TINY = str(Path(__file__).with_name("tiny.py"))
 

@@ -16,14 +16,14 @@ import yaml
 from click.testing import CliRunner, Result
 
 from dstrain.cli import main
+from dstrain.commands.checks.untrusted_folder import endless_pattern, holding_of
+from dstrain.commands.checks.untrusted_recipe import folder_recipe
 from dstrain.commands.export import export_model
-from dstrain.commands.folders import endless_pattern, holding_of
-from dstrain.commands.trained import find_trained
-from dstrain.commands.trust import folder_recipe
+from dstrain.commands.trained_model import find_trained
 from dstrain.config.schema import RunConfig
 from dstrain.errors import UsageError
 from dstrain.preset import Device, RunSettings, complete, preset_names, read_preset
-from dstrain.train.best import best_checkpoint, best_name
+from dstrain.train.checkpoint.select import best_checkpoint, best_name
 from tests.contract.export_cases import make_run
 
 OWN = """
@@ -49,7 +49,7 @@ def handed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(handed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("dstrain.commands.folders.PATTERN_SECONDS", 1)
+    monkeypatch.setattr("dstrain.commands.checks.untrusted_folder.PATTERN_SECONDS", 1)
     shutil.copytree(handed, tmp_path / "got", symlinks=True)
     return tmp_path / "got"
 
@@ -121,7 +121,7 @@ def test_the_users_word_runs_it(kind: str, word: str, folder: Path) -> None:
 def test_workers_are_told_the_users_word(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a path that holds in another working folder, and they do not import from the one they start in."""
     from dstrain.commands.evaluate import Evaluate
-    from dstrain.commands.trained import Choice
+    from dstrain.commands.trained_model import Choice
 
     monkeypatch.chdir(folder)
     (folder / "own_task.py").write_text(OWN.format(mark=str(folder / "ran")))
@@ -184,21 +184,21 @@ def test_nothing_is_sent_for_a_folder(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_launch_does_not_import_from_the_working_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dstrain.commands import spread
+    from dstrain.commands import run_job
     from dstrain.commands.evaluate import Evaluate
-    from dstrain.commands.trained import Choice
+    from dstrain.commands.trained_model import Choice
 
     seen: dict[str, Any] = {}
 
-    def launched(made: Any, place: Path) -> spread.Reply:
+    def launched(made: Any, place: Path) -> run_job.Reply:
         seen.update(made.environment)
-        return spread.Reply(0)
+        return run_job.Reply(0)
 
-    monkeypatch.setattr(spread, "_launched", launched)
+    monkeypatch.setattr(run_job, "_launched", launched)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     job = Evaluate(choice=Choice(folder=folder / "run"), data=str(folder / "eval.jsonl"))
-    spread.spread(job, {"num_gpus": 2}, None)
+    run_job.spread(job, {"num_gpus": 2}, None)
     assert seen["PYTHONSAFEPATH"] == "1"
 
 

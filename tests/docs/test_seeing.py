@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from dstrain.commands.find import RECIPES, Wish, resolve_wish
+from dstrain.commands.recipe_args import RECIPES, Wish, resolve_wish
 from dstrain.config import read_recipe
-from dstrain.models.freeze import freeze, part_counts
 from dstrain.models.load import read_config
+from dstrain.models.params.freeze import freeze, part_counts
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.vlm import TINY
 from tests.contract.test_cli import call

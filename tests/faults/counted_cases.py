@@ -10,7 +10,7 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d as c10d
 
-from dstrain.collectives import LEDGER, count_collectives
+from dstrain.distributed.collective_log import LEDGER, count_collectives
 from dstrain.train.evaluate import look
 from tests.parity.cases import made, world
 

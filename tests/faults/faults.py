@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.train.manifest import listed
+from dstrain.train.state.manifest import listed
 from tests.faults.nursery import Ended, Nursery
 from tests.faults.scene import BEFORE, SAMPLES, Saved, Started
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dstrain.collectives import LEDGER
+from dstrain.distributed.collective_log import LEDGER
+from dstrain.distributed.world import TorchWorld, World, close, join
 from dstrain.launch.worker import live
-from dstrain.train.interrupt import Interrupt, stoppable
-from dstrain.train.watchdog import watched
-from dstrain.world import TorchWorld, World, close, join
+from dstrain.train.health.signals import Interrupt, stoppable
+from dstrain.train.health.watchdog import watched
 
 STEPS = 3
 """Before anything happens."""

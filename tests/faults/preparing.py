@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
+from dstrain.distributed.world import TorchWorld, close, join
 from dstrain.errors import DataError
 from dstrain.launch.topology import Worker
 from dstrain.launch.worker import live
-from dstrain.train.interrupt import Interrupt, stoppable
+from dstrain.train.health.signals import Interrupt, stoppable
+from dstrain.train.health.watchdog import watched
 from dstrain.train.rendezvous import Rendezvous
-from dstrain.train.watchdog import watched
-from dstrain.world import TorchWorld, close, join
 
 TIMEOUT = timedelta(seconds=float(os.environ.get("LONE_TIMEOUT", "4")))
 

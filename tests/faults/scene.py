@@ -24,26 +24,26 @@ import torch.distributed as dist
 from torch import nn
 
 from dstrain.batch import Batch, Progress
-from dstrain.collectives import lost
 from dstrain.config import BatchPlan, RunConfig
+from dstrain.distributed.collective_log import lost
+from dstrain.distributed.world import TorchWorld
 from dstrain.errors import DstrainError
-from dstrain.models.freeze import parameter_groups
-from dstrain.models.sharded import sharded_construction
+from dstrain.models.params.freeze import parameter_groups
+from dstrain.models.zero3 import sharded_construction
 from dstrain.preset import Device, read_preset
-from dstrain.report.journal import Journal
+from dstrain.report.run_log import Journal
 from dstrain.tasks import Task
-from dstrain.tasks.base import Loss
-from dstrain.train.assemble import _starting_point
-from dstrain.train.build import build_objective
-from dstrain.train.checkpoint import Checkpoints
-from dstrain.train.engine import DeepSpeedEngine, TorchEngine
-from dstrain.train.folder import Resume
-from dstrain.train.manifest import listed
-from dstrain.train.reshape import open_state
-from dstrain.train.roll import unnamed
-from dstrain.train.saving import Saving
-from dstrain.train.settings import resolved_ds_config
-from dstrain.world import TorchWorld
+from dstrain.tasks.common.task import Loss
+from dstrain.train.build_model import build_objective
+from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.checkpoint.saver import Saving
+from dstrain.train.ds_config import resolved_ds_config
+from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
+from dstrain.train.health.rank_status import unnamed
+from dstrain.train.run_dir import Resume
+from dstrain.train.setup import _starting_point
+from dstrain.train.state.load import open_state
+from dstrain.train.state.manifest import listed
 from tests.faults.points import Points
 
 WIDTH = 48

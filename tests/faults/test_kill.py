@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from dstrain.tasks import find_task
-from dstrain.train.manifest import listed
+from dstrain.train.state.manifest import listed
 
 
 def start(recipe: Path, run_dir: Path) -> subprocess.Popen[bytes]:

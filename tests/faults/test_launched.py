@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from dstrain.tasks import find_task
-from dstrain.train.manifest import listed
+from dstrain.train.state.manifest import listed
 from tests.workers import ROOT
 
 AT_THE_SHARD_OF_STEP_3 = """
@@ -75,7 +75,7 @@ def hang_here():
     time.sleep(600)
 
 def trace(frame, event, argument):
-    if frame.f_code.co_name == "seed_step" and frame.f_globals["__name__"] == "dstrain.train.engine":
+    if frame.f_code.co_name == "seed_step" and frame.f_globals["__name__"] == "dstrain.train.engine.deepspeed":
         if frame.f_locals["step"] == 2:
             hang_here()
 

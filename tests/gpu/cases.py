@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from dstrain.batch import Progress
-from dstrain.data.loader import make_batch
-from dstrain.models.freeze import Group
-from dstrain.models.sharded import whole
+from dstrain.data.loading.loader import make_batch
+from dstrain.distributed.world import SoloWorld, TorchWorld, World
+from dstrain.models.params.freeze import Group
+from dstrain.models.zero3 import whole
 from dstrain.preset import read_preset
-from dstrain.train.engine import TorchEngine
-from dstrain.train.guard import NonFiniteGuard
-from dstrain.train.optimizers import make_optimizer
-from dstrain.world import SoloWorld, TorchWorld, World
+from dstrain.train.engine.deepspeed import TorchEngine
+from dstrain.train.engine.optimizers import make_optimizer
+from dstrain.train.health.nonfinite import NonFiniteGuard
 from tests.bench.common import made_engine, made_model
 from tests.bench.loader import made_loader
 from tests.bench.loading import anonymous, bf16_task

@@ -109,7 +109,7 @@ def main() -> None:
         import logging
         import warnings
 
-        from dstrain.world import close
+        from dstrain.distributed.world import close
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore")

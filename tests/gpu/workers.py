@@ -54,14 +54,16 @@ def _only_ours() -> dict[str, str]:
 def main(address: str) -> None:
     import torch
 
-    import dstrain.world
+    import dstrain.distributed.world
 
-    join = dstrain.world.join
+    join = dstrain.distributed.world.join
     torch.set_float32_matmul_precision("highest")  # no TF32: fp32 is compared to 1e-5
     if not REHEARSAL:
         torch.cuda.set_device(device())
     with patch.object(
-        dstrain.world, "join", lambda _, timeout, *store: join(device(), timeout or timedelta(minutes=4), *store)
+        dstrain.distributed.world,
+        "join",
+        lambda _, timeout, *store: join(device(), timeout or timedelta(minutes=4), *store),
     ):
         serve(address)
 

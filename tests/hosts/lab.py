@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from dstrain.launch.builds import extensions_folder
+from dstrain.launch.kernel_locks import extensions_folder
 from dstrain.launch.worker import die_with_parent
 from tests.workers import ROOT
 

@@ -15,7 +15,7 @@ import yaml
 
 from dstrain.launch.worker import record_folder
 from dstrain.tasks import find_task
-from dstrain.train.manifest import listed
+from dstrain.train.state.manifest import listed
 from tests.hosts.lab import Command, Lab
 
 STEPS, SAVE_EVERY = 40, 5

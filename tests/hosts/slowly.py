@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrain.batch import Batch
-from dstrain.tasks.base import Loss
+from dstrain.tasks.common.task import Loss
 from dstrain.tasks.rm import RewardModel
 
 if TYPE_CHECKING:

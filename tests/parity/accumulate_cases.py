@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from dstrain.batch import Batch
-from dstrain.data.loader import make_batch
-from dstrain.models.freeze import parameter_groups
-from dstrain.models.sharded import sharded_construction
+from dstrain.data.loading.loader import make_batch
+from dstrain.models.params.freeze import parameter_groups
+from dstrain.models.zero3 import sharded_construction
 from dstrain.preset import RunSettings, complete, read_preset
-from dstrain.train.build import build_objective
-from dstrain.train.engine import DeepSpeedEngine
+from dstrain.train.build_model import build_objective
+from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from tests.parity.cases import tiny_task, world
 
 LR = 1.0e6

@@ -8,7 +8,7 @@ import transformers
 
 from dstrain.config.schema import ModelConfig
 from dstrain.models.load import load_model, read_config
-from dstrain.models.sharded import sharded_construction
+from dstrain.models.zero3 import sharded_construction
 from tests.parity.cases import ds_config, weights, world
 
 

@@ -15,17 +15,17 @@ import torch
 
 from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig
-from dstrain.data.loader import make_batch
-from dstrain.models.freeze import parameter_groups
-from dstrain.models.sharded import sharded_construction, whole
+from dstrain.data.loading.loader import make_batch
+from dstrain.distributed.world import SoloWorld, TorchWorld, World
+from dstrain.models.params.freeze import parameter_groups
+from dstrain.models.zero3 import sharded_construction, whole
 from dstrain.preset import RunSettings, complete, read_preset
 from dstrain.tasks import Task, make_task
-from dstrain.train.build import build_objective
-from dstrain.train.engine import DeepSpeedEngine, TorchEngine
+from dstrain.train.build_model import build_objective
+from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
+from dstrain.train.engine.module import Objective
 from dstrain.train.evaluate import look
-from dstrain.train.objective import Objective
-from dstrain.train.references import Asking, add_references
-from dstrain.world import SoloWorld, TorchWorld, World
+from dstrain.train.precompute_reference import Asking, add_references
 from tests.seeing import named_recipe
 
 

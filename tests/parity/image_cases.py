@@ -11,8 +11,8 @@ from unittest import mock
 import numpy as np
 
 from dstrain.batch import Batch
-from dstrain.data.loader import make_batch
-from dstrain.data.sight import Sight
+from dstrain.data.loading.loader import make_batch
+from dstrain.data.vision.processor import Sight
 from dstrain.train.evaluate import Evaluation
 from tests.parity.cases import Made, made, world
 

@@ -10,12 +10,12 @@ import torch
 
 from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import RunConfig
-from dstrain.models.freeze import parameter_groups
-from dstrain.models.sharded import sharded_construction
+from dstrain.models.params.freeze import parameter_groups
+from dstrain.models.zero3 import sharded_construction
 from dstrain.tasks import Loss, Task
-from dstrain.train.engine import DeepSpeedEngine, TorchEngine
-from dstrain.train.learning import Learning
-from dstrain.train.objective import Objective
+from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
+from dstrain.train.engine.module import Objective
+from dstrain.train.health.trainability import Learning
 from tests.parity.cases import world
 from tests.parity.optimizer_cases import ds_config
 

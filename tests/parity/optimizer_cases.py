@@ -16,15 +16,15 @@ import torch
 from dstrain.batch import Batch
 from dstrain.config import BatchPlan, RunConfig
 from dstrain.config.schema import OptimConfig
-from dstrain.models.freeze import parameter_groups
+from dstrain.distributed.world import SoloWorld, World
+from dstrain.models.params.freeze import parameter_groups
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import Task
-from dstrain.tasks.base import Loss
-from dstrain.train import settings
-from dstrain.train.engine import DeepSpeedEngine, TorchEngine
-from dstrain.train.objective import Objective
-from dstrain.train.optimizers import make_optimizer
-from dstrain.world import SoloWorld, World
+from dstrain.tasks.common.task import Loss
+from dstrain.train import ds_config as settings
+from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
+from dstrain.train.engine.module import Objective
+from dstrain.train.engine.optimizers import make_optimizer
 from tests.parity.cases import weights, world
 from tests.states import go_on, keep
 

@@ -7,10 +7,10 @@ from typing import Any
 from transformers import AutoModelForImageTextToText
 
 from dstrain.config.schema import ModelConfig
+from dstrain.models.components import sections
 from dstrain.models.load import load_model, read_config
-from dstrain.models.scored import ScoredAuto
-from dstrain.models.sections import sections
-from dstrain.models.sharded import sharded_construction
+from dstrain.models.reward_model import ScoredAuto
+from dstrain.models.zero3 import sharded_construction
 from tests.parity.cases import ds_config, weights, world
 
 

@@ -13,15 +13,15 @@ import psutil
 import torch
 
 from dstrain.batch import Batch, StepResult
-from dstrain.commands.find import Wish, resolve_wish
+from dstrain.commands.recipe_args import Wish, resolve_wish
 from dstrain.launch.topology import Worker
-from dstrain.train import shards
-from dstrain.train.announce import finish
-from dstrain.train.assemble import assemble, with_references
-from dstrain.train.folder import Resume
 from dstrain.train.loop import train
 from dstrain.train.plan import make_plan
-from dstrain.train.shards import StoredState
+from dstrain.train.run_dir import Resume
+from dstrain.train.setup import assemble, with_references
+from dstrain.train.startup import finish
+from dstrain.train.state import files
+from dstrain.train.state.files import StoredState
 from tests.parity.cases import world
 
 
@@ -59,7 +59,7 @@ def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | Non
 
     made.engine.step = step  # type: ignore[method-assign]
     try:
-        with mock.patch.object(shards, "write_shard", _no_room if full and ranks.rank == 1 else shards.write_shard):
+        with mock.patch.object(files, "write_shard", _no_room if full and ranks.rank == 1 else files.write_shard):
             code = finish(made, train(made).step)
     except Crash:
         return {"crashed": True, "samples": seen}

@@ -20,17 +20,17 @@ from torch.nn import functional as F
 from dstrain.batch import Batch
 from dstrain.config import BatchPlan, RunConfig
 from dstrain.errors import CheckpointError
-from dstrain.models.freeze import parameter_groups
 from dstrain.models.load import load_model, read_config
-from dstrain.models.sharded import numel, sharded_construction
+from dstrain.models.params.freeze import parameter_groups
+from dstrain.models.zero3 import numel, sharded_construction
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import Task
-from dstrain.tasks.base import Loss
-from dstrain.train.build import build_objective
-from dstrain.train.engine import DeepSpeedEngine
-from dstrain.train.reshape import open_state
-from dstrain.train.settings import resolved_ds_config
-from dstrain.train.shards import StoredState
+from dstrain.tasks.common.task import Loss
+from dstrain.train.build_model import build_objective
+from dstrain.train.ds_config import resolved_ds_config
+from dstrain.train.engine.deepspeed import DeepSpeedEngine
+from dstrain.train.state.files import StoredState
+from dstrain.train.state.load import open_state
 from tests.parity.cases import world
 from tests.states import go_on, keep
 

@@ -11,8 +11,8 @@ import torch
 import yaml
 
 from dstrain.config.schema import RunConfig
-from dstrain.data.loader import Loader
-from dstrain.data.plan import DataPlan
+from dstrain.data.loading.loader import Loader
+from dstrain.data.loading.sampler import DataPlan
 from dstrain.tasks import Task, make_task
 from tests.resume.test_elastic import RUN, by_step, close
 from tests.resume.test_resume import events, rows

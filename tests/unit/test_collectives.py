@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dstrain import collectives
-from dstrain.collectives import REMEMBERED, Ledger, Line, _counted, lost
+from dstrain.distributed import collective_log
+from dstrain.distributed.collective_log import REMEMBERED, Ledger, Line, _counted, lost
 from dstrain.errors import LostError
 
 
 @pytest.fixture
 def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
     ledger = Ledger()
-    monkeypatch.setattr(collectives, "LEDGER", ledger)
+    monkeypatch.setattr(collective_log, "LEDGER", ledger)
     ledger._lines.update({None: Line((0, 1)), "pair": Line((0, 1))})
     return ledger
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from dstrain.preset.table import find, table
+from dstrain.preset.key_schema import find, table
 
 TOOL = Path(__file__).parents[1] / "tools" / "make_ds_keys.py"
 

@@ -18,18 +18,18 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dstrain.commands.find import Wish, resolve_wish
+from dstrain.commands.recipe_args import Wish, resolve_wish
 from dstrain.config import read_recipe, show_recipe
 from dstrain.config.schema import RunConfig
-from dstrain.data.dialogs import parse_dialog, render_dialog
-from dstrain.data.formats import BadRecord, Preference, read_preference
-from dstrain.data.messages import ROLES
-from dstrain.data.source import open_source
+from dstrain.data.formats.messages import ROLES
+from dstrain.data.formats.preferences import BadRecord, Preference, read_preference
+from dstrain.data.formats.transcripts import parse_dialog, render_dialog
+from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, PresetError, RecipeError, UsageError
 from dstrain.preset import Device, Preset, RunSettings, adopt, complete, read_preset, resolve_precision
-from dstrain.preset.moves import LEARNING
-from dstrain.preset.table import table
-from dstrain.shipped import shipped
+from dstrain.preset.key_schema import table
+from dstrain.preset.migrate import LEARNING
+from dstrain.resources import shipped
 
 Error = TypeVar("Error", bound=Exception)
 Result = TypeVar("Result")

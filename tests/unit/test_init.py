@@ -15,9 +15,9 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import RecipeError
-from dstrain.models.init import InitReport, check_init, load_init
 from dstrain.models.load import load_model, read_config, skeleton
-from dstrain.models.stored import stored_tensors, weight_files
+from dstrain.models.weights.files import stored_tensors, weight_files
+from dstrain.models.weights.init_weights import InitReport, check_init, load_init
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

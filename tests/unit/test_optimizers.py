@@ -12,11 +12,11 @@ import torch
 from dstrain.config import BatchPlan, RunConfig, read_recipe
 from dstrain.config.schema import OptimConfig
 from dstrain.errors import PresetError, RecipeError
-from dstrain.models.freeze import parameter_groups
-from dstrain.models.matrices import hidden_matrices
+from dstrain.models.params.freeze import parameter_groups
+from dstrain.models.params.muon import hidden_matrices
 from dstrain.preset import Device, Precision, read_preset
-from dstrain.train.optimizers import Lion, make_optimizer
-from dstrain.train.settings import resolved_ds_config
+from dstrain.train.ds_config import resolved_ds_config
+from dstrain.train.engine.optimizers import Lion, make_optimizer
 
 CPU = torch.device("cpu")
 SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.commands.spread import Reply, _launched
+from dstrain.commands.run_job import Reply, _launched
 from dstrain.launch.command import Launch
 from tests.workers import ROOT
 
@@ -57,7 +57,7 @@ def test_a_signal_ends_it_at_once(tmp_path: Path) -> None:
     main = f"""
         import sys
         from pathlib import Path
-        from dstrain.commands.spread import _launched
+        from dstrain.commands.run_job import _launched
         from tests.unit.test_spread import launch
         place = Path({str(tmp_path / "place")!r})
         sys.exit(_launched(launch({work!r}, place), place).code)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dstrain.config import BatchPlan, changed_learning_keys, read_recipe, resolve_batch, resolve_steps, show_recipe
 from dstrain.config.schema import BatchConfig, RunConfig
-from dstrain.data.plan import deal
+from dstrain.data.loading.sampler import deal
 from dstrain.errors import RecipeError
 
 COUNT = st.integers(1, 300)

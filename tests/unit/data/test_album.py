@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dstrain.data import album as module
-from dstrain.data.album import Album, AlbumWriter
-from dstrain.data.images import locate_image
-from dstrain.data.messages import BadRecord
-from dstrain.data.prepare import Policy, prepare
-from dstrain.data.source import open_source
-from dstrain.data.store import WithFiles, cached_store
+from dstrain.data.cache.build import Policy, prepare
+from dstrain.data.cache.token_store import WithFiles, cached_store
+from dstrain.data.formats.messages import BadRecord
+from dstrain.data.sources.open import open_source
+from dstrain.data.vision import image_index as module
+from dstrain.data.vision.image_index import Album, AlbumWriter
+from dstrain.data.vision.image_io import locate_image
 from dstrain.errors import DataError
 
 

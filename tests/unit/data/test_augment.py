@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dstrain.data.augment import Augment
+from dstrain.data.vision.augment import Augment
 
 GROUND = (250, 240, 230)
 

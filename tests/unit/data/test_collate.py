@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dstrain.data.collate import attention_mask, pad
+from dstrain.data.loading.collate import attention_mask, pad
 
 
 def test_padding_fills_up_on_the_right_to_a_multiple():

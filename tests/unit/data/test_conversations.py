@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.conversations import Conversation, Passage, read_conversation
-from dstrain.data.messages import BadRecord
+from dstrain.data.formats.conversations import Conversation, Passage, read_conversation
+from dstrain.data.formats.messages import BadRecord
 
 ASKED = {"role": "user", "content": "2+2?"}
 SAID = {"role": "assistant", "content": "4"}

@@ -14,12 +14,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dstrain import cache
+from dstrain import cache_dir
 from dstrain.config import RunConfig
-from dstrain.data import parquet, source
-from dstrain.data.album import Album
-from dstrain.data.source import Deferred, open_source
-from dstrain.data.store import images_checked
+from dstrain.data.cache.token_store import images_checked
+from dstrain.data.sources import open, parquet
+from dstrain.data.sources.open import Deferred, open_source
+from dstrain.data.vision.image_index import Album
 from dstrain.errors import DataError
 from dstrain.tasks import make_task
 from tests.seeing import named_recipe
@@ -31,7 +31,7 @@ ROWS = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(
 def settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of its own, and files that need not be two seconds old to be known again."""
     monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "SETTLED_NS", -1_000_000_000_000)
+    monkeypatch.setattr(cache_dir, "SETTLED_NS", -1_000_000_000_000)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         def refuse(path: Path, columns: Any) -> Any:
             raise AssertionError(f"{path} was opened")
 
-        monkeypatch.setattr(source, "KINDS", dict.fromkeys(source.KINDS, refuse))
+        monkeypatch.setattr(open, "KINDS", dict.fromkeys(open.KINDS, refuse))
 
     return no_more
 

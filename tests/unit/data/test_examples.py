@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dstrain.data.examples import Examples, split_examples
-from dstrain.data.plan import DataPlan
-from dstrain.data.store import Report, TokenStore, cached_store
+from dstrain.data.cache.dataset import Examples, split_examples
+from dstrain.data.cache.token_store import Report, TokenStore, cached_store
+from dstrain.data.loading.sampler import DataPlan
 from dstrain.errors import DataError
 
 

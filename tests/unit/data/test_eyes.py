@@ -15,10 +15,11 @@ import pytest
 from PIL import Image
 
 from dstrain.config.schema import RunConfig
-from dstrain.data import album, eyes
-from dstrain.data.examples import Examples
+from dstrain.data.cache import build_images
+from dstrain.data.cache.dataset import Examples
+from dstrain.data.vision import image_index
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.text import TextTask
+from dstrain.tasks.common.text import TextTask
 from tests.seeing import picture
 
 
@@ -47,9 +48,9 @@ def task(tmp_path: Path) -> TextTask:
 def built(task: TextTask, cache: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> tuple[Examples, list[str]]:
     """The examples, made in a cache of their own, and which thread decoded each image."""
     monkeypatch.setenv("DSTRAIN_CACHE", str(cache))
-    monkeypatch.setattr("dstrain.tasks.text.cores_here", lambda: threads)
+    monkeypatch.setattr("dstrain.tasks.common.text.cores_here", lambda: threads)
     decoded: list[str] = []
-    real = album.decode_image
+    real = image_index.decode_image
 
     def slowly(content: bytes, name: str) -> Image.Image:
         decoded.append(threading.current_thread().name)
@@ -57,7 +58,7 @@ def built(task: TextTask, cache: Path, monkeypatch: pytest.MonkeyPatch, threads:
         return real(content, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(album, "decode_image", slowly)
+        patch.setattr(image_index, "decode_image", slowly)
         found = task.examples("train")
     assert found is not None
     return found, decoded
@@ -111,14 +112,14 @@ def test_copies_are_kept_apart_by_what_makes_them_not_by_the_tokenizer(
     assert sight is not None
 
     def place() -> Path:
-        return eyes.Eyes.with_album(sight, 2).album._cache
+        return build_images.Eyes.with_album(sight, 2).album._cache
 
     before = place()
     sight.processor.tokenizer.add_tokens(["a_new_one"])
     assert place() == before
-    monkeypatch.setattr(eyes, "version", lambda name: "99.0.1")
+    monkeypatch.setattr(build_images, "version", lambda name: "99.0.1")
     newer = place()
-    monkeypatch.setattr(eyes, "version", lambda name: "99.0.2")
+    monkeypatch.setattr(build_images, "version", lambda name: "99.0.2")
     assert before != newer == place()
     sight.processor.image_processor.do_center_crop = not sight.processor.image_processor.do_center_crop
     assert place() != newer

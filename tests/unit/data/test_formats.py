@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrain.data.dialogs import common_words, is_dialog, parse_dialog, render_dialog, render_messages
-from dstrain.data.formats import BadRecord, read_preference
-from dstrain.data.source import open_source
+from dstrain.data.formats.preferences import BadRecord, read_preference
+from dstrain.data.formats.transcripts import common_words, is_dialog, parse_dialog, render_dialog, render_messages
+from dstrain.data.sources.open import open_source
 
 PIECES = st.sampled_from(["\n\nHuman:", "\n\nAssistant:", "Human:", "Assistant:", " ", "\n", "\n\n", "hi", "é", "yes."])
 QUESTION = {"role": "user", "content": "2+2?"}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.conversations import Conversation, read_conversation
-from dstrain.data.dialogs import IMAGE
-from dstrain.data.grouped import Grouped
-from dstrain.data.marks import read_seen
-from dstrain.data.source import open_source
+from dstrain.data.formats.conversations import Conversation, read_conversation
+from dstrain.data.formats.group_by_image import Grouped
+from dstrain.data.formats.image_placeholders import read_seen
+from dstrain.data.formats.transcripts import IMAGE
+from dstrain.data.sources.open import open_source
 
 
 def grouped(write_lines: Any, *records: dict[str, Any]) -> Grouped:

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.hub import Part, is_hub_name, parse_part
-from dstrain.data.source import open_source
+from dstrain.data.sources.hub import Part, is_hub_name, parse_part
+from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError
 from tests.unit.data.hub_server import Hub, serve
 
@@ -24,7 +24,7 @@ pytest.importorskip("datasets")
 
 READ = """
 import json, sys
-from dstrain.data.source import open_source
+from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError
 for what, columns in json.loads(sys.argv[1]):
     try:
@@ -192,7 +192,7 @@ def test_another_revision_has_another_digest(said: dict[str, Any], hub: Hub, hom
 MIX = """
 import json, sys
 from pathlib import Path
-from dstrain.commands.find import Wish, resolve_wish
+from dstrain.commands.recipe_args import Wish, resolve_wish
 from dstrain.tasks import find_task, make_task
 model = json.dumps(find_task("rm").tiny(Path.cwd())["model"])
 sources = json.dumps([{"path": "org/pairs"}, {"path": "train.jsonl", "weight": 2}])

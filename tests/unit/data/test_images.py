@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from dstrain.data.images import MOST_PIXELS, locate_image, read_image, remarks
-from dstrain.data.messages import BadRecord
+from dstrain.data.formats.messages import BadRecord
+from dstrain.data.vision.image_io import MOST_PIXELS, locate_image, read_image, remarks
 from dstrain.errors import DataError
 
 RNG = np.random.RandomState(0)

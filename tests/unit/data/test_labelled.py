@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.conversations import Conversation, Passage
-from dstrain.data.labelled import Labelled, labelled_encoder, next_others, read_labelled
-from dstrain.data.messages import BadRecord
-from dstrain.data.prepare import Policy, prepare, read_each
-from dstrain.data.source import open_source
-from dstrain.data.store import TokenStore
-from dstrain.data.text import train_tokenizer
-from dstrain.data.turns import TurnSettings
+from dstrain.data.cache.build import Policy, prepare, read_each
+from dstrain.data.cache.token_store import TokenStore
+from dstrain.data.encoding.conversations import TurnSettings
+from dstrain.data.encoding.text import train_tokenizer
+from dstrain.data.formats.conversations import Conversation, Passage
+from dstrain.data.formats.messages import BadRecord
+from dstrain.data.formats.unpaired import Labelled, labelled_encoder, next_others, read_labelled
+from dstrain.data.sources.open import open_source
 
 
 def said(role: str, content: str) -> dict[str, str]:

@@ -12,8 +12,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dstrain.data import free_memory, parquet
-from dstrain.data.limited import Limits, attempt
+from dstrain.data import free_memory
+from dstrain.data.limited_process import Limits, attempt
+from dstrain.data.sources import parquet
 from tests.workers import ROOT
 
 SOME = Limits(1 << 30, 10, 30.0)
@@ -53,7 +54,7 @@ def run(script: str, *words: str) -> str:
 def test_an_ignored_sigchld_loses_no_answer() -> None:
     script = """
         import time
-        from dstrain.data.limited import Limits, attempt
+        from dstrain.data.limited_process import Limits, attempt
         limits = Limits(1 << 30, 10, 1.0)
         for work in (lambda: "fine", lambda: 1 / 0, lambda: bytearray(1 << 40), lambda: time.sleep(60)):
             print(attempt(work, limits).how)
@@ -77,7 +78,7 @@ def test_a_parquet_file_is_read_with_sigchld_ignored(tmp_path: Path) -> None:
     script = """
         import sys
         from pathlib import Path
-        from dstrain.data.parquet import Parquet
+        from dstrain.data.sources.parquet import Parquet
         print(len(Parquet(Path(sys.argv[1]), {})))
     """
     assert run(script, str(tmp_path / "rows.parquet")) == "2"

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from dstrain.batch import Batch
-from dstrain.data.collate import pad
-from dstrain.data.loader import Loader, read_shares
-from dstrain.data.plan import DataPlan, eval_share
+from dstrain.data.loading.collate import pad
+from dstrain.data.loading.loader import Loader, read_shares
+from dstrain.data.loading.sampler import DataPlan, eval_share
 from dstrain.errors import RunError
 
 EXAMPLES = [{"sample": 100 + i, "ids": [i] * (i % 3 + 1)} for i in range(10)]
@@ -132,8 +132,8 @@ def test_an_evaluation_sees_every_sample_once():
 def test_an_iterator_left_open_does_not_keep_the_process():
     code = """
 from dstrain.batch import Batch
-from dstrain.data.loader import Loader
-from dstrain.data.plan import DataPlan
+from dstrain.data.loading.loader import Loader
+from dstrain.data.loading.sampler import DataPlan
 plan = DataPlan(sizes=(9,), seed=0, samples_per_step=2, world_size=1, accumulate=1)
 steps = Loader(examples=range(9), collate=lambda e: Batch(tensors={}, weight=1, samples=()), plan=plan, workers=2)
 steps = steps.steps(0)

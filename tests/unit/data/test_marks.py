@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.conversations import read_conversation
-from dstrain.data.dialogs import IMAGE, in_parts
-from dstrain.data.formats import Preference, read_preference
-from dstrain.data.marks import has_images, read_seen
-from dstrain.data.messages import BadRecord
-from dstrain.data.prompts import read_prompt
+from dstrain.data.formats.conversations import read_conversation
+from dstrain.data.formats.image_placeholders import has_images, read_seen
+from dstrain.data.formats.messages import BadRecord
+from dstrain.data.formats.preferences import Preference, read_preference
+from dstrain.data.formats.prompts import read_prompt
+from dstrain.data.formats.transcripts import IMAGE, in_parts
 
 OK = {"role": "assistant", "content": "ok"}
 

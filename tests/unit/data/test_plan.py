@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain.data.plan import DataPlan, eval_share, lengths_of
+from dstrain.data.loading.sampler import DataPlan, eval_share, lengths_of
 from dstrain.errors import DataError
 
 

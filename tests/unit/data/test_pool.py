@@ -14,15 +14,15 @@ from typing import Any
 import psutil
 import pytest
 
-from dstrain.data import pool, prepare
-from dstrain.data.conversations import read_conversation
-from dstrain.data.formats import BadRecord, read_preference
-from dstrain.data.labelled import labelled_encoder, read_labelled
-from dstrain.data.pool import Processes
-from dstrain.data.prepare import Encode, Following, Policy, attempt, read_each
-from dstrain.data.source import open_source
-from dstrain.data.text import encode_preferences
-from dstrain.data.turns import TurnSettings, encode_conversations
+from dstrain.data.cache import build, process_pool
+from dstrain.data.cache.build import Encode, Following, Policy, attempt, read_each
+from dstrain.data.cache.process_pool import Processes
+from dstrain.data.encoding.conversations import TurnSettings, encode_conversations
+from dstrain.data.encoding.text import encode_preferences
+from dstrain.data.formats.conversations import read_conversation
+from dstrain.data.formats.preferences import BadRecord, read_preference
+from dstrain.data.formats.unpaired import labelled_encoder, read_labelled
+from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, RunError
 from dstrain.launch.worker import die_with_parent
 from tests.chats import EARLIER, QUESTION, chat, said
@@ -34,9 +34,9 @@ SETTINGS = TurnSettings(max_length=60)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few records are shared by several processes."""
-    monkeypatch.setattr(pool, "FEWEST", 1)
-    monkeypatch.setattr(prepare, "SHARED", 3)
-    monkeypatch.setattr(prepare, "CHUNK", 7)
+    monkeypatch.setattr(process_pool, "FEWEST", 1)
+    monkeypatch.setattr(build, "SHARED", 3)
+    monkeypatch.setattr(build, "CHUNK", 7)
 
 
 def record(at: int) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def test_stores_are_equal_to_the_byte(kind: str, tmp_path: Path) -> None:
     found = []
     for name, processes in (("one", Processes()), ("three", THREE)):
         policy = Policy(task="rm", on_error="skip", processes=processes)
-        store = prepare.prepare(source, encoders()[kind], {"what": kind}, policy, tmp_path / name)
+        store = build.prepare(source, encoders()[kind], {"what": kind}, policy, tmp_path / name)
         found.append((files(store.folder), store.report))
     assert found[0][1] == found[1][1]
     assert found[0][1].bad[0].where.endswith("train.jsonl:10")
@@ -91,14 +91,14 @@ def test_stores_are_equal_to_the_byte(kind: str, tmp_path: Path) -> None:
 
 
 def encode_all(source: Any, encode: Encode, processes: Processes = THREE) -> list[Any]:
-    return [row for chunk in prepare.encode_all(source, encode, prepare.Report(), 7, processes) for row in chunk]
+    return [row for chunk in build.encode_all(source, encode, build.Report(), 7, processes) for row in chunk]
 
 
 def test_a_file_whose_records_are_all_bad_is_read_too(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("{}\n" * 20)
-    source, report = open_source(tmp_path / "x.jsonl"), prepare.Report()
+    source, report = open_source(tmp_path / "x.jsonl"), build.Report()
     none = lambda rows: [BadRecord("odd") for _ in rows]  # noqa: E731
-    assert [*prepare.encode_all(source, none, report, 7, THREE)] == [[]] * 7
+    assert [*build.encode_all(source, none, report, 7, THREE)] == [[]] * 7
     assert [row.where[-2:] for row in report.bad] == [f"{at:>2}".replace(" ", ":") for at in range(1, 21)]
 
 
@@ -156,7 +156,7 @@ def test_what_is_not_read_to_its_end_leaves_no_process(tmp_path: Path) -> None:
         time.sleep(0.02 if rows[0][0] < 6 else 60)
         return [{"ids": [index]} for index, _ in rows]
 
-    chunks = prepare.encode_all(open_source(written(tmp_path)), slow, prepare.Report(), 7, THREE)
+    chunks = build.encode_all(open_source(written(tmp_path)), slow, build.Report(), 7, THREE)
     before = psutil.Process().children()
     next(chunks)
     children = [child for child in psutil.Process().children() if child not in before]
@@ -170,7 +170,7 @@ def test_few_records_and_one_core_start_no_process(tmp_path: Path, monkeypatch: 
     mine = lambda rows: [{"ids": [os.getpid()]} for _ in rows]  # noqa: E731
     assert {row["ids"][0] for row in encode_all(source, mine, Processes())} == {os.getpid()}
     assert os.getpid() not in {row["ids"][0] for row in encode_all(source, mine)}
-    monkeypatch.setattr(pool, "FEWEST", len(source) + 1)
+    monkeypatch.setattr(process_pool, "FEWEST", len(source) + 1)
     assert {row["ids"][0] for row in encode_all(source, mine)} == {os.getpid()}
 
 
@@ -178,7 +178,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from dstrain.data import pool, prepare
-from dstrain.data.source import open_source
+from dstrain.data.sources.open import open_source
 from dstrain.launch.worker import die_with_parent
 pool.FEWEST = 1
 prepare.SHARED = 3

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.formats import BadRecord, read_preference
-from dstrain.data.prompts import Asked, encode_prompts, enders, read_prompt
-from dstrain.data.text import encode_preference
+from dstrain.data.encoding.text import encode_preference
+from dstrain.data.formats.preferences import BadRecord, read_preference
+from dstrain.data.formats.prompts import Asked, encode_prompts, enders, read_prompt
 
 FOX = [{"role": "user", "content": "the fox"}]
 LATER = [*FOX, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "the dog"}]

@@ -13,12 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from dstrain.data import limited, sandbox
-from dstrain.data.limited import Tried
-from dstrain.data.messages import BadRecord
-from dstrain.data.rendering import write_dialog
-from dstrain.data.sandbox import require_end
-from dstrain.data.text import train_tokenizer
+from dstrain.data import limited_process
+from dstrain.data.encoding import template_timeout
+from dstrain.data.encoding.rendering import write_dialog
+from dstrain.data.encoding.template_timeout import require_end
+from dstrain.data.encoding.text import train_tokenizer
+from dstrain.data.formats.messages import BadRecord
+from dstrain.data.limited_process import Tried
 from dstrain.errors import RecipeError
 from tests.workers import ROOT
 
@@ -47,7 +48,7 @@ def tokenizer_with(template: str) -> Any:
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_that_does_not_end_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "SECONDS", 1)
+    monkeypatch.setattr(template_timeout, "SECONDS", 1)
     began = time.monotonic()
     with pytest.raises(RecipeError, match=r"model\.chat_template: the chat template of .* does not end: .*; set model"):
         write_dialog(tokenizer_with(ENDLESS[name]), ASKED)
@@ -85,7 +86,7 @@ def test_what_a_template_trips_over_is_a_bad_record(template: str, why: str) -> 
 def test_a_template_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tokenizer_with("{% for m in messages %}{{ m.content }}{% endfor %}<unused>")
     forks, fork = [], os.fork
-    monkeypatch.setattr(limited.os, "fork", lambda: forks.append(1) or fork())
+    monkeypatch.setattr(limited_process.os, "fork", lambda: forks.append(1) or fork())
     assert [write_dialog(tokenizer, ASKED) for _ in range(3)] == ["hi<unused>"] * 3
     assert len(forks) == 1
     began = time.monotonic()
@@ -95,17 +96,17 @@ def test_a_template_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_template_of_which_nothing_is_known_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that hangs on a lock of the one that was forked says nothing of the template."""
-    monkeypatch.setattr(sandbox, "PATIENCE", 0.5)
+    monkeypatch.setattr(template_timeout, "PATIENCE", 0.5)
     limits, tried = [], [Tried("lost"), Tried("done")]
-    monkeypatch.setattr(sandbox, "attempt", lambda work, within: limits.append(within) or tried.pop(0))
+    monkeypatch.setattr(template_timeout, "attempt", lambda work, within: limits.append(within) or tried.pop(0))
     require_end(tokenizer_with("{{ messages }} waits"), ASKED)
     assert [within.patience for within in limits] == [0.5, 0.5]
 
 
 def test_a_template_that_could_not_be_tried_is_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be rendered without limits."""
-    monkeypatch.setattr(sandbox, "PATIENCE", 0.5)
-    monkeypatch.setattr(sandbox, "_render", lambda *_: time.sleep(60))
+    monkeypatch.setattr(template_timeout, "PATIENCE", 0.5)
+    monkeypatch.setattr(template_timeout, "_render", lambda *_: time.sleep(60))
     for _ in range(2):
         with pytest.raises(RecipeError, match=r"could not be tried: the process .* was ended from outside, or did not"):
             require_end(tokenizer_with("{{ messages }} waits for ever"), ASKED)

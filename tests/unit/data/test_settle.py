@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dstrain.data.settle import settled
+from dstrain.data.vision.downscale import settled
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil  # noqa: E402

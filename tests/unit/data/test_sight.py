@@ -10,16 +10,16 @@ from transformers import AutoModelForImageTextToText
 
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig
-from dstrain.data.conversations import Conversation
-from dstrain.data.dialogs import IMAGE
-from dstrain.data.formats import BadRecord, Preference
-from dstrain.data.sight import KINDS, Sight
-from dstrain.data.text import encode_preferences, train_tokenizer
-from dstrain.data.turns import TurnSettings, encode_conversations
-from dstrain.data.views import Views
+from dstrain.data.encoding.conversations import TurnSettings, encode_conversations
+from dstrain.data.encoding.text import encode_preferences, train_tokenizer
+from dstrain.data.formats.conversations import Conversation
+from dstrain.data.formats.preferences import BadRecord, Preference
+from dstrain.data.formats.transcripts import IMAGE
+from dstrain.data.vision.expansion import Views
+from dstrain.data.vision.processor import KINDS, Sight
 from dstrain.models.load import read_config
 from dstrain.models.processors import fit_config, make_processor, special_tokens
-from dstrain.tasks.ops import ask
+from dstrain.tasks.common.losses import ask
 from tests.seeing import GEMMA3, IDEFICS3, llava, picture
 
 FAMILIES = {"llava": llava(), "gemma3": GEMMA3, "idefics3": IDEFICS3}

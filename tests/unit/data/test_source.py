@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.data.source import First, Joined, open_source
+from dstrain.data.sources.open import First, Joined, open_source
 from dstrain.errors import DataError
 
 
@@ -178,7 +178,7 @@ def test_no_room_to_unpack_is_said(tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dstrain.data.files.shutil.copyfileobj", full)
+    monkeypatch.setattr("dstrain.data.sources.files.shutil.copyfileobj", full)
     with pytest.raises(DataError, match=r"cannot be unpacked into .*No space left on device; set TMPDIR"):
         open_source(tmp_path / "a.jsonl.gz")
 
@@ -246,8 +246,8 @@ def test_the_first_records_are_a_source_of_their_own(write_lines):
 
 def test_reading_and_planning_need_neither_torch_nor_transformers():
     code = (
-        "import sys, dstrain.data.source, dstrain.data.formats, dstrain.data.plan, dstrain.data.store, "
-        "dstrain.data.prepare, dstrain.data.loader, dstrain.data.text, dstrain.data.collate; "
+        "import sys, dstrain.data.sources.open, dstrain.data.formats.preferences, dstrain.data.loading.sampler, dstrain.data.cache.token_store, "
+        "dstrain.data.cache.build, dstrain.data.loading.loader, dstrain.data.encoding.text, dstrain.data.loading.collate; "
         "print({'torch', 'transformers', 'tokenizers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,20 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dstrain.cache import partial_path, remove_abandoned
+from dstrain.cache_dir import partial_path, remove_abandoned
 from dstrain.config import RunConfig
-from dstrain.data.bad_rows import show_rows
-from dstrain.data.checking import check_file
-from dstrain.data.formats import BadRecord, read_preference
-from dstrain.data.prepare import (
+from dstrain.data.cache.bad_record_summary import show_rows
+from dstrain.data.cache.build import (
     Policy,
     encode_all,
     judge,
     prepare,
     tokenizer_fingerprint,
 )
-from dstrain.data.source import BadRow, Joined, open_source
-from dstrain.data.store import Report, cache_root, cached_store, key_name
+from dstrain.data.cache.check import check_file
+from dstrain.data.cache.token_store import Report, cache_root, cached_store, key_name
+from dstrain.data.formats.preferences import BadRecord, read_preference
+from dstrain.data.sources.open import BadRow, Joined, open_source
 from dstrain.errors import DataError
 from dstrain.tasks import make_task
 
@@ -103,7 +103,7 @@ def test_a_fault_while_building_leaves_nothing_behind(tmp_path):
 CHILD = """
 import sys, time
 from pathlib import Path
-from dstrain.data.store import cached_store
+from dstrain.data.cache.token_store import cached_store
 folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
 def build(report):
     with (folder / "built").open("a") as file:

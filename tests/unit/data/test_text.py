@@ -4,10 +4,10 @@ import copy
 
 import pytest
 
-from dstrain.data.formats import BadRecord, Preference, read_preference
-from dstrain.data.rendering import write_dialog
-from dstrain.data.source import open_source
-from dstrain.data.text import encode_preference, encode_preferences, frame_of, render, train_tokenizer
+from dstrain.data.encoding.rendering import write_dialog
+from dstrain.data.encoding.text import encode_preference, encode_preferences, frame_of, render, train_tokenizer
+from dstrain.data.formats.preferences import BadRecord, Preference, read_preference
+from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError
 
 TEMPLATE = (

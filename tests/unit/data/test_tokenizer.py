@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dstrain.config.schema import HeldOutConfig
-from dstrain.data.source import Joined, open_source
-from dstrain.data.text import train_tokenizer
-from dstrain.data.tokenizer import trained_tokenizer
+from dstrain.data.encoding.text import train_tokenizer
+from dstrain.data.encoding.train_tokenizer import trained_tokenizer
+from dstrain.data.sources.open import Joined, open_source
 from dstrain.errors import DataError
 
 
@@ -72,12 +72,12 @@ def test_a_full_cache_is_said_and_nothing_is_left_there(
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", full)
     remove = shutil.rmtree
-    monkeypatch.setattr("dstrain.data.tokenizer.shutil.rmtree", dies)
+    monkeypatch.setattr("dstrain.data.encoding.train_tokenizer.shutil.rmtree", dies)
     with pytest.raises(Dead):
         trained_tokenizer(source, texts, 270, tmp_path / "cache")
-    monkeypatch.setattr("dstrain.data.tokenizer.shutil.rmtree", remove)
+    monkeypatch.setattr("dstrain.data.encoding.train_tokenizer.shutil.rmtree", remove)
     assert len([*(tmp_path / "cache/tokenizers").glob("*.partial")]) == 1
-    monkeypatch.setattr("dstrain.cache._lives", lambda pid: False)
+    monkeypatch.setattr("dstrain.cache_dir._lives", lambda pid: False)
     with pytest.raises(
         DataError, match=r"the tokenizer cannot be written into the cache \(.*No space left.*set DSTRAIN_CACHE"
     ):

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.conversations import Passage, read_conversation
-from dstrain.data.formats import Preference, read_preference
-from dstrain.data.labelled import labelled_encoder, read_labelled
-from dstrain.data.messages import BadRecord
-from dstrain.data.text import encode_preferences
-from dstrain.data.truncation import Room, show_cuts
-from dstrain.data.turns import TurnSettings, encode_conversations
+from dstrain.data.encoding.conversations import TurnSettings, encode_conversations
+from dstrain.data.encoding.text import encode_preferences
+from dstrain.data.encoding.truncation import Room, show_cuts
+from dstrain.data.formats.conversations import Passage, read_conversation
+from dstrain.data.formats.messages import BadRecord
+from dstrain.data.formats.preferences import Preference, read_preference
+from dstrain.data.formats.unpaired import labelled_encoder, read_labelled
 from tests.chats import EARLIER, KINDS, QUESTION, SYSTEM, TEMPLATES, chat, said, tokenizer_of
 from tests.unit.data.test_text import bert  # noqa: F401  a fixture
 from tests.unit.data.test_turns import TEMPLATES as SHAPES

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.conversations import Conversation, Passage, read_conversation
-from dstrain.data.messages import BadRecord
-from dstrain.data.source import open_source
-from dstrain.data.spans import write
-from dstrain.data.turns import TurnSettings, encode_conversations
+from dstrain.data.encoding.answer_spans import write
+from dstrain.data.encoding.conversations import TurnSettings, encode_conversations
+from dstrain.data.formats.conversations import Conversation, Passage, read_conversation
+from dstrain.data.formats.messages import BadRecord
+from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError
 from tests.unit.data.test_text import with_frame
 

@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 from dstrain.cli import main
-from dstrain.data import files, parquet
-from dstrain.data.images import read_content, read_image
-from dstrain.data.messages import BadRecord
-from dstrain.data.rows import open_regular, show_path
-from dstrain.data.source import open_source
+from dstrain.data.formats.messages import BadRecord
+from dstrain.data.sources import files, parquet
+from dstrain.data.sources.base import open_regular, show_path
+from dstrain.data.sources.open import open_source
+from dstrain.data.vision.image_io import read_content, read_image
 from dstrain.errors import DataError, RecipeError
 
 RECORD = {"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "A thing."}]}
@@ -75,7 +75,7 @@ def test_a_file_that_became_a_fifo_is_not_waited_for(tmp_path: Path, monkeypatch
     regular = os.stat(tmp_path / "a.png")
     (tmp_path / "a.png").unlink()
     os.mkfifo(tmp_path / "a.png")
-    monkeypatch.setattr("dstrain.data.rows.os.stat", lambda path: regular)
+    monkeypatch.setattr("dstrain.data.sources.base.os.stat", lambda path: regular)
     with pytest.raises(OSError, match="is no regular file"):
         open_regular(tmp_path / "a.png")
 
@@ -162,7 +162,7 @@ def test_a_list_that_would_not_fit_the_memory_is_refused(tmp_path: Path, monkeyp
     ],
 )
 def test_what_is_there_and_is_no_file_is_called_that(make, why, tmp_path, monkeypatch):
-    from dstrain.commands.find import Wish, resolve_wish
+    from dstrain.commands.recipe_args import Wish, resolve_wish
 
     monkeypatch.chdir(tmp_path)
     make(Path("x.jsonl"))
@@ -226,7 +226,7 @@ def test_an_image_that_claims_to_be_huge_is_refused_before_it_is_decoded(form: s
         import unittest.mock
 
         with (
-            unittest.mock.patch("dstrain.data.images.MOST_PIXELS", 1000),
+            unittest.mock.patch("dstrain.data.vision.image_io.MOST_PIXELS", 1000),
             pytest.raises(BadRecord, match="pixels, more than the 1000 that are decoded"),
         ):
             read_image(bytes(content))

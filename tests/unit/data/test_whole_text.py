@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.conversations import read_conversation
-from dstrain.data.formats import Preference, read_preference
-from dstrain.data.messages import BadRecord
-from dstrain.data.prompts import Prompt, encode_prompts, read_prompt
-from dstrain.data.text import encode_preference, encode_preferences
-from dstrain.data.turns import TurnSettings, encode_conversations
+from dstrain.data.encoding.conversations import TurnSettings, encode_conversations
+from dstrain.data.encoding.text import encode_preference, encode_preferences
+from dstrain.data.formats.conversations import read_conversation
+from dstrain.data.formats.messages import BadRecord
+from dstrain.data.formats.preferences import Preference, read_preference
+from dstrain.data.formats.prompts import Prompt, encode_prompts, read_prompt
 from tests.chats import KINDS, PAIRS, TEMPLATES, TEXTS, chat, said, tokenizer_of
 from tests.unit.data.test_text import with_frame
 from tests.unit.data.test_turns import Slow

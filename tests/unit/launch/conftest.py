@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dstrain.launch.command import LaunchOptions
-from dstrain.launch.hostlist import parse_hostfile
-from dstrain.launch.several import HostsLaunch
+from dstrain.launch.multihost.hostfile import parse_hostfile
+from dstrain.launch.multihost.plan import HostsLaunch
 from tests.workers import ROOT
 
 SSH = """#!/bin/sh

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.launch import builds
-from dstrain.launch.builds import STALE_SECONDS, extensions_folder, settle_build_locks
+from dstrain.launch import kernel_locks
+from dstrain.launch.kernel_locks import STALE_SECONDS, extensions_folder, settle_build_locks
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def age(path: Path, seconds: float) -> None:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builds, "LOCAL", set())
+    monkeypatch.setattr(kernel_locks, "LOCAL", set())
 
 
 def test_the_lock_of_a_dead_build_is_removed_at_once(lock: Path, tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_on_a_shared_folder_a_young_lock_is_named_and_removed_when_it_is_old(
 def test_on_a_shared_folder_the_lock_of_a_build_that_began_since_stays(
     lock: Path, tmp_path: Path, shared: None
 ) -> None:
-    builds._remove_unless_renewed(lock, made=lock.stat().st_mtime - 60)
+    kernel_locks._remove_unless_renewed(lock, made=lock.stat().st_mtime - 60)
     assert lock.exists()
 
 

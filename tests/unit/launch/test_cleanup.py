@@ -11,9 +11,9 @@ import time
 import psutil
 import pytest
 
-from dstrain.launch import cleanup
-from dstrain.launch.crew import LocalCrew, Program
-from dstrain.launch.hosts import HostsCrew, gathered
+from dstrain.launch.job import LocalCrew, Program
+from dstrain.launch.multihost import cleanup
+from dstrain.launch.multihost.job import HostsCrew, gathered
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process trees are Linux's here")
 
@@ -70,7 +70,7 @@ def test_the_end_of_the_starter_is_none_of_the_session_that_cleans_up(launch, tm
 
 def test_a_starter_that_does_not_end_with_the_ranks_is_not_waited_for(launch, tmp_path, monkeypatch):
     """A login script's own process holds the session open that pdsh waits for."""
-    monkeypatch.setattr("dstrain.launch.hosts.STARTER_SECONDS", 0.3)
+    monkeypatch.setattr("dstrain.launch.multihost.job.STARTER_SECONDS", 0.3)
     with gathered(launch("here slots=1\n"), tmp_path) as crew:
         crew._starter = LocalCrew(Program(["sleep", "60"], dict(os.environ)), tmp_path, ())
         crew._starter.start()
@@ -112,7 +112,7 @@ def test_a_host_that_never_answers_is_not_waited_for_without_end(launch, tmp_pat
 
 
 def test_an_agent_that_is_stopped_only_at_the_end_is_ended_too(launch, tmp_path, monkeypatch):
-    monkeypatch.setattr("dstrain.launch.hosts.END_SECONDS", 0.5)
+    monkeypatch.setattr("dstrain.launch.multihost.job.END_SECONDS", 0.5)
     with gathered(launch("here slots=1\n"), tmp_path) as crew:
         crew._started = True
         agent = agent_of(crew._peers[0].nonce)

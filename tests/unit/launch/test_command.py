@@ -16,7 +16,7 @@ from dstrain.config.schema import LaunchConfig
 from dstrain.errors import UsageError
 from dstrain.launch import command
 from dstrain.launch.command import LaunchOptions, check_port, chosen_devices, free_port, launch_command, prepare_launch
-from dstrain.launch.several import plan_launch
+from dstrain.launch.multihost.plan import plan_launch
 
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON = shlex.quote(sys.executable)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dstrain.errors import UsageError
-from dstrain.launch.environment import read_environment, travelling
+from dstrain.launch.multihost.env import read_environment, travelling
 
 
 def test_what_a_run_needs_travels_and_the_rest_stays():

@@ -12,9 +12,9 @@ import pytest
 
 from dstrain import __version__
 from dstrain.errors import UsageError
-from dstrain.launch import peers, preflight
-from dstrain.launch.hostlist import parse_hostfile
-from dstrain.launch.hosts import HostsCrew, gathered, remove_leftovers
+from dstrain.launch.multihost import agent_client, preflight
+from dstrain.launch.multihost.hostfile import parse_hostfile
+from dstrain.launch.multihost.job import HostsCrew, gathered, remove_leftovers
 from dstrain.launch.versions import digest, digests, first_unlike, unlike, versions
 from dstrain.launch.worker import record_folder
 
@@ -59,7 +59,7 @@ def test_a_login_script_that_ends_the_shell_is_named(script, launch, login_scrip
 
 
 def test_a_login_script_that_does_not_end_is_named(launch, login_script, tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "ANSWER_SECONDS", 1.5)
+    monkeypatch.setattr(agent_client, "ANSWER_SECONDS", 1.5)
     login_script.write_text("while :; do echo y; done\n")
     (said,) = refused(launch("login slots=2\n"), tmp_path)
     assert said.startswith("F:1 login: no answer from its agent in 1.5 s, only other output (of its login shell, or ")
@@ -148,7 +148,7 @@ def test_a_rank_gets_the_environment_from_its_agent(launch, tmp_path, monkeypatc
     """All the way: the launching process, an ssh session, the agent, its socket, the beginning of a rank."""
     seen = tmp_path / "seen.json"
     monkeypatch.setattr(
-        "dstrain.launch.hosts.node_command", lambda *how: [sys.executable, "-c", RANK, how[-1][-1], str(seen)]
+        "dstrain.launch.multihost.job.node_command", lambda *how: [sys.executable, "-c", RANK, how[-1][-1], str(seen)]
     )
     with gathered(launch("here slots=1\n"), tmp_path / "run") as crew:
         crew.start()

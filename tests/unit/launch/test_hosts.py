@@ -16,13 +16,13 @@ import pytest
 
 from dstrain import __version__
 from dstrain.errors import UsageError
-from dstrain.launch import facts, hosts, preflight
-from dstrain.launch.agent import Agent
-from dstrain.launch.hostlist import parse_hostfile
-from dstrain.launch.hosts import gathered
-from dstrain.launch.line import Line
-from dstrain.launch.rank import rank_environment
-from dstrain.launch.several import HostsLaunch
+from dstrain.launch.multihost import job, preflight, probe
+from dstrain.launch.multihost.agent import Agent
+from dstrain.launch.multihost.channel import Line
+from dstrain.launch.multihost.hostfile import parse_hostfile
+from dstrain.launch.multihost.job import gathered
+from dstrain.launch.multihost.plan import HostsLaunch
+from dstrain.launch.multihost.rank_main import rank_environment
 from dstrain.launch.worker import record_folder
 from tests.workers import ROOT
 
@@ -56,7 +56,7 @@ def test_two_names_of_one_machine_are_found(launch, tmp_path):
 
 def test_a_host_that_greets_is_understood_and_one_host_meets_with_itself(launch, tmp_path):
     with gathered(launch("chatty slots=2\n"), tmp_path) as crew:
-        assert isinstance(crew, hosts.HostsCrew)
+        assert isinstance(crew, job.HostsCrew)
         assert (crew.cpu, crew.over(), crew.left(), list(crew.ranks)) == (True, None, False, [0, 1])
         assert crew.end() == []
     assert not list(record_folder(tmp_path).glob("seen-*"))
@@ -86,7 +86,7 @@ class Started:
 
     def __init__(self, folder: Path, silence: float = 30.0) -> None:
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "dstrain.launch.agent", f"{silence:g}", NONCE]
+        command = [sys.executable, "-m", "dstrain.launch.multihost.agent", f"{silence:g}", NONCE]
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         self.line = Line(self.process.stdout.fileno(), self.process.stdin.fileno(), silence, NONCE)
         mark = str(folder / "launch-1.json")
@@ -183,27 +183,27 @@ def test_a_rank_gets_the_launchs_environment_and_its_hosts_own():
 
 
 def test_a_port_stays_reserved_for_rank_0_until_it_listens():
-    meeting = facts.Meeting()
+    meeting = probe.Meeting()
     port = meeting.open("127.0.0.1", 0)["port"]
     meeting.reserve()
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
         other.bind(("", port))
     with socket.create_server(("", port)):  # as torch's store does, with SO_REUSEADDR
-        assert facts.reach("127.0.0.1", port) == {"interface": facts.interface_towards("127.0.0.1")}
-    assert facts.reach("127.0.0.1", port) == {"fault": "Connection refused"}
+        assert probe.reach("127.0.0.1", port) == {"interface": probe.interface_towards("127.0.0.1")}
+    assert probe.reach("127.0.0.1", port) == {"fault": "Connection refused"}
 
 
 def test_what_a_host_reaches_it_names_the_way_of(monkeypatch):
-    monkeypatch.setattr(facts, "addresses", lambda: {"127.0.0.1": "eth1", "10.0.0.1": "eth0"})
-    assert facts.interface_towards("127.0.0.1") == facts.interface_towards("localhost") == "eth1"
-    monkeypatch.setattr(facts, "addresses", lambda: {"10.0.0.1": "eth0", "fd00::1": "eth0"})
-    assert facts.interface_towards("127.0.1.1") == "eth0", "its own name, on Debian: the only interface there is"
+    monkeypatch.setattr(probe, "addresses", lambda: {"127.0.0.1": "eth1", "10.0.0.1": "eth0"})
+    assert probe.interface_towards("127.0.0.1") == probe.interface_towards("localhost") == "eth1"
+    monkeypatch.setattr(probe, "addresses", lambda: {"10.0.0.1": "eth0", "fd00::1": "eth0"})
+    assert probe.interface_towards("127.0.1.1") == "eth0", "its own name, on Debian: the only interface there is"
 
 
 def test_a_host_that_is_not_there_is_said_to_be_silent(monkeypatch):
-    monkeypatch.setattr(facts, "addresses", lambda: {"10.0.0.1": "eth0", "10.1.0.1": "eth1"})
+    monkeypatch.setattr(probe, "addresses", lambda: {"10.0.0.1": "eth0", "10.1.0.1": "eth1"})
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert facts.reach("127.0.0.1", port) == {"interface": ""}  # loopback is no interface to others
-    assert facts.reach("127.0.0.1", port) == {"fault": "Connection refused"}
-    assert "fault" in facts.reach("no.such.host.invalid", 1)
+        assert probe.reach("127.0.0.1", port) == {"interface": ""}  # loopback is no interface to others
+    assert probe.reach("127.0.0.1", port) == {"fault": "Connection refused"}
+    assert "fault" in probe.reach("no.such.host.invalid", 1)

@@ -14,12 +14,12 @@ import yaml
 from click.testing import CliRunner
 
 from dstrain.cli import main
-from dstrain.commands import preflight
-from dstrain.commands.find import Wish
+from dstrain.commands.checks import preflight
+from dstrain.commands.recipe_args import Wish
 from dstrain.commands.train import begin_once
-from dstrain.launch.crew import LocalCrew, Program
+from dstrain.launch.job import LocalCrew, Program
 from dstrain.launch.worker import LAUNCH_ID
-from dstrain.train import assemble
+from dstrain.train import setup
 from tests.seeing import named_recipe
 
 OWN = """
@@ -52,7 +52,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
         def gathered(ready: Any, run_dir: Path) -> Iterator[Any]:
             yield LocalCrew(Program([], {}), run_dir, ())
 
-        monkeypatch.setattr("dstrain.launch.hosts.gathered", gathered)
+        monkeypatch.setattr("dstrain.launch.multihost.job.gathered", gathered)
         monkeypatch.setattr("dstrain.launch.supervise.supervise", lambda crew: work(crew.run_dir))
         words = ("train", str(tmp_path / "recipe.yaml"), "--run-dir", str(tmp_path / "run"), "--num-gpus", "2", *words)
         told = CliRunner().invoke(main, words)
@@ -91,7 +91,7 @@ def test_a_refused_launch_leaves_no_folder_and_one_that_trained_keeps_it(
 def test_records_are_looked_at_once(
     launch: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dstrain.cache.SETTLED_NS", -1_000_000_000_000)
+    monkeypatch.setattr("dstrain.cache_dir.SETTLED_NS", -1_000_000_000_000)
     looked: list[int] = []
     monkeypatch.setattr(preflight, "_check_records", lambda config: looked.append(1))
     for _ in range(2):
@@ -136,4 +136,4 @@ def test_bad_data_in_mid_training_is_no_bad_usage(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("dstrain.train.loop.train", train)
     with pytest.raises(RunError, match=r"^x\.jsonl:7: cannot be used$"):
-        assemble._learned(None)  # type: ignore[arg-type]
+        setup._learned(None)  # type: ignore[arg-type]

@@ -17,8 +17,8 @@ import yaml
 
 from dstrain.cli import main
 from dstrain.config.schema import RunConfig
-from dstrain.launch.hostlist import parse_hostfile
-from dstrain.shipped import shipped
+from dstrain.launch.multihost.hostfile import parse_hostfile
+from dstrain.resources import shipped
 from tests.workers import ROOT
 
 LAUNCHERS = ROOT / "launchers"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dstrain.launch.line import Line
+from dstrain.launch.multihost.channel import Line
 
 NONCE = "9f3a"
 NOISE = {

@@ -12,9 +12,9 @@ import pytest
 
 from dstrain.config.schema import LaunchConfig
 from dstrain.errors import UsageError
-from dstrain.launch import several
 from dstrain.launch.command import Launch, LaunchOptions
-from dstrain.launch.several import (
+from dstrain.launch.multihost import plan as several
+from dstrain.launch.multihost.plan import (
     HostsLaunch,
     Master,
     agent_command,
@@ -54,7 +54,7 @@ def test_pdsh_is_the_default_and_gets_paths_alone(plan):
     assert starter(plan(include="host1@host2:1,3")) == (
         f"{PYTHON} -m deepspeed.launcher.runner --hostfile /runs/a/.workers/hosts-1 --no_ssh_check "
         "--include host1:0,1@host2:1,3 --master_addr 10.0.0.1 --master_port 29501 --force_multi --no_local_rank "
-        f"--launcher_args=-N --module dstrain.launch.rank {FILE}"
+        f"--launcher_args=-N --module dstrain.launch.multihost.rank_main {FILE}"
     )
 
 
@@ -86,7 +86,7 @@ def test_an_agents_command_survives_the_remote_shell(plan):
     words = agent_command(plan().hosts[1], 30.0, "a1b2", {"PYTHONPATH": "/a b:/c"})
     assert shlex.join(words[:-1]) == f"ssh -T {SSH} host2"
     assert shlex.split(words[-1]) == ["/usr/bin/env", "PYTHONPATH=/a b:/c", sys.executable, "-u", "-m",
-                                      "dstrain.launch.agent", "30", "a1b2"]  # fmt: skip
+                                      "dstrain.launch.multihost.agent", "30", "a1b2"]  # fmt: skip
 
 
 def test_no_secret_stands_on_a_command_line(plan):

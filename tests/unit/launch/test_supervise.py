@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from dstrain.launch import supervise as supervision
-from dstrain.launch.outcome import Outcome, outcome
+from dstrain.launch.exit_code import Outcome, outcome
 from dstrain.launch.worker import Record
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -72,7 +72,7 @@ class Run:
         (folder / "launcher.py").write_text(textwrap.dedent(launcher))
         (folder / "main.py").write_text(
             "import os, sys\nfrom pathlib import Path\n"
-            "from dstrain.launch.crew import LocalCrew, Program\nfrom dstrain.launch.supervise import supervise\n"
+            "from dstrain.launch.job import LocalCrew, Program\nfrom dstrain.launch.supervise import supervise\n"
             "crew = LocalCrew(Program([sys.executable, 'launcher.py'], os.environ), Path('run'), range(2))\n"
             "sys.exit(supervise(crew))\n"
         )

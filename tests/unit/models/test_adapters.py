@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import RecipeError
-from dstrain.models.adapters import load_adapters, read_adapter
-from dstrain.models.fingerprint import fingerprint
+from dstrain.models.adapters.folder import load_adapters, read_adapter
 from dstrain.models.load import load_model, read_config
+from dstrain.models.weights.fingerprint import fingerprint
 from dstrain.tasks import make_task
 from dstrain.tasks.rm import RewardModel
 from dstrain.tasks.sft import SupervisedFineTuning

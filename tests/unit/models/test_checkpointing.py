@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from dstrain.config.schema import RunConfig
-from dstrain.data.loader import make_batch
+from dstrain.data.loading.loader import make_batch
 from dstrain.errors import RecipeError
 from dstrain.models.load import keep_checkpoints_on_host
 from dstrain.tasks import make_task
 from dstrain.tasks.sft import SupervisedFineTuning
-from dstrain.train.build import build_objective
+from dstrain.train.build_model import build_objective
 
 LAYERS, WIDTH = 2, 32
 

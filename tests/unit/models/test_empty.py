@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from dstrain.config.schema import ModelConfig, RunConfig
-from dstrain.models.empty import give_room, no_values
 from dstrain.models.load import load_model, read_config
-from dstrain.models.scored import ScoredAuto
+from dstrain.models.reward_model import ScoredAuto
+from dstrain.models.weights.meta_init import give_room, no_values
 from dstrain.tasks import find_task, make_task
 from tests.seeing import GEMMA3, IDEFICS3, TEXT, llava
 

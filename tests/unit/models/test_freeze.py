@@ -7,7 +7,7 @@ import torch
 
 from dstrain.config.schema import OptimConfig
 from dstrain.errors import RecipeError
-from dstrain.models.freeze import freeze, matches, parameter_groups
+from dstrain.models.params.freeze import freeze, matches, parameter_groups
 
 
 @pytest.mark.parametrize(

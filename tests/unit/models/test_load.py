@@ -14,7 +14,7 @@ import dstrain
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import RecipeError, UsageError
 from dstrain.models.load import load_model, read_config, skeleton, switch_on_checkpointing
-from dstrain.models.weight_files import check_weights
+from dstrain.models.weights.check_files import check_weights
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -162,7 +162,7 @@ def test_what_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.M
         raise refused
 
     with monkeypatch.context() as patch:
-        patch.setattr("dstrain.models.weight_files.os.listdir", no_folder)
+        patch.setattr("dstrain.models.weights.check_files.os.listdir", no_folder)
         with pytest.raises(
             RecipeError, match=r"cannot be read \(Permission denied\); check the permissions of the fol"
         ):

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from dstrain.config.schema import RunConfig
-from dstrain.models.lora import adapters_disabled
+from dstrain.models.adapters.lora import adapters_disabled
 from dstrain.tasks import find_task, make_task
-from dstrain.train.build import build_objective
-from dstrain.train.objective import Objective
-from dstrain.train.reshape import stored_shapes
+from dstrain.train.build_model import build_objective
+from dstrain.train.engine.module import Objective
+from dstrain.train.state.load import stored_shapes
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import transformers
 
 from dstrain.config.schema import RunConfig
 from dstrain.errors import RecipeError
-from dstrain.models.positions import beyond_training, position_limit
+from dstrain.models.checks.max_positions import beyond_training, position_limit
 from dstrain.tasks import make_task
 from dstrain.tasks.rm import RewardModel
 from dstrain.tasks.sft import SupervisedFineTuning

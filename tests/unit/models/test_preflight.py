@@ -15,9 +15,9 @@ import transformers
 
 from dstrain.config.schema import RunConfig
 from dstrain.errors import RecipeError
-from dstrain.models.families import AFTER_PAD, LEARNED, NEED_IS_DECODER, learned_positions
-from dstrain.models.positions import position_limit
-from dstrain.models.preflight import check_model
+from dstrain.models.checks.config_json import AFTER_PAD, LEARNED, NEED_IS_DECODER, learned_positions
+from dstrain.models.checks.max_positions import position_limit
+from dstrain.models.checks.preflight import check_model
 from dstrain.tasks import make_task
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
@@ -171,7 +171,7 @@ def test_no_permission_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_it_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
     lines = (
-        "import sys; from dstrain.config.schema import RunConfig; from dstrain.models.preflight import check_model",
+        "import sys; from dstrain.config.schema import RunConfig; from dstrain.models.checks.preflight import check_model",
         f"c = RunConfig.model_validate({recipe(folder(tmp_path / 'model')).model_dump(mode='json')!r})",
         "assert not check_model(c); print([m for m in ('torch', 'transformers', 'peft') if m in sys.modules])",
     )

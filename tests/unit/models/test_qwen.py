@@ -11,12 +11,12 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.utils import is_torchvision_available
 
 from dstrain.batch import Batch
-from dstrain.data.collate import attention_mask, pad
-from dstrain.data.sight import KINDS, Sight
-from dstrain.data.text import train_tokenizer
+from dstrain.data.encoding.text import train_tokenizer
+from dstrain.data.loading.collate import attention_mask, pad
+from dstrain.data.vision.processor import KINDS, Sight
+from dstrain.models.components import sections
 from dstrain.models.processors import sees
-from dstrain.models.sections import sections
-from dstrain.tasks.ops import ask
+from dstrain.tasks.common.losses import ask
 from tests.seeing import picture
 
 TOKENS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "start": "<|vision_start|>", "end": "<|vision_end|>"}

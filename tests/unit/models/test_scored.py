@@ -19,15 +19,15 @@ from transformers import (
 import dstrain
 from dstrain.config.schema import LoraConfig, ModelConfig, RunConfig
 from dstrain.errors import RecipeError, TaskError, UsageError
-from dstrain.models.freeze import freeze
+from dstrain.models.adapters.lora import add_adapters
+from dstrain.models.adapters.merge import merge_adapters
+from dstrain.models.components import sections
 from dstrain.models.load import load_model, read_config, skeleton, switch_on_checkpointing
-from dstrain.models.lora import add_adapters
-from dstrain.models.merge import merge_adapters
-from dstrain.models.scored import HEAD, ScoredAuto, scored_class
-from dstrain.models.sections import sections
+from dstrain.models.params.freeze import freeze
+from dstrain.models.reward_model import HEAD, ScoredAuto, scored_class
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.rm import _without_cache
-from dstrain.train.proof import check_files, check_reloaded, digests, in_a_folder, tensors_of
+from dstrain.train.checkpoint.export_checks import check_files, check_reloaded, digests, in_a_folder, tensors_of
 from tests.seeing import GEMMA3, IDEFICS3, TEXT, TOWER, llava
 
 ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}

@@ -16,10 +16,10 @@ from transformers import (
 
 from dstrain.config.schema import LoraConfig, ModelConfig, OptimConfig
 from dstrain.errors import RecipeError
-from dstrain.models.freeze import freeze, parameter_groups, part_counts
+from dstrain.models.adapters.lora import add_adapters
+from dstrain.models.components import PARTS, sections
 from dstrain.models.load import read_config
-from dstrain.models.lora import add_adapters
-from dstrain.models.sections import PARTS, sections
+from dstrain.models.params.freeze import freeze, parameter_groups, part_counts
 from tests.seeing import GEMMA3, TEXT, llava
 
 TOWER = {"model.vision_tower"}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dstrain.errors import RunError
-from dstrain.report.journal import Journal, read_rows
+from dstrain.report.run_log import Journal, read_rows
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@ import torch
 from thread_world import on_ranks
 
 from dstrain.batch import StepResult
+from dstrain.distributed.world import SoloWorld
 from dstrain.report.meter import Meter
-from dstrain.world import SoloWorld
 
 
 class Clock:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dstrain.distributed.world import SoloWorld
 from dstrain.report import memory as module
 from dstrain.report.memory import gpu_utilization, host_memory_gib, memory
-from dstrain.world import SoloWorld
 
 
 class Ranks(SoloWorld):

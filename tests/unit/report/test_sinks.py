@@ -16,7 +16,7 @@ import pytest
 
 import dstrain
 from dstrain.errors import UsageError
-from dstrain.report.journal import Journal
+from dstrain.report.run_log import Journal
 from dstrain.report.sinks import Console, Jsonl, TensorBoard, as_line, check_tensorboard
 
 ROW = {

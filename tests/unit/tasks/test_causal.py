@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from dstrain.batch import Batch
-from dstrain.tasks.ops import ask, behind_prompts
+from dstrain.tasks.common.losses import ask, behind_prompts
 from tests.seeing import TEXT, TOWER, picture
 from tests.unit.data.test_sight import FAMILIES, made
 

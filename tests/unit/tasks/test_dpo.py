@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-import dstrain.tasks.text
-import dstrain.train.references
+import dstrain.tasks.common.text
+import dstrain.train.precompute_reference
 from dstrain.config.schema import RunConfig
-from dstrain.data.loader import make_batch
+from dstrain.data.loading.loader import make_batch
+from dstrain.distributed.world import SoloWorld
 from dstrain.errors import DataError, TaskError
-from dstrain.models.head import CHUNK_BYTES
-from dstrain.tasks import Task, make_task, ops
+from dstrain.models.heads.chunked_lm_head import CHUNK_BYTES
+from dstrain.tasks import Task, make_task
+from dstrain.tasks.common import losses
 from dstrain.tasks.dpo import PreferenceOptimization
-from dstrain.train.build import build_objective
-from dstrain.train.references import Asking, add_references, reference_key
-from dstrain.world import SoloWorld
+from dstrain.train.build_model import build_objective
+from dstrain.train.precompute_reference import Asking, add_references, reference_key
 from tests.seeing import named_recipe
 
 
@@ -43,41 +44,41 @@ H = torch.tensor([0.0, 1.5, -4.0], dtype=torch.float64)
 
 
 def test_the_sigmoid_loss_is_dpos() -> None:
-    assert ops.dpo_sigmoid(H, 0.1).tolist() == pytest.approx([-math.log(sigmoid(0.1 * h)) for h in H.tolist()])
+    assert losses.dpo_sigmoid(H, 0.1).tolist() == pytest.approx([-math.log(sigmoid(0.1 * h)) for h in H.tolist()])
 
 
 def test_label_smoothing_mixes_in_the_other_label() -> None:
     wanted = [-0.8 * math.log(sigmoid(0.1 * h)) - 0.2 * math.log(sigmoid(-0.1 * h)) for h in H.tolist()]
-    assert ops.dpo_sigmoid(H, 0.1, 0.2).tolist() == pytest.approx(wanted)
+    assert losses.dpo_sigmoid(H, 0.1, 0.2).tolist() == pytest.approx(wanted)
 
 
 def test_the_robust_loss_is_unbiased_under_flipped_labels() -> None:
-    robust, flipped = ops.robust_dpo(H, 0.3, 0.2), ops.robust_dpo(-H, 0.3, 0.2)
+    robust, flipped = losses.robust_dpo(H, 0.3, 0.2), losses.robust_dpo(-H, 0.3, 0.2)
     wanted = [-(0.8 * math.log(sigmoid(0.3 * h)) - 0.2 * math.log(sigmoid(-0.3 * h))) / 0.6 for h in H.tolist()]
     assert robust.tolist() == pytest.approx(wanted)
-    assert (0.8 * robust + 0.2 * flipped).tolist() == pytest.approx(ops.dpo_sigmoid(H, 0.3).tolist())
+    assert (0.8 * robust + 0.2 * flipped).tolist() == pytest.approx(losses.dpo_sigmoid(H, 0.3).tolist())
 
 
 def test_ipo_pulls_to_one_over_two_beta() -> None:
-    assert ops.ipo(H, 0.25).tolist() == pytest.approx([4.0, 0.25, 36.0])
+    assert losses.ipo(H, 0.25).tolist() == pytest.approx([4.0, 0.25, 36.0])
 
 
 def test_the_hinge_is_flat_beyond_its_margin() -> None:
-    assert ops.hinge(H, 1.0).tolist() == pytest.approx([1.0, 0.0, 5.0])
+    assert losses.hinge(H, 1.0).tolist() == pytest.approx([1.0, 0.0, 5.0])
 
 
 def test_simpo_asks_for_a_margin() -> None:
-    assert ops.simpo(H, 2.0, 0.5).tolist() == pytest.approx([-math.log(sigmoid(2 * h - 0.5)) for h in H.tolist()])
+    assert losses.simpo(H, 2.0, 0.5).tolist() == pytest.approx([-math.log(sigmoid(2 * h - 0.5)) for h in H.tolist()])
 
 
 def test_the_odds_ratio_is_orpos() -> None:
     chosen, rejected = torch.tensor([0.8]).double().log(), torch.tensor([0.5]).double().log()
-    assert ops.odds_ratio(chosen, rejected).item() == pytest.approx(-math.log(sigmoid(math.log((0.8 / 0.2) / 1.0))))
+    assert losses.odds_ratio(chosen, rejected).item() == pytest.approx(-math.log(sigmoid(math.log((0.8 / 0.2) / 1.0))))
 
 
 def test_odds_are_finite_where_an_answer_is_nearly_sure() -> None:
     means = torch.tensor([-1e-9, -1e-30, 0.0], requires_grad=True)
-    loss = ops.odds_ratio(means, torch.full((3,), -2.0)).sum()
+    loss = losses.odds_ratio(means, torch.full((3,), -2.0)).sum()
     loss.backward()
     assert loss.isfinite()
     assert means.grad is not None
@@ -90,7 +91,7 @@ def test_log_probs_are_those_of_the_softmax_in_whatever_pieces(count: int, monke
     targets = torch.randint(11, (2, 5))
     wanted = logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
     monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * 11 * count)
-    found, _ = ops.score_tokens(logits, targets, torch.ones_like(targets))
+    found, _ = losses.score_tokens(logits, targets, torch.ones_like(targets))
     torch.testing.assert_close(found, wanted)
     grads = [torch.autograd.grad((value * torch.arange(5)).sum(), logits)[0] for value in (found, wanted)]
     torch.testing.assert_close(*grads)
@@ -164,8 +165,8 @@ def test_answers_kept_are_those_asked_online(name: str, tmp_path: Path) -> None:
 
 def test_with_kept_answers_no_reference_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
-    load = dstrain.tasks.text.load_model
-    monkeypatch.setattr(dstrain.tasks.text, "load_model", lambda *args: built.append("") or load(*args))
+    load = dstrain.tasks.common.text.load_model
+    monkeypatch.setattr(dstrain.tasks.common.text, "load_model", lambda *args: built.append("") or load(*args))
     task = made(tmp_path, {"precompute_ref_log_probs": True})
     first = add_references(asking(task), [task.examples("train"), task.examples("eval")])
     assert len(built) == 1, "the reference answers for both splits"
@@ -180,7 +181,7 @@ def test_with_kept_answers_no_reference_is_built(tmp_path: Path, monkeypatch: py
 
 
 def test_answers_that_were_broken_off_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dstrain.train.references, "ROWS", 10)
+    monkeypatch.setattr(dstrain.train.precompute_reference, "ROWS", 10)
     task = made(tmp_path, {"precompute_ref_log_probs": True})
     asked: list[int] = []
     refer = PreferenceOptimization.refer
@@ -211,7 +212,7 @@ def test_answers_that_were_broken_off_are_gone_on_with(tmp_path: Path, monkeypat
 def test_a_damaged_file_of_answers_is_asked_for_again(tmp_path: Path) -> None:
     task = made(tmp_path, {"precompute_ref_log_probs": True})
     first = add_references(asking(task), [task.examples("train")])[0]
-    (file,) = (dstrain.train.references.cache_root() / "references").glob("*/rows-*.npz")
+    (file,) = (dstrain.train.precompute_reference.cache_root() / "references").glob("*/rows-*.npz")
     file.write_bytes(file.read_bytes()[:100])
     again = add_references(asking(task), [task.examples("train")])[0]
     assert first is not None
@@ -222,7 +223,7 @@ def test_a_damaged_file_of_answers_is_asked_for_again(tmp_path: Path) -> None:
 def key(task: Task, **more: Any) -> str:
     store: Any = task.examples("train").store  # type: ignore[union-attr]
     found = asking(task, **more)
-    return str(reference_key(found, store, dstrain.train.references._weights(task)))
+    return str(reference_key(found, store, dstrain.train.precompute_reference._weights(task)))
 
 
 def test_what_changes_the_answers_changes_their_key(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from dstrain.config.schema import RunConfig
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.ops import switch_off_dropout
-from dstrain.train.build import build
+from dstrain.tasks.common.losses import switch_off_dropout
+from dstrain.train.build_model import build
 
 TEXT = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

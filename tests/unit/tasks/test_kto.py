@@ -12,18 +12,19 @@ import torch
 
 from dstrain.batch import Batch
 from dstrain.config.schema import OptimConfig, RunConfig
-from dstrain.data.loader import make_batch
+from dstrain.data.loading.loader import make_batch
+from dstrain.distributed.world import SoloWorld
 from dstrain.errors import TaskError
-from dstrain.models.freeze import parameter_groups
-from dstrain.tasks import Task, make_task, ops
+from dstrain.models.params.freeze import parameter_groups
+from dstrain.tasks import Task, make_task
+from dstrain.tasks.common import losses as ops
 from dstrain.tasks.kto import SingleAnswers
 from dstrain.tasks.rm import RewardModel
-from dstrain.train.build import build_objective
-from dstrain.train.engine import TorchEngine
+from dstrain.train.build_model import build_objective
+from dstrain.train.engine.deepspeed import TorchEngine
+from dstrain.train.engine.module import Objective, survey, surveyed
 from dstrain.train.evaluate import Evaluation
-from dstrain.train.objective import Objective, survey, surveyed
-from dstrain.train.references import Asking, add_references
-from dstrain.world import SoloWorld
+from dstrain.train.precompute_reference import Asking, add_references
 from tests.parity.cases import move
 
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from dstrain.config import RunConfig
-from dstrain.data.loader import make_batch
-from dstrain.data.sight import KINDS
+from dstrain.data.loading.loader import make_batch
+from dstrain.data.vision.processor import KINDS
 from dstrain.errors import DataError, RecipeError, TaskError
-from dstrain.tasks import find_task, make_task, ops
+from dstrain.tasks import find_task, make_task
+from dstrain.tasks.common import losses as ops
 from dstrain.tasks.vlm import TINY
 from tests.seeing import picture
 

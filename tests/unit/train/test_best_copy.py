@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from dstrain.batch import Progress
-from dstrain.train.best import find_checkpoint
-from dstrain.train.blocks import Entry, write_hashed
-from dstrain.train.checkpoint import Checkpoints
-from dstrain.train.manifest import listed
+from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.checkpoint.select import find_checkpoint
+from dstrain.train.state.hashed_file import Entry, write_hashed
+from dstrain.train.state.manifest import listed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 from thread_world import ThreadWorld

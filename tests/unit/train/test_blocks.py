@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrain.errors import CheckpointError
-from dstrain.train import blocks
-from dstrain.train.blocks import BlockFile, HashedFile, refuse_pickles, write_hashed
+from dstrain.train.state import hashed_file
+from dstrain.train.state.hashed_file import BlockFile, HashedFile, refuse_pickles, write_hashed
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "BLOCK", 8)
+    monkeypatch.setattr(hashed_file, "BLOCK", 8)
 
 
 def content(size: int) -> bytes:
@@ -38,7 +38,7 @@ def test_any_stretch_is_read(begin: int, length: int) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        blocks.BLOCK = 8
+        hashed_file.BLOCK = 8
         opened = BlockFile(Path(folder) / "file", write_hashed(Path(folder) / "file", content(60)))
         if begin + length <= 60:
             assert opened.read(begin, length) == content(60)[begin : begin + length]

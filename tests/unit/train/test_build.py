@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dstrain.train.build import depends_on_split
+from dstrain.train.build_model import depends_on_split
 
 
 def test_batch_normalization_is_warned_of() -> None:

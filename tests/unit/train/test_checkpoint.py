@@ -21,11 +21,11 @@ import pytest
 import dstrain
 from dstrain.batch import Progress
 from dstrain.errors import CheckpointError, FolderLostError
-from dstrain.train import checkpoint as module
-from dstrain.train import manifest
-from dstrain.train.blocks import Entry, write_hashed
-from dstrain.train.checkpoint import Checkpoints
-from dstrain.train.manifest import describe, files_of, listed, verify
+from dstrain.train.checkpoint import checkpoints as module
+from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.state import manifest
+from dstrain.train.state.hashed_file import Entry, write_hashed
+from dstrain.train.state.manifest import describe, files_of, listed, verify
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 from thread_world import ThreadWorld, on_ranks
@@ -333,8 +333,8 @@ SAVE_FOR_EVER = """
 import sys
 from pathlib import Path
 from dstrain.batch import Progress
-from dstrain.train.blocks import write_hashed
-from dstrain.train.checkpoint import Checkpoints
+from dstrain.train.state.hashed_file import write_hashed
+from dstrain.train.checkpoint.checkpoints import Checkpoints
 
 class OneRank:
     rank, size, device = 0, 1, None

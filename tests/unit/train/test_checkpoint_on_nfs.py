@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from dstrain.batch import Progress
+from dstrain.distributed.world import SoloWorld
 from dstrain.errors import CheckpointError
-from dstrain.report.journal import sync_folder
-from dstrain.train.best import best_name, find_checkpoint
-from dstrain.train.blocks import Entry, write_hashed
-from dstrain.train.checkpoint import Checkpoints, discard
-from dstrain.train.folder import replace_folder
-from dstrain.train.manifest import listed
-from dstrain.world import SoloWorld
+from dstrain.report.run_log import sync_folder
+from dstrain.train.checkpoint.checkpoints import Checkpoints, discard
+from dstrain.train.checkpoint.select import best_name, find_checkpoint
+from dstrain.train.run_dir import replace_folder
+from dstrain.train.state.hashed_file import Entry, write_hashed
+from dstrain.train.state.manifest import listed
 
 
 def solo(folder: Path, **options: Any) -> Checkpoints:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from dstrain.config.schema import OptimConfig, RunConfig
-from dstrain.data.loader import make_batch
+from dstrain.data.loading.loader import make_batch
 from dstrain.errors import RunError
-from dstrain.models.freeze import parameter_groups
+from dstrain.models.params.freeze import parameter_groups
 from dstrain.tasks import make_task
 from dstrain.tasks.rm import RewardModel
-from dstrain.train.build import build_objective
-from dstrain.train.engine import TorchEngine
+from dstrain.train.build_model import build_objective
+from dstrain.train.engine.deepspeed import TorchEngine
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])

@@ -11,23 +11,23 @@ import pytest
 import torch
 import yaml
 
-from dstrain import cache
+from dstrain import cache_dir
 from dstrain.batch import Progress
-from dstrain.cache import file_digest
-from dstrain.commands.find import Wish, resolve_wish
+from dstrain.cache_dir import file_digest
+from dstrain.commands.recipe_args import Wish, resolve_wish
 from dstrain.config import RunConfig
 from dstrain.config.schema import ModelConfig
+from dstrain.distributed.world import SoloWorld
 from dstrain.errors import ResumeError
 from dstrain.launch.topology import Worker
-from dstrain.models import fingerprint as module
+from dstrain.models.weights import fingerprint as module
 from dstrain.tasks import Task, make_task
-from dstrain.train.blocks import write_hashed
-from dstrain.train.checkpoint import Checkpoints
-from dstrain.train.fingerprints import check_fingerprints, fingerprints
-from dstrain.train.folder import Resume
-from dstrain.train.manifest import CheckpointInfo
+from dstrain.train.checkpoint.checkpoints import Checkpoints
 from dstrain.train.plan import Plan, make_plan
-from dstrain.world import SoloWorld
+from dstrain.train.resume.fingerprints import check_fingerprints, fingerprints
+from dstrain.train.run_dir import Resume
+from dstrain.train.state.hashed_file import write_hashed
+from dstrain.train.state.manifest import CheckpointInfo
 from tests.contract.lora_cases import save_base
 from tests.seeing import named_recipe
 
@@ -129,7 +129,7 @@ def test_a_base_that_was_written_anew_is_refused_before_any_process_group(tmp_pa
 
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every file were old enough for its state to tell a change."""
-    monkeypatch.setattr(cache, "SETTLED_NS", -1_000_000_000_000)
+    monkeypatch.setattr(cache_dir, "SETTLED_NS", -1_000_000_000_000)
 
 
 def test_weights_are_read_at_the_first_start_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_weights_are_read_at_the_first_start_alone(tmp_path: Path, monkeypatch: 
     first = module.fingerprint(made, 0)
     for again in (False, True):
         module._read.cache_clear()  # another process
-        with mock.patch.object(cache.hashlib, "file_digest", side_effect=AssertionError("read again")):
+        with mock.patch.object(cache_dir.hashlib, "file_digest", side_effect=AssertionError("read again")):
             assert module.fingerprint(made, 0) == first
         if not again:
             times = (tmp_path / "base/model.safetensors").stat()

@@ -10,7 +10,7 @@ import pytest
 
 from dstrain.config.schema import BatchConfig
 from dstrain.errors import UsageError
-from dstrain.train.folder import batch_to_go_on_with, check_shared
+from dstrain.train.run_dir import batch_to_go_on_with, check_shared
 from tests.unit.report.thread_world import on_ranks
 
 

@@ -10,15 +10,15 @@ import torch
 
 from dstrain.batch import Progress
 from dstrain.config.schema import RunConfig
-from dstrain.data.prompts import Prompt, encode_prompts, read_prompt
+from dstrain.data.formats.prompts import Prompt, encode_prompts, read_prompt
+from dstrain.distributed.world import SoloWorld
 from dstrain.errors import CheckpointError
 from dstrain.tasks import find_task, make_task
-from dstrain.train.checkpoint import Checkpoints
-from dstrain.train.forward import ForwardEngine, apart, clear
+from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.engine.inference import ForwardEngine, apart, clear
 from dstrain.train.generate import Sampling, write_answers
-from dstrain.train.restore import restore
-from dstrain.train.shards import Shard, write_state
-from dstrain.world import SoloWorld
+from dstrain.train.state.files import Shard, write_state
+from dstrain.train.state.weights import restore
 
 
 @pytest.fixture

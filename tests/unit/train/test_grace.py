@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from dstrain.train.grace import Grace
+from dstrain.train.health.grace import Grace
 
 
 def told(seconds: float | None, step: float, saves: list[float]) -> list[dict[str, Any]]:

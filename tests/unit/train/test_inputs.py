@@ -14,16 +14,16 @@ from click.testing import CliRunner
 
 from dstrain.batch import Progress
 from dstrain.cli import main
-from dstrain.commands.find import Wish, resolve_wish
+from dstrain.commands.recipe_args import Wish, resolve_wish
+from dstrain.distributed.world import SoloWorld
 from dstrain.errors import ResumeError, RunError
 from dstrain.launch.topology import Worker
-from dstrain.train.blocks import write_hashed
-from dstrain.train.changes import changes
-from dstrain.train.checkpoint import Checkpoints
-from dstrain.train.folder import Resume, recorded_recipe, replace_folder, set_run_aside, write_start
-from dstrain.train.manifest import CheckpointInfo
+from dstrain.train.checkpoint.checkpoints import Checkpoints
 from dstrain.train.plan import Plan, make_plan
-from dstrain.world import SoloWorld
+from dstrain.train.resume.changes import changes
+from dstrain.train.run_dir import Resume, recorded_recipe, replace_folder, set_run_aside, write_start
+from dstrain.train.state.hashed_file import write_hashed
+from dstrain.train.state.manifest import CheckpointInfo
 from tests.seeing import named_recipe
 
 TASK = """

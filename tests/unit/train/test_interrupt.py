@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 
 from dstrain.errors import RunError
-from dstrain.train import interrupt as module
-from dstrain.train.interrupt import SIGNALS, Interrupt, Interrupted, stoppable
+from dstrain.train.health import signals as module
+from dstrain.train.health.signals import SIGNALS, Interrupt, Interrupted, stoppable
 from tests.workers import ROOT
 
 
@@ -92,7 +92,7 @@ def test_a_term_after_usr1_or_hup_is_the_first() -> None:
 
 SECOND = """
 import os, signal, time
-from dstrain.train.interrupt import Interrupt
+from dstrain.train.health.signals import Interrupt
 with Interrupt() as interrupt:
     interrupt.begin()
     os.kill(os.getpid(), signal.SIGTERM)

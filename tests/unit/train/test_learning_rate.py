@@ -9,17 +9,17 @@ import pytest
 import yaml
 
 from dstrain.batch import Progress
-from dstrain.commands.find import Wish, resolve_wish
+from dstrain.commands.recipe_args import Wish, resolve_wish
 from dstrain.config import RunConfig, read_recipe, show_recipe
 from dstrain.config.schema import OptimConfig
+from dstrain.distributed.world import SoloWorld
 from dstrain.errors import ResumeError
-from dstrain.models.freeze import parameter_groups
+from dstrain.models.params.freeze import parameter_groups
 from dstrain.tasks import find_task, learning_rate, make_task
 from dstrain.tasks.rm import RewardModel
-from dstrain.train.blocks import write_hashed
-from dstrain.train.checkpoint import Checkpoints
-from dstrain.train.folder import Resume, check_resume
-from dstrain.world import SoloWorld
+from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.run_dir import Resume, check_resume
+from dstrain.train.state.hashed_file import write_hashed
 from tests.workers import ROOT
 
 

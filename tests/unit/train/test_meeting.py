@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain import world
+from dstrain.distributed import world
 from dstrain.errors import LostError
 from dstrain.launch.command import PORT_FILE
 from dstrain.launch.topology import Worker
@@ -84,7 +84,7 @@ def test_rank_0_that_never_listens_is_not_waited_for(tmp_path, monkeypatch):
 
 def test_one_process_alone_needs_no_port(taken):
     code = (
-        "import torch; from datetime import timedelta; from dstrain.world import join, close, TorchWorld\n"
+        "import torch; from datetime import timedelta; from dstrain.distributed.world import join, close, TorchWorld\n"
         "join(torch.device('cpu'), timedelta(seconds=20))\n"
         "world = TorchWorld(torch.device('cpu'), timedelta(seconds=20)).apart()\n"
         "print(world.sum([2.0]), world.gather('a')); close()"

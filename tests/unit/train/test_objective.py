@@ -10,10 +10,10 @@ import torch
 
 from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig
-from dstrain.data.loader import make_batch
+from dstrain.data.loading.loader import make_batch
 from dstrain.tasks import find_task, make_task
-from dstrain.train.build import build_objective
-from dstrain.train.objective import Sums, _weighed
+from dstrain.train.build_model import build_objective
+from dstrain.train.engine.module import Sums, _weighed
 
 
 @pytest.mark.parametrize("name", ["sft", "rm", "dpo", "kto"])

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dstrain.config.schema import OptimConfig
-from dstrain.models.freeze import Group
-from dstrain.train.optimizers import make_optimizer
-from dstrain.train.parts import Part, Place
+from dstrain.models.params.freeze import Group
+from dstrain.train.engine.optimizers import make_optimizer
+from dstrain.train.state.layout import Part, Place
 
 
 @pytest.mark.parametrize(

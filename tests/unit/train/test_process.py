@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dstrain.config.schema import RunConfig
-from dstrain.launch import facts
+from dstrain.launch.multihost import probe
 from dstrain.launch.topology import Worker, worker_from
 from dstrain.train.plan import ALLOCATOR, set_up_process
 
@@ -80,8 +80,8 @@ def worker(world: int, local: int) -> Worker:
 @pytest.fixture
 def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host on two networks, with the default route over the first; it takes its own name for loopback."""
-    ways = {"10.0.0.9": "eth0", "10.1.0.9": "ib0", facts._ELSEWHERE: "eth0", "127.0.1.1": ""}
-    monkeypatch.setattr(facts, "interface_towards", ways.__getitem__)
+    ways = {"10.0.0.9": "eth0", "10.1.0.9": "ib0", probe._ELSEWHERE: "eth0", "127.0.1.1": ""}
+    monkeypatch.setattr(probe, "interface_towards", ways.__getitem__)
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gloo_is_told_the_way_to_other_hosts(
     processes: tuple[int, int], master: str, interface: str, two_networks: None
 ) -> None:
-    assert facts.gloo_interface(worker(*processes), master) == interface
+    assert probe.gloo_interface(worker(*processes), master) == interface
 
 
 def test_every_launcher_tells_gloo_the_way(start: Callable[..., torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "interface_towards", lambda address: {"node1": "eth1"}[address])
+    monkeypatch.setattr(probe, "interface_towards", lambda address: {"node1": "eth1"}[address])
     start(SLURM)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
     start({**SLURM, "GLOO_SOCKET_IFNAME": "ib0"})

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dstrain.data import store as stores
+from dstrain.data.cache import token_store as stores
 from dstrain.errors import DataError, LostError, UsageError
 from dstrain.launch.topology import Worker
 from dstrain.train import rendezvous
-from dstrain.train.interrupt import Interrupted
+from dstrain.train.health.signals import Interrupted
 from dstrain.train.rendezvous import Rendezvous
 
 MEND = "fix the cause and start again: what is prepared stays in the cache"

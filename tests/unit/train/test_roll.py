@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from dstrain.train.roll import RollCall, within
-from dstrain.train.verdict import Verdict
-from dstrain.world import SoloWorld
+from dstrain.distributed.world import SoloWorld
+from dstrain.train.health.diagnosis import Verdict
+from dstrain.train.health.rank_status import RollCall, within
 
 
 class Two(SoloWorld):
@@ -51,7 +51,7 @@ def test_a_folder_that_is_gone_costs_the_name_and_nothing_else(tmp_path: Path) -
 def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     roll = RollCall(tmp_path, Two(("far", "far 1", 1)))
     monkeypatch.setattr(roll, "_call", lambda *_: threading.Event().wait())
-    monkeypatch.setattr("dstrain.train.roll.PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("dstrain.train.health.rank_status.PATIENCE_SECONDS", 0.2)
     start = time.monotonic()
     assert isinstance(roll.name("Timed out", patience=0.2), Verdict)
     assert time.monotonic() - start < 3

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from dstrain.batch import Progress
+from dstrain.distributed.world import SoloWorld
 from dstrain.errors import CheckpointError
-from dstrain.train import room
-from dstrain.train.blocks import write_hashed
-from dstrain.train.checkpoint import Checkpoints
-from dstrain.train.manifest import listed
-from dstrain.train.room import Forecast, check_room, make_room, most_at_once
-from dstrain.world import SoloWorld
+from dstrain.train.checkpoint import disk_space
+from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.checkpoint.disk_space import Forecast, check_room, make_room, most_at_once
+from dstrain.train.state.hashed_file import write_hashed
+from dstrain.train.state.manifest import listed
 
 SIZE = 100_000
 
@@ -60,7 +60,7 @@ def disk(kept: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """[size of the disk]: free is what the checkpoints leave."""
     size = [10**9]
     used = lambda: sum(info.size for info in listed(kept.folder) if info.whole)  # noqa: E731
-    monkeypatch.setattr(room, "free_bytes", lambda folder: size[0] - used())
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: size[0] - used())
     return size
 
 

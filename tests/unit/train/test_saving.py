@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from dstrain.batch import Progress
+from dstrain.distributed.world import SoloWorld
 from dstrain.errors import CheckpointError
-from dstrain.train import shards
-from dstrain.train.checkpoint import Checkpoints
-from dstrain.train.saving import Saving
-from dstrain.train.shards import Shard, StoredState
-from dstrain.world import SoloWorld
+from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.checkpoint.saver import Saving
+from dstrain.train.state import files
+from dstrain.train.state.files import Shard, StoredState
 
 
 class Weights:
@@ -48,13 +48,13 @@ def saving(folder: Path, engine: Any, told: list[Any], **options: Any) -> Saving
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is written before it is set."""
-    event, write = threading.Event(), shards.write_shard
+    event, write = threading.Event(), files.write_shard
 
     def wait(folder: Path, shard: Shard) -> Any:
         assert event.wait(30)
         return write(folder, shard)
 
-    monkeypatch.setattr(shards, "write_shard", wait)
+    monkeypatch.setattr(files, "write_shard", wait)
     return event
 
 
@@ -93,7 +93,7 @@ def test_a_failure_is_raised_where_training_asks_for_it(tmp_path: Path, monkeypa
     kept = saving(tmp_path, Weights(), [])
     kept.save(Progress(1, 1), None)
     kept.settle()
-    monkeypatch.setattr(shards, "write_shard", full)
+    monkeypatch.setattr(files, "write_shard", full)
     kept.save(Progress(2, 2), None)
     with pytest.raises(CheckpointError, match="No space left on device"):
         kept.settle()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dstrain.train.folder import Resume, set_run_aside
-from dstrain.world import SoloWorld
+from dstrain.distributed.world import SoloWorld
+from dstrain.train.run_dir import Resume, set_run_aside
 
 FILES = ("recipe.yaml", "metrics.jsonl", "events.jsonl")
 

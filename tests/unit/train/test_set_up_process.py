@@ -11,8 +11,8 @@ import yaml
 from dstrain.commands.train import Wish, resolve_wish
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
-from dstrain.train.folder import Resume
 from dstrain.train.plan import Plan, make_plan
+from dstrain.train.run_dir import Resume
 
 
 def planned(folder: Path, **changes: Any) -> Plan:

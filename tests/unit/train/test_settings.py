@@ -12,7 +12,7 @@ from dstrain.config import BatchPlan, RunConfig, read_recipe, resolve_batch
 from dstrain.config.schema import BatchConfig
 from dstrain.errors import RecipeError
 from dstrain.preset import Device, read_preset
-from dstrain.train.settings import batch_warnings, resolved_ds_config
+from dstrain.train.ds_config import batch_warnings, resolved_ds_config
 
 CPU = Device("cpu", True)
 

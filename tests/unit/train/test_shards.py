@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from dstrain.batch import Progress
+from dstrain.distributed.world import SoloWorld
 from dstrain.errors import CheckpointError
-from dstrain.train import shards
-from dstrain.train.blocks import write_hashed
-from dstrain.train.checkpoint import Checkpoints
-from dstrain.train.manifest import verify
-from dstrain.train.parts import Part, Place
-from dstrain.train.shards import Shard, StoredState, check_complete, take, write_state
-from dstrain.world import SoloWorld
+from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.state import files as shards
+from dstrain.train.state.files import Shard, StoredState, check_complete, take, write_state
+from dstrain.train.state.hashed_file import write_hashed
+from dstrain.train.state.layout import Part, Place
+from dstrain.train.state.manifest import verify
 
 
 def kept(folder: Path, *ranks: Sequence[Shard], shapes: dict[str, list[int]]) -> Path:

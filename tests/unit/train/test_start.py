@@ -10,13 +10,13 @@ import pytest
 
 from dstrain.batch import Progress
 from dstrain.config.schema import RunConfig
+from dstrain.distributed.world import SoloWorld
 from dstrain.errors import CheckpointError
-from dstrain.report.journal import Journal
-from dstrain.train.assemble import _starting_point
-from dstrain.train.blocks import write_hashed
-from dstrain.train.checkpoint import Checkpoints
-from dstrain.train.folder import Resume
-from dstrain.world import SoloWorld
+from dstrain.report.run_log import Journal
+from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.run_dir import Resume
+from dstrain.train.setup import _starting_point
+from dstrain.train.state.hashed_file import write_hashed
 
 
 @pytest.fixture

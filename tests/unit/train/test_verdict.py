@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.train.verdict import Roll, Verdict, Word, judge, name_ranks
+from dstrain.train.health.diagnosis import Roll, Verdict, Word, judge, name_ranks
 
 HOSTS = {0: "host1", 1: "host2", 2: "host2", 3: "host3"}
 

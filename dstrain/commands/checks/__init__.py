@@ -1,0 +1,1 @@
+"""Checks that commands run before they start processes or read a folder."""

@@ -1,0 +1,1 @@
+"""Token cache: built once, memory-mapped, read by every rank."""

@@ -1,0 +1,1 @@
+"""Encoding: chat templates, token ids, loss masks, truncation."""

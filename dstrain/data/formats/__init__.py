@@ -1,0 +1,1 @@
+"""Record formats: from published JSON records to typed values."""

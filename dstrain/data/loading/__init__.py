@@ -1,0 +1,1 @@
+"""Loading: sampler, collation, background loader."""

@@ -1,0 +1,1 @@
+"""Sources: records by index, from files and from the Hub."""

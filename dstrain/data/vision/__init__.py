@@ -1,0 +1,1 @@
+"""Images: reading, indexing, augmentation, and the model's processor."""

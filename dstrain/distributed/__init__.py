@@ -1,0 +1,1 @@
+"""Process groups: the world, its collectives, and a log of them."""

@@ -1,0 +1,1 @@
+"""Launches on several hosts: hostfile, agents, channels, probes."""

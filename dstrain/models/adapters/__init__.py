@@ -1,0 +1,1 @@
+"""LoRA adapters: adding, merging, reading adapter folders."""

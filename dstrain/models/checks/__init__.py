@@ -1,0 +1,1 @@
+"""Checks of a model's files before the model is loaded."""

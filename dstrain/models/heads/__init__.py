@@ -1,0 +1,1 @@
+"""Output heads: chunked logits and the input of a head."""

@@ -1,0 +1,1 @@
+"""Parameters: freezing, groups, Muon."""

@@ -1,0 +1,1 @@
+"""Weight files: names, shapes, values, and construction on the meta device."""

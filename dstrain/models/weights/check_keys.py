@@ -1,0 +1,141 @@
+"""Whether the files of a model hold what its class needs: names and shapes are compared before any value is read."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dstrain.config.schema import ModelConfig
+from dstrain.errors import Fault, RecipeError
+from dstrain.models.adapters.folder import base_of
+from dstrain.models.weights.files import files_of_folder, stored_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAMES = 3
+"""How many names a sentence holds."""
+
+QUANTIZED = re.compile(r"(F8|I8|U8|I4|F4|float8|int8|uint8)\w*")
+"""Types of values that mean nothing without their scales."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What transformers finds when it loads files into a class."""
+
+    missing: tuple[str, ...]
+    """The model's that the files lack: they are drawn."""
+    unexpected: tuple[str, ...]
+    """The files' that the model has no place for: they are left out."""
+    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    """(name, shape in the files, shape in the model)."""
+
+
+def load_report(bones: PreTrainedModel, model: ModelConfig) -> LoadReport | None:
+    """What loading `model` into the class of `bones` (a skeleton) would find; no value is read.
+
+    transformers' own renaming decides, run on tensors without memory. None for a hub id, for quantized weights, and where the
+    class cannot be loaded that way: then loading itself tells. Raises RecipeError for files that cannot be read.
+    """
+    folder = Path(base_of(model).path or "").expanduser()
+    if model.path is None or not folder.is_dir() or getattr(bones.config, "quantization_config", None) is not None:
+        return None
+    stored = _on_meta(folder)
+    try:
+        with without_report(), _without_bar():
+            _, info = type(bones).from_pretrained(
+                None, config=bones.config, state_dict=stored, device_map={"": "meta"}, output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )  # fmt: skip
+    except Exception:  # code that came with the model, or a family that draws on values while it loads
+        return None
+    return _report(info, _beside(folder))
+
+
+def _on_meta(folder: Path) -> dict[str, Any]:
+    import torch
+
+    try:
+        found = stored_tensors([file for file in files_of_folder(folder, "model.path") if file.name not in BESIDE])
+    except RecipeError as error:
+        raise RecipeError([replace(fault, where="model.path") for fault in error.faults]) from None
+    odd = [name for name, tensor in found.items() if len(tensor.shape) == 2 and QUANTIZED.fullmatch(tensor.dtype)]
+    if odd:
+        problem = (
+            f"'{odd[0]}' in {folder} is stored as {found[odd[0]].dtype}, and its config.json has no quantization_config"
+        )
+        raise RecipeError(Fault("model.path", problem, "give weights in 16 or 32 bits"))
+    return {name: torch.empty(tensor.shape, device="meta") for name, tensor in found.items()}
+
+
+BESIDE = ("score.safetensors",)
+"""Files of a head that lies beside a base model (`dstrain.models.reward_model`)."""
+
+
+def _beside(folder: Path) -> set[str]:
+    return {name for file in BESIDE if (folder / file).is_file() for name in stored_tensors([folder / file])}
+
+
+def _report(info: Mapping[str, Any], found: Collection[str]) -> LoadReport:
+    return LoadReport(
+        missing=tuple(sorted({*info["missing_keys"]} - {*found})),
+        unexpected=tuple(sorted(info["unexpected_keys"])),
+        mismatched=tuple(sorted((name, tuple(there), tuple(here)) for name, there, here in info["mismatched_keys"])),
+    )
+
+
+@contextmanager
+def _without_bar() -> Iterator[None]:
+    """Inside, transformers shows no progress."""
+    from transformers.utils import logging as settings
+
+    shown = settings.is_progress_bar_enabled()
+    settings.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            settings.enable_progress_bar()
+
+
+@contextmanager
+def without_report() -> Iterator[None]:
+    """Inside, transformers does not print its LOAD REPORT: `check_fit` says what matters of it."""
+    log = logging.getLogger("transformers.modeling_utils")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in str(record.msg)
+
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)
+
+
+def wrong_shape(found: tuple[str, tuple[int, ...], tuple[int, ...]], heads: Sequence[str]) -> Fault:
+    name, there, here = found
+    problem = f"'{name}' is {there} in its files and {here} in the model that its config.json describes"
+    mend = "give the config.json that belongs to these weights"
+    if is_head(name, heads):
+        problem, mend = (
+            f"'{name}' is {there} in its files, and the task needs {here}",
+            "name a model with a head of one score",
+        )
+    return Fault("model.path", problem, mend)
+
+
+def is_head(name: str, heads: Sequence[str]) -> bool:
+    return any(part in heads for part in name.split("."))
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - NAMES
+    return ", ".join(names[:NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,139 @@
+"""Learning keys of a DeepSpeed JSON, and the recipe keys that say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dstrain.preset.key_schema import show
+
+_OPTIMIZERS = {
+    "adamw": "adamw",
+    "adam": "adamw",  # DeepSpeed's Adam decouples the weight decay unless adam_w_mode is false
+    "torch_adam": "adamw",
+    "sgd": "sgd",
+    "lion": "lion",
+    "muon": "muon",
+    "adafactor": "adafactor",
+}
+_OPTIMIZER_PARAMS = {
+    "lr": "optim.lr",
+    "betas": "optim.betas",
+    "eps": "optim.eps",
+    "weight_decay": "optim.weight_decay",
+    "max_grad_norm": "optim.clip",
+}
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_SCHEDULE_PARAMS = {"warmup_max_lr": "optim.lr", "warmup_num_steps": "optim.warmup", "total_num_steps": "steps"}
+_SCHEDULE_LOST = {
+    "warmup_min_lr": "the recipe's warmup begins near 0",
+    "warmup_type": "the recipe's warmup is linear",
+}
+
+LEARNING = {
+    "optimizer": "the optimizer is learning, which belongs to the recipe (optim)",
+    "scheduler": "the learning rate's schedule is learning, which belongs to the recipe (optim.schedule, optim.warmup)",
+    "gradient_clipping": "clipping is learning, which belongs to the recipe (optim.clip)",
+    "train_batch_size": "the batch of one step is learning, which belongs to the recipe (batch.total)",
+    "data_efficiency": "the order of the data is learning, which belongs to the recipe (data)",
+    "curriculum_learning": "the order of the data is learning, which belongs to the recipe (data)",
+    "progressive_layer_drop": "dropping layers is learning, which belongs to the recipe; DeepSpeed removed it, too",
+    "compression_training": "compression is learning, which belongs to the recipe; DeepSpeed removed it, too",
+    "tensorboard": "where numbers are written belongs to the recipe (log.tensorboard)",
+    "wandb": "where numbers are written belongs to the recipe (log.wandb)",
+}
+"""Keys that belong to the recipe -> the sentence of the refusal."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One value of the JSON and where it went."""
+
+    path: str
+    value: Any
+    recipe: str | None = None
+    """The recipe's key, where it has one."""
+    becomes: Any = None
+    """The value to write there."""
+    note: str = ""
+    """Why the value was dropped, where it was."""
+
+    def __str__(self) -> str:
+        left = f'"auto" at {self.path}' if self.value == "auto" else f"{self.path} {show(self.value)}"
+        return f"{left} -> recipe {self.setting}" if self.recipe else f"{left} -> dropped, {self.note}"
+
+    @property
+    def setting(self) -> str:
+        """`optim.lr: 2.0e-05`, as YAML reads it: to YAML, 2e-05 without a point is a string."""
+        text = show(self.becomes)
+        bare = isinstance(self.becomes, float) and "e" in text and "." not in text
+        return f"{self.recipe}: {text.replace('e', '.0e') if bare else text}"
+
+
+def moves(name: str, value: Any) -> list[Move]:
+    """Every value of a learning key, with the recipe's key for it."""
+    if name == "optimizer" and isinstance(value, dict):
+        return list(_optimizer(value))
+    if name == "scheduler" and isinstance(value, dict):
+        return list(_scheduler(value))
+    single = {"gradient_clipping": "optim.clip", "train_batch_size": "batch.total"}
+    if name in single:
+        return [_move(name, value, single[name])]
+    if name == "tensorboard" and isinstance(value, dict):
+        return [Move(name, value, "log.tensorboard", value.get("enabled", False) is True)]
+    if name == "wandb" and isinstance(value, dict) and value.get("enabled") is True:
+        return [Move(name, value, "log.wandb", {"project": value.get("project", "deepspeed")})]
+    return [Move(name, value, note=LEARNING[name])]
+
+
+def mend(name: str, value: Any) -> str:
+    """What the refusal of a learning key tells the user to do."""
+    settings = [move.setting for move in moves(name, value) if move.recipe]
+    return f"remove it and write {'; '.join(settings)} in the recipe" if settings else "remove it"
+
+
+def _move(path: str, value: Any, recipe: str) -> Move:
+    if value == "auto":
+        return Move(path, value, note=f"the recipe's {recipe} says it")
+    return Move(path, value, recipe, value)
+
+
+def _optimizer(block: dict[str, Any]) -> Iterator[Move]:
+    kind, params = block.get("type"), block.get("params", {})
+    plain_adam = str(kind).lower() == "adam" and isinstance(params, dict) and params.get("adam_w_mode") is False
+    name = None if plain_adam else _OPTIMIZERS.get(str(kind).lower())
+    if name:
+        yield Move("optimizer.type", kind, "optim.name", name)
+    elif "type" in block:
+        yield Move("optimizer.type", kind, note=f"the recipe's optim.name is one of {', '.join(_names())}")
+    for key, value in params.items() if isinstance(params, dict) else ():
+        path = f"optimizer.params.{key}"
+        if key in _OPTIMIZER_PARAMS:
+            yield _move(path, value, _OPTIMIZER_PARAMS[key])
+        else:
+            yield Move(path, value, note="the recipe's optim has no such key")
+    for key in block:
+        if key not in ("type", "params") or (key == "params" and not isinstance(params, dict)):
+            yield Move(f"optimizer.{key}", block[key], note="the recipe's optim has no such key")
+
+
+def _scheduler(block: dict[str, Any]) -> Iterator[Move]:
+    kind, params = block.get("type"), block.get("params", {})
+    if isinstance(kind, str) and kind in _SCHEDULES:
+        yield Move("scheduler.type", kind, "optim.schedule", _SCHEDULES[kind])
+    elif "type" in block:
+        yield Move("scheduler.type", kind, note="the recipe's optim.schedule is cosine, linear, constant or wsd")
+    for key, value in params.items() if isinstance(params, dict) else ():
+        path = f"scheduler.params.{key}"
+        if key in _SCHEDULE_PARAMS:
+            yield _move(path, value, _SCHEDULE_PARAMS[key])
+        else:
+            yield Move(path, value, note=_SCHEDULE_LOST.get(key, "the recipe's schedule has no such key"))
+    for key in block:
+        if key not in ("type", "params") or (key == "params" and not isinstance(params, dict)):
+            yield Move(f"scheduler.{key}", block[key], note="the recipe's schedule has no such key")
+
+
+def _names() -> list[str]:
+    return sorted(set(_OPTIMIZERS.values()))

@@ -1,0 +1,1 @@
+"""Base classes and losses that tasks share."""

@@ -1,0 +1,224 @@
+"""Find a task by name, file or module, and make it from a recipe's options."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import pkgutil
+import shutil
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from dstrain.config.schema import RunConfig
+from dstrain.errors import Fault, TaskError, did_you_mean
+from dstrain.tasks.common.task import Task
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a task, for help texts."""
+
+    name: str
+    type: str
+    default: Any
+    help: str
+
+
+def packaged_tasks() -> list[str]:
+    """Names of the tasks that come with dstrain: the files of this folder."""
+    folder = Path(__file__).parents[1]
+    return sorted(module.name for module in pkgutil.iter_modules([str(folder)]) if not module.ispkg)
+
+
+def find_task(name: str) -> type[Task]:
+    """The task class `name` means: packaged, a file path, or a dotted module. Raises TaskError."""
+    module = _module(name)
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, Task)
+        and not inspect.isabstract(value)
+        and value.__module__ == module.__name__
+    ]
+    if len(found) != 1:
+        names = ", ".join(cls.__name__ for cls in found) or "none"
+        raise TaskError(
+            f"--task {name}: defines {names}; a task file defines one concrete subclass of dstrain.tasks.Task"
+        )
+    if not dataclasses.is_dataclass(found[0]) or "__dataclass_fields__" not in vars(found[0]):
+        raise TaskError(
+            f"--task {name}: {found[0].__name__} is no dataclass; write @dataclass(frozen=True, kw_only=True) above it"
+        )
+    return found[0]
+
+
+def _module(name: str) -> ModuleType:
+    if name in packaged_tasks():
+        return importlib.import_module(f"dstrain.tasks.{name}")
+    try:
+        if name.endswith(".py") or "/" in name or name.startswith("."):
+            return _from_file(Path(name))
+        if "." in name:
+            return importlib.import_module(name)
+    except TaskError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise TaskError(f"--task {name}: cannot be imported ({type(error).__name__}: {error}); fix the file") from error
+    raise TaskError(f"task '{name}': there is no such task; {did_you_mean(name, packaged_tasks())}")
+
+
+KEPT = "task.py"
+"""The copy of a task file in a run folder and in an exported one. It runs only where --task names it."""
+
+
+def task_source(task: Task) -> Path | None:
+    """The file of a task that does not come with dstrain."""
+    file = Path(inspect.getfile(type(task))).resolve()
+    return None if Path(__file__).resolve().parents[2] in file.parents or not file.is_file() else file
+
+
+def keep_task_file(task: Task, folder: Path) -> None:
+    """Copy the file of a task that does not come with dstrain into a folder, so that the folder can be read without it."""
+    source, kept = task_source(task), folder / KEPT
+    if source is None or source == kept.resolve():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{KEPT}.new"
+    shutil.copyfile(source, temporary)
+    os.replace(temporary, kept)
+
+
+def _from_file(path: Path) -> ModuleType:
+    path = Path(os.path.realpath(path.expanduser()))
+    if not path.is_file():
+        raise TaskError(f"--task {path}: is no file; give the path of a Python file that defines a task")
+    unique = f"dstrain_task_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if unique in sys.modules:
+        return sys.modules[unique]
+    spec = importlib.util.spec_from_file_location(unique, path)
+    if spec is None or spec.loader is None:
+        raise TaskError(f"--task {path}: is no Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[unique] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[unique]
+        raise
+    return module
+
+
+def _option_fields(task: type[Task]) -> list[dataclasses.Field[Any]]:
+    inherited = {field.name for field in dataclasses.fields(Task)}
+    return [field for field in dataclasses.fields(task) if field.name not in inherited]
+
+
+def options(task: type[Task]) -> list[Option]:
+    """The task's options with the strings written under its fields."""
+    helps: dict[str, str] = {}
+    for cls in reversed(task.__mro__):
+        if issubclass(cls, Task) and cls is not Task:
+            helps.update(_docstrings(cls))
+    return [
+        Option(
+            field.name,
+            field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type)),
+            None if field.default is dataclasses.MISSING else field.default,
+            helps.get(field.name, ""),
+        )
+        for field in _option_fields(task)
+    ]
+
+
+def _docstrings(cls: type) -> dict[str, str]:
+    """Field name -> the string literal under it."""
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+        ):
+            found[field.target.id] = inspect.cleandoc(str(text.value.value))
+    return found
+
+
+LORA_FACTOR = 10.0
+"""Adapters learn with about ten times the rate of all weights: docs/tasks.md says who says so."""
+
+
+def learning_rate(task: type[Task], lora: bool) -> float:
+    """The task's own peak learning rate, for all weights or for adapters."""
+    return float(f"{task.learning_rate * (LORA_FACTOR if lora else 1.0):.6g}")
+
+
+def with_learning_rate(recipe: RunConfig) -> RunConfig:
+    """The recipe with the task's own learning rate where it names none. Raises TaskError where there is no such task."""
+    if recipe.optim.lr is not None:
+        return recipe
+    lr = learning_rate(find_task(recipe.task), recipe.model.lora is not None)
+    return recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"lr": lr})})
+
+
+def make_task(recipe: RunConfig) -> Task:
+    """The recipe's task with its options checked. Raises TaskError with every fault."""
+    task, recipe = find_task(recipe.task), with_learning_rate(recipe)
+    values = _checked_options(task, recipe)
+    try:
+        made = task(recipe=recipe, **values)
+    except (TypeError, ValueError) as error:
+        raise TaskError(
+            f"options of task {recipe.task}: {error}; `dstrain tasks {recipe.task}` documents them"
+        ) from error
+    known, metric = ("loss", *made.metric_names), recipe.eval.metric
+    if made.metric_names and metric not in known:
+        raise TaskError(
+            Fault("eval.metric", f"'{metric}' is no metric of task {recipe.task}", did_you_mean(metric, known))
+        )
+    return made
+
+
+def _checked_options(task: type[Task], recipe: RunConfig) -> dict[str, Any]:
+    """The recipe's options, each of its field's type. Raises TaskError with every fault."""
+    known = [field.name for field in _option_fields(task)]
+    types: dict[str, Any] = {}
+    for cls in reversed(task.__mro__):
+        if issubclass(cls, Task) and cls is not Task:
+            types.update(inspect.get_annotations(cls, eval_str=True))
+    values, faults = {}, []
+    for name, value in recipe.options.items():
+        if name not in known:
+            faults.append(Fault(f"options.{name}", f"is no option of task {recipe.task}", did_you_mean(name, known)))
+            continue
+        try:
+            read = TypeAdapter(types[name], config=ConfigDict(allow_inf_nan=False)).validate_python(value)
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"]
+            faults.append(
+                Fault(f"options.{name}", f"is {value!r}, but {problem[0].lower()}{problem[1:]}", "correct it")
+            )
+            continue
+        if isinstance(value, bool) and isinstance(read, (int, float)) and not isinstance(read, bool):
+            faults.append(Fault(f"options.{name}", f"is {value!r}, but input should be a number", "correct it"))
+        values[name] = read
+    if faults:
+        raise TaskError(faults)
+    return values

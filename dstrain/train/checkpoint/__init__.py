@@ -1,0 +1,1 @@
+"""Checkpoints: writing, choosing, committing, disk space."""

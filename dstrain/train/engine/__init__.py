@@ -1,0 +1,1 @@
+"""Engines: one training step on DeepSpeed."""

@@ -1,0 +1,1 @@
+"""Health of a run: hangs, signals, non-finite steps, diagnosis."""

@@ -1,0 +1,1 @@
+"""Resume: what a checkpoint was trained on, compared with today's inputs."""

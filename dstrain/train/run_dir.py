@@ -1,0 +1,291 @@
+"""The run folder: what is in it before the first step, and whether a run may go on in it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from dstrain.config import RunConfig, changed_learning_keys, read_recipe, show_recipe
+from dstrain.config.schema import BatchConfig
+from dstrain.distributed.world import World
+from dstrain.errors import ResumeError, RunError, UsageError
+from dstrain.models.model_copy import keep_config
+from dstrain.train.resume.inputs import is_allowed
+from dstrain.train.state.manifest import CheckpointInfo, describe, newest_whole, verify
+
+LIBRARIES = ("dstrain", "torch", "deepspeed", "transformers", "peft", "tokenizers", "numpy", "safetensors")
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What --resume and --allow-change ask for."""
+
+    wanted: str = "auto"
+    """auto, never, or the folder of a run or of a checkpoint."""
+    allowed: Collection[str] = ()
+    """Keys that may differ from the recipe the run was started with."""
+
+
+def check_resume(run_dir: Path, resume: Resume, config: RunConfig) -> CheckpointInfo | None:
+    """The checkpoint that the run would go on from, by what is cheap to read. Raises ResumeError where it cannot."""
+    start = checkpoint_to_go_on_with(run_dir, resume)
+    before = None if start is None else recipe_of(start)
+    if before is not None and (faults := changed_learning_keys(before, config, resume.allowed)):
+        raise ResumeError(faults)
+    return start
+
+
+def checkpoint_to_go_on_with(run_dir: Path, resume: Resume) -> CheckpointInfo | None:
+    """The newest that is whole by its sizes; None where a new run begins. Raises ResumeError."""
+    if resume.wanted == "never":
+        return None
+    if resume.wanted != "auto":
+        return chosen_checkpoint(resume.wanted)
+    return newest_whole(run_dir / "checkpoints")
+
+
+def recipe_of(checkpoint: CheckpointInfo) -> RunConfig | None:
+    """The recipe that a checkpoint learned by; None where nothing tells.
+
+    The checkpoint records it. recipe.yaml of its run folder, which may be edited or lost, counts only for a checkpoint
+    of a version that did not.
+    """
+    if (recorded := checkpoint.record().get("recipe")) is not None:
+        try:
+            return RunConfig.model_validate(recorded)
+        except ValidationError as error:
+            at = ".".join(map(str, error.errors()[0]["loc"]))
+            raise ResumeError(
+                f"{checkpoint.path}/run.json: its recipe does not fit this version of dstrain ({at}); go on with the one that wrote it"
+            ) from None
+    file = run_of(checkpoint) / "recipe.yaml"
+    return read_recipe(file).config if file.is_file() else None
+
+
+def run_of(checkpoint: CheckpointInfo) -> Path:
+    """The run folder of a checkpoint."""
+    return checkpoint.path.parent.parent
+
+
+def recorded_recipe(config: RunConfig) -> dict[str, Any]:
+    """What a checkpoint records of the recipe: all but how it was launched and what it told."""
+    return config.model_dump(mode="json", exclude={"launch", "log", "profile"})
+
+
+def with_tokenizer_of(start: CheckpointInfo | None, config: RunConfig, allowed: Collection[str]) -> RunConfig:
+    """The recipe with the tokenizer or the processor that a run trained or made at its start, where it goes on.
+
+    To train it again would give every id another meaning wherever the data, or the library that trains it, has changed.
+    """
+    model = config.model
+    if start is None or model.config is None or is_allowed("model.tokenizer", allowed):
+        return config
+    restore_folder(folder := run_of(start) / "tokenizer")
+    if not folder.is_dir():
+        return config
+    if (folder / "processor_config.json").is_file():
+        own = {} if isinstance(model.processor, str) else {"processor": str(folder), "tokenizer": None}
+    else:
+        own = {} if isinstance(model.tokenizer, str) else {"tokenizer": str(folder)}
+    return config.model_copy(update={"model": model.model_copy(update=own)})
+
+
+def batch_to_go_on_with(batch: BatchConfig, start: CheckpointInfo | None, allowed: Collection[str]) -> BatchConfig:
+    """The recipe's batch with the total that the run began with, whatever the number of processes is now."""
+    total = None if start is None else start.record().get("batch_total")
+    if total is None or any(key.split(".")[0] == "batch" for key in allowed):
+        return batch
+    if batch.total is None or (batch.micro is not None and batch.accumulate is not None):
+        return batch.model_copy(update={"total": batch.total or total, "accumulate": None})
+    return batch
+
+
+def chosen_checkpoint(folder: str) -> CheckpointInfo:
+    """The whole checkpoint that `--resume DIR` names: the folder itself, or the newest of a run folder."""
+    path = Path(folder).expanduser().resolve()
+    if (path / "MANIFEST.json").is_file():
+        fault = verify(path, read_all=False)
+        if fault:
+            raise ResumeError(f"--resume {folder}: the checkpoint is damaged ({fault}); choose another one")
+        return describe(path, None)
+    whole = newest_whole(path / "checkpoints")
+    if whole is None:
+        raise ResumeError(f"--resume {folder}: holds no whole checkpoint; give a run folder or a checkpoint in it")
+    return whole
+
+
+def write_start(run_dir: Path, config: RunConfig, ds_config: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    """recipe.yaml, ds_config.json, environment.json and the model's config: enough to repeat the run. Rank 0 calls it."""
+    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    for name, text in (
+        ("recipe.yaml", show_recipe(config)),
+        ("ds_config.json", json.dumps(ds_config, indent=2) + "\n"),
+        ("environment.json", json.dumps({**about, **environment()}, indent=2) + "\n"),
+    ):
+        temporary = run_dir / f".{name}.new"
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, run_dir / name)
+    keep_config(config.model, run_dir / "model")
+
+
+def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Have `write` make a folder anew: the old one stays until the new one is whole. `write` may write nothing."""
+    restore_folder(folder)
+    new, old = (folder.with_name(f".{folder.name}.{which}-{secrets.token_hex(4)}") for which in ("new", "old"))
+    for which in ("new", "old"):  # of earlier starts: NFS keeps a folder in which a process has a file open
+        for path in folder.parent.glob(f".{folder.name}.{which}*"):
+            _remove(path)
+    write(new)
+    if not new.is_dir():
+        return
+    if os.path.lexists(folder):
+        os.rename(folder, old)
+    os.rename(new, folder)
+    _remove(old)
+
+
+def restore_folder(folder: Path) -> None:
+    """Give a folder its name back where `replace_folder` was killed between two renames."""
+    kept = sorted(folder.parent.glob(f".{folder.name}.old*"))
+    if kept and not os.path.lexists(folder):
+        with contextlib.suppress(OSError):  # another rank was sooner
+            os.rename(kept[-1], folder)
+
+
+def _remove(path: Path) -> None:
+    """A folder, or a link to one, which is not followed."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def set_run_aside(run_dir: Path, resume: Resume, world: World) -> None:
+    """With `--resume never`, move an earlier run out of the way, into a folder that is a run folder of its own. Collective."""
+    fault = ""
+    try:
+        if world.rank == 0:
+            _set_aside(run_dir, resume.wanted == "never")
+    except OSError as error:
+        why = f"cannot be moved aside ({error.strerror})"
+        fault = f"--resume never: the earlier run in {run_dir} {why}; move it yourself"
+    if fault := world.broadcast(fault):
+        raise RunError(fault)
+
+
+def _set_aside(run_dir: Path, asked: bool) -> None:
+    """Into `.previous`, which gets its number when all is there. What an interrupted start began is finished, asked or not."""
+    aside, checkpoints = run_dir / ".previous", run_dir / "checkpoints"
+    begun = aside.is_dir()
+    if begun and asked and os.path.lexists(checkpoints) and any(aside.iterdir()):
+        _number(aside)  # of an earlier run than the one that is here now
+    elif begun and not asked and os.path.lexists(checkpoints):
+        return
+    if not begun and not (asked and any(os.path.lexists(run_dir / name) for name in ("checkpoints", "metrics.jsonl"))):
+        return
+    aside.mkdir(exist_ok=True)
+    names = sorted(
+        os.listdir(run_dir), key=lambda name: name != "checkpoints"
+    )  # first: no start goes on with the run then
+    for name in names:
+        if name in _OF_A_RUN or name.startswith("events.out.tfevents"):
+            _move(run_dir / name, aside / name)
+    print(f"--resume never: the run that was here is in {_number(aside)} now", flush=True)
+
+
+def _number(aside: Path) -> Path:
+    number = 1
+    while (numbered := aside.with_name(f"previous-{number}")).exists():
+        number += 1
+    os.rename(aside, numbered)
+    return numbered
+
+
+def _move(path: Path, to: Path) -> None:
+    """Into a folder beside the path; a link goes on to lead where it led."""
+    if path.is_symlink() and not os.path.isabs(target := os.readlink(path)):
+        to.symlink_to(os.path.join(os.pardir, target))
+        path.unlink()
+    else:
+        os.rename(path, to)
+
+
+# fmt: off
+_OF_A_RUN = (
+    "recipe.yaml", "ds_config.json", "environment.json", "events.jsonl", "metrics.jsonl", "checkpoints", "report.html",
+    "tokenizer", "model", "task.py", "wandb", "profile",
+)
+# fmt: on
+"""What a run writes into its folder. Logs belong to the launch, and everything else to the user."""
+
+
+def versions() -> dict[str, str]:
+    """Versions of the libraries that a result depends on."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions and the command, without anything from the environment's variables."""
+    import torch
+
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        "versions": versions(),
+    }
+
+
+def check_writable(run_dir: Path) -> None:
+    """Raise UsageError where the run folder, or what a run adds to in it, cannot be made or written to."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / f".probe-{secrets.token_hex(8)}"  # processes of two hosts may have the same id
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"--run-dir {run_dir}: cannot be written ({error.strerror}); choose another folder") from None
+    kept = (run_dir / name for name in ("logs", "checkpoints", "metrics.jsonl", "events.jsonl"))
+    for path in (*kept, *run_dir.glob("logs/rank-*.log")):
+        if path.exists() and not os.access(path, os.W_OK):  # another user's, in a folder of the group
+            mend = "have its owner allow it, or go on in another folder with --resume"
+            raise UsageError(f"--run-dir {run_dir}: {path} may not be written by this user; {mend} {run_dir}")
+
+
+def check_shared(run_dir: Path, world: World) -> None:
+    """Raise UsageError where not every process sees the same run folder. Collective."""
+    token = run_dir / f".shared-{world.broadcast(secrets.token_hex(8))}"
+    if world.rank == 0:
+        token.write_bytes(b"")
+    world.barrier()
+    blind = [rank for rank, sees in enumerate(world.gather(token.exists())) if not sees]
+    if world.rank == 0:
+        token.unlink()
+    if blind:
+        raise UsageError(
+            f"--run-dir {run_dir}: ranks {', '.join(map(str, blind))} do not see what rank 0 writes there; "
+            f"give a folder that all hosts share"
+        )

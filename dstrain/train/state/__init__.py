@@ -1,0 +1,1 @@
+"""Train state in files: layout, reading, writing, resharding."""

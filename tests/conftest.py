@@ -17,7 +17,7 @@ settings.register_profile("house", derandomize=True, deadline=None)
 settings.load_profile("house")
 
 
-ORDER = ("unit", "docs", "parity", "resume", "faults", "launching", "hosts", "bench", "contract")
+ORDER = ("unit", "docs", "parity", "resume", "faults", "launching", "hosts", "benchmarks", "contract")
 """Folders of tests in the order of their run: what needs no compiled kernel first, what offloads to a disk last."""
 
 

@@ -1,4 +1,4 @@
-"""The table of keys DeepSpeed accepts, generated from DeepSpeed's own models by tests/tools/make_ds_keys.py."""
+"""The table of keys DeepSpeed accepts, generated from DeepSpeed's own models by tools/make_ds_keys.py."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_the_lines_that_are_commented_out_read_clean(tmp_path: Path) -> None:
 
 def test_the_demos_images_are_those_its_script_draws(tmp_path: Path) -> None:
     folder = RECIPES / "demo-vlm"
-    subprocess.run([sys.executable, ROOT / "tests/tools/make_demo_vlm.py", tmp_path], check=True)
+    subprocess.run([sys.executable, ROOT / "tools/make_demo_vlm.py", tmp_path], check=True)
     names = sorted(path.relative_to(folder) for path in folder.rglob("*.*"))
     assert names == sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.*"))
     for split in ("train.jsonl", "eval.jsonl"):

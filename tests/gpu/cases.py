@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.common import made_engine, made_model
+from benchmarks.loader import made_loader
+from benchmarks.loading import anonymous, bf16_task
 from dstrain.batch import Progress
 from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SoloWorld, TorchWorld, World
@@ -22,9 +25,6 @@ from dstrain.preset import read_preset
 from dstrain.train.engine.deepspeed import TorchEngine
 from dstrain.train.engine.optimizers import make_optimizer
 from dstrain.train.health.nonfinite import NonFiniteGuard
-from tests.bench.common import made_engine, made_model
-from tests.bench.loader import made_loader
-from tests.bench.loading import anonymous, bf16_task
 from tests.gpu.workers import device
 from tests.parity.cases import tiny_task
 from tests.resume import cases as resume_cases

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.bench.common import ROOT, certificate, made_batches, made_engine, made_task, table, wait_for
+from benchmarks.common import ROOT, certificate, made_batches, made_engine, made_task, table, wait_for
 
 PRESETS = "zero0,zero1,zero2,zero2_offload,zero3,zero3_offload,zero3_nvme"
 OPTIONS: dict[str, Any] = {
@@ -33,7 +33,7 @@ def measure(
     """In a process of its own: build, step, tell. `fits` is False where the allocator gave up."""
     import torch
 
-    from tests.bench.common import join_alone
+    from benchmarks.common import join_alone
 
     cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     if cuda:
@@ -118,7 +118,7 @@ def main() -> None:
         finally:
             close()
         return
-    from tests.bench.common import arguments
+    from benchmarks.common import arguments
 
     told = vars(arguments(__doc__ or "", **OPTIONS))
     to = told.pop("to") or place("memory.json")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.common import certificate, table
-from tests.bench.loading import save_base
-from tests.bench.test_loading import BOUND
+from benchmarks.common import certificate, table
+from benchmarks.loading import save_base
+from tests.benchmarks.test_loading import BOUND
 from tests.gpu.memory import OPTIONS, place, sweep
 from tests.gpu.workers import REHEARSAL, GpuWorkers
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.common import SHAPES
 from dstrain.tasks import find_task
-from tests.bench.common import SHAPES
 from tests.gpu.workers import REHEARSAL, GpuWorkers
 from tests.resume.test_resume import events, rows
 

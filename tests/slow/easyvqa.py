@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tests.bench.common import ROOT, certificate, table
+from benchmarks.common import ROOT, certificate, table
 
 RECIPE = ROOT / "docs" / "examples" / "easyvqa.yaml"
 SHAPES = ("circle", "rectangle", "triangle")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.bench.trl_rm import backbone, made_recipe
+from benchmarks.trl_rm import backbone, made_recipe
 
 LENGTH_ALONE = 0.602
 """The share of the 500 held-out pairs that their lengths decide rightly."""

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from thread_world import on_ranks
 
 from dstrain.batch import StepResult
 from dstrain.distributed.world import SoloWorld
 from dstrain.report.meter import Meter
+from tests.unit.distributed.thread_world import on_ranks
 
 
 class Clock:

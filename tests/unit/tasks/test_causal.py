@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from dstrain.batch import Batch
 from dstrain.tasks.common.losses import ask, behind_prompts
 from tests.seeing import TEXT, TOWER, picture
-from tests.unit.data.test_sight import FAMILIES, made
+from tests.unit.data.vision.test_processor import FAMILIES, made
 
 PALIGEMMA = {
     "text_config": {"model_type": "gemma", "head_dim": 8, **TEXT},

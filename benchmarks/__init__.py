@@ -1,0 +1,1 @@
+"""Benchmarks: ratios of time and memory, side by side in one run."""

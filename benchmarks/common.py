@@ -1,0 +1,273 @@
+"""What the measurements share: the same task everywhere, turns taken in one process, and a birth certificate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+# Llama shapes. The tokenizer stays small: what it reads is made up, and its size changes no forward pass.
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "3m": {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "100m": {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 12},
+    "1b": {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4},
+}  # fmt: skip
+
+
+def write_pairs(path: Path, count: int, words: int) -> Path:
+    """`count` made-up preference pairs with about `words` words in each answer; the polite answer is the chosen one."""
+    import random
+
+    with path.open("w") as file:
+        for index in range(count):
+            draw = random.Random(f"{path.stem}/{index}")
+            steps = [
+                draw.choice(("open it", "clean it", "oil it", "turn it", "look at it"))
+                for _ in range(max(1, words // 3))
+            ]
+            prompt = f"\n\nHuman: How do I mend the {draw.choice(('pump', 'valve', 'lamp', 'wheel'))} number {index}?\n\nAssistant: "
+            pair = {
+                "chosen": f"{prompt}Gladly: {' then '.join(steps)}.",
+                "rejected": f"{prompt}No: {' or '.join(reversed(steps))}, go away.",
+            }
+            file.write(json.dumps(pair) + "\n")
+    return path
+
+
+def made_recipe(folder: Path, shape: str, length: int, pairs: int = 64) -> dict[str, Any]:
+    """A reward model recipe on made-up data, with sequences of `length` tokens at most (and nearly all of them that long)."""
+    return {
+        "task": "rm",
+        "model": {"config": {"model_type": "llama", **SHAPES[shape]}, "tokenizer": {"train": "bpe", "vocab_size": 320}},
+        "data": {"train": str(write_pairs(folder / "train.jsonl", pairs, length)), "max_length": length},
+        "optim": {"name": "adamw", "lr": 1e-4, "warmup": 0, "schedule": "constant"},
+        "log": {"every": 1, "tensorboard": False},
+    }
+
+
+def made_task(shape: str, length: int, pairs: int = 64, changes: Mapping[str, Any] | None = None) -> Any:
+    """The task of `made_recipe`; `changes` overrides keys inside its sections."""
+    from dstrain.config.schema import RunConfig
+    from dstrain.tasks import make_task
+
+    folder = Path(tempfile.mkdtemp(prefix="dstrain-bench-"))
+    recipe = made_recipe(folder, shape, length, pairs)
+    for section, values in (changes or {}).items():
+        recipe[section] = {**recipe.get(section, {}), **values}
+    return make_task(RunConfig.model_validate(recipe))
+
+
+def join_alone() -> Any:
+    """The world of this one process, with a process group, as DeepSpeed wants it. TF32 is off."""
+    import torch
+
+    from dstrain.distributed.world import TorchWorld, join
+    from dstrain.launch.command import free_port
+
+    cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    os.environ.update({name: os.environ.get(name, value) for name, value in alone.items()})
+    if not cuda:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    torch.set_float32_matmul_precision("highest")
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    join(device, timedelta(minutes=5))
+    import deepspeed  # noqa: F401  its log lines and compiled helpers come here, not in a measured step
+
+    return TorchWorld(device, timedelta(minutes=5))
+
+
+def made_model(task: Any, ds_config: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
+    """(objective, parameter groups): the same weights every time."""
+    from dstrain.models.params.freeze import parameter_groups
+    from dstrain.models.zero3 import sharded_construction
+    from dstrain.train.build_model import build_objective
+
+    with sharded_construction(ds_config or {}):
+        objective = build_objective(task)
+    return objective, parameter_groups(objective.model, task.recipe.optim)
+
+
+def made_engine(task: Any, preset: str, world: Any, **settings: Any) -> Any:
+    """A DeepSpeedEngine as `dstrain train` would make it. `settings`: those of RunSettings that differ. Collective."""
+    from dstrain.preset import RunSettings, complete, read_preset
+    from dstrain.train.engine.deepspeed import DeepSpeedEngine
+
+    known = read_preset(preset)
+    values = {"precision": "fp32", "micro": 1, "accumulate": 1, "world_size": world.size, "clip": task.recipe.optim.clip,
+              "device_kind": world.device.type, "nvme_path": tempfile.gettempdir(),
+              "foreign_optimizer": task.recipe.optim.name != "adamw" or known.offload_optimizer is None} | settings  # fmt: skip
+    config = complete(known, settings=RunSettings(**values))
+    objective, groups = made_model(task, config)
+    return DeepSpeedEngine(objective, groups, task.recipe.optim, config, world)
+
+
+def made_batches(task: Any, steps: int, micro: int, accumulate: int = 1) -> list[list[Any]]:
+    """The micro-batches of each step, the samples in file order, over and over."""
+    from dstrain.data.loading.loader import make_batch
+
+    examples, made = task.examples("train"), []
+    for step in range(steps):
+        first = step * micro * accumulate
+        ids = [[(first + part * micro + i) % len(examples) for i in range(micro)] for part in range(accumulate)]
+        made.append([make_batch(examples, task.collate, chunk, 0) for chunk in ids])
+    return made
+
+
+def wait_for(device: Any) -> None:
+    """Until the device has done all it was given."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def take_turns(
+    runners: Mapping[str, Callable[[int], Any]], rounds: int, warmup: int, device: Any
+) -> dict[str, list[float]]:
+    """Seconds of each call by name. In every round each runs once, in an order that moves on, so that drift hits all alike."""
+    names, seconds = list(runners), {name: [] for name in runners}
+    for turn in range(warmup + rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            wait_for(device)
+            began = time.perf_counter()
+            runners[name](turn)
+            wait_for(device)
+            if turn >= warmup:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def ratio(seconds: Mapping[str, Sequence[float]], name: str, base: str) -> dict[str, float]:
+    """Medians, and the median with quartiles of the ratio within each round: noise that a round shares falls out."""
+    within = sorted(mine / theirs for mine, theirs in zip(seconds[name], seconds[base], strict=True))
+    low, _, high = statistics.quantiles(within, n=4) if len(within) > 1 else (within[0],) * 3
+    return {
+        "median_ms": statistics.median(seconds[name]) * 1000,
+        "ratio": statistics.median(within),
+        "ratio_low": low,
+        "ratio_high": high,
+    }
+
+
+def certificate() -> dict[str, Any]:
+    """What a figure is worth nothing without: hardware, command, date, commit, versions."""
+    found = {}
+    for name in ("torch", "deepspeed", "transformers", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    name = sys.modules["__main__"].__spec__.name if getattr(sys.modules["__main__"], "__spec__", None) else sys.argv[0]
+    return {
+        "hardware": hardware(),
+        "command": shlex.join(["python", "-m", name, *sys.argv[1:]]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit(),
+        "versions": {"python": platform.python_version(), **found},
+    }
+
+
+def hardware() -> str:
+    """The device a measurement runs on, in words."""
+    import torch
+
+    if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
+        about = torch.cuda.get_device_properties(0)
+        return f"{torch.cuda.device_count()} x {about.name}, {about.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"CPU: {cores} cores of {model}, {torch.get_num_threads()} torch threads"
+
+
+def commit() -> str:
+    """The short commit, with `+changes` where the tree differs from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown (no git here)"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown, so that it can be pasted into docs/measurements."""
+    show = lambda value: f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)  # noqa: E731
+    cells = [list(rows[0]), *[[show(value) for value in row.values()] for row in rows]]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+    ]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def tell(result: Mapping[str, Any], to: Path | None) -> None:
+    """Print the certificate, the table and the JSON; write the JSON where asked."""
+    whole = {"certificate": certificate(), **result}
+    for key, value in whole["certificate"].items():
+        print(f"{key}: {', '.join(f'{n} {v}' for n, v in value.items()) if isinstance(value, dict) else value}")
+    print(f"checked first: {result['checked']}\n\n{table(result['rows'])}\n")
+    print(json.dumps(whole))
+    if to is not None:
+        to.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def arguments(about: str, **options: Any) -> argparse.Namespace:
+    """A parser with one flag for each option, of the default's type; all have --to and --threads."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for name, default in options.items():
+        kind = {"choices": list(SHAPES)} if name == "shape" else {"type": type(default)}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, help=" ", **kind)
+    parser.add_argument("--threads", type=int, default=None, help="of torch, on a CPU")
+    parser.add_argument("--to", type=Path, default=None, help="a file for the JSON")
+    told = parser.parse_args()
+    if told.threads:
+        import torch
+
+        torch.set_num_threads(told.threads)
+    return told
+
+
+def run(measure: Callable[..., dict[str, Any]], about: str, **options: Any) -> None:
+    """The whole of a script: parse, measure, tell, leave."""
+    import logging
+    import warnings
+
+    from dstrain.distributed.world import close
+
+    told = vars(arguments(about, **options))
+    to = told.pop("to")
+    told.pop("threads")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    try:
+        tell(measure(**told), to)
+    finally:
+        close()

@@ -1,0 +1,45 @@
+"""What counting collectives costs: an all-reduce as torch has it, and as `dstrain.distributed.collective_log` counts it.
+
+    python -m benchmarks.counting [--rounds 40] [--calls 200]
+
+Of eight values in one process over gloo (NCCL on a GPU): the least that a collective takes, so the ratio is the worst there is.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import join_alone, ratio, run, take_turns
+from dstrain.distributed.collective_log import LEDGER
+
+
+def measure(rounds: int = 40, calls: int = 200) -> dict[str, Any]:
+    """A row for each; both are checked to give the same sums, and the second to be counted."""
+    device = join_alone().device
+    kinds = {"plain": dist.all_reduce.__wrapped__, "counted": dist.all_reduce}
+    values = torch.arange(8.0, device=device)
+    entered, sums = LEDGER.line(None).entered, []
+    for reduce in kinds.values():
+        vector = values.clone()
+        reduce(vector)
+        sums.append(vector.tolist())
+    assert sums[0] == sums[1], sums
+    assert LEDGER.line(None).entered == entered + 1
+
+    def call(reduce: Any, _: int) -> None:
+        for _ in range(calls):
+            reduce(values)
+
+    seconds = take_turns({name: partial(call, reduce) for name, reduce in kinds.items()}, rounds, 2, device)
+    rows = [{"all-reduce": name, **ratio(seconds, name, "plain")} for name in kinds]
+    for row in rows:
+        row["us_per_call"] = 1000 * row.pop("median_ms") / calls
+    return {"checked": f"{len(sums[0])} equal sums, and one of two calls counted", "rows": rows}
+
+
+if __name__ == "__main__":
+    run(measure, __doc__ or "", rounds=40, calls=200)

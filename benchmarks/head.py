@@ -1,0 +1,73 @@
+"""What a model's head takes: all logits at once, as a model gives them, and in chunks that are computed twice.
+
+    python -m benchmarks.head [--vocabulary 128256] [--length 4096]
+
+Memory is that of a forward and a backward pass on top of the weights (`benchmarks.checkpointing`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+
+from benchmarks.attention_mask import answers, made_llama
+from benchmarks.checkpointing import Peak
+from benchmarks.common import join_alone, ratio, run, take_turns
+from dstrain.models.heads import chunked_lm_head
+from dstrain.tasks.common.losses import score_answers
+
+
+def passes(model: torch.nn.Module, batch: Any, chunks: bool) -> torch.Tensor:
+    """(), the loss, its gradient left in the model."""
+    chunked_lm_head._INSEPARABLE.clear()
+    if not chunks:
+        chunked_lm_head._INSEPARABLE.add(model)
+    model.zero_grad(set_to_none=True)
+    loss = -score_answers(model, batch)[0].sum()
+    loss.backward()
+    return loss.detach()
+
+
+def measure(
+    *, vocabulary: int = 32768, hidden: int = 64, length: int = 1536, micro: int = 4, precision: str = "fp32", rounds: int = 5
+) -> dict[str, Any]:  # fmt: skip
+    """Equal losses and gradients first, then memory, then times in turns."""
+    device = join_alone().device
+    model = made_llama(vocabulary, hidden, device, torch.float32 if precision == "fp32" else torch.bfloat16)
+    batch = answers(vocabulary, micro, length, length).to(device)
+    variants, found, gradients = {"all logits": False, "chunks": True}, {}, {}
+    for name, chunks in variants.items():
+        found[name] = float(passes(model, batch, chunks))
+        gradients[name] = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+    off = abs(found["chunks"] / found["all logits"] - 1)
+    apart = float((gradients["chunks"] - gradients["all logits"]).norm() / gradients["all logits"].norm())
+    limit = 1e-6 if precision == "fp32" else 2e-2
+    assert max(off, apart) <= limit, f"chunks change the loss by {off:.1e} and the gradient by {apart:.1e}"
+    del gradients
+    peak, rises = Peak(device), {name: [] for name in variants}
+    for _ in range(3):
+        for name, chunks in variants.items():
+            model.zero_grad(set_to_none=True)
+            peak.start()
+            passes(model, batch, chunks)
+            rises[name].append(peak.rise())
+    memory = {name: statistics.median(values) for name, values in rises.items()}
+    runners = {name: (lambda _turn, chunks=chunks: passes(model, batch, chunks)) for name, chunks in variants.items()}
+    seconds = take_turns(runners, rounds, 1, device)
+    rows = [
+        {"head": name, **ratio(seconds, name, "all logits"), "memory_mib": memory[name],
+         "memory_ratio": memory[name] / memory["all logits"] if memory["all logits"] else None}
+        for name in variants
+    ]  # fmt: skip
+    return {
+        "settings": {"vocabulary": vocabulary, "hidden": hidden, "length": length, "micro": micro,
+                     "precision": precision, "rounds": rounds},
+        "checked": f"loss and gradient differ by {off:.1e} and {apart:.1e} (limit {limit:g})",
+        "rows": rows,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(measure, __doc__ or "", vocabulary=32768, hidden=64, length=1536, micro=4, precision="fp32", rounds=5)

@@ -1,0 +1,122 @@
+"""How much of a run is waiting for data: batches made when they are asked for (workers 0), and ahead (workers 4).
+
+    python -m benchmarks.loader [--decode-ms 5]
+
+`--decode-ms` adds a sleep for each sample, which stands for reading an image or a page: it takes no core, as a disk or a
+decoder that lets go of Python does. Both see the same samples, which is checked first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.common import join_alone, made_model, made_task, run, wait_for
+from dstrain.data.loading.loader import Loader
+from dstrain.data.loading.sampler import DataPlan
+from dstrain.train.engine.deepspeed import TorchEngine
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Examples that take a while to be read."""
+
+    examples: Sequence[Any]
+    seconds: float
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.seconds:
+            time.sleep(self.seconds)
+        return self.examples[index]
+
+
+def made_loader(task: Any, workers: int, decode_ms: float, batch: tuple[int, int, int], pin: bool) -> Loader:
+    """`batch` is (micro, accumulate, steps)."""
+    examples = Slow(task.examples("train"), decode_ms / 1000)
+    micro, accumulate, steps = batch
+    total = micro * accumulate
+    plan = DataPlan(
+        sizes=(len(examples),),
+        seed=0,
+        samples_per_step=total,
+        world_size=1,
+        accumulate=accumulate,
+        total_samples=total * steps,
+    )
+    return Loader(examples=examples, collate=task.collate, plan=plan, workers=workers, pin=pin)
+
+
+def check_order(task: Any, workers: Sequence[int], batch: tuple[int, int, int]) -> int:
+    """The samples of all loaders are the same. Returns how many."""
+    seen = [
+        [b.samples for step in made_loader(task, count, 0.0, batch, False).steps(0) for b in step] for count in workers
+    ]
+    assert all(found == seen[0] for found in seen), f"workers {workers}: {seen}"
+    return sum(len(samples) for samples in seen[0])
+
+
+def take(loader: Loader, engine: Any, lr: float) -> tuple[float, float]:
+    """(seconds, seconds of them waited) of all steps of the loader but the first, which no one could read ahead."""
+    steps = loader.steps(0)
+    engine.step(next(steps), lr)
+    loader.take_wait()
+    wait_for(engine.world.device)
+    began = time.perf_counter()
+    for batches in steps:
+        engine.step(batches, lr)
+    wait_for(engine.world.device)
+    return time.perf_counter() - began, loader.take_wait()
+
+
+def measure(
+    *,
+    shape: str = "3m",
+    length: int = 128,
+    micro: int = 4,
+    accumulate: int = 2,
+    steps: int = 10,
+    rounds: int = 3,
+    decode_ms: float = 5.0,
+) -> dict[str, Any]:
+    """The same order first, then the waits, in turns."""
+    world = join_alone()
+    task, batch, workers = made_task(shape, length), (micro, accumulate, steps), (0, 4)
+    samples = check_order(task, workers, batch)
+    engine = TorchEngine(*made_model(task), task.recipe.optim, world.device)
+    costs = [0.0] if not decode_ms else [0.0, decode_ms]
+    told: dict[tuple[float, int], list[tuple[float, float]]] = {
+        (cost, count): [] for cost in costs for count in workers
+    }
+    for turn in range(rounds):
+        for cost, count in list(told) if turn % 2 else list(told)[::-1]:
+            loader = made_loader(task, count, cost, batch, world.device.type == "cuda")
+            told[cost, count].append(take(loader, engine, task.recipe.optim.lr))
+    rows = []
+    for (cost, count), pairs in told.items():
+        seconds, waited = (sum(values) for values in zip(*pairs, strict=True))
+        alone = sum(pair[0] for pair in told[cost, 0])
+        rows.append({
+            "decode_ms": cost, "workers": count, "wait_share": waited / seconds, "step_ms": seconds / rounds / max(steps - 1, 1) * 1000,
+            "time_over_workers_0": seconds / alone,
+        })  # fmt: skip
+    return {
+        "settings": {
+            "shape": shape,
+            "length": length,
+            "micro": micro,
+            "accumulate": accumulate,
+            "steps": steps,
+            "rounds": rounds,
+        },
+        "checked": f"workers {workers} give the same {samples} samples in the same micro-batches",
+        "rows": rows,
+    }
+
+
+if __name__ == "__main__":
+    run(measure, __doc__ or "", shape="3m", length=128, micro=4, accumulate=2, steps=10, rounds=3, decode_ms=5.0)

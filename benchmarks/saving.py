@@ -1,0 +1,83 @@
+"""What a checkpoint costs training: waiting for it, and writing it behind training from a copy in host memory.
+
+python -m benchmarks.saving [--shape 100m] [--preset zero2]
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import join_alone, made_batches, made_engine, made_task, ratio, run, wait_for
+from dstrain.batch import Progress
+from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.checkpoint.saver import Saving
+from dstrain.train.state.load import checkpoint_bytes
+
+
+def measure(
+    *, shape: str = "100m", length: int = 64, preset: str = "zero2", precision: str = "fp32", rounds: int = 3
+) -> dict[str, Any]:
+    """Equal files first, then seconds that training stood still and seconds until the checkpoint was whole, in turns."""
+    world = join_alone()
+    task = made_task(shape, length)
+    engine = made_engine(task, preset, world, precision=precision)
+    (batches,) = made_batches(task, 1, 1)
+    engine.step(batches, task.recipe.optim.lr)
+    size = checkpoint_bytes(engine.objective, "adamw")
+    folder = Path(tempfile.mkdtemp(prefix="dstrain-bench-"))
+    ways = {
+        name: Saving(
+            checkpoints=Checkpoints(folder=folder / name, world=world.apart(), keep=1),
+            engine=engine, record={}, tell=lambda *_, **__: None, size=size, background=name == "behind",
+        )
+        for name in ("waiting", "behind")
+    }  # fmt: skip
+    stalls: dict[str, list[float]] = {name: [] for name in ways}
+    totals: dict[str, list[float]] = {name: [] for name in ways}
+    try:
+        for turn in range(1 + rounds):
+            for name, saving in ways.items():
+                stall, total = _save(saving, turn, lambda: engine.evaluate(batches[0]), world.device)
+                if turn:
+                    stalls[name].append(stall)
+                    totals[name].append(total)
+            assert _state(folder / "waiting", turn) == _state(folder / "behind", turn), "the two wrote other files"
+    finally:
+        shutil.rmtree(folder)
+    rows = [
+        {"saving": name, "stall_ms": ratio(stalls, name, "waiting")["median_ms"],
+         "stall_ratio": ratio(stalls, name, "waiting")["ratio"], "whole_after_ms": ratio(totals, name, "waiting")["median_ms"],
+         "mib": size / 2**20}
+        for name in ways
+    ]  # fmt: skip
+    return {
+        "settings": {"shape": shape, "length": length, "preset": preset, "precision": precision, "rounds": rounds},
+        "checked": f"both wrote the same state in each of {1 + rounds} rounds, by the hashes of their manifests",
+        "rows": rows,
+    }
+
+
+def _save(saving: Saving, turn: int, step: Callable[[], Any], device: Any) -> tuple[float, float]:
+    """Seconds that training stood still, and until the checkpoint was whole; training goes on meanwhile (here: a look)."""
+    wait_for(device)
+    start = time.perf_counter()
+    saving.save(Progress(turn, turn), None)
+    stall = time.perf_counter() - start
+    step()
+    saving.settle()
+    return stall, time.perf_counter() - start if saving.background else stall
+
+
+def _state(folder: Path, turn: int) -> dict[str, Any]:
+    files = json.loads((folder / f"step-{turn:08d}" / "MANIFEST.json").read_text())["files"]
+    return {name: entry for name, entry in files.items() if name.endswith(".safetensors")}
+
+
+if __name__ == "__main__":
+    run(measure, __doc__ or "", shape="100m", length=64, preset="zero2", precision="fp32", rounds=3)

@@ -1,0 +1,113 @@
+"""What a step of a model that sees takes: logits of every token, logits of the answers alone, and checkpointing on top.
+
+    python -m benchmarks.seeing [--shape 3m] [--length 512]
+
+A LLaVA with a language model of the shape and a tower of its width. Memory is what a step takes on top of what is held before
+it, as in benchmarks/checkpointing.py.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmarks.checkpointing import Peak
+from benchmarks.common import SHAPES, join_alone, made_batches, made_model, ratio, run, take_turns
+from dstrain.config.schema import RunConfig
+from dstrain.tasks import make_task
+from dstrain.tasks.common import losses as ops
+from dstrain.train.engine.deepspeed import TorchEngine
+from tests.seeing import picture
+
+SIDE, PATCH = 112, 14
+"""Pixels: 64 tokens for an image."""
+
+
+def recipe(folder: Path, shape: str, length: int, checkpointing: bool) -> dict[str, Any]:
+    """Questions about an image, with a long text in front of short answers."""
+    size, lines = SHAPES[shape], []
+    for index in range(16):
+        picture(index, (SIDE, SIDE)).save(folder / f"{index}.png")
+        asked = "<image>\n" + " ".join(f"word{(index * 7 + at) % 50}" for at in range(length // 6))
+        lines.append({"image": f"{index}.png", "question": asked, "answer": f"it is number {index}"})
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    tower = {
+        "model_type": "clip_vision_model", "image_size": SIDE, "patch_size": PATCH, "projection_dim": size["hidden_size"],
+        **{name: size[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
+    }  # fmt: skip
+    return {
+        "task": "vlm",
+        "model": {
+            "config": {"model_type": "llava", "vision_config": tower, "text_config": {"model_type": "llama", **size}},
+            "tokenizer": {"train": "bpe", "vocab_size": 319},
+            "gradient_checkpointing": checkpointing,
+        },
+        "data": {"train": str(folder / "train.jsonl"), "max_length": length + SIDE * SIDE // PATCH**2},
+        "optim": {"name": "sgd", "lr": 1e-4, "warmup": 0, "schedule": "constant"},
+    }
+
+
+@contextmanager
+def all_logits(wanted: bool) -> Iterator[None]:
+    """Inside, the model is asked for the logits of every token, where that is wanted."""
+    if not wanted:
+        yield
+        return
+    with mock.patch.object(ops, "_parameters", return_value=frozenset()):
+        yield
+
+
+def measure(
+    *, shape: str = "3m", length: int = 512, micro: int = 4, rounds: int = 5, checked_steps: int = 2
+) -> dict[str, Any]:
+    """Equal losses first, then memory, then times in turns."""
+    world, kinds = (
+        join_alone(),
+        {"every token": (True, False), "answers": (False, False), "checkpointing": (False, True)},
+    )
+    engines, batches = {}, []
+    for name, (_, checkpointing) in kinds.items():
+        folder = Path(tempfile.mkdtemp(prefix="dstrain-bench-"))
+        task = make_task(RunConfig.model_validate(recipe(folder, shape, length, checkpointing)))
+        engines[name] = TorchEngine(*made_model(task), task.recipe.optim, world.device)
+        batches = batches or made_batches(task, checked_steps, micro)
+
+    def step(name: str, turn: int) -> Any:
+        with all_logits(kinds[name][0]):
+            return engines[name].step(batches[turn % len(batches)], 1e-4)
+
+    worst = 0.0
+    for turn in range(checked_steps):
+        told = [step(name, turn) for name in kinds]
+        for value in ("loss", "grad_norm"):
+            first, *others = (float(getattr(one, value)) for one in told)
+            worst = max([worst, *(abs(other - first) / max(abs(first), 1e-3) for other in others)])
+    assert worst <= 1e-5, f"a step differs by {worst:.1e}"
+    peak, rises = Peak(world.device), {name: [] for name in kinds}
+    for _ in range(3):
+        for name in kinds:
+            peak.start()
+            step(name, 0)
+            rises[name].append(peak.rise())
+    memory = {name: statistics.median(values) for name, values in rises.items()}
+    seconds = take_turns({name: (lambda turn, name=name: step(name, turn)) for name in kinds}, rounds, 1, world.device)
+    rows = [
+        {"logits": name, **ratio(seconds, name, "every token"), "step_memory_mib": memory[name],
+         "memory_ratio": memory[name] / memory["every token"] if memory["every token"] else None}
+        for name in kinds
+    ]  # fmt: skip
+    return {
+        "settings": {"shape": shape, "length": length, "micro": micro, "rounds": rounds},
+        "checked": f"loss and gradient norm of {checked_steps} steps differ by at most {worst:.1e} (limit 1e-05)",
+        "rows": rows,
+    }
+
+
+if __name__ == "__main__":
+    run(measure, __doc__ or "", shape="3m", length=512, micro=4, rounds=5)

@@ -1,0 +1,216 @@
+"""Both sides of a comparison with TRL: `dstrain train`, and TRL's trainers on its tokens, order, first weights and rates.
+
+TRL is no dependency of dstrain. To make these figures: pip install trl==1.16.0
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.common import ROOT
+from dstrain.config import resolve_steps
+from dstrain.data.loading.sampler import DataPlan
+
+Row = dict[str, Any]
+
+REWARD, DPO, ORPO, SIMPO = "RewardTrainer", "DPOTrainer", "ORPOTrainer", "CPOTrainer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """A trainer of TRL's, made ready: same start, same samples, same rates as dstrain's run."""
+
+    trainer: Any
+    losses: list[float] = field(default_factory=list)
+    """Of every step so far, as TRL logs them."""
+
+
+def train_with_dstrain(recipe: Mapping[str, Any], run_dir: Path) -> None:
+    """The command as anyone types it, in one process."""
+    path = run_dir.parent / f"{run_dir.name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(dict(recipe)))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "dstrain", "train", str(path), "--run-dir", str(run_dir)]
+    subprocess.run(command, env=environment, check=True, stdout=sys.stderr)
+
+
+def told(run_dir: Path, split: str) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["split"] == split]
+
+
+def ordered(task: Any) -> list[Mapping[str, Any]]:
+    """The training examples of the whole run in the order in which `dstrain train` shows them to one process."""
+    examples, recipe = task.examples("train"), task.recipe
+    total = recipe.batch.total
+    order = DataPlan(
+        sizes=examples.sizes, weights=examples.weights, seed=recipe.seed, samples_per_step=total,
+        world_size=1, accumulate=1,
+    )  # fmt: skip
+    _, count = resolve_steps(recipe, order.samples_per_epoch, total)
+    order = replace(order, total_samples=count)
+    return [examples[int(index)] for start in range(0, count, total) for index in order.ids(start)]
+
+
+def reward_rows(examples: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """As RewardTrainer takes rows that are tokens already."""
+    return [{f"{side}_ids": example[side].tolist() for side in ("chosen", "rejected")} for example in examples]
+
+
+def answer_rows(examples: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """As DPOTrainer has them behind its tokenization: prompt, and answers without it."""
+    rows = []
+    for example in examples:
+        start = int(example["prompt_length"])
+        answers = {f"{side}_ids": example[side][start:].tolist() for side in ("chosen", "rejected")}
+        rows.append({"prompt_ids": example["chosen"][:start].tolist(), **answers})
+    return rows
+
+
+def labelled_rows(examples: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """As ORPOTrainer and CPOTrainer have them behind their tokenization: whole sequences, -100 where the prompt is."""
+    rows = []
+    for example in examples:
+        start, row = int(example["prompt_length"]), {}
+        for side in ("chosen", "rejected"):
+            ids = example[side].tolist()
+            row[f"{side}_input_ids"], row[f"{side}_attention_mask"] = ids, [1] * len(ids)
+            row[f"{side}_labels"] = [-100] * start + ids[start:]
+        rows.append(row)
+    return rows
+
+
+ROWS: dict[str, Callable[[Sequence[Mapping[str, Any]]], list[Row]]] = {
+    REWARD: reward_rows, DPO: answer_rows, ORPO: labelled_rows, SIMPO: labelled_rows
+}  # fmt: skip
+
+
+def _kinds(name: str) -> tuple[type, type]:
+    """(trainer, its configuration)."""
+    import trl
+
+    if name == ORPO:
+        from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+        return ORPOTrainer, ORPOConfig
+    if name == SIMPO:
+        from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+        return CPOTrainer, CPOConfig
+    return getattr(trl, name), getattr(trl, name.replace("Trainer", "Config"))
+
+
+def made_side(name: str, task: Any, examples: Sequence[Mapping[str, Any]], **settings: Any) -> Side:
+    """The trainer, from the weights that dstrain's task starts with. `settings`: of its own configuration."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+
+    side = Side(trainer=None)
+
+    class Listener(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if logs and "loss" in logs:
+                side.losses.append(float(logs["loss"]))
+
+    kind, config = _kinds(name)
+    recipe, steps = task.recipe, math.ceil(len(examples) / task.recipe.batch.total)
+    words: dict[str, Any] = {"model": task.build_model(), "args": config(**_arguments(recipe), **settings)}
+    if name == DPO:
+        words["ref_model"] = task.build_reference()
+    rows = ROWS[name](examples)
+    if name in (ORPO, SIMPO):  # they tokenize whatever they are given, so they are given one pair for show
+        rows, later = [{"prompt": "a", "chosen": "b", "rejected": "c"}], rows
+    trainer = _aligned(kind, _rates(recipe, steps))(
+        **words, train_dataset=Dataset.from_list(rows), processing_class=task.tokenizer, callbacks=[Listener()]
+    )
+    if name in (ORPO, SIMPO):
+        trainer.train_dataset = Dataset.from_list(later)
+    return Side(trainer=trainer, losses=side.losses)
+
+
+def _arguments(recipe: Any) -> dict[str, Any]:
+    """TRL's names for what the recipe says."""
+    optim, micro = recipe.optim, recipe.batch.micro
+    return {
+        "output_dir": tempfile.mkdtemp(prefix="dstrain-trl-"), "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": recipe.batch.total // micro, "per_device_eval_batch_size": micro,
+        "num_train_epochs": 1, "train_sampling_strategy": "sequential",
+        "optim": {"adamw": "adamw_torch", "sgd": "sgd"}[optim.name], "learning_rate": optim.lr,
+        "adam_beta1": optim.betas[0], "adam_beta2": optim.betas[1], "adam_epsilon": optim.eps,
+        "weight_decay": optim.weight_decay, "max_grad_norm": optim.clip or 0.0, "seed": recipe.seed,
+        "max_length": recipe.data.max_length, "gradient_checkpointing": False, "bf16": False, "use_cpu": True,
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+    }  # fmt: skip
+
+
+def _rates(recipe: Any, steps: int) -> Callable[[int], float]:
+    """dstrain's learning rate as a share of its peak: transformers' cosine begins its warmup at 0, dstrain's does not."""
+    from dstrain.schedule import LearningRate
+
+    return LearningRate(1.0, recipe.optim.schedule, steps, recipe.optim.warmup)
+
+
+def _aligned(kind: type, rates: Callable[[int], float]) -> type:
+    """The trainer on rows that are tokens already, at these rates. Nothing that it computes is touched."""
+    from torch.optim.lr_scheduler import LambdaLR
+
+    class Aligned(kind):  # type: ignore[misc,valid-type]
+        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+            return dataset
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, rates)
+            return self.lr_scheduler
+
+    Aligned.__name__ = kind.__name__
+    return Aligned
+
+
+class StepByStep:
+    """A trainer that takes one step when asked, in a thread of its own: its loop cannot be called from outside."""
+
+    def __init__(self, side: Side) -> None:
+        from transformers import TrainerCallback
+
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._fault: BaseException | None = None
+        self._side, paused = side, self
+
+        class Pause(TrainerCallback):
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                paused._go.acquire()
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                paused._done.release()
+                paused._go.acquire()
+
+        side.trainer.add_callback(Pause())
+        threading.Thread(target=self._train, daemon=True).start()
+
+    def __call__(self, turn: int = 0) -> None:
+        """Take a step. Logging it is a part of the next one."""
+        self._go.release()
+        self._done.acquire()
+        if self._fault is not None:
+            raise self._fault
+
+    def _train(self) -> None:
+        try:
+            self._side.trainer.train()
+        except BaseException as fault:
+            self._fault = fault
+        self._done.release()

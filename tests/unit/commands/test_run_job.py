@@ -1,0 +1,76 @@
+"""What comes of a launch is printed by the process that asked, and its folder is kept only where someone must look."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from dstrain.commands.run_job import Reply, _launched
+from dstrain.launch.command import Launch
+from tests.workers import ROOT
+
+WORKER = """
+import json, sys, time
+from pathlib import Path
+from dstrain.launch.worker import live
+place = Path(sys.argv[1])
+def work():
+    {}
+    (place / "result.json").write_text(json.dumps({{"loss": 0.5}}))
+    return 0
+sys.exit(live(place, 0, work))
+"""
+
+
+def launch(work: str, place: Path) -> Launch:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return Launch([sys.executable, "-c", WORKER.format(work), str(place)], env, 1)
+
+
+def test_an_answer_is_brought_back_and_the_folder_removed(tmp_path: Path) -> None:
+    assert _launched(launch("pass", tmp_path / "place"), tmp_path / "place") == Reply(0, {"loss": 0.5})
+    assert not list(tmp_path.iterdir())
+
+
+def test_bad_usage_leaves_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    work = "from dstrain.errors import DataError; raise DataError('eval.jsonl: holds nothing')"
+    assert _launched(launch(work, tmp_path / "place"), tmp_path / "place") == Reply(2)
+    assert not list(tmp_path.iterdir())
+    assert "eval.jsonl: holds nothing" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("work", ["raise RuntimeError('out of luck')", "import os; os.kill(os.getpid(), 9)"])
+def test_the_logs_of_a_failure_are_kept_and_named(work: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _launched(launch(work, tmp_path / "place"), tmp_path / "place") == Reply(1)
+    assert f"is kept in {tmp_path / 'place' / 'logs'}" in capfd.readouterr().err
+    assert (tmp_path / "place/logs/rank-00000.log").is_file()
+
+
+def test_a_signal_ends_it_at_once(tmp_path: Path) -> None:
+    work = f"Path({str(tmp_path / 'pid')!r}).write_text(str(__import__('os').getpid())); time.sleep(60)"
+    main = f"""
+        import sys
+        from pathlib import Path
+        from dstrain.commands.run_job import _launched
+        from tests.unit.commands.test_run_job import launch
+        place = Path({str(tmp_path / "place")!r})
+        sys.exit(_launched(launch({work!r}, place), place).code)
+    """
+    started = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(main)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert started.poll() is None
+    started.send_signal(signal.SIGTERM)
+    _, said = started.communicate(timeout=30)
+    assert started.returncode == 1
+    assert "ended at once, as asked\n" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"pid"}
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)

@@ -76,7 +76,7 @@ def join_alone() -> Any:
     """The world of this one process, with a process group, as DeepSpeed wants it. TF32 is off."""
     import torch
 
-    from dstrain.distributed.world import TorchWorld, join
+    from dstrain.distributed.world import TorchWorld, init_process_group
     from dstrain.launch.command import free_port
 
     cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
@@ -92,7 +92,7 @@ def join_alone() -> Any:
         os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_float32_matmul_precision("highest")
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    join(device, timedelta(minutes=5))
+    init_process_group(device, timedelta(minutes=5))
     import deepspeed  # noqa: F401  its log lines and compiled helpers come here, not in a measured step
 
     return TorchWorld(device, timedelta(minutes=5))
@@ -100,25 +100,25 @@ def join_alone() -> Any:
 
 def made_model(task: Any, ds_config: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
     """(objective, parameter groups): the same weights every time."""
-    from dstrain.models.params.freeze import parameter_groups
-    from dstrain.models.zero3 import sharded_construction
-    from dstrain.train.build_model import build_objective
+    from dstrain.models.params.freeze import build_param_groups
+    from dstrain.models.zero3 import zero3_init
+    from dstrain.train.build_model import build_train_module
 
-    with sharded_construction(ds_config or {}):
-        objective = build_objective(task)
-    return objective, parameter_groups(objective.model, task.recipe.optim)
+    with zero3_init(ds_config or {}):
+        objective = build_train_module(task)
+    return objective, build_param_groups(objective.model, task.recipe.optim)
 
 
 def made_engine(task: Any, preset: str, world: Any, **settings: Any) -> Any:
     """A DeepSpeedEngine as `dstrain train` would make it. `settings`: those of RunSettings that differ. Collective."""
-    from dstrain.preset import RunSettings, complete, read_preset
+    from dstrain.preset import RunSettings, complete_preset, read_preset
     from dstrain.train.engine.deepspeed import DeepSpeedEngine
 
     known = read_preset(preset)
     values = {"precision": "fp32", "micro": 1, "accumulate": 1, "world_size": world.size, "clip": task.recipe.optim.clip,
               "device_kind": world.device.type, "nvme_path": tempfile.gettempdir(),
               "foreign_optimizer": task.recipe.optim.name != "adamw" or known.offload_optimizer is None} | settings  # fmt: skip
-    config = complete(known, settings=RunSettings(**values))
+    config = complete_preset(known, settings=RunSettings(**values))
     objective, groups = made_model(task, config)
     return DeepSpeedEngine(objective, groups, task.recipe.optim, config, world)
 
@@ -260,7 +260,7 @@ def run(measure: Callable[..., dict[str, Any]], about: str, **options: Any) -> N
     import logging
     import warnings
 
-    from dstrain.distributed.world import close
+    from dstrain.distributed.world import destroy_process_groups
 
     told = vars(arguments(about, **options))
     to = told.pop("to")
@@ -270,4 +270,4 @@ def run(measure: Callable[..., dict[str, Any]], about: str, **options: Any) -> N
     try:
         tell(measure(**told), to)
     finally:
-        close()
+        destroy_process_groups()

@@ -21,9 +21,9 @@ from dstrain.tasks.common.losses import score_answers
 
 def passes(model: torch.nn.Module, batch: Any, chunks: bool) -> torch.Tensor:
     """(), the loss, its gradient left in the model."""
-    chunked_lm_head._INSEPARABLE.clear()
+    chunked_lm_head._IN_PLACE_MODELS.clear()
     if not chunks:
-        chunked_lm_head._INSEPARABLE.add(model)
+        chunked_lm_head._IN_PLACE_MODELS.add(model)
     model.zero_grad(set_to_none=True)
     loss = -score_answers(model, batch)[0].sum()
     loss.backward()

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.common import join_alone, made_model, made_task, run, wait_for
 from dstrain.data.loading.loader import Loader
-from dstrain.data.loading.sampler import DataPlan
+from dstrain.data.loading.sampler import StepSampler
 from dstrain.train.engine.deepspeed import TorchEngine
 
 
@@ -40,7 +40,7 @@ def made_loader(task: Any, workers: int, decode_ms: float, batch: tuple[int, int
     examples = Slow(task.examples("train"), decode_ms / 1000)
     micro, accumulate, steps = batch
     total = micro * accumulate
-    plan = DataPlan(
+    plan = StepSampler(
         sizes=(len(examples),),
         seed=0,
         samples_per_step=total,
@@ -48,13 +48,14 @@ def made_loader(task: Any, workers: int, decode_ms: float, batch: tuple[int, int
         accumulate=accumulate,
         total_samples=total * steps,
     )
-    return Loader(examples=examples, collate=task.collate, plan=plan, workers=workers, pin=pin)
+    return Loader(examples=examples, collate=task.collate, sampler=plan, workers=workers, pin_memory=pin)
 
 
 def check_order(task: Any, workers: Sequence[int], batch: tuple[int, int, int]) -> int:
     """The samples of all loaders are the same. Returns how many."""
     seen = [
-        [b.samples for step in made_loader(task, count, 0.0, batch, False).steps(0) for b in step] for count in workers
+        [b.samples for step in made_loader(task, count, 0.0, batch, False).iter_steps(0) for b in step]
+        for count in workers
     ]
     assert all(found == seen[0] for found in seen), f"workers {workers}: {seen}"
     return sum(len(samples) for samples in seen[0])
@@ -62,15 +63,15 @@ def check_order(task: Any, workers: Sequence[int], batch: tuple[int, int, int]) 
 
 def take(loader: Loader, engine: Any, lr: float) -> tuple[float, float]:
     """(seconds, seconds of them waited) of all steps of the loader but the first, which no one could read ahead."""
-    steps = loader.steps(0)
+    steps = loader.iter_steps(0)
     engine.step(next(steps), lr)
-    loader.take_wait()
+    loader.pop_wait_seconds()
     wait_for(engine.world.device)
     began = time.perf_counter()
     for batches in steps:
         engine.step(batches, lr)
     wait_for(engine.world.device)
-    return time.perf_counter() - began, loader.take_wait()
+    return time.perf_counter() - began, loader.pop_wait_seconds()
 
 
 def measure(

@@ -74,14 +74,14 @@ def loaded(folder: Path, shape: str, task: str, model: dict[str, Any]) -> dict[s
     """Bytes of anonymous memory that the models of a run in bf16 take, and a digest of their weights in bf16."""
     import torch
 
-    from dstrain.train.build_model import build_objective
+    from dstrain.train.build_model import build_train_module
 
     kept = []
     for name, size in (("tiny", "tiny"), ("base", shape)):  # what libraries keep comes with the tiny one
         made = bf16_task(folder, size, task, {"config": None, "tokenizer": None, "path": str(folder / name), **model})
         before = anonymous()
         with Watch() as watch:
-            kept.append(build_objective(made))
+            kept.append(build_train_module(made))
     after, parameters = anonymous(), list(kept[-1].parameters())
     digest = hashlib.sha256()
     for parameter in parameters:
@@ -132,11 +132,11 @@ def bf16_task(folder: Path, shape: str, task: str, model: dict[str, Any]) -> Any
     """The task that a run in bf16 makes of this recipe."""
     from dstrain.config.schema import RunConfig
     from dstrain.tasks import make_task
-    from dstrain.train.build_model import loaded_in_precision
+    from dstrain.train.build_model import resolve_model_dtype
 
     recipe = made_recipe(folder, shape, 64)
     recipe = {**recipe, "task": task, "model": {**recipe["model"], **model}}
-    return make_task(loaded_in_precision(RunConfig.model_validate(recipe), {"bf16": {"enabled": True}}))
+    return make_task(resolve_model_dtype(RunConfig.model_validate(recipe), {"bf16": {"enabled": True}}))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from benchmarks.common import SHAPES, made_model, ratio, run, take_turns
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
-from dstrain.data.loading.sampler import DataPlan
+from dstrain.data.loading.sampler import StepSampler
 from dstrain.tasks import make_task
 from dstrain.train.engine.deepspeed import TorchEngine
 
@@ -40,11 +40,11 @@ def write_uneven(path: Path, count: int) -> Path:
     return path
 
 
-def real_share(plan: DataPlan, task: Any, examples: Any) -> float:
+def real_share(plan: StepSampler, task: Any, examples: Any) -> float:
     """Tokens that are no padding, of all that the forward passes of an epoch take."""
     real = taken = 0
     for samples in range(0, plan.samples_per_epoch, plan.samples_per_step):
-        for ids in filter(None, plan.share(samples, 0)):
+        for ids in filter(None, plan.micro_batches(samples, 0)):
             batch = make_batch(examples, task.collate, ids, 0)
             real, taken = real + batch.tokens, taken + batch.tensors["input_ids"].numel()
     return real / taken
@@ -62,12 +62,15 @@ def measure(*, task: str = "rm", data: str = "", shape: str = "3m", length: int 
         "data": {"train": train, "max_length": length}, "optim": {"lr": 1e-5},
     }))  # fmt: skip
     examples = made.examples("train")
-    sorted_plan = DataPlan(sizes=examples.sizes, seed=0, samples_per_step=total, world_size=1, accumulate=-(-total // micro),
+    sorted_plan = StepSampler(sizes=examples.sizes, seed=0, samples_per_step=total, world_size=1, accumulate=-(-total // micro),
                            lengths=examples.lengths)  # fmt: skip
     plans = dict(zip(WAYS, (replace(sorted_plan, lengths=None), sorted_plan), strict=True))
     engine = TorchEngine(*made_model(made), made.recipe.optim, torch.device("cpu"))
     batches = {
-        name: [[make_batch(examples, made.collate, ids, 0) for ids in plan.share(step * total, 0)] for step in range(3)]
+        name: [
+            [make_batch(examples, made.collate, ids, 0) for ids in plan.micro_batches(step * total, 0)]
+            for step in range(3)
+        ]
         for name, plan in plans.items()
     }
     worst = difference(engine, batches)

@@ -15,9 +15,9 @@ from typing import Any
 
 from benchmarks.common import join_alone, made_batches, made_engine, made_task, ratio, run, wait_for
 from dstrain.batch import Progress
-from dstrain.train.checkpoint.checkpoints import Checkpoints
-from dstrain.train.checkpoint.saver import Saving
-from dstrain.train.state.load import checkpoint_bytes
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.saver import CheckpointSaver
+from dstrain.train.state.load import estimate_checkpoint_bytes
 
 
 def measure(
@@ -29,12 +29,12 @@ def measure(
     engine = made_engine(task, preset, world, precision=precision)
     (batches,) = made_batches(task, 1, 1)
     engine.step(batches, task.recipe.optim.lr)
-    size = checkpoint_bytes(engine.objective, "adamw")
+    size = estimate_checkpoint_bytes(engine.objective, "adamw")
     folder = Path(tempfile.mkdtemp(prefix="dstrain-bench-"))
     ways = {
-        name: Saving(
-            checkpoints=Checkpoints(folder=folder / name, world=world.apart(), keep=1),
-            engine=engine, record={}, tell=lambda *_, **__: None, size=size, background=name == "behind",
+        name: CheckpointSaver(
+            checkpoints=CheckpointManager(folder=folder / name, world=world.apart(), keep=1),
+            engine=engine, run_info={}, log_event=lambda *_, **__: None, checkpoint_size=size, background=name == "behind",
         )
         for name in ("waiting", "behind")
     }  # fmt: skip
@@ -63,14 +63,14 @@ def measure(
     }
 
 
-def _save(saving: Saving, turn: int, step: Callable[[], Any], device: Any) -> tuple[float, float]:
+def _save(saving: CheckpointSaver, turn: int, step: Callable[[], Any], device: Any) -> tuple[float, float]:
     """Seconds that training stood still, and until the checkpoint was whole; training goes on meanwhile (here: a look)."""
     wait_for(device)
     start = time.perf_counter()
     saving.save(Progress(turn, turn), None)
     stall = time.perf_counter() - start
     step()
-    saving.settle()
+    saving.wait()
     return stall, time.perf_counter() - start if saving.background else stall
 
 

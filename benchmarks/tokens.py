@@ -22,8 +22,8 @@ import torch
 from benchmarks.common import ratio, run, take_turns
 from dstrain.config.schema import RunConfig
 from dstrain.data.cache.token_store import TokenStore
-from dstrain.data.sources.open import Joined, open_source
-from dstrain.launch.threads import cores_here
+from dstrain.data.sources.open import ConcatSource, open_source
+from dstrain.launch.threads import count_available_cores
 from dstrain.tasks import make_task
 from tests.chats import TEMPLATES
 
@@ -47,7 +47,7 @@ def made_task(folder: Path, data: str, times: int, what: str) -> Any:
     return make_task(RunConfig.model_validate(values))
 
 
-def made_store(task: Any, source: Joined, folder: Path, count: int, threads: bool = True) -> TokenStore:
+def made_store(task: Any, source: ConcatSource, folder: Path, count: int, threads: bool = True) -> TokenStore:
     """The store, made again by so many processes; `threads`: of the library tokenizers, which one process uses."""
     shutil.rmtree(folder, ignore_errors=True)
     env = {"DSTRAIN_CACHE": str(folder), "TOKENIZERS_PARALLELISM": str(threads).lower()}
@@ -61,8 +61,12 @@ def measure(
     """Equal stores first, then times in turns."""
     folder = Path(tempfile.mkdtemp(prefix="dstrain-bench-"))
     task = made_task(folder, data, times, what)
-    source = Joined([open_source(folder / "train.jsonl")])
-    ways = {"one core": (1, False), "one process": (1, True), f"{cores_here()} processes": (cores_here(), True)}
+    source = ConcatSource([open_source(folder / "train.jsonl")])
+    ways = {
+        "one core": (1, False),
+        "one process": (1, True),
+        f"{count_available_cores()} processes": (count_available_cores(), True),
+    }
     stores = [made_store(task, source, folder / f"cache-{at}", *way) for at, way in enumerate(ways.values())]
     names = [{path.name: path.read_bytes() for path in store.folder.iterdir()} for store in stores]
     assert all(files == names[0] for files in names), "the stores are equal to the byte"

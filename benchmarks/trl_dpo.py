@@ -143,15 +143,15 @@ def with_torch(task: Any) -> list[float]:
     """The losses of the same steps by TorchEngine, without a process of its own."""
     import torch
 
-    from dstrain.models.params.freeze import parameter_groups
-    from dstrain.schedule import LearningRate
-    from dstrain.train.build_model import build_objective
+    from dstrain.models.params.freeze import build_param_groups
+    from dstrain.schedule import LRSchedule
+    from dstrain.train.build_model import build_train_module
     from dstrain.train.engine.deepspeed import TorchEngine
 
     examples, optim, total = ordered(task), task.recipe.optim, task.recipe.batch.total
-    objective = build_objective(task)
-    engine = TorchEngine(objective, parameter_groups(objective.model, optim), optim, torch.device("cpu"))
-    rate = LearningRate(optim.lr, optim.schedule, len(examples) // total, optim.warmup)
+    objective = build_train_module(task)
+    engine = TorchEngine(objective, build_param_groups(objective.model, optim), optim, torch.device("cpu"))
+    rate = LRSchedule(optim.lr, optim.schedule, len(examples) // total, optim.warmup)
     losses = []
     for step in range(len(examples) // total):
         batch = task.collate(examples[step * total : (step + 1) * total])

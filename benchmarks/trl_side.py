@@ -21,7 +21,7 @@ import yaml
 
 from benchmarks.common import ROOT
 from dstrain.config import resolve_steps
-from dstrain.data.loading.sampler import DataPlan
+from dstrain.data.loading.sampler import StepSampler
 
 Row = dict[str, Any]
 
@@ -57,13 +57,13 @@ def ordered(task: Any) -> list[Mapping[str, Any]]:
     """The training examples of the whole run in the order in which `dstrain train` shows them to one process."""
     examples, recipe = task.examples("train"), task.recipe
     total = recipe.batch.total
-    order = DataPlan(
+    order = StepSampler(
         sizes=examples.sizes, weights=examples.weights, seed=recipe.seed, samples_per_step=total,
         world_size=1, accumulate=1,
     )  # fmt: skip
     _, count = resolve_steps(recipe, order.samples_per_epoch, total)
     order = replace(order, total_samples=count)
-    return [examples[int(index)] for start in range(0, count, total) for index in order.ids(start)]
+    return [examples[int(index)] for start in range(0, count, total) for index in order.step_ids(start)]
 
 
 def reward_rows(examples: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -159,9 +159,9 @@ def _arguments(recipe: Any) -> dict[str, Any]:
 
 def _rates(recipe: Any, steps: int) -> Callable[[int], float]:
     """dstrain's learning rate as a share of its peak: transformers' cosine begins its warmup at 0, dstrain's does not."""
-    from dstrain.schedule import LearningRate
+    from dstrain.schedule import LRSchedule
 
-    return LearningRate(1.0, recipe.optim.schedule, steps, recipe.optim.warmup)
+    return LRSchedule(1.0, recipe.optim.schedule, steps, recipe.optim.warmup)
 
 
 def _aligned(kind: type, rates: Callable[[int], float]) -> type:

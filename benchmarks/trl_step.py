@@ -58,13 +58,13 @@ def measure(
     """Equal losses first, then the times. Collective (of one)."""
     import torch
 
-    from dstrain.distributed.world import SoloWorld
+    from dstrain.distributed.world import SingleProcessWorld
     from dstrain.train.engine.deepspeed import TorchEngine
 
     warmup, limit = 2, 1e-4
     made_task = made(task, shape, length, micro, checked_steps + warmup + rounds + 1)
     side = made_side(TRAINERS[task], made_task, ordered(made_task))
-    world = join_alone() if presets else SoloWorld(torch.device("cpu"))
+    world = join_alone() if presets else SingleProcessWorld(torch.device("cpu"))
 
     theirs = StepByStep(side)
     ours = {"TorchEngine": Ours(TorchEngine(*made_model(made_task), made_task.recipe.optim, world.device), made_task)}

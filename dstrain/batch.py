@@ -21,11 +21,11 @@ class Batch:
     """Ids of the samples inside, for messages and for the record."""
     tokens: int = 0
     """Tokens that are not padding, for the throughput."""
-    filler: bool = False
+    is_filler: bool = False
     """True where a rank had no sample left: the pass runs, so that no rank waits, and weighs nothing."""
     vision: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """What the model takes of the batch's images, by its names; empty where it sees none."""
-    blank_rows: int = 0
+    dummy_rows: int = 0
     """Rows of token ids behind those of the samples: a blank image where no sample has one, so that every rank asks for the
     same weights in the same order. What the model says of them is left out."""
 
@@ -33,20 +33,20 @@ class Batch:
         """The same tensors, weighing nothing."""
         return replace(self, weight=0.0, samples=(), tokens=0, filler=True)
 
-    def plus(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
+    def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
         """The same batch with more tensors."""
         return replace(self, tensors={**self.tensors, **tensors})
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on the device (asynchronously where pinned)."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pin(self) -> Batch:
+    def pin_memory(self) -> Batch:
         """The same batch in page-locked memory."""
-        return self._each(lambda tensor: tensor.pin_memory())
+        return self._map_tensors(lambda tensor: tensor.pin_memory())
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        tensors, vision = ({k: change(v) for k, v in group.items()} for group in (self.tensors, self.vision))
+    def _map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        tensors, vision = ({k: function(v) for k, v in group.items()} for group in (self.tensors, self.vision))
         return replace(self, tensors=tensors, vision=vision)
 
 
@@ -57,7 +57,7 @@ class Progress:
     step: int = 0
     samples: int = 0
 
-    def after(self, samples: int) -> Progress:
+    def advance(self, samples: int) -> Progress:
         return Progress(self.step + 1, self.samples + samples)
 
 
@@ -84,7 +84,7 @@ class StepResult:
     """False where a loss itself was not finite, not only a gradient (fp16 searches its loss scale that way)."""
 
 
-def on_host(values: Sequence[torch.Tensor | float]) -> list[float]:
+def to_floats(values: Sequence[torch.Tensor | float]) -> list[float]:
     """The values as numbers; all tensors in one copy, which waits for their device."""
     import torch
 

@@ -22,11 +22,11 @@ from typing import Any
 
 from dstrain.errors import DataError
 
-SETTLED_NS = 2_000_000_000
+RACY_WINDOW_NS = 2_000_000_000
 """A file that changed less than this before it was read may change again within one tick of its file system's clock."""
-ABANDONED_SECONDS = 24 * 3600.0
+STALE_PARTIAL_SECONDS = 24 * 3600.0
 """A partial folder of another host in which nothing was written for so long is taken for a dead process's."""
-_OWNER = re.compile(r"\.([0-9a-f]{12})-(\d+)-[0-9a-f]{8}\.partial$")
+_PARTIAL_OWNER = re.compile(r"\.([0-9a-f]{12})-(\d+)-[0-9a-f]{8}\.partial$")
 
 
 def cache_root() -> Path:
@@ -40,7 +40,7 @@ def cache_root() -> Path:
         raise DataError(f"{problem}; set DSTRAIN_CACHE to a folder's whole path, or set HOME") from fault
 
 
-def key_name(key: Mapping[str, Any]) -> str:
+def hash_key(key: Mapping[str, Any]) -> str:
     """The name of the subfolder: a hash of the key as canonical JSON."""
     text = json.dumps(key, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -56,12 +56,12 @@ def host_id() -> str:
     return hashlib.sha256(f"{socket.gethostname()} {namespace}".encode()).hexdigest()[:12]
 
 
-def partial_path(place: Path) -> Path:
+def partial_path(path: Path) -> Path:
     """A path beside `place`, on the same file system, that nobody else writes to, on this host or another."""
-    return place.with_name(f"{place.name}.{host_id()}-{os.getpid()}-{secrets.token_hex(4)}.partial")
+    return path.with_name(f"{path.name}.{host_id()}-{os.getpid()}-{secrets.token_hex(4)}.partial")
 
 
-def write_whole(path: Path, text: str) -> None:
+def atomic_write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all, whoever else writes it too. Raises OSError."""
     partial = partial_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,19 +72,19 @@ def write_whole(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def remove_abandoned(place: Path) -> None:
+def remove_stale_partials(path: Path) -> None:
     """Remove the partial folders of `place` whose processes are gone; another host's where nothing was written for a day."""
-    for partial in place.parent.glob(f"{place.name}*.partial"):
-        owner = _OWNER.search(partial.name)
+    for partial in path.parent.glob(f"{path.name}*.partial"):
+        owner = _PARTIAL_OWNER.search(partial.name)
         if owner is not None and owner[1] == host_id():
-            gone = not _lives(int(owner[2]))
+            gone = not _is_alive(int(owner[2]))
         else:
-            gone = time.time() - _last_written(partial) > ABANDONED_SECONDS
+            gone = time.time() - _last_modified(partial) > STALE_PARTIAL_SECONDS
         if gone:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -94,7 +94,7 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def _last_written(folder: Path) -> float:
+def _last_modified(folder: Path) -> float:
     """The newest time of the folder and what lies in it; now, where that cannot be told."""
     try:
         return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
@@ -108,39 +108,39 @@ def file_state(path: Path) -> list[int]:
     return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
 
 
-def recall(path: Path, what: Any) -> Any:
+def load_file_result(path: Path, result_name: Any) -> Any:
     """What `remember` kept of a file under the name `what`; None where there is nothing, or the file has changed."""
     try:
-        entry = json.loads(_entry(path, what).read_text(encoding="utf-8"))
+        entry = json.loads(_entry_path(path, result_name).read_text(encoding="utf-8"))
         return entry["value"] if entry["state"] == file_state(path) else None
     except (OSError, ValueError, KeyError, TypeError, DataError):
         return None
 
 
-def remember(path: Path, what: Any, value: Any, began_ns: int, state: list[int]) -> None:
+def save_file_result(path: Path, result_name: Any, value: Any, read_start_ns: int, state: list[int]) -> None:
     """Keep what was found in a file that was read from `began_ns` on, when it had this state; `what` and value as JSON has them.
 
     Nothing is kept of a file that changed since, or so shortly before that a second change might not show (the trap
     that Git calls racily clean: gitformat-index, "racy"), nor where the cache cannot be written.
     """
     with contextlib.suppress(OSError, DataError):
-        if state == file_state(path) and state[3] + SETTLED_NS <= began_ns:
-            entry = {"path": str(path.absolute()), "what": what, "state": state, "value": value}
-            write_whole(_entry(path, what), json.dumps(entry))
+        if state == file_state(path) and state[3] + RACY_WINDOW_NS <= read_start_ns:
+            entry = {"path": str(path.absolute()), "what": result_name, "state": state, "value": value}
+            atomic_write_text(_entry_path(path, result_name), json.dumps(entry))
 
 
-def _entry(path: Path, what: Any) -> Path:
-    name = key_name({"path": os.path.realpath(path), "what": what})
+def _entry_path(path: Path, result_name: Any) -> Path:
+    name = hash_key({"path": os.path.realpath(path), "what": result_name})
     return cache_root() / "digests" / name[:2] / f"{name}.json"
 
 
 def file_digest(path: Path) -> str:
     """The SHA-256 of a file's bytes, read where they are not known from an earlier start. Raises OSError."""
-    known = recall(path, "sha256")
+    known = load_file_result(path, "sha256")
     if known is not None:
         return str(known)
     began, state = time.time_ns(), file_state(path)
     with path.open("rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
-    remember(path, "sha256", found, began, state)
+    save_file_result(path, "sha256", found, began, state)
     return found

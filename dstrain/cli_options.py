@@ -26,7 +26,7 @@ LAUNCH_OPTIONS = (
     ),
 )
 """On which processes: the fields of `dstrain.launch.command.LaunchOptions`."""
-LAUNCH_NAMES = frozenset(
+LAUNCH_OPTION_NAMES = frozenset(
     (
         "num_gpus",
         "num_nodes",
@@ -46,12 +46,12 @@ RECIPE_OPTIONS = (
     click.option("--ds-config", "--ds_config", metavar="NAME|PATH|auto", help="Preset or DeepSpeed JSON."),
     click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a key: optim.lr=2e-5"),
 )
-TASK_OF_FOLDER = click.option(
+FOLDER_TASK_OPTION = click.option(
     "--task", help="The task: a packaged one, or the task file it was trained with, which no folder runs by itself."
 )
-TRAINED_OPTIONS = (
+MODEL_OPTIONS = (
     click.argument("run_or_model", type=click.Path(exists=True, path_type=Path)),
-    TASK_OF_FOLDER,
+    FOLDER_TASK_OPTION,
     click.option("--step", default="best", metavar="N|best|last", show_default=True, help="Checkpoint of a run; last where none is best."),
     click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a key: batch.micro=8"),
     click.option(
@@ -60,7 +60,7 @@ TRAINED_OPTIONS = (
     ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
 )  # fmt: skip
-CHOICE = ("task", "step", "sets", "ds_config")
+MODEL_OPTION_NAMES = ("task", "step", "sets", "ds_config")
 SAMPLING_OPTIONS = (
     click.option("--max-new-tokens", "--max_new_tokens", default=256, type=click.IntRange(1), show_default=True, help="Most tokens of an answer."),
     click.option("--temperature", default=0.0, type=click.FloatRange(0), help="Sampling temperature; 0, the default: always the likeliest token."),
@@ -71,19 +71,19 @@ SAMPLING_OPTIONS = (
     click.option("--seed", default=0, type=click.IntRange(0), help="Seed of the sampling."),
     click.option("--batch", default=8, type=click.IntRange(1), show_default=True, help="Prompts answered together."),
 )  # fmt: skip
-SAMPLING = ("max_new_tokens", "temperature", "top_p", "seed", "batch")
-SCRATCH = click.option(
+SAMPLING_OPTION_NAMES = ("max_new_tokens", "temperature", "top_p", "seed", "batch")
+SCRATCH_OPTION = click.option(
     "--scratch", hidden=True, type=click.Path(path_type=Path), help="Set by dstrain for its workers."
 )
 
 
-class Command(click.Command):
+class GroupedCommand(click.Command):
     """A command whose help has the launch options under a heading of their own."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, of_launch in (("Options", False), ("Launch options", True)):
             options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
-            params = [option for option in options if (option.name in LAUNCH_NAMES) == of_launch]
+            params = [option for option in options if (option.name in LAUNCH_OPTION_NAMES) == of_launch]
             if rows := [row for param in params if (row := param.get_help_record(ctx)) is not None]:
                 with formatter.section(heading):
                     formatter.write_dl(rows)
@@ -92,14 +92,14 @@ class Command(click.Command):
 def with_options(*groups: Sequence[Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Options of several commands: recipe or trained model, and on which processes to run."""
 
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed([option for group in groups for option in group]):
             command = option(command)
         return command
 
-    return add
+    return decorate
 
 
-def taken(options: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def pop_options(options: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The options of these names, taken out of the others."""
     return {name: options.pop(name) for name in names}

@@ -36,12 +36,12 @@ class Fault:
     """The place: `recipe.yaml:12 optim.lr`, `--set optim.lr`, `train.jsonl:7`."""
     problem: str
     """What is true, without a full stop."""
-    mend: str
+    fix: str
     """What to do, without a full stop."""
 
     def __str__(self) -> str:
         where = one_line(self.where)
-        return f"{where}: {self.problem}; {self.mend}" if self.mend else f"{where}: {self.problem}"
+        return f"{where}: {self.problem}; {self.fix}" if self.fix else f"{where}: {self.problem}"
 
 
 class DstrainError(Exception):
@@ -50,7 +50,7 @@ class DstrainError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        return without_password(super().__str__())
+        return mask_passwords(super().__str__())
 
 
 class UsageError(DstrainError):
@@ -95,15 +95,15 @@ class NonFiniteError(RunError):
     """The loss or the gradients stayed inf or nan."""
 
 
-class LostError(RunError):
+class PeerFailureError(RunError):
     """Another process has ended or went silent: what was being done, what became of it, what to do."""
 
-    def __init__(self, doing: str, what: str, mend: str) -> None:
-        self.doing, self.mend = doing, mend
-        super().__init__(f"{doing}: {what}; {mend}")
+    def __init__(self, phase: str, problem: str, fix: str) -> None:
+        self.phase, self.fix = phase, fix
+        super().__init__(f"{phase}: {problem}; {fix}")
 
 
-class FolderLostError(RunError):
+class RunFolderTakenError(RunError):
     """Another launch has taken the run folder."""
 
 
@@ -111,7 +111,7 @@ class CheckpointError(RunError):
     """A checkpoint cannot be written, read or verified."""
 
 
-def without_password(text: str) -> str:
+def mask_passwords(text: str) -> str:
     """The text without the passwords of URLs such as https://name:password@host: logs and records are kept and copied."""
     return URL_PASSWORD.sub(r"\1...@", text)
 
@@ -121,22 +121,22 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else "".join(a if a.isprintable() else repr(a)[1:-1] for a in text)
 
 
-def not_utf8(content: bytes, error: UnicodeDecodeError) -> str:
+def describe_decode_error(content: bytes, error: UnicodeDecodeError) -> str:
     """What is said of a text file in another encoding; `content` is its beginning."""
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "is UTF-16 (byte order mark); save it as UTF-8"
     return f"not valid UTF-8 (byte {error.start}); re-save the file as UTF-8"
 
 
-def did_you_mean(word: str, known: Sequence[str]) -> str:
+def suggest_name(name: str, known: Sequence[str]) -> str:
     """`did you mean 'lr'?`, or the known words where none is near, as the mend of a Fault."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
         return f"did you mean '{one_line(near[0])}'?"
     return f"known here: {one_line(', '.join(sorted(known)))}" if known else "remove it"
 
 
-def fault_of_system(error: Exception) -> DstrainError | None:
+def explain_system_error(error: Exception) -> DstrainError | None:
     """What the user or the system can do about an error that no command expects; None where it is of another kind."""
     if isinstance(error, FileNotFoundError):
         try:

@@ -12,8 +12,8 @@ import threading
 def prepare_process() -> None:
     """Make streams and signals such that a command can rely on them. Call it first."""
     open_closed_streams()
-    escape_unencodable()
-    hear_of_children()
+    escape_unsupported_characters()
+    reset_sigchld()
 
 
 def open_closed_streams() -> None:
@@ -34,14 +34,14 @@ def open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
-def escape_unencodable() -> None:
+def escape_unsupported_characters() -> None:
     """Have output streams write `\\xfc` for a letter that the locale or PYTHONIOENCODING has not, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or stream.encoding.lower() != "utf-8"):
             stream.reconfigure(errors="backslashreplace")
 
 
-def hear_of_children() -> None:
+def reset_sigchld() -> None:
     """Set SIGCHLD to its default where it was ignored: subprocess would take every child for one that ended well."""
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def shipped(name: str) -> Path:
+def find_resource_dir(name: str) -> Path:
     """The shipped folder of this name, such as `ds_configs` or `launchers`."""
     package = Path(__file__).parent
     for folder in (package / name, package.parent / name):

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from dstrain.errors import RecipeError, did_you_mean
+from dstrain.errors import RecipeError, suggest_name
 
-WSD_DECAY = 0.1
+WSD_DECAY_FRACTION = 0.1
 """Share of the steps that `wsd` decays over; MiniCPM found a tenth to be enough (arXiv 2404.06395, section 4.2)."""
 
 
-def share(steps: int, part: float) -> int:
+def fraction_of_steps(steps: int, fraction: float) -> int:
     """A part of the steps, rounded up; 0.07 of 100 steps is 7, although the product is a little more in floating point."""
-    return math.ceil(round(steps * part, 9))
+    return math.ceil(round(steps * fraction, 9))
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,21 @@ class Every:
     def __post_init__(self) -> None:
         assert self.steps is None or self.steps > 0, f"Every({self.steps}): the configuration lets only 1 and more pass"
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether it is due after `step` steps were taken."""
         return self.steps is not None and step > 0 and step % self.steps == 0
 
 
-def _constant(step: int, rest: int) -> float:
+def _constant(step: int, decay_steps: int) -> float:
     return 1.0
 
 
-def _linear(step: int, rest: int) -> float:
-    return max(0.0, 1.0 - step / max(1, rest))
+def _linear(step: int, decay_steps: int) -> float:
+    return max(0.0, 1.0 - step / max(1, decay_steps))
 
 
-def _cosine(step: int, rest: int) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / max(1, rest))))
+def _cosine(step: int, decay_steps: int) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / max(1, decay_steps))))
 
 
 SCHEDULES: dict[str, Callable[[int, int], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
@@ -53,10 +53,10 @@ SCHEDULE_NAMES = (*SCHEDULES, "wsd")
 
 def warmup_steps(steps: int, warmup: float) -> int:
     """`warmup` below 1 is a share of the steps, rounded up; from 1 on it is steps."""
-    return share(steps, warmup) if warmup < 1 else round(warmup)
+    return fraction_of_steps(steps, warmup) if warmup < 1 else round(warmup)
 
 
-def learning_rate(step: int, *, schedule: str, steps: int, warmup: float, peak: float) -> float:
+def compute_lr(step: int, *, schedule: str, steps: int, warmup: float, peak: float) -> float:
     """The rate of the step numbered `step`, counted from 0, of `steps` in all.
 
     The shapes are those of transformers' `get_linear_schedule_with_warmup` and
@@ -69,29 +69,29 @@ def learning_rate(step: int, *, schedule: str, steps: int, warmup: float, peak: 
     """
     if schedule not in SCHEDULE_NAMES:
         raise RecipeError(
-            f"optim.schedule: no schedule is called '{schedule}'; {did_you_mean(schedule, SCHEDULE_NAMES)}"
+            f"optim.schedule: no schedule is called '{schedule}'; {suggest_name(schedule, SCHEDULE_NAMES)}"
         )
     rising = warmup_steps(steps, warmup)
     if step < rising:
         return peak * (step + 1) / rising
     if schedule == "wsd":
-        start = max(rising, steps - share(steps, WSD_DECAY))
+        start = max(rising, steps - fraction_of_steps(steps, WSD_DECAY_FRACTION))
         return peak * _linear(max(0, step - start), steps - start)
     return peak * SCHEDULES[schedule](step - rising, steps - rising)
 
 
-def scale(peak: float, rule: Literal["none", "linear", "sqrt"], world_size: int, base: int) -> float:
+def scale_lr(peak: float, rule: Literal["none", "linear", "sqrt"], world_size: int, base_world_size: int) -> float:
     """The peak for `world_size` processes where `peak` was found with `base` processes.
 
     `linear` keeps the sum of updates per sample when the batch grows (arXiv 1706.02677); `sqrt`
     keeps their variance, which fits Adam better (arXiv 2205.10287).
     """
-    ratio = world_size / base
+    ratio = world_size / base_world_size
     return peak * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
 
 
 @dataclass(frozen=True)
-class LearningRate:
+class LRSchedule:
     """The learning rate of a run: call it with the step, counted from 0."""
 
     peak: float
@@ -104,4 +104,4 @@ class LearningRate:
     """Below 1 a share of the steps, from 1 on steps."""
 
     def __call__(self, step: int) -> float:
-        return learning_rate(step, schedule=self.schedule, steps=self.steps, warmup=self.warmup, peak=self.peak)
+        return compute_lr(step, schedule=self.schedule, steps=self.steps, warmup=self.warmup, peak=self.peak)

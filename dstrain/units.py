@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 
-def show_bytes(count: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """1536 -> `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
 
 
-def show_count(count: float) -> str:
+def format_count(count: float) -> str:
     """1234567 -> `1.23 M`."""
     for limit, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if abs(count) >= limit:
@@ -20,7 +20,7 @@ def show_count(count: float) -> str:
     return f"{count:g}"
 
 
-def show_duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """3725 -> `1 h 02 m 05 s`."""
     if seconds < 60:
         return f"{seconds:.1f} s"

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from dstrain.tasks import find_task
-from dstrain.tasks.vlm import TINY
+from dstrain.tasks.vlm import TINY_CONFIG
 
 TEXT: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -56,7 +56,7 @@ def recipe(task: str, folder: Path) -> dict[str, Any]:
     values = find_task(task).tiny(folder)
     if task == "vlm":
         return values
-    values["model"] = {"config": TINY}
+    values["model"] = {"config": TINY_CONFIG}
     for split, count in (("train", 64), ("eval", 16)):
         lines = [json.dumps(_preference(folder, split, index)) for index in range(count)]
         (folder / f"{split}.jsonl").write_text("\n".join(lines))

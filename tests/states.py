@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.batch import Progress
-from dstrain.train.checkpoint.checkpoints import Checkpoints
-from dstrain.train.state.files import StoredState, write_state
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.state.files import CheckpointReader, write_state
 
 
 def keep(engine: Any, folder: Path, step: int = 1) -> Path:
     """Commit a checkpoint of this engine; returns its folder. Collective."""
     about = engine.about() if engine.world.rank == 0 else None
-    checkpoints = Checkpoints(folder=folder, world=engine.world)
+    checkpoints = CheckpointManager(folder=folder, world=engine.world)
     return checkpoints.save(lambda path: write_state(path, engine.shards(), about), Progress(step, step), {})
 
 
 def go_on(engine: Any, checkpoint: Path) -> None:
     """Load what `keep` wrote. Collective."""
-    engine.load(StoredState(checkpoint))
+    engine.load(CheckpointReader(checkpoint))

@@ -109,16 +109,16 @@ def serve(address: str) -> None:
 
     import torch
 
-    from dstrain.distributed.world import join
-    from dstrain.launch.worker import follow_parent
+    from dstrain.distributed.world import init_process_group
+    from dstrain.launch.worker import exit_with_parent
 
-    follow_parent()
+    exit_with_parent()
     torch.set_num_threads(1)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     pipe = Client(address, "AF_UNIX", authkey=b"tests")
     pipe.send(int(os.environ["RANK"]))
-    join(torch.device("cpu"), timedelta(minutes=9))
+    init_process_group(torch.device("cpu"), timedelta(minutes=9))
     import deepspeed  # noqa: F401  here, once
 
     while True:

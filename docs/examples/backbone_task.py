@@ -14,7 +14,7 @@ from dstrain.batch import Batch
 from dstrain.data.cache.build import prepare, tokenizer_fingerprint
 from dstrain.data.formats.preferences import BadRecord
 from dstrain.data.loading.collate import attention_mask, pad
-from dstrain.data.sources.open import Joined, open_source
+from dstrain.data.sources.open import ConcatSource, open_source
 from dstrain.tasks import Loss, Split, Task
 from dstrain.tasks.common.bad_record_policy import policy_of
 
@@ -49,7 +49,7 @@ class FriendlyText(Task):
         items = data.train if split == "train" else [data.eval] if data.eval else []
         if not items:
             return None
-        source = Joined([open_source(item, data.columns) for item in items])
+        source = ConcatSource([open_source(item, data.columns) for item in items])
         key = {"what": "friendly", "max_length": data.max_length, "tokenizer": tokenizer_fingerprint(self.tokenizer)}
         return prepare(source, self.encode, key, policy_of(self.recipe))  # once for all processes of a host
 

@@ -9,75 +9,77 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.commands.trained_model import Choice, Found, hash_weights, load_found, quieten
+from dstrain.commands.trained_model import ModelSelector, SavedModel, hash_weights, load_saved_model, quiet_libraries
 from dstrain.config import RunConfig
-from dstrain.data.sources.hub import parse_part
+from dstrain.data.sources.hub import parse_hub_split
 from dstrain.errors import DataError, UsageError
 from dstrain.preset import Device
 from dstrain.tasks import Task
-from dstrain.tasks.common.reference import PolicyTask
+from dstrain.tasks.common.reference import ReferenceTask
 
 if TYPE_CHECKING:
     from dstrain.distributed.world import World
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedEvaluation:
     """What is evaluated, on what."""
 
-    found: Found
+    saved_model: SavedModel
     examples: Sequence[Any]
     ds_config: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate:
+class EvaluateJob:
     """Loss and metrics over a whole file, each a sum divided once."""
 
-    choice: Choice
+    selector: ModelSelector
     data: str
     """A file, or a dataset on the hub."""
-    many = True
+    is_parallel = True
 
-    def words(self) -> list[str]:
-        return ["evaluate", *self.choice.words(), "--data", named_data(self.data)]
+    def to_argv(self) -> list[str]:
+        return ["evaluate", *self.selector.to_argv(), "--data", resolve_data_path(self.data)]
 
-    def check(self) -> RunConfig:
-        return self._find().task.recipe
+    def check_recipe(self) -> RunConfig:
+        return self._find_model().task.recipe
 
-    def _find(self) -> Found:
-        found = self.choice.find(f"data.eval={json.dumps(held_out(self.data))}", "data.eval_fraction=0")
+    def _find_model(self) -> SavedModel:
+        found = self.selector.find_model(f"data.eval={json.dumps(make_eval_source(self.data))}", "data.eval_fraction=0")
         check_reference(found)
         return found
 
-    def ready(self, processes: int, device: Device) -> Prepared:
-        quieten()
-        found = self._find()
-        found.check()
+    def prepare(self, world_size: int, device: Device) -> PreparedEvaluation:
+        quiet_libraries()
+        found = self._find_model()
+        found.check_loadable()
         examples = found.task.examples("eval")
         if not examples:
             raise DataError(f"{self.data}: holds no sample to evaluate on")
-        return Prepared(found, examples, found.ds_config(self.choice.ds_config, processes, device))
+        return PreparedEvaluation(found, examples, found.build_ds_config(self.selector.ds_config, world_size, device))
 
-    def read_weights(self, ready: Prepared) -> None:
-        hash_weights(ready.found.task, ready.found.checkpoint is not None)
+    def cache_weight_hashes(self, prepared: PreparedEvaluation) -> None:
+        hash_weights(prepared.saved_model.task, prepared.saved_model.checkpoint is not None)
 
-    def run(self, ready: Prepared, world: World) -> dict[str, Any]:
-        from dstrain.models.zero3 import sharded_construction
+    def run(self, prepared: PreparedEvaluation, world: World) -> dict[str, Any]:
+        from dstrain.models.zero3 import zero3_init
         from dstrain.train.engine.inference import ForwardEngine
-        from dstrain.train.engine.module import Objective
+        from dstrain.train.engine.module import TrainModule
         from dstrain.train.evaluate import Evaluation
-        from dstrain.train.precompute_reference import Asking, add_references
+        from dstrain.train.precompute_reference import ReferenceJob, add_reference_outputs
 
-        found, task = ready.found, ready.found.task
-        asking = Asking(task=task, ds_config=ready.ds_config, micro=found.micro, world=world)
-        examples = add_references(asking, [ready.examples])[0]
+        found, task = prepared.saved_model, prepared.saved_model.task
+        asking = ReferenceJob(
+            task=task, ds_config=prepared.ds_config, micro_batch_size=found.micro_batch_size, world=world
+        )
+        examples = add_reference_outputs(asking, [prepared.examples])[0]
         assert examples is not None
-        model = load_found(found, ready.ds_config, world)
-        with sharded_construction(ready.ds_config):
-            reference = task.build_reference() if task.reference == "model" else None
-        engine = ForwardEngine(Objective(task, model, reference), ready.ds_config, world)
-        row = Evaluation(task, examples, found.micro).run(engine)
+        model = load_saved_model(found, prepared.ds_config, world)
+        with zero3_init(prepared.ds_config):
+            reference = task.build_reference() if task.reference_kind == "model" else None
+        engine = ForwardEngine(TrainModule(task, model, reference), prepared.ds_config, world)
+        row = Evaluation(task, examples, found.micro_batch_size).run(engine)
         rates = {name: row.pop(name) for name in [*row] if name.endswith("_per_second")}
         about = {"file": self.data, "step": found.step, "examples": len(examples)}
         return {**about, **row, **task.baselines(examples), **rates}
@@ -91,30 +93,30 @@ def show_metrics(row: Mapping[str, Any]) -> str:
     )
 
 
-def named_data(data: str) -> str:
+def resolve_data_path(data: str) -> str:
     """The same file for a process that works elsewhere."""
     return str(Path(data).expanduser().resolve()) if Path(data).expanduser().exists() else data
 
 
-def held_out(data: str) -> Any:
+def make_eval_source(data: str) -> Any:
     """What `data.eval` is set to. Raises UsageError where `data` is neither a file nor a dataset's name."""
-    part = parse_part(data)
+    part = parse_hub_split(data)
     if Path(data).expanduser().exists():
-        return named_data(data)
+        return resolve_data_path(data)
     if part is None:
         raise UsageError(f"--data {data}: there is no such file (we are in {Path.cwd()}); check the path")
-    return {"path": part.dataset, "split": part.split if ":" in data else None, "name": part.name}
+    return {"path": part.dataset, "split": part.split if ":" in data else None, "name": part.config_name}
 
 
-def check_reference(found: Found) -> None:
+def check_reference(saved: SavedModel) -> None:
     """Raise UsageError where an exported policy would be compared with itself, or its reference is not there."""
-    task: Task = found.task
-    if isinstance(task, PolicyTask):
+    task: Task = saved.task
+    if isinstance(task, ReferenceTask):
         task.check_reference()
-    if found.checkpoint is None and task.reference in ("model", "cached"):
-        path = task.reference_model.path
-        if path is not None and os.path.realpath(Path(path).expanduser()) == os.path.realpath(found.folder):
+    if saved.checkpoint is None and task.reference_kind in ("model", "cached"):
+        path = task.reference_config.path
+        if path is not None and os.path.realpath(Path(path).expanduser()) == os.path.realpath(saved.folder):
             raise UsageError(
-                f"{found.folder}: a policy cannot be its own reference, and nothing here says whom it was trained "
+                f"{saved.folder}: a policy cannot be its own reference, and nothing here says whom it was trained "
                 "against; give that model's folder with --set options.ref_model=FOLDER"
             )

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.commands.evaluate import held_out, named_data
-from dstrain.commands.trained_model import Choice, Found, hash_weights, load_found, quieten
+from dstrain.commands.evaluate import make_eval_source, resolve_data_path
+from dstrain.commands.trained_model import ModelSelector, SavedModel, hash_weights, load_saved_model, quiet_libraries
 from dstrain.config import RunConfig
-from dstrain.data.cache.build import Policy, judge
-from dstrain.data.cache.token_store import Report, say
-from dstrain.data.formats.image_placeholders import Seen
+from dstrain.data.cache.build import PreparePolicy, check_bad_records
+from dstrain.data.cache.token_store import BuildReport, log_stderr
+from dstrain.data.formats.image_placeholders import RecordWithImages
 from dstrain.data.formats.messages import BadRecord
-from dstrain.data.formats.prompts import Asked, Prompt
-from dstrain.data.sources.open import BadRow, First, open_source
+from dstrain.data.formats.prompts import EncodedPrompt, ParsedPrompt
+from dstrain.data.sources.open import BadRow, HeadSource, open_source
 from dstrain.errors import DataError, TaskError, UsageError
 from dstrain.preset import Device
 from dstrain.tasks.common.text import TextTask
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedGeneration:
     """What is answered."""
 
-    found: Found
-    prompts: Sequence[Prompt]
+    saved_model: SavedModel
+    prompts: Sequence[EncodedPrompt]
     ds_config: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate:
+class GenerateJob:
     """An answer to each prompt, in order."""
 
-    choice: Choice
+    selector: ModelSelector
     texts: Sequence[str] = ()
     """Prompts from the command line."""
     data: str | None = None
@@ -48,15 +48,15 @@ class Generate:
     """Files of images that the prompts of the command line ask about."""
     sampling: Mapping[str, Any]
     """The fields of `dstrain.train.generate.Sampling`."""
-    many = True
+    is_parallel = True
 
-    def words(self) -> list[str]:
-        words = ["generate", *self.choice.words(), *(word for text in self.texts for word in ("--prompt", text))]
-        words += ["--data", named_data(self.data)] if self.data else []
+    def to_argv(self) -> list[str]:
+        words = ["generate", *self.selector.to_argv(), *(word for text in self.texts for word in ("--prompt", text))]
+        words += ["--data", resolve_data_path(self.data)] if self.data else []
         words += [word for image in self.images for word in ("--image", os.path.realpath(Path(image).expanduser()))]
-        return words + [word for name, value in self.sampling.items() for word in (_option(name), str(value))]
+        return words + [word for name, value in self.sampling.items() for word in (_to_flag(name), str(value))]
 
-    def check(self) -> RunConfig:
+    def check_recipe(self) -> RunConfig:
         if not self.texts and not self.data:
             raise UsageError("nothing is asked: give --prompt TEXT, or --data FILE with records that ask something")
         if any(not text.strip() for text in self.texts):
@@ -65,50 +65,58 @@ class Generate:
             raise UsageError(
                 "--image: no --prompt asks about it; give one, or write image and question into a --data file"
             )
-        found = self._find()
-        if self.images and not _policy_of(found).sees:
-            kind = _policy_of(found).model_config.model_type
+        found = self._find_model()
+        if self.images and not _get_text_task(found).is_multimodal:
+            kind = _get_text_task(found).model_config.model_type
             raise UsageError(f"--image: this model takes no images ({kind} reads text only); leave the option out")
         for text in self.texts:
-            self._asked(_policy_of(found), text)
+            self._parse_prompt(_get_text_task(found), text)
         return found.task.recipe
 
-    def _find(self) -> Found:
-        own = [] if self.data is None else [f"data.eval={json.dumps(held_out(self.data))}", "data.eval_fraction=0"]
-        found = self.choice.find(*own)
-        _policy_of(found)
+    def _find_model(self) -> SavedModel:
+        own = (
+            []
+            if self.data is None
+            else [f"data.eval={json.dumps(make_eval_source(self.data))}", "data.eval_fraction=0"]
+        )
+        found = self.selector.find_model(*own)
+        _get_text_task(found)
         return found
 
-    def ready(self, processes: int, device: Device) -> Prepared:
-        quieten()
-        found = self._find()
-        task = _policy_of(found)
-        found.check()
-        limit = self._limit(task)
-        asked = [self._asked(task, text) for text in self.texts]
-        prompts = [_coded(item, "--prompt") for item in task.prompts(asked, [Path.cwd()] * len(asked), limit)]
-        prompts += _of_file(task, limit) if self.data else []
-        return Prepared(found, prompts, found.ds_config(self.choice.ds_config, processes, device))
+    def prepare(self, world_size: int, device: Device) -> PreparedGeneration:
+        quiet_libraries()
+        found = self._find_model()
+        task = _get_text_task(found)
+        found.check_loadable()
+        limit = self._max_prompt_tokens(task)
+        asked = [self._parse_prompt(task, text) for text in self.texts]
+        prompts = [
+            _check_prompt(item, "--prompt") for item in task.encode_prompts(asked, [Path.cwd()] * len(asked), limit)
+        ]
+        prompts += _read_prompts(task, limit) if self.data else []
+        return PreparedGeneration(found, prompts, found.build_ds_config(self.selector.ds_config, world_size, device))
 
-    def read_weights(self, ready: Prepared) -> None:
-        hash_weights(ready.found.task, ready.found.checkpoint is not None)
+    def cache_weight_hashes(self, prepared: PreparedGeneration) -> None:
+        hash_weights(prepared.saved_model.task, prepared.saved_model.checkpoint is not None)
 
-    def run(self, ready: Prepared, world: World) -> list[dict[str, Any]]:
-        from dstrain.tasks.common.losses import unwrapped
+    def run(self, prepared: PreparedGeneration, world: World) -> list[dict[str, Any]]:
+        from dstrain.tasks.common.losses import unwrap_peft
         from dstrain.train.engine.inference import ForwardEngine
-        from dstrain.train.generate import Sampling, write_answers
+        from dstrain.train.generate import SamplingParams, generate_answers
 
-        task = _policy_of(ready.found)
-        model = load_found(ready.found, ready.ds_config, world)
-        engine = ForwardEngine(unwrapped(model), ready.ds_config, world)
-        answers = write_answers(engine, ready.prompts, Sampling(**self.sampling), task.tokenizer, task.sight)
+        task = _get_text_task(prepared.saved_model)
+        model = load_saved_model(prepared.saved_model, prepared.ds_config, world)
+        engine = ForwardEngine(unwrap_peft(model), prepared.ds_config, world)
+        answers = generate_answers(
+            engine, prepared.prompts, SamplingParams(**self.sampling), task.tokenizer, task.vision_processor
+        )
         texts = task.tokenizer.batch_decode(answers, skip_special_tokens=True)
         return [
             {"prompt": prompt.text, "answer": text, "tokens": len(answer)}
-            for prompt, answer, text in zip(ready.prompts, answers, texts, strict=True)
+            for prompt, answer, text in zip(prepared.prompts, answers, texts, strict=True)
         ]
 
-    def _limit(self, task: TextTask) -> int | None:
+    def _max_prompt_tokens(self, task: TextTask) -> int | None:
         """Ids of a prompt at most. Raises UsageError where none is left."""
         data, places = task.recipe.data, getattr(task.model_config.get_text_config(), "max_position_embeddings", None)
         if not isinstance(places, int):
@@ -119,9 +127,9 @@ class Generate:
             raise UsageError(f"{asked}: the model has {places} positions, prompt included; ask for fewer")
         return room if data.max_prompt_length is None else min(room, data.max_prompt_length)
 
-    def _asked(self, task: TextTask, text: str) -> Seen[Asked]:
+    def _parse_prompt(self, task: TextTask, text: str) -> RecordWithImages[ParsedPrompt]:
         try:
-            return task.prompt({"question": text, "images": [*self.images]} if self.images else {"prompt": text})
+            return task.parse_prompt({"question": text, "images": [*self.images]} if self.images else {"prompt": text})
         except BadRecord as fault:
             raise UsageError(f"--prompt: {fault.reason}") from None
 
@@ -137,55 +145,55 @@ def show_answers(rows: Sequence[Mapping[str, Any]], as_json: bool) -> str:
     return "\n".join(blocks)
 
 
-def _policy_of(found: Found) -> TextTask:
+def _get_text_task(saved: SavedModel) -> TextTask:
     """The task. Raises TaskError where its model writes no text."""
-    task = found.task
+    task = saved.task
     if not isinstance(task, TextTask):
         raise TaskError(
             f"task {task.recipe.task}: has no text for a model to answer; `dstrain evaluate` shows its metrics"
         )
-    if not task.answers:
+    if not task.can_generate:
         raise TaskError(
             f"task {task.recipe.task}: its model gives scores and no answers; `dstrain evaluate` shows how good they are"
         )
     return task
 
 
-def _of_file(task: TextTask, limit: int | None) -> list[Prompt]:
+def _read_prompts(task: TextTask, max_tokens: int | None) -> list[EncodedPrompt]:
     """What the records of `data.eval` ask. Raises DataError for bad ones, as `data.on_error` says."""
     data = task.recipe.data
     assert data.eval is not None
     source = open_source(data.eval, data.columns)
-    source = First(source, data.max_samples) if data.max_samples else source
+    source = HeadSource(source, data.max_samples) if data.max_samples else source
     asked, places, folders = [], [], []
-    report = Report(read=len(source) + len(source.bad), bad=list(source.bad))
+    report = BuildReport(read=len(source) + len(source.bad_rows), bad=list(source.bad_rows))
     for index in range(len(source)):
         try:
-            asked.append(task.prompt(source[index]))
-            places.append(source.where(index))
-            folders.append(source.folder_of(index))
+            asked.append(task.parse_prompt(source[index]))
+            places.append(source.location(index))
+            folders.append(source.get_base_dir(index))
         except BadRecord as fault:
-            report.bad.append(BadRow(source.where(index), fault.reason))
+            report.bad.append(BadRow(source.location(index), fault.reason))
     prompts = []
-    for place, coded in zip(places, task.prompts(asked, folders, limit), strict=True):
+    for place, coded in zip(places, task.encode_prompts(asked, folders, max_tokens), strict=True):
         if isinstance(coded, BadRecord):
             report.bad.append(BadRow(place, coded.reason))
         else:
             prompts.append(coded)
     report.kept = len(prompts)
-    judge(report, Policy(task=task.recipe.task, on_error=data.on_error))
+    check_bad_records(report, PreparePolicy(task=task.recipe.task, on_error=data.on_error))
     if report.bad:
-        say(
+        log_stderr(
             f"{len(report.bad)} of {report.read} records ask nothing and are left out; the first: {report.bad[0].reason}"
         )
     return prompts
 
 
-def _coded(item: Prompt | BadRecord, where: str) -> Prompt:
+def _check_prompt(item: EncodedPrompt | BadRecord, source: str) -> EncodedPrompt:
     if isinstance(item, BadRecord):
-        raise DataError(f"{where}: {item.reason}")
+        raise DataError(f"{source}: {item.reason}")
     return item
 
 
-def _option(name: str) -> str:
+def _to_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"

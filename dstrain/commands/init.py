@@ -17,9 +17,9 @@ from dstrain.config.schema import (
     SaveConfig,
     Section,
 )
-from dstrain.tasks import find_task, learning_rate, options
+from dstrain.tasks import default_learning_rate, find_task, task_options
 
-SECTIONS: tuple[tuple[str, type[Section], dict[str, object]], ...] = (
+TEMPLATE_SECTIONS: tuple[tuple[str, type[Section], dict[str, object]], ...] = (
     ("model", ModelConfig, {"path": "/path/to/model", "freeze": [], "gradient_checkpointing": True}),
     ("data", DataConfig, {"train": "train.jsonl", "eval": "eval.jsonl", "max_length": 1024}),
     ("batch", BatchConfig, {"total": 64, "micro": 4}),
@@ -34,41 +34,43 @@ SECTIONS: tuple[tuple[str, type[Section], dict[str, object]], ...] = (
 )
 
 
-def _best_by(metrics: Sequence[str]) -> dict[str, object]:
+def _default_eval_metric(metrics: Sequence[str]) -> dict[str, object]:
     """The metric that `best` goes by: of tasks that tell two answers apart, how often they do."""
     return {"metric": "accuracy", "best": "max"} if "accuracy" in metrics else {}
 
 
-def starter_recipe(task: str) -> str:
+def render_recipe_template(task: str) -> str:
     """YAML that reads clean once the paths are filled in."""
     lines = [f"# A starter recipe for {task}. Every key: `dstrain train THIS --dry-run`.", f"task: {task}"]
     found = find_task(task)
-    own = options(found)
+    own = task_options(found)
     if own:
         lines.append("options:")
-        lines += _commented("  ", [(option.name, option.default, option.help) for option in own])
-    for name, section, values in SECTIONS:
+        lines += _add_comments("  ", [(option.name, option.default, option.help) for option in own])
+    for name, section, values in TEMPLATE_SECTIONS:
         lines.append(f"{name}:")
         fields = section.model_fields
         if section is OptimConfig:
-            values = {**values, "lr": learning_rate(found, lora=False)}
+            values = {**values, "lr": default_learning_rate(found, use_lora=False)}
         if section is EvalConfig:
-            values = {**values, **_best_by(found.metric_names)}
-        lines += _commented("  ", [(key, value, fields[key].description or "") for key, value in values.items()])
+            values = {**values, **_default_eval_metric(found.metric_names)}
+        lines += _add_comments("  ", [(key, value, fields[key].description or "") for key, value in values.items()])
         if section is ModelConfig:
             lines.append(
-                f"  # lora: {{rank: 16, alpha: 32}}  # thin adapters; raise optim.lr to {learning_rate(found, lora=True):g}"
+                f"  # lora: {{rank: 16, alpha: 32}}  # thin adapters; raise optim.lr to {default_learning_rate(found, use_lora=True):g}"
             )
     whole = RunConfig.model_fields
     tops: tuple[tuple[str, object], ...] = (("precision", "auto"), ("ds_config", "zero2"), ("epochs", 1), ("seed", 0))
-    return "\n".join(lines + _commented("", [(key, value, whole[key].description or "") for key, value in tops])) + "\n"
+    return (
+        "\n".join(lines + _add_comments("", [(key, value, whole[key].description or "") for key, value in tops])) + "\n"
+    )
 
 
-def _commented(indent: str, rows: list[tuple[str, object, str]]) -> list[str]:
-    written = [(f"{key}: {_plain(value)}", text) for key, value, text in rows]
+def _add_comments(indent: str, rows: list[tuple[str, object, str]]) -> list[str]:
+    written = [(f"{key}: {_to_yaml(value)}", text) for key, value, text in rows]
     width = max(len(line) for line, _ in written) + 2
     return [f"{indent}{line:{width}}# {text}" for line, text in written]
 
 
-def _plain(value: object) -> str:
+def _to_yaml(value: object) -> str:
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()

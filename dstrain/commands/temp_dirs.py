@@ -19,56 +19,59 @@ from itertools import islice
 from pathlib import Path
 
 from dstrain.errors import UsageError
-from dstrain.launch.multihost.probe import machine
-from dstrain.launch.processes import alive, start_time
+from dstrain.launch.multihost.probe import get_host_id
+from dstrain.launch.processes import is_process_alive, start_time
 
-OWNER = "owner.json"
-_NAME = re.compile(r"dstrain-[0-9a-f]{16}")
-_MOST_LOOKED_AT, _MOST_REMOVED = 10_000, 20
+OWNER_FILE = "owner.json"
+_SCRATCH_NAME = re.compile(r"dstrain-[0-9a-f]{16}")
+_MAX_SCANNED, _MAX_REMOVED = 10_000, 20
 """TMPDIR is other people's as well, and may be slow."""
 
 
-def scratch_path() -> Path:
+def make_scratch_path() -> Path:
     """A path that is nobody's yet."""
     return Path(tempfile.gettempdir()) / f"dstrain-{secrets.token_hex(8)}"
 
 
-def make_scratch(place: Path) -> None:
+def make_scratch(scratch_dir: Path) -> None:
     """Make the folder, for this user alone, and remove what killed commands left beside it. Raises UsageError."""
     try:
-        place.mkdir(mode=0o700)
-        owner = {"machine": machine(), "pid": os.getpid(), "started": start_time(os.getpid())}
-        (place / OWNER).write_text(json.dumps(owner), encoding="utf-8")
+        scratch_dir.mkdir(mode=0o700)
+        owner = {"machine": get_host_id(), "pid": os.getpid(), "started": start_time(os.getpid())}
+        (scratch_dir / OWNER_FILE).write_text(json.dumps(owner), encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{place} cannot be made ({error.strerror}); set TMPDIR to another folder") from None
+        raise UsageError(f"{scratch_dir} cannot be made ({error.strerror}); set TMPDIR to another folder") from None
     with contextlib.suppress(OSError):
-        remove_abandoned(place.parent)
+        remove_stale_scratch(scratch_dir.parent)
 
 
-def keep_scratch(place: Path) -> None:
+def keep_scratch(scratch_dir: Path) -> None:
     """Leave the folder to people."""
     with contextlib.suppress(OSError):
-        (place / OWNER).unlink()
+        (scratch_dir / OWNER_FILE).unlink()
 
 
-def remove_abandoned(folder: Path) -> None:
+def remove_stale_scratch(folder: Path) -> None:
     """Remove the folders of this user's commands on this machine whose process has ended."""
     removed = 0
     with os.scandir(folder) as entries:
-        names = [entry.name for entry in islice(entries, _MOST_LOOKED_AT) if _NAME.fullmatch(entry.name)]
+        names = [entry.name for entry in islice(entries, _MAX_SCANNED) if _SCRATCH_NAME.fullmatch(entry.name)]
     for name in names:
-        if removed < _MOST_REMOVED and _abandoned(folder / name):
+        if removed < _MAX_REMOVED and _is_stale(folder / name):
             shutil.rmtree(folder / name, ignore_errors=True)
             removed += 1
 
 
-def _abandoned(place: Path) -> bool:
+def _is_stale(scratch_dir: Path) -> bool:
     """Whether it is a folder of ours, here, whose process is known to have ended."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        found = place.lstat()
+        found = scratch_dir.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             return False
-        with os.fdopen(os.open(place / OWNER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        with os.fdopen(os.open(scratch_dir / OWNER_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             owner = json.loads(file.read(4096))
-        return bool(owner["machine"] == machine()) and alive(int(owner["pid"]), str(owner["started"])) is False
+        return (
+            bool(owner["machine"] == get_host_id())
+            and is_process_alive(int(owner["pid"]), str(owner["started"])) is False
+        )
     return False

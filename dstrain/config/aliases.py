@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-FOREIGN: dict[str, str] = {
+KEY_ALIASES: dict[str, str] = {
     # HF Trainer and TRL
     "per_device_train_batch_size": "batch.micro",
     "per_device_eval_batch_size": "batch.micro",
@@ -100,14 +100,14 @@ FOREIGN: dict[str, str] = {
 }
 """Name elsewhere -> where the same thing is said here."""
 
-ABSENT: dict[str, str] = dict.fromkeys(
+UNSUPPORTED_KEYS: dict[str, str] = dict.fromkeys(
     ("packing", "neat_packing", "sample_packing", "pack_sequences", "padding_free", "packing_strategy"),
     "is not supported: each sample is a sequence of its own; samples of like length stand together, so that little is "
     "padding",
 )
 """Name elsewhere -> why there is no such key here."""
 
-NOT_YET: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+UNSUPPORTED_VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("model.quantize", bool, "leave it out; ds_config: zero3_offload saves memory today"),
     ("batch.tokens_per_micro", bool, "use batch.micro"),
     ("batch.on_oom", lambda value: value == "shrink", "use stop, and a smaller batch.micro"),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dstrain.config.field_types import Count, Share
+from dstrain.config.field_types import Fraction, PositiveInt
 
 
 class Section(BaseModel):
@@ -16,11 +16,11 @@ class Section(BaseModel):
 
 
 class LoraConfig(Section):
-    rank: Count = 16
+    rank: PositiveInt = 16
     """Rank of the two thin matrices."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """Scale: the update is multiplied by alpha / rank."""
-    dropout: Share = 0.0
+    dropout: Fraction = 0.0
     """Dropout in front of the adapter."""
     targets: str | list[str] = "all-linear"
     """Names of the modules that get an adapter."""
@@ -31,7 +31,7 @@ class LoraConfig(Section):
 class TokenizerConfig(Section):
     train: Literal["bpe"] = "bpe"
     """How: a byte-level byte-pair encoding, trained on data.train and kept in the run folder."""
-    vocab_size: Count
+    vocab_size: PositiveInt
     """Entries, special tokens included."""
     alphabet: Literal["bytes", "data"] = "bytes"
     """bytes: every text can be written; data: only the letters of the training texts, for small vocabularies."""

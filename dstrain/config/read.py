@@ -12,13 +12,22 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dstrain.config.aliases import ABSENT, FOREIGN, NOT_YET
-from dstrain.config.field_types import without_secret
-from dstrain.config.overrides import settle_overrides
-from dstrain.config.rules import cross_field_faults
+from dstrain.config.aliases import KEY_ALIASES, UNSUPPORTED_KEYS, UNSUPPORTED_VALUES
+from dstrain.config.field_types import hide_secret
+from dstrain.config.overrides import resolve_overrides
+from dstrain.config.rules import check_cross_fields
 from dstrain.config.schema import RunConfig
-from dstrain.config.source_map import Key, Written, apply_set, as_written, dotted_name, lookup, read_yaml, show
-from dstrain.errors import Fault, RecipeError, did_you_mean
+from dstrain.config.source_map import (
+    KeyPath,
+    SourceMap,
+    apply_override,
+    dotted_name,
+    format_value,
+    lookup,
+    normalize_key,
+    read_yaml,
+)
+from dstrain.errors import Fault, RecipeError, suggest_name
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class Recipe:
 
 
 def read_recipe(
-    path: Path | None, sets: Sequence[str] = (), task: str | None = None, ds_config: str | None = None
+    path: Path | None, overrides: Sequence[str] = (), task: str | None = None, ds_config: str | None = None
 ) -> Recipe:
     """The recipe in `path` (or none) with --set, --task and --ds-config applied; of keys that exclude each other the command
     line's counts.
@@ -41,22 +50,22 @@ def read_recipe(
     Raises RecipeError with every fault found: unknown keys (did you mean), wrong types and ranges,
     keys that clash, and keys whose feature does not exist yet.
     """
-    written = read_yaml(path) if path else Written(name="--set")
-    for text in sets:
-        apply_set(written, text)
-    settle_overrides(written)
+    written = read_yaml(path) if path else SourceMap(name="--set")
+    for text in overrides:
+        apply_override(written, text)
+    resolve_overrides(written)
     for key, option, value in (("task", "--task", task), ("ds_config", "--ds-config", ds_config)):
         if value is not None:
             written.values[key] = value
-            written.places[(key,)] = option
+            written.locations[(key,)] = option
     try:
         config = RunConfig.model_validate(written.values)
     except ValidationError as error:
         faults = list(_schema_faults(error, written))
-        raise RecipeError(faults + _not_yet_faults(written.values, written)) from None
-    faults = list(_truths(written.values, config.model_dump(), (), written))
-    faults += _not_yet_faults(config.model_dump(), written)
-    faults += [Fault(written.where(key), problem, mend) for key, problem, mend in cross_field_faults(config)]
+        raise RecipeError(faults + _unsupported_faults(written.values, written)) from None
+    faults = list(_bool_faults(written.values, config.model_dump(), (), written))
+    faults += _unsupported_faults(config.model_dump(), written)
+    faults += [Fault(written.get_location(key), problem, mend) for key, problem, mend in check_cross_fields(config)]
     if faults:
         raise RecipeError(faults)
     name = path.stem if path else Path(config.task).stem
@@ -65,68 +74,68 @@ def read_recipe(
 
 def check_keys(names: Sequence[str], option: str) -> None:
     """Raise RecipeError for names that are no keys, where a command line names keys of the recipe."""
-    known = [dotted_name(key) for key in _all_keys(RunConfig) if len(key) <= 2]  # deeper blocks count as one key
+    known = [dotted_name(key) for key in _iter_keys(RunConfig) if len(key) <= 2]  # deeper blocks count as one key
     faults = []
     for name in names:
         if name not in known and not name.startswith("options."):
-            near = did_you_mean(name, known)
+            near = suggest_name(name, known)
             mend = near if near.startswith("did you mean") else f"write it as the recipe has it: {option} optim.lr"
             faults.append(Fault(f"{option} {name}", "no such key", mend))
     if faults:
         raise RecipeError(faults)
 
 
-def show_recipe(config: RunConfig) -> str:
+def dump_recipe(config: RunConfig) -> str:
     """The recipe as YAML, every key written out."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _schema_faults(error: ValidationError, written: Written) -> Iterator[Fault]:
+def _schema_faults(error: ValidationError, source: SourceMap) -> Iterator[Fault]:
     """One fault for each place, however many branches of a union complained about it."""
-    seen: dict[Key, list[ErrorDetails]] = {}
+    seen: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors():
         loc = detail["loc"][:-2] if detail["loc"][-1:] == ("[key]",) else detail["loc"]
-        loc = tuple(name for name in loc if name not in _CHOICES)
-        key = as_written(loc, written.values)
-        while key and key not in written.places and not _stands_in(written.values, key):
+        loc = tuple(name for name in loc if name not in _UNION_BRANCHES)
+        key = normalize_key(loc, source.values)
+        while key and key not in source.locations and not _has_key(source.values, key):
             key = key[:-1]
         if detail["type"] == "extra_forbidden" and key and key[-1] != detail["loc"][-1]:
             key = (*key, detail["loc"][-1])  # stands in a block without places of its own
         seen.setdefault(key or tuple(detail["loc"]), []).append(detail)
     for key, details in seen.items():
-        block = isinstance(lookup(written.values, key), dict) and any(other[:-1] == key for other in seen)
-        if block and all(_problem(detail).startswith(_MUST) for detail in details):
+        block = isinstance(lookup(source.values, key), dict) and any(other[:-1] == key for other in seen)
+        if block and all(_describe_problem(detail).startswith(_MUST_BE) for detail in details):
             continue  # of another branch of a union
         unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
         if unknown:
-            absent = ABSENT.get(str(key[-1]))
-            yield Fault(written.where(key), absent or "no such key", "remove it" if absent else _nearest(key))
+            absent = UNSUPPORTED_KEYS.get(str(key[-1]))
+            yield Fault(source.get_location(key), absent or "no such key", "remove it" if absent else _suggest_key(key))
             continue
-        value = without_secret(lookup(written.values, key))
-        yield Fault(written.where(key), _problems(value, details), _mend(value, details))
+        value = hide_secret(lookup(source.values, key))
+        yield Fault(source.get_location(key), _describe_problems(value, details), _suggest_fix(value, details))
 
 
-_CHOICES = ("TokenizerConfig", "ProcessorConfig")
+_UNION_BRANCHES = ("TokenizerConfig", "ProcessorConfig")
 """Names that pydantic puts into the place of an error: which branch of a union it tried."""
 
 
-def _stands_in(values: Any, key: Key) -> bool:
+def _has_key(values: Any, key: KeyPath) -> bool:
     """Whether the key is there, be it null."""
     block = lookup(values, key[:-1])
     return lookup(values, key) is not None or (isinstance(block, dict) and key[-1] in block)
 
 
-def _problems(value: Any, details: Sequence[ErrorDetails]) -> str:
+def _describe_problems(value: Any, details: Sequence[ErrorDetails]) -> str:
     """`must be a whole number or 'epoch', got [1]`."""
-    problems = list(dict.fromkeys(_problem(detail) for detail in details))
-    wanted = [problem.removeprefix(_MUST) for problem in problems]
-    if all(problem.startswith(_MUST) for problem in problems):
-        return f"{_MUST}{' or '.join(wanted)}, got {show(value)}"
-    return f"is {show(value)}, but {' or '.join(problems)}"
+    problems = list(dict.fromkeys(_describe_problem(detail) for detail in details))
+    wanted = [problem.removeprefix(_MUST_BE) for problem in problems]
+    if all(problem.startswith(_MUST_BE) for problem in problems):
+        return f"{_MUST_BE}{' or '.join(wanted)}, got {format_value(value)}"
+    return f"is {format_value(value)}, but {' or '.join(problems)}"
 
 
-_MUST = "must be "
-_KINDS = {
+_MUST_BE = "must be "
+_TYPE_NAMES = {
     "float": "a number",
     "int": "a whole number",
     "finite": "a finite number",
@@ -140,21 +149,21 @@ _KINDS = {
 """First word of pydantic's types of errors about the kind of a value -> that kind."""
 
 
-def _problem(detail: ErrorDetails) -> str:
+def _describe_problem(detail: ErrorDetails) -> str:
     name = detail["loc"][-1] if detail["loc"] else ""
     if detail["type"] == "missing":
         return f"'{name}' is missing in it" if isinstance(name, str) else f"it needs at least {name + 1} values"
     if name == "[key]":
         return f"the name {detail['input']!r} in it is no text"
     kind, _, rest = detail["type"].partition("_")
-    if kind in _KINDS and rest in ("type", "parsing", "from_float", "number", "attributes_type"):
-        return _MUST + _KINDS[kind]
+    if kind in _TYPE_NAMES and rest in ("type", "parsing", "from_float", "number", "attributes_type"):
+        return _MUST_BE + _TYPE_NAMES[kind]
     message = detail["msg"][0].lower() + detail["msg"][1:]
     message = message.replace("tuple should", "it should").replace(" after validation", "")
-    return message.removeprefix("value error, ").replace("input should be ", _MUST)
+    return message.removeprefix("value error, ").replace("input should be ", _MUST_BE)
 
 
-_MENDS = {
+_FIXES = {
     "greater_than": "raise it",
     "greater_than_equal": "raise it",
     "less_than": "lower it",
@@ -163,76 +172,76 @@ _MENDS = {
 }
 
 
-def _mend(value: Any, details: Sequence[ErrorDetails]) -> str:
+def _suggest_fix(value: Any, details: Sequence[ErrorDetails]) -> str:
     """What to do about a value, by the first thing that is wrong with it."""
     words = [word for detail in details for word in re.findall(r"'([^']*)'", detail.get("ctx", {}).get("expected", ""))]
-    near = did_you_mean(str(value), words) if words else ""
+    near = suggest_name(str(value), words) if words else ""
     if near.startswith("did you mean"):
         return near
     if details[0]["loc"][-1:] == ("[key]",):
         return "put it in quotation marks"
-    return _MENDS.get(details[0]["type"], "correct the value")
+    return _FIXES.get(details[0]["type"], "correct the value")
 
 
-def _nearest(key: Key) -> str:
+def _suggest_key(key: KeyPath) -> str:
     """What was probably meant by an unknown key."""
     name = str(key[-1])
-    if name in FOREIGN:
-        return f"here it is {FOREIGN[name]}"
-    siblings = list(_fields(RunConfig, key[:-1]))
-    hint = did_you_mean(name, siblings)
+    if name in KEY_ALIASES:
+        return f"here it is {KEY_ALIASES[name]}"
+    siblings = list(_section_fields(RunConfig, key[:-1]))
+    hint = suggest_name(name, siblings)
     if hint.startswith("did you mean"):
         return hint
-    elsewhere = [dotted_name(other) for other in _all_keys(RunConfig) if other[-1] == name]
+    elsewhere = [dotted_name(other) for other in _iter_keys(RunConfig) if other[-1] == name]
     return f"did you mean '{elsewhere[0]}'?" if elsewhere else hint
 
 
-def _fields(model: type[BaseModel], key: Key) -> dict[str, Any]:
+def _section_fields(model: type[BaseModel], key: KeyPath) -> dict[str, Any]:
     """The fields of the section that `key` names."""
     for name in key:
         if isinstance(name, int) or name not in model.model_fields:
             continue
-        found = _section(model.model_fields[name].annotation)
+        found = _find_section(model.model_fields[name].annotation)
         if found is None:
             return {}
         model = found
     return dict(model.model_fields)
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
+def _find_section(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for part in getattr(annotation, "__args__", ()):
-        if (found := _section(part)) is not None:
+        if (found := _find_section(part)) is not None:
             return found
     return None
 
 
-def _all_keys(model: type[BaseModel], above: Key = ()) -> Iterator[Key]:
+def _iter_keys(model: type[BaseModel], parent: KeyPath = ()) -> Iterator[KeyPath]:
     for name, info in model.model_fields.items():
-        yield (*above, name)
-        section = _section(info.annotation)
+        yield (*parent, name)
+        section = _find_section(info.annotation)
         if section is not None:
-            yield from _all_keys(section, (*above, name))
+            yield from _iter_keys(section, (*parent, name))
 
 
-def _truths(raw: Any, read: Any, key: Key, written: Written) -> Iterator[Fault]:
+def _bool_faults(raw: Any, parsed: Any, key: KeyPath, source: SourceMap) -> Iterator[Fault]:
     """A fault for each true or false that was taken for the number 1 or 0."""
-    if isinstance(raw, bool) and isinstance(read, (int, float)) and not isinstance(read, bool):
-        yield Fault(written.where(key), f"must be a number, got {raw!r}", "correct the value")
-    elif isinstance(raw, dict) and isinstance(read, dict):
+    if isinstance(raw, bool) and isinstance(parsed, (int, float)) and not isinstance(parsed, bool):
+        yield Fault(source.get_location(key), f"must be a number, got {raw!r}", "correct the value")
+    elif isinstance(raw, dict) and isinstance(parsed, dict):
         for name, value in raw.items():
-            yield from _truths(value, read.get(name), (*key, name), written)
-    elif isinstance(raw, list) and isinstance(read, (list, tuple)):
-        for index, (value, taken) in enumerate(zip(raw, read, strict=False)):
-            yield from _truths(value, taken, (*key, index), written)
+            yield from _bool_faults(value, parsed.get(name), (*key, name), source)
+    elif isinstance(raw, list) and isinstance(parsed, (list, tuple)):
+        for index, (value, taken) in enumerate(zip(raw, parsed, strict=False)):
+            yield from _bool_faults(value, taken, (*key, index), source)
 
 
-def _not_yet_faults(values: Mapping[str, Any], written: Written) -> list[Fault]:
+def _unsupported_faults(values: Mapping[str, Any], source: SourceMap) -> list[Fault]:
     faults = []
-    for dotted, asks, mend in NOT_YET:
+    for dotted, asks, mend in UNSUPPORTED_VALUES:
         key = tuple(dotted.split("."))
         value = lookup(values, key)
         if value is not None and asks(value):
-            faults.append(Fault(written.where(key), f"{value!r} is not supported yet", mend))
+            faults.append(Fault(source.get_location(key), f"{value!r} is not supported yet", mend))
     return faults

@@ -22,20 +22,20 @@ class BatchPlan:
     accumulate: int
     """Forward passes per step and process."""
 
-    def largest(self, world_size: int) -> int:
+    def largest_micro(self, world_size: int) -> int:
         """Samples of the largest forward pass of a step; below `micro` where the total is shared by many."""
         return math.ceil(self.total / (self.accumulate * world_size))
 
-    def show(self, world_size: int) -> str:
+    def describe(self, world_size: int) -> str:
         """`16 samples (8 processes x 1 forward pass x 2 samples)`; `up to 2` where some pass has one fewer."""
-        largest = self.largest(world_size)
+        largest = self.largest_micro(world_size)
         even = "" if self.total == largest * self.accumulate * world_size else "up to "
         cut = [(world_size, "process", "processes"), (self.accumulate, "forward pass", "forward passes")]
         parts = [f"{count} {one if count == 1 else many}" for count, one, many in cut]
-        return f"{_samples(self.total)} ({' x '.join(parts)} x {even}{_samples(largest)})"
+        return f"{_format_samples(self.total)} ({' x '.join(parts)} x {even}{_format_samples(largest)})"
 
 
-def _samples(count: int) -> str:
+def _format_samples(count: int) -> str:
     return f"{count} sample{'s' * (count != 1)}"
 
 
@@ -83,7 +83,7 @@ def resolve_steps(config: RunConfig, samples_per_epoch: int, samples_per_step: i
     return math.ceil(samples / samples_per_step), samples
 
 
-_MAY_CHANGE = (
+_MUTABLE_KEYS = (
     "launch",
     "ds_config",
     "log",
@@ -94,14 +94,14 @@ _MAY_CHANGE = (
     "on_nonfinite",
     "deterministic",
 )
-_MAY_CHANGE_INSIDE = {
+_MUTABLE_NESTED_KEYS = {
     "batch": ("micro", "accumulate", "tokens_per_micro", "on_oom"),
     "data": ("eval", "workers", "prefetch", "pin", "on_error"),
     "model": ("gradient_checkpointing", "attention"),
 }
 
 
-def changed_learning_keys(before: RunConfig, now: RunConfig, allowed: Collection[str] = ()) -> list[Fault]:
+def check_learning_changes(before: RunConfig, after: RunConfig, allowed: Collection[str] = ()) -> list[Fault]:
     """The keys that change what is learnt between two recipes, as faults; `allowed` names exceptions."""
     return [
         Fault(
@@ -109,14 +109,14 @@ def changed_learning_keys(before: RunConfig, now: RunConfig, allowed: Collection
             f"is {new!r}, but the run was started with {old!r}",
             f"put it back, choose another --run-dir, or pass --allow-change {key}",
         )
-        for key, (old, new) in learning_changes(before, now).items()
+        for key, (old, new) in find_learning_changes(before, after).items()
         if not any(key == name or key.startswith(name + ".") for name in allowed)
     ]
 
 
-def learning_changes(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+def find_learning_changes(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Key -> (value before, value now), for the keys that change what is learned."""
-    old, new = _learning_values(before), _learning_values(now)
+    old, new = _learning_values(before), _learning_values(after)
     return {
         key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
     }
@@ -125,10 +125,10 @@ def learning_changes(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, 
 def _learning_values(config: RunConfig) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in config.model_dump(mode="json").items():
-        if name in _MAY_CHANGE:
+        if name in _MUTABLE_KEYS:
             continue
         if isinstance(value, dict):
-            skipped = _MAY_CHANGE_INSIDE.get(name, ())
+            skipped = _MUTABLE_NESTED_KEYS.get(name, ())
             flat.update({f"{name}.{key}": item for key, item in value.items() if key not in skipped})
         else:
             flat[name] = value

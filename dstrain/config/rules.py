@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 from dstrain.config.schema import RunConfig, TokenizerConfig
 
-Rule = tuple[tuple[str, ...], str, str]
+Violation = tuple[tuple[str, ...], str, str]
 """Key, problem, mend."""
-SMALLEST_VOCABULARY = {"bytes": 256 + 2, "data": 16}
+MIN_VOCAB_SIZE = {"bytes": 256 + 2, "data": 16}
 """Alphabet -> entries of the smallest tokenizer; one that writes every text knows every byte, a pad and an EOS."""
 
 
-def cross_field_faults(config: RunConfig) -> list[Rule]:
+def check_cross_fields(config: RunConfig) -> list[Violation]:
     """Every rule the recipe breaks."""
-    return [*_task_and_model(config), *_data(config), *_learning(config), *_watching(config)]
+    return [*_check_task_and_model(config), *_check_data(config), *_check_optimization(config), *_check_profile(config)]
 
 
-def _task_and_model(config: RunConfig) -> Iterator[Rule]:
+def _check_task_and_model(config: RunConfig) -> Iterator[Violation]:
     if not config.task:
         yield ("task",), "is missing", "write `task: rm`, or pass --task; `dstrain tasks` lists them"
     model = config.model
@@ -31,15 +31,15 @@ def _task_and_model(config: RunConfig) -> Iterator[Rule]:
         yield ("model", "config"), "has no model_type", "add e.g. `model_type: llama`"
     if isinstance(model.tokenizer, TokenizerConfig):
         wanted = model.tokenizer
-        least, kind = SMALLEST_VOCABULARY[wanted.alphabet], "byte-level" if wanted.alphabet == "bytes" else "trained"
+        least, kind = MIN_VOCAB_SIZE[wanted.alphabet], "byte-level" if wanted.alphabet == "bytes" else "trained"
         if wanted.vocab_size < least:
             problem = f"is {wanted.vocab_size}, but a {kind} tokenizer has at least {least} entries"
             yield ("model", "tokenizer", "vocab_size"), problem, "raise it"
     if config.precision != "auto":
-        yield from dtype_faults(config, config.precision)
+        yield from check_dtype(config, config.precision)
 
 
-def dtype_faults(config: RunConfig, precision: str) -> Iterator[Rule]:
+def check_dtype(config: RunConfig, precision: str) -> Iterator[Violation]:
     """Weights loaded in 16 bits where the run has none of these: in fp32 there would be no exact copy for the optimizer."""
     dtype = config.model.dtype
     if precision == "fp32" and dtype in ("bfloat16", "float16"):
@@ -49,7 +49,7 @@ def dtype_faults(config: RunConfig, precision: str) -> Iterator[Rule]:
         yield ("model", "dtype"), f"is {dtype} while precision is {precision}", "leave model.dtype out"
 
 
-def _data(config: RunConfig) -> Iterator[Rule]:
+def _check_data(config: RunConfig) -> Iterator[Violation]:
     data = config.data
     if data.eval and data.eval_fraction:
         yield ("data", "eval_fraction"), "data.eval and data.eval_fraction are both set", "remove one"
@@ -61,7 +61,7 @@ def _data(config: RunConfig) -> Iterator[Rule]:
         )
 
 
-def _learning(config: RunConfig) -> Iterator[Rule]:
+def _check_optimization(config: RunConfig) -> Iterator[Violation]:
     if config.steps is not None and config.epochs is not None:
         yield ("epochs",), "epochs and steps are both set", "remove one"
     batch, optim = config.batch, config.optim
@@ -83,7 +83,7 @@ def _learning(config: RunConfig) -> Iterator[Rule]:
         yield ("optim", "scale_lr_base"), "has no effect while optim.scale_lr is none", "set scale_lr to linear or sqrt"
 
 
-def _watching(config: RunConfig) -> Iterator[Rule]:
+def _check_profile(config: RunConfig) -> Iterator[Violation]:
     if config.profile is not None and config.profile.steps[1] < config.profile.steps[0]:
         first, last = config.profile.steps
         yield (

@@ -6,57 +6,57 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dstrain.config.field_types import Count, NonNegative, Share, Split, Variable
+from dstrain.config.field_types import EnvVar, Fraction, NonNegativeFloat, PositiveInt, SplitName
 from dstrain.config.model_section import LoraConfig, ModelConfig, ProcessorConfig, Section, TokenizerConfig
 
 __all__ = ["LoraConfig", "ModelConfig", "ProcessorConfig", "RunConfig", "Section", "TokenizerConfig"]
 
 
-class HeldOutConfig(Section):
-    usual_split: ClassVar[str] = "test"
+class DatasetConfig(Section):
+    default_split: ClassVar[str] = "test"
 
     path: Annotated[str, Field(min_length=1)]
     """A jsonl, json or parquet file, or a dataset on the hub: org/name."""
-    split: Split | None = None
+    split: SplitName | None = None
     """Split of a dataset on the hub. Empty: test; in data.train: train."""
     name: Annotated[str, Field(min_length=1)] | None = None
     """Configuration of a dataset on the hub, where it has several."""
 
 
-class SourceConfig(HeldOutConfig):
-    usual_split: ClassVar[str] = "train"
+class TrainDatasetConfig(DatasetConfig):
+    default_split: ClassVar[str] = "train"
 
     weight: Annotated[float, Field(gt=0)] = 1.0
     """How many times each record is seen per epoch; 0.5 shows one half, the next epoch the other."""
 
 
-def _as_sources(value: Any) -> Any:
+def _to_train_datasets(value: Any) -> Any:
     """`a.jsonl` -> [{path: a.jsonl}]; lists may mix both forms."""
     values = value if isinstance(value, list) else [value]
-    if not all(isinstance(item, (str, dict, SourceConfig)) for item in values):
+    if not all(isinstance(item, (str, dict, TrainDatasetConfig)) for item in values):
         raise ValueError("must be a file, a hub name, or a list of them and of {path, split, name, weight}")
     return [{"path": item} if isinstance(item, str) else item for item in values]
 
 
-def _as_held_out(value: Any) -> Any:
+def _to_dataset(value: Any) -> Any:
     """`a.jsonl` -> {path: a.jsonl}."""
-    if value is not None and not isinstance(value, (str, dict, HeldOutConfig)):
+    if value is not None and not isinstance(value, (str, dict, DatasetConfig)):
         raise ValueError("must be a file, a hub name, or {path, split, name}")
     return {"path": value} if isinstance(value, str) else value
 
 
 class DataConfig(Section):
-    train: Annotated[list[SourceConfig], BeforeValidator(_as_sources)] = []
+    train: Annotated[list[TrainDatasetConfig], BeforeValidator(_to_train_datasets)] = []
     """A file, a dataset on the hub (org/name), or a list of {path, split, name, weight}."""
-    eval: Annotated[HeldOutConfig | None, BeforeValidator(_as_held_out)] = None
+    eval: Annotated[DatasetConfig | None, BeforeValidator(_to_dataset)] = None
     """Held-out file, dataset on the hub, or {path, split, name}."""
-    eval_fraction: Share = 0.0
+    eval_fraction: Fraction = 0.0
     """Instead of `eval`: this share of the training records is held out, chosen by the seed."""
-    max_length: Annotated[Count, Field(ge=2)] = 1024
+    max_length: Annotated[PositiveInt, Field(ge=2)] = 1024
     """Tokens per sequence. To fit, older turns are cut from the left, then answers at their end; the last user turn stays."""
-    max_prompt_length: Count | None = None
+    max_prompt_length: PositiveInt | None = None
     """Tokens of the prompt, cut from the left, of its last user turn too."""
-    max_samples: Count | None = None
+    max_samples: PositiveInt | None = None
     """Use the first so many records of each file."""
     columns: dict[str, str] = {}
     """Names in the file -> names the format knows."""
@@ -64,58 +64,58 @@ class DataConfig(Section):
     """Bad records: skip them with a count, or fail at the first. Empty: fail above 1 %."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 4
     """Threads per process that read and collate ahead; 0: none."""
-    prefetch: Count = 2
+    prefetch: PositiveInt = 2
     """Steps read ahead."""
     pin: bool = True
     """Page-locked host memory, where there is a GPU."""
 
 
 class BatchConfig(Section):
-    total: Count | None = None
+    total: PositiveInt | None = None
     """Samples per optimizer step over all processes."""
-    micro: Count | None = None
+    micro: PositiveInt | None = None
     """Samples per forward pass and process."""
-    accumulate: Count | None = None
+    accumulate: PositiveInt | None = None
     """Forward passes per optimizer step and process."""
-    tokens_per_micro: Count | None = None
+    tokens_per_micro: PositiveInt | None = None
     """Pack micro-batches by tokens instead of samples."""
     on_oom: Literal["stop", "shrink"] = "stop"
     """What to do when a micro-batch does not fit the memory."""
 
 
 class GroupConfig(Section):
-    lr: NonNegative | None = None
+    lr: NonNegativeFloat | None = None
     """Peak learning rate of this group; 0 freezes it."""
-    weight_decay: NonNegative | None = None
+    weight_decay: NonNegativeFloat | None = None
     """Weight decay of this group."""
     muon: bool = True
     """With optim.name: muon, false leaves the hidden matrices of this group to AdamW."""
 
 
-OWN_DEFAULTS: dict[str, dict[str, Any]] = {"lion": {"betas": (0.9, 0.99)}, "muon": {"clip": 0.0}}
+OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {"lion": {"betas": (0.9, 0.99)}, "muon": {"clip": 0.0}}
 """Lion's betas are its paper's (arXiv 2302.06675, section 5); Muon's steps have one length, whatever the gradient's is."""
 
 
 class OptimConfig(Section):
     name: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = "adamw"
     """adamw (CPUAdam where the JSON offloads, fused on a GPU), sgd, lion, muon (hidden matrices; AdamW for the rest), or adafactor (stage 0 only)."""
-    lr: NonNegative | None = None
+    lr: NonNegativeFloat | None = None
     """Peak learning rate; empty: the task's own (`dstrain tasks NAME`), ten times that with model.lora. Muon's is AdamW's; Lion's is 3 to 10 times smaller; Adafactor's is relative to the size of the weights."""
-    betas: tuple[Share, Share] = (0.9, 0.999)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decay of the first and second moment; of Lion's two averages, where empty means 0.9 and 0.99."""
     eps: Annotated[float, Field(gt=0)] = 1.0e-8
     """Adam's epsilon, also for what Muon leaves to AdamW."""
-    weight_decay: NonNegative = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay; biases and norms are left out."""
-    clip: NonNegative = 1.0
+    clip: NonNegativeFloat = 1.0
     """Largest norm of the whole gradient; 0: never clipped, which is Muon's default."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape of the learning rate after the warmup."""
-    warmup: NonNegative = 0.03
+    warmup: NonNegativeFloat = 0.03
     """Below 1: share of the steps. From 1 on: steps."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """Multiply lr by (processes / scale_lr_base), or by its root."""
-    scale_lr_base: Count = 1
+    scale_lr_base: PositiveInt = 1
     """Processes for which lr was chosen."""
     groups: dict[str, GroupConfig] = {}
     """Name or glob, or vision, projector, language -> its own lr or weight_decay: {"*.embed_tokens": {lr: 1e-6}}."""
@@ -131,10 +131,12 @@ class OptimConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _own_defaults(cls, values: Any) -> Any:
+    def _apply_optimizer_defaults(cls, values: Any) -> Any:
         """An optimizer's own defaults, where they are not AdamW's."""
         name = values.get("name") if isinstance(values, dict) else None
-        return {**OWN_DEFAULTS[name], **values} if isinstance(name, str) and name in OWN_DEFAULTS else values
+        return (
+            {**OPTIMIZER_DEFAULTS[name], **values} if isinstance(name, str) and name in OPTIMIZER_DEFAULTS else values
+        )
 
 
 class WandbConfig(Section):
@@ -147,7 +149,7 @@ class WandbConfig(Section):
 
 
 class LogConfig(Section):
-    every: Count = 10
+    every: PositiveInt = 10
     """Steps between two rows."""
     tensorboard: bool = True
     """Write TensorBoard files into the run folder."""
@@ -156,7 +158,7 @@ class LogConfig(Section):
 
 
 class EvalConfig(Section):
-    every: Count | Literal["epoch"] = 200
+    every: PositiveInt | Literal["epoch"] = 200
     """Steps between two evaluations, or the word epoch."""
     metric: str = "loss"
     """The metric `best` goes by."""
@@ -165,11 +167,11 @@ class EvalConfig(Section):
 
 
 class SaveConfig(Section):
-    every: Count | Literal["epoch"] = 200
+    every: PositiveInt | Literal["epoch"] = 200
     """Steps between two checkpoints, or the word epoch; one is always written at the end."""
-    keep: Count | None = 3
+    keep: PositiveInt | None = 3
     """Checkpoints kept, beside the best; null keeps all."""
-    keep_every: Count | None = None
+    keep_every: PositiveInt | None = None
     """Keep every checkpoint whose step is a multiple of this."""
     background: bool = False
     """Write behind training, from a copy in host memory; training waits for the copy alone. Not where state lies on a disk."""
@@ -178,7 +180,7 @@ class SaveConfig(Section):
 
 
 class ProfileConfig(Section):
-    steps: tuple[Count, Count]
+    steps: tuple[PositiveInt, PositiveInt]
     """First and last step to profile, counted from 1 as in metrics.jsonl."""
     memory: bool = False
     """Record allocations too."""
@@ -196,9 +198,9 @@ class SlurmConfig(Section):
 
 
 class LaunchConfig(Section):
-    env: list[Variable] = []
+    env: list[EnvVar] = []
     """Environment variables that every rank gets, on every host: NAME as it is where the launch begins, or NAME=value."""
-    grace_seconds: NonNegative | None = 30.0
+    grace_seconds: NonNegativeFloat | None = 30.0
     """What the scheduler leaves between SIGTERM and SIGKILL; a checkpoint that takes longer is warned of. null: not known."""
     silence_seconds: Annotated[float, Field(ge=3, le=1e6)] = 30.0
     """A host that says nothing for this long is given up, and the launch ended everywhere."""
@@ -225,7 +227,7 @@ class RunConfig(Section):
     """Any two of total, micro, accumulate."""
     optim: OptimConfig = OptimConfig()
     """How the weights learn."""
-    steps: Count | None = None
+    steps: PositiveInt | None = None
     """Optimizer steps."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Instead of `steps`: passes over the data. With neither: 1."""

@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import wraps
 from typing import Any
 
-WAITED_IN = (
+LOGGED_COLLECTIVES = (
     "all_reduce",
     "all_reduce_coalesced",
     "all_gather",
@@ -32,92 +32,103 @@ WAITED_IN = (
     "monitored_barrier",
 )
 """Those that DeepSpeed's engine and this package call; all take `group`."""
-REMEMBERED = 64
+HISTORY_SIZE = 64
 """Names of the newest collectives that a group keeps."""
 
 
-class Line:
+class GroupLog:
     """The collectives of one group, in the order in which this process entered them, counted from 1."""
 
-    __slots__ = ("entered", "left", "moved", "names", "ranks")
+    __slots__ = ("last_activity", "last_returned", "last_started", "ranks", "recent_names")
 
     def __init__(self, ranks: tuple[int, ...] = ()) -> None:
-        self.entered = 0
+        self.last_started = 0
         """Number of the last one entered."""
-        self.left = 0
+        self.last_returned = 0
         """Number of the last one that returned; one that was asked for with `async_op` returns at once."""
-        self.moved = time.monotonic()
+        self.last_activity = time.monotonic()
         """When the last was entered or left."""
-        self.names = [""] * REMEMBERED
+        self.recent_names = [""] * HISTORY_SIZE
         """Name of number n at n % REMEMBERED."""
         self.ranks = ranks
         """Of the whole world, in the group."""
 
-    def told(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """The same as JSON has it; `names` of the newest, the last is that of `entered`."""
-        entered = self.entered
-        newest = [self.names[number % REMEMBERED] for number in range(max(1, entered - REMEMBERED + 2), entered + 1)]
-        seconds = round(time.monotonic() - self.moved, 3)
-        return {"entered": entered, "left": self.left, "seconds": seconds, "names": newest, "ranks": list(self.ranks)}
+        entered = self.last_started
+        newest = [
+            self.recent_names[number % HISTORY_SIZE]
+            for number in range(max(1, entered - HISTORY_SIZE + 2), entered + 1)
+        ]
+        seconds = round(time.monotonic() - self.last_activity, 3)
+        return {
+            "entered": entered,
+            "left": self.last_returned,
+            "seconds": seconds,
+            "names": newest,
+            "ranks": list(self.ranks),
+        }
 
 
-class Ledger:
+class CollectiveLog:
     """What this process is doing, for others to read when it is missed."""
 
     def __init__(self) -> None:
-        self.doing = ""
+        self.phase = ""
         """`step 13`; empty where nothing is under way that could stall."""
         self.step: int | None = None
-        self._moved = time.monotonic()
-        self._lines: dict[Any, Line] = {}
+        self._last_activity = time.monotonic()
+        self._group_logs: dict[Any, GroupLog] = {}
 
-    def mark(self, doing: str | None = None, step: int | None = None) -> None:
+    def record_progress(self, phase: str | None = None, step: int | None = None) -> None:
         """There was progress; `doing`: with this from now on."""
-        if doing is not None:
-            self.doing, self.step = doing, step
-        self._moved = time.monotonic()
+        if phase is not None:
+            self.phase, self.step = phase, step
+        self._last_activity = time.monotonic()
 
-    def quiet(self) -> float:
+    def idle_seconds(self) -> float:
         """Seconds since anything moved."""
-        return time.monotonic() - max([self._moved, *(line.moved for line in list(self._lines.values()))])
+        return time.monotonic() - max(
+            [self._last_activity, *(line.last_activity for line in list(self._group_logs.values()))]
+        )
 
-    def line(self, group: Any) -> Line:
+    def group_log(self, group: Any) -> GroupLog:
         """A group's line; None for the whole world's."""
-        line = self._lines.get(group)
-        return self._open(group) if line is None else line
+        line = self._group_logs.get(group)
+        return self._add_group(group) if line is None else line
 
-    def told(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """Each group's line by torch's name for the group, which is the same on all its ranks."""
-        lines = list(self._lines.items())
-        return {_name(group): line.told() for group, line in lines if group is not None and line.ranks}
+        lines = list(self._group_logs.items())
+        return {_group_name(group): line.snapshot() for group, line in lines if group is not None and line.ranks}
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Let go of the groups, which are about to be destroyed."""
-        self._lines.clear()
+        self._group_logs.clear()
 
-    def _open(self, group: Any) -> Line:
+    def _add_group(self, group: Any) -> GroupLog:
         from torch.distributed import distributed_c10d as c10d
 
         if group is None:
-            self._lines[None] = self.line(c10d._get_default_group())
+            self._group_logs[None] = self.group_log(c10d._get_default_group())
         elif group is c10d.GroupMember.NON_GROUP_MEMBER:
-            return Line()  # the call does nothing
+            return GroupLog()  # the call does nothing
         else:
-            self._lines[group] = Line(tuple(c10d.get_process_group_ranks(group)))
-        return self._lines[group]
+            self._group_logs[group] = GroupLog(tuple(c10d.get_process_group_ranks(group)))
+        return self._group_logs[group]
 
 
-LEDGER = Ledger()
+COLLECTIVE_LOG = CollectiveLog()
 """This process's."""
 
 
-class _Timeout:
+class _DefaultTimeout:
     """How long the groups made from now on let a rank wait; None: as torch has it."""
 
     value: timedelta | None = None
 
 
-def count_collectives(timeout: timedelta) -> None:
+def patch_collectives(timeout: timedelta) -> None:
     """Count from now on, and give each group made without a timeout this one.
 
     DeepSpeed clones the world without passing one on, so that ZeRO would wait 30 minutes for a dead rank
@@ -127,50 +138,50 @@ def count_collectives(timeout: timedelta) -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
-    _Timeout.value = timeout
+    _DefaultTimeout.value = timeout
     if hasattr(dist.all_reduce, "counted"):
         return
-    for name in WAITED_IN:
+    for name in LOGGED_COLLECTIVES:
         if hasattr(dist, name):
-            setattr(dist, name, _counted(name, getattr(dist, name)))
+            setattr(dist, name, _log_calls(name, getattr(dist, name)))
     c10d.all_gather_into_tensor = dist.all_gather_into_tensor
-    dist.new_group = c10d.new_group = _timed(_counted("new_group", dist.new_group))
+    dist.new_group = c10d.new_group = _with_default_timeout(_log_calls("new_group", dist.new_group))
 
 
-def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _log_calls(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which notes that it was entered and left. It keeps nothing of what it is given."""
     names = list(inspect.signature(function).parameters)
     place = names.index("group") if "group" in names else len(names)
-    get, now = LEDGER.line, time.monotonic
+    get, now = COLLECTIVE_LOG.group_log, time.monotonic
 
     @wraps(function)
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         line = get(kwargs["group"] if "group" in kwargs else args[place] if len(args) > place else None)
-        line.entered = number = line.entered + 1
-        line.names[number % REMEMBERED] = name
-        line.moved = now()
+        line.last_started = number = line.last_started + 1
+        line.recent_names[number % HISTORY_SIZE] = name
+        line.last_activity = now()
         result = function(*args, **kwargs)
-        line.left = number
-        line.moved = now()
+        line.last_returned = number
+        line.last_activity = now()
         return result
 
-    counted.counted = True  # type: ignore[attr-defined]
-    return counted
+    wrapper.counted = True  # type: ignore[attr-defined]
+    return wrapper
 
 
-def _timed(make: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(make)
+def _with_default_timeout(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
     def new_group(ranks: Any = None, timeout: timedelta | None = None, *args: Any, **kwargs: Any) -> Any:
-        return make(ranks, timeout or _Timeout.value, *args, **kwargs)
+        return function(ranks, timeout or _DefaultTimeout.value, *args, **kwargs)
 
     return new_group
 
 
-def _name(group: Any) -> str:
+def _group_name(group: Any) -> str:
     return str(group.group_name)
 
 
-def lost(error: BaseException | None) -> str | None:
+def find_connection_error(error: BaseException | None) -> str | None:
     """Why processes lost each other, in a few words; None where the error is another one.
 
     Gloo raises plain RuntimeErrors that begin with the place in its source, NCCL and the store errors of their own.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from dstrain.distributed.collective_log import LEDGER, count_collectives, lost
-from dstrain.errors import LostError, RunError
+from dstrain.distributed.collective_log import COLLECTIVE_LOG, find_connection_error, patch_collectives
+from dstrain.errors import PeerFailureError, RunError
 
 if TYPE_CHECKING:
     import torch
@@ -42,11 +42,11 @@ class World(Protocol):
     def broadcast(self, value: Any) -> Any:
         """Rank 0's plain value, on every rank; what the others give is not looked at. Collective."""
 
-    def apart(self) -> World:
+    def new_group(self) -> World:
         """The same processes, agreeing over a group of their own: for another thread. Collective."""
 
 
-class SoloWorld:
+class SingleProcessWorld:
     """One process that need not ask anyone."""
 
     rank = 0
@@ -72,7 +72,7 @@ class SoloWorld:
     def broadcast(self, value: Any) -> Any:
         return value
 
-    def apart(self) -> World:
+    def new_group(self) -> World:
         return self
 
 
@@ -83,7 +83,7 @@ class TorchWorld:
         import torch.distributed as dist
 
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
-        with _meeting(timeout):
+        with _rendezvous_errors(timeout):
             self._group, self._timeout = dist.new_group(backend="gloo", timeout=timeout), timeout
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -116,11 +116,11 @@ class TorchWorld:
         dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
-    def apart(self) -> World:
+    def new_group(self) -> World:
         return TorchWorld(self.device, self._timeout)
 
 
-def meet(timeout: timedelta, word: str, place: Path | None = None) -> tuple[Any, list[str]]:
+def rendezvous_over_store(timeout: timedelta, message: str, port_file: Path | None = None) -> tuple[Any, list[str]]:
     """Meet the other processes over a store, before any process group: the store, and every rank's word, by rank.
 
     `place`: a file, where all are on one host: rank 0 takes a free port at the moment it listens, and writes it there. One that
@@ -131,39 +131,41 @@ def meet(timeout: timedelta, word: str, place: Path | None = None) -> tuple[Any,
     """
     from torch.distributed import rendezvous
 
-    with _meeting(timeout):
-        store, rank, size = _on_one_host(place, timeout) if place else next(rendezvous("env://", timeout=timeout))
+    with _rendezvous_errors(timeout):
+        store, rank, size = (
+            _open_local_store(port_file, timeout) if port_file else next(rendezvous("env://", timeout=timeout))
+        )
         store.set_timeout(timeout)
-        store.set(f"dstrain/word/{rank}", word)
+        store.set(f"dstrain/word/{rank}", message)
         words = store.multi_get([f"dstrain/word/{other}" for other in range(size)])
-    if place and rank == 0:
-        place.unlink(missing_ok=True)
+    if port_file and rank == 0:
+        port_file.unlink(missing_ok=True)
     return store, [told.decode() for told in words]
 
 
-def _on_one_host(place: Path, timeout: timedelta) -> tuple[Any, int, int]:
+def _open_local_store(port_file: Path, timeout: timedelta) -> tuple[Any, int, int]:
     """The store, this rank and how many there are; MASTER_PORT is set to where they meet."""
     from torch.distributed import DistStoreError, TCPStore
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == 0:
         store = TCPStore("127.0.0.1", 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        partial = place.with_suffix(".partial")
+        port_file.parent.mkdir(parents=True, exist_ok=True)
+        partial = port_file.with_suffix(".partial")
         partial.write_text(str(store.port))
-        os.replace(partial, place)
+        os.replace(partial, port_file)
     else:
         until = time.monotonic() + timeout.total_seconds()
-        while not place.exists():
+        while not port_file.exists():
             if time.monotonic() > until:
                 raise DistStoreError("rank 0 did not listen")
             time.sleep(0.02)
-        store = TCPStore("127.0.0.1", int(place.read_text()), size, is_master=False, timeout=timeout)
+        store = TCPStore("127.0.0.1", int(port_file.read_text()), size, is_master=False, timeout=timeout)
     os.environ["MASTER_PORT"] = str(store.port)
     return store, rank, size
 
 
-def join(device: torch.device, timeout: timedelta, store: Any = None) -> None:
+def init_process_group(device: torch.device, timeout: timedelta, store: Any = None) -> None:
     """Start the process group: NCCL between GPUs, gloo between CPUs. Reads RANK, WORLD_SIZE, MASTER_*. Collective.
 
     `store`: what `meet` gave; a process alone needs none, and no port. From here on collectives are counted, and groups that are made get the timeout. Raises
@@ -171,17 +173,17 @@ def join(device: torch.device, timeout: timedelta, store: Any = None) -> None:
     """
     import torch.distributed as dist
 
-    count_collectives(timeout)
+    patch_collectives(timeout)
     if store is None and os.environ.get("WORLD_SIZE") == "1":
         store = dist.HashStore()
     if not dist.is_initialized():
-        with _meeting(timeout):
+        with _rendezvous_errors(timeout):
             place = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if store is not None else (-1, -1)
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timeout, store=store, rank=place[0], world_size=place[1])
 
 
-_OF_HOST = {
+_HOST_ERROR_FIXES = {
     "Unable to find interface": "bring its network interface up (`ip link set lo up` for loopback), or name one in GLOO_SOCKET_IFNAME",
     "File name too long": "gloo takes host names of up to 63 characters: shorten it, or name a network interface in GLOO_SOCKET_IFNAME",
     "Resource temporarily unavailable": "raise `ulimit -u`, or the container's limit of process IDs: no more threads can be started",
@@ -190,14 +192,14 @@ _OF_HOST = {
 
 
 @contextlib.contextmanager
-def _meeting(timeout: timedelta) -> Iterator[None]:
+def _rendezvous_errors(timeout: timedelta) -> Iterator[None]:
     """Inside, all processes have to come; LostError where one does not."""
     began = time.monotonic()
     try:
         yield
     except RuntimeError as error:
-        why = lost(error)
-        if mend := next((mend for text, mend in _OF_HOST.items() if text in str(error)), ""):
+        why = find_connection_error(error)
+        if mend := next((mend for text, mend in _HOST_ERROR_FIXES.items() if text in str(error)), ""):
             raise RunError(
                 f"the process group cannot start on {socket.gethostname()} ({why or error}); {mend}"
             ) from error
@@ -208,13 +210,13 @@ def _meeting(timeout: timedelta) -> Iterator[None]:
         what = f"not all came within {timeout.total_seconds():g} s ({why})"
         if time.monotonic() - began < timeout.total_seconds() / 2:  # not for want of time
             what = f"it failed ({why})"
-        raise LostError("meeting the other processes", what, mend) from error
+        raise PeerFailureError("meeting the other processes", what, mend) from error
 
 
-def close() -> None:
+def destroy_process_groups() -> None:
     """Destroy the process groups: ZeRO-3 workers can abort at exit where this is left out."""
     import torch.distributed as dist
 
-    LEDGER.forget()
+    COLLECTIVE_LOG.clear()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import psutil
 
 from dstrain.errors import UsageError
-from dstrain.launch.threads import cores_here, thread_environment
-from dstrain.launch.topology import gpus_present, visible_devices, wants_cpu
+from dstrain.launch.threads import count_available_cores, thread_environment
+from dstrain.launch.topology import count_gpus, is_cpu_requested, visible_devices
 
-PORT_FILE = "DSTRAIN_PORT_FILE"
+PORT_FILE_ENV = "DSTRAIN_PORT_FILE"
 """Path of a file by which the ranks of one host tell each other the port that rank 0 took when it listened."""
 LAUNCHERS = ("deepspeed", "openmpi", "ssh", "torchrun", "slurm")
 
@@ -45,51 +45,51 @@ class LaunchOptions:
 
 
 @dataclass(frozen=True)
-class Launch:
+class LocalLaunch:
     """All that `supervise` needs to start the workers."""
 
     argv: list[str]
     environment: dict[str, str]
-    processes: int
+    world_size: int
     """Of the whole run."""
     devices: tuple[str, ...] = ()
     """The GPUs, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
-    here: range | None = None
+    local_ranks: range | None = None
     """Ranks that run on this machine; None for all."""
-    any_port: bool = False
+    allow_any_port: bool = False
     """Whether rank 0 may listen where it likes."""
 
     @property
     def ranks(self) -> range:
-        return range(self.processes) if self.here is None else self.here
+        return range(self.world_size) if self.local_ranks is None else self.local_ranks
 
     @property
-    def cpu(self) -> bool:
+    def use_cpu(self) -> bool:
         """Whether no GPU is used."""
         return self.environment.get("DS_ACCELERATOR") == "cpu"
 
 
-def prepare_launch(options: LaunchOptions, arguments: list[str], env: Mapping[str, str]) -> Launch:
+def plan_local_launch(options: LaunchOptions, arguments: list[str], env: Mapping[str, str]) -> LocalLaunch:
     """The launch of `dstrain ARGUMENTS` on this machine alone. Raises UsageError where the options do not fit it."""
-    present = 0 if wants_cpu(env) else gpus_present()
-    devices = chosen_devices(options, env, present)
+    present = 0 if is_cpu_requested(env) else count_gpus()
+    devices = select_devices(options, env, present)
     processes = len(devices) or options.num_gpus or 1
     if processes > 1:
         check_loopback()
     port = free_port() if options.master_port is None else options.master_port
     if options.master_port is not None:
         check_port(port)
-    chosen = replace(options, include=f"localhost:{','.join(devices)}" if _must_name(devices) else "", exclude="")
+    chosen = replace(options, include=f"localhost:{','.join(devices)}" if _needs_include(devices) else "", exclude="")
     argv = launch_command(chosen, arguments, processes, port)
     any_port = options.master_port is None and options.launcher == "deepspeed"  # torchrun meets by itself
     environment = launch_environment(options, env, devices, processes)
-    return Launch(argv, environment, processes, tuple(devices), any_port=any_port)
+    return LocalLaunch(argv, environment, processes, tuple(devices), allow_any_port=any_port)
 
 
-def launch_command(options: LaunchOptions, arguments: list[str], gpus: int, port: int) -> list[str]:
+def launch_command(options: LaunchOptions, arguments: list[str], num_processes: int, port: int) -> list[str]:
     """The argv that runs `dstrain ARGUMENTS` in `gpus` processes here, under DeepSpeed's launcher or torchrun."""
     if options.launcher == "torchrun":
-        place = ["--nproc-per-node", str(gpus), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        place = ["--nproc-per-node", str(num_processes), "--master-addr", "127.0.0.1", "--master-port", str(port)]
         return [sys.executable, "-m", "torch.distributed.run", *place, "-m", "dstrain.cli", *arguments]
     # DeepSpeed takes /job/hostfile where none is named, and runs here where the one named is no plain file.
     # At a lower log level it would warn of just that, and repeat the command of a rank that has said why it ended.
@@ -99,15 +99,15 @@ def launch_command(options: LaunchOptions, arguments: list[str], gpus: int, port
     elif options.exclude:
         command += ["--exclude", options.exclude]
     else:
-        command += ["--num_gpus", str(gpus)]
+        command += ["--num_gpus", str(num_processes)]
     return [*command, "--master_port", str(port), "--module", "dstrain.cli", *arguments]
 
 
 def launch_environment(
-    options: LaunchOptions, env: Mapping[str, str], devices: list[str], processes: int
+    options: LaunchOptions, env: Mapping[str, str], devices: list[str], num_processes: int
 ) -> dict[str, str]:
     """The environment for the launcher: threads, and which devices it may see."""
-    launched = thread_environment(env, processes, cores_here())
+    launched = thread_environment(env, num_processes, count_available_cores())
     if not devices:
         return {**launched, "DS_ACCELERATOR": "cpu"}  # else DeepSpeed looks for one, and warns that it found none
     if options.launcher == "torchrun":
@@ -117,7 +117,7 @@ def launch_environment(
     return launched
 
 
-def chosen_devices(options: LaunchOptions, env: Mapping[str, str], present: int) -> list[str]:
+def select_devices(options: LaunchOptions, env: Mapping[str, str], gpu_count: int) -> list[str]:
     """The GPUs to run on, one process each; none on a CPU. `present`: GPUs of this machine, 0 to use none."""
     if options.num_gpus is not None and options.num_gpus < 1:
         raise UsageError(f"--num-gpus {options.num_gpus} starts no process; give 1 or more")
@@ -126,44 +126,44 @@ def chosen_devices(options: LaunchOptions, env: Mapping[str, str], present: int)
     if options.include and options.exclude:
         raise UsageError("--include and --exclude cannot stand together; give one of them")
     if options.include or options.exclude:
-        return _filtered(options, present)
+        return _filter_devices(options, gpu_count)
     listed = env.get("CUDA_VISIBLE_DEVICES")
-    devices = visible_devices(listed, present)
-    if present and not devices:
+    devices = visible_devices(listed, gpu_count)
+    if gpu_count and not devices:
         raise UsageError(
-            f"CUDA_VISIBLE_DEVICES={listed} names none of the {present} GPUs here; "
+            f"CUDA_VISIBLE_DEVICES={listed} names none of the {gpu_count} GPUs here; "
             "name one that nvidia-smi -L lists, or set it to nothing to run on the CPU"
         )
-    if options.num_gpus is None or not present:
-        return _checked_names(devices, options.launcher)
+    if options.num_gpus is None or not gpu_count:
+        return _check_device_names(devices, options.launcher)
     if options.num_gpus > len(devices):
         raise UsageError(
             f"--num-gpus {options.num_gpus} asks for more than the {len(devices)} visible GPUs; "
             "ask for fewer, or widen CUDA_VISIBLE_DEVICES; CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
         )
-    return _checked_names(devices[: options.num_gpus], options.launcher)
+    return _check_device_names(devices[: options.num_gpus], options.launcher)
 
 
-def _filtered(options: LaunchOptions, present: int) -> list[str]:
+def _filter_devices(options: LaunchOptions, gpu_count: int) -> list[str]:
     """--include and --exclude name GPUs of the machine, as in DeepSpeed, whatever CUDA_VISIBLE_DEVICES says."""
     name, text = ("--include", options.include) if options.include else ("--exclude", options.exclude)
     host, _, slots = text.partition(":")
-    numbers = slots.split(",") if slots else [str(index) for index in range(present)]
+    numbers = slots.split(",") if slots else [str(index) for index in range(gpu_count)]
     if host != "localhost" or not all(number.isdecimal() for number in numbers):
         raise UsageError(f"{name} '{text}' does not name GPUs of this machine; write it like localhost:0,2")
-    absent = sorted({int(number) for number in numbers if int(number) >= present})
-    if absent or not present:
+    absent = sorted({int(number) for number in numbers if int(number) >= gpu_count})
+    if absent or not gpu_count:
         raise UsageError(
-            f"{name} '{text}' names GPU {absent[0] if absent else 0}, but there are {present} here; see nvidia-smi -L"
+            f"{name} '{text}' names GPU {absent[0] if absent else 0}, but there are {gpu_count} here; see nvidia-smi -L"
         )
     named = {int(number) for number in numbers}
-    left = named if options.include else set(range(present)) - named
+    left = named if options.include else set(range(gpu_count)) - named
     if not left:
         raise UsageError(f"{name} '{text}' leaves no GPU to run on; leave at least one")
     return [str(index) for index in sorted(left)]
 
 
-def _checked_names(devices: list[str], launcher: str) -> list[str]:
+def _check_device_names(devices: list[str], launcher: str) -> list[str]:
     named = [device for device in devices if not device.isdecimal()]
     if named and launcher == "deepspeed":
         raise UsageError(
@@ -173,7 +173,7 @@ def _checked_names(devices: list[str], launcher: str) -> list[str]:
     return devices
 
 
-def _must_name(devices: list[str]) -> bool:
+def _needs_include(devices: list[str]) -> bool:
     """Whether `--num_gpus N`, which means the first N of the machine, would be other GPUs than these."""
     return devices != [str(index) for index in range(len(devices))]
 
@@ -219,11 +219,11 @@ def check_loopback() -> None:
 
 def check_port(port: int) -> None:
     """Raise UsageError where the port is taken, naming who holds it."""
-    if fault := port_fault(port):
+    if fault := find_port_fault(port):
         raise UsageError(fault)
 
 
-def port_fault(port: int) -> str:
+def find_port_fault(port: int) -> str:
     """Why nothing can listen there, and what to do; empty where it can."""
     if not 0 < port < 65536:
         return f"--master-port {port} is no port; give one from 1024 to 65535, or leave it out"
@@ -234,12 +234,12 @@ def port_fault(port: int) -> str:
         except PermissionError:
             return f"--master-port {port} may not be used by this user; give one from 1024 to 65535"
         except OSError:
-            held = f"is taken{holder(port)}"
+            held = f"is taken{describe_port_owner(port)}"
             return f"--master-port {port} {held}; leave the option out for a free port, or end that process"
     return ""
 
 
-def holder(port: int) -> str:
+def describe_port_owner(port: int) -> str:
     """` by python (pid 4711)`, or nothing where the holder is not ours to see."""
     try:
         pids = {c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.pid}

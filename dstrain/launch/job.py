@@ -12,12 +12,19 @@ from typing import IO, Protocol
 
 import psutil
 
-from dstrain.launch.processes import descendants, end_all, workers
-from dstrain.launch.rank_monitor import Ranks
-from dstrain.launch.worker import LAUNCH_ID, SUPERVISOR, Record, die_with_parent, forget_records, read_records
+from dstrain.launch.processes import descendants, find_workers, kill_descendants
+from dstrain.launch.rank_monitor import RankMonitor
+from dstrain.launch.worker import (
+    LAUNCH_ID_ENV,
+    SUPERVISOR_ENV,
+    RankRecord,
+    read_rank_records,
+    remove_rank_records,
+    set_parent_death_signal,
+)
 
 
-class Crew(Protocol):
+class LaunchedJob(Protocol):
     """A launcher and its ranks, on this machine or on many."""
 
     run_dir: Path
@@ -27,122 +34,126 @@ class Crew(Protocol):
         """Those whose records tell how the launch ended."""
 
     @property
-    def alive(self) -> Collection[int]:
+    def alive_ranks(self) -> Collection[int]:
         """Ranks that said they started and have not ended."""
 
     @property
-    def ends(self) -> Mapping[int, int | None]:
+    def exit_codes(self) -> Mapping[int, int | None]:
         """How ranks ended, in the order seen."""
 
     @property
-    def records(self) -> Mapping[int, Record]:
+    def records(self) -> Mapping[int, RankRecord]:
         """What the ranks said of themselves."""
 
-    lost: str
+    abort_reason: str
     """Why the launch cannot go on, whatever its ranks do: a host that went silent. Empty where it can."""
 
     def start(self) -> None:
         """Start everything."""
 
-    def look(self, again: bool = False) -> None:
+    def poll(self, force: bool = False) -> None:
         """Note what happened since."""
 
-    def over(self) -> int | None:
+    def poll_launcher(self) -> int | None:
         """The launcher's return code, once it is gone."""
 
-    def signal(self, number: int) -> int:
+    def send_signal(self, signum: int) -> int:
         """Give the signal to the ranks; how many were reached."""
 
-    def left(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether anything of the launch still lives."""
 
-    def end(self) -> list[str]:
+    def kill(self) -> list[str]:
         """SIGKILL what is left. Returns what would not end."""
 
-    def rest(self, seconds: float) -> None:
+    def wait_for_event(self, timeout: float) -> None:
         """Sleep, but wake when something happens."""
 
-    def log_of(self, rank: int | None) -> Path | None:
+    def find_launcher_log(self, rank: int | None) -> Path | None:
         """What the launcher wrote that started a rank, where that did not go to the terminal."""
 
 
 @dataclass(frozen=True)
-class Program:
+class LauncherSpec:
     """A launcher to run."""
 
     argv: Sequence[str]
     environment: Mapping[str, str]
     cwd: str | None = None
-    output: IO[bytes] | None = None
+    stdout: IO[bytes] | None = None
     """Where it writes, and without input; None: where this process does."""
 
 
-class LocalCrew:
+class LocalJob:
     """A launcher as our child and whatever is below it."""
 
-    def __init__(self, program: Program, run_dir: Path, ranks: Collection[int]) -> None:
-        self.run_dir, self.ranks, self.lost = run_dir, ranks, ""
-        self._program = program
-        self._launch = program.environment.get(LAUNCH_ID, "")
-        self.seen = Ranks(run_dir, ranks, self._launch)
-        self._strangers: set[int] = set()
+    def __init__(self, spec: LauncherSpec, run_dir: Path, ranks: Collection[int]) -> None:
+        self.run_dir, self.ranks, self.abort_reason = run_dir, ranks, ""
+        self._spec = spec
+        self._launch_id = spec.environment.get(LAUNCH_ID_ENV, "")
+        self.monitor = RankMonitor(run_dir, ranks, self._launch_id)
+        self._excluded_pids: set[int] = set()
         self._launcher: subprocess.Popen[bytes] | None = None
 
     @property
-    def alive(self) -> Mapping[int, int]:
-        return self.seen.alive
+    def alive_ranks(self) -> Mapping[int, int]:
+        return self.monitor.alive_pids
 
     @property
-    def ends(self) -> Mapping[int, int | None]:
-        return self.seen.ends
+    def exit_codes(self) -> Mapping[int, int | None]:
+        return self.monitor.exit_codes
 
     @property
-    def records(self) -> Mapping[int, Record]:
-        return {rank: record for rank, record in read_records(self.run_dir, self._launch).items() if rank in self.ranks}
+    def records(self) -> Mapping[int, RankRecord]:
+        return {
+            rank: record
+            for rank, record in read_rank_records(self.run_dir, self._launch_id).items()
+            if rank in self.ranks
+        }
 
     def start(self) -> None:
-        if not self._launch:  # else records carry its name
-            forget_records(self.run_dir, self.ranks)
-        self._strangers = {child.pid for child in psutil.Process().children()}
-        program = self._program
+        if not self._launch_id:  # else records carry its name
+            remove_rank_records(self.run_dir, self.ranks)
+        self._excluded_pids = {child.pid for child in psutil.Process().children()}
+        program = self._spec
         self._launcher = subprocess.Popen(
             list(program.argv),
-            env={**program.environment, SUPERVISOR: f"{socket.gethostname()} {psutil.Process().pid}"},
+            env={**program.environment, SUPERVISOR_ENV: f"{socket.gethostname()} {psutil.Process().pid}"},
             cwd=program.cwd,
-            stdin=None if program.output is None else subprocess.DEVNULL,
-            stdout=program.output,
-            stderr=program.output and subprocess.STDOUT,
+            stdin=None if program.stdout is None else subprocess.DEVNULL,
+            stdout=program.stdout,
+            stderr=program.stdout and subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=set_parent_death_signal,
         )
 
-    def look(self, again: bool = False) -> None:
-        self.seen.look(again)
+    def poll(self, force: bool = False) -> None:
+        self.monitor.poll(force)
 
-    def over(self) -> int | None:
+    def poll_launcher(self) -> int | None:
         return None if self._launcher is None else self._launcher.poll()
 
-    def signal(self, number: int) -> int:
+    def send_signal(self, signum: int) -> int:
         """To the workers, not to the launchers between: those would not wait for a checkpoint."""
-        reached = workers(descendants(self._strangers))
+        reached = find_workers(descendants(self._excluded_pids))
         for worker in reached:
             with contextlib.suppress(psutil.Error):
-                worker.send_signal(number)
+                worker.send_signal(signum)
         return len(reached)
 
-    def left(self) -> bool:
-        return bool(descendants(self._strangers))
+    def is_alive(self) -> bool:
+        return bool(descendants(self._excluded_pids))
 
-    def end(self) -> list[str]:
+    def kill(self) -> list[str]:
         if self._launcher is None:
             return []
-        stubborn = end_all(self._strangers, self._launcher.pid)
+        stubborn = kill_descendants(self._excluded_pids, self._launcher.pid)
         if self._launcher.pid not in stubborn:
             self._launcher.wait()
         return [str(pid) for pid in stubborn]
 
-    def rest(self, seconds: float) -> None:
-        self.seen.rest(seconds)
+    def wait_for_event(self, timeout: float) -> None:
+        self.monitor.wait_for_event(timeout)
 
-    def log_of(self, rank: int | None) -> Path | None:
+    def find_launcher_log(self, rank: int | None) -> Path | None:
         return None

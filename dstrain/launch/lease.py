@@ -24,209 +24,213 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from dstrain.errors import FolderLostError, ResumeError, one_line
+from dstrain.errors import ResumeError, RunFolderTakenError, one_line
 from dstrain.launch.lease_file import (
-    MOST_BYTES,
-    OVER,
-    Holder,
-    beat_text,
-    launch_of,
+    MAX_LEASE_BYTES,
+    RELEASED_HEARTBEAT,
+    LeaseHolder,
+    format_heartbeat,
     lease_path,
-    make,
-    newest,
-    number_of,
-    parse,
+    link_exclusive,
+    parse_holder,
+    parse_launch_id,
+    parse_lease_number,
+    read_latest_lease,
 )
-from dstrain.launch.multihost.probe import machine
-from dstrain.launch.processes import alive, start_time
-from dstrain.launch.worker import record_folder
+from dstrain.launch.multihost.probe import get_host_id
+from dstrain.launch.processes import is_process_alive, start_time
+from dstrain.launch.worker import get_workers_dir
 
-BEAT_SECONDS = 3.0
-PATIENCE_SECONDS = 15.0
+HEARTBEAT_SECONDS = 3.0
+LEASE_TIMEOUT_SECONDS = 15.0
 """A holder on another host whose heartbeat stands still for this long is gone."""
 _POLL_SECONDS = 0.25
-_TRIES = 20
+_MAX_ATTEMPTS = 20
 
 
 class Lease:
     """A run folder held by this process for a launch, within `with`, from `take` on."""
 
-    def __init__(self, run_dir: Path, launch: str | None = None) -> None:
-        self.launch = launch or secrets.token_hex(8)
+    def __init__(self, run_dir: Path, launch_id: str | None = None) -> None:
+        self.launch_id = launch_id or secrets.token_hex(8)
         self.run_dir = run_dir
         self.on_lost: Callable[[str], None] | None = None
         """Called, in a thread, with a sentence when another launch has taken the folder."""
-        self._folder = record_folder(run_dir)
+        self._folder = get_workers_dir(run_dir)
         self._number = 0
-        self._over = threading.Event()
+        self._stop_event = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, exc_value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.release()
 
-    def take(self, patience: float = PATIENCE_SECONDS) -> None:
+    def acquire(self, timeout: float = LEASE_TIMEOUT_SECONDS) -> None:
         """Hold the folder. Raises ResumeError where another launch does: exit code 2, and nothing is touched."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            for _ in range(_TRIES):
-                if self._try(patience):
+            for _ in range(_MAX_ATTEMPTS):
+                if self._try_acquire(timeout):
                     break
             else:
                 raise ResumeError(f"--run-dir {self.run_dir}: several launches want it at once; start again")
         except OSError as error:
             problem = f"its lease in {self._folder} cannot be written ({error.strerror})"
             raise ResumeError(f"--run-dir {self.run_dir}: {problem}; choose another folder") from error
-        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._run_heartbeat, name="lease", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
         """Give the folder back, if it is held. Never raises."""
         if self._thread is None:
             return
-        self._over.set()
+        self._stop_event.set()
         if self._thread.ident is not None:  # else it never ran: the user may start no more threads
-            self._thread.join(timeout=2 * BEAT_SECONDS)
+            self._thread.join(timeout=2 * HEARTBEAT_SECONDS)
         self._thread = None
         with contextlib.suppress(OSError):
-            self._write_beat(OVER)
+            self._write_heartbeat(RELEASED_HEARTBEAT)
 
-    def _try(self, patience: float) -> bool:
+    def _try_acquire(self, timeout: float) -> bool:
         """Whether the folder is held now; False where another start was sooner, and it is to be looked at again."""
-        temporary = self._folder / f".lease-{self.launch}"
+        temporary = self._folder / f".lease-{self.launch_id}"
         temporary.write_bytes(
-            self._own()
+            self._encode_holder()
         )  # before the folder is listed: what a network file system knew of it is forgotten
         try:
-            number, content = newest(self._folder)
-            if content is not None and not self._is_free(content, patience):
+            number, content = read_latest_lease(self._folder)
+            if content is not None and not self._is_free(content, timeout):
                 return False
-            if not make(temporary, lease_path(self._folder, number + 1)):
+            if not link_exclusive(temporary, lease_path(self._folder, number + 1)):
                 return False
             self._number = number + 1
-            if newest(self._folder)[0] != self._number:  # this start was asleep for long, and others came and went
+            if (
+                read_latest_lease(self._folder)[0] != self._number
+            ):  # this start was asleep for long, and others came and went
                 lease_path(self._folder, self._number).unlink(missing_ok=True)
                 return False
         finally:
             temporary.unlink(missing_ok=True)
-        for older in (path for path in self._folder.glob("lease-*.json") if number_of(path.name) < self._number):
+        for older in (
+            path for path in self._folder.glob("lease-*.json") if parse_lease_number(path.name) < self._number
+        ):
             older.unlink(missing_ok=True)
         return True
 
-    def _own(self) -> bytes:
-        own = Holder(
-            launch=self.launch,
+    def _encode_holder(self) -> bytes:
+        own = LeaseHolder(
+            launch=self.launch_id,
             host=socket.gethostname(),
-            machine=machine(),
+            machine=get_host_id(),
             pid=os.getpid(),
             started=start_time(os.getpid()),
             since=time.strftime("%Y-%m-%d %H:%M:%S"),
             folder=self.run_dir.stat().st_ino,
-            beat=beat_text(0),
+            beat=format_heartbeat(0),
         )
         return json.dumps(asdict(own)).encode()
 
-    def _is_free(self, content: bytes, patience: float) -> bool:
+    def _is_free(self, content: bytes, timeout: float) -> bool:
         """Whether it was given back or its holder is gone; False where it changed hands meanwhile. Raises ResumeError where it is held."""
-        holder = parse(content)
-        if holder is not None and (holder.beat == OVER or self._is_gone(holder)):
+        holder = parse_holder(content)
+        if holder is not None and (holder.beat == RELEASED_HEARTBEAT or self._is_holder_dead(holder)):
             return True
-        return self._stands_still(content, holder, patience)
+        return self._has_expired(content, holder, timeout)
 
-    def _is_gone(self, holder: Holder) -> bool:
+    def _is_holder_dead(self, holder: LeaseHolder) -> bool:
         """Whether its process is known to have ended. Raises ResumeError where it is known to live."""
-        if holder.machine != machine() or holder.folder != self.run_dir.stat().st_ino:
+        if holder.machine != get_host_id() or holder.folder != self.run_dir.stat().st_ino:
             return False
-        state = alive(holder.pid, holder.started)
+        state = is_process_alive(holder.pid, holder.started)
         if state:
-            raise self._refusal(holder)
+            raise self._conflict_error(holder)
         return state is False
 
-    def _stands_still(self, content: bytes, holder: Holder | None, patience: float) -> bool:
+    def _has_expired(self, content: bytes, holder: LeaseHolder | None, timeout: float) -> bool:
         """Wait whether the heartbeat changes; False where the file did otherwise. Raises ResumeError where it does."""
         who = holder or "a launch that cannot be read"
-        told = f"{self.run_dir} is held by {who}, which this host cannot look up; waiting up to {patience:g} s for a heartbeat"
+        told = f"{self.run_dir} is held by {who}, which this host cannot look up; waiting up to {timeout:g} s for a heartbeat"
         print(told, file=sys.stderr, flush=True)
-        until = time.monotonic() + patience
+        until = time.monotonic() + timeout
         while time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
-            _, now = newest(self._folder)
+            _, now = read_latest_lease(self._folder)
             if now == content:
                 continue
-            found = parse(now or b"")
-            if found is None or found.launch != launch_of(content) or found.beat == OVER:
+            found = parse_holder(now or b"")
+            if found is None or found.launch != parse_launch_id(content) or found.beat == RELEASED_HEARTBEAT:
                 return False
-            raise self._refusal(found)
+            raise self._conflict_error(found)
         return True
 
-    def _refusal(self, holder: Holder) -> ResumeError:
-        same = holder.machine == machine()
+    def _conflict_error(self, holder: LeaseHolder) -> ResumeError:
+        same = holder.machine == get_host_id()
         stop = f"`kill {holder.pid}`" if same else f"`ssh {holder.host} kill {holder.pid}`"
         return ResumeError(
             f"--run-dir {self.run_dir}: another launch writes into it ({holder}); "
             f"wait for its end, stop it with {one_line(stop)}, or choose another folder"
         )
 
-    def _renew(self) -> None:
+    def _run_heartbeat(self) -> None:
         count = 0
-        while not self._over.wait(BEAT_SECONDS):
+        while not self._stop_event.wait(HEARTBEAT_SECONDS):
             count += 1
             with contextlib.suppress(OSError):
-                if (why := self._beat_once(count)) and self.on_lost is not None:
+                if (why := self._heartbeat_once(count)) and self.on_lost is not None:
                     self.on_lost(why)
                     return
 
-    def _beat_once(self, count: int) -> str:
+    def _heartbeat_once(self, count: int) -> str:
         """Count up; a sentence where another launch has taken the folder."""
         try:
-            number, content = newest(self._folder)
+            number, content = read_latest_lease(self._folder)
         except FileNotFoundError:
             self._folder.mkdir()  # someone removed it; raises where the run folder is gone too
             number, content = 0, None
-        if (holder := parse(content or b"")) is not None and holder.launch != self.launch:
-            return taken_over(self.run_dir, holder)
+        if (holder := parse_holder(content or b"")) is not None and holder.launch != self.launch_id:
+            return format_lease_conflict(self.run_dir, holder)
         if number == self._number:
-            self._write_beat(beat_text(count))
+            self._write_heartbeat(format_heartbeat(count))
         elif number == 0:  # someone emptied the folder
-            lease_path(self._folder, self._number).write_bytes(self._own())
+            lease_path(self._folder, self._number).write_bytes(self._encode_holder())
         return ""
 
-    def _write_beat(self, beat: str) -> None:
+    def _write_heartbeat(self, heartbeat: str) -> None:
         """In place, and only where the file is there: it is removed by who takes the folder."""
         descriptor = os.open(lease_path(self._folder, self._number), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         with os.fdopen(descriptor, "r+b", buffering=0) as file:
-            content = file.read(MOST_BYTES)
-            if (holder := parse(content)) is not None and holder.launch == self.launch:
-                os.pwrite(file.fileno(), content.replace(holder.beat.encode(), beat.encode()), 0)
+            content = file.read(MAX_LEASE_BYTES)
+            if (holder := parse_holder(content)) is not None and holder.launch == self.launch_id:
+                os.pwrite(file.fileno(), content.replace(holder.beat.encode(), heartbeat.encode()), 0)
 
 
-def check_lease(run_dir: Path, launch: str) -> None:
+def check_lease(run_dir: Path, launch_id: str) -> None:
     """Raise FolderLostError where another launch than this one holds the folder, or it is gone; `launch`: empty where nobody took it."""
-    if not launch:
+    if not launch_id:
         return
     with contextlib.suppress(OSError):
-        found = _found(run_dir)
-        if found is not None and found.launch != launch:
-            raise FolderLostError(taken_over(run_dir, found))
+        found = _read_holder(run_dir)
+        if found is not None and found.launch != launch_id:
+            raise RunFolderTakenError(format_lease_conflict(run_dir, found))
 
 
-def _found(run_dir: Path) -> Holder | None:
+def _read_holder(run_dir: Path) -> LeaseHolder | None:
     """The holder, as the newest lease says it. Raises FolderLostError where the run folder is gone."""
     try:
-        return parse(newest(record_folder(run_dir))[1] or b"")
+        return parse_holder(read_latest_lease(get_workers_dir(run_dir))[1] or b"")
     except FileNotFoundError:
         if os.path.lexists(run_dir):
             return None
-    raise FolderLostError(
+    raise RunFolderTakenError(
         f"{run_dir} is not there any more: it was moved or removed while this launch wrote into it; "
         "put it back and start again"
     )
 
 
-def taken_over(run_dir: Path, holder: Holder | None) -> str:
+def format_lease_conflict(run_dir: Path, holder: LeaseHolder | None) -> str:
     """The sentence with which a launch ends that has lost its folder."""
     return f"another launch took {run_dir} over ({holder}); this one ends and writes nothing more into it"

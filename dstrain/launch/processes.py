@@ -11,17 +11,17 @@ from pathlib import Path
 import psutil
 
 
-def descendants(strangers: set[int]) -> list[psutil.Process]:
+def descendants(excluded_pids: set[int]) -> list[psutil.Process]:
     """All living processes below this one, but for the children it had before the launch."""
     found = []
     for child in psutil.Process().children():
-        if child.pid not in strangers:
+        if child.pid not in excluded_pids:
             with contextlib.suppress(psutil.Error):
                 found += [child, *child.children(recursive=True)]
     return [process for process in found if process_state(process.pid) not in ("gone", "Z")]
 
 
-def workers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+def find_workers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Those that a launcher gave a rank; not what they started themselves, which inherits it."""
     ranked = {process.pid: process for process in processes if _has_rank(process)}
     found = []
@@ -42,13 +42,13 @@ def _has_rank(process: psutil.Process) -> bool:
 
 def process_state(pid: int) -> str:
     """The kernel's letter (Z: it ended and nobody has asked how yet), or `gone`."""
-    fields = _stat(pid)
+    fields = _read_stat(pid)
     return fields[0] if fields else "gone"
 
 
 def exit_status(pid: int) -> int | None:
     """How a zombie ended, as subprocess tells it: its code, or minus the signal. None where the kernel will not say."""
-    fields = _stat(pid)
+    fields = _read_stat(pid)
     if not fields or fields[0] != "Z":
         return None
     status = int(fields[49])  # exit_code, field 52 in proc(5)
@@ -57,11 +57,11 @@ def exit_status(pid: int) -> int | None:
 
 def start_time(pid: int) -> str:
     """When the process started, in clock ticks after boot (field 22 in proc(5)); empty where the kernel will not say."""
-    fields = _stat(pid)
+    fields = _read_stat(pid)
     return fields[19] if fields else ""
 
 
-def alive(pid: int, started: str) -> bool | None:
+def is_process_alive(pid: int, started_at: str) -> bool | None:
     """Whether the process with this `start_time` lives on this host; None where that cannot be seen (hidepid in proc(5))."""
     if process_state(pid) == "Z":
         return False
@@ -72,10 +72,10 @@ def alive(pid: int, started: str) -> bool | None:
     except PermissionError:
         pass
     now = start_time(pid)
-    return now == started if now and started else None
+    return now == started_at if now and started_at else None
 
 
-def _stat(pid: int) -> list[str]:
+def _read_stat(pid: int) -> list[str]:
     """/proc/PID/stat from the state on: the name before it may hold blanks and brackets."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -83,31 +83,31 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def marked(mark: str, name: str) -> list[psutil.Process]:
+def find_marked(marker: str, variable: str) -> list[psutil.Process]:
     """All living processes of this host that have `mark` in their command line or in the variable `name`, but for this one."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             words = process.cmdline()
-            ours = any(mark in word for word in words) or process.environ().get(name) == mark
+            ours = any(marker in word for word in words) or process.environ().get(variable) == marker
             if ours and process.pid != os.getpid() and process_state(process.pid) not in ("gone", "Z"):
                 found.append(process)
     return found
 
 
-def end_all(strangers: set[int], launcher: int) -> list[int]:
+def kill_descendants(excluded_pids: set[int], launcher_pid: int) -> list[int]:
     """SIGKILL whatever is left below this process and reap the orphans; the launcher is left to be waited for."""
 
     def reap() -> None:
         for child in psutil.Process().children():
-            if child.pid not in strangers and child.pid != launcher:
+            if child.pid not in excluded_pids and child.pid != launcher_pid:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, os.WNOHANG)
 
-    return end_these(lambda: descendants(strangers), reap)
+    return kill_processes(lambda: descendants(excluded_pids), reap)
 
 
-def end_these(find: Callable[[], list[psutil.Process]], reap: Callable[[], None] = lambda: None) -> list[int]:
+def kill_processes(find: Callable[[], list[psutil.Process]], reap: Callable[[], None] = lambda: None) -> list[int]:
     """SIGKILL what `find` gives until it gives nothing, for at most 10 s. Returns what would not end."""
     deadline = time.monotonic() + 10
     while True:

@@ -12,7 +12,7 @@ import signal
 import sys
 
 
-def copy(path: str, offset: int) -> None:
+def follow_file(path: str, offset: int) -> None:
     parent = os.getppid()
     with open(path, "rb", buffering=0) as log:
         log.seek(offset)
@@ -20,15 +20,15 @@ def copy(path: str, offset: int) -> None:
             # Asked before the file is read, so that what was written last is still copied.
             ended = bool(select.select([0], [], [], 0.1)[0]) or os.getppid() != parent
             while part := log.read(1 << 16):
-                _write(part)
+                _write_stdout(part)
             if ended:
                 return
 
 
-def _write(part: bytes) -> None:
-    while part:
+def _write_stdout(data: bytes) -> None:
+    while data:
         try:
-            part = part[os.write(1, part) :]
+            data = data[os.write(1, data) :]
         except BlockingIOError:  # full, and what shares the stream with us made it one that does not wait
             select.select([], [1], [])
 
@@ -37,6 +37,6 @@ if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:
-        copy(sys.argv[1], int(sys.argv[2]))
+        follow_file(sys.argv[1], int(sys.argv[2]))
     except OSError:  # the terminal is gone; the file goes on without us
         sys.exit(0)

@@ -24,14 +24,14 @@ class Worker:
     world_size: int
     launcher: str
     """deepspeed, torchrun, accelerate, openmpi, slurm, or `environment` where only the usual names are set."""
-    local_size: int
+    local_world_size: int
     """Processes on this host; all of them where the launcher does not say."""
     environment: Mapping[str, str] = field(default_factory=dict, hash=False)
     """What to add to os.environ before the process group starts; only names that are missing there.
     MASTER_PORT is left out where one process may take any free port."""
 
 
-def worker_from(env: Mapping[str, str]) -> Worker | None:
+def worker_from_env(env: Mapping[str, str]) -> Worker | None:
     """The worker that a launcher started with this environment; None where nobody launched us.
 
     OpenMPI goes before Slurm: inside an allocation `mpirun` starts its daemons through srun, so that
@@ -44,7 +44,7 @@ def worker_from(env: Mapping[str, str]) -> Worker | None:
     if _is_slurm_task(env):
         return _from_slurm(env)
     if "ACCELERATE_MIXED_PRECISION" in env:  # `accelerate launch` of one process sets no rank
-        return _worker(env, "accelerate", (0, 0, 1), 1, {"MASTER_ADDR": "127.0.0.1"})
+        return _make_worker(env, "accelerate", (0, 0, 1), 1, {"MASTER_ADDR": "127.0.0.1"})
     return None
 
 
@@ -55,29 +55,29 @@ def _from_torch_names(env: Mapping[str, str]) -> Worker:
             "RANK and WORLD_SIZE are set but LOCAL_RANK is not, so this process cannot know its device; "
             "set LOCAL_RANK (0 where each host runs one process), or unset RANK to let dstrain launch"
         )
-    rank, local_rank, world = (_number(env, name) for name in _TORCH_NAMES)
+    rank, local_rank, world = (_read_int(env, name) for name in _TORCH_NAMES)
     if any(name.startswith("ACCELERATE_") for name in env):
         launcher = "accelerate"
     elif "TORCHELASTIC_RUN_ID" in env:
         launcher = "torchrun"
     else:
         launcher = "deepspeed" if "CROSS_RANK" in env else "environment"
-    sizes = [_number(env, name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in env]
+    sizes = [_read_int(env, name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in env]
     found = {"MASTER_ADDR": "127.0.0.1"} if world == 1 else {}
-    return _worker(env, launcher, (rank, local_rank, world), sizes[0] if sizes else world, found)
+    return _make_worker(env, launcher, (rank, local_rank, world), sizes[0] if sizes else world, found)
 
 
 def _from_openmpi(env: Mapping[str, str]) -> Worker:
-    place = tuple(_number(env, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "LOCAL_RANK", "SIZE"))
-    local_size = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE") if "OMPI_COMM_WORLD_LOCAL_SIZE" in env else place[2]
+    place = tuple(_read_int(env, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "LOCAL_RANK", "SIZE"))
+    local_size = _read_int(env, "OMPI_COMM_WORLD_LOCAL_SIZE") if "OMPI_COMM_WORLD_LOCAL_SIZE" in env else place[2]
     if local_size < place[2] and "MASTER_ADDR" not in env:
         raise UsageError(
             "mpirun started processes on several hosts and none knows where rank 0 is; "
             "add `-x MASTER_ADDR=<rank 0's host>` to the mpirun command"
         )
     job = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE") or "0"
-    found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port_for(zlib.crc32(job.encode())))}
-    return _worker(env, "openmpi", (place[0], place[1], place[2]), local_size, found)
+    found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port_from_seed(zlib.crc32(job.encode())))}
+    return _make_worker(env, "openmpi", (place[0], place[1], place[2]), local_size, found)
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
@@ -86,55 +86,61 @@ def _is_slurm_task(env: Mapping[str, str]) -> bool:
     A batch script and salloc's shell have no step of their own, and a step of one task is most often
     `srun --pty bash`: in all of these dstrain launches its own processes.
     """
-    return "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and _slurm_tasks(env) > 1
+    return "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and _count_slurm_tasks(env) > 1
 
 
-def _slurm_tasks(env: Mapping[str, str]) -> int:
+def _count_slurm_tasks(env: Mapping[str, str]) -> int:
     name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-    return _number(env, name) if name in env else 1
+    return _read_int(env, name) if name in env else 1
 
 
 def _from_slurm(env: Mapping[str, str]) -> Worker:
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     if not nodes and "MASTER_ADDR" not in env:
         raise UsageError("this is a Slurm step without SLURM_STEP_NODELIST; export MASTER_ADDR with rank 0's host")
-    tasks = _slurm_tasks(env)
+    tasks = _count_slurm_tasks(env)
     # Two jobs may share a node, so a fixed port would make them meet.
     seed = 101 * int(env.get("SLURM_JOB_ID", "0")) + int(env["SLURM_STEP_ID"])
-    found = {"MASTER_ADDR": expand_nodes(nodes)[0] if nodes else "", "MASTER_PORT": str(_port_for(seed))}
-    counts = expand_counts(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(tasks))
+    found = {"MASTER_ADDR": expand_nodelist(nodes)[0] if nodes else "", "MASTER_PORT": str(_port_from_seed(seed))}
+    counts = expand_task_counts(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(tasks))
     node = int(env.get("SLURM_NODEID", "0"))
-    place = (_number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID"), tasks)
-    return _worker(env, "slurm", place, counts[node] if node < len(counts) else tasks, found)
+    place = (_read_int(env, "SLURM_PROCID"), _read_int(env, "SLURM_LOCALID"), tasks)
+    return _make_worker(env, "slurm", place, counts[node] if node < len(counts) else tasks, found)
 
 
-def _worker(
-    env: Mapping[str, str], launcher: str, place: tuple[int, int, int], local_size: int, found: Mapping[str, str]
+def _make_worker(
+    env: Mapping[str, str],
+    launcher: str,
+    rank_tuple: tuple[int, int, int],
+    local_world_size: int,
+    extra_env: Mapping[str, str],
 ) -> Worker:
-    rank, local_rank, world = place
-    if not (0 <= rank < world and 0 <= local_rank < local_size <= world):
+    rank, local_rank, world = rank_tuple
+    if not (0 <= rank < world and 0 <= local_rank < local_world_size <= world):
         raise UsageError(
-            f"the environment says rank {rank} of {world} and local rank {local_rank} of {local_size}, which cannot be; "
+            f"the environment says rank {rank} of {world} and local rank {local_rank} of {local_world_size}, which cannot be; "
             "start this process through one launcher only"
         )
-    names = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local_size}
-    wanted = {name: str(value) for name, value in names.items()} | dict(found)
-    return Worker(rank, local_rank, world, launcher, local_size, {k: v for k, v in wanted.items() if k not in env})
+    names = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local_world_size}
+    wanted = {name: str(value) for name, value in names.items()} | dict(extra_env)
+    return Worker(
+        rank, local_rank, world, launcher, local_world_size, {k: v for k, v in wanted.items() if k not in env}
+    )
 
 
-def _number(env: Mapping[str, str], name: str) -> int:
+def _read_int(env: Mapping[str, str], name: str) -> int:
     value = env.get(name, "")
     if not value.isdecimal():
         raise UsageError(f"the environment's {name} is '{value}', which is no count; unset it or let a launcher set it")
     return int(value)
 
 
-def _port_for(seed: int) -> int:
+def _port_from_seed(seed: int) -> int:
     """A port below those the kernel hands out by itself (32768 and up)."""
     return 15000 + seed % 15000
 
 
-def expand_nodes(text: str) -> list[str]:
+def expand_nodelist(text: str) -> list[str]:
     """Slurm's compact list: `node[01-03,7]-ib,login` -> node01-ib, node02-ib, node03-ib, node7-ib, login."""
     hosts: list[str] = []
     for part in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", text.strip()):
@@ -158,7 +164,7 @@ def _expand_node(part: str) -> list[str]:
     return [before + number + rest for number in numbers for rest in _expand_node(after)]
 
 
-def expand_counts(text: str) -> list[int]:
+def expand_task_counts(text: str) -> list[int]:
     """Slurm's tasks per node: `2(x3),1` -> 2, 2, 2, 1."""
     counts: list[int] = []
     for part in text.split(","):
@@ -169,53 +175,53 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
-def visible_gpus(env: Mapping[str, str], present: int | None = None) -> int:
+def visible_gpus(env: Mapping[str, str], gpu_count: int | None = None) -> int:
     """GPUs that a process with this environment would see. `present`: how many there are, asked of the machine if None.
 
     A name in CUDA_VISIBLE_DEVICES alone makes no GPU: images set it on machines without one, and so does
     DeepSpeed's launcher for the processes it starts on a CPU.
     """
-    if wants_cpu(env):
+    if is_cpu_requested(env):
         return 0
-    present = gpus_present() if present is None else present
-    return len(visible_devices(env.get("CUDA_VISIBLE_DEVICES"), present))
+    gpu_count = count_gpus() if gpu_count is None else gpu_count
+    return len(visible_devices(env.get("CUDA_VISIBLE_DEVICES"), gpu_count))
 
 
-def wants_cpu(env: Mapping[str, str]) -> bool:
+def is_cpu_requested(env: Mapping[str, str]) -> bool:
     """Whether the environment hides every GPU on purpose."""
     listed = env.get("CUDA_VISIBLE_DEVICES", "all").strip()
     return env.get("DS_ACCELERATOR") == "cpu" or listed in ("", "-1", "NoDevFiles", "none", "void")
 
 
-def visible_devices(listed: str | None, present: int) -> list[str]:
+def visible_devices(cuda_visible_devices: str | None, gpu_count: int) -> list[str]:
     """What CUDA makes of CUDA_VISIBLE_DEVICES: it reads up to the first entry that names no device."""
-    if listed is None:
-        return [str(index) for index in range(present)]
+    if cuda_visible_devices is None:
+        return [str(index) for index in range(gpu_count)]
     devices: list[str] = []
-    for entry in (part.strip() for part in listed.split(",")):
-        exists = int(entry) < present if entry.isdecimal() else present > 0 and entry.startswith(("GPU-", "MIG-"))
+    for entry in (part.strip() for part in cuda_visible_devices.split(",")):
+        exists = int(entry) < gpu_count if entry.isdecimal() else gpu_count > 0 and entry.startswith(("GPU-", "MIG-"))
         if not exists:
             break
         devices.append(entry)
     return devices
 
 
-def gpus_present() -> int:
+def count_gpus() -> int:
     """NVIDIA GPUs of this machine, visible or not."""
-    listing = _nvidia_smi("-L")
+    listing = _run_nvidia_smi("-L")
     if listing is not None:
         return sum(line.startswith("GPU ") for line in listing.splitlines())
     return sum(path.name[len("nvidia") :].isdecimal() for path in Path("/dev").glob("nvidia*"))
 
 
-def gpu_has_bf16() -> bool | None:
+def gpus_support_bf16() -> bool | None:
     """Whether every GPU here computes in bf16 (compute capability 8.0 and up); None where nobody can tell."""
-    listing = _nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader")
+    listing = _run_nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader")
     found = re.findall(r"^\s*(\d+)\.(\d+)\s*$", listing or "", re.MULTILINE)
     return all(int(major) >= 8 for major, _ in found) if found else None
 
 
-def _nvidia_smi(*arguments: str) -> str | None:
+def _run_nvidia_smi(*arguments: str) -> str | None:
     try:
         answer = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):

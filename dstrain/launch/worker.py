@@ -17,17 +17,17 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dstrain.errors import DstrainError, without_password
-from dstrain.launch.multihost.heartbeat import follow_heartbeat
+from dstrain.errors import DstrainError, mask_passwords
+from dstrain.launch.multihost.heartbeat import watch_heartbeat
 
-SUPERVISOR = "DSTRAIN_SUPERVISOR"
+SUPERVISOR_ENV = "DSTRAIN_SUPERVISOR"
 """`HOST PID` of what supervises this launch on this host: the `dstrain` command, or its agent."""
-LAUNCH_ID = "DSTRAIN_LAUNCH_ID"
+LAUNCH_ID_ENV = "DSTRAIN_LAUNCH_ID"
 """What this launch is called in the lease of its run folder and in the names of its ranks' records."""
-LAUNCH = "DSTRAIN_LAUNCH"
+LAUNCH_FILE_ENV = "DSTRAIN_LAUNCH"
 """Path of the launch file, for ranks that an agent watches; the launching host copies rank 0's log to its terminal."""
 
-SAME_SECONDS = 0.5
+DUPLICATE_SIGNAL_SECONDS = 0.5
 """A signal that comes again within these is the same one: `timeout` and batch systems send it to a process and to its group."""
 
 _PR_SET_PDEATHSIG = 1
@@ -35,11 +35,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 # Loaded here, since a child between fork and exec may not import.
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
-_close_output: Callable[[], None] | None = None
+_close_log_copy: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
-class Record:
+class RankRecord:
     """What a rank left in `.workers/rank-00000.LAUNCH.json`; without LAUNCH where no `dstrain` command launched it."""
 
     rank: int
@@ -50,7 +50,7 @@ class Record:
     host: str = ""
 
 
-def record_folder(run_dir: Path) -> Path:
+def get_workers_dir(run_dir: Path) -> Path:
     return run_dir / ".workers"
 
 
@@ -60,7 +60,7 @@ def log_path(run_dir: Path, rank: int) -> Path:
 
 def record_start(run_dir: Path, rank: int) -> None:
     """Say that this rank lives. Call it first, before any long import."""
-    _write(run_dir, Record(rank, os.getpid(), None, None, socket.gethostname()))
+    _write_record(run_dir, RankRecord(rank, os.getpid(), None, None, socket.gethostname()))
 
 
 def record_end(run_dir: Path, rank: int, code: int, error: str | None = None) -> None:
@@ -70,104 +70,104 @@ def record_end(run_dir: Path, rank: int, code: int, error: str | None = None) ->
     DeepSpeed's launcher and torchrun send it to all others, which may be just about to end.
     """
     with contextlib.suppress(OSError):  # a full disk: the exit code tells too
-        _write(run_dir, Record(rank, os.getpid(), code, error, socket.gethostname()))
+        _write_record(run_dir, RankRecord(rank, os.getpid(), code, error, socket.gethostname()))
 
 
-def code_for_launcher(code: int) -> int:
+def exit_code_for_launcher(code: int) -> int:
     """The code to leave the process with after `record_end`.
 
     Launchers take everything but 0 for a failure and end the other ranks over it. Where `dstrain`
     supervises it reads the record, so that a rank that stopped as asked may leave quietly.
     """
-    return 0 if code == 75 and _supervisor() is not None else code
+    return 0 if code == 75 and _supervisor_pid() is not None else code
 
 
-def live(folder: Path, rank: int, work: Callable[[], int]) -> int:
+def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
     """A supervised worker's life after `follow_parent`: output into the folder's logs, the end into its records.
 
     `work` gives an exit code, or raises. Returns the code to leave the process with; the recorded one counts.
     """
-    record_start(folder, rank)
-    redirect_output(log_path(folder, rank), terminal=rank == 0 and LAUNCH not in os.environ)
+    record_start(run_dir, rank)
+    redirect_output(log_path(run_dir, rank), copy_to_terminal=rank == 0 and LAUNCH_FILE_ENV not in os.environ)
     code, error = 1, None
     try:
-        code = work()
+        code = fn()
     except DstrainError as fault:
         code, error = fault.exit_code, str(fault)
         print(f"error: {fault}", file=sys.stderr, flush=True)
     except Exception as fault:
-        error = without_password(f"{type(fault).__name__}: {fault}")
-        print(f"rank {rank} failed:\n{without_password(traceback.format_exc())}", file=sys.stderr, flush=True)
-    record_end(folder, rank, code, error)
-    return code_for_launcher(code)
+        error = mask_passwords(f"{type(fault).__name__}: {fault}")
+        print(f"rank {rank} failed:\n{mask_passwords(traceback.format_exc())}", file=sys.stderr, flush=True)
+    record_end(run_dir, rank, code, error)
+    return exit_code_for_launcher(code)
 
 
-def _write(run_dir: Path, record: Record) -> None:
-    folder = record_folder(run_dir)
+def _write_record(run_dir: Path, record: RankRecord) -> None:
+    folder = get_workers_dir(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _record_name(record.rank, os.environ.get(LAUNCH_ID, ""))
+    path = folder / _record_name(record.rank, os.environ.get(LAUNCH_ID_ENV, ""))
     partial = path.with_suffix(f".{record.pid}")
     partial.write_text(json.dumps(asdict(record)))
     os.replace(partial, path)
 
 
-def _record_name(rank: int, launch: str) -> str:
-    return f"rank-{rank:05d}.{launch}.json" if launch else f"rank-{rank:05d}.json"
+def _record_name(rank: int, launch_id: str) -> str:
+    return f"rank-{rank:05d}.{launch_id}.json" if launch_id else f"rank-{rank:05d}.json"
 
 
-def read_records(run_dir: Path, launch: str = "") -> dict[int, Record]:
+def read_rank_records(run_dir: Path, launch_id: str = "") -> dict[int, RankRecord]:
     """The records of a launch by rank; without LAUNCH those of ranks that no `dstrain` command launched."""
     records = {}
-    ending = f".{launch}.json" if launch else ".json"
-    for path in sorted(record_folder(run_dir).glob(f"rank-*{ending}")):
+    ending = f".{launch_id}.json" if launch_id else ".json"
+    for path in sorted(get_workers_dir(run_dir).glob(f"rank-*{ending}")):
         if path.name.count(".") != ending.count("."):
             continue
         with contextlib.suppress(OSError, ValueError, TypeError):
-            record = Record(**json.loads(path.read_text()))
+            record = RankRecord(**json.loads(path.read_text()))
             records[record.rank] = record
     return records
 
 
-def forget_records(run_dir: Path, ranks: Collection[int]) -> None:
+def remove_rank_records(run_dir: Path, ranks: Collection[int]) -> None:
     """Remove what these ranks recorded in earlier launches. Call it before they start."""
-    record_folder(run_dir).mkdir(parents=True, exist_ok=True)
-    for path in record_folder(run_dir).glob("rank-*.json"):
+    get_workers_dir(run_dir).mkdir(parents=True, exist_ok=True)
+    for path in get_workers_dir(run_dir).glob("rank-*.json"):
         if path.name.split(".")[0] in {f"rank-{rank:05d}" for rank in ranks}:
             path.unlink(missing_ok=True)
 
 
-def forget_ports(run_dir: Path) -> None:
+def remove_port_files(run_dir: Path) -> None:
     """Remove the files in which killed launches told their ranks a port. Call it while the run folder is held."""
-    for path in record_folder(run_dir).glob("port-*"):
+    for path in get_workers_dir(run_dir).glob("port-*"):
         path.unlink(missing_ok=True)
 
 
-def die_with_parent() -> None:
+def set_parent_death_signal() -> None:
     """Ask the kernel to SIGKILL this process when the thread that started it is gone. Linux only."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def adopt_orphans(adopt: bool) -> None:
+def set_child_subreaper(enabled: bool) -> None:
     """Have descendants whose parent ended come to this process instead of to init. Linux only."""
     if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(enabled), 0, 0, 0)
 
 
-def follow_parent() -> None:
+def exit_with_parent() -> None:
     """End this worker when its launcher, or the `dstrain` command above that, is gone. Call it first.
 
     The launcher is our parent and the kernel tells. `dstrain` is further up, and DeepSpeed's launcher
     outlives it when it is killed: a thread sleeps on its pidfd. An agent that is there, but stopped, no longer beats.
     """
     parent = os.getppid()
-    die_with_parent()
-    supervisor = _supervisor()
+    set_parent_death_signal()
+    supervisor = _supervisor_pid()
     if os.getppid() != parent or parent == supervisor:  # it ended meanwhile, or before, and we were adopted
         os.kill(os.getpid(), signal.SIGKILL)
     if supervisor is None:
         return
-    follow_heartbeat()
+    watch_heartbeat()
     if not hasattr(os, "pidfd_open"):
         return
     try:
@@ -176,23 +176,23 @@ def follow_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     except OSError:  # a kernel before 5.3, or a sandbox without the call
         return
-    threading.Thread(target=_end_with, args=(watched,), name="follow-parent", daemon=True).start()
+    threading.Thread(target=_exit_with_process, args=(watched,), name="follow-parent", daemon=True).start()
 
 
-def _supervisor() -> int | None:
+def _supervisor_pid() -> int | None:
     """Its pid, where it runs on this host: srun and ssh may carry the variable elsewhere."""
-    host, _, pid = os.environ.get(SUPERVISOR, "").rpartition(" ")
+    host, _, pid = os.environ.get(SUPERVISOR_ENV, "").rpartition(" ")
     return int(pid) if host == socket.gethostname() and pid.isdecimal() else None
 
 
-def _end_with(pidfd: int) -> None:
+def _exit_with_process(pidfd: int) -> None:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     poll.poll()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def redirect_output(path: Path, terminal: bool) -> bool:
+def redirect_output(path: Path, copy_to_terminal: bool) -> bool:
     """Send all output of this process, C libraries' too, to the end of `path`; with `terminal`, to the terminal as well.
 
     Returns whether it went to a real terminal before: decide about progress bars by that.
@@ -205,8 +205,8 @@ def redirect_output(path: Path, terminal: bool) -> bool:
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()
-    if terminal:
-        start_copying(path, os.fstat(log).st_size)
+    if copy_to_terminal:
+        start_log_copy(path, os.fstat(log).st_size)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
@@ -214,22 +214,22 @@ def redirect_output(path: Path, terminal: bool) -> bool:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(line_buffering=True)
-    return was_terminal and terminal
+    return was_terminal and copy_to_terminal
 
 
-def close_output() -> None:
+def finish_log_copy() -> None:
     """Wait up to 2 s until the terminal has all output so far. Runs by itself at a normal exit."""
-    global _close_output
-    if _close_output is not None:
-        close, _close_output = _close_output, None
+    global _close_log_copy
+    if _close_log_copy is not None:
+        close, _close_log_copy = _close_log_copy, None
         close()
 
 
-def start_copying(path: Path, offset: int) -> None:
+def start_log_copy(path: Path, offset: int) -> None:
     """Start the child that copies what is appended to a log to the terminal. It sits in its own session: signals to the worker's group are not for it."""
     import atexit
 
-    global _close_output
+    global _close_log_copy
     command = [sys.executable, "-E", "-S", str(Path(__file__).with_name("tee_log.py")), str(path), str(offset)]
     copier = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
@@ -241,5 +241,5 @@ def start_copying(path: Path, offset: int) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             copier.communicate(b".", timeout=2)
 
-    _close_output = close
-    atexit.register(close_output)
+    _close_log_copy = close
+    atexit.register(finish_log_copy)

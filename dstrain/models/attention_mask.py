@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-NEED_NO_MASK = frozenset(
+NO_MASK_MODEL_TYPES = frozenset(
     {"cohere2", "deepseek_v3", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "llama", "mistral", "mixtral",
      "olmoe", "phi3", "qwen2", "qwen3", "smollm3"}
 )  # fmt: skip
@@ -18,7 +18,7 @@ counts positions by the mask), those with a state that padding would enter (Mamb
 """
 
 
-def needs_mask(model: torch.nn.Module) -> bool:
+def needs_attention_mask(model: torch.nn.Module) -> bool:
     """Whether the model must be told which tokens are padding, where all padding is on the right.
 
     Without a mask torch's attention takes `is_causal`, for which a GPU has flash attention; with one that has a 0 it takes
@@ -26,6 +26,6 @@ def needs_mask(model: torch.nn.Module) -> bool:
     """
     config = getattr(model, "config", None)
     of_transformers = type(model).__module__.startswith("transformers.")  # and not Python that came with the weights
-    known = of_transformers and getattr(config, "model_type", None) in NEED_NO_MASK
+    known = of_transformers and getattr(config, "model_type", None) in NO_MASK_MODEL_TYPES
     both_ways = getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True)
     return not known or bool(both_ways)

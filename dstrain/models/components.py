@@ -8,20 +8,28 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
-Part = Literal["vision", "projector", "language"]
-PARTS: tuple[Part, ...] = ("vision", "projector", "language")
+Component = Literal["vision", "projector", "language"]
+COMPONENTS: tuple[Component, ...] = ("vision", "projector", "language")
 
-TOWERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower", "image_encoder", "video_tower")
+VISION_TOWER_NAMES = (
+    "vision_tower",
+    "visual",
+    "vision_model",
+    "vision_encoder",
+    "image_tower",
+    "image_encoder",
+    "video_tower",
+)
 """Names of what looks at images, in the families of transformers."""
-DECODERS = ("language_model", "text_model", "text_decoder")
+DECODER_NAMES = ("language_model", "text_model", "text_decoder")
 """Names of what reads and writes text."""
-BETWEEN = ("merger", "project", "connector", "aligner", "perceiver", "qformer")
+PROJECTOR_WORDS = ("merger", "project", "connector", "aligner", "perceiver", "qformer")
 """Words in the names of what stands between, where it lies inside one of the others."""
-ELSEWHERE = ("audio",)
+EXCLUDED_WORDS = ("audio",)
 """Words in the names of what is none of the three."""
 
 
-def sections(model: torch.nn.Module) -> dict[int, Part]:
+def components_by_id(model: torch.nn.Module) -> dict[int, Component]:
     """id of a parameter -> its part; empty for a model that does not see.
 
     Of what transformers calls the base model: `vision` is the tower (`get_encoder("image")`), without the merger that
@@ -31,40 +39,47 @@ def sections(model: torch.nn.Module) -> dict[int, Part]:
     """
     core: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside peft's
     body = getattr(core, "base_model", core)
-    towers = list(_towers(core, body))
+    towers = list(_find_vision_towers(core, body))
     if not towers:
         return {}
-    found: dict[int, Part] = {}
-    strange = {id(p) for name, child in body.named_children() if _has(name, ELSEWHERE) for p in child.parameters()}
-    _mark(found, "projector", [body])
-    _mark(found, "language", [*_readers(core, body, towers), *_embeddings(core)])
-    _mark(found, "vision", towers)
-    _mark(
-        found, "projector", [child for tower in towers for name, child in tower.named_children() if _has(name, BETWEEN)]
+    found: dict[int, Component] = {}
+    strange = {
+        id(p)
+        for name, child in body.named_children()
+        if _contains_any(name, EXCLUDED_WORDS)
+        for p in child.parameters()
+    }
+    _assign_component(found, "projector", [body])
+    _assign_component(found, "language", [*_find_decoders(core, body, towers), *_find_embeddings(core)])
+    _assign_component(found, "vision", towers)
+    _assign_component(
+        found,
+        "projector",
+        [child for tower in towers for name, child in tower.named_children() if _contains_any(name, PROJECTOR_WORDS)],
     )
     return {key: part for key, part in found.items() if key not in strange}
 
 
-def _mark(found: dict[int, Part], part: Part, modules: list[torch.nn.Module]) -> None:
+def _assign_component(components: dict[int, Component], component: Component, modules: list[torch.nn.Module]) -> None:
     """What comes later counts."""
-    found.update((id(parameter), part) for module in modules for parameter in module.parameters())
+    components.update((id(parameter), component) for module in modules for parameter in module.parameters())
 
 
-def _has(name: str, words: tuple[str, ...]) -> bool:
+def _contains_any(name: str, words: tuple[str, ...]) -> bool:
     return any(word in name for word in words)
 
 
-def _towers(core: Any, body: Any) -> Iterator[torch.nn.Module]:
-    there = [getattr(body, name) for name in TOWERS if _is_module(getattr(body, name, None))]
+def _find_vision_towers(core: Any, body: Any) -> Iterator[torch.nn.Module]:
+    there = [getattr(body, name) for name in VISION_TOWER_NAMES if _is_module(getattr(body, name, None))]
     if not there and hasattr(core, "get_encoder") and hasattr(core, "config"):
         found = core.get_encoder("image")
         there = [found] if _is_module(found) and found not in (core, body) else []
     yield from there
 
 
-def _readers(core: Any, body: Any, towers: list[Any]) -> Iterator[torch.nn.Module]:
+def _find_decoders(core: Any, body: Any, towers: list[Any]) -> Iterator[torch.nn.Module]:
     """The decoder; of a family whose base model is itself the decoder, all that lies in it and has no other name."""
-    named = [getattr(body, name) for name in DECODERS if _is_module(getattr(body, name, None))]
+    named = [getattr(body, name) for name in DECODER_NAMES if _is_module(getattr(body, name, None))]
     if named:
         yield from named[:1]
         return
@@ -72,10 +87,14 @@ def _readers(core: Any, body: Any, towers: list[Any]) -> Iterator[torch.nn.Modul
     if _is_module(found) and found not in (core, body):
         yield found
         return
-    yield from (child for name, child in body.named_children() if child not in towers and not _has(name, BETWEEN))
+    yield from (
+        child
+        for name, child in body.named_children()
+        if child not in towers and not _contains_any(name, PROJECTOR_WORDS)
+    )
 
 
-def _embeddings(core: Any) -> Iterator[torch.nn.Module]:
+def _find_embeddings(core: Any) -> Iterator[torch.nn.Module]:
     for end in ("get_input_embeddings", "get_output_embeddings"):
         found = getattr(core, end)() if hasattr(core, end) else None
         if _is_module(found):

@@ -10,7 +10,7 @@ from dstrain.errors import RecipeError
 from dstrain.models.load import read_config
 
 
-def keep_config(model: ModelConfig, folder: Path) -> None:
+def save_base_config(model: ModelConfig, folder: Path) -> None:
     """Write what a model of `model.path` is built from, for a checkpoint that has all its weights. Not of adapters' base.
 
     Nothing where another's Python builds it, and where a task of its own means something else by `model.path`.

@@ -23,15 +23,15 @@ from transformers.utils import cached_file, logging
 
 from dstrain.errors import Fault, RecipeError, TaskError, UsageError
 from dstrain.models.adapters.folder import read_adapter
-from dstrain.models.checks.hub_code import hub_code
-from dstrain.models.zero3 import fill, whole, whole_shape
+from dstrain.models.checks.hub_code import find_hub_code
+from dstrain.models.zero3 import assign, full_shape, gathered
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-HEAD = "score.safetensors"
+SCORE_HEAD_FILE = "score.safetensors"
 """Lies beside a base model's files and holds WEIGHT."""
-WEIGHT = "score.weight"
+SCORE_WEIGHT_KEY = "score.weight"
 
 
 def has_score_head(config: PretrainedConfig, path: str | None) -> bool:
@@ -40,12 +40,12 @@ def has_score_head(config: PretrainedConfig, path: str | None) -> bool:
     adapter = read_adapter(path)
     return (
         any(name.endswith("ForSequenceClassification") for name in names)
-        or (Path(path or "").expanduser() / HEAD).is_file()
-        or (adapter is not None and "score" in adapter.saved)
+        or (Path(path or "").expanduser() / SCORE_HEAD_FILE).is_file()
+        or (adapter is not None and "score" in adapter.modules_to_save)
     )
 
 
-class Scored:
+class RewardModelMixin:
     """What is added to a family's PreTrainedModel: its base model under `base_model_prefix`, and a head.
 
     As transformers' GenericForSequenceClassification, which takes sizes from the text's config in its newer versions only,
@@ -62,14 +62,16 @@ class Scored:
         cast("Any", self).post_init()
 
     def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **seen: Any
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **vision_inputs: Any
     ) -> SequenceClassifierOutput:
         """`logits` (B, labels) of ids (B, L), read at each row's last token that is not the text config's pad token.
 
         `seen`: what the base model takes beside them.
         """
         base = getattr(self, self.base_model_prefix)
-        states = base(input_ids=input_ids, attention_mask=attention_mask, **seen).last_hidden_state  # (B, L, H)
+        states = base(
+            input_ids=input_ids, attention_mask=attention_mask, **vision_inputs
+        ).last_hidden_state  # (B, L, H)
         places = torch.arange(input_ids.shape[1], device=input_ids.device)
         last = (places * (input_ids != self.config.get_text_config().pad_token_id)).argmax(-1)  # (B,)
         rows = torch.arange(len(input_ids), device=input_ids.device)
@@ -77,22 +79,22 @@ class Scored:
 
     def save_pretrained(self, save_directory: str | Path, **settings: Any) -> None:
         """Write the base model as transformers does, and the head beside it."""
-        base, beside = in_files(cast("PreTrainedModel", self))
+        base, beside = split_score_head(cast("PreTrainedModel", self))
         base.save_pretrained(str(save_directory), **settings)
-        with whole([cast("torch.nn.Parameter", value) for value in beside.values()]):
+        with gathered([cast("torch.nn.Parameter", value) for value in beside.values()]):
             tensors = {name: value.detach().cpu().contiguous() for name, value in beside.items()}
-            save_file(tensors, str(Path(save_directory) / HEAD), metadata={"format": "pt"})
+            save_file(tensors, str(Path(save_directory) / SCORE_HEAD_FILE), metadata={"format": "pt"})
 
 
-def in_files(model: PreTrainedModel) -> tuple[PreTrainedModel, Mapping[str, torch.Tensor]]:
+def split_score_head(model: PreTrainedModel) -> tuple[PreTrainedModel, Mapping[str, torch.Tensor]]:
     """(The model whose names a folder's files have, what lies beside it): for all but `Scored`, the model alone."""
-    if not isinstance(model, Scored):
+    if not isinstance(model, RewardModelMixin):
         return model, {}
     inside = cast("Any", model)
-    return inside.base_model, {WEIGHT: inside.score.weight}
+    return inside.base_model, {SCORE_WEIGHT_KEY: inside.score.weight}
 
 
-def scored_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+def get_reward_model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class of a family's reward model: transformers' own, or one made of its base model and `Scored`.
 
     Scores are read at the last token that is not the text config's pad token. Raises RecipeError where the family has no
@@ -102,47 +104,47 @@ def scored_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
         return found[0] if isinstance(found, tuple) else found
     base = MODEL_MAPPING.get(type(config), None)
-    if base is None or config.is_encoder_decoder or not _reads_to_the_right(base):
+    if base is None or config.is_encoder_decoder or not _is_causal_decoder(base):
         problem = (
             f"transformers has no reward model of the {config.model_type} family, and none can be made of what it has"
         )
         raise RecipeError(Fault("model", problem, "take a model of another family"))
-    return _made_class(cast("Any", type(config)), base)
+    return _create_class(cast("Any", type(config)), base)
 
 
 @cache
-def _made_class(kind: type[PretrainedConfig], base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    family = next(one for one in base.__mro__ if one.__name__.endswith("PreTrainedModel"))
-    name = f"{base.__name__.removesuffix('Model')}ForSequenceClassification"
-    _take_names(name, kind)
+def _create_class(config_class: type[PretrainedConfig], base_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    family = next(one for one in base_class.__mro__ if one.__name__.endswith("PreTrainedModel"))
+    name = f"{base_class.__name__.removesuffix('Model')}ForSequenceClassification"
+    _register_key_mapping(name, config_class)
     # Its module is the family's: of what it takes for custom code, transformers does not rename weights.
-    own = {"__module__": base.__module__, "base_model_prefix": base.base_model_prefix or "model"}
-    return cast("type[PreTrainedModel]", type(name, (Scored, family), own))
+    own = {"__module__": base_class.__module__, "base_model_prefix": base_class.base_model_prefix or "model"}
+    return cast("type[PreTrainedModel]", type(name, (RewardModelMixin, family), own))
 
 
-def _reads_to_the_right(base: type[PreTrainedModel]) -> bool:
+def _is_causal_decoder(base_class: type[PreTrainedModel]) -> bool:
     """Whether the base model takes ids first, and gives a state for each that has seen no later one."""
-    signature = inspect.signature(base.forward)
+    signature = inspect.signature(base_class.forward)
     said = signature.return_annotation
     outputs = [one for one in (said, *get_args(said)) if dataclasses.is_dataclass(one)]
     states = any(field.name == "last_hidden_state" for one in outputs for field in dataclasses.fields(one))
     return [*signature.parameters][1] == "input_ids" and states
 
 
-def _take_names(name: str, kind: type[PretrainedConfig]) -> None:
+def _register_key_mapping(class_name: str, config_class: type[PretrainedConfig]) -> None:
     """Have weights renamed as for the family's class that writes text, where transformers goes by the class's name."""
     from transformers.conversion_mapping import (
         get_checkpoint_conversion_mapping,
         register_checkpoint_conversion_mapping,
     )
 
-    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        writer = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind].__name__
+    if config_class in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        writer = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class].__name__
         if (renamed := get_checkpoint_conversion_mapping(writer)) is not None:
-            register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
+            register_checkpoint_conversion_mapping(class_name, renamed, overwrite=True)
 
 
-class ScoredAuto:
+class AutoRewardModel:
     """Reward models as transformers' Auto classes give others; a head that the files lack is drawn."""
 
     @staticmethod
@@ -150,27 +152,29 @@ class ScoredAuto:
         """The model in a folder or on the hub: one that writes text, or an exported reward model. Collective under ZeRO-3."""
         trust = settings.get("trust_remote_code", False)
         config = config or AutoConfig.from_pretrained(name, trust_remote_code=trust)
-        auto: Any = AutoModelForSequenceClassification if has_own_class(config) else scored_class(config)
-        head = _head(name) if issubclass(auto, Scored) else None
+        auto: Any = (
+            AutoModelForSequenceClassification if has_classification_class(config) else get_reward_model_class(config)
+        )
+        head = _find_score_head(name) if issubclass(auto, RewardModelMixin) else None
         start = torch.get_rng_state()
-        with _silence() if head else nullcontext():  # it would say that the head lacks
+        with _logging_disabled() if head else nullcontext():  # it would say that the head lacks
             model, said = auto.from_pretrained(name, config=config, output_loading_info=True, **settings)
         if head is not None:
-            _fill_head(model, head, said["missing_keys"])
-        elif WEIGHT in said["missing_keys"]:
-            _draw_head(model, start)
+            _load_score_head(model, head, said["missing_keys"])
+        elif SCORE_WEIGHT_KEY in said["missing_keys"]:
+            _init_score_head(model, start)
         return model
 
     @staticmethod
     def from_config(config: PretrainedConfig, **settings: Any) -> PreTrainedModel:
         """A model with drawn weights."""
-        if has_own_class(config):
+        if has_classification_class(config):
             return AutoModelForSequenceClassification.from_config(config, **settings)
         settings.pop("trust_remote_code", None)
-        return cast("Any", scored_class(config))._from_config(config, **settings)
+        return cast("Any", get_reward_model_class(config))._from_config(config, **settings)
 
 
-def has_own_class(config: PretrainedConfig) -> bool:
+def has_classification_class(config: PretrainedConfig) -> bool:
     """Whether transformers, or Python that comes with the model, has a class for it."""
     of_code = getattr(config, "auto_map", None) or {}
     return (
@@ -179,15 +183,18 @@ def has_own_class(config: PretrainedConfig) -> bool:
     )
 
 
-def _head(name: str) -> str | None:
+def _find_score_head(name: str) -> str | None:
     """The file of a head in a folder or on the hub."""
     return cached_file(
-        name, HEAD, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        name,
+        SCORE_HEAD_FILE,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
     )
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
+def _logging_disabled() -> Iterator[None]:
     """Inside, transformers warns of nothing."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -197,28 +204,28 @@ def _silence() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def _draw_head(model: Any, start: torch.Tensor) -> None:
+def _init_score_head(model: Any, rng_state: torch.Tensor) -> None:
     """Draw the head from the generator's state `start`. Collective under ZeRO-3.
 
     The towers' constructors draw numbers too (CLIP's class embedding), but not where transformers builds them without
     memory: only so is the head the same at every stage.
     """
-    outputs, inputs = whole_shape(model.score.weight)
-    torch.set_rng_state(start)
+    outputs, inputs = full_shape(model.score.weight)
+    torch.set_rng_state(rng_state)
     drawn = torch.nn.Linear(inputs, outputs, bias=False, device="cpu", dtype=torch.float32)
     model._init_weights(drawn)
-    fill(model.score.weight, lambda: drawn.weight)
+    assign(model.score.weight, lambda: drawn.weight)
 
 
-def _fill_head(model: Any, file: str, missing: Collection[str]) -> None:
+def _load_score_head(model: Any, file: str, missing_keys: Collection[str]) -> None:
     """Collective under ZeRO-3."""
     stored, place = load_file(file), model.score.weight
-    if lost := sorted({*missing} - {WEIGHT}):
+    if lost := sorted({*missing_keys} - {SCORE_WEIGHT_KEY}):
         raise RecipeError(f"{Path(file).parent}: lacks {lost[0]} and {len(lost) - 1} more weights; export it again")
-    if stored.keys() != {WEIGHT} or tuple(stored[WEIGHT].shape) != whole_shape(place):
+    if stored.keys() != {SCORE_WEIGHT_KEY} or tuple(stored[SCORE_WEIGHT_KEY].shape) != full_shape(place):
         shapes = {name: tuple(value.shape) for name, value in stored.items()}
-        raise RecipeError(f"{file}: holds {shapes}, and the model's head is {whole_shape(place)}; export it again")
-    fill(place, lambda: stored[WEIGHT])
+        raise RecipeError(f"{file}: holds {shapes}, and the model's head is {full_shape(place)}; export it again")
+    assign(place, lambda: stored[SCORE_WEIGHT_KEY])
 
 
 def load_reward_model(folder: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -229,13 +236,13 @@ def load_reward_model(folder: str | Path, dtype: torch.dtype | None = None) -> P
     if not (place / "config.json").is_file():
         raise UsageError(f"{folder}: holds no model (config.json); give a folder that `dstrain export` wrote")
     config = AutoConfig.from_pretrained(str(place))
-    if found := hub_code(config):
+    if found := find_hub_code(config):
         raise UsageError(f"{folder}: in its config {found}; remove the key from config.json")
     kinds = config.architectures or ["model of an unknown kind"]
-    if not (place / HEAD).is_file() and not kinds[0].endswith("ForSequenceClassification"):
+    if not (place / SCORE_HEAD_FILE).is_file() and not kinds[0].endswith("ForSequenceClassification"):
         raise TaskError(f"{folder}: holds a {kinds[0]}, which gives no score; give the export of a reward model")
     settings = {} if dtype is None else {"dtype": dtype}
     try:
-        return ScoredAuto.from_pretrained(str(place), config=config, **settings).eval()
+        return AutoRewardModel.from_pretrained(str(place), config=config, **settings).eval()
     except OSError as error:  # no weights, or some of their files
         raise UsageError(f"{folder}: cannot be loaded ({str(error).splitlines()[0]}); export it again") from error

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def sharded(ds_config: Mapping[str, Any]) -> bool:
+def is_zero3(ds_config: Mapping[str, Any]) -> bool:
     """Whether the JSON asks for stage 3."""
     return bool(ds_config.get("zero_optimization", {}).get("stage", 0) == 3)
 
 
-def start_deepspeed() -> None:
+def init_deepspeed() -> None:
     """Have DeepSpeed use the process group that stands. Collective.
 
     On a CPU it would compile a shared-memory all-reduce for inference at every first start: it needs a compiler, a
@@ -28,18 +28,18 @@ def start_deepspeed() -> None:
 
 
 @contextmanager
-def sharded_construction(ds_config: Mapping[str, Any]) -> Iterator[None]:
+def zero3_init(ds_config: Mapping[str, Any]) -> Iterator[None]:
     """Inside, transformers builds and loads models in shards where the JSON asks for stage 3.
 
     Rank 0 alone reads the weight files; no rank ever holds a full copy of the model.
     """
-    if not sharded(ds_config):
+    if not is_zero3(ds_config):
         yield
         return
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    start_deepspeed()  # before that, zero.Init takes the world for one process, and refuses the batch of several
+    init_deepspeed()  # before that, zero.Init takes the world for one process, and refuses the batch of several
     told = HfDeepSpeedConfig(dict(ds_config))  # transformers keeps only a weak reference
     try:
         yield
@@ -49,7 +49,7 @@ def sharded_construction(ds_config: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def whole(parameters: Iterable[torch.nn.Parameter], change: bool = False) -> Iterator[None]:
+def gathered(parameters: Iterable[torch.nn.Parameter], modify: bool = False) -> Iterator[None]:
     """Inside, the parameters are whole on every rank, to be read; or to be changed, where rank 0's values stay. Collective."""
     sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
     if not sharded:
@@ -57,20 +57,20 @@ def whole(parameters: Iterable[torch.nn.Parameter], change: bool = False) -> Ite
         return
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if change else None):
+    with deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if modify else None):
         yield
 
 
-def fill(tensor: torch.Tensor, read: Callable[[], torch.Tensor] | None) -> None:
+def assign(tensor: torch.Tensor, read: Callable[[], torch.Tensor] | None) -> None:
     """Put the values that `read` gives into a parameter or buffer; None leaves it. Into shards, rank 0's go. Collective."""
     import torch
 
-    with whole([cast("torch.nn.Parameter", tensor)], change=True), torch.no_grad():
-        if read is not None and is_source(tensor):
+    with gathered([cast("torch.nn.Parameter", tensor)], change=True), torch.no_grad():
+        if read is not None and is_source_rank(tensor):
             tensor.copy_(read())
 
 
-def is_source(tensor: torch.Tensor) -> bool:
+def is_source_rank(tensor: torch.Tensor) -> bool:
     """Whether this process's values stay when the tensor is cut into shards again."""
     if not hasattr(tensor, "ds_id"):
         return True
@@ -79,11 +79,11 @@ def is_source(tensor: torch.Tensor) -> bool:
     return bool(deepspeed.comm.get_rank(group=tensor.ds_process_group) == 0)
 
 
-def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+def full_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape of the whole tensor, sharded or not."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def numel(parameter: torch.nn.Parameter) -> int:
+def full_numel(parameter: torch.nn.Parameter) -> int:
     """Elements of the whole parameter, sharded or not."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -3,22 +3,22 @@
 `read_preset` refuses what a preset does not own, `complete` adds what the recipe decides, `adopt` takes a public JSON over.
 """
 
-from dstrain.preset.complete import Device, Precision, RunSettings, complete, resolve_precision
-from dstrain.preset.convert import Adopted, adopt
-from dstrain.preset.read import Preset, check_block, describe, preset_names, read_preset, summaries
+from dstrain.preset.complete import Device, Precision, RunSettings, complete_preset, resolve_precision
+from dstrain.preset.convert import ConvertedPreset, convert_preset
+from dstrain.preset.read import Preset, check_ds_config, describe_preset, preset_names, read_preset, summarize_presets
 
 __all__ = [
-    "Adopted",
+    "ConvertedPreset",
     "Device",
     "Precision",
     "Preset",
     "RunSettings",
-    "adopt",
-    "check_block",
-    "complete",
-    "describe",
+    "check_ds_config",
+    "complete_preset",
+    "convert_preset",
+    "describe_preset",
     "preset_names",
     "read_preset",
     "resolve_precision",
-    "summaries",
+    "summarize_presets",
 ]

@@ -10,25 +10,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dstrain.errors import did_you_mean
+from dstrain.errors import suggest_name
 from dstrain.preset import migrate
-from dstrain.preset.key_schema import Key, homes, misfit, show, table
+from dstrain.preset.key_schema import KeySpec, find_parent_blocks, find_value_problem, format_json, load_key_schema
 from dstrain.preset.source_map import KeyPath
 
-Kind = Literal["unknown", "auto", "learning", "refused", "renamed", "type", "idle", "clash"]
+IssueKind = Literal["unknown", "auto", "learning", "refused", "renamed", "type", "idle", "clash"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class Issue:
     """One thing wrong at one key."""
 
     path: KeyPath
-    kind: Kind
+    kind: IssueKind
     problem: str
-    mend: str
+    fix: str
 
 
-REFUSED = {
+REJECTED_KEYS = {
     "csv_monitor": ("DeepSpeed would write its own numbers; every run has metrics.jsonl", "remove it"),
     "comet": ("where numbers are written belongs to the recipe (log)", "remove it"),
     "datastates_ckpt": ("dstrain writes and verifies its checkpoints itself", "remove it; see the recipe's `save`"),
@@ -43,7 +43,7 @@ REFUSED = {
 }
 """Keys DeepSpeed acts on and dstrain does not take -> why, and what to do."""
 
-OWN: dict[KeyPath, tuple[Any, str]] = {
+REQUIRED_VALUES: dict[KeyPath, tuple[Any, str]] = {
     ("zero_allow_untested_optimizer",): (True, "dstrain hands its own optimizers to DeepSpeed"),
     ("zero_force_ds_cpu_optimizer",): (False, "dstrain chooses the optimizer for offloading itself"),
     ("managed_gradient_accumulation",): (True, "dstrain lets DeepSpeed count the micro-batches"),
@@ -62,13 +62,13 @@ OWN: dict[KeyPath, tuple[Any, str]] = {
 }
 """Keys with one value that fits dstrain -> that value, and why. Any other value is refused."""
 
-_REMOVED = {
+_REMOVED_KEY_FIXES = {
     "elasticity": "remove it; the recipe's batch.total holds at any number of processes, also on resume",
     "amp": "use `fp16` or `bf16`",
     "quantize_training": "remove it; the recipe has model.quantize",
     "zero_optimization.mics_shard_size": "use zero_hpz_partition_size",
 }
-_WHERE_AUTO_IS_SAID = {
+_AUTO_REPLACEMENTS = {
     "fp16.enabled": "the recipe's `precision` says it",
     "bf16.enabled": "the recipe's `precision` says it",
     "train_micro_batch_size_per_gpu": "the recipe's batch.micro says it",
@@ -76,67 +76,67 @@ _WHERE_AUTO_IS_SAID = {
 }
 
 
-def check(block: dict[str, Any]) -> list[Finding]:
+def check_schema(block: dict[str, Any]) -> list[Issue]:
     """Every finding, key by key."""
-    return list(_walk(block, table()["keys"], ()))
+    return list(_iter_issues(block, load_key_schema()["keys"], ()))
 
 
-def instead_of_auto(path: KeyPath, key: Key) -> str:
+def describe_auto_default(path: KeyPath, spec: KeySpec) -> str:
     """What holds once an "auto" is left out."""
-    said = _WHERE_AUTO_IS_SAID.get(".".join(path))
-    default = "" if key.get("default") is None else " " + show(key["default"])
+    said = _AUTO_REPLACEMENTS.get(".".join(path))
+    default = "" if spec.get("default") is None else " " + format_json(spec["default"])
     return said or f"DeepSpeed's default{default} holds"
 
 
-def _walk(block: dict[str, Any], known: dict[str, Key], above: KeyPath) -> Iterator[Finding]:
+def _iter_issues(block: dict[str, Any], specs: dict[str, KeySpec], parent: KeyPath) -> Iterator[Issue]:
     for name, value in block.items():
-        path = (*above, name)
-        finding = _unwanted(path, value) or _unknown(path, known) or _misused(path, known[name], value)
+        path = (*parent, name)
+        finding = _check_rejected(path, value) or _check_unknown(path, specs) or _check_value(path, specs[name], value)
         if finding is not None:
             yield finding
-        elif isinstance(value, dict) and "keys" in known[name]:
-            yield from _walk(value, known[name]["keys"], path)
+        elif isinstance(value, dict) and "keys" in specs[name]:
+            yield from _iter_issues(value, specs[name]["keys"], path)
 
 
-def _unwanted(path: KeyPath, value: Any) -> Finding | None:
+def _check_rejected(path: KeyPath, value: Any) -> Issue | None:
     """Learning, and what DeepSpeed or dstrain does not have."""
     dotted, idle = ".".join(path), isinstance(value, dict) and value.get("enabled") is False
-    removed = dotted in table()["removed"]
-    if dotted in migrate.LEARNING and (removed or not idle):
-        return Finding(path, "learning", migrate.LEARNING[dotted], migrate.mend(dotted, value))
+    removed = dotted in load_key_schema()["removed"]
+    if dotted in migrate.LEARNING_KEYS and (removed or not idle):
+        return Issue(path, "learning", migrate.LEARNING_KEYS[dotted], migrate.suggest_fix(dotted, value))
     if removed:
-        problem = f"DeepSpeed {table()['deepspeed']} has removed it and stops on it"
-        return Finding(path, "refused", problem, _REMOVED.get(dotted, "remove it"))
-    if dotted in REFUSED and not idle:
-        return Finding(path, "refused", *REFUSED[dotted])
-    if path in OWN and value != OWN[path][0] and value != "auto":
-        needed, why = OWN[path]
-        mend = "remove it" if needed is None else f"remove it; dstrain sets {show(needed)}"
-        return Finding(path, "refused", f"the value is {show(value)}, but {why}", mend)
+        problem = f"DeepSpeed {load_key_schema()['deepspeed']} has removed it and stops on it"
+        return Issue(path, "refused", problem, _REMOVED_KEY_FIXES.get(dotted, "remove it"))
+    if dotted in REJECTED_KEYS and not idle:
+        return Issue(path, "refused", *REJECTED_KEYS[dotted])
+    if path in REQUIRED_VALUES and value != REQUIRED_VALUES[path][0] and value != "auto":
+        needed, why = REQUIRED_VALUES[path]
+        mend = "remove it" if needed is None else f"remove it; dstrain sets {format_json(needed)}"
+        return Issue(path, "refused", f"the value is {format_json(value)}, but {why}", mend)
     return None
 
 
-def _unknown(path: KeyPath, known: dict[str, Key]) -> Finding | None:
-    if path[-1] in known:
+def _check_unknown(path: KeyPath, specs: dict[str, KeySpec]) -> Issue | None:
+    if path[-1] in specs:
         return None
-    version, places = table()["deepspeed"], homes(path[-1])
+    version, places = load_key_schema()["deepspeed"], find_parent_blocks(path[-1])
     problem = f"DeepSpeed {version} knows no such key here"
     if places:
-        return Finding(path, "unknown", problem, f"move it into {' or '.join(f'`{place}`' for place in places)}")
-    return Finding(path, "unknown", problem, did_you_mean(path[-1], _current(known)))
+        return Issue(path, "unknown", problem, f"move it into {' or '.join(f'`{place}`' for place in places)}")
+    return Issue(path, "unknown", problem, suggest_name(path[-1], _current_names(specs)))
 
 
-def _misused(path: KeyPath, key: Key, value: Any) -> Finding | None:
+def _check_value(path: KeyPath, spec: KeySpec, value: Any) -> Issue | None:
     if value == "auto" or (isinstance(value, list) and "auto" in value):
         problem = '"auto" is filled in by the Hugging Face Trainer, not by DeepSpeed'
-        return Finding(path, "auto", problem, f"leave the key out: {instead_of_auto(path, key)}")
-    if "deprecated" in key:
+        return Issue(path, "auto", problem, f"leave the key out: {describe_auto_default(path, spec)}")
+    if "deprecated" in spec:
         problem = "this is another name, or an old one, of a key"
-        return Finding(path, "renamed", problem, f"write `{key['deprecated']}`")
-    wrong = misfit(key, value)
-    return Finding(path, "type", *wrong) if wrong else None
+        return Issue(path, "renamed", problem, f"write `{spec['deprecated']}`")
+    wrong = find_value_problem(spec, value)
+    return Issue(path, "type", *wrong) if wrong else None
 
 
-def _current(known: dict[str, Key]) -> list[str]:
+def _current_names(specs: dict[str, KeySpec]) -> list[str]:
     """Names worth proposing: no deprecated ones."""
-    return [name for name, key in known.items() if "deprecated" not in key]
+    return [name for name, key in specs.items() if "deprecated" not in key]

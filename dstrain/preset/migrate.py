@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.preset.key_schema import show
+from dstrain.preset.key_schema import format_json
 
 _OPTIMIZERS = {
     "adamw": "adamw",
@@ -26,12 +26,12 @@ _OPTIMIZER_PARAMS = {
 }
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _SCHEDULE_PARAMS = {"warmup_max_lr": "optim.lr", "warmup_num_steps": "optim.warmup", "total_num_steps": "steps"}
-_SCHEDULE_LOST = {
+_IGNORED_SCHEDULE_PARAMS = {
     "warmup_min_lr": "the recipe's warmup begins near 0",
     "warmup_type": "the recipe's warmup is linear",
 }
 
-LEARNING = {
+LEARNING_KEYS = {
     "optimizer": "the optimizer is learning, which belongs to the recipe (optim)",
     "scheduler": "the learning rate's schedule is learning, which belongs to the recipe (optim.schedule, optim.warmup)",
     "gradient_clipping": "clipping is learning, which belongs to the recipe (optim.clip)",
@@ -47,93 +47,99 @@ LEARNING = {
 
 
 @dataclass(frozen=True)
-class Move:
+class ConvertedKey:
     """One value of the JSON and where it went."""
 
     path: str
     value: Any
-    recipe: str | None = None
+    recipe_key: str | None = None
     """The recipe's key, where it has one."""
-    becomes: Any = None
+    recipe_value: Any = None
     """The value to write there."""
-    note: str = ""
+    drop_reason: str = ""
     """Why the value was dropped, where it was."""
 
     def __str__(self) -> str:
-        left = f'"auto" at {self.path}' if self.value == "auto" else f"{self.path} {show(self.value)}"
-        return f"{left} -> recipe {self.setting}" if self.recipe else f"{left} -> dropped, {self.note}"
+        left = f'"auto" at {self.path}' if self.value == "auto" else f"{self.path} {format_json(self.value)}"
+        return f"{left} -> recipe {self.recipe_line}" if self.recipe_key else f"{left} -> dropped, {self.drop_reason}"
 
     @property
-    def setting(self) -> str:
+    def recipe_line(self) -> str:
         """`optim.lr: 2.0e-05`, as YAML reads it: to YAML, 2e-05 without a point is a string."""
-        text = show(self.becomes)
-        bare = isinstance(self.becomes, float) and "e" in text and "." not in text
-        return f"{self.recipe}: {text.replace('e', '.0e') if bare else text}"
+        text = format_json(self.recipe_value)
+        bare = isinstance(self.recipe_value, float) and "e" in text and "." not in text
+        return f"{self.recipe_key}: {text.replace('e', '.0e') if bare else text}"
 
 
-def moves(name: str, value: Any) -> list[Move]:
+def convert_key(name: str, value: Any) -> list[ConvertedKey]:
     """Every value of a learning key, with the recipe's key for it."""
     if name == "optimizer" and isinstance(value, dict):
-        return list(_optimizer(value))
+        return list(_convert_optimizer(value))
     if name == "scheduler" and isinstance(value, dict):
-        return list(_scheduler(value))
+        return list(_convert_scheduler(value))
     single = {"gradient_clipping": "optim.clip", "train_batch_size": "batch.total"}
     if name in single:
-        return [_move(name, value, single[name])]
+        return [_convert_value(name, value, single[name])]
     if name == "tensorboard" and isinstance(value, dict):
-        return [Move(name, value, "log.tensorboard", value.get("enabled", False) is True)]
+        return [ConvertedKey(name, value, "log.tensorboard", value.get("enabled", False) is True)]
     if name == "wandb" and isinstance(value, dict) and value.get("enabled") is True:
-        return [Move(name, value, "log.wandb", {"project": value.get("project", "deepspeed")})]
-    return [Move(name, value, note=LEARNING[name])]
+        return [ConvertedKey(name, value, "log.wandb", {"project": value.get("project", "deepspeed")})]
+    return [ConvertedKey(name, value, drop_reason=LEARNING_KEYS[name])]
 
 
-def mend(name: str, value: Any) -> str:
+def suggest_fix(name: str, value: Any) -> str:
     """What the refusal of a learning key tells the user to do."""
-    settings = [move.setting for move in moves(name, value) if move.recipe]
+    settings = [move.recipe_line for move in convert_key(name, value) if move.recipe_key]
     return f"remove it and write {'; '.join(settings)} in the recipe" if settings else "remove it"
 
 
-def _move(path: str, value: Any, recipe: str) -> Move:
+def _convert_value(path: str, value: Any, recipe_key: str) -> ConvertedKey:
     if value == "auto":
-        return Move(path, value, note=f"the recipe's {recipe} says it")
-    return Move(path, value, recipe, value)
+        return ConvertedKey(path, value, drop_reason=f"the recipe's {recipe_key} says it")
+    return ConvertedKey(path, value, recipe_key, value)
 
 
-def _optimizer(block: dict[str, Any]) -> Iterator[Move]:
+def _convert_optimizer(block: dict[str, Any]) -> Iterator[ConvertedKey]:
     kind, params = block.get("type"), block.get("params", {})
     plain_adam = str(kind).lower() == "adam" and isinstance(params, dict) and params.get("adam_w_mode") is False
     name = None if plain_adam else _OPTIMIZERS.get(str(kind).lower())
     if name:
-        yield Move("optimizer.type", kind, "optim.name", name)
+        yield ConvertedKey("optimizer.type", kind, "optim.name", name)
     elif "type" in block:
-        yield Move("optimizer.type", kind, note=f"the recipe's optim.name is one of {', '.join(_names())}")
+        yield ConvertedKey(
+            "optimizer.type", kind, drop_reason=f"the recipe's optim.name is one of {', '.join(_optimizer_names())}"
+        )
     for key, value in params.items() if isinstance(params, dict) else ():
         path = f"optimizer.params.{key}"
         if key in _OPTIMIZER_PARAMS:
-            yield _move(path, value, _OPTIMIZER_PARAMS[key])
+            yield _convert_value(path, value, _OPTIMIZER_PARAMS[key])
         else:
-            yield Move(path, value, note="the recipe's optim has no such key")
+            yield ConvertedKey(path, value, drop_reason="the recipe's optim has no such key")
     for key in block:
         if key not in ("type", "params") or (key == "params" and not isinstance(params, dict)):
-            yield Move(f"optimizer.{key}", block[key], note="the recipe's optim has no such key")
+            yield ConvertedKey(f"optimizer.{key}", block[key], drop_reason="the recipe's optim has no such key")
 
 
-def _scheduler(block: dict[str, Any]) -> Iterator[Move]:
+def _convert_scheduler(block: dict[str, Any]) -> Iterator[ConvertedKey]:
     kind, params = block.get("type"), block.get("params", {})
     if isinstance(kind, str) and kind in _SCHEDULES:
-        yield Move("scheduler.type", kind, "optim.schedule", _SCHEDULES[kind])
+        yield ConvertedKey("scheduler.type", kind, "optim.schedule", _SCHEDULES[kind])
     elif "type" in block:
-        yield Move("scheduler.type", kind, note="the recipe's optim.schedule is cosine, linear, constant or wsd")
+        yield ConvertedKey(
+            "scheduler.type", kind, drop_reason="the recipe's optim.schedule is cosine, linear, constant or wsd"
+        )
     for key, value in params.items() if isinstance(params, dict) else ():
         path = f"scheduler.params.{key}"
         if key in _SCHEDULE_PARAMS:
-            yield _move(path, value, _SCHEDULE_PARAMS[key])
+            yield _convert_value(path, value, _SCHEDULE_PARAMS[key])
         else:
-            yield Move(path, value, note=_SCHEDULE_LOST.get(key, "the recipe's schedule has no such key"))
+            yield ConvertedKey(
+                path, value, drop_reason=_IGNORED_SCHEDULE_PARAMS.get(key, "the recipe's schedule has no such key")
+            )
     for key in block:
         if key not in ("type", "params") or (key == "params" and not isinstance(params, dict)):
-            yield Move(f"scheduler.{key}", block[key], note="the recipe's schedule has no such key")
+            yield ConvertedKey(f"scheduler.{key}", block[key], drop_reason="the recipe's schedule has no such key")
 
 
-def _names() -> list[str]:
+def _optimizer_names() -> list[str]:
     return sorted(set(_OPTIMIZERS.values()))

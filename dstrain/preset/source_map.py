@@ -17,28 +17,30 @@ _TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")(\s*:)?|[{}\[\],]')
 
 
 @dataclass(frozen=True)
-class Text:
+class JsonSourceMap:
     """A JSON object as read: its content, and where each key stands."""
 
     file: str
     block: dict[str, Any]
-    lines: dict[KeyPath, int] = field(default_factory=dict)
+    key_lines: dict[KeyPath, int] = field(default_factory=dict)
 
-    def where(self, path: KeyPath) -> str:
+    def get_location(self, path: KeyPath) -> str:
         """`zero2.json:3 zero_optimization.stage`."""
-        line = next((self.lines[path[:size]] for size in range(len(path), 0, -1) if path[:size] in self.lines), None)
+        line = next(
+            (self.key_lines[path[:size]] for size in range(len(path), 0, -1) if path[:size] in self.key_lines), None
+        )
         place = self.file if line is None else f"{self.file}:{line}"
         return f"{place} {'.'.join(path)}" if path else place
 
 
-def read_text(path: Path) -> Text:
+def read_json(path: Path) -> JsonSourceMap:
     """The JSON object in a file. PresetError for anything else, with line and column."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise PresetError(Fault(str(path), f"the file cannot be read ({error})", "name a readable JSON file")) from None
     try:
-        block = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        block = json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_finite)
     except json.JSONDecodeError as error:
         place = f"{path.name}:{error.lineno}:{error.colno}"
         mend = "JSON has no comments and no trailing commas, and its strings stand in double quotation marks"
@@ -49,14 +51,14 @@ def read_text(path: Path) -> Text:
         raise PresetError(Fault(path.name, "the JSON is nested too deeply", "a preset has few levels")) from None
     if not isinstance(block, dict):
         raise PresetError(Fault(path.name, "a preset is a JSON object", 'begin it with { "zero_optimization": ...'))
-    lines, repeated = _key_lines(text)
+    lines, repeated = _find_key_lines(text)
     faults = [Fault(f"{path.name}:{line} {name}", why, "keep one of them") for line, name, why in repeated]
     if faults:
         raise PresetError(faults)
-    return Text(path.name, block, lines)
+    return JsonSourceMap(path.name, block, lines)
 
 
-def _finite(word: str) -> float:
+def _parse_finite(word: str) -> float:
     number = float(word)
     return _refuse_constant(word) if math.isinf(number) else number
 
@@ -65,7 +67,7 @@ def _refuse_constant(word: str) -> Any:
     raise ValueError(f"{word} is not a JSON number")
 
 
-def _key_lines(text: str) -> tuple[dict[KeyPath, int], list[tuple[int, str, str]]]:
+def _find_key_lines(text: str) -> tuple[dict[KeyPath, int], list[tuple[int, str, str]]]:
     """Line of every key of a valid JSON text, and the keys that stand twice in one object."""
     lines: dict[KeyPath, int] = {}
     repeated: list[tuple[int, str, str]] = []

@@ -39,7 +39,7 @@ def gpu_utilization(device: torch.device) -> float | None:
         raise
 
 
-def memory(world: World) -> dict[str, float]:
+def memory_metrics(world: World) -> dict[str, float]:
     """`peak_memory_gib` and `host_memory_gib` of the rank with most, `gpu_utilization` over all ranks. Collective."""
     device = world.device
     told = world.gather((peak_memory_gib(device), host_memory_gib(), gpu_utilization(device)))

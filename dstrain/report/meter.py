@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from dstrain.batch import StepResult, on_host
+from dstrain.batch import StepResult, to_floats
 from dstrain.distributed.world import World
 
 
@@ -18,21 +18,21 @@ class Meter:
 
     def __init__(self, world: World, clock: Callable[[], float] = time.perf_counter) -> None:
         self._world, self._clock = world, clock
-        self._sums, self._start, self._out = _Sums(), clock(), 0.0
+        self._sums, self._start_time, self._paused_seconds = _MeterSums(), clock(), 0.0
 
     def add(self, result: StepResult) -> None:
         """Take in one step. Never waits for the device."""
         self._sums.add(result)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Leave the time spent inside (evaluation, a save) out of the rates."""
-        self._sums.on_host([])  # waits for the device, whose work belongs before the pause
+        self._sums.to_host([])  # waits for the device, whose work belongs before the pause
         start = self._clock()
         try:
             yield
         finally:
-            self._out += self._clock() - start
+            self._paused_seconds += self._clock() - start
 
     def drain(self, data_wait_seconds: float | None = None) -> dict[str, float]:
         """Means over all ranks and micro-batches since the last drain, the same on every rank, and rates.
@@ -44,9 +44,9 @@ class Meter:
         sums = self._sums
         # A metric that only some batches have (say, of images) may be missing on this rank.
         names = sorted(set().union(*self._world.gather(sorted(sums.metrics))))
-        mine = sums.on_host(names)
-        seconds = self._clock() - self._start - self._out
-        self._sums, self._start, self._out = _Sums(), self._clock(), 0.0
+        mine = sums.to_host(names)
+        seconds = self._clock() - self._start_time - self._paused_seconds
+        self._sums, self._start_time, self._paused_seconds = _MeterSums(), self._clock(), 0.0
         seconds, waited, samples, tokens, *pairs = self._world.sum([seconds, data_wait_seconds or 0.0, *mine])
         of_all = zip(["loss", *names], pairs[::2], pairs[1::2], strict=True)
         row = {name: total / weight for name, total, weight in of_all if weight}
@@ -65,7 +65,7 @@ class Meter:
 
 
 @dataclass
-class _Sums:
+class _MeterSums:
     """What came in since the last drain, on this rank."""
 
     loss: Tensor | float | None = None
@@ -79,25 +79,25 @@ class _Sums:
 
     def add(self, result: StepResult) -> None:
         if result.applied:  # a step left out has no part in the means
-            self.loss = _plus(0.0 if self.loss is None else self.loss, result.loss)
+            self.loss = _add_float64(0.0 if self.loss is None else self.loss, result.loss)
             self.weight += result.weight
             for name, (total, weight) in result.metrics.items():
                 before = self.metrics.get(name, (0.0, 0.0))
-                self.metrics[name] = _plus(before[0], total), _plus(before[1], weight)
+                self.metrics[name] = _add_float64(before[0], total), _add_float64(before[1], weight)
         self.samples += result.samples
         self.tokens += result.tokens
         self.steps += 1
         self.skipped += not result.applied
         self.grad_norm = result.grad_norm
 
-    def on_host(self, names: Sequence[str]) -> list[float]:
+    def to_host(self, names: Sequence[str]) -> list[float]:
         """Samples, tokens, loss, its weight, and the pair of each name; one copy, which waits for the device."""
         if self.loss is None:
             return [float(self.samples), float(self.tokens), 0.0, 0.0, *[0.0] * (2 * len(names))]
         pairs = [value for name in names for value in self.metrics.get(name, (0.0, 0.0))]
-        return [float(self.samples), float(self.tokens), *on_host([self.loss, self.weight, *pairs])]
+        return [float(self.samples), float(self.tokens), *to_floats([self.loss, self.weight, *pairs])]
 
 
-def _plus(total: Tensor | float, more: Tensor | float) -> Tensor | float:
+def _add_float64(total: Tensor | float, value: Tensor | float) -> Tensor | float:
     """The sum in 64 bits: many small sums would drown in a large one of 32."""
-    return total + (more.detach().double() if isinstance(more, Tensor) else more)
+    return total + (value.detach().double() if isinstance(value, Tensor) else value)

@@ -17,8 +17,8 @@ from dstrain.errors import RunError
 Row = Mapping[str, Any]
 """One log or evaluation: name -> number, word or None."""
 
-HEAD = ("time", "step", "samples", "epoch", "split", "loss")
-TAIL = (
+LEADING_COLUMNS = ("time", "step", "samples", "epoch", "split", "loss")
+TRAILING_COLUMNS = (
     "lr",
     "grad_norm",
     "skipped",
@@ -34,28 +34,28 @@ TAIL = (
 )
 
 
-def now() -> str:
+def format_current_time() -> str:
     """The time as ISO 8601 in UTC with milliseconds: `2025-01-31T12:00:00.000Z`."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def task_metrics(row: Row) -> list[str]:
+def task_metric_names(row: Row) -> list[str]:
     """The names in a row that a task chose, as they came."""
-    return [name for name in row if name not in HEAD and name not in TAIL]
+    return [name for name in row if name not in LEADING_COLUMNS and name not in TRAILING_COLUMNS]
 
 
-def in_order(row: Row) -> dict[str, Any]:
+def order_columns(row: Row) -> dict[str, Any]:
     """The same row in the order of the file: when and where, loss, the task's metrics, rates."""
-    return {name: row[name] for name in (*HEAD, *task_metrics(row), *TAIL) if name in row}
+    return {name: row[name] for name in (*LEADING_COLUMNS, *task_metric_names(row), *TRAILING_COLUMNS) if name in row}
 
 
-def strict(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """The same value with null for what JSON cannot say: inf and nan."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): strict(item) for key, item in value.items()}
-    return [strict(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {str(key): replace_nonfinite(item) for key, item in value.items()}
+    return [replace_nonfinite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def sync_folder(folder: Path) -> None:
@@ -70,87 +70,87 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-class Journal:
+class RunLog:
     """The two files of a run folder. Only rank 0 writes; on the others every call does nothing."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
-        self._writes = rank == 0
-        if self._writes:
+        self._is_writer = rank == 0
+        if self._is_writer:
             folder.mkdir(parents=True, exist_ok=True)
-            self._metrics = _Lines(folder / "metrics.jsonl")
-            self._events = _Lines(folder / "events.jsonl")
+            self._metrics = _JsonLinesFile(folder / "metrics.jsonl")
+            self._events = _JsonLinesFile(folder / "events.jsonl")
 
-    def write(self, row: Row) -> None:
+    def log_metrics(self, row: Row) -> None:
         """Append a row to metrics.jsonl."""
-        if self._writes:
-            self._metrics.append(in_order({"time": now(), **row}))
+        if self._is_writer:
+            self._metrics.append(order_columns({"time": format_current_time(), **row}))
 
-    def event(self, event: str, **fields: Any) -> None:
+    def log_event(self, event: str, **fields: Any) -> None:
         """Append to events.jsonl, and have it on the disk before this returns."""
-        if self._writes:
-            self._events.append({"time": now(), "event": event, **fields})
+        if self._is_writer:
+            self._events.append({"time": format_current_time(), "event": event, **fields})
             self._events.sync()
 
-    def cut_back(self, step: int) -> int:
+    def truncate_after(self, step: int) -> int:
         """Drop the rows after `step`, which a resumed run writes again; returns how many.
 
         Lines that cannot be read are dropped too, and named in an event.
         """
-        if not self._writes:
+        if not self._is_writer:
             return 0
-        dropped, damaged = self._metrics.keep(lambda row: row.get("step", 0) <= step)
+        dropped, damaged = self._metrics.filter_rows(lambda row: row.get("step", 0) <= step)
         if damaged:
             what = "not valid JSON, such as a changed byte makes; removed"
-            self.event("rows_damaged", file="metrics.jsonl", lines=damaged[:100], count=len(damaged), what=what)
+            self.log_event("rows_damaged", file="metrics.jsonl", lines=damaged[:100], count=len(damaged), what=what)
         return dropped
 
     def close(self) -> None:
-        if self._writes:
+        if self._is_writer:
             self._metrics.close()
             self._events.close()
 
 
-class _Lines:
+class _JsonLinesFile:
     """A file of JSON lines that is appended to."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._cut_torn()
+        self._truncate_partial_line()
         self._open()
 
     def append(self, row: Row) -> None:
-        text = json.dumps(strict(row), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(replace_nonfinite(row), ensure_ascii=False, allow_nan=False)
         line = text.encode(errors="backslashreplace") + b"\n"  # a file name need not be UTF-8
-        with _writing(self._path):
+        with _wrap_os_errors(self._path):
             # Unbuffered, so that another process sees the row at once; a short write leaves a rest.
             while line:
                 line = line[self._file.write(line) :]
 
     def sync(self) -> None:
-        with _writing(self._path):
+        with _wrap_os_errors(self._path):
             os.fsync(self._file.fileno())
 
-    def keep(self, wanted: Callable[[Row], bool]) -> tuple[int, list[int]]:
+    def filter_rows(self, predicate: Callable[[Row], bool]) -> tuple[int, list[int]]:
         """Rewrite the file with the wanted rows, whole or not at all; (how many were dropped, the damaged lines)."""
-        with _writing(self._path, "read"):
+        with _wrap_os_errors(self._path, "read"):
             lines = self._path.read_bytes().splitlines(keepends=True)
-        rows = [_parse(line) for line in lines]
-        kept = [line for line, row in zip(lines, rows, strict=True) if row is not None and wanted(row)]
+        rows = [_parse_row(line) for line in lines]
+        kept = [line for line, row in zip(lines, rows, strict=True) if row is not None and predicate(row)]
         if len(kept) < len(lines):
-            self._replace(kept)
+            self._rewrite(kept)
         return len(lines) - len(kept), [number for number, row in enumerate(rows, 1) if row is None]
 
-    def _replace(self, lines: list[bytes]) -> None:
+    def _rewrite(self, lines: list[bytes]) -> None:
         temporary = self._path.with_suffix(".tmp")
         try:
-            with _writing(temporary), temporary.open("wb") as file:
+            with _wrap_os_errors(temporary), temporary.open("wb") as file:
                 file.writelines(lines)
                 file.flush()
                 os.fsync(file.fileno())
         except RunError:
             temporary.unlink(missing_ok=True)
             raise
-        with _writing(self._path):
+        with _wrap_os_errors(self._path):
             self._file.close()
             os.replace(temporary, self._path)
             sync_folder(self._path.parent)
@@ -160,26 +160,26 @@ class _Lines:
         self._file.close()
 
     def _open(self) -> None:
-        with _writing(self._path):
+        with _wrap_os_errors(self._path):
             self._file = self._path.open("ab", buffering=0)
 
-    def _cut_torn(self) -> None:
+    def _truncate_partial_line(self) -> None:
         """Cut off a last line that a kill -9 or a power cut left unfinished."""
         if not self._path.exists():
             return
-        with _writing(self._path, "read"):
+        with _wrap_os_errors(self._path, "read"):
             content = self._path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         last = whole[whole.rfind(b"\n", 0, -1) + 1 :]
-        if last and _parse(last) is None:
+        if last and _parse_row(last) is None:
             whole = whole[: -len(last)]
         if len(whole) < len(content):
-            with _writing(self._path):
+            with _wrap_os_errors(self._path):
                 os.truncate(self._path, len(whole))
 
 
 @contextlib.contextmanager
-def _writing(path: Path, doing: str = "write") -> Iterator[None]:
+def _wrap_os_errors(path: Path, action: str = "write") -> Iterator[None]:
     """Raises RunError, in a sentence, for what the system says."""
     try:
         yield
@@ -189,7 +189,7 @@ def _writing(path: Path, doing: str = "write") -> Iterator[None]:
             mend = "it must be a file that can be written: correct that, or give another --run-dir"
         elif error.errno == errno.EIO:
             mend = "the disk or the network file system has a fault: start again where it is well"
-        raise RunError(f"cannot {doing} {path}: {error.strerror}; {mend}") from error
+        raise RunError(f"cannot {action} {path}: {error.strerror}; {mend}") from error
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -198,10 +198,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().splitlines()
     except OSError:
         return []
-    return [row for row in map(_parse, lines) if row is not None]
+    return [row for row in map(_parse_row, lines) if row is not None]
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse_row(line: bytes) -> dict[str, Any] | None:
     """The row in a line; None where it is damaged: not a JSON object, or with a step that is not a number."""
     try:
         row = json.loads(line)

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TextIO
 
 from dstrain.config.schema import LogConfig
 from dstrain.errors import UsageError
-from dstrain.report.run_log import Journal, Row, task_metrics
+from dstrain.report.run_log import Row, RunLog, task_metric_names
 from dstrain.report.wandb import check_wandb
 
 log = logging.getLogger(__name__)
@@ -26,68 +26,68 @@ class Sink(Protocol):
     def write(self, row: Row) -> None:
         """Take one row of logging or evaluation."""
 
-    def close(self, code: int = 0) -> None:
+    def close(self, exit_code: int = 0) -> None:
         """Write out what is still held; `code`: the run's exit code."""
 
 
-class Jsonl:
+class RunLogSink:
     """metrics.jsonl of the run folder."""
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+    def __init__(self, run_log: RunLog) -> None:
+        self._run_log = run_log
 
     def write(self, row: Row) -> None:
-        self._journal.write(row)
+        self._run_log.log_metrics(row)
 
-    def close(self, code: int = 0) -> None:
+    def close(self, exit_code: int = 0) -> None:
         """The run closes its journal itself: events come after the last row."""
 
 
-class Console:
+class ConsoleSink:
     """One line per row, or a progress bar where the stream is a terminal."""
 
-    def __init__(self, steps: int, stream: TextIO | None = None) -> None:
-        self._steps, self._stream = steps, stream or sys.stdout
-        self._quiet = False
-        self._bar: Any = None
+    def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
+        self._total_steps, self._stream = total_steps, stream or sys.stdout
+        self._is_silent = False
+        self._progress_bar: Any = None
 
     def write(self, row: Row) -> None:
-        if self._quiet:
+        if self._is_silent:
             return
         try:
             if self._stream.isatty():
-                self._show(row)
+                self._update_bar(row)
             else:
-                print(as_line(row, self._steps), file=self._stream, flush=True)
+                print(format_row(row, self._total_steps), file=self._stream, flush=True)
         except (OSError, ValueError) as error:
             if isinstance(error, ValueError) and not self._stream.closed:
                 raise
-            self._go_quiet()
+            self._silence()
 
-    def close(self, code: int = 0) -> None:
-        if self._bar is not None:
+    def close(self, exit_code: int = 0) -> None:
+        if self._progress_bar is not None:
             with contextlib.suppress(OSError, ValueError):
-                self._bar.stop()
-            self._bar = None
+                self._progress_bar.stop()
+            self._progress_bar = None
 
-    def _show(self, row: Row) -> None:
-        if self._bar is None:
-            self._bar = _progress(self._stream)
-            self._task = self._bar.add_task("", total=self._steps, text="")
-            self._bar.start()
+    def _update_bar(self, row: Row) -> None:
+        if self._progress_bar is None:
+            self._progress_bar = _make_progress_bar(self._stream)
+            self._task = self._progress_bar.add_task("", total=self._total_steps, text="")
+            self._progress_bar.start()
         if row.get("split") == "eval":
-            self._bar.console.print(as_line(row, self._steps), highlight=False)
+            self._progress_bar.console.print(format_row(row, self._total_steps), highlight=False)
         else:
-            text = "  ".join(_parts(row))
-            self._bar.update(self._task, completed=row["step"], text=text, refresh=True)
+            text = "  ".join(_format_columns(row))
+            self._progress_bar.update(self._task, completed=row["step"], text=text, refresh=True)
 
-    def _go_quiet(self) -> None:
+    def _silence(self) -> None:
         """The reader is gone (`| head`, a closed terminal, a full disk): say nothing more, and go on.
 
         What is still buffered would fail again at exit and turn the exit code into 120, so the
         stream's file descriptor is pointed at the null device, as Python's own note on SIGPIPE does.
         """
-        self._quiet = True
+        self._is_silent = True
         with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
             descriptor = self._stream.fileno()
             null = os.open(os.devnull, os.O_WRONLY)
@@ -96,18 +96,18 @@ class Console:
         self.close()
 
 
-class TensorBoard:
+class TensorBoardSink:
     """Event files in the run folder, with the tags `train/loss`, `eval/loss`, … and the recipe as a text."""
 
-    def __init__(self, folder: Path, resumed_at: int = 0, recipe: str = "") -> None:
+    def __init__(self, log_dir: Path, start_step: int = 0, recipe_yaml: str = "") -> None:
         check_tensorboard()
         from torch.utils.tensorboard import SummaryWriter
 
         # Steps after the checkpoint are written again, all of them after a crash before the first one:
         # tell TensorBoard to forget what it has of them.
-        self._writer: Any = SummaryWriter(log_dir=str(folder), purge_step=resumed_at + 1 if resumed_at else 0)
-        if recipe:
-            self._writer.add_text("recipe", "```yaml\n" + recipe + "\n```", resumed_at)
+        self._writer: Any = SummaryWriter(log_dir=str(log_dir), purge_step=start_step + 1 if start_step else 0)
+        if recipe_yaml:
+            self._writer.add_text("recipe", "```yaml\n" + recipe_yaml + "\n```", start_step)
 
     def write(self, row: Row) -> None:
         if self._writer is None:
@@ -121,7 +121,7 @@ class TensorBoard:
             log.warning("TensorBoard's files cannot be written (%s); this run goes on without them", error)
             self._writer = None
 
-    def close(self, code: int = 0) -> None:
+    def close(self, exit_code: int = 0) -> None:
         if self._writer is not None:
             with contextlib.suppress(OSError):
                 self._writer.close()
@@ -136,24 +136,24 @@ def check_tensorboard() -> None:
         )
 
 
-def check_trackers(wanted: LogConfig) -> None:
+def check_trackers(log_config: LogConfig) -> None:
     """Refuse trackers that cannot work on this host, which is rank 0's. Raises UsageError."""
-    if wanted.tensorboard:
+    if log_config.tensorboard:
         check_tensorboard()
-    if wanted.wandb is not None:
-        check_wandb(wanted.wandb)
+    if log_config.wandb is not None:
+        check_wandb(log_config.wandb)
 
 
-def as_line(row: Row, steps: int) -> str:
+def format_row(row: Row, total_steps: int) -> str:
     """`step 120/1000  loss 0.6931  accuracy 0.512  lr 9.9e-06  grad 1.23  1234 tokens/s  0.41 s/step`."""
     begin = "eval at step" if row.get("split") == "eval" else "step"
-    return "  ".join([f"{begin} {row['step']}/{steps}", *_parts(row)])
+    return "  ".join([f"{begin} {row['step']}/{total_steps}", *_format_columns(row)])
 
 
-def _parts(row: Row) -> list[str]:
+def _format_columns(row: Row) -> list[str]:
     """The numbers a reader watches, each with its name or unit."""
-    parts = [f"loss {_number(row['loss'], '.4g')}"] if "loss" in row else []
-    parts += [f"{name} {_number(row[name], '.3g')}" for name in task_metrics(row)]
+    parts = [f"loss {_format_number(row['loss'], '.4g')}"] if "loss" in row else []
+    parts += [f"{name} {_format_number(row[name], '.3g')}" for name in task_metric_names(row)]
     known: Mapping[str, tuple[str, str]] = {
         "lr": ("lr {}", ".3g"),
         "grad_norm": ("grad {}", ".3g"),
@@ -161,14 +161,14 @@ def _parts(row: Row) -> list[str]:
         "tokens_per_second": ("{} tokens/s", ".0f"),
         "step_seconds": ("{} s/step", ".3g"),
     }
-    return parts + [form.format(_number(row[name], how)) for name, (form, how) in known.items() if name in row]
+    return parts + [form.format(_format_number(row[name], how)) for name, (form, how) in known.items() if name in row]
 
 
-def _number(value: Any, how: str) -> str:
-    return format(value, how) if isinstance(value, (int, float)) else str(value)
+def _format_number(value: Any, format_spec: str) -> str:
+    return format(value, format_spec) if isinstance(value, (int, float)) else str(value)
 
 
-def _progress(stream: TextIO) -> Any:
+def _make_progress_bar(stream: TextIO) -> Any:
     """A bar with the step, the time left and a text; drawn only when a row comes."""
     from rich.console import Console as RichConsole
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -15,14 +15,14 @@ from typing import Any
 import psutil
 
 from dstrain.config.schema import WandbConfig
-from dstrain.errors import UsageError, without_password
+from dstrain.errors import UsageError, mask_passwords
 from dstrain.report.run_log import Row
 
 log = logging.getLogger(__name__)
 
-WHERE = ("step", "samples", "epoch")
+UNPREFIXED_METRICS = ("step", "samples", "epoch")
 """Logged under their own names; everything else is `train/…` or `eval/…`, drawn over `step`."""
-MODES = {"online": "online", "run": "online", "shared": "online", "offline": "offline", "dryrun": "offline"}
+WANDB_MODES = {"online": "online", "run": "online", "shared": "online", "offline": "offline", "dryrun": "offline"}
 """What WANDB_MODE may say besides `disabled`, and what it means here."""
 INIT_SECONDS = 20.0
 """The server gets this long to answer before the run goes on without it."""
@@ -32,41 +32,43 @@ GRACE_SECONDS = 10.0
 """How much longer before its processes are killed."""
 FLUSH_SECONDS = 0.5
 """Rows older than this are in the file."""
-STOPPED = 75
+EXIT_STOPPED = 75
 
 
-class WeightsAndBiases:
+class WandbSink:
     """One run on the server for one run folder, however often it is resumed. A server that is gone never stops it."""
 
-    def __init__(self, wanted: WandbConfig, folder: Path, recipe: Mapping[str, Any]) -> None:
+    def __init__(self, config: WandbConfig, run_dir: Path, recipe: Mapping[str, Any]) -> None:
         """`recipe`: shown as the run's config."""
-        self._run = _begin(wanted, folder, recipe)
+        self._run = _start_run(config, run_dir, recipe)
 
     @property
-    def about(self) -> dict[str, Any]:
+    def event_fields(self) -> dict[str, Any]:
         """Where the rows go: id, mode, url or folder."""
         if self._run is None:
             return {"mode": "off"}
         about: dict[str, Any] = {"id": self._run.id, "mode": "offline" if self._run.offline else "online"}
-        return about | ({"folder": str(_folder(self._run))} if self._run.offline else {"url": self._run.url})
+        return about | ({"folder": str(_files_dir(self._run))} if self._run.offline else {"url": self._run.url})
 
     def write(self, row: Row) -> None:
         if self._run is None:
             return
         values = {name: value for name, value in row.items() if isinstance(value, (int, float))}
-        named = {name if name in WHERE else f"{row['split']}/{name}": value for name, value in values.items()}
+        named = {
+            name if name in UNPREFIXED_METRICS else f"{row['split']}/{name}": value for name, value in values.items()
+        }
         try:
             self._run.log(named)
         except Exception as error:  # whatever its service left behind when it died
             log.warning("Weights & Biases takes no more rows (%s); this run goes on without it", error)
             self._run = None
-            _end_service()
+            _teardown_service()
 
-    def close(self, code: int = 0) -> None:
+    def close(self, exit_code: int = 0) -> None:
         """Say how the run ended, and end wandb's own processes."""
         if self._run is None:
             return
-        finishing = threading.Thread(target=_finish, args=(self._run, code), daemon=True)
+        finishing = threading.Thread(target=_finish_run, args=(self._run, exit_code), daemon=True)
         self._run = None
         finishing.start()
         finishing.join(FINISH_SECONDS + GRACE_SECONDS)
@@ -76,9 +78,9 @@ class WeightsAndBiases:
             finishing.join(GRACE_SECONDS)
 
 
-def check_wandb(wanted: WandbConfig) -> None:
+def check_wandb(config: WandbConfig) -> None:
     """Refuse `log.wandb` where it cannot work. Rank 0 calls it; asks no server. Raises UsageError."""
-    mode = allowed_mode(wanted.mode, os.environ)
+    mode = resolve_mode(config.mode, os.environ)
     if mode == "disabled":
         return
     found = importlib.util.find_spec("wandb")
@@ -86,7 +88,7 @@ def check_wandb(wanted: WandbConfig) -> None:
         raise UsageError(
             "log.wandb is set, but wandb is not installed; run `pip install wandb`, or leave log.wandb out"
         )
-    problem = _key_problem() if mode == "online" else None
+    problem = _api_key_problem() if mode == "online" else None
     if problem:
         raise UsageError(
             f"log.wandb.mode is online, but {problem}; "
@@ -94,19 +96,19 @@ def check_wandb(wanted: WandbConfig) -> None:
         )
 
 
-def allowed_mode(wanted: str, environment: Mapping[str, str]) -> str:
+def resolve_mode(recipe_mode: str, env: Mapping[str, str]) -> str:
     """online, offline or disabled: the recipe's mode, which WANDB_MODE and WANDB_DISABLED can lower but not raise."""
-    said = environment.get("WANDB_MODE", "").lower()
-    if said == "disabled" or environment.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on"):
+    said = env.get("WANDB_MODE", "").lower()
+    if said == "disabled" or env.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on"):
         return "disabled"
-    if said and said not in MODES:
+    if said and said not in WANDB_MODES:
         raise UsageError(f"WANDB_MODE={said}: is no mode; set it to online, offline or disabled")
-    return "offline" if "offline" in (wanted, MODES.get(said)) else "online"
+    return "offline" if "offline" in (recipe_mode, WANDB_MODES.get(said)) else "online"
 
 
-def run_id(folder: Path) -> str:
+def get_run_id(run_dir: Path) -> str:
     """The name of this run folder's run on the server, kept in `wandb/id`: every start of it goes on under that."""
-    path = folder / "wandb" / "id"
+    path = run_dir / "wandb" / "id"
     kept = path.read_text().strip() if path.is_file() else ""
     if not kept:
         kept = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
@@ -115,19 +117,19 @@ def run_id(folder: Path) -> str:
     return kept
 
 
-def _key_problem() -> str | None:
+def _api_key_problem() -> str | None:
     """What is wrong with the key for the server, told as part of a sentence."""
-    wandb = _library()
+    wandb = _import_wandb()
     try:
         wandb.setup(wandb.Settings(mode="online", silent=True))
         return None if wandb.login(prompt=False, verify=False) else "there is no API key"
     except Exception as error:  # of wandb, or of pydantic where another of its variables says nonsense
         return f"its API key cannot be used ({' '.join(str(error).split()).rstrip('.')})"
     finally:
-        _end_service()
+        _teardown_service()
 
 
-def _library() -> Any:
+def _import_wandb() -> Any:
     """wandb, told to report nothing about itself: where nobody answers, that would hold up the end by 10 s."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     if not os.environ.get("WANDB_SILENT"):  # its login tells the server's address, which may hold a password
@@ -139,36 +141,36 @@ def _library() -> Any:
     return wandb
 
 
-def _begin(wanted: WandbConfig, folder: Path, recipe: Mapping[str, Any]) -> Any:
+def _start_run(config: WandbConfig, run_dir: Path, recipe: Mapping[str, Any]) -> Any:
     """A run of wandb's, offline where the server does not answer; None where there can be none."""
-    mode = allowed_mode(wanted.mode, os.environ)
+    mode = resolve_mode(config.mode, os.environ)
     if mode == "disabled":
         log.warning("log.wandb is left out: WANDB_MODE or WANDB_DISABLED says so")
         return None
     for attempt in ("online", "offline")[mode == "offline" :]:
         try:
-            run = _init(wanted, folder, recipe, attempt)
+            run = _init(config, run_dir, recipe, attempt)
         except Exception as error:  # wandb's own kinds, and those of what it stands on
             instead = "its rows go to files" if attempt == "online" else "this run goes on without it"
-            why = without_password(" ".join(str(error).split()))  # it breaks lines
+            why = mask_passwords(" ".join(str(error).split()))  # it breaks lines
             log.warning("Weights & Biases (%s) did not start: %s; %s", attempt, why, instead)
-            _end_service()  # it holds the id of the attempt
+            _teardown_service()  # it holds the id of the attempt
             continue
-        later = f"files for `wandb sync {_folder(run)}`"
+        later = f"files for `wandb sync {_files_dir(run)}`"
         print(f"weights & biases: run {run.id}, {later if run.offline else run.url}", flush=True)
         return run
     return None
 
 
-def _init(wanted: WandbConfig, folder: Path, recipe: Mapping[str, Any], mode: str) -> Any:
-    wandb = _library()
+def _init(config: WandbConfig, run_dir: Path, recipe: Mapping[str, Any], mode: str) -> Any:
+    wandb = _import_wandb()
     run = wandb.init(
-        project=wanted.project,
-        name=wanted.name or folder.name,
-        id=run_id(folder),
+        project=config.project,
+        name=config.name or run_dir.name,
+        id=get_run_id(run_dir),
         resume="allow",
         mode=mode,
-        dir=str(folder),
+        dir=str(run_dir),
         config=dict(recipe),
         settings=_settings(wandb),
     )
@@ -194,26 +196,28 @@ def _settings(wandb: Any) -> Any:
     return wandb.Settings(**{name: value for name, value in chosen.items() if name in wandb.Settings.model_fields})
 
 
-def _folder(run: Any) -> Path:
+def _files_dir(run: Any) -> Path:
     return Path(run.dir).parent
 
 
-def _finish(run: Any, code: int) -> None:
+def _finish_run(run: Any, exit_code: int) -> None:
     try:
-        if code == STOPPED:
+        if exit_code == EXIT_STOPPED:
             run.mark_preempting()  # shown as preempted, not as failed
-        run.finish(exit_code=code)
+        run.finish(exit_code=exit_code)
     except Exception as error:
         why = str(error) or type(error).__name__
-        log.warning("Weights & Biases may not have the last rows (%s); `wandb sync %s` uploads them", why, _folder(run))
+        log.warning(
+            "Weights & Biases may not have the last rows (%s); `wandb sync %s` uploads them", why, _files_dir(run)
+        )
     finally:
-        _end_service()
+        _teardown_service()
 
 
-def _end_service() -> None:
+def _teardown_service() -> None:
     """End wandb's processes; what is held up there is lost to the server, not to the disk."""
     with contextlib.suppress(Exception):
-        _library().teardown()
+        _import_wandb().teardown()
     _kill_service()
 
 

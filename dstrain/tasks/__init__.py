@@ -2,12 +2,12 @@
 
 from dstrain.tasks.common.registry import (
     Option,
+    builtin_tasks,
+    default_learning_rate,
+    fill_learning_rate,
     find_task,
-    learning_rate,
     make_task,
-    options,
-    packaged_tasks,
-    with_learning_rate,
+    task_options,
 )
 from dstrain.tasks.common.task import Loss, Split, Task
 
@@ -16,10 +16,10 @@ __all__ = [
     "Option",
     "Split",
     "Task",
+    "builtin_tasks",
+    "default_learning_rate",
+    "fill_learning_rate",
     "find_task",
-    "learning_rate",
     "make_task",
-    "options",
-    "packaged_tasks",
-    "with_learning_rate",
+    "task_options",
 ]

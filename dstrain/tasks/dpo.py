@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
-from dstrain.tasks.common.pairs import PairTask, tiny_pairs
-from dstrain.tasks.common.reference import PolicyTask
+from dstrain.tasks.common.pairs import PairTask, tiny_pair_recipe
+from dstrain.tasks.common.reference import ReferenceTask
 from dstrain.tasks.common.task import Loss, ReferenceKind
 
 if TYPE_CHECKING:
     import torch
 
 LossType = Literal["sigmoid", "ipo", "hinge", "robust", "orpo", "simpo"]
-WITHOUT_REFERENCE = ("orpo", "simpo")
-OF_MEANS = ("ipo", "orpo", "simpo")
+REFERENCE_FREE_LOSSES = ("orpo", "simpo")
+LENGTH_NORMALIZED_LOSSES = ("ipo", "orpo", "simpo")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceOptimization(PairTask, PolicyTask):
+class DPO(PairTask, ReferenceTask):
     """Policies that learn from pairs: DPO and its kin (IPO, SLiC's hinge, robust DPO, ORPO, SimPO).
 
     Rafailov et al. (arXiv 2305.18290), eq. 7, and the papers that `dstrain.tasks.common.losses.preference_loss` names;
@@ -50,29 +50,33 @@ class PreferenceOptimization(PairTask, PolicyTask):
             raise ValueError(f"label_smoothing has no meaning for loss_type {self.loss_type}; leave it out")
         if self.rpo_alpha < 0 or (self.rpo_alpha and self.loss_type == "orpo"):
             raise ValueError(f"rpo_alpha is {self.rpo_alpha:g}, but it is at least 0, and orpo has such a term already")
-        if self.loss_type in WITHOUT_REFERENCE and (self.precompute_ref_log_probs or self.ref_model):
+        if self.loss_type in REFERENCE_FREE_LOSSES and (self.precompute_ref_log_probs or self.ref_model):
             raise ValueError(f"loss_type {self.loss_type} has no reference; leave its options out")
 
     @property
-    def reference(self) -> ReferenceKind:
-        return "none" if self.loss_type in WITHOUT_REFERENCE else super().reference
+    def reference_kind(self) -> ReferenceKind:
+        return "none" if self.loss_type in REFERENCE_FREE_LOSSES else super().reference_kind
 
-    def refer(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+    def reference_outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """(B,) each: log p of the chosen and of the rejected answer under the reference."""
         from dstrain.tasks.common.losses import answer_log_probs
 
         chosen, rejected = answer_log_probs(model, batch).sum(-1).chunk(2)
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
-    def more(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        from dstrain.data.loading.collate import answers_tail, loss_positions, padded_length
+    def extra_tensors(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        from dstrain.data.loading.collate import answer_mask_tail, loss_positions, padded_length
 
         sides = [
             (example[side], int(example["prompt_length"])) for side in ("chosen", "rejected") for example in examples
         ]
-        learnt = answers_tail(sides)  # (2B, K): 1 where a token of an answer stands
+        learnt = answer_mask_tail(sides)  # (2B, K): 1 where a token of an answer stands
         length = padded_length([ids for ids, _ in sides])
-        return {"learnt": learnt, "loss_positions": loss_positions(learnt, length), **self.remembered(examples)}
+        return {
+            "learnt": learnt,
+            "loss_positions": loss_positions(learnt, length),
+            **self.cached_reference_outputs(examples),
+        }
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         import torch
@@ -81,12 +85,12 @@ class PreferenceOptimization(PairTask, PolicyTask):
 
         sums = answer_log_probs(model, batch).sum(-1)  # (2B,)
         lengths = batch.tensors["learnt"].sum(-1).clamp(min=1)  # (2B,)
-        scale = lengths if self.loss_type in OF_MEANS else torch.ones_like(lengths)
+        scale = lengths if self.loss_type in LENGTH_NORMALIZED_LOSSES else torch.ones_like(lengths)
         anchor = torch.zeros_like(sums)
-        if self.reference != "none":
+        if self.reference_kind != "none":
             anchor = torch.cat([batch.tensors["ref_chosen_logps"], batch.tensors["ref_rejected_logps"]])
         chosen, rejected = ((sums - anchor) / scale).chunk(2)  # (B,), (B,)
-        pairs = self._each_pair(chosen, rejected)
+        pairs = self._pair_losses(chosen, rejected)
         if self.rpo_alpha or self.loss_type == "orpo":
             learns_chosen = -(sums / lengths).chunk(2)[0]
             pairs = learns_chosen + pairs if self.loss_type == "orpo" else pairs + self.rpo_alpha * learns_chosen
@@ -103,7 +107,7 @@ class PreferenceOptimization(PairTask, PolicyTask):
             },
         )
 
-    def _each_pair(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    def _pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
         """(B,) losses of (B,) log-ratios, or of mean log-probabilities where there is no reference."""
         from dstrain.tasks.common import losses as ops
 
@@ -120,8 +124,8 @@ class PreferenceOptimization(PairTask, PolicyTask):
             case "simpo":
                 return ops.simpo(difference, self.beta, self.simpo_gamma)
             case "orpo":
-                return self.beta * ops.odds_ratio(chosen, rejected)
+                return self.beta * ops.orpo(chosen, rejected)
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
-        return tiny_pairs(folder, "dpo")
+        return tiny_pair_recipe(folder, "dpo")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig
-from dstrain.tasks.common.pairs import PairTask, tiny_pairs
+from dstrain.tasks.common.pairs import PairTask, tiny_pair_recipe
 from dstrain.tasks.common.task import Loss
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class RewardModel(PairTask):
     Christiano et al. (arXiv 1706.03741); the loss is eq. 1 of Ouyang et al. (arXiv 2203.02155), summed over pairs.
     """
 
-    auto = "AutoModelForSequenceClassification"
+    auto_class_name = "AutoModelForSequenceClassification"
     metric_names = ("accuracy", "margin")
     learning_rate = 1.0e-5
     heads = ("score", "classifier", "classification_head")
@@ -46,27 +46,27 @@ class RewardModel(PairTask):
 
     @property
     def auto_class(self) -> Any:
-        from dstrain.models.reward_model import ScoredAuto, has_own_class
+        from dstrain.models.reward_model import AutoRewardModel, has_classification_class
 
-        return super().auto_class if has_own_class(self.model_config) else ScoredAuto()
+        return super().auto_class if has_classification_class(self.model_config) else AutoRewardModel()
 
-    def config_for(self, model: ModelConfig) -> PretrainedConfig:
+    def build_config(self, model: ModelConfig) -> PretrainedConfig:
         """The model's config with one score for a sequence."""
-        config = super().config_for(model)
+        config = super().build_config(model)
         config.num_labels = 1
         for part in {id(part): part for part in (config, config.get_text_config())}.values():
             part.pad_token_id = self.tokenizer.pad_token_id  # the model looks for the last token before it
         return config
 
     @cached_property
-    def _words(self) -> Any:
+    def _base_tokenizer(self) -> Any:
         """The tokenizer. A base's own that pads with EOS gets another pad token, unless the base gives scores already."""
-        from dstrain.models.padding import replace_eos_as_pad
+        from dstrain.models.padding import replace_eos_pad_token
         from dstrain.models.reward_model import has_score_head
 
-        tokenizer, model = super()._words, self.recipe.model
+        tokenizer, model = super()._base_tokenizer, self.recipe.model
         if model.tokenizer is None and model.path is not None and not has_score_head(self.model_config, model.path):
-            replace_eos_as_pad(tokenizer)
+            replace_eos_pad_token(tokenizer)
         return tokenizer
 
     def warnings(self) -> Sequence[str]:
@@ -91,26 +91,28 @@ class RewardModel(PairTask):
 
     def scores(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """(2B,) rewards, the chosen ones first, read where an exported model reads them."""
-        from dstrain.tasks.common.losses import ask, unwrapped
+        from dstrain.tasks.common.losses import forward_logits, unwrap_peft
 
-        return ask(model, batch, **_without_cache(unwrapped(model))).squeeze(-1).float()
+        return forward_logits(model, batch, **_no_cache_kwargs(unwrap_peft(model))).squeeze(-1).float()
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         return self.scores(model, batch)
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
-        return tiny_pairs(folder, "rm")
+        return tiny_pair_recipe(folder, "rm")
 
 
-def _without_cache(model: Any) -> dict[str, bool]:
+def _no_cache_kwargs(model: Any) -> dict[str, bool]:
     """The setting that keeps a model from keeping keys and values for tokens to come; nothing where it has no such setting."""
-    from dstrain.models.reward_model import Scored
+    from dstrain.models.reward_model import RewardModelMixin
 
     own, inside = (
         inspect.signature(type(one).forward).parameters for one in (model, getattr(model, "base_model", model))
     )
     handed_on, further = (any(one.kind == one.VAR_KEYWORD for one in names.values()) for names in (own, inside))
     # LLaVA's base model hands it on too. A BERT's would hand it to its attention.
-    known = "use_cache" in own or (handed_on and ("use_cache" in inside or (further and isinstance(model, Scored))))
+    known = "use_cache" in own or (
+        handed_on and ("use_cache" in inside or (further and isinstance(model, RewardModelMixin)))
+    )
     return {"use_cache": False} if known else {}

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
 from dstrain.data.cache.token_store import TokenStore
-from dstrain.data.encoding.conversations import TurnSettings, encode_conversations
-from dstrain.data.formats.conversations import Passage, Sample, read_conversation
-from dstrain.data.formats.image_placeholders import Seen
-from dstrain.data.sources.open import Joined
-from dstrain.data.vision.expansion import Views
+from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
+from dstrain.data.formats.conversations import PromptCompletion, Sample, read_conversation
+from dstrain.data.formats.image_placeholders import RecordWithImages
+from dstrain.data.sources.open import ConcatSource
+from dstrain.data.vision.expansion import PlaceholderExpansion
 from dstrain.tasks.common.task import Loss
 from dstrain.tasks.common.text import TextTask
 from dstrain.tasks.common.tiny import tiny_recipe
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SupervisedFineTuning(TextTask):
+class SFT(TextTask):
     """Supervised fine-tuning: a model learns to answer as the assistant of its conversations does.
 
     The loss is -log p of each learnt token, summed; Ouyang et al. (arXiv 2203.02155), section 3.5, step 1.
@@ -36,35 +36,35 @@ class SupervisedFineTuning(TextTask):
     assistant_only_loss: bool = True
     """Learn what the assistant says, end of turn included; false: every token, whoever says it."""
 
-    def convert(self, record: dict[str, Any]) -> Seen[Sample]:
-        return self.read(record, read_conversation)
+    def parse_record(self, record: dict[str, Any]) -> RecordWithImages[Sample]:
+        return self.parse_with_images(record, read_conversation)
 
-    def texts(self, record: dict[str, Any]) -> Iterator[str]:
-        sample = self.convert(record).said
-        if isinstance(sample, Passage):
+    def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
+        sample = self.parse_record(record).parsed
+        if isinstance(sample, PromptCompletion):
             yield from (sample.prompt, sample.answer)
         else:
             yield from (message["content"] for message in sample.messages)
 
-    def tokens(self, source: Joined) -> TokenStore:
+    def tokenize(self, source: ConcatSource) -> TokenStore:
         data = self.recipe.data
-        settings = TurnSettings(
+        settings = EncodingConfig(
             max_length=data.max_length,
             max_prompt_length=data.max_prompt_length,
             assistant_only=self.assistant_only_loss,
         )
 
-        def encode(samples: list[Sample], views: Views | None) -> list[Any]:
-            return encode_conversations(self.tokenizer, samples, settings, views)
+        def encode(samples: list[Sample], expansion: PlaceholderExpansion | None) -> list[Any]:
+            return encode_conversations(self.tokenizer, samples, settings, expansion)
 
-        return self.store(source, read_conversation, encode, {"what": "conversations", **asdict(settings)})
+        return self.build_store(source, read_conversation, encode, {"what": "conversations", **asdict(settings)})
 
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
-        from dstrain.data.loading.collate import attention_mask, learnt_tail, loss_positions, pad
+        from dstrain.data.loading.collate import attention_mask, loss_mask_tail, loss_positions, pad
 
         sequences = [example["input_ids"] for example in examples]
         ids = pad(sequences, self.tokenizer.pad_token_id)  # (B, L)
-        learnt = learnt_tail([example["learnt"] for example in examples])  # (B, K)
+        learnt = loss_mask_tail([example["learnt"] for example in examples])  # (B, K)
         batch = Batch(
             tensors={
                 "input_ids": ids,
@@ -82,10 +82,10 @@ class SupervisedFineTuning(TextTask):
         from dstrain.tasks.common.losses import score_answers
 
         log_probs, right = score_answers(model, batch)
-        beside = self.beside(right, batch.tensors["learnt"])
+        beside = self.extra_metrics(right, batch.tensors["learnt"])
         return Loss(-log_probs.sum(), {"token_accuracy": right.sum(), **beside})
 
-    def beside(self, right: torch.Tensor, learnt: torch.Tensor) -> Mapping[str, Any]:
+    def extra_metrics(self, is_correct: torch.Tensor, loss_mask: torch.Tensor) -> Mapping[str, Any]:
         """More metrics, of which learnt tokens (B, K) the model took for the likeliest."""
         return {}
 
@@ -96,10 +96,10 @@ class SupervisedFineTuning(TextTask):
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
-        return tiny_recipe(folder, "sft", _dialog)
+        return tiny_recipe(folder, "sft", _tiny_record)
 
 
-def _dialog(split: str, index: int) -> dict[str, Any]:
+def _tiny_record(split: str, index: int) -> dict[str, Any]:
     """A made-up dialog of one or two questions, with answers of uneven length."""
     draw = random.Random(f"{split}/{index}")
     thing = draw.choice(("pump", "valve", "kettle", "lamp", "wheel", "belt"))

@@ -9,17 +9,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.config.schema import HeldOutConfig, SourceConfig
-from dstrain.data.formats.conversations import Passage
-from dstrain.data.formats.group_by_image import Grouped
-from dstrain.data.formats.image_placeholders import Seen, read_seen
-from dstrain.data.formats.transcripts import IMAGE, render_messages
+from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
+from dstrain.data.formats.conversations import PromptCompletion
+from dstrain.data.formats.group_by_image import GroupByImageSource
+from dstrain.data.formats.image_placeholders import RecordWithImages, read_with_images
+from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER, messages_to_transcript
 from dstrain.data.sources.base import Source
-from dstrain.data.vision.augment import Augment
+from dstrain.data.vision.augment import ImageAugmentation
 from dstrain.errors import RecipeError
-from dstrain.models.checks.preflight import blind
+from dstrain.models.checks.preflight import text_only_fault
 from dstrain.tasks.common.tiny import tiny_recipe
-from dstrain.tasks.sft import SupervisedFineTuning
+from dstrain.tasks.sft import SFT
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionLanguage(SupervisedFineTuning):
+class VLM(SFT):
     """Vision-language models: answers about images, and about texts among them, any number of images in each.
 
     The loss is that of task sft; Liu et al. (arXiv 2304.08485), section 4.2, has the two stages: the projector alone on
@@ -49,48 +49,54 @@ class VisionLanguage(SupervisedFineTuning):
 
     def check(self) -> None:
         super().check()
-        if not self.sees:
+        if not self.is_multimodal:
             raise RecipeError(
-                blind("model.path" if self.recipe.model.path else "model.config", self.model_config.model_type)
+                text_only_fault(
+                    "model.path" if self.recipe.model.path else "model.config", self.model_config.model_type
+                )
             )
 
-    def read(self, record: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Any]) -> Seen[Any]:
+    def parse_with_images(
+        self, record: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Any]
+    ) -> RecordWithImages[Any]:
         """The same where no model is named: whichever it is, it sees."""
         return (
-            super().read(record, read)
+            super().parse_with_images(record, parse)
             if self.recipe.model.path or self.recipe.model.config
-            else read_seen(record, read)
+            else read_with_images(record, parse)
         )
 
-    def texts(self, record: dict[str, Any]) -> Iterator[str]:
-        sample = self.convert(record).said
-        dialog = sample.as_conversation() if isinstance(sample, Passage) else sample
-        yield render_messages(dialog.messages).replace(IMAGE, "")  # with what stands between the turns
+    def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
+        sample = self.parse_record(record).parsed
+        dialog = sample.to_conversation() if isinstance(sample, PromptCompletion) else sample
+        yield messages_to_transcript(dialog.messages).replace(
+            IMAGE_PLACEHOLDER, ""
+        )  # with what stands between the turns
 
-    def prepared(self, source: Source, item: HeldOutConfig) -> Source:
-        training = self.one_sample_per_image and isinstance(item, SourceConfig)
-        return Grouped(source) if training else source
+    def wrap_source(self, source: Source, item: DatasetConfig) -> Source:
+        training = self.one_sample_per_image and isinstance(item, TrainDatasetConfig)
+        return GroupByImageSource(source) if training else source
 
-    def alter(self, image: Image, example: Mapping[str, Any], which: int) -> Image:
-        return image if "place" not in example else self._augment(image, example["place"], which)
+    def augment_image(self, image: Image, example: Mapping[str, Any], index: int) -> Image:
+        return image if "place" not in example else self._augment(image, example["place"], index)
 
     @cached_property
-    def _augment(self) -> Augment:
-        return Augment(shift=self.shift, flip=self.flip, seed=self.recipe.seed)
+    def _augment(self) -> ImageAugmentation:
+        return ImageAugmentation(random_translate=self.shift, flip_probability=self.flip, seed=self.recipe.seed)
 
-    def beside(self, right: torch.Tensor, learnt: torch.Tensor) -> Mapping[str, Any]:
-        from dstrain.tasks.common.losses import exact_answers
+    def extra_metrics(self, is_correct: torch.Tensor, loss_mask: torch.Tensor) -> Mapping[str, Any]:
+        from dstrain.tasks.common.losses import count_exact_answers
 
-        return {"exact_match": exact_answers(right, learnt)}
+        return {"exact_match": count_exact_answers(is_correct, loss_mask)}
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
-        recipe = tiny_recipe(folder, "vlm", lambda split, index: _coloured(folder, split, index))
-        recipe["model"] = {"config": TINY, "freeze": ["*.post_layernorm"]}  # which a LLaVA does not look at
+        recipe = tiny_recipe(folder, "vlm", lambda split, index: _tiny_record(folder, split, index))
+        recipe["model"] = {"config": TINY_CONFIG, "freeze": ["*.post_layernorm"]}  # which a LLaVA does not look at
         return recipe
 
 
-TINY: dict[str, Any] = {
+TINY_CONFIG: dict[str, Any] = {
     "model_type": "llava",
     "vision_feature_select_strategy": "default",
     "vision_feature_layer": -1,
@@ -104,18 +110,18 @@ TINY: dict[str, Any] = {
     },
 }  # fmt: skip
 """A LLaVA of seconds: 4 tokens for an image."""
-COLOURS = {"red": (220, 30, 30), "green": (30, 200, 60), "blue": (40, 60, 220)}
+COLORS = {"red": (220, 30, 30), "green": (30, 200, 60), "blue": (40, 60, 220)}
 
 
-def _coloured(folder: Path, split: str, index: int) -> dict[str, Any]:
+def _tiny_record(folder: Path, split: str, index: int) -> dict[str, Any]:
     """A made-up question about no image, one or two; all are of one colour."""
     from PIL import Image
 
     draw = random.Random(f"{split}/{index}")
-    count, names = index % 3, [draw.choice([*COLOURS]) for _ in range(index % 3)]
+    count, names = index % 3, [draw.choice([*COLORS]) for _ in range(index % 3)]
     places = [folder / f"{split}-{index}-{at}.png" for at in range(count)]
     for place, name in zip(places, names, strict=True):
-        Image.new("RGB", (draw.randint(8, 24), draw.randint(8, 24)), COLOURS[name]).save(place)
+        Image.new("RGB", (draw.randint(8, 24), draw.randint(8, 24)), COLORS[name]).save(place)
     if not count:
         turns = [("user", f"What is sky{'?' * draw.randint(1, 3)}"), ("assistant", "Blue, mostly.")]
     else:

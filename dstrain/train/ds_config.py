@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.config import BatchPlan, RunConfig
-from dstrain.config.rules import dtype_faults
+from dstrain.config.rules import check_dtype
 from dstrain.config.schema import OptimConfig
 from dstrain.errors import Fault, PresetError, RecipeError
-from dstrain.preset import Device, Precision, Preset, RunSettings, complete, resolve_precision
+from dstrain.preset import Device, Precision, Preset, RunSettings, complete_preset, resolve_precision
 
 
-def resolved_ds_config(
-    config: RunConfig, preset: Preset, batch: BatchPlan, machine: tuple[int, Device], run_dir: Path
+def resolve_ds_config(
+    config: RunConfig, preset: Preset, batch: BatchPlan, world_and_device: tuple[int, Device], run_dir: Path
 ) -> dict[str, Any]:
     """The whole DeepSpeed JSON of a run; `machine` is (processes, what each computes on).
 
     Raises PresetError, or RecipeError where the optimizer does not run with the preset.
     """
-    world_size, device = machine
+    world_size, device = world_and_device
     precision = resolve_precision(preset, config.precision, device)
-    if faults := [Fault(".".join(key), *rest) for key, *rest in dtype_faults(config, precision)]:
+    if faults := [Fault(".".join(key), *rest) for key, *rest in check_dtype(config, precision)]:
         raise RecipeError(faults)  # precision: auto has been settled only now
     if (
         preset.block.get("activation_checkpointing", {}).get("cpu_checkpointing")
@@ -34,17 +34,17 @@ def resolved_ds_config(
     check_optimizer(config.optim, preset, precision)
     settings = RunSettings(
         precision=precision,
-        micro=batch.largest(world_size),
+        micro=batch.largest_micro(world_size),
         accumulate=batch.accumulate,
         world_size=world_size,
         total=batch.total,
         clip=config.optim.clip,
         nvme_path=str(run_dir / "nvme"),
         device_kind=device.kind,
-        foreign_optimizer=config.optim.name != "adamw" or preset.offload_optimizer is None,
-        whole_matrices=config.optim.name == "muon",
+        uses_custom_optimizer=config.optim.name != "adamw" or preset.offload_optimizer is None,
+        uses_muon=config.optim.name == "muon",
     )
-    return complete(preset, settings=settings)
+    return complete_preset(preset, settings=settings)
 
 
 def check_offload_folders(ds_config: Mapping[str, Any], run_dir: Path) -> None:
@@ -79,13 +79,13 @@ def ds_config_warnings(ds_config: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def batch_warnings(batch: BatchPlan, processes: int) -> list[str]:
+def batch_warnings(batch: BatchPlan, world_size: int) -> list[str]:
     """What to tell of a batch that so many processes share: a sentence each."""
-    largest = batch.largest(processes)
+    largest = batch.largest_micro(world_size)
     if batch.accumulate > 1 or largest >= batch.micro:
         return []
     return [
-        f"batch.micro is {batch.micro}, but a step of {batch.total} samples on {processes} processes takes at most {largest} "
+        f"batch.micro is {batch.micro}, but a step of {batch.total} samples on {world_size} processes takes at most {largest} "
         "in one forward pass; raise batch.total, or lower batch.micro"
     ]
 

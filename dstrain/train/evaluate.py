@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dstrain.batch import Batch, StepResult
-from dstrain.data.loading.loader import read_shares
-from dstrain.data.loading.sampler import eval_share, lengths_of
-from dstrain.distributed.collective_log import LEDGER
+from dstrain.data.loading.loader import iter_batches
+from dstrain.data.loading.sampler import eval_micro_batches, get_length_function
+from dstrain.distributed.collective_log import COLLECTIVE_LOG
 from dstrain.report.meter import Meter
 from dstrain.tasks import Task
-from dstrain.train.engine.deepspeed import Looks
+from dstrain.train.engine.deepspeed import EvalEngine
 
 
 @dataclass(frozen=True)
@@ -21,26 +21,32 @@ class Evaluation:
 
     task: Task
     examples: Sequence[Any]
-    micro: int
+    micro_batch_size: int
 
-    def run(self, engine: Looks) -> dict[str, float]:
+    def run(self, engine: EvalEngine) -> dict[str, float]:
         """Loss and metrics: each one sum over all ranks, divided once. Collective."""
         meter = Meter(engine.world)
         ranks = engine.world.size, engine.world.rank
-        shares = eval_share(len(self.examples), self.micro, *ranks, lengths_of(self.examples))
-        for result in look(engine, self.task, lambda: read_shares(self.examples, self.task.collate, shares)):
+        shares = eval_micro_batches(
+            len(self.examples), self.micro_batch_size, *ranks, get_length_function(self.examples)
+        )
+        for result in iter_eval_results(
+            engine, self.task, lambda: iter_batches(self.examples, self.task.collate, shares)
+        ):
             meter.add(result)
-            LEDGER.mark()
+            COLLECTIVE_LOG.record_progress()
         row = meter.drain()
         row.pop("step_seconds", None)  # a pass is no step
         return row
 
 
-def look(engine: Looks, task: Task, read: Callable[[], Iterable[Batch]]) -> Iterator[StepResult]:
+def iter_eval_results(
+    engine: EvalEngine, task: Task, load_batches: Callable[[], Iterable[Batch]]
+) -> Iterator[StepResult]:
     """Sums over each batch, once all have been surveyed where the task asks for that: `read` is then called twice. Collective."""
-    batches = read()
-    if task.surveys:
-        told = engine.survey(batches)
-        batches = (batch.plus(more) for batch, more in zip(read(), told, strict=True))
+    batches = load_batches()
+    if task.needs_step_stats:
+        told = engine.compute_step_stats(batches)
+        batches = (batch.with_tensors(more) for batch, more in zip(load_batches(), told, strict=True))
     for batch in batches:
         yield engine.evaluate(batch)

@@ -10,34 +10,34 @@ from dstrain.train.run import Run
 def train(run: Run) -> Progress:
     """Train until the budget is spent or someone asks us to stop. Collective."""
     progress = run.resume()
-    if progress.step >= run.steps:
+    if progress.step >= run.total_steps:
         return progress
-    run.interrupt.begin()
-    run.at("step", progress)
-    for batches in run.loader.steps(progress.samples):
+    run.signal_handler.begin_training()
+    run.set_phase("step", progress)
+    for batches in run.loader.iter_steps(progress.samples):
         seed_step(run.seed, progress.step, run.engine.world.rank)
-        run.profile.begin(progress.step + 1)
-        run.saving.grace.begin()
-        lr = run.lr(progress.step)
+        run.profiler.begin_step(progress.step + 1)
+        run.saver.grace.begin_step()
+        lr = run.lr_schedule(progress.step)
         result = run.engine.step(batches, lr)
-        run.learning.watch(result, lr)
-        progress = progress.after(len(run.loader.plan.ids(progress.samples)))
+        run.trainability.check_step(result, lr)
+        progress = progress.advance(len(run.loader.sampler.step_ids(progress.samples)))
         run.meter.add(result)
-        run.guard.watch(result, progress)
-        run.saving.grace.stepped()
-        done, stop = progress.step >= run.steps, run.stops(progress)
-        run.end_profile(progress, done or stop)
+        run.nonfinite_guard.check_step(result, progress)
+        run.saver.grace.end_step()
+        done, stop = progress.step >= run.total_steps, run.should_stop(progress)
+        run.end_profiled_step(progress, done or stop)
         if done:
-            run.guard.end(progress)
+            run.nonfinite_guard.check_run(progress)
         metric = None
-        if run.log.due(progress.step) or done or stop:
-            run.write(progress)
-        if done or (run.test.due(progress.step) and not stop):
+        if run.log_every.is_due(progress.step) or done or stop:
+            run.log_train_metrics(progress)
+        if done or (run.eval_every.is_due(progress.step) and not stop):
             metric = run.evaluate(progress)
-        if run.save.due(progress.step) or done or stop:
-            run.keep(progress, metric, last=done or stop)
+        if run.save_every.is_due(progress.step) or done or stop:
+            run.save_checkpoint(progress, metric, is_last=done or stop)
         if done or stop:
             break
-        run.at("step", progress)
-    run.at("", progress)
+        run.set_phase("step", progress)
+    run.set_phase("", progress)
     return progress

@@ -17,111 +17,116 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from dstrain.cache_dir import cache_root, key_name, partial_path, write_whole
-from dstrain.data.cache.dataset import Examples
+from dstrain.cache_dir import atomic_write_text, cache_root, hash_key, partial_path
+from dstrain.data.cache.dataset import TokenizedDataset
 from dstrain.data.cache.token_store import TokenStore
-from dstrain.data.loading.loader import read_shares
-from dstrain.data.loading.sampler import by_length, deal
+from dstrain.data.loading.loader import iter_batches
+from dstrain.data.loading.sampler import sort_longest_first, split_for_rank
 from dstrain.distributed.world import World
 from dstrain.errors import DataError, TaskError
-from dstrain.models.weights.fingerprint import fingerprint
-from dstrain.models.zero3 import sharded, sharded_construction
+from dstrain.models.weights.fingerprint import weights_fingerprint
+from dstrain.models.zero3 import is_zero3, zero3_init
 from dstrain.tasks import Task, make_task
-from dstrain.train.build_model import in_precision
+from dstrain.train.build_model import with_training_dtype
 from dstrain.train.engine.inference import ForwardEngine
-from dstrain.train.engine.module import Reference
+from dstrain.train.engine.module import ReferenceModel
 
-VERSION = 1
+CACHE_VERSION = 1
 """Raise it when the same reference would give other answers: what was kept before is then left alone."""
-ROWS = 1024
+ROWS_PER_FILE = 1024
 
-Columns = dict[str, np.ndarray]
+OutputColumns = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asking:
+class ReferenceJob:
     """How a reference is asked."""
 
     task: Task
     ds_config: Mapping[str, Any]
-    micro: int
+    micro_batch_size: int
     world: World
 
 
-def add_references(asking: Asking, splits: Sequence[Sequence[Any] | None]) -> list[Sequence[Any] | None]:
+def add_reference_outputs(job: ReferenceJob, splits: Sequence[Sequence[Any] | None]) -> list[Sequence[Any] | None]:
     """The examples of each split with the reference's answers in them, where the task keeps them. Collective.
 
     Raises TaskError for a task whose examples are no token store.
     """
-    if asking.task.reference != "cached":
+    if job.task.reference_kind != "cached":
         return list(splits)
-    wrong = [type(split).__name__ for split in splits if split is not None and not isinstance(split, Examples)]
+    wrong = [type(split).__name__ for split in splits if split is not None and not isinstance(split, TokenizedDataset)]
     if wrong:
         raise TaskError(f"a cached reference needs examples from a token store, and these are {wrong[0]}")
-    stores = {split.store.folder: split.store for split in cast("Sequence[Examples]", splits) if split is not None}
-    weights = asking.world.broadcast(_weights(asking.task) if asking.world.rank == 0 else None)
-    engine = _LateEngine(asking)
-    columns = {folder: _columns(asking, store, weights, engine) for folder, store in stores.items()}
-    engine.drop()
-    return [_with_answers(split, columns) for split in splits]
+    stores = {
+        split.store.folder: split.store for split in cast("Sequence[TokenizedDataset]", splits) if split is not None
+    }
+    weights = job.world.broadcast(_weights_fingerprint(job.task) if job.world.rank == 0 else None)
+    engine = _LazyEngine(job)
+    columns = {folder: _load_or_compute(job, store, weights, engine) for folder, store in stores.items()}
+    engine.release()
+    return [_with_outputs(split, columns) for split in splits]
 
 
-def _with_answers(split: Sequence[Any] | None, columns: Mapping[Path, Columns]) -> Sequence[Any] | None:
-    if not isinstance(split, Examples):
+def _with_outputs(split: Sequence[Any] | None, columns: Mapping[Path, OutputColumns]) -> Sequence[Any] | None:
+    if not isinstance(split, TokenizedDataset):
         return split
     return cast("Sequence[Any]", replace(split, answers=columns[split.store.folder]))
 
 
-def _weights(task: Task) -> str:
-    return fingerprint(task.reference_model, task.recipe.seed)
+def _weights_fingerprint(task: Task) -> str:
+    return weights_fingerprint(task.reference_config, task.recipe.seed)
 
 
-def reference_key(asking: Asking, store: TokenStore, weights: str) -> dict[str, Any]:
+def build_cache_key(job: ReferenceJob, store: TokenStore, weights_digest: str) -> dict[str, Any]:
     """All that the answers depend on.
 
     The store's name stands for data, tokenizer, template and truncation, and for a model that sees for its processor;
     what its images show is not in it, for records name files.
     """
-    task = asking.task
-    precision = in_precision(task.recipe, asking.ds_config).model.dtype or "float32"
-    drawn_in_shards = task.reference_model.path is None and precision != "float32" and sharded(asking.ds_config)
+    task = job.task
+    precision = with_training_dtype(task.recipe, job.ds_config).model.dtype or "float32"
+    drawn_in_shards = task.reference_config.path is None and precision != "float32" and is_zero3(job.ds_config)
     return {
-        "what": "reference", "version": VERSION, "task": task.recipe.task, "tokens": store.folder.name,
-        "weights": weights, "dtype": precision, "attention": task.recipe.model.attention, "drawn_in_shards": drawn_in_shards,
-        **({"images": store.album.digest} if store.album else {}),
+        "what": "reference", "version": CACHE_VERSION, "task": task.recipe.task, "tokens": store.folder.name,
+        "weights": weights_digest, "dtype": precision, "attention": task.recipe.model.attention, "drawn_in_shards": drawn_in_shards,
+        **({"images": store.image_index.digest} if store.image_index else {}),
     }  # fmt: skip
 
 
-def _columns(asking: Asking, store: TokenStore, weights: str, engine: _LateEngine) -> Columns:
+def _load_or_compute(job: ReferenceJob, store: TokenStore, weights_digest: str, engine: _LazyEngine) -> OutputColumns:
     """The answers for a whole store, from the cache as far as they are there. Collective."""
-    world, key = asking.world, reference_key(asking, store, weights)
-    place = cache_root() / "references" / key_name(key)
-    starts = range(0, len(store), ROWS)
-    kept = world.broadcast([_read(place, start, store) for start in starts] if world.rank == 0 else None)
+    world, key = job.world, build_cache_key(job, store, weights_digest)
+    place = cache_root() / "references" / hash_key(key)
+    starts = range(0, len(store), ROWS_PER_FILE)
+    kept = world.broadcast([_read_columns(place, start, store) for start in starts] if world.rank == 0 else None)
     missing = sum(part is None for part in kept)
     if missing and world.rank == 0:
-        print(f"reference: {missing * ROWS if missing < len(starts) else len(store)} samples to ask for", flush=True)
+        print(
+            f"reference: {missing * ROWS_PER_FILE if missing < len(starts) else len(store)} samples to ask for",
+            flush=True,
+        )
     for index, start in enumerate(starts):
         if kept[index] is None:
-            kept[index] = _ask(asking, store, start, engine)
+            kept[index] = _compute_outputs(job, store, start, engine)
             if world.rank == 0:
-                _write(place, start, kept[index], key)
-                print(f"reference: {min(start + ROWS, len(store))} of {len(store)} samples", flush=True)
+                _write_columns(place, start, kept[index], key)
+                print(f"reference: {min(start + ROWS_PER_FILE, len(store))} of {len(store)} samples", flush=True)
     return {name: np.concatenate([part[name] for part in kept]) for name in kept[0]}
 
 
-def _ask(asking: Asking, store: TokenStore, start: int, engine: _LateEngine) -> Columns:
+def _compute_outputs(job: ReferenceJob, store: TokenStore, first_row: int, engine: _LazyEngine) -> OutputColumns:
     """The answers for up to ROWS examples, each rank a share, of like length together. Collective."""
-    rows = np.arange(start, min(start + ROWS, len(store)))
-    order = rows[by_length(store.longest(rows))]
-    passes = -(-len(order) // (asking.micro * asking.world.size))
-    mine = [chunk.tolist() for chunk in deal(order, passes, asking.world.size, asking.world.rank)]
+    rows = np.arange(first_row, min(first_row + ROWS_PER_FILE, len(store)))
+    order = rows[sort_longest_first(store.max_lengths(rows))]
+    passes = -(-len(order) // (job.micro_batch_size * job.world.size))
+    mine = [chunk.tolist() for chunk in split_for_rank(order, passes, job.world.size, job.world.rank)]
     answers: dict[str, list[float]] = {}
-    for batch in read_shares(cast("Sequence[Any]", store), asking.task.collate, mine):
+    for batch in iter_batches(cast("Sequence[Any]", store), job.task.collate, mine):
         for name, column in engine.get()(batch).items():
-            answers.setdefault(name, []).extend([] if batch.filler else column.double().tolist())
-    told = asking.world.gather(([row for share in mine for row in share], answers))
-    places = np.concatenate([np.array(of_rank, dtype=np.int64) for of_rank, _ in told]) - start
+            answers.setdefault(name, []).extend([] if batch.is_filler else column.double().tolist())
+    told = job.world.gather(([row for share in mine for row in share], answers))
+    places = np.concatenate([np.array(of_rank, dtype=np.int64) for of_rank, _ in told]) - first_row
     found = {}
     for name in answers:
         found[name] = np.empty(len(rows))
@@ -134,51 +139,53 @@ def _ask(asking: Asking, store: TokenStore, start: int, engine: _LateEngine) -> 
     return found
 
 
-class _LateEngine:
+class _LazyEngine:
     """The reference's engine, made when it is first asked, so that a full cache builds no model."""
 
-    def __init__(self, asking: Asking) -> None:
-        self._asking = asking
+    def __init__(self, job: ReferenceJob) -> None:
+        self._job = job
         self._engine: ForwardEngine | None = None
 
     def get(self) -> ForwardEngine:
         """Collective at the first call."""
         if self._engine is None:
-            asking = self._asking
-            task = make_task(in_precision(asking.task.recipe, asking.ds_config))
-            with sharded_construction(asking.ds_config):
+            asking = self._job
+            task = make_task(with_training_dtype(asking.task.recipe, asking.ds_config))
+            with zero3_init(asking.ds_config):
                 model = task.build_reference()
-            self._engine = ForwardEngine(Reference(task, model), asking.ds_config, asking.world)
+            self._engine = ForwardEngine(ReferenceModel(task, model), asking.ds_config, asking.world)
         return self._engine
 
-    def drop(self) -> None:
+    def release(self) -> None:
         self._engine = None
         gc.collect()  # engines hang in cycles, with all their memory
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
-def _read(place: Path, start: int, store: TokenStore) -> Columns | None:
+def _read_columns(folder: Path, first_row: int, store: TokenStore) -> OutputColumns | None:
     """One file of answers; None where it is absent or damaged."""
     try:
-        with np.load(place / f"rows-{start:08d}.npz", allow_pickle=False) as file:
+        with np.load(folder / f"rows-{first_row:08d}.npz", allow_pickle=False) as file:
             columns = {name: file[name] for name in file.files}
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         return None
-    whole = all(len(column) == min(ROWS, len(store) - start) for column in columns.values())
+    whole = all(len(column) == min(ROWS_PER_FILE, len(store) - first_row) for column in columns.values())
     return columns if columns and whole else None
 
 
-def _write(place: Path, start: int, columns: Columns, key: Mapping[str, Any]) -> None:
+def _write_columns(folder: Path, first_row: int, columns: OutputColumns, cache_key: Mapping[str, Any]) -> None:
     """Whole or not at all. Raises DataError where the cache cannot be written."""
-    final = place / f"rows-{start:08d}.npz"
+    final = folder / f"rows-{first_row:08d}.npz"
     partial = partial_path(final)
     try:
-        write_whole(place / "key.json", json.dumps(key, indent=1))
+        atomic_write_text(folder / "key.json", json.dumps(cache_key, indent=1))
         with partial.open("wb") as file:
             np.savez(file, **columns)  # type: ignore[arg-type]  # its stub takes a column for a flag
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, final)
     except OSError as error:
-        raise DataError(f"{place} cannot be written ({error.strerror}); set DSTRAIN_CACHE to another folder") from error
+        raise DataError(
+            f"{folder} cannot be written ({error.strerror}); set DSTRAIN_CACHE to another folder"
+        ) from error

@@ -24,22 +24,22 @@ from types import TracebackType
 from typing import Any, Self
 
 from dstrain.cache_dir import cache_root, host_id
-from dstrain.data.cache.token_store import images_checked
-from dstrain.distributed.collective_log import lost
-from dstrain.distributed.world import meet
-from dstrain.errors import DstrainError, LostError, UsageError, one_line
-from dstrain.launch.command import PORT_FILE, holder
+from dstrain.data.cache.token_store import check_images_once
+from dstrain.distributed.collective_log import find_connection_error
+from dstrain.distributed.world import rendezvous_over_store
+from dstrain.errors import DstrainError, PeerFailureError, UsageError, one_line
+from dstrain.launch.command import PORT_FILE_ENV, describe_port_owner
 from dstrain.launch.topology import Worker
-from dstrain.launch.versions import digest, unlike, versions
-from dstrain.train.health.rank_status import within
-from dstrain.train.health.signals import Interrupted
+from dstrain.launch.versions import hash_source_tree, iter_version_diffs, read_package_versions
+from dstrain.train.health.rank_status import call_with_timeout
+from dstrain.train.health.signals import StoppedBySignal
 
-DOING = "preparing the data"
-MEND = "fix the cause and start again: what is prepared stays in the cache"
-CODE = "code of dstrain, digest"
-BEAT_SECONDS = 1.0
+ACTION = "preparing the data"
+FIX_HINT = "fix the cause and start again: what is prepared stays in the cache"
+CODE_DIGEST_KEY = "code of dstrain, digest"
+HEARTBEAT_SECONDS = 1.0
 POLL_SECONDS = 0.2
-HEARD_SECONDS = 5.0
+FAILURE_WAIT_SECONDS = 5.0
 """How long a rank that failed waits for the others to hear of it: with rank 0 the store goes."""
 
 
@@ -52,14 +52,14 @@ class Rendezvous:
 
     def __init__(self, worker: Worker, timeout: timedelta) -> None:
         """Opens nothing yet: MASTER_ADDR and MASTER_PORT have to be in the environment on entering."""
-        self.rank, self.size = worker.rank, worker.world_size
+        self.rank, self.world_size = worker.rank, worker.world_size
         self._timeout = timeout
         self._store: Any = None
         self._members: list[dict[str, Any]] = []
         self._failure: dict[str, Any] | None = None
         """What ended another rank's preparation."""
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._stop_event = threading.Event()
+        self._heartbeat_thread = threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True)
 
     @property
     def store(self) -> Any:
@@ -67,180 +67,193 @@ class Rendezvous:
         return self._store
 
     def __enter__(self) -> Self:
-        if self.size == 1:
+        if self.world_size == 1:
             return self
         own: dict[str, Any] = {"host": socket.gethostname(), "place": f"{host_id()} {os.path.realpath(cache_root())}"}
-        own["software"] = versions() | {CODE: digest()}
-        self._store, words = self._meet(json.dumps(own))
+        own["software"] = read_package_versions() | {CODE_DIGEST_KEY: hash_source_tree()}
+        self._store, words = self._exchange_info(json.dumps(own))
         self._members = [json.loads(word) for word in words]
-        self._thread.start()
+        self._heartbeat_thread.start()
         try:
-            self._check_software()
+            self._check_versions()
         except BaseException as cause:
-            self._tell(cause)
-            self._end.set()
+            self._report_failure(cause)
+            self._stop_event.set()
             raise
         return self
 
-    def _meet(self, word: str) -> tuple[Any, list[str]]:
+    def _exchange_info(self, info: str) -> tuple[Any, list[str]]:
         """As `meet`; where rank 0 cannot listen, with who does."""
-        place = os.environ.get(PORT_FILE)
+        place = os.environ.get(PORT_FILE_ENV)
         try:
-            return meet(self._timeout, word, Path(place) if place else None)
-        except LostError as error:
+            return rendezvous_over_store(self._timeout, info, Path(place) if place else None)
+        except PeerFailureError as error:
             port = os.environ.get("MASTER_PORT", "")
             if self.rank == 0 and "EADDRINUSE" in str(error.__cause__) and port.isdecimal():
-                what = f"port {port} of {socket.gethostname()}, where all meet, is taken{holder(int(port))}"
+                what = (
+                    f"port {port} of {socket.gethostname()}, where all meet, is taken{describe_port_owner(int(port))}"
+                )
                 mend = (
                     "start the same command again, with another --master-port where you gave one, or end that process"
                 )
-                raise LostError(error.doing, what, mend) from error
+                raise PeerFailureError(error.phase, what, mend) from error
             raise
 
-    def _check_software(self) -> None:
+    def _check_versions(self) -> None:
         """Raise UsageError, on every rank the same, where a rank on another host than rank 0's runs other versions."""
         first = self._members[0]
         for rank, member in enumerate(self._members):
-            if member["host"] != first["host"] and (differ := [*unlike(first["software"], member["software"])]):
+            if member["host"] != first["host"] and (
+                differ := [*iter_version_diffs(first["software"], member["software"])]
+            ):
                 name, wanted, found = differ[0]
                 raise UsageError(
-                    f"{self._name(rank)} has {name} {found}, and {self._name(0)} has {wanted}; "
+                    f"{self._describe_rank(rank)} has {name} {found}, and {self._describe_rank(0)} has {wanted}; "
                     "install the same versions on every host"
                 )
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._store is None:
             return
         try:
-            if error is not None:
-                self._tell(error)
+            if exc is not None:
+                self._report_failure(exc)
                 return
-            with self._reached():
-                self._store.add(_key("ready"), 1)
-                self._wait(lambda: self._store.add(_key("ready"), 0) >= self.size)
+            with self._translate_store_errors():
+                self._store.add(_store_key("ready"), 1)
+                self._wait_until(lambda: self._store.add(_store_key("ready"), 0) >= self.world_size)
         except BaseException as cause:
-            self._tell(cause)
+            self._report_failure(cause)
             raise
         finally:
-            self._end.set()
+            self._stop_event.set()
 
     @contextlib.contextmanager
-    def first_of_host(self) -> Iterator[None]:
+    def local_main_process_first(self) -> Iterator[None]:
         """Inside, one process goes before the others of its host that share its cache; they do not look at images again."""
         if self._store is None:
-            with images_checked():
+            with check_images_once():
                 yield
             return
         places = [member["place"] for member in self._members]
         first = places.index(places[self.rank])
         known: list[str] = []
         if first != self.rank:
-            with self._reached():
-                self._wait(lambda: self._store.check([_key(f"data/{first}")]))
-                known = json.loads(self._store.get(_key(f"data/{first}")))
-        with images_checked(known) as checked:
+            with self._translate_store_errors():
+                self._wait_until(lambda: self._store.check([_store_key(f"data/{first}")]))
+                known = json.loads(self._store.get(_store_key(f"data/{first}")))
+        with check_images_once(known) as checked:
             yield
         if first == self.rank:
-            with self._reached():
-                self._set(f"data/{self.rank}", json.dumps(sorted(checked)))
+            with self._translate_store_errors():
+                self._set_key(f"data/{self.rank}", json.dumps(sorted(checked)))
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         """In a thread: say that this rank lives, and hear of another's failure."""
         count = 0
-        while not self._end.is_set():
+        while not self._stop_event.is_set():
             count += 1
             try:
-                self._set(f"beat/{self.rank}", str(count))
-                if self._failure is None and self._store.add(_key("failures"), 0):
-                    self._failure = json.loads(self._store.get(_key("failed")))
-                    self._store.add(_key("heard"), 1)
+                self._set_key(f"beat/{self.rank}", str(count))
+                if self._failure is None and self._store.add(_store_key("failures"), 0):
+                    self._failure = json.loads(self._store.get(_store_key("failed")))
+                    self._store.add(_store_key("heard"), 1)
             except RuntimeError:  # the store went with rank 0: this rank learns of it when it asks
                 return
-            self._end.wait(self._tick())
+            self._stop_event.wait(self._heartbeat_interval())
 
-    def _tick(self) -> float:
-        return min(BEAT_SECONDS, self._timeout.total_seconds() / 10)
+    def _heartbeat_interval(self) -> float:
+        return min(HEARTBEAT_SECONDS, self._timeout.total_seconds() / 10)
 
-    def _wait(self, done: Callable[[], bool]) -> None:
+    def _wait_until(self, is_done: Callable[[], bool]) -> None:
         """Until `done`. Raises where another rank failed, or where its heartbeat stands still."""
         limit, look_at = self._timeout.total_seconds(), 0.0
-        seen = [("", time.monotonic())] * self.size
-        while not done():
+        seen = [("", time.monotonic())] * self.world_size
+        while not is_done():
             if self._failure is not None:
-                raise self._told(self._failure)
+                raise self._to_exception(self._failure)
             if (now := time.monotonic()) >= look_at:
-                look_at = now + self._tick()
-                beats = self._beats()
+                look_at = now + self._heartbeat_interval()
+                beats = self._read_heartbeats()
                 seen = [(beat, now if beat != last else since) for beat, (last, since) in zip(beats, seen, strict=True)]
-                silent = [self._name(rank) for rank, (_, since) in enumerate(seen) if now - since > limit]
+                silent = [self._describe_rank(rank) for rank, (_, since) in enumerate(seen) if now - since > limit]
                 if silent:
                     names = f"{', '.join(silent[:8])}{' and others' * (len(silent) > 8)}"
-                    raise LostError(DOING, f"{names} gave no sign of life for {limit:g} s (timeout_minutes)", MEND)
+                    raise PeerFailureError(
+                        ACTION, f"{names} gave no sign of life for {limit:g} s (timeout_minutes)", FIX_HINT
+                    )
             time.sleep(min(POLL_SECONDS, limit / 20))
 
-    def _beats(self) -> list[str]:
+    def _read_heartbeats(self) -> list[str]:
         """Every rank's heartbeat, by rank; empty of one that has not counted yet: to ask for it would wait for it."""
-        keys = self._keys("beat")
+        keys = self._rank_keys("beat")
         if self._store.check(keys):
             return [beat.decode() for beat in self._store.multi_get(keys)]
         return [self._store.get(key).decode() if self._store.check([key]) else "" for key in keys]
 
-    def _tell(self, error: BaseException) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         """Leave word of why this rank ends, and give the others time to hear it. Never raises."""
         if self._failure is not None:  # they know
             return
         known = isinstance(error, DstrainError)
         text = str(error) if known else one_line(f"{type(error).__name__}: {error}")
         told = {"rank": self.rank, "exit": getattr(error, "exit_code", 1), "error": text[:4000]}
-        if isinstance(error, LostError):
-            told["error"] = text.removeprefix(f"{error.doing}: ").removesuffix(f"; {error.mend}")
-        if isinstance(error, Interrupted):
-            told["stopped"] = error.signal
+        if isinstance(error, PeerFailureError):
+            told["error"] = text.removeprefix(f"{error.phase}: ").removesuffix(f"; {error.fix}")
+        if isinstance(error, StoppedBySignal):
+            told["stopped"] = error.signal_name
 
-        def tell() -> None:
+        def publish() -> None:
             self._failure = told
-            self._set("failed", json.dumps(told | {"lost": isinstance(error, LostError)}))
-            self._store.add(_key("failures"), 1)
-            while not self._end.is_set():
-                if self._store.add(_key("heard"), 0) + self._store.add(_key("failures"), 0) >= self.size:
+            self._set_key("failed", json.dumps(told | {"lost": isinstance(error, PeerFailureError)}))
+            self._store.add(_store_key("failures"), 1)
+            while not self._stop_event.is_set():
+                if (
+                    self._store.add(_store_key("heard"), 0) + self._store.add(_store_key("failures"), 0)
+                    >= self.world_size
+                ):
                     return
                 time.sleep(0.05)
 
-        within(tell, None, HEARD_SECONDS)
+        call_with_timeout(publish, None, FAILURE_WAIT_SECONDS)
 
-    def _told(self, failure: Mapping[str, Any]) -> BaseException:
+    def _to_exception(self, failure: Mapping[str, Any]) -> BaseException:
         """Another rank's failure as an error of this one, with the same exit code."""
         if failure.get("stopped"):
-            return Interrupted(failure["stopped"])
-        what = failure["error"] if failure.get("lost") else f"{self._name(failure['rank'])} failed: {failure['error']}"
-        return UsageError(what) if failure["exit"] == UsageError.exit_code else LostError(DOING, what, MEND)
+            return StoppedBySignal(failure["stopped"])
+        what = (
+            failure["error"]
+            if failure.get("lost")
+            else f"{self._describe_rank(failure['rank'])} failed: {failure['error']}"
+        )
+        return UsageError(what) if failure["exit"] == UsageError.exit_code else PeerFailureError(ACTION, what, FIX_HINT)
 
-    def _name(self, rank: int) -> str:
+    def _describe_rank(self, rank: int) -> str:
         return f"rank {rank} on {self._members[rank]['host']}"
 
-    def _keys(self, kind: str) -> list[str]:
-        return [_key(f"{kind}/{rank}") for rank in range(self.size)]
+    def _rank_keys(self, kind: str) -> list[str]:
+        return [_store_key(f"{kind}/{rank}") for rank in range(self.world_size)]
 
-    def _set(self, name: str, value: str) -> None:
-        self._store.set(_key(name), value)
+    def _set_key(self, name: str, value: str) -> None:
+        self._store.set(_store_key(name), value)
 
     @contextlib.contextmanager
-    def _reached(self) -> Iterator[None]:
+    def _translate_store_errors(self) -> Iterator[None]:
         """Inside, the store is asked; LostError where it does not answer."""
         try:
             yield
         except RuntimeError as error:
             if self._failure is not None:  # heard of before rank 0 left, and the store with it
-                raise self._told(self._failure) from error
-            if (why := lost(error)) is None:
+                raise self._to_exception(self._failure) from error
+            if (why := find_connection_error(error)) is None:
                 raise
             at = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
-            raise LostError(
-                DOING, f"rank 0 at {at}, where all meet, does not answer ({why}), its log says why", MEND
+            raise PeerFailureError(
+                ACTION, f"rank 0 at {at}, where all meet, does not answer ({why}), its log says why", FIX_HINT
             ) from error
 
 
-def _key(name: str) -> str:
+def _store_key(name: str) -> str:
     return f"dstrain/preparing/{name}"

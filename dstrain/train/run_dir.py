@@ -17,52 +17,52 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dstrain.config import RunConfig, changed_learning_keys, read_recipe, show_recipe
+from dstrain.config import RunConfig, check_learning_changes, dump_recipe, read_recipe
 from dstrain.config.schema import BatchConfig
 from dstrain.distributed.world import World
 from dstrain.errors import ResumeError, RunError, UsageError
-from dstrain.models.model_copy import keep_config
-from dstrain.train.resume.inputs import is_allowed
-from dstrain.train.state.manifest import CheckpointInfo, describe, newest_whole, verify
+from dstrain.models.model_copy import save_base_config
+from dstrain.train.resume.inputs import is_change_allowed
+from dstrain.train.state.manifest import CheckpointInfo, find_fault, find_latest_complete, read_checkpoint_info
 
 LIBRARIES = ("dstrain", "torch", "deepspeed", "transformers", "peft", "tokenizers", "numpy", "safetensors")
 
 
 @dataclass(frozen=True)
-class Resume:
+class ResumeOptions:
     """What --resume and --allow-change ask for."""
 
-    wanted: str = "auto"
+    source: str = "auto"
     """auto, never, or the folder of a run or of a checkpoint."""
-    allowed: Collection[str] = ()
+    allowed_keys: Collection[str] = ()
     """Keys that may differ from the recipe the run was started with."""
 
 
-def check_resume(run_dir: Path, resume: Resume, config: RunConfig) -> CheckpointInfo | None:
+def find_compatible_checkpoint(run_dir: Path, resume: ResumeOptions, config: RunConfig) -> CheckpointInfo | None:
     """The checkpoint that the run would go on from, by what is cheap to read. Raises ResumeError where it cannot."""
-    start = checkpoint_to_go_on_with(run_dir, resume)
-    before = None if start is None else recipe_of(start)
-    if before is not None and (faults := changed_learning_keys(before, config, resume.allowed)):
+    start = find_resume_checkpoint(run_dir, resume)
+    before = None if start is None else read_recorded_recipe(start)
+    if before is not None and (faults := check_learning_changes(before, config, resume.allowed_keys)):
         raise ResumeError(faults)
     return start
 
 
-def checkpoint_to_go_on_with(run_dir: Path, resume: Resume) -> CheckpointInfo | None:
+def find_resume_checkpoint(run_dir: Path, resume: ResumeOptions) -> CheckpointInfo | None:
     """The newest that is whole by its sizes; None where a new run begins. Raises ResumeError."""
-    if resume.wanted == "never":
+    if resume.source == "never":
         return None
-    if resume.wanted != "auto":
-        return chosen_checkpoint(resume.wanted)
-    return newest_whole(run_dir / "checkpoints")
+    if resume.source != "auto":
+        return find_checkpoint_at(resume.source)
+    return find_latest_complete(run_dir / "checkpoints")
 
 
-def recipe_of(checkpoint: CheckpointInfo) -> RunConfig | None:
+def read_recorded_recipe(checkpoint: CheckpointInfo) -> RunConfig | None:
     """The recipe that a checkpoint learned by; None where nothing tells.
 
     The checkpoint records it. recipe.yaml of its run folder, which may be edited or lost, counts only for a checkpoint
     of a version that did not.
     """
-    if (recorded := checkpoint.record().get("recipe")) is not None:
+    if (recorded := checkpoint.read_run_info().get("recipe")) is not None:
         try:
             return RunConfig.model_validate(recorded)
         except ValidationError as error:
@@ -70,29 +70,31 @@ def recipe_of(checkpoint: CheckpointInfo) -> RunConfig | None:
             raise ResumeError(
                 f"{checkpoint.path}/run.json: its recipe does not fit this version of dstrain ({at}); go on with the one that wrote it"
             ) from None
-    file = run_of(checkpoint) / "recipe.yaml"
+    file = get_run_dir(checkpoint) / "recipe.yaml"
     return read_recipe(file).config if file.is_file() else None
 
 
-def run_of(checkpoint: CheckpointInfo) -> Path:
+def get_run_dir(checkpoint: CheckpointInfo) -> Path:
     """The run folder of a checkpoint."""
     return checkpoint.path.parent.parent
 
 
-def recorded_recipe(config: RunConfig) -> dict[str, Any]:
+def dump_recipe(config: RunConfig) -> dict[str, Any]:
     """What a checkpoint records of the recipe: all but how it was launched and what it told."""
     return config.model_dump(mode="json", exclude={"launch", "log", "profile"})
 
 
-def with_tokenizer_of(start: CheckpointInfo | None, config: RunConfig, allowed: Collection[str]) -> RunConfig:
+def with_saved_tokenizer(
+    checkpoint: CheckpointInfo | None, config: RunConfig, allowed_keys: Collection[str]
+) -> RunConfig:
     """The recipe with the tokenizer or the processor that a run trained or made at its start, where it goes on.
 
     To train it again would give every id another meaning wherever the data, or the library that trains it, has changed.
     """
     model = config.model
-    if start is None or model.config is None or is_allowed("model.tokenizer", allowed):
+    if checkpoint is None or model.config is None or is_change_allowed("model.tokenizer", allowed_keys):
         return config
-    restore_folder(folder := run_of(start) / "tokenizer")
+    restore_folder(folder := get_run_dir(checkpoint) / "tokenizer")
     if not folder.is_dir():
         return config
     if (folder / "processor_config.json").is_file():
@@ -102,42 +104,44 @@ def with_tokenizer_of(start: CheckpointInfo | None, config: RunConfig, allowed: 
     return config.model_copy(update={"model": model.model_copy(update=own)})
 
 
-def batch_to_go_on_with(batch: BatchConfig, start: CheckpointInfo | None, allowed: Collection[str]) -> BatchConfig:
+def with_saved_batch_total(
+    batch: BatchConfig, checkpoint: CheckpointInfo | None, allowed_keys: Collection[str]
+) -> BatchConfig:
     """The recipe's batch with the total that the run began with, whatever the number of processes is now."""
-    total = None if start is None else start.record().get("batch_total")
-    if total is None or any(key.split(".")[0] == "batch" for key in allowed):
+    total = None if checkpoint is None else checkpoint.read_run_info().get("batch_total")
+    if total is None or any(key.split(".")[0] == "batch" for key in allowed_keys):
         return batch
     if batch.total is None or (batch.micro is not None and batch.accumulate is not None):
         return batch.model_copy(update={"total": batch.total or total, "accumulate": None})
     return batch
 
 
-def chosen_checkpoint(folder: str) -> CheckpointInfo:
+def find_checkpoint_at(folder: str) -> CheckpointInfo:
     """The whole checkpoint that `--resume DIR` names: the folder itself, or the newest of a run folder."""
     path = Path(folder).expanduser().resolve()
     if (path / "MANIFEST.json").is_file():
-        fault = verify(path, read_all=False)
+        fault = find_fault(path, check_hashes=False)
         if fault:
             raise ResumeError(f"--resume {folder}: the checkpoint is damaged ({fault}); choose another one")
-        return describe(path, None)
-    whole = newest_whole(path / "checkpoints")
+        return read_checkpoint_info(path, None)
+    whole = find_latest_complete(path / "checkpoints")
     if whole is None:
         raise ResumeError(f"--resume {folder}: holds no whole checkpoint; give a run folder or a checkpoint in it")
     return whole
 
 
-def write_start(run_dir: Path, config: RunConfig, ds_config: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+def write_run_config(run_dir: Path, config: RunConfig, ds_config: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
     """recipe.yaml, ds_config.json, environment.json and the model's config: enough to repeat the run. Rank 0 calls it."""
     (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     for name, text in (
-        ("recipe.yaml", show_recipe(config)),
+        ("recipe.yaml", dump_recipe(config)),
         ("ds_config.json", json.dumps(ds_config, indent=2) + "\n"),
-        ("environment.json", json.dumps({**about, **environment()}, indent=2) + "\n"),
+        ("environment.json", json.dumps({**extra, **collect_environment()}, indent=2) + "\n"),
     ):
         temporary = run_dir / f".{name}.new"
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, run_dir / name)
-    keep_config(config.model, run_dir / "model")
+    save_base_config(config.model, run_dir / "model")
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
@@ -146,14 +150,14 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     new, old = (folder.with_name(f".{folder.name}.{which}-{secrets.token_hex(4)}") for which in ("new", "old"))
     for which in ("new", "old"):  # of earlier starts: NFS keeps a folder in which a process has a file open
         for path in folder.parent.glob(f".{folder.name}.{which}*"):
-            _remove(path)
+            _remove_folder(path)
     write(new)
     if not new.is_dir():
         return
     if os.path.lexists(folder):
         os.rename(folder, old)
     os.rename(new, folder)
-    _remove(old)
+    _remove_folder(old)
 
 
 def restore_folder(folder: Path) -> None:
@@ -164,7 +168,7 @@ def restore_folder(folder: Path) -> None:
             os.rename(kept[-1], folder)
 
 
-def _remove(path: Path) -> None:
+def _remove_folder(path: Path) -> None:
     """A folder, or a link to one, which is not followed."""
     if path.is_symlink():
         path.unlink()
@@ -172,12 +176,12 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def set_run_aside(run_dir: Path, resume: Resume, world: World) -> None:
+def archive_previous_run(run_dir: Path, resume: ResumeOptions, world: World) -> None:
     """With `--resume never`, move an earlier run out of the way, into a folder that is a run folder of its own. Collective."""
     fault = ""
     try:
         if world.rank == 0:
-            _set_aside(run_dir, resume.wanted == "never")
+            _archive_run(run_dir, resume.source == "never")
     except OSError as error:
         why = f"cannot be moved aside ({error.strerror})"
         fault = f"--resume never: the earlier run in {run_dir} {why}; move it yourself"
@@ -185,45 +189,47 @@ def set_run_aside(run_dir: Path, resume: Resume, world: World) -> None:
         raise RunError(fault)
 
 
-def _set_aside(run_dir: Path, asked: bool) -> None:
+def _archive_run(run_dir: Path, is_requested: bool) -> None:
     """Into `.previous`, which gets its number when all is there. What an interrupted start began is finished, asked or not."""
     aside, checkpoints = run_dir / ".previous", run_dir / "checkpoints"
     begun = aside.is_dir()
-    if begun and asked and os.path.lexists(checkpoints) and any(aside.iterdir()):
-        _number(aside)  # of an earlier run than the one that is here now
-    elif begun and not asked and os.path.lexists(checkpoints):
+    if begun and is_requested and os.path.lexists(checkpoints) and any(aside.iterdir()):
+        _rename_to_number(aside)  # of an earlier run than the one that is here now
+    elif begun and not is_requested and os.path.lexists(checkpoints):
         return
-    if not begun and not (asked and any(os.path.lexists(run_dir / name) for name in ("checkpoints", "metrics.jsonl"))):
+    if not begun and not (
+        is_requested and any(os.path.lexists(run_dir / name) for name in ("checkpoints", "metrics.jsonl"))
+    ):
         return
     aside.mkdir(exist_ok=True)
     names = sorted(
         os.listdir(run_dir), key=lambda name: name != "checkpoints"
     )  # first: no start goes on with the run then
     for name in names:
-        if name in _OF_A_RUN or name.startswith("events.out.tfevents"):
+        if name in _RUN_FILE_NAMES or name.startswith("events.out.tfevents"):
             _move(run_dir / name, aside / name)
-    print(f"--resume never: the run that was here is in {_number(aside)} now", flush=True)
+    print(f"--resume never: the run that was here is in {_rename_to_number(aside)} now", flush=True)
 
 
-def _number(aside: Path) -> Path:
+def _rename_to_number(archive: Path) -> Path:
     number = 1
-    while (numbered := aside.with_name(f"previous-{number}")).exists():
+    while (numbered := archive.with_name(f"previous-{number}")).exists():
         number += 1
-    os.rename(aside, numbered)
+    os.rename(archive, numbered)
     return numbered
 
 
-def _move(path: Path, to: Path) -> None:
+def _move(path: Path, new_path: Path) -> None:
     """Into a folder beside the path; a link goes on to lead where it led."""
     if path.is_symlink() and not os.path.isabs(target := os.readlink(path)):
-        to.symlink_to(os.path.join(os.pardir, target))
+        new_path.symlink_to(os.path.join(os.pardir, target))
         path.unlink()
     else:
-        os.rename(path, to)
+        os.rename(path, new_path)
 
 
 # fmt: off
-_OF_A_RUN = (
+_RUN_FILE_NAMES = (
     "recipe.yaml", "ds_config.json", "environment.json", "events.jsonl", "metrics.jsonl", "checkpoints", "report.html",
     "tokenizer", "model", "task.py", "wandb", "profile",
 )
@@ -231,7 +237,7 @@ _OF_A_RUN = (
 """What a run writes into its folder. Logs belong to the launch, and everything else to the user."""
 
 
-def versions() -> dict[str, str]:
+def get_library_versions() -> dict[str, str]:
     """Versions of the libraries that a result depends on."""
     found = {}
     for name in LIBRARIES:
@@ -242,7 +248,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def environment() -> dict[str, Any]:
+def collect_environment() -> dict[str, Any]:
     """Machine, versions and the command, without anything from the environment's variables."""
     import torch
 
@@ -255,11 +261,11 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
-        "versions": versions(),
+        "versions": get_library_versions(),
     }
 
 
-def check_writable(run_dir: Path) -> None:
+def check_run_dir_writable(run_dir: Path) -> None:
     """Raise UsageError where the run folder, or what a run adds to in it, cannot be made or written to."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -275,7 +281,7 @@ def check_writable(run_dir: Path) -> None:
             raise UsageError(f"--run-dir {run_dir}: {path} may not be written by this user; {mend} {run_dir}")
 
 
-def check_shared(run_dir: Path, world: World) -> None:
+def check_run_dir_shared(run_dir: Path, world: World) -> None:
     """Raise UsageError where not every process sees the same run folder. Collective."""
     token = run_dir / f".shared-{world.broadcast(secrets.token_hex(8))}"
     if world.rank == 0:

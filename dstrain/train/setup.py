@@ -9,51 +9,57 @@ from functools import partial
 from typing import Any, TextIO
 
 from dstrain.data.loading.loader import Loader
-from dstrain.distributed.world import TorchWorld, World, close, join
+from dstrain.distributed.world import TorchWorld, World, destroy_process_groups, init_process_group
 from dstrain.errors import CheckpointError, RunError, UsageError
-from dstrain.launch.exit_code import STOPPED
+from dstrain.launch.exit_code import EXIT_STOPPED
 from dstrain.launch.lease import check_lease
-from dstrain.models.params.freeze import parameter_groups, part_counts
-from dstrain.models.zero3 import sharded_construction
+from dstrain.models.params.freeze import build_param_groups, summarize_components
+from dstrain.models.zero3 import zero3_init
 from dstrain.report.meter import Meter
-from dstrain.report.run_log import Journal
-from dstrain.schedule import Every, LearningRate, scale
-from dstrain.tasks.common.registry import keep_task_file
-from dstrain.train.build_model import build_objective, count, depends_on_split
-from dstrain.train.checkpoint.checkpoints import Checkpoints
-from dstrain.train.checkpoint.disk_space import Forecast, check_room, free_bytes, make_room, most_at_once
-from dstrain.train.checkpoint.saver import Saving
+from dstrain.report.run_log import RunLog
+from dstrain.schedule import Every, LRSchedule, scale_lr
+from dstrain.tasks.common.registry import copy_task_file
+from dstrain.train.build_model import batch_norm_warnings, build_train_module, count_parameters
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.disk_space import (
+    DiskForecast,
+    check_disk_space,
+    compute_max_checkpoints,
+    ensure_disk_space,
+    get_free_bytes,
+)
+from dstrain.train.checkpoint.saver import CheckpointSaver
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.evaluate import Evaluation
-from dstrain.train.health.grace import Grace
+from dstrain.train.health.grace import GracePeriod
 from dstrain.train.health.nonfinite import NonFiniteGuard
-from dstrain.train.health.signals import Interrupt, Interrupted
-from dstrain.train.health.trainability import Learning
-from dstrain.train.health.watchdog import watched
-from dstrain.train.plan import Plan
-from dstrain.train.precompute_reference import Asking, add_references
-from dstrain.train.profiler import Profile
-from dstrain.train.resume.changes import changes
+from dstrain.train.health.signals import SignalHandler, StoppedBySignal
+from dstrain.train.health.trainability import TrainabilityCheck
+from dstrain.train.health.watchdog import peer_watchdog
+from dstrain.train.plan import RunPlan
+from dstrain.train.precompute_reference import ReferenceJob, add_reference_outputs
+from dstrain.train.profiler import StepProfiler
+from dstrain.train.resume.changes import iter_resume_changes
 from dstrain.train.resume.fingerprints import check_fingerprints
 from dstrain.train.run import Run
 from dstrain.train.run_dir import (
-    check_shared,
-    chosen_checkpoint,
-    recorded_recipe,
+    archive_previous_run,
+    check_run_dir_shared,
+    dump_recipe,
+    find_checkpoint_at,
+    get_library_versions,
+    get_run_dir,
     replace_folder,
-    run_of,
-    set_run_aside,
-    versions,
-    write_start,
+    write_run_config,
 )
-from dstrain.train.startup import describe_start, finish, make_sinks, tell_changes, tell_warnings
-from dstrain.train.state.files import check_complete
-from dstrain.train.state.load import checkpoint_bytes
+from dstrain.train.startup import finish_run, make_sinks, report_changes, report_start, report_warnings
+from dstrain.train.state.files import check_state_complete
+from dstrain.train.state.load import estimate_checkpoint_bytes
 from dstrain.train.state.manifest import CheckpointInfo
-from dstrain.units import show_count
+from dstrain.units import format_count
 
 
-def run_training(plan: Plan, screen: TextIO | None, interrupt: Interrupt, store: Any = None) -> int:
+def run_training(plan: RunPlan, terminal: TextIO | None, signal_handler: SignalHandler, store: Any = None) -> int:
     """Join the other processes, train, and leave. Returns the exit code. Collective.
 
     `screen`: rank 0's terminal. `store`: where the processes met (`Rendezvous.store`).
@@ -61,36 +67,38 @@ def run_training(plan: Plan, screen: TextIO | None, interrupt: Interrupt, store:
     Raises LostError where another process ends or falls silent, Interrupted for a signal before the first step.
     """
     timeout = timedelta(minutes=plan.config.timeout_minutes)
-    join(plan.device, timeout, store)
+    init_process_group(plan.device, timeout, store)
     try:
         world = TorchWorld(plan.device, timeout)
-        with watched(plan.run_dir, world, timeout):
-            return _trained(plan, world, screen, interrupt)
+        with peer_watchdog(plan.run_dir, world, timeout):
+            return _run_and_close(plan, world, terminal, signal_handler)
     finally:
-        close()
+        destroy_process_groups()
 
 
-def _trained(plan: Plan, world: World, screen: TextIO | None, interrupt: Interrupt) -> int:
+def _run_and_close(plan: RunPlan, world: World, terminal: TextIO | None, signal_handler: SignalHandler) -> int:
     run, code = None, 1
     try:
-        check_shared(plan.run_dir, world)
-        set_run_aside(plan.run_dir, plan.resume, world)
-        run = assemble(with_references(plan, world), world, screen, interrupt)
-        code = finish(run, _learned(run), plan.resume.wanted)
+        check_run_dir_shared(plan.run_dir, world)
+        archive_previous_run(plan.run_dir, plan.resume, world)
+        run = build_run(with_reference_outputs(plan, world), world, terminal, signal_handler)
+        code = finish_run(run, _train_to_end(run), plan.resume.source)
         return code
-    except Interrupted as stop:
+    except StoppedBySignal as stop:
         if run is not None:
-            run.journal.event("stopped", step=run.start.step if run.start else 0, signal=stop.signal)
-        code = STOPPED
+            run.run_log.log_event(
+                "stopped", step=run.start_checkpoint.step if run.start_checkpoint else 0, signal=stop.signal_name
+            )
+        code = EXIT_STOPPED
         raise
     finally:
         if run is not None:
             for sink in run.sinks:
                 sink.close(code)
-            run.journal.close()
+            run.run_log.close()
 
 
-def _learned(run: Run) -> int:
+def _train_to_end(run: Run) -> int:
     """Train; the step that was reached. What a task finds wrong with its data in mid-training is no bad usage: it exits with 1."""
     from dstrain.train.loop import train
 
@@ -100,175 +108,192 @@ def _learned(run: Run) -> int:
         raise RunError(str(error)) from error
 
 
-def with_references(plan: Plan, world: World) -> Plan:
+def with_reference_outputs(plan: RunPlan, world: World) -> RunPlan:
     """The plan with a reference's answers in its samples, where the task keeps them. Collective."""
-    asking = Asking(task=plan.task, ds_config=plan.ds_config, micro=plan.batch.micro, world=world)
-    train, test = add_references(asking, (plan.train, plan.test))
+    asking = ReferenceJob(task=plan.task, ds_config=plan.ds_config, micro_batch_size=plan.batch.micro, world=world)
+    train, test = add_reference_outputs(asking, (plan.train_dataset, plan.eval_dataset))
     assert train is not None
     return replace(plan, train=train, test=test)
 
 
-def assemble(plan: Plan, world: World, screen: TextIO | None = None, interrupt: Interrupt | None = None) -> Run:
+def build_run(
+    plan: RunPlan, world: World, terminal: TextIO | None = None, signal_handler: SignalHandler | None = None
+) -> Run:
     """Build model, engine and everything around them. Collective."""
     config, run_dir, save = plan.config, plan.run_dir, plan.config.save
-    apart = world.apart() if save.background else world
-    checkpoints = Checkpoints(
-        folder=run_dir / "checkpoints", world=apart, keep=save.keep, keep_every=save.keep_every, best=config.eval.best,
-        check=check_complete, owned=partial(check_lease, run_dir, plan.launch),
+    apart = world.new_group() if save.background else world
+    checkpoints = CheckpointManager(
+        folder=run_dir / "checkpoints", world=apart, keep=save.keep, keep_every=save.keep_every, best_mode=config.eval.best,
+        check_usable=check_state_complete, check_owner=partial(check_lease, run_dir, plan.launch_id),
     )  # fmt: skip
-    journal = Journal(run_dir, world.rank)
+    journal = RunLog(run_dir, world.rank)
     weights = world.broadcast(plan.fingerprints)
-    start = _starting_point(plan, checkpoints, journal, world)
+    start = find_start_checkpoint(plan, checkpoints, journal, world)
     if start:
-        check_fingerprints(start, weights, plan.task, plan.resume.allowed)
-        tell_changes(changes(start, plan, weights.get("inputs", {})), journal, world)
+        check_fingerprints(start, weights, plan.task, plan.resume.allowed_keys)
+        report_changes(iter_resume_changes(start, plan, weights.get("inputs", {})), journal, world)
     if world.rank == 0:
-        _write_start(plan, world, start)
-    describe_start(plan, journal, world, start)
-    engine = _engine(plan, world, journal)
+        _write_run_files(plan, world, start)
+    report_start(plan, journal, world, start)
+    engine = _build_engine(plan, world, journal)
     return Run(
         engine=engine,
-        loader=_loader(plan, world),
-        evaluation=None if plan.test is None else Evaluation(plan.task, plan.test, plan.batch.micro),
+        loader=_build_loader(plan, world),
+        evaluation=None if plan.eval_dataset is None else Evaluation(plan.task, plan.eval_dataset, plan.batch.micro),
         checkpoints=checkpoints,
-        saving=_saving(plan, engine, checkpoints, journal, weights),
-        start=start,
-        journal=journal,
-        sinks=make_sinks(plan, journal, world, start, screen),
+        saver=_build_saver(plan, engine, checkpoints, journal, weights),
+        start_checkpoint=start,
+        run_log=journal,
+        sinks=make_sinks(plan, journal, world, start, terminal),
         meter=Meter(world),
-        profile=Profile(config.profile, run_dir / "profile", engine, plan.steps, journal.event),
-        guard=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], journal.event),
-        learning=Learning(engine, engine.objective, journal.event),
-        interrupt=interrupt or Interrupt(),
-        lr=LearningRate(_rate(plan, config.optim.peak_lr), config.optim.schedule, plan.steps, config.optim.warmup),
+        profiler=StepProfiler(config.profile, run_dir / "profile", engine, plan.steps, journal.log_event),
+        nonfinite_guard=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], journal.log_event),
+        trainability=TrainabilityCheck(engine, engine.train_module, journal.log_event),
+        signal_handler=signal_handler or SignalHandler(),
+        lr_schedule=LRSchedule(
+            _scaled_lr(plan, config.optim.peak_lr), config.optim.schedule, plan.steps, config.optim.warmup
+        ),
         seed=config.seed,
-        steps=plan.steps,
-        metric=config.eval.metric,
-        log=Every(config.log.every),
-        test=Every(_steps_between(plan, config.eval.every)),
-        save=Every(_steps_between(plan, save.every)),
+        total_steps=plan.steps,
+        best_metric=config.eval.metric,
+        log_every=Every(config.log.every),
+        eval_every=Every(_interval_in_steps(plan, config.eval.every)),
+        save_every=Every(_interval_in_steps(plan, save.every)),
     )
 
 
-def _write_start(plan: Plan, world: World, start: CheckpointInfo | None) -> None:
+def _write_run_files(plan: RunPlan, world: World, start: CheckpointInfo | None) -> None:
     """What the run folder says of the run; a finished run that is started again keeps what it says."""
-    if start is not None and start.step >= plan.steps and run_of(start) == plan.run_dir:
+    if start is not None and start.step >= plan.steps and get_run_dir(start) == plan.run_dir:
         return
-    write_start(plan.run_dir, plan.config, plan.ds_config, {"world_size": world.size, "preset": plan.preset.name})
-    keep_task_file(plan.task, plan.run_dir)
+    write_run_config(plan.run_dir, plan.config, plan.ds_config, {"world_size": world.size, "preset": plan.preset.name})
+    copy_task_file(plan.task, plan.run_dir)
     if (
         start is None
-        or run_of(start) != plan.run_dir
-        or plan.resume.allowed
+        or get_run_dir(start) != plan.run_dir
+        or plan.resume.allowed_keys
         or not (plan.run_dir / "tokenizer").is_dir()
     ):
         replace_folder(plan.run_dir / "tokenizer", plan.task.save_extras)
 
 
-def _saving(
-    plan: Plan, engine: DeepSpeedEngine, checkpoints: Checkpoints, journal: Journal, weights: Mapping[str, Any]
-) -> Saving:
+def _build_saver(
+    plan: RunPlan,
+    engine: DeepSpeedEngine,
+    checkpoints: CheckpointManager,
+    run_log: RunLog,
+    fingerprints: Mapping[str, Any],
+) -> CheckpointSaver:
     """How checkpoints are written; says what they will take. Raises CheckpointError where not one fits."""
     save = plan.config.save
-    size = checkpoint_bytes(engine.objective, plan.config.optim.name)
-    every = _steps_between(plan, save.every)
+    size = estimate_checkpoint_bytes(engine.train_module, plan.config.optim.name)
+    every = _interval_in_steps(plan, save.every)
     saves = -(-plan.steps // every)
-    free = engine.world.broadcast(free_bytes(checkpoints.folder))  # one number, so that all ranks decide alike
-    forecast = Forecast(size, most_at_once(saves, save.keep, (every, save.keep_every)), free)
-    journal.event("checkpoint_forecast", each=forecast.each, at_once=forecast.at_once, free=forecast.free)
-    if (warning := check_room(forecast, checkpoints.folder, save.prune_when_full)) and engine.world.rank == 0:
-        journal.event("warning", what=warning)
+    free = engine.world.broadcast(get_free_bytes(checkpoints.folder))  # one number, so that all ranks decide alike
+    forecast = DiskForecast(size, compute_max_checkpoints(saves, save.keep, (every, save.keep_every)), free)
+    run_log.log_event(
+        "checkpoint_forecast", each=forecast.checkpoint_size, at_once=forecast.max_checkpoints, free=forecast.free_bytes
+    )
+    if (warning := check_disk_space(forecast, checkpoints.folder, save.prune_when_full)) and engine.world.rank == 0:
+        run_log.log_event("warning", what=warning)
         print(warning, flush=True)
-    return Saving(
+    return CheckpointSaver(
         checkpoints=checkpoints,
         engine=engine,
-        record=_record(plan) | dict(weights),
-        tell=journal.event,
-        size=size,
+        run_info=_checkpoint_metadata(plan) | dict(fingerprints),
+        log_event=run_log.log_event,
+        checkpoint_size=size,
         background=save.background,
-        on_disk="nvme" in (plan.preset.offload_optimizer, plan.preset.offload_param),
+        is_state_on_nvme="nvme" in (plan.preset.offload_optimizer, plan.preset.offload_param),
         prune_when_full=save.prune_when_full,
-        processes_here=plan.processes_here,
-        grace=Grace(plan.config.launch.grace_seconds, journal.event, engine.world.rank == 0),
+        local_world_size=plan.local_world_size,
+        grace=GracePeriod(plan.config.launch.grace_seconds, run_log.log_event, engine.world.rank == 0),
     )
 
 
-def _steps_between(plan: Plan, every: int | str) -> int:
-    per_epoch = -(-plan.data.samples_per_epoch // plan.batch.total)
+def _interval_in_steps(plan: RunPlan, every: int | str) -> int:
+    per_epoch = -(-plan.sample_plan.samples_per_epoch // plan.batch.total)
     return per_epoch if isinstance(every, str) else every
 
 
-def _record(plan: Plan) -> dict[str, Any]:
+def _checkpoint_metadata(plan: RunPlan) -> dict[str, Any]:
     """What each checkpoint says of its run."""
     preset = plan.preset
-    about: dict[str, Any] = {"recipe": recorded_recipe(plan.config)}
-    about |= {"preset": preset.name, "zero_stage": preset.stage, "steps": plan.steps, "versions": versions()}
-    return about | {"batch_total": plan.batch.total, "began_with": plan.began_with}
+    about: dict[str, Any] = {"recipe": dump_recipe(plan.config)}
+    about |= {
+        "preset": preset.name,
+        "zero_stage": preset.stage,
+        "steps": plan.steps,
+        "versions": get_library_versions(),
+    }
+    return about | {"batch_total": plan.batch.total, "began_with": plan.initial_world_size}
 
 
-def _starting_point(plan: Plan, checkpoints: Checkpoints, journal: Journal, world: World) -> CheckpointInfo | None:
+def find_start_checkpoint(
+    plan: RunPlan, checkpoints: CheckpointManager, run_log: RunLog, world: World
+) -> CheckpointInfo | None:
     """The checkpoint to go on from; metrics.jsonl is cut back to its step. Collective."""
-    removed = checkpoints.clean()
-    if plan.resume.wanted not in ("auto", "never"):
-        chosen = chosen_checkpoint(plan.resume.wanted)
+    removed = checkpoints.remove_incomplete()
+    if plan.resume.source not in ("auto", "never"):
+        chosen = find_checkpoint_at(plan.resume.source)
         start: CheckpointInfo | None = chosen
         passed_over: list[CheckpointInfo] = []
-        if fault := checkpoints.fault(chosen.path):
-            raise CheckpointError(f"--resume {plan.resume.wanted}: {chosen.path} is damaged ({fault}); choose another")
+        if fault := checkpoints.find_fault(chosen.path):
+            raise CheckpointError(f"--resume {plan.resume.source}: {chosen.path} is damaged ({fault}); choose another")
     else:
-        start, passed_over = checkpoints.newest()
+        start, passed_over = checkpoints.find_latest_valid()
         if start is None and passed_over:
             raise CheckpointError(
                 f"{checkpoints.folder}: none of its {len(passed_over)} checkpoints is whole, {passed_over[0].path.name} is "
-                f"{passed_over[0].state}; put a whole one there, or give a new --run-dir to begin anew"
+                f"{passed_over[0].status}; put a whole one there, or give a new --run-dir to begin anew"
             )
     if start is not None and plan.config.save.prune_when_full:  # metrics.jsonl is about to be written anew
-        make_room(checkpoints, start.size, True, journal.event)
+        ensure_disk_space(checkpoints, start.size, True, run_log.log_event)
     for name in removed:
-        journal.event("partial_checkpoint_removed", checkpoint=name)
+        run_log.log_event("partial_checkpoint_removed", checkpoint=name)
     for info in passed_over:
-        journal.event("checkpoint_passed_over", checkpoint=info.path.name, why=info.state)
-    dropped = journal.cut_back(start.step if start else 0)
+        run_log.log_event("checkpoint_passed_over", checkpoint=info.path.name, why=info.status)
+    dropped = run_log.truncate_after(start.step if start else 0)
     if start:
-        for name in checkpoints.set_aside_after(start):
-            journal.event("checkpoint_set_aside", checkpoint=name, why=f"the run goes on from step {start.step}")
-        journal.event("resumed", step=start.step, checkpoint=str(start.path), rows_dropped=dropped)
+        for name in checkpoints.supersede_newer(start):
+            run_log.log_event("checkpoint_set_aside", checkpoint=name, why=f"the run goes on from step {start.step}")
+        run_log.log_event("resumed", step=start.step, checkpoint=str(start.path), rows_dropped=dropped)
     return start
 
 
-def _engine(plan: Plan, world: World, journal: Journal) -> DeepSpeedEngine:
-    with sharded_construction(plan.ds_config):
-        objective = build_objective(plan.task, journal)
-    groups = parameter_groups(objective.model, plan.config.optim)
-    total, trained = count(objective.model)
-    parts = part_counts(objective.model, plan.config.optim, _rate(plan, 1.0))
+def _build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngine:
+    with zero3_init(plan.ds_config):
+        objective = build_train_module(plan.task, run_log)
+    groups = build_param_groups(objective.model, plan.config.optim)
+    total, trained = count_parameters(objective.model)
+    parts = summarize_components(objective.model, plan.config.optim, _scaled_lr(plan, 1.0))
     about = {"parts": [asdict(part) for part in parts]} if parts else {}
-    journal.event("model", parameters=total, trainable=trained, reference=plan.task.reference, **about)
-    tell_warnings(depends_on_split(objective.model), journal, world)
+    run_log.log_event("model", parameters=total, trainable=trained, reference=plan.task.reference_kind, **about)
+    report_warnings(batch_norm_warnings(objective.model), run_log, world)
     if world.rank == 0:
-        print(f"model: {show_count(total)} parameters, {show_count(trained)} of them trained", flush=True)
+        print(f"model: {format_count(total)} parameters, {format_count(trained)} of them trained", flush=True)
         for part in parts:
             print(f"  {part}", flush=True)
-        if objective.reference is not None:
+        if objective.reference_model is not None:
             where = "in shards" if plan.preset.stage == 3 else "whole in every process; zero3 would shard it"
             print(f"reference: a frozen model beside it, {where}", flush=True)
     return DeepSpeedEngine(objective, groups, plan.config.optim, plan.ds_config, world)
 
 
-def _rate(plan: Plan, lr: float) -> float:
+def _scaled_lr(plan: RunPlan, lr: float) -> float:
     """A learning rate for as many processes as the run began with."""
     optim = plan.config.optim
-    return scale(lr, optim.scale_lr, plan.began_with, optim.scale_lr_base)
+    return scale_lr(lr, optim.scale_lr, plan.initial_world_size, optim.scale_lr_base)
 
 
-def _loader(plan: Plan, world: World) -> Loader:
+def _build_loader(plan: RunPlan, world: World) -> Loader:
     data = plan.config.data
     return Loader(
-        examples=plan.train,
+        examples=plan.train_dataset,
         collate=plan.task.collate,
-        plan=plan.data,
+        sampler=plan.sample_plan,
         rank=world.rank,
         workers=data.workers,
         prefetch=data.prefetch,
-        pin=data.pin and world.device.type == "cuda",
+        pin_memory=data.pin and world.device.type == "cuda",
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.encoding.rendering import as_template_takes
+from dstrain.data.encoding.rendering import to_template_messages
 from dstrain.data.encoding.text import encode_preferences
 from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.preferences import read_preference
@@ -115,8 +115,10 @@ def test_every_template_that_trl_ships_gives_its_ids_and_keeps_the_last_turn(tem
     tokenizer.chat_template = template.read_text(encoding="utf-8")
     # Written in parts for templates that read nothing else, as dstrain does by itself.
     record = PAIRS["a long answer"]
-    parts = [{**turn, "content": as_template_takes(tokenizer, [turn])[0]["content"]} for turn in record["prompt"]]
-    said_so = {side: as_template_takes(tokenizer, [said("assistant", record[side])]) for side in ("chosen", "rejected")}
+    parts = [{**turn, "content": to_template_messages(tokenizer, [turn])[0]["content"]} for turn in record["prompt"]]
+    said_so = {
+        side: to_template_messages(tokenizer, [said("assistant", record[side])]) for side in ("chosen", "rejected")
+    }
     given = {"prompt": parts, **said_so}
     whole = ours(tokenizer, record)
     assert whole is not None

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from dstrain.commands.recipe_args import Wish, resolve_wish
-from dstrain.commands.trained_model import Choice, load_found
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.trained_model import ModelSelector, load_saved_model
 from dstrain.errors import CheckpointError
 from dstrain.launch.topology import Worker
 from dstrain.preset import Device
 from dstrain.train.plan import make_plan
 from dstrain.train.run import Run
-from dstrain.train.run_dir import Resume
-from dstrain.train.setup import assemble, with_references
+from dstrain.train.run_dir import ResumeOptions
+from dstrain.train.setup import build_run, with_reference_outputs
 from tests.parity.cases import weights, world
 from tests.resume.cases import run
 
@@ -40,9 +40,9 @@ def run_told(recipe: str, run_dir: str, told: Mapping[int, float]) -> None:
 
 def held(folder: str, step: str, ds_config: str | None) -> dict[str, str]:
     """The weights that `evaluate` would look with. Collective."""
-    found = Choice(folder=Path(folder), step=step, ds_config=ds_config).find()
-    hold = found.ds_config(ds_config, world().size, Device("cpu", True))
-    return sums(weights(load_found(found, hold, world())))
+    found = ModelSelector(folder=Path(folder), step=step, ds_config=ds_config).find_model()
+    hold = found.build_ds_config(ds_config, world().size, Device("cpu", True))
+    return sums(weights(load_saved_model(found, hold, world())))
 
 
 def refusal(folder: str, step: str, ds_config: str | None) -> str:
@@ -56,10 +56,12 @@ def resumed(recipe: str, run_dir: str, resume: str, sets: Sequence[str]) -> dict
     """Where a run begins that is told to go on from there; no step is taken. Collective."""
     ranks = world()
     worker = Worker(ranks.rank, ranks.rank, ranks.size, "tests", ranks.size)
-    plan = make_plan(resolve_wish(Wish(recipe=recipe, sets=sets)), Path(run_dir), Resume(resume), worker)
-    made = assemble(with_references(plan, ranks), ranks)
+    plan = make_plan(
+        resolve_recipe(TrainRequest(recipe=recipe, overrides=sets)), Path(run_dir), ResumeOptions(resume), worker
+    )
+    made = build_run(with_reference_outputs(plan, ranks), ranks)
     progress = made.resume()
     for sink in made.sinks:
         sink.close()
-    made.journal.close()
+    made.run_log.close()
     return {"step": progress.step, "weights": sums(weights(made.engine.objective.model))}  # type: ignore[attr-defined]

@@ -18,27 +18,27 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dstrain.batch import Progress
-from dstrain.commands.evaluate import Evaluate
+from dstrain.commands.evaluate import EvaluateJob
 from dstrain.commands.export import export_model
-from dstrain.commands.generate import Generate
-from dstrain.commands.prepare import Prepare
-from dstrain.commands.recipe_args import Wish
-from dstrain.commands.trained_model import Choice, load_trained
-from dstrain.config import show_recipe
+from dstrain.commands.generate import GenerateJob
+from dstrain.commands.prepare import PrepareJob
+from dstrain.commands.recipe_args import TrainRequest
+from dstrain.commands.trained_model import ModelSelector, load_trained_model
+from dstrain.config import dump_recipe
 from dstrain.config.schema import RunConfig
-from dstrain.distributed.world import SoloWorld
-from dstrain.models.model_copy import keep_config
-from dstrain.models.params.freeze import parameter_groups
-from dstrain.models.weights.fingerprint import fingerprint
-from dstrain.models.zero3 import sharded, sharded_construction
+from dstrain.distributed.world import SingleProcessWorld
+from dstrain.models.model_copy import save_base_config
+from dstrain.models.params.freeze import build_param_groups
+from dstrain.models.weights.fingerprint import weights_fingerprint
+from dstrain.models.zero3 import is_zero3, zero3_init
 from dstrain.preset import Device
 from dstrain.tasks import find_task, make_task
 from dstrain.train import precompute_reference
-from dstrain.train.build_model import build
-from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.build_model import build_model
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
 from dstrain.train.engine.deepspeed import TorchEngine
-from dstrain.train.engine.module import Objective
-from dstrain.train.state.files import StoredState, write_state
+from dstrain.train.engine.module import TrainModule
+from dstrain.train.state.files import CheckpointReader, write_state
 from tests.parity.cases import ds_config, move, weights, world
 from tests.resume.cases import run
 
@@ -55,7 +55,7 @@ def export(run: str, to: str, step: str = "last") -> dict[str, Any]:
     ids = torch.cat([ids, torch.tensor([[tokenizer.eos_token_id]])], dim=1)
     with torch.no_grad():
         score = float(model(input_ids=ids).logits)
-    return {"step": proof.step, "difference": proof.difference, "dtype": proof.dtype, "score": score,
+    return {"step": proof.step, "difference": proof.max_diff, "dtype": proof.dtype, "score": score,
             "model_dtype": str(model.dtype), "files": sorted(path.name for path in Path(to).iterdir())}  # fmt: skip
 
 
@@ -63,12 +63,12 @@ def evaluate(
     folder: str, data: str, task: str | None = None, sets: list[str] | None = None, step: str = "last",
     ds_config: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    choice = Choice(folder=Path(folder), step=step, task=task, sets=sets or [], ds_config=ds_config)
-    return share(Evaluate(choice=choice, data=data))
+    choice = ModelSelector(folder=Path(folder), step=step, task=task, overrides=sets or [], ds_config=ds_config)
+    return share(EvaluateJob(selector=choice, data=data))
 
 
 def export_only(run: str, to: str, step: str = "last", merge: bool = False) -> None:
-    export_model(Path(run), step, Path(to), merge=merge)
+    export_model(Path(run), step, Path(to), merge_lora=merge)
 
 
 def make_run(folder: Path, task: str, changes: dict[str, Any] | None = None, precision: str = "fp32") -> Path:
@@ -78,17 +78,19 @@ def make_run(folder: Path, task: str, changes: dict[str, Any] | None = None, pre
     for key, value in (changes or {}).items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
     made: Any = make_task(RunConfig.model_validate(values))
-    model = build(made)
+    model = build_model(made)
     move(model)
-    groups = parameter_groups(model, made.recipe.optim)
-    engine = TorchEngine(Objective(made, model), groups, made.recipe.optim, torch.device("cpu"))
-    record = {"base": fingerprint(made.recipe.model, made.recipe.seed)} if made.recipe.model.lora else {}
-    checkpoints = Checkpoints(folder=folder / "run/checkpoints", world=SoloWorld())
-    checkpoints.save(lambda path: write_state(path, engine.shards(), engine.about()), Progress(1, 4), record)
-    (folder / "run/recipe.yaml").write_text(show_recipe(made.recipe))
+    groups = build_param_groups(model, made.recipe.optim)
+    engine = TorchEngine(TrainModule(made, model), groups, made.recipe.optim, torch.device("cpu"))
+    record = {"base": weights_fingerprint(made.recipe.model, made.recipe.seed)} if made.recipe.model.lora else {}
+    checkpoints = CheckpointManager(folder=folder / "run/checkpoints", world=SingleProcessWorld())
+    checkpoints.save(
+        lambda path: write_state(path, engine.state_files(), engine.state_metadata()), Progress(1, 4), record
+    )
+    (folder / "run/recipe.yaml").write_text(dump_recipe(made.recipe))
     (folder / "run/ds_config.json").write_text(json.dumps({"bf16": {"enabled": precision == "bf16"}}))
     made.save_extras(folder / "run/tokenizer")
-    keep_config(made.recipe.model, folder / "run/model")
+    save_base_config(made.recipe.model, folder / "run/model")
     return folder / "run"
 
 
@@ -98,11 +100,11 @@ def export_when_told(tiny: str, run: str, to: str, *flags: str) -> None:
     A tiny run is exported before, so that whatever is imported late is there.
     """
     torch.set_num_threads(1)
-    export_model(Path(tiny), "last", Path(to + "-tiny"), merge="--merge" in flags)
+    export_model(Path(tiny), "last", Path(to + "-tiny"), merge_lora="--merge" in flags)
     gc.collect()
     print("ready", flush=True)
     sys.stdin.readline()
-    export_model(Path(run), "last", Path(to), merge="--merge" in flags)
+    export_model(Path(run), "last", Path(to), merge_lora="--merge" in flags)
 
 
 def make_run_there(folder: str, **wanted: Any) -> None:
@@ -119,8 +121,8 @@ def read_as_a_stranger(folder: Path, scores: bool) -> tuple[Any, dict[str, Any]]
 
 def stored(checkpoint: str) -> dict[str, torch.Tensor]:
     """The weights in a checkpoint."""
-    state = StoredState(Path(checkpoint))
-    return {name: state.whole(name) for name in state.shapes}
+    state = CheckpointReader(Path(checkpoint))
+    return {name: state.read_tensor(name) for name in state.shapes}
 
 
 Change = Callable[[dict[str, torch.Tensor]], Any]
@@ -145,16 +147,16 @@ def spoil(monkeypatch: pytest.MonkeyPatch, change: Change, of: type | None = Non
 def generate(
     folder: str, data: str, sampling: dict[str, Any], sets: list[str] | None = None, ds_config: str | None = None
 ) -> list[dict[str, Any]]:
-    choice = Choice(folder=Path(folder), step="last", sets=sets or [], ds_config=ds_config)
-    job = Generate(choice=choice, data=data, sampling=sampling)
-    ready = job.ready(world().size, Device("cpu", True))
-    assert sharded(ready.ds_config) == (ds_config == "zero3")
+    choice = ModelSelector(folder=Path(folder), step="last", overrides=sets or [], ds_config=ds_config)
+    job = GenerateJob(selector=choice, data=data, sampling=sampling)
+    ready = job.prepare(world().size, Device("cpu", True))
+    assert is_zero3(ready.ds_config) == (ds_config == "zero3")
     return job.run(ready, world())
 
 
 def answer_alone(folder: str, rows: list[dict[str, Any]], most: int) -> list[str]:
     """The answers to the rows' prompts as a stranger would have them: with transformers, one after another, unpadded."""
-    trained = load_trained(Path(folder), "last")
+    trained = load_trained_model(Path(folder), "last")
     tokenizer: Any = trained.task.tokenizer  # type: ignore[attr-defined]
     texts = []
     for row in rows:
@@ -165,7 +167,7 @@ def answer_alone(folder: str, rows: list[dict[str, Any]], most: int) -> list[str
 
 
 def prepare(recipe: str) -> dict[str, Any]:
-    return share(Prepare(Wish(recipe=recipe)))
+    return share(PrepareJob(TrainRequest(recipe=recipe)))
 
 
 def share(job: Any) -> Any:
@@ -207,7 +209,7 @@ def load(folder: str, recipe: dict[str, Any], preset: str) -> dict[str, Any]:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    with sharded_construction(config):
+    with zero3_init(config):
         model = task.build_model()
     done.set()
     thread.join()

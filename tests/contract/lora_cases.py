@@ -26,7 +26,7 @@ def export(run: str, to: str, merge: bool) -> dict[str, Any]:
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    proof = export_model(Path(run), "last", Path(to), merge=merge)
+    proof = export_model(Path(run), "last", Path(to), merge_lora=merge)
     files = sorted(path.name for path in Path(to).iterdir())
     auto: Any = AutoModelForCausalLM if "config.json" in files else AutoPeftModelForCausalLM
     model, ids = (
@@ -35,4 +35,4 @@ def export(run: str, to: str, merge: bool) -> dict[str, Any]:
     )
     with torch.no_grad():
         logits = model(input_ids=ids).logits
-    return {"difference": proof.difference, "files": files, "logits": logits.double().numpy()}
+    return {"difference": proof.max_diff, "files": files, "logits": logits.double().numpy()}

@@ -26,7 +26,7 @@ def export(run: str, to: str, data: str) -> dict[str, Any]:
         count += int(learnt.sum())
         loss += float(found.loss) * int(learnt.sum())
         right += int((found.logits[:, :-1].argmax(-1) == labels[:, 1:]).sum())
-    return {"difference": proof.difference, "loss": loss / count, "token_accuracy": right / count,
+    return {"difference": proof.max_diff, "loss": loss / count, "token_accuracy": right / count,
             "files": sorted(path.name for path in Path(to).iterdir())}  # fmt: skip
 
 

@@ -17,15 +17,15 @@ from safetensors.torch import save_file
 
 from dstrain.batch import Progress
 from dstrain.cli import main
-from dstrain.commands.recipe_args import Wish, resolve_wish
-from dstrain.config.aliases import NOT_YET
-from dstrain.distributed.world import SoloWorld
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.config.aliases import UNSUPPORTED_VALUES
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import UsageError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
-from dstrain.train.checkpoint.checkpoints import Checkpoints
-from dstrain.train.run_dir import Resume, write_start
-from dstrain.train.state.hashed_file import write_hashed
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.run_dir import ResumeOptions, write_run_config
+from dstrain.train.state.hashed_file import write_hashed_file
 
 Folder = Path
 RECIPE = "recipe.yaml"
@@ -333,9 +333,9 @@ VALUES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("key", [key for key, _, _ in NOT_YET])
+@pytest.mark.parametrize("key", [key for key, _, _ in UNSUPPORTED_VALUES])
 def test_what_comes_later_is_refused_never_ignored(key: str, folder: Path) -> None:
-    mend = next(text for name, _, text in NOT_YET if name == key)
+    mend = next(text for name, _, text in UNSUPPORTED_VALUES if name == key)
     code, output = run(RECIPE, "--set", f"{key}={VALUES.get(key, '[x]' if key.endswith('setup') else 'x')}")
     assert code == 2
     for words in (key, "is not supported yet", mend):
@@ -463,13 +463,13 @@ WORKER_TABLE: dict[str, tuple[list[str], Callable[[Path], None] | None, str]] = 
 }  # fmt: skip
 
 
-def plan(folder: Path, changes: list[str], resume: Resume | None = None) -> None:
+def plan(folder: Path, changes: list[str], resume: ResumeOptions | None = None) -> None:
     """Plan a run as a worker does before it joins the others."""
     from dstrain.train.plan import make_plan
 
-    wish = Wish(recipe=RECIPE, sets=changes)
+    wish = TrainRequest(recipe=RECIPE, overrides=changes)
     try:
-        make_plan(resolve_wish(wish), folder / "run", resume or Resume(), Worker(0, 0, 1, "tests", 1))
+        make_plan(resolve_recipe(wish), folder / "run", resume or ResumeOptions(), Worker(0, 0, 1, "tests", 1))
     finally:
         assert not torch.distributed.is_initialized()
 
@@ -487,19 +487,23 @@ def test_what_only_a_worker_sees_is_said_before_any_process_group(wrong: str, fo
 @pytest.mark.parametrize(
     ("changes", "resume", "wanted"),
     [
-        ([], Resume("nowhere"), r"--resume nowhere: holds no whole checkpoint"),
+        ([], ResumeOptions("nowhere"), r"--resume nowhere: holds no whole checkpoint"),
         (
             ["optim.lr=1"],
-            Resume(),
+            ResumeOptions(),
             r"optim\.lr: is 1\.0, but the run was started with 0\.001.*--allow-change optim\.lr",
         ),
-        (["seed=1", "optim.lr=1"], Resume(allowed=["optim"]), r"^seed: is 1, .*--allow-change seed$"),
+        (["seed=1", "optim.lr=1"], ResumeOptions(allowed_keys=["optim"]), r"^seed: is 1, .*--allow-change seed$"),
     ],
 )
-def test_a_run_goes_on_only_as_it_was_begun(changes: list[str], resume: Resume, wanted: str, folder: Path) -> None:
-    write_start(folder / "run", resolve_wish(Wish(recipe=RECIPE)).config, {}, {})
-    kept = Checkpoints(folder=folder / "run/checkpoints", world=SoloWorld())
-    kept.save(lambda place: {"w.dat": write_hashed(place / "w.dat", b"x")}, Progress(2, 8), {"zero_stage": 2}, None)
+def test_a_run_goes_on_only_as_it_was_begun(
+    changes: list[str], resume: ResumeOptions, wanted: str, folder: Path
+) -> None:
+    write_run_config(folder / "run", resolve_recipe(TrainRequest(recipe=RECIPE)).config, {}, {})
+    kept = CheckpointManager(folder=folder / "run/checkpoints", world=SingleProcessWorld())
+    kept.save(
+        lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), {"zero_stage": 2}, None
+    )
     plan(folder, [])
     with pytest.raises(UsageError, match=wanted):
         plan(folder, changes, resume)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from dstrain.commands.trained_model import find_trained
+from dstrain.commands.trained_model import find_saved_model
 from dstrain.errors import UsageError
 from dstrain.tasks import find_task
 from tests.contract.best_cases import sums
@@ -45,7 +45,7 @@ def test_best_is_the_best_for_whoever_asks(preset: str, tmp_path: Path, one: Wor
     assert len({tuple(sums(found).items()) for found in by_step.values()}) == 3
 
     for step, wanted in (("best", 3), ("4", 4), ("last", 6)):
-        assert find_trained(run, step).step == wanted
+        assert find_saved_model(run, step).step == wanted
         to = tmp_path / f"out-{step}"
         one("tests.contract.export_cases:export_only", run=str(run), to=str(to), step=step)
         assert sums(load_file(to / "model.safetensors")) == sums(by_step[wanted])
@@ -96,7 +96,7 @@ def test_a_run_elsewhere_begins_with_the_best_of_another(tmp_path: Path, one: Wo
 
 def test_a_higher_metric_is_the_best_where_the_recipe_says_so(tmp_path: Path, one: Workers) -> None:
     run = trained(tmp_path, "zero2", one, eval={"every": 1, "metric": "accuracy", "best": "max"})
-    assert find_trained(run, "best").step == 1
+    assert find_saved_model(run, "best").step == 1
     assert kept(run) == ["best", "step-00000001", "step-00000004", "step-00000006"]
 
 
@@ -106,17 +106,17 @@ def test_without_a_metric_best_is_the_last(tmp_path: Path, one: Workers) -> None
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
     one("tests.resume.cases:run", recipe=str(tmp_path / "recipe.yaml"), run_dir=str(tmp_path / "run"))
     assert kept(tmp_path / "run") == ["step-00000001", "step-00000002"]
-    assert find_trained(tmp_path / "run", "best").step == 2
+    assert find_saved_model(tmp_path / "run", "best").step == 2
 
 
 def test_a_best_that_was_set_aside_is_not_the_best(tmp_path: Path) -> None:
     """A run that went back behind it has to find its own; a best that is damaged is never passed over for another."""
     run = make_run(tmp_path, "rm")
     (run / "checkpoints/best").symlink_to("step-00000007")
-    assert find_trained(run, "best").step == 1
+    assert find_saved_model(run, "best").step == 1
     (run / "checkpoints/step-00000007").mkdir()
     with pytest.raises(UsageError, match="--step best: there is no whole checkpoint of it; there are 1"):
-        find_trained(run, "best")
+        find_saved_model(run, "best")
 
 
 @pytest.mark.slow

@@ -13,15 +13,15 @@ from click.testing import CliRunner, Result
 
 from dstrain.batch import Progress
 from dstrain.cli import main
-from dstrain.cli_options import LAUNCH_NAMES
-from dstrain.commands.data import NO_TOKENIZER
-from dstrain.commands.recipe_args import Wish, packaged_recipes, resolve_wish
+from dstrain.cli_options import LAUNCH_OPTION_NAMES
+from dstrain.commands.data import NO_TOKENIZER_HINT
+from dstrain.commands.recipe_args import TrainRequest, list_packaged_recipes, resolve_recipe
 from dstrain.config import read_recipe
-from dstrain.distributed.world import SoloWorld
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.preset import preset_names, read_preset
-from dstrain.tasks import find_task, options, packaged_tasks
-from dstrain.train.checkpoint.checkpoints import Checkpoints
-from dstrain.train.state.hashed_file import write_hashed
+from dstrain.tasks import builtin_tasks, find_task, task_options
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.state.hashed_file import write_hashed_file
 
 
 def call(*arguments: str) -> Result:
@@ -48,7 +48,9 @@ def test_every_option_of_every_command_has_help() -> None:
 def test_launch_options_stand_apart() -> None:
     for name in ("train", "evaluate", "generate", "prepare"):
         own, _, launch = call(name, "--help").output.partition("Launch options:")
-        assert set(re.findall(r"^  --([\w-]+)", launch, re.M)) == {option.replace("_", "-") for option in LAUNCH_NAMES}
+        assert set(re.findall(r"^  --([\w-]+)", launch, re.M)) == {
+            option.replace("_", "-") for option in LAUNCH_OPTION_NAMES
+        }
         assert "--set" in own
         assert not re.findall(r"^  \[?RECIPE|^  RUN_OR_MODEL", own, re.M), "an argument is no option"
     assert "Launch options" not in call("export", "--help").output
@@ -60,11 +62,11 @@ def test_an_option_may_have_underscores() -> None:
             assert f"--{option.name}" in option.opts
 
 
-@pytest.mark.parametrize("task", packaged_tasks())
+@pytest.mark.parametrize("task", builtin_tasks())
 def test_a_task_prints_its_options_with_their_help(task: str) -> None:
     assert task in call("tasks").output
     printed = call("tasks", task).output
-    for option in options(find_task(task)):
+    for option in task_options(find_task(task)):
         assert f"  {option.name}: {option.type} = {option.default!r}\n      {option.help}" in printed
         assert option.help
 
@@ -145,14 +147,14 @@ def test_presets_are_listed_with_a_sentence_each() -> None:
     assert all(len(line.split()) > 3 for line in lines), lines
 
 
-@pytest.mark.parametrize("name", packaged_recipes())
+@pytest.mark.parametrize("name", list_packaged_recipes())
 def test_every_recipe_reads_clean(name: str) -> None:
     assert name in call("recipes").output
-    assert yaml.safe_load(call("recipes", name).output)["task"] in packaged_tasks()
-    assert resolve_wish(Wish(recipe=name)).config.task
+    assert yaml.safe_load(call("recipes", name).output)["task"] in builtin_tasks()
+    assert resolve_recipe(TrainRequest(recipe=name)).config.task
 
 
-@pytest.mark.parametrize("task", packaged_tasks())
+@pytest.mark.parametrize("task", builtin_tasks())
 def test_a_starter_recipe_reads_clean_and_explains_itself(task: str, tmp_path: Path) -> None:
     assert call("init", task, "--to", str(tmp_path / "new.yaml")).exit_code == 0
     text = (tmp_path / "new.yaml").read_text()
@@ -190,7 +192,7 @@ def test_data_check_names_every_bad_record(tmp_path: Path) -> None:
         assert f"pairs.jsonl:{line}: " in bad.output
     (tmp_path / "good.jsonl").write_text(rows[0])
     good = call("data", "check", str(tmp_path / "good.jsonl"), "--task", "rm")
-    assert (good.exit_code, good.output) == (0, f"1 good records, 0 bad\n{NO_TOKENIZER}\n")
+    assert (good.exit_code, good.output) == (0, f"1 good records, 0 bad\n{NO_TOKENIZER_HINT}\n")
 
 
 def test_data_check_shows_a_terminal_the_first_ten_of_each_kind(
@@ -231,10 +233,10 @@ def test_data_check_of_images_says_what_training_says(tmp_path: Path) -> None:
 
 
 def test_checkpoints_tells_whole_from_damaged(tmp_path: Path) -> None:
-    kept = Checkpoints(folder=tmp_path / "checkpoints", world=SoloWorld(), best="max")
+    kept = CheckpointManager(folder=tmp_path / "checkpoints", world=SingleProcessWorld(), best_mode="max")
     for step, metric in ((10, 0.9), (20, 0.4)):
         kept.save(
-            lambda folder: {"w.dat": write_hashed(folder / "w.dat", b"x" * 100)},
+            lambda folder: {"w.dat": write_hashed_file(folder / "w.dat", b"x" * 100)},
             Progress(step, step * 4),
             {"zero_stage": 2},
             metric,
@@ -254,15 +256,17 @@ def test_checkpoints_tells_whole_from_damaged(tmp_path: Path) -> None:
 
 def test_the_later_saying_counts(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("task: rm\nds_config: zero1\noptim: {lr: 1e-5}\n")
-    told = resolve_wish(
-        Wish(recipe=str(tmp_path / "r.yaml"), sets=["optim.lr=2e-5", "optim.lr=3e-5"], ds_config="zero3")
+    told = resolve_recipe(
+        TrainRequest(recipe=str(tmp_path / "r.yaml"), overrides=["optim.lr=2e-5", "optim.lr=3e-5"], ds_config="zero3")
     ).config
     assert told.optim.lr == 3e-5
     assert told.ds_config == "zero3"
     (tmp_path / "own.json").write_text('{"zero_optimization": {"stage": 1}}')
-    both = Wish(recipe=str(tmp_path / "r.yaml"), sets=["ds_config=zero2", "task=x"], task="rm", ds_config="./own.json")
-    assert resolve_wish(both).config.ds_config == str(tmp_path / "own.json"), "beside the recipe, made absolute"
-    assert resolve_wish(both).config.task == "rm"
+    both = TrainRequest(
+        recipe=str(tmp_path / "r.yaml"), overrides=["ds_config=zero2", "task=x"], task="rm", ds_config="./own.json"
+    )
+    assert resolve_recipe(both).config.ds_config == str(tmp_path / "own.json"), "beside the recipe, made absolute"
+    assert resolve_recipe(both).config.task == "rm"
     assert read_recipe(tmp_path / "r.yaml").config.optim.lr == 1e-5, (
         "1e-5 is a number, though YAML 1.1 has it for a word"
     )
@@ -310,6 +314,6 @@ def test_a_folder_called_like_a_task_or_a_preset_is_neither(tmp_path: Path, monk
     for name in ("rm", "zero1", "judge"):
         (tmp_path / name).mkdir()
     (tmp_path / "r.yaml").write_text("task: rm\nds_config: zero1\nmodel: {path: judge}\n")
-    told = resolve_wish(Wish(recipe="r.yaml")).config
+    told = resolve_recipe(TrainRequest(recipe="r.yaml")).config
     assert (told.task, told.ds_config) == ("rm", "zero1")
     assert told.model.path == str(tmp_path / "judge"), "a folder may be a model"

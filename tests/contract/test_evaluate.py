@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dstrain.commands.evaluate import Evaluate, check_reference, held_out
-from dstrain.commands.run_job import Reply
-from dstrain.commands.trained_model import Choice, find_trained
+from dstrain.commands.evaluate import EvaluateJob, check_reference, make_eval_source
+from dstrain.commands.run_job import JobResult
+from dstrain.commands.trained_model import ModelSelector, find_saved_model
 from dstrain.config.schema import RunConfig
 from dstrain.errors import UsageError
 from dstrain.launch.command import free_port
@@ -126,28 +126,28 @@ def test_the_longer_answer_is_a_baseline_and_ties_count_half(tmp_path: Path) -> 
 def test_an_exported_policy_is_not_its_own_reference(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match=r"a policy cannot be its own reference.*--set options\.ref_model=FOLDER"):
-        check_reference(find_trained(tmp_path, "best", task="dpo"))
+        check_reference(find_saved_model(tmp_path, "best", task="dpo"))
     (tmp_path / "elsewhere").mkdir()
-    check_reference(find_trained(tmp_path, "best", [f"options.ref_model={tmp_path}/elsewhere"], "dpo"))
-    check_reference(find_trained(tmp_path, "best", ["options.loss_type=orpo"], "dpo"))
-    check_reference(find_trained(tmp_path, "best", task="rm"))
+    check_reference(find_saved_model(tmp_path, "best", [f"options.ref_model={tmp_path}/elsewhere"], "dpo"))
+    check_reference(find_saved_model(tmp_path, "best", ["options.loss_type=orpo"], "dpo"))
+    check_reference(find_saved_model(tmp_path, "best", task="rm"))
 
 
 def test_what_data_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "eval.jsonl").write_text("{}\n")
-    assert held_out("eval.jsonl") == str(tmp_path / "eval.jsonl")
-    assert held_out("org/name") == {"path": "org/name", "split": None, "name": None}
-    assert held_out("org/name:dev:large") == {"path": "org/name", "split": "dev", "name": "large"}
+    assert make_eval_source("eval.jsonl") == str(tmp_path / "eval.jsonl")
+    assert make_eval_source("org/name") == {"path": "org/name", "split": None, "name": None}
+    assert make_eval_source("org/name:dev:large") == {"path": "org/name", "split": "dev", "name": "large"}
     with pytest.raises(UsageError, match="there is no such file"):
-        held_out("evil.jsonl")
+        make_eval_source("evil.jsonl")
 
 
 def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.contract.test_cli import call
 
     told: list[Any] = []
-    monkeypatch.setattr("dstrain.commands.run_job.spread", lambda *args: told.append(args) or Reply(0))
+    monkeypatch.setattr("dstrain.commands.run_job.spread", lambda *args: told.append(args) or JobResult(0))
     asked = [
         "--data",
         "evil.jsonl",
@@ -163,13 +163,15 @@ def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.Mon
         "zero3",
     ]
     assert call("evaluate", str(tmp_path), *asked, "--num-gpus", "2").exit_code == 0
-    first: Evaluate = told[0][0]
+    first: EvaluateJob = told[0][0]
     assert told[0][1]["num_gpus"] == 2
-    assert call(*first.words(), "--scratch", str(tmp_path)).exit_code == 0
+    assert call(*first.to_argv(), "--scratch", str(tmp_path)).exit_code == 0
     assert told[1][0] == first
     assert told[1][2] == tmp_path
-    wanted = Choice(folder=tmp_path, step="3", task="sft", sets=("batch.micro=2", "seed=1"), ds_config="zero3")
-    assert first.choice == wanted
+    wanted = ModelSelector(
+        folder=tmp_path, step="3", task="sft", overrides=("batch.micro=2", "seed=1"), ds_config="zero3"
+    )
+    assert first.selector == wanted
 
 
 def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -52,7 +52,7 @@ def test_a_stranger_reads_the_checkpoint(task: str, changes: dict[str, Any], pre
     proof = export_model(run, "last", tmp_path / "out")
     model, told = read_as_a_stranger(tmp_path / "out", "rm" in task)
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
-    assert proof.difference == 0
+    assert proof.max_diff == 0
     kept, found = stored(str(run / "checkpoints/step-00000001")), model.state_dict()
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     assert set(found) - set(kept) == ({"lm_head.weight"} if changes else set())
@@ -98,7 +98,7 @@ def test_no_weights_of_the_base_are_read(task: str, tmp_path: Path) -> None:
     model = {"path": str(tmp_path / "base"), "config": None}
     run = make_run(tmp_path / "it", task, {"model": model}, "bf16")
     (tmp_path / "base/model.safetensors").unlink()
-    assert export_model(run, "last", tmp_path / "out").difference == 0
+    assert export_model(run, "last", tmp_path / "out").max_diff == 0
     if task == "sft":
         assert json.loads((tmp_path / "out/generation_config.json").read_text())["temperature"] == 0.6
     told = json.loads((tmp_path / "out/config.json").read_text())
@@ -116,7 +116,7 @@ def test_what_a_base_took_apart_is_read_as_it_is(tmp_path: Path) -> None:
     run = make_run(tmp_path / "it", "sft", {"model": {"path": str(tmp_path / "base"), "config": None}})
     kept = stored(str(run / "checkpoints/step-00000001"))
     assert not torch.equal(kept["lm_head.weight"], kept["model.embed_tokens.weight"])
-    assert export_model(run, "last", tmp_path / "out").difference == 0
+    assert export_model(run, "last", tmp_path / "out").max_diff == 0
     again = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out")).state_dict()
     assert all(torch.equal(again[name], value) for name, value in kept.items())
 
@@ -127,7 +127,7 @@ def test_a_run_in_fp16_is_exported_in_fp16(lora: dict[str, Any] | None, tmp_path
     model = {"path": str(tmp_path / "base"), "config": None, "lora": lora}
     run = make_run(tmp_path / "it", "sft", {"model": model})
     (run / "ds_config.json").write_text(json.dumps({"fp16": {"enabled": True}}))
-    assert export_model(run, "last", tmp_path / "out", merge=lora is not None).dtype == "float16"
+    assert export_model(run, "last", tmp_path / "out", merge_lora=lora is not None).dtype == "float16"
     kinds = {value.dtype for value in load_file(tmp_path / "out/model.safetensors").values()}
     assert kinds == {torch.float16}
     assert export_model(run, "last", tmp_path / "wide", ["model.dtype=float32"], lora is not None).dtype == "float32"
@@ -204,7 +204,7 @@ def test_a_model_that_is_not_the_checkpoint_is_refused(
 ) -> None:
     from dstrain.train.state import weights as restore
 
-    fill = restore._fill_whole
+    fill = restore._load_unsharded
 
     def fill_but_one(tensors: Any, state: Any) -> None:
         fill(tensors, state)
@@ -301,24 +301,24 @@ class Evil:
 
 
 def test_pickles_are_never_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dstrain.commands.trained_model import load_trained
+    from dstrain.commands.trained_model import load_trained_model
 
     monkeypatch.chdir(tmp_path)
     export_model(run, "last", tmp_path / "out")
-    whole = load_trained(tmp_path / "out", "best").model.state_dict()
+    whole = load_trained_model(tmp_path / "out", "best").model.state_dict()
     torch.save({"model.norm.weight": Evil()}, tmp_path / "out/pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin may be a pickle"):
-        load_trained(tmp_path / "out", "best")
+        load_trained_model(tmp_path / "out", "best")
 
     (tmp_path / "out/dstrain_recipe.yaml").unlink()  # as from somewhere else, where pickles were usual
     sets = [f"data.train={tmp_path}/none.jsonl"]
-    assert load_trained(tmp_path / "out", "best", sets, "sft"), "beside safetensors nobody reads it"
+    assert load_trained_model(tmp_path / "out", "best", sets, "sft"), "beside safetensors nobody reads it"
     (tmp_path / "out/model.safetensors").unlink()
     with pytest.raises(UsageError, match=r"pytorch_model\.bin.* holds more than tensors.* nothing of it was run"):
-        load_trained(tmp_path / "out", "best", sets, "sft")
+        load_trained_model(tmp_path / "out", "best", sets, "sft")
     assert "evil-was-here" not in left_in(tmp_path)
     torch.save(whole, tmp_path / "out/pytorch_model.bin")
-    again = load_trained(tmp_path / "out", "best", sets, "sft").model.state_dict()
+    again = load_trained_model(tmp_path / "out", "best", sets, "sft").model.state_dict()
     assert all(torch.equal(again[name], value) for name, value in whole.items())
 
 

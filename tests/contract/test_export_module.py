@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dstrain.commands.export import export_model
-from dstrain.commands.trained_model import find_trained, load_found, load_trained
+from dstrain.commands.trained_model import find_saved_model, load_saved_model, load_trained_model
 from dstrain.config.schema import RunConfig
-from dstrain.distributed.world import SoloWorld
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.common.registry import KEPT, keep_task_file, task_source
+from dstrain.tasks.common.registry import TASK_FILE, copy_task_file, find_task_file
 from tests.adapters import adapter
 from tests.contract.export_cases import make_run
 
@@ -29,7 +29,7 @@ def exported(tmp_path: Path, changes: dict[str, Any] | None = None, merge: bool 
     """(the run, the exported folder)"""
     run = make_run(tmp_path / "it", OWN, changes)
     proof = export_model(run, "last", tmp_path / "out", [f"task={tmp_path / 'it/own.py'}"], merge)
-    assert proof.difference < 1e-5 if merge else proof.difference == 0
+    assert proof.max_diff < 1e-5 if merge else proof.max_diff == 0
     return run, tmp_path / "out"
 
 
@@ -41,9 +41,9 @@ def test_it_is_written_and_read_again(changes: dict[str, Any] | None, merge: boo
     assert {"norm.running_mean", "norm.num_batches_tracked", "table", "out.weight"} <= held.keys()
     assert "again.weight" not in held  # one tensor with out.weight
     assert (out / "task.py").read_bytes() == (tmp_path / "it/own.py").read_bytes()
-    before = load_trained(run, "last", [f"task={tmp_path / 'it/own.py'}"])
-    found = find_trained(out, "last", task=str(out / KEPT))
-    after = load_found(found, WHOLE, SoloWorld()).eval()
+    before = load_trained_model(run, "last", [f"task={tmp_path / 'it/own.py'}"])
+    found = find_saved_model(out, "last", task=str(out / TASK_FILE))
+    after = load_saved_model(found, WHOLE, SingleProcessWorld()).eval()
     batch = found.task.collate(found.task.examples("eval") or [])
     with torch.no_grad():
         assert torch.allclose(before.task.outputs(before.model, batch), found.task.outputs(after, batch), rtol=1e-6)
@@ -53,7 +53,7 @@ def test_it_is_written_and_read_again(changes: dict[str, Any] | None, merge: boo
 def test_its_code_runs_where_the_user_names_it_alone(tmp_path: Path) -> None:
     _, out = exported(tmp_path)
     with pytest.raises(UsageError, match=r"names code of its own .*add --task .*out/task\.py"):
-        find_trained(out, "last")
+        find_saved_model(out, "last")
 
 
 def test_adapters_of_a_module_are_merged(tmp_path: Path) -> None:
@@ -72,27 +72,27 @@ def test_what_is_not_the_run_s_is_refused(tmp_path: Path) -> None:
     ):
         save_file(spoilt, file)
         with pytest.raises(CheckpointError, match=wanted):
-            load_found(find_trained(out, "last", task=str(out / KEPT)), WHOLE, SoloWorld())
+            load_saved_model(find_saved_model(out, "last", task=str(out / TASK_FILE)), WHOLE, SingleProcessWorld())
 
 
 def test_a_task_file_is_kept_beside_a_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "it", OWN)
-    task = find_trained(run, "last", task=str(tmp_path / "it/own.py")).task
-    assert task_source(task) == (tmp_path / "it/own.py").resolve()
-    keep_task_file(task, run)
-    assert (run / KEPT).read_bytes() == Path(OWN).read_bytes()
+    task = find_saved_model(run, "last", task=str(tmp_path / "it/own.py")).task
+    assert find_task_file(task) == (tmp_path / "it/own.py").resolve()
+    copy_task_file(task, run)
+    assert (run / TASK_FILE).read_bytes() == Path(OWN).read_bytes()
     (tmp_path / "it/own.py").unlink()
     with pytest.raises(UsageError, match=r"add --task .*run/task\.py"):  # the file moved: its copy is named
-        find_trained(run, "last")
-    again = load_trained(run, "last", task=str(run / KEPT))
-    keep_task_file(again.task, run)  # from itself: nothing to do
-    assert (run / KEPT).read_bytes() == Path(OWN).read_bytes()
+        find_saved_model(run, "last")
+    again = load_trained_model(run, "last", task=str(run / TASK_FILE))
+    copy_task_file(again.task, run)  # from itself: nothing to do
+    assert (run / TASK_FILE).read_bytes() == Path(OWN).read_bytes()
 
 
 def test_packaged_tasks_leave_no_copy(tmp_path: Path) -> None:
     task = make_task(RunConfig.model_validate(find_task("rm").tiny(tmp_path)))
-    assert task_source(task) is None
-    keep_task_file(task, tmp_path / "run")
+    assert find_task_file(task) is None
+    copy_task_file(task, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -101,8 +101,8 @@ def test_a_hub_base_of_an_adapter_is_not_fetched_because_a_run_folder_says_so(tm
     task: Any = make_task(RunConfig.model_validate(find_task("sft").tiny(tmp_path)))
     task.tokenizer.save_pretrained(str(at))
     run = make_run(tmp_path / "it", "sft", {"model": {"config": None, "path": str(at)}})
-    assert find_trained(run, "last").task.recipe.model.path == str(at)
+    assert find_saved_model(run, "last").task.recipe.model.path == str(at)
     file = at / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "org/not-there"}))
     with pytest.raises(UsageError, match=r"model\.path: names 'org/not-there' on the hub"):
-        find_trained(run, "last")
+        find_saved_model(run, "last")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dstrain.commands.generate import Generate, show_answers
-from dstrain.commands.run_job import Reply
-from dstrain.commands.trained_model import Choice
+from dstrain.commands.generate import GenerateJob, show_answers
+from dstrain.commands.run_job import JobResult
+from dstrain.commands.trained_model import ModelSelector
 from dstrain.tasks import find_task
 from tests.contract.test_cli import call
 from tests.contract.test_evaluate import start
@@ -131,14 +131,14 @@ def test_an_answer_needs_room(trained: Any) -> None:
 
 def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr("dstrain.commands.run_job.spread", lambda *args: told.append(args) or Reply(0))
+    monkeypatch.setattr("dstrain.commands.run_job.spread", lambda *args: told.append(args) or JobResult(0))
     prompts = ["--prompt", "\n\nHuman: 'hi'\n\nAssistant:", "--prompt", "--dashes"]
     sampling = ["--max_new_tokens", "7", "--temperature", "0.5", "--top-p", "0.9", "--seed", "3", "--batch", "2"]
     assert call("generate", str(tmp_path), *prompts, *sampling, "--step", "last").exit_code == 0
-    first: Generate = told[0][0]
-    assert call(*first.words()).exit_code == 0
+    first: GenerateJob = told[0][0]
+    assert call(*first.to_argv()).exit_code == 0
     assert told[1][0] == first
-    assert first.choice == Choice(folder=tmp_path, step="last")
+    assert first.selector == ModelSelector(folder=tmp_path, step="last")
     assert first.sampling == {"max_new_tokens": 7, "temperature": 0.5, "top_p": 0.9, "seed": 3, "batch": 2}
 
 

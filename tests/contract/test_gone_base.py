@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from dstrain.commands.evaluate import Evaluate
+from dstrain.commands.evaluate import EvaluateJob
 from dstrain.commands.export import export_model
-from dstrain.commands.generate import Generate
-from dstrain.commands.run_job import ALONE, work
-from dstrain.commands.trained_model import Choice, find_trained, load_trained
+from dstrain.commands.generate import GenerateJob
+from dstrain.commands.run_job import SINGLE_WORKER, run_in_process
+from dstrain.commands.trained_model import ModelSelector, find_saved_model, load_trained_model
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task
 from tests.contract.export_cases import make_run, stored
@@ -45,12 +45,14 @@ def test_a_run_is_used_without_the_model_that_it_began_with(task: str, tmp_path:
         assert (tmp_path / "without" / name).read_bytes() == (tmp_path / "with" / name).read_bytes(), name
     recipes = [(tmp_path / kind / "dstrain_recipe.yaml").read_text() for kind in ("with", "without")]
     assert [text.count(f"ref_model: {base}") for text in recipes] == [task == "dpo"] * 2, "as it was called"
-    choice = Choice(folder=run, step="last")
+    choice = ModelSelector(folder=run, step="last")
     if task != "rm":
-        (answer,) = work(Generate(choice=choice, texts=["Hello"], sampling=SAMPLING), ALONE, None)
+        (answer,) = run_in_process(
+            GenerateJob(selector=choice, texts=["Hello"], sampling=SAMPLING), SINGLE_WORKER, None
+        )
         assert answer["tokens"] >= 1
     if task != "dpo":
-        row = work(Evaluate(choice=choice, data=str(tmp_path / "it/eval.jsonl")), ALONE, None)
+        row = run_in_process(EvaluateJob(selector=choice, data=str(tmp_path / "it/eval.jsonl")), SINGLE_WORKER, None)
         assert row["loss"] > 0
         return
     said = call("evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl"))
@@ -70,8 +72,8 @@ def test_what_needs_the_weights_says_how_to_name_them(tmp_path: Path) -> None:
         "model.path: '.*base' is not there any more, and the adapters lie on its weights; .*--set model.path=FOLDER"
     )
     with pytest.raises(UsageError, match=wanted):
-        find_trained(run, "last")
-    assert load_trained(run, "last", [f"model.path={tmp_path}/elsewhere"]).step == 1
+        find_saved_model(run, "last")
+    assert load_trained_model(run, "last", [f"model.path={tmp_path}/elsewhere"]).step == 1
 
 
 def test_a_run_that_keeps_no_config_says_how_to_name_one(tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ def test_a_run_that_keeps_no_config_says_how_to_name_one(tmp_path: Path) -> None
     with pytest.raises(
         UsageError, match=r"and its config says how to build the model; name its folder: --set model.path"
     ):
-        find_trained(run, "last")
+        find_saved_model(run, "last")
 
 
 def test_ties_that_the_weights_took_apart_are_not_guessed(tmp_path: Path) -> None:
@@ -93,13 +95,13 @@ def test_ties_that_the_weights_took_apart_are_not_guessed(tmp_path: Path) -> Non
     run = make_run(tmp_path / "it", "sft", {"model": {"path": str(base), "config": None}})
     shutil.rmtree(base)
     with pytest.raises(CheckpointError, match="two values for weights that the model's config ties"):
-        load_trained(run, "last")
+        load_trained_model(run, "last")
 
 
 def test_the_values_are_the_checkpoints(tmp_path: Path) -> None:
     run, base = run_from_base(tmp_path, "sft")
     shutil.rmtree(base)
-    found = load_trained(run, "last").model.state_dict()
+    found = load_trained_model(run, "last").model.state_dict()
     assert all(
         torch.equal(found[name], value) for name, value in stored(str(run / "checkpoints/step-00000001")).items()
     )

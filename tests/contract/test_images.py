@@ -16,17 +16,17 @@ import torch
 import yaml
 from PIL import Image
 
-from dstrain.commands.data import NO_TOKENIZER
-from dstrain.commands.recipe_args import Wish, resolve_wish
+from dstrain.commands.data import NO_TOKENIZER_HINT
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config.schema import RunConfig
-from dstrain.data.cache.dataset import Examples
-from dstrain.distributed.world import SoloWorld
+from dstrain.data.cache.dataset import TokenizedDataset
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError, UsageError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task, make_task
 from dstrain.train.plan import make_plan
-from dstrain.train.precompute_reference import Asking, reference_key
-from dstrain.train.run_dir import Resume
+from dstrain.train.precompute_reference import ReferenceJob, build_cache_key
+from dstrain.train.run_dir import ResumeOptions
 from tests.contract.test_cli import call
 from tests.contract.test_evaluate import start
 from tests.seeing import picture
@@ -136,7 +136,7 @@ def test_every_image_that_is_bad_or_unusual_is_named_with_its_line(task: str, wr
         assert [line for line in told if line.startswith(wanted)], f"{wanted}\n{found.stdout}"
     assert (
         found.stderr
-        == f"{len(GOOD | UNUSUAL)} good records, {len(BAD)} bad, 3 notes on records that can be used\n{NO_TOKENIZER}\n"
+        == f"{len(GOOD | UNUSUAL)} good records, {len(BAD)} bad, 3 notes on records that can be used\n{NO_TOKENIZER_HINT}\n"
     )
 
     said = written(GOOD | UNUSUAL, record, "good.jsonl")
@@ -145,7 +145,7 @@ def test_every_image_that_is_bad_or_unusual_is_named_with_its_line(task: str, wr
     assert found.stdout.splitlines() == [
         *said,
         f"{len(GOOD | UNUSUAL)} good records, 0 bad, 3 notes on records that can be used",
-        NO_TOKENIZER,
+        NO_TOKENIZER_HINT,
     ]
 
 
@@ -161,7 +161,7 @@ def test_the_records_of_the_docs_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     found = call(*command.split())
     assert (found.exit_code, found.stdout) == (
         0,
-        f"{len(''.join(blocks).splitlines())} good records, 0 bad\n{NO_TOKENIZER}\n",
+        f"{len(''.join(blocks).splitlines())} good records, 0 bad\n{NO_TOKENIZER_HINT}\n",
     )
     Path("same.jsonl").write_text(blocks[0])
     values = recipe(tmp_path)
@@ -185,7 +185,7 @@ def test_images_within_a_parquet_file_are_kept_in_the_cache(tmp_path: Path, monk
     columns = {"image": held, "question": asked, "answer": ["A thing."] * 4}
     parquet.write_table(arrow.table(columns), "x.parquet")
     found = call("data", "check", "x.parquet", "--task", "vlm")
-    assert (found.exit_code, found.stderr) == (2, f"3 good records, 1 bad\n{NO_TOKENIZER}\n")
+    assert (found.exit_code, found.stderr) == (2, f"3 good records, 1 bad\n{NO_TOKENIZER_HINT}\n")
     assert found.stdout.startswith("x.parquet[3]: an image of 200 bytes is damaged or cut off")
     values = recipe(tmp_path, on_error="skip")
     values["data"] |= {"train": "x.parquet"}
@@ -207,7 +207,7 @@ def test_a_record_that_is_bad_twice_is_named_twice_and_counted_once(written: Any
         "x.jsonl:1: image not found: gone.png (paths are relative to the data file)",
         "x.jsonl:2: an array, not an object",
     ]
-    assert found.stderr == f"0 good records, 2 bad\n{NO_TOKENIZER}\n"
+    assert found.stderr == f"0 good records, 2 bad\n{NO_TOKENIZER_HINT}\n"
 
 
 def recipe(folder: Path, task: str = "vlm", **data: Any) -> dict[str, Any]:
@@ -218,9 +218,9 @@ def recipe(folder: Path, task: str = "vlm", **data: Any) -> dict[str, Any]:
     return values
 
 
-def examples(values: dict[str, Any]) -> Examples:
+def examples(values: dict[str, Any]) -> TokenizedDataset:
     found = make_task(RunConfig.model_validate(values)).examples("train")
-    assert isinstance(found, Examples)
+    assert isinstance(found, TokenizedDataset)
     return found
 
 
@@ -228,8 +228,8 @@ def plan(values: dict[str, Any], folder: Path) -> None:
     """Plan a run as a worker does before it joins the others."""
     (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
     try:
-        wish = resolve_wish(Wish(recipe=str(folder / "recipe.yaml")))
-        make_plan(wish, folder / "run", Resume(), Worker(0, 0, 1, "tests", 1))
+        wish = resolve_recipe(TrainRequest(recipe=str(folder / "recipe.yaml")))
+        make_plan(wish, folder / "run", ResumeOptions(), Worker(0, 0, 1, "tests", 1))
     finally:
         assert not torch.distributed.is_initialized()
 
@@ -257,8 +257,8 @@ def test_what_can_be_used_is_left_where_bad_ones_are_skipped(task: str, written:
     assert [one.startswith(wanted) for one, wanted in zip(found.report["skipped_records"], bad, strict=True)] == [
         True
     ] * len(BAD)
-    assert found.store.album is not None
-    assert len(found.store.album) == len(GOOD | UNUSUAL), "images of skipped records are not in the album"
+    assert found.store.image_index is not None
+    assert len(found.store.image_index) == len(GOOD | UNUSUAL), "images of skipped records are not in the album"
     loaded = [image.load() for row in range(len(found)) for image in found[row]["images"]]
     assert {image.mode for image in loaded} == {"RGB"}
 
@@ -349,9 +349,11 @@ def test_what_a_reference_said_is_kept_apart_by_what_the_images_show(written: An
     def key(values: dict[str, Any]) -> dict[str, Any]:
         task = make_task(RunConfig.model_validate(values))
         found = task.examples("train")
-        assert isinstance(found, Examples)
-        asking = Asking(task=task, ds_config={"zero_optimization": {"stage": 0}}, micro=2, world=SoloWorld())
-        return reference_key(asking, found.store, "weights")
+        assert isinstance(found, TokenizedDataset)
+        asking = ReferenceJob(
+            task=task, ds_config={"zero_optimization": {"stage": 0}}, micro_batch_size=2, world=SingleProcessWorld()
+        )
+        return build_cache_key(asking, found.store, "weights")
 
     values = recipe(tmp_path, "dpo")
     before = key(values)
@@ -374,6 +376,6 @@ def test_prepare_tells_how_many_images_there_are(written: Any, tmp_path: Path) -
     row = json.loads(call("prepare", "recipe.yaml", "--json").stdout)["splits"]["train"]
     assert (row["images"], row["copies"]) == (5, 5)
     store = examples(recipe(tmp_path)).store
-    assert row["tokens"] == store.lengths("input_ids").sum()
+    assert row["tokens"] == store.column_lengths("input_ids").sum()
     parts = json.loads(call("prepare", "recipe.yaml", "--json", "--set", "data.eval_fraction=0.4").stdout)["splits"]
     assert [parts[name]["images"] for name in ("train", "eval")] == [3, 2]

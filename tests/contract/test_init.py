@@ -16,13 +16,13 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from dstrain.cli import main
-from dstrain.commands.recipe_args import Wish, resolve_wish
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.errors import RecipeError
 from dstrain.tasks import Task, find_task, make_task
-from dstrain.train.build_model import build
-from dstrain.train.engine.module import Objective
+from dstrain.train.build_model import build_model
+from dstrain.train.engine.module import TrainModule
 from tests.contract.test_bad_input import RECIPE, plan
 from tests.resume.test_resume import RUN, events, rows
 from tests.workers import ROOT, Workers
@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def task_of(*sets: str) -> Task:
-    return make_task(resolve_wish(Wish(recipe=RECIPE, sets=sets)).config)
+    return make_task(resolve_recipe(TrainRequest(recipe=RECIPE, overrides=sets)).config)
 
 
 def garbage(name: str) -> Callable[[Path], object]:
@@ -127,7 +127,7 @@ def test_a_path_is_looked_up_beside_the_recipe_and_kept_whole(folder: Path, monk
     save_file({"a": torch.zeros(1)}, folder / "w.safetensors")
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
-    found = resolve_wish(Wish(recipe=str(folder / RECIPE), sets=["model.init=w.safetensors"]))
+    found = resolve_recipe(TrainRequest(recipe=str(folder / RECIPE), overrides=["model.init=w.safetensors"]))
     assert found.config.model.init == str(folder / "w.safetensors")
 
 
@@ -146,7 +146,7 @@ def test_a_run_starts_where_the_old_one_ended(preset: str, folder: Path, two: Wo
     examples: Any = task.examples("train")
     ids = [sample for of_rank in seen for step in of_rank["samples"] for sample in step]
     with torch.no_grad():
-        total, _ = Objective(task, old.eval())(make_batch(examples, task.collate, ids, ids[0]))
+        total, _ = TrainModule(task, old.eval())(make_batch(examples, task.collate, ids, ids[0]))
     assert found["old"] == pytest.approx(float(total) / len(ids), rel=1e-5)
     assert abs(found["fresh"] - found["old"]) > 0.01
     assert not events(folder / "fresh", "init")
@@ -164,5 +164,5 @@ def test_a_policy_and_its_reference_start_from_the_same_weights(folder: Path) ->
     recipe["model"]["init"] = str(folder / "old.safetensors")
     task = make_task(RunConfig.model_validate(recipe))
     task.check()
-    for model in (build(task), task.build_reference()):
+    for model in (build_model(task), task.build_reference()):
         assert all(torch.equal(value, old[name]) for name, value in model.state_dict().items())

@@ -21,11 +21,11 @@ from click.testing import CliRunner, Result
 
 from dstrain.cli import main
 from dstrain.distributed import world
-from dstrain.errors import RunError, UsageError, fault_of_system
+from dstrain.errors import RunError, UsageError, explain_system_error
 from dstrain.launch import tee_log
 from dstrain.launch.lease import Lease
 from dstrain.tasks import find_task
-from dstrain.train.run_dir import check_writable
+from dstrain.train.run_dir import check_run_dir_writable
 from tests.workers import ROOT
 
 
@@ -72,12 +72,12 @@ def test_no_more_threads_are_said_and_the_run_folder_is_given_back(
     with monkeypatch.context() as limited, Lease(tmp_path) as lease:
         limited.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread") as told:
-            lease.take()
+            lease.acquire()
     with Lease(tmp_path) as lease:
-        lease.take()
-    assert "raise `ulimit -u`" in str(fault_of_system(told.value))
-    assert "raise `ulimit -u`" in str(fault_of_system(OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))))
-    assert fault_of_system(BlockingIOError(errno.EAGAIN, "write could not complete without blocking")) is None
+        lease.acquire()
+    assert "raise `ulimit -u`" in str(explain_system_error(told.value))
+    assert "raise `ulimit -u`" in str(explain_system_error(OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))))
+    assert explain_system_error(BlockingIOError(errno.EAGAIN, "write could not complete without blocking")) is None
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_no_more_threads_are_said_and_the_run_folder_is_given_back(
     ],
 )  # fmt: skip
 def test_what_this_host_lacks_for_a_process_group_is_no_other_processs_fault(gloo: str, mend: str) -> None:
-    with pytest.raises(RunError, match="cannot start on") as told, world._meeting(timedelta(seconds=9)):
+    with pytest.raises(RunError, match="cannot start on") as told, world._rendezvous_errors(timedelta(seconds=9)):
         raise RuntimeError(gloo)
     assert mend in str(told.value)
     assert "logs of the others" not in str(told.value)
@@ -128,9 +128,9 @@ def test_a_run_folder_of_the_group_with_files_of_another_user_is_refused(
     access = os.access
     monkeypatch.setattr(os, "access", lambda at, mode: Path(at) != path and access(at, mode))
     with pytest.raises(UsageError, match=f"{name} may not be written by this user; .*--resume {tmp_path}"):
-        check_writable(tmp_path)
+        check_run_dir_writable(tmp_path)
     path.unlink()
-    check_writable(tmp_path)
+    check_run_dir_writable(tmp_path)
 
 
 def test_several_processes_without_loopback_are_refused(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

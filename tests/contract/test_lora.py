@@ -91,7 +91,7 @@ def test_a_stranger_reads_the_adapters_and_the_merged_model(kind: str, tmp_path:
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     run = adapted(tmp_path, task, precision, **model)
     export_model(run, "last", tmp_path / "apart")
-    export_model(run, "last", tmp_path / "merged", merge=True)
+    export_model(run, "last", tmp_path / "merged", merge_lora=True)
     told_of_base = {"base_model.model.model.embed_tokens.base_layer.weight"} if "embedding" in kind else set()
     kept = {name.replace(".default", "").replace(".modules_to_save", ""): value
             for name, value in stored(str(run / "checkpoints/step-00000001")).items()}  # fmt: skip
@@ -178,5 +178,5 @@ def test_adapters_that_make_no_numbers_are_not_merged(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(LoraModel, "merge_and_unload", merge_and_unload)
     with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight holds inf or nan"):
-        export_model(run, "last", tmp_path / "out", merge=True)
+        export_model(run, "last", tmp_path / "out", merge_lora=True)
     assert {path.name for path in tmp_path.iterdir()} == {"it"}

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from dstrain.commands.data import NO_TOKENIZER
-from dstrain.commands.prepare import Prepare
-from dstrain.commands.recipe_args import Wish
-from dstrain.commands.run_job import Reply
+from dstrain.commands.data import NO_TOKENIZER_HINT
+from dstrain.commands.prepare import PrepareJob
+from dstrain.commands.recipe_args import TrainRequest
+from dstrain.commands.run_job import JobResult
 from dstrain.config import RunConfig
 from dstrain.tasks import find_task, make_task
-from dstrain.train.startup import told_cuts
+from dstrain.train.startup import describe_truncation
 from tests.contract.test_cli import call
 from tests.contract.test_evaluate import start
 from tests.workers import Workers
@@ -91,7 +91,7 @@ def test_a_check_that_knows_the_model_tells_what_is_cut_and_what_does_not_fit(tm
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["data", "check", str(tmp_path / "pairs.jsonl"), "--task", "rm"]
     plain = call(*words)
-    assert (plain.exit_code, plain.stdout) == (0, f"2 good records, 0 bad\n{NO_TOKENIZER}\n")
+    assert (plain.exit_code, plain.stdout) == (0, f"2 good records, 0 bad\n{NO_TOKENIZER_HINT}\n")
     known = call(*words, "--set", f"model.path={tmp_path / 'model'}", "--set", "data.max_length=48")
     assert known.exit_code == 2
     assert "pairs.jsonl:2: its last user turn and what opens the answer take " in known.stdout
@@ -105,25 +105,25 @@ def test_the_start_of_a_run_tells_what_is_cut(tmp_path: Path) -> None:
     cuts = {"response_cut": 1, "prompt_cut": 2, "last_turn_cut": 0}
     train, other = {"kept": 9, "cuts": cuts}, {"kept": 8, "cuts": cuts}
     line = "samples, 1 had an answer cut and 2 their prompt, none its last user turn"
-    assert told_cuts({"train": train, "eval": other}) == [f"train: of 9 {line}", f"eval: of 8 {line}"]
-    assert told_cuts({"train": train, "eval": dict(train)}) == [f"data: of 9 {line}"]
-    assert told_cuts({"train": train}) == [f"train: of 9 {line}"]
-    assert told_cuts({"train": {"kept": 9, "cuts": {}}}) == told_cuts({}) == []
+    assert describe_truncation({"train": train, "eval": other}) == [f"train: of 9 {line}", f"eval: of 8 {line}"]
+    assert describe_truncation({"train": train, "eval": dict(train)}) == [f"data: of 9 {line}"]
+    assert describe_truncation({"train": train}) == [f"train: of 9 {line}"]
+    assert describe_truncation({"train": {"kept": 9, "cuts": {}}}) == describe_truncation({}) == []
 
 
 def test_several_processes_are_started_for_a_reference_alone(tmp_path: Path) -> None:
-    assert not Prepare(Wish(recipe=written(tmp_path))).many
-    assert Prepare(Wish(recipe=written(tmp_path, **REMEMBERED))).many
+    assert not PrepareJob(TrainRequest(recipe=written(tmp_path))).is_parallel
+    assert PrepareJob(TrainRequest(recipe=written(tmp_path, **REMEMBERED))).is_parallel
 
 
 def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr("dstrain.commands.run_job.spread", lambda *args: told.append(args) or Reply(0))
+    monkeypatch.setattr("dstrain.commands.run_job.spread", lambda *args: told.append(args) or JobResult(0))
     recipe = written(tmp_path)
     words = ["--task", "rm", "--ds-config", "zero1", "--set", "seed=1", "--set", "steps=2"]
     assert call("prepare", recipe, *words, "--num-gpus", "2").exit_code == 0
-    first: Prepare = told[0][0]
-    assert call(*first.words()).exit_code == 0
+    first: PrepareJob = told[0][0]
+    assert call(*first.to_argv()).exit_code == 0
     assert told[1][0] == first
 
 

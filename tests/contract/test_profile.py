@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from dstrain.tasks import find_task
-from dstrain.train.profiler import MOST_ALLOCATIONS, MemoryHistory
+from dstrain.train.profiler import MAX_ALLOCATIONS, MemoryHistory
 from tests.workers import Workers
 
 RUN = "tests.resume.cases:run"
@@ -135,4 +135,4 @@ def test_a_memory_history_is_ended_even_if_it_cannot_be_written(
     history = MemoryHistory()
     with pytest.raises(OSError, match="no room"):
         history.write(tmp_path / "memory.pickle")
-    assert asked == [{"max_entries": MOST_ALLOCATIONS}, {"enabled": None}]
+    assert asked == [{"max_entries": MAX_ALLOCATIONS}, {"enabled": None}]

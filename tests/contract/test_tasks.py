@@ -16,16 +16,16 @@ from dstrain.batch import Batch
 from dstrain.config import read_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
-from dstrain.distributed.world import SoloWorld
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import TaskError
-from dstrain.tasks import Task, find_task, make_task, options, packaged_tasks
-from dstrain.train.build_model import build
-from dstrain.train.engine.module import Objective, surveyed
+from dstrain.tasks import Task, builtin_tasks, find_task, make_task, task_options
+from dstrain.train.build_model import build_model
+from dstrain.train.engine.module import TrainModule, with_step_stats
 
 TINY = str(Path(__file__).with_name("tiny.py"))
 
 
-@pytest.fixture(params=[*packaged_tasks(), TINY], ids=[*packaged_tasks(), "a file"])
+@pytest.fixture(params=[*builtin_tasks(), TINY], ids=[*builtin_tasks(), "a file"])
 def task(request: pytest.FixtureRequest, tmp_path: Path) -> Task:
     try:
         recipe = find_task(request.param).tiny(tmp_path)
@@ -36,13 +36,13 @@ def task(request: pytest.FixtureRequest, tmp_path: Path) -> Task:
     return made
 
 
-def objective_around(task: Task, model: torch.nn.Module) -> Objective:
-    return Objective(task, model, task.build_reference() if task.reference == "model" else None)
+def objective_around(task: Task, model: torch.nn.Module) -> TrainModule:
+    return TrainModule(task, model, task.build_reference() if task.reference_kind == "model" else None)
 
 
-def learn(objective: Objective, batch: Batch) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+def learn(objective: TrainModule, batch: Batch) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
     """What one forward pass sums up, after a survey of its batch where the task asks for one."""
-    (ready,) = surveyed(objective, objective.task, [batch], SoloWorld())
+    (ready,) = with_step_stats(objective, objective.task, [batch], SingleProcessWorld())
     return objective(ready)
 
 
@@ -62,7 +62,7 @@ def sums(
 
 
 def test_every_option_says_what_it_does(task: Task) -> None:
-    for option in options(type(task)):
+    for option in task_options(type(task)):
         assert option.help.endswith("."), option.name
 
 
@@ -80,7 +80,7 @@ def test_a_loss_is_a_sum_over_its_samples(task: Task) -> None:
 
 
 def test_a_tiny_recipe_reads_clean(tmp_path: Path) -> None:
-    for name in packaged_tasks():
+    for name in builtin_tasks():
         recipe = find_task(name).tiny(tmp_path)
         (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
         assert read_recipe(tmp_path / "tiny.yaml").config == RunConfig.model_validate(recipe)
@@ -109,7 +109,7 @@ def test_a_model_is_built_the_same_twice(task: Task) -> None:
 
 
 def test_every_trained_parameter_gets_a_gradient(task: Task) -> None:
-    model = build(task)
+    model = build_model(task)
     examples: Any = task.examples("train")
     learn(objective_around(task, model), make_batch(examples, task.collate, list(range(16)), 0))[0].backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)

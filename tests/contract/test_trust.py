@@ -16,14 +16,14 @@ import yaml
 from click.testing import CliRunner, Result
 
 from dstrain.cli import main
-from dstrain.commands.checks.untrusted_folder import endless_pattern, holding_of
-from dstrain.commands.checks.untrusted_recipe import folder_recipe
+from dstrain.commands.checks.untrusted_folder import pattern_fault, read_forward_preset
+from dstrain.commands.checks.untrusted_recipe import load_folder_recipe
 from dstrain.commands.export import export_model
-from dstrain.commands.trained_model import find_trained
+from dstrain.commands.trained_model import find_saved_model
 from dstrain.config.schema import RunConfig
 from dstrain.errors import UsageError
-from dstrain.preset import Device, RunSettings, complete, preset_names, read_preset
-from dstrain.train.checkpoint.select import best_checkpoint, best_name
+from dstrain.preset import Device, RunSettings, complete_preset, preset_names, read_preset
+from dstrain.train.checkpoint.select import find_best, read_best_name
 from tests.contract.export_cases import make_run
 
 OWN = """
@@ -120,14 +120,14 @@ def test_the_users_word_runs_it(kind: str, word: str, folder: Path) -> None:
 
 def test_workers_are_told_the_users_word(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a path that holds in another working folder, and they do not import from the one they start in."""
-    from dstrain.commands.evaluate import Evaluate
-    from dstrain.commands.trained_model import Choice
+    from dstrain.commands.evaluate import EvaluateJob
+    from dstrain.commands.trained_model import ModelSelector
 
     monkeypatch.chdir(folder)
     (folder / "own_task.py").write_text(OWN.format(mark=str(folder / "ran")))
     sets = ["model.trust_remote_code=true"]
-    job = Evaluate(choice=Choice(folder=Path("run"), task="own_task.py", sets=sets), data="eval.jsonl")
-    words = job.words()
+    job = EvaluateJob(selector=ModelSelector(folder=Path("run"), task="own_task.py", overrides=sets), data="eval.jsonl")
+    words = job.to_argv()
     assert words[words.index("--task") + 1] == str(folder / "own_task.py")
     assert words[words.index("--set") + 1] == sets[0]
 
@@ -161,10 +161,10 @@ def test_a_folders_trust_in_remote_code_is_none(kind: str, folder: Path) -> None
 def test_a_folders_environment_is_not_applied(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """LD_PRELOAD and PYTHONPATH load code."""
     change(recipe_of(folder, "run"), launch__env=["LD_PRELOAD=/tmp/evil.so"])
-    launch = find_trained(folder / "run", "last").task.recipe.launch
+    launch = find_saved_model(folder / "run", "last").task.recipe.launch
     assert launch.env == []
     assert "launch.env comes from the folder and is not applied" in capsys.readouterr().err
-    mine = find_trained(folder / "run", "last", ["launch.env=[A=1]"]).task.recipe.launch
+    mine = find_saved_model(folder / "run", "last", ["launch.env=[A=1]"]).task.recipe.launch
     assert mine.env == ["A=1"]
 
 
@@ -185,20 +185,20 @@ def test_nothing_is_sent_for_a_folder(folder: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_launch_does_not_import_from_the_working_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dstrain.commands import run_job
-    from dstrain.commands.evaluate import Evaluate
-    from dstrain.commands.trained_model import Choice
+    from dstrain.commands.evaluate import EvaluateJob
+    from dstrain.commands.trained_model import ModelSelector
 
     seen: dict[str, Any] = {}
 
-    def launched(made: Any, place: Path) -> run_job.Reply:
+    def launched(made: Any, place: Path) -> run_job.JobResult:
         seen.update(made.environment)
-        return run_job.Reply(0)
+        return run_job.JobResult(0)
 
     monkeypatch.setattr(run_job, "_launched", launched)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    job = Evaluate(choice=Choice(folder=folder / "run"), data=str(folder / "eval.jsonl"))
-    run_job.spread(job, {"num_gpus": 2}, None)
+    job = EvaluateJob(selector=ModelSelector(folder=folder / "run"), data=str(folder / "eval.jsonl"))
+    run_job.run_job(job, {"num_gpus": 2}, None)
     assert seen["PYTHONSAFEPATH"] == "1"
 
 
@@ -217,18 +217,18 @@ def test_a_folder_has_nothing_fetched(key: str, value: str, folder: Path) -> Non
     change(recipe_of(folder, "run"), **{"model__config": None, "model__path": str(folder), key: value})
     dotted = key.replace("__", ".")
     with pytest.raises(UsageError, match=f"{dotted}: names '{value}' on the hub.*add --set {dotted}={value}"):
-        find_trained(folder / "run", "last")
-    find_trained(folder / "run", "last", [f"{dotted}={value}"], "dpo")
+        find_saved_model(folder / "run", "last")
+    find_saved_model(folder / "run", "last", [f"{dotted}={value}"], "dpo")
 
 
 @pytest.mark.parametrize("preset", preset_names())
 def test_a_run_says_how_its_model_is_held_and_nothing_else(preset: str, folder: Path) -> None:
     settings = RunSettings(precision="bf16", micro=2, accumulate=2, world_size=2, clip=1.0, nvme_path="/elsewhere")
-    held = complete(read_preset(preset), settings=settings)
+    held = complete_preset(read_preset(preset), settings=settings)
     spy = {"output_path": "/tmp/evil", "enabled": True}
     file = folder / "run/ds_config.json"
     file.write_text(json.dumps(held | {"tensorboard": spy, "csv_monitor": spy, "flops_profiler": {"output_file": "x"}}))
-    found = holding_of(folder / "run")
+    found = read_forward_preset(folder / "run")
     assert found.stage == read_preset(preset).stage
     assert not {"tensorboard", "csv_monitor", "flops_profiler"} & found.block.keys()
     assert "/elsewhere" not in json.dumps(found.block)
@@ -248,10 +248,10 @@ def test_a_run_says_how_its_model_is_held_and_nothing_else(preset: str, folder: 
 def test_an_odd_ds_config_is_said(text: str, problem: str | None, folder: Path) -> None:
     (folder / "run/ds_config.json").write_text(text)
     if problem is None:
-        find_trained(folder / "run", "last")
+        find_saved_model(folder / "run", "last")
         return
     with pytest.raises(UsageError, match=problem):
-        find_trained(folder / "run", "last").ds_config(None, 2, Device("cpu", True))
+        find_saved_model(folder / "run", "last").build_ds_config(None, 2, Device("cpu", True))
 
 
 @pytest.mark.parametrize("kind", ["exported", "run/tokenizer"])
@@ -283,7 +283,7 @@ def test_a_folder_that_is_a_link_is_none_of_the_run(what: str, folder: Path) -> 
         shutil.rmtree(folder / "run/tokenizer")
     (folder / "run" / what).symlink_to(folder / "elsewhere")
     with pytest.raises(UsageError, match=r"is a link to .*elsewhere.*, outside of the folder"):
-        find_trained(folder / "run", "last")
+        find_saved_model(folder / "run", "last")
 
 
 def test_a_folder_of_the_hubs_cache_is_read(folder: Path) -> None:
@@ -327,7 +327,7 @@ def test_libraries_import_nothing_that_a_folder_names(name: str, values: Any, pr
 
 def test_patterns_that_end_are_taken() -> None:
     for value in (None, [], {}, "", "all-linear", ["q_proj", "v_proj"], r".*\.(q|v)_proj", {"layers.0.*": 4}, "["):
-        assert not endless_pattern("targets", value)
+        assert not pattern_fault("targets", value)
 
 
 def test_a_recipes_targets_end(folder: Path) -> None:
@@ -335,13 +335,13 @@ def test_a_recipes_targets_end(folder: Path) -> None:
     with pytest.raises(
         UsageError, match=r"model.lora: targets is a regular expression that does not end; name the mod"
     ):
-        find_trained(folder / "run", "last")
+        find_saved_model(folder / "run", "last")
 
 
 def test_a_model_config_names_no_kernel(folder: Path) -> None:
     change(recipe_of(folder, "run"), model__config={"model_type": "llama", "_attn_implementation": "evil/kernel"})
     with pytest.raises(UsageError, match="names code on the hub"):
-        find_trained(folder / "run", "last")
+        find_saved_model(folder / "run", "last")
 
 
 @pytest.mark.parametrize("key", ["model.path", "model.tokenizer", "model.processor", "options.ref_model"])
@@ -361,8 +361,8 @@ def test_no_model_that_a_recipe_names_brings_a_kernel(key: str, kind: str, folde
     with pytest.raises(
         UsageError, match=r"evil/config.json: _attn_implementation names code on the hub \('evil/kernel"
     ):
-        folder_recipe(recipe_of(folder, "run"), [], [], "dpo")
-    folder_recipe(recipe_of(folder, "run"), [], [f"{key}={there}"], "dpo")  # the user's word
+        load_folder_recipe(recipe_of(folder, "run"), [], [], "dpo")
+    load_folder_recipe(recipe_of(folder, "run"), [], [f"{key}={there}"], "dpo")  # the user's word
 
 
 def write_adapter(at: Path, base: Path) -> Path:
@@ -378,12 +378,12 @@ def test_best_after_a_copy_without_links(folder: Path) -> None:
     checkpoints = folder / "run/checkpoints"
     whole, best = checkpoints / "step-00000001", checkpoints / "best"
     shutil.copytree(whole, best)
-    assert best_name(checkpoints) == whole.name
-    assert find_trained(folder / "run", "best").checkpoint.path == whole  # type: ignore[union-attr]
+    assert read_best_name(checkpoints) == whole.name
+    assert find_saved_model(folder / "run", "best").checkpoint.path == whole  # type: ignore[union-attr]
     assert "whole, best" in dstrain("checkpoints", folder / "run").output
     shutil.move(whole, folder / "aside")
-    assert best_checkpoint(checkpoints) == best
-    assert find_trained(folder / "run", "best").step == 1, "the copy itself"
+    assert find_best(checkpoints) == best
+    assert find_saved_model(folder / "run", "best").step == 1, "the copy itself"
     said = dstrain(*COMMANDS["evaluate"](folder, folder / "run"))
     assert said.exit_code == 0, said.output
     shutil.move(folder / "aside", whole)
@@ -397,7 +397,7 @@ def test_best_after_a_copy_without_links(folder: Path) -> None:
     ):
         shutil.rmtree(best) if best.is_dir() and not best.is_symlink() else best.unlink()
         make()
-        assert find_trained(folder / "run", "best").step == 1
+        assert find_saved_model(folder / "run", "best").step == 1
         assert dstrain("checkpoints", folder / "run").exit_code == 0
 
 
@@ -472,8 +472,8 @@ def test_a_run_without_its_tokenizer_gets_no_other_one(folder: Path) -> None:
     with pytest.raises(
         UsageError, match=r"run/tokenizer: is not there, and only .*; copy the whole run, or add --set mod"
     ):
-        find_trained(folder / "run", "last")
-    assert find_trained(folder / "run", "last", [f"model.tokenizer={folder}/exported"])
+        find_saved_model(folder / "run", "last")
+    assert find_saved_model(folder / "run", "last", [f"model.tokenizer={folder}/exported"])
 
 
 @pytest.mark.parametrize("kind", ["run", "exported"])

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from dstrain.commands.recipe_args import RECIPES, Wish, resolve_wish
+from dstrain.commands.recipe_args import RECIPES_DIR, TrainRequest, resolve_recipe
 from dstrain.config import read_recipe
 from dstrain.models.load import read_config
-from dstrain.models.params.freeze import freeze, part_counts
+from dstrain.models.params.freeze import freeze, summarize_components
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.vlm import TINY
+from dstrain.tasks.vlm import TINY_CONFIG
 from tests.contract.test_cli import call
 from tests.workers import ROOT
 
@@ -47,17 +47,17 @@ def test_a_recipe_to_fill_in_says_what_is_missing_and_starts_nothing(
 @pytest.mark.parametrize("name", UNFILLED)
 def test_a_recipe_filled_in_trains_the_parts_it_names(name: str, tmp_path: Path) -> None:
     find_task("vlm").tiny(tmp_path)
-    sets = [f"model.config={json.dumps(TINY)}", f"data.train={tmp_path}/train.jsonl"]
-    task = make_task(resolve_wish(Wish(recipe=name, sets=sets)).config)
+    sets = [f"model.config={json.dumps(TINY_CONFIG)}", f"data.train={tmp_path}/train.jsonl"]
+    task = make_task(resolve_recipe(TrainRequest(recipe=name, overrides=sets)).config)
     task.check()
     model = task.build_model()
     freeze(model, task.recipe.model.freeze)
-    learning = {part.part for part in part_counts(model, task.recipe.optim) if part.trained}
+    learning = {part.part for part in summarize_components(model, task.recipe.optim) if part.trained}
     assert learning == LEARNING[name]
 
 
 def test_the_lines_that_are_commented_out_read_clean(tmp_path: Path) -> None:
-    text = (RECIPES / "vlm-sft.yaml").read_text()
+    text = (RECIPES_DIR / "vlm-sft.yaml").read_text()
     lines = re.sub(r"^( +)# (?=(lora|groups): )", r"\1", text, flags=re.M)
     assert lines.count("\n  groups: ") == lines.count("\n  lora: ") == 1
     (tmp_path / "mine.yaml").write_text(lines)
@@ -67,7 +67,7 @@ def test_the_lines_that_are_commented_out_read_clean(tmp_path: Path) -> None:
 
 
 def test_the_demos_images_are_those_its_script_draws(tmp_path: Path) -> None:
-    folder = RECIPES / "demo-vlm"
+    folder = RECIPES_DIR / "demo-vlm"
     subprocess.run([sys.executable, ROOT / "tools/make_demo_vlm.py", tmp_path], check=True)
     names = sorted(path.relative_to(folder) for path in folder.rglob("*.*"))
     assert names == sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.*"))
@@ -75,7 +75,7 @@ def test_the_demos_images_are_those_its_script_draws(tmp_path: Path) -> None:
         assert (folder / split).read_text() == (tmp_path / split).read_text()
     assert len(names) <= 202
     assert sum((folder / name).stat().st_size for name in names) < 150_000
-    config = read_config(read_recipe(RECIPES / "demo-vlm.yaml").config.model)
+    config = read_config(read_recipe(RECIPES_DIR / "demo-vlm.yaml").config.model)
     assert config.text_config.vocab_size < 256
 
 
@@ -93,9 +93,9 @@ def test_the_demo_says_what_is_there(tmp_path: Path) -> None:
     run(["dstrain", "train", "demo-vlm", "--num-gpus", "2", "--run-dir", "run"], tmp_path, 1200)
     held_out = [row for row in rows(tmp_path / "run") if row["split"] == "eval"]
     assert max(row["exact_match"] for row in held_out) > 0.9
-    image = str(RECIPES / "demo-vlm/images/eval-0.png")
+    image = str(RECIPES_DIR / "demo-vlm/images/eval-0.png")
     told = run(["dstrain", "generate", "run", "--image", image, "--prompt", "What is there?", "--json"], tmp_path, 120)
-    records = [json.loads(line) for line in (RECIPES / "demo-vlm/eval.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (RECIPES_DIR / "demo-vlm/eval.jsonl").read_text().splitlines()]
     (wanted,) = [one["answer"] for one in records if one["image"] in image and one["question"] == "What is there?"]
     assert json.loads(told)["answer"].strip() == wanted
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.train.state.manifest import listed
+from dstrain.train.state.manifest import find_checkpoints
 from tests.faults.nursery import Ended, Nursery
 from tests.faults.scene import BEFORE, SAMPLES, Saved, Started
 
@@ -93,7 +93,7 @@ class Faults:
         begin, folder = time.monotonic(), self.copy()
         ended = self._call(f"{SCENE}save_on", folder=str(folder), engine=self._engine, limit=LIMIT, delay=delay)
         assert [one.code for one in ended] == [-14, -14]
-        whole = [info.step for info in listed(folder / "checkpoints", read_all=True) if info.whole]
+        whole = [info.step for info in find_checkpoints(folder / "checkpoints", check_hashes=True) if info.is_complete]
         started = self.judge(folder, whole[0])
         return Outcome(
             f"killed after {delay * 1000:.0f} ms of saving", "both", whole[0], _said(started), 1, _since(begin)

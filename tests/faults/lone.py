@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dstrain.distributed.collective_log import LEDGER
-from dstrain.distributed.world import TorchWorld, World, close, join
-from dstrain.launch.worker import live
-from dstrain.train.health.signals import Interrupt, stoppable
-from dstrain.train.health.watchdog import watched
+from dstrain.distributed.collective_log import COLLECTIVE_LOG
+from dstrain.distributed.world import TorchWorld, World, destroy_process_groups, init_process_group
+from dstrain.launch.worker import run_worker
+from dstrain.train.health.signals import SignalHandler, run_with_signals
+from dstrain.train.health.watchdog import peer_watchdog
 
 STEPS = 3
 """Before anything happens."""
@@ -57,7 +57,7 @@ def act(fault: str, world: World) -> None:
 def train(world: World, fault: str) -> int:
     vector = torch.ones(4, device=world.device)
     for step in range(1, STEPS + 1):
-        LEDGER.mark(f"step {step}", step)
+        COLLECTIVE_LOG.record_progress(f"step {step}", step)
         world.sum([1.0])
         if step == STEPS:
             act(fault, world)
@@ -67,29 +67,29 @@ def train(world: World, fault: str) -> int:
         if fault == "skip" and step == STEPS and world.rank == 1:
             hang_here()
         world.barrier()
-    LEDGER.mark("")
+    COLLECTIVE_LOG.record_progress("")
     return 0
 
 
 def main(folder: Path, fault: str) -> int:
-    def work(interrupt: Interrupt) -> int:
+    def work(interrupt: SignalHandler) -> int:
         torch.set_num_threads(1)
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")
         if ON_GPU:
             torch.cuda.set_device(device)
-        join(device, TIMEOUT)
+        init_process_group(device, TIMEOUT)
         try:
             world = TorchWorld(device, TIMEOUT)
-            with watched(folder, world, TIMEOUT):
+            with peer_watchdog(folder, world, TIMEOUT):
                 if fault == "early":
                     return load(world)
-                interrupt.begin()
+                interrupt.begin_training()
                 return train(world, fault)
         finally:
-            close()
+            destroy_process_groups()
 
-    with Interrupt() as interrupt:
-        return live(folder, int(os.environ["RANK"]), lambda: stoppable(work, interrupt, folder))
+    with SignalHandler() as interrupt:
+        return run_worker(folder, int(os.environ["RANK"]), lambda: run_with_signals(work, interrupt, folder))
 
 
 def load(world: World) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from dstrain.train.state.hashed_file import HashedFile
+from dstrain.train.state.hashed_file import HashedFileWriter
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 TORN = 2
@@ -36,13 +36,13 @@ class Points:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Inside, points count."""
-        sync, write = os.fsync, HashedFile.write
+        sync, write = os.fsync, HashedFileWriter.write
 
         def fsync(descriptor: int) -> None:
             self._reach("fsync", f"/proc/self/fd/{descriptor}")
             sync(descriptor)
 
-        def torn(file: HashedFile, content: bytes | memoryview) -> None:
+        def torn(file: HashedFileWriter, content: bytes | memoryview) -> None:
             def half() -> None:
                 view = memoryview(content).cast("B")
                 file._file.write(view[: len(view) // 2])
@@ -53,7 +53,7 @@ class Points:
                 self._reach(f"half of write {self._torn[file._file.name]} to", file._file.name, half)
             write(file, content)
 
-        with mock.patch.object(os, "fsync", fsync), mock.patch.object(HashedFile, "write", torn):
+        with mock.patch.object(os, "fsync", fsync), mock.patch.object(HashedFileWriter, "write", torn):
             self._on = True
             try:
                 yield

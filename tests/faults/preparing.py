@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from dstrain.distributed.world import TorchWorld, close, join
+from dstrain.distributed.world import TorchWorld, destroy_process_groups, init_process_group
 from dstrain.errors import DataError
 from dstrain.launch.topology import Worker
-from dstrain.launch.worker import live
-from dstrain.train.health.signals import Interrupt, stoppable
-from dstrain.train.health.watchdog import watched
+from dstrain.launch.worker import run_worker
+from dstrain.train.health.signals import SignalHandler, run_with_signals
+from dstrain.train.health.watchdog import peer_watchdog
 from dstrain.train.rendezvous import Rendezvous
 
 TIMEOUT = timedelta(seconds=float(os.environ.get("LONE_TIMEOUT", "4")))
@@ -54,24 +54,24 @@ def act(fault: str, rank: int, folder: Path) -> None:
 def main(folder: Path, fault: str) -> int:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-    def work(interrupt: Interrupt) -> int:
+    def work(interrupt: SignalHandler) -> int:
         torch.set_num_threads(1)
         together = Rendezvous(Worker(rank, rank, size, "tests", size), TIMEOUT)
-        with together, together.first_of_host():
+        with together, together.local_main_process_first():
             (folder / f"began-{rank}").write_text(str(time.time()))
             act(fault, rank, folder)
             (folder / f"ended-{rank}").write_text(str(time.time()))
-        join(torch.device("cpu"), TIMEOUT, together.store)
+        init_process_group(torch.device("cpu"), TIMEOUT, together.store)
         try:
             world = TorchWorld(torch.device("cpu"), TIMEOUT)
-            with watched(folder, world, TIMEOUT):
-                interrupt.begin()
+            with peer_watchdog(folder, world, TIMEOUT):
+                interrupt.begin_training()
                 return 0 if world.sum([1.0]) == [size] else 1
         finally:
-            close()
+            destroy_process_groups()
 
-    with Interrupt() as interrupt:
-        return live(folder, rank, lambda: stoppable(work, interrupt, folder))
+    with SignalHandler() as interrupt:
+        return run_worker(folder, rank, lambda: run_with_signals(work, interrupt, folder))
 
 
 if __name__ == "__main__":

@@ -25,25 +25,25 @@ from torch import nn
 
 from dstrain.batch import Batch, Progress
 from dstrain.config import BatchPlan, RunConfig
-from dstrain.distributed.collective_log import lost
+from dstrain.distributed.collective_log import find_connection_error
 from dstrain.distributed.world import TorchWorld
 from dstrain.errors import DstrainError
-from dstrain.models.params.freeze import parameter_groups
-from dstrain.models.zero3 import sharded_construction
+from dstrain.models.params.freeze import build_param_groups
+from dstrain.models.zero3 import zero3_init
 from dstrain.preset import Device, read_preset
-from dstrain.report.run_log import Journal
+from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
-from dstrain.train.build_model import build_objective
-from dstrain.train.checkpoint.checkpoints import Checkpoints
-from dstrain.train.checkpoint.saver import Saving
-from dstrain.train.ds_config import resolved_ds_config
+from dstrain.train.build_model import build_train_module
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.saver import CheckpointSaver
+from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
-from dstrain.train.health.rank_status import unnamed
-from dstrain.train.run_dir import Resume
-from dstrain.train.setup import _starting_point
-from dstrain.train.state.load import open_state
-from dstrain.train.state.manifest import listed
+from dstrain.train.health.rank_status import unknown_peer_message
+from dstrain.train.run_dir import ResumeOptions
+from dstrain.train.setup import find_start_checkpoint
+from dstrain.train.state.load import open_checkpoint
+from dstrain.train.state.manifest import find_checkpoints
 from tests.faults.points import Points
 
 WIDTH = 48
@@ -115,23 +115,23 @@ class Scene:
         self.world = TorchWorld(torch.device("cpu"), TIMEOUT)
         self.folder, self._task = folder, Squares(recipe=_recipe())
         self.engine = self._engine(engine)
-        self.journal = Journal(folder, rank)
-        self.checkpoints = Checkpoints(folder=folder / "checkpoints", world=self.world, keep=KEEP)
+        self.journal = RunLog(folder, rank)
+        self.checkpoints = CheckpointManager(folder=folder / "checkpoints", world=self.world, keep=KEEP)
 
     def _engine(self, kind: str) -> Any:
         recipe, size = self._task.recipe, self.world.size
         if kind == "torch":
-            objective = build_objective(self._task)
+            objective = build_train_module(self._task)
             engine = TorchEngine(
-                objective, parameter_groups(objective.model, recipe.optim), recipe.optim, self.world.device
+                objective, build_param_groups(objective.model, recipe.optim), recipe.optim, self.world.device
             )
             engine.world = self.world
             return engine
         batch, machine = BatchPlan(SAMPLES, SAMPLES // size, 1), (size, Device("cpu", True))
-        config = resolved_ds_config(recipe, read_preset(kind), batch, machine, self.folder)
-        with sharded_construction(config):
-            objective = build_objective(self._task)
-        groups = parameter_groups(objective.model, recipe.optim)
+        config = resolve_ds_config(recipe, read_preset(kind), batch, machine, self.folder)
+        with zero3_init(config):
+            objective = build_train_module(self._task)
+        groups = build_param_groups(objective.model, recipe.optim)
         return DeepSpeedEngine(objective, groups, recipe.optim, config, self.world)
 
     def advance(self, first: int, last: int) -> None:
@@ -151,14 +151,14 @@ class Scene:
             digest.update(repr(sorted(shard.numbers.items())).encode())
         return hashlib.sha256(repr(self.world.gather(digest.hexdigest())).encode()).hexdigest()[:16]
 
-    def saving(self, background: bool = False) -> Saving:
+    def saving(self, background: bool = False) -> CheckpointSaver:
         size = 12 * 3 * WIDTH * WIDTH
-        checkpoints = Checkpoints(
-            folder=self.checkpoints.folder, world=self.world.apart() if background else self.world, keep=KEEP
+        checkpoints = CheckpointManager(
+            folder=self.checkpoints.folder, world=self.world.new_group() if background else self.world, keep=KEEP
         )
         record = {"zero_stage": 0, "preset": "tests"}
-        return Saving(
-            checkpoints=checkpoints, engine=self.engine, record=record, tell=self.journal.event, size=size,
+        return CheckpointSaver(
+            checkpoints=checkpoints, engine=self.engine, run_info=record, log_event=self.journal.log_event, checkpoint_size=size,
             background=background,
         )  # fmt: skip
 
@@ -188,13 +188,13 @@ def save(store: str, rank: int, size: int, folder: str, again: bool = False, bac
     `again`: save that step once before, so that it is replaced.
     """
     scene = Scene(store, rank, size, Path(folder), engine)
-    start, _ = scene.checkpoints.newest()
+    start, _ = scene.checkpoints.find_latest_valid()
     assert start is not None
-    scene.engine.load(open_state(start.path, scene.world))
+    scene.engine.load(open_checkpoint(start.path, scene.world))
     saving, step = scene.saving(background), start.step + 1
     scene.advance(start.step, step)
     if again:
-        saving.save(Progress(step, step * SAMPLES), 1 / step, last=True)
+        saving.save(Progress(step, step * SAMPLES), 1 / step, is_last=True)
     mine = at[1] if at is not None and at[0] == rank else None
     actor = _actor(act, scene.folder)
     if mine == -1:
@@ -205,11 +205,11 @@ def save(store: str, rank: int, size: int, folder: str, again: bool = False, bac
             saving.save(Progress(step, step * SAMPLES), 1 / step)
             if background:
                 scene.advance(step, step + 1)  # training changes the values meanwhile
-            saving.settle()
+            saving.wait()
     except Exception as error:
-        if not isinstance(error, DstrainError) and (why := lost(error)):
+        if not isinstance(error, DstrainError) and (why := find_connection_error(error)):
             # Training, not the save, met the killed rank first: in a run the watchdog makes this sentence of it.
-            return Saved(points.seen, unnamed(why), True)
+            return Saved(points.seen, unknown_peer_message(why), True)
         return Saved(points.seen, f"{type(error).__name__}: {error}", isinstance(error, DstrainError))
     return Saved(points.seen, None, True)
 
@@ -217,9 +217,9 @@ def save(store: str, rank: int, size: int, folder: str, again: bool = False, bac
 def save_on(store: str, rank: int, size: int, folder: str, delay: float, engine: str = "torch") -> None:
     """Go on from step BEFORE and save each step until the alarm rings. Collective."""
     scene = Scene(store, rank, size, Path(folder), engine)
-    start, _ = scene.checkpoints.newest()
+    start, _ = scene.checkpoints.find_latest_valid()
     assert start is not None
-    scene.engine.load(open_state(start.path, scene.world))
+    scene.engine.load(open_checkpoint(start.path, scene.world))
     saving, step = scene.saving(), start.step
     scene.world.barrier()
     signal.setitimer(signal.ITIMER_REAL, delay + 1e-6)
@@ -252,11 +252,11 @@ def fill(folder: Path, left: int) -> None:
 def start_anew(store: str, rank: int, size: int, folder: str, engine: str = "torch", more: int = 2) -> Started | str:
     """Start as `dstrain train` does, then take and save `more` steps. Returns the error where it cannot. Collective."""
     scene = Scene(store, rank, size, Path(folder), engine)
-    plan: Any = SimpleNamespace(resume=Resume("auto"), config=_recipe())
+    plan: Any = SimpleNamespace(resume=ResumeOptions("auto"), config=_recipe())
     try:
-        start = _starting_point(plan, scene.checkpoints, scene.journal, scene.world)
+        start = find_start_checkpoint(plan, scene.checkpoints, scene.journal, scene.world)
         assert start is not None
-        scene.engine.load(open_state(start.path, scene.world))
+        scene.engine.load(open_checkpoint(start.path, scene.world))
     except DstrainError as error:
         return f"{type(error).__name__}: {error}"
     found, saving, later = scene.state(), scene.saving(), {}
@@ -265,7 +265,11 @@ def start_anew(store: str, rank: int, size: int, folder: str, engine: str = "tor
         saving.save(Progress(step, step * SAMPLES), 1 / step)
         later[step] = scene.state()
     told = _events(scene.folder) if rank == 0 else []
-    assert all(info.whole for info in listed(scene.checkpoints.folder, read_all=True) if info.step > start.step)
+    assert all(
+        info.is_complete
+        for info in find_checkpoints(scene.checkpoints.folder, check_hashes=True)
+        if info.step > start.step
+    )
     return Started(
         start.step,
         start.progress.samples,

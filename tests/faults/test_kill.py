@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from dstrain.tasks import find_task
-from dstrain.train.state.manifest import listed
+from dstrain.train.state.manifest import find_checkpoints
 
 
 def start(recipe: Path, run_dir: Path) -> subprocess.Popen[bytes]:
@@ -115,4 +115,6 @@ def test_a_save_killed_twenty_times_at_random_moments_is_resumed_twenty_times(tm
 
 def newest(run_dir: Path) -> int:
     """The step of the newest whole checkpoint; 0 without one."""
-    return next((info.step for info in listed(run_dir / "checkpoints", read_all=True) if info.whole), 0)
+    return next(
+        (info.step for info in find_checkpoints(run_dir / "checkpoints", check_hashes=True) if info.is_complete), 0
+    )

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from dstrain.tasks import find_task
-from dstrain.train.state.manifest import listed
+from dstrain.train.state.manifest import find_checkpoints
 from tests.workers import ROOT
 
 AT_THE_SHARD_OF_STEP_3 = """
@@ -64,7 +64,9 @@ def test_all_ranks_end_with_code_1_and_a_sentence_that_says_what_to_do(
         assert sentence in log
         assert "fix the cause and start again" in log
         assert "Traceback" not in log
-    assert [info.step for info in listed(tmp_path / "run/checkpoints", read_all=True) if info.whole] == [2, 1]
+    assert [
+        info.step for info in find_checkpoints(tmp_path / "run/checkpoints", check_hashes=True) if info.is_complete
+    ] == [2, 1]
     assert not [process for process in psutil.process_iter() if str(tmp_path) in _words(process)], "a process is left"
 
 
@@ -120,7 +122,7 @@ def test_a_signal_writes_the_checkpoint_although_nobody_reads_the_output_any_mor
     train.stdout.close()
     train.send_signal(signal.SIGHUP)
     assert train.wait(timeout=60) == 75
-    (step,) = [info.step for info in listed(run / "checkpoints", read_all=True) if info.whole]
+    (step,) = [info.step for info in find_checkpoints(run / "checkpoints", check_hashes=True) if info.is_complete]
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     told = [(event["event"], event["step"], event["signal"]) for event in events if event["event"].startswith("stop")]
     assert told == [("stopping", step, "SIGHUP"), ("stopped", step, "SIGHUP")]

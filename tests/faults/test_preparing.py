@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.launch.command import free_port
-from dstrain.launch.worker import log_path, read_records
+from dstrain.launch.worker import log_path, read_rank_records
 from tests.workers import ROOT
 
 HOST = socket.gethostname()
@@ -110,7 +110,7 @@ def test_all_leave_alike_where_one_was_stopped(tmp_path: Path) -> None:
     with launched(tmp_path, "early", timeout=60.0) as processes:
         for process in processes:
             process.wait(timeout=60)
-    assert {rank: record.exit for rank, record in read_records(tmp_path).items()} == {0: 1, 1: 1}, (
+    assert {rank: record.exit for rank, record in read_rank_records(tmp_path).items()} == {0: 1, 1: 1}, (
         "no checkpoint is there"
     )
     for rank in (0, 1):

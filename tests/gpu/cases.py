@@ -18,9 +18,9 @@ from benchmarks.loader import made_loader
 from benchmarks.loading import anonymous, bf16_task
 from dstrain.batch import Progress
 from dstrain.data.loading.loader import make_batch
-from dstrain.distributed.world import SoloWorld, TorchWorld, World
-from dstrain.models.params.freeze import Group
-from dstrain.models.zero3 import whole
+from dstrain.distributed.world import SingleProcessWorld, TorchWorld, World
+from dstrain.models.params.freeze import ParamGroup
+from dstrain.models.zero3 import gathered
 from dstrain.preset import read_preset
 from dstrain.train.engine.deepspeed import TorchEngine
 from dstrain.train.engine.optimizers import make_optimizer
@@ -58,7 +58,7 @@ def steps(
     """Losses and gradient norms of some steps, and the weights before and after them. Collective."""
     task = tiny_task("rm", dict(changes or {}))
     engine = made(kind, task, accumulate, precision)
-    ranks = SoloWorld(device()) if kind == "torch" else world()
+    ranks = SingleProcessWorld(device()) if kind == "torch" else world()
     module = engine.objective if kind == "torch" else engine.engine.module
     before, losses, norms, applied = weights(module), [], [], []
     guard, told = watched(precision == "fp16")
@@ -68,7 +68,7 @@ def steps(
         losses.append(loss / weight)
         norms.append(result.grad_norm)
         applied.append(result.applied)
-        guard.watch(result, Progress(step + 1, step * SAMPLES_PER_STEP))
+        guard.check_step(result, Progress(step + 1, step * SAMPLES_PER_STEP))
     after = weights(module)
     clean_up(engine)
     return {"losses": losses, "norms": norms, "applied": applied, "events": told, "before": before, "after": after}
@@ -82,7 +82,7 @@ def watched(fp16: bool) -> tuple[NonFiniteGuard, list[str]]:
 
 def weights(module: torch.nn.Module) -> dict[str, np.ndarray]:
     """Name -> whole parameter, float64, without the engine's prefix. Collective."""
-    with whole(module.parameters()):
+    with gathered(module.parameters()):
         return {name: p.detach().double().cpu().numpy().copy() for name, p in module.named_parameters()}
 
 
@@ -138,7 +138,7 @@ def fused_and_plain(count: int) -> float:
     draw = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=draw) for shape in ((64, 48), (48,), (3, 5, 7))]
     ours, plain = ([torch.nn.Parameter(value.clone().to(here)) for value in start] for _ in range(2))
-    first = make_optimizer([Group(ours, 1.0, 0.1)], optim, None, here)
+    first = make_optimizer([ParamGroup(ours, 1.0, 0.1)], optim, None, here)
     first.param_groups[0]["lr"] = 1e-3
     second = torch.optim.AdamW(
         plain, lr=1e-3, betas=optim.betas, eps=optim.eps, weight_decay=0.1, fused=False, foreach=False
@@ -157,7 +157,7 @@ def fused_and_plain(count: int) -> float:
 def pinned(workers: int) -> dict[str, Any]:
     """Whether the loader's tensors are page-locked, and whether they arrive as they were. Not collective."""
     task = tiny_task("rm")
-    both = [made_loader(task, workers, 0.0, (2, 2, 4), pin).steps(0) for pin in (True, False)]
+    both = [made_loader(task, workers, 0.0, (2, 2, 4), pin).iter_steps(0) for pin in (True, False)]
     locked, same = [], []
     for ours, plain in zip(*both, strict=True):
         for a, b in zip(ours, plain, strict=True):

@@ -109,14 +109,14 @@ def main() -> None:
         import logging
         import warnings
 
-        from dstrain.distributed.world import close
+        from dstrain.distributed.world import destroy_process_groups
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore")
         try:
             print(MARK + json.dumps(measure(**json.loads(sys.argv[2]))), flush=True)
         finally:
-            close()
+            destroy_process_groups()
         return
     from benchmarks.common import arguments
 

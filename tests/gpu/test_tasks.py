@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from dstrain.tasks import find_task
-from dstrain.tasks.vlm import TINY
+from dstrain.tasks.vlm import TINY_CONFIG
 from tests.gpu.workers import REHEARSAL, GpuWorkers
 from tests.resume.test_tasks import rows
 from tests.seeing import GEMMA3, IDEFICS3
@@ -32,8 +32,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "vlm, a frozen tower": ("vlm", {}, {"freeze": ["vision"]}),
     "vlm, Gemma 3": ("vlm", {}, {"config": GEMMA3}),
     "vlm, Idefics 3": ("vlm", {}, {"config": IDEFICS3}),
-    "rm, images": ("rm", {}, {"config": TINY}),
-    "dpo, images, remembered": ("dpo", {"precompute_ref_log_probs": True}, {"config": TINY}),
+    "rm, images": ("rm", {}, {"config": TINY_CONFIG}),
+    "dpo, images, remembered": ("dpo", {"precompute_ref_log_probs": True}, {"config": TINY_CONFIG}),
 }
 
 

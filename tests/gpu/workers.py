@@ -56,7 +56,7 @@ def main(address: str) -> None:
 
     import dstrain.distributed.world
 
-    join = dstrain.distributed.world.join
+    join = dstrain.distributed.world.init_process_group
     torch.set_float32_matmul_precision("highest")  # no TF32: fp32 is compared to 1e-5
     if not REHEARSAL:
         torch.cuda.set_device(device())

@@ -29,8 +29,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from dstrain.launch.kernel_locks import extensions_folder
-from dstrain.launch.worker import die_with_parent
+from dstrain.launch.kernel_locks import get_extensions_dir
+from dstrain.launch.worker import set_parent_death_signal
 from tests.workers import ROOT
 
 TOOLS = ("unshare", "nsenter", "mount", "ip", "iptables", "sshd", "ssh", "ssh-keygen", "pdsh", "mpirun", "pgrep")
@@ -141,7 +141,7 @@ class Host:
             self._outer = subprocess.Popen(
                 [*words, str(lab.folder), str(number), lab.address(number)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
-                env={"PATH": PATH, "HOME": str(HOME), "LANG": "C.UTF-8"}, preexec_fn=die_with_parent,
+                env={"PATH": PATH, "HOME": str(HOME), "LANG": "C.UTF-8"}, preexec_fn=set_parent_death_signal,
             )  # fmt: skip
         self.number, self.log = number, Path(log.name)
         self.init = 0
@@ -197,7 +197,7 @@ class Lab:
         try:
             self._switch = subprocess.Popen(
                 ["unshare", "--net", "sh", "-c", "ip link add br0 type bridge && ip link set br0 up && echo && exec cat"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"PATH": PATH}, preexec_fn=die_with_parent,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"PATH": PATH}, preexec_fn=set_parent_death_signal,
                 start_new_session=True,
             )  # fmt: skip
             assert self._switch.stdout
@@ -410,7 +410,7 @@ class Lab:
 def _hidden_by_home() -> list[Path]:
     """What the hosts need of this machine's home, which theirs covers: Python, dstrain, compiled kernels."""
     wanted = {Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve().parent.parent, ROOT}
-    built = extensions_folder(os.environ)
+    built = get_extensions_dir(os.environ)
     built.mkdir(parents=True, exist_ok=True)
     inside = sorted(path for path in {*wanted, built} if path.is_relative_to(HOME) and path != HOME)
     return [path for path in inside if not any(path != other and path.is_relative_to(other) for other in inside)]

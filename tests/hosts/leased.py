@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.launch.lease import PATIENCE_SECONDS
+from dstrain.launch.lease import LEASE_TIMEOUT_SECONDS
 from tests.hosts.faults import HARM_AT, Fault, Outcome, decisive, differences, judge
 from tests.hosts.lab import Lab, wait_for
 from tests.hosts.running import SILENCE, START_SECONDS, Run, dstrain, start
@@ -65,6 +65,6 @@ def taken_over(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
         wrong = [*outcome.wrong]
         if (code := second.wait(START_SECONDS)) != 0:
             wrong.append(f"the second ended with {code}:\n{second.output()[-4000:]}")
-    if took < PATIENCE_SECONDS:
+    if took < LEASE_TIMEOUT_SECONDS:
         wrong.append(f"taken over after {took:.1f} s already")
     return replace(outcome, wrong=(*wrong, *differences(lab, run, losses)))

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from dstrain.launch.worker import record_folder
+from dstrain.launch.worker import get_workers_dir
 from dstrain.tasks import find_task
-from dstrain.train.state.manifest import listed
+from dstrain.train.state.manifest import find_checkpoints
 from tests.hosts.lab import Command, Lab
 
 STEPS, SAVE_EVERY = 40, 5
@@ -85,7 +85,14 @@ class Run:
 
     def saved(self) -> int:
         """Step of the newest whole checkpoint; 0 where there is none."""
-        return max((info.step for info in listed(self.run_dir / "checkpoints", read_all=True) if info.whole), default=0)
+        return max(
+            (
+                info.step
+                for info in find_checkpoints(self.run_dir / "checkpoints", check_hashes=True)
+                if info.is_complete
+            ),
+            default=0,
+        )
 
     def wait_for_step(self, job: Command, step: int) -> None:
         """Until the step is logged. Raises AssertionError with what the job said where it ends before."""
@@ -97,7 +104,7 @@ class Run:
 
     def rank(self, rank: int) -> tuple[int, int]:
         """(host, process id on the host) of a rank."""
-        (path,) = record_folder(self.run_dir).glob(
+        (path,) = get_workers_dir(self.run_dir).glob(
             f"rank-{rank:05d}*.json"
         )  # an earlier launch's are removed at a start
         record = json.loads(path.read_text())

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.launch.multihost.heartbeat import MISSED
+from dstrain.launch.multihost.heartbeat import RANK_TIMEOUT_FACTOR
 from dstrain.launch.worker import log_path
 from tests.hosts.faults import AGENT, HARM_AT, LAUNCH, SECRET, Fault, Outcome, differences, go_on, judge
 from tests.hosts.lab import PATH, Lab, wait_for
@@ -68,7 +68,7 @@ def _stop_agent(fault: Fault, lab: Lab, run: Run, before: Callable[[], None] = l
     stopped_at = time.monotonic()
     assert lab.kill(2, AGENT, signal.SIGSTOP)
     outcome = judge(fault, lab, job, stopped_at)
-    wait_for(lambda: not lab.find(2, RANK), (MISSED + 1) * SILENCE, "its ranks do not end")
+    wait_for(lambda: not lab.find(2, RANK), (RANK_TIMEOUT_FACTOR + 1) * SILENCE, "its ranks do not end")
     gone = time.monotonic() - stopped_at - outcome.seconds
     return replace(outcome, left=outcome.left if gone < 1 else f"nothing after {gone:.1f} s")
 

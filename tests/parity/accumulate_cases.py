@@ -8,10 +8,10 @@ import torch
 
 from dstrain.batch import Batch
 from dstrain.data.loading.loader import make_batch
-from dstrain.models.params.freeze import parameter_groups
-from dstrain.models.zero3 import sharded_construction
-from dstrain.preset import RunSettings, complete, read_preset
-from dstrain.train.build_model import build_objective
+from dstrain.models.params.freeze import build_param_groups
+from dstrain.models.zero3 import zero3_init
+from dstrain.preset import RunSettings, complete_preset, read_preset
+from dstrain.train.build_model import build_train_module
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from tests.parity.cases import tiny_task, world
 
@@ -30,9 +30,9 @@ def error(preset: str, micro_batches: int) -> float:
     scale = 1 / ranks.sum([sum(batch.weight for batch in batches)])[0]
     settings = RunSettings(
         precision="bf16", micro=1, accumulate=micro_batches, world_size=ranks.size, clip=0.0, device_kind="cpu",
-        foreign_optimizer=True,
+        uses_custom_optimizer=True,
     )  # fmt: skip
-    found = _taken(task, complete(read_preset(preset), settings=settings), batches)
+    found = _taken(task, complete_preset(read_preset(preset), settings=settings), batches)
     wanted = _summed(task, batches, scale * ranks.size)
     whole = {
         name: sum(torch.tensor(one) for one in ranks.gather(g.tolist())) / ranks.size for name, g in wanted.items()
@@ -49,10 +49,10 @@ def _seen(found: list[tuple[str, int, torch.Tensor]]) -> int:
 
 def _taken(task: Any, config: dict[str, Any], batches: list[Batch]) -> list[tuple[str, int, torch.Tensor]]:
     """(name, first value, gradient) of what this rank holds after a step of the engine. Collective."""
-    with sharded_construction(config):
-        objective = build_objective(task)
+    with zero3_init(config):
+        objective = build_train_module(task)
     engine = DeepSpeedEngine(
-        objective, parameter_groups(objective.model, task.recipe.optim), task.recipe.optim, config, world()
+        objective, build_param_groups(objective.model, task.recipe.optim), task.recipe.optim, config, world()
     )
     before = _held(engine)
     engine.step(batches, lr=LR)
@@ -64,16 +64,16 @@ def _held(engine: DeepSpeedEngine) -> dict[tuple[str, int], torch.Tensor]:
     """(name, first value) -> the master's values, float64."""
     return {
         (place.name, place.start): part.tensor.detach().view(-1)[place.offset : place.offset + place.numel].double()
-        for parts in engine.parts()
+        for parts in engine.state_slices()
         for part in parts
         if part.optimizer is not None
-        for place in part.places
+        for place in part.ranges
     }
 
 
 def _summed(task: Any, batches: list[Batch], scale: float) -> dict[str, torch.Tensor]:
     """Name -> the fp32 sum of the gradients that a model in bf16 has for each batch, flattened."""
-    objective = build_objective(task)
+    objective = build_train_module(task)
     for parameter in objective.parameters():
         parameter.data = parameter.data.bfloat16()
     sums = {name: torch.zeros(p.numel()) for name, p in objective.model.named_parameters()}

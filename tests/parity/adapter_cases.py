@@ -8,7 +8,7 @@ import transformers
 
 from dstrain.config.schema import ModelConfig
 from dstrain.models.load import load_model, read_config
-from dstrain.models.zero3 import sharded_construction
+from dstrain.models.zero3 import zero3_init
 from tests.parity.cases import ds_config, weights, world
 
 
@@ -17,7 +17,7 @@ def loaded(kind: str, path: str, auto: str) -> dict[str, Any]:
     model = ModelConfig(path=path)
     config = read_config(model)
     config.num_labels = 1
-    with sharded_construction(ds_config(kind, {"world_size": world().size, "precision": "fp32"})):
+    with zero3_init(ds_config(kind, {"world_size": world().size, "precision": "fp32"})):
         made = load_model(getattr(transformers, auto), model, config, 3)
     return {
         "weights": weights(made),

@@ -16,16 +16,16 @@ import torch
 from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
-from dstrain.distributed.world import SoloWorld, TorchWorld, World
-from dstrain.models.params.freeze import parameter_groups
-from dstrain.models.zero3 import sharded_construction, whole
-from dstrain.preset import RunSettings, complete, read_preset
+from dstrain.distributed.world import SingleProcessWorld, TorchWorld, World
+from dstrain.models.params.freeze import build_param_groups
+from dstrain.models.zero3 import gathered, zero3_init
+from dstrain.preset import RunSettings, complete_preset, read_preset
 from dstrain.tasks import Task, make_task
-from dstrain.train.build_model import build_objective
+from dstrain.train.build_model import build_train_module
 from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
-from dstrain.train.engine.module import Objective
-from dstrain.train.evaluate import look
-from dstrain.train.precompute_reference import Asking, add_references
+from dstrain.train.engine.module import TrainModule
+from dstrain.train.evaluate import iter_eval_results
+from dstrain.train.precompute_reference import ReferenceJob, add_reference_outputs
 from tests.seeing import named_recipe
 
 
@@ -45,7 +45,7 @@ def tiny_task(name: str, changes: dict[str, Any] | None = None) -> Task:
 def ds_config(preset: str, settings: dict[str, Any]) -> dict[str, Any]:
     values = {"precision": "fp32", "micro": 1, "accumulate": 1, "world_size": 1, "clip": 0.0, "device_kind": "cpu",
               "foreign_optimizer": True, "nvme_path": tempfile.gettempdir()} | settings  # fmt: skip
-    return complete(read_preset(preset), settings=RunSettings(**values))
+    return complete_preset(read_preset(preset), settings=RunSettings(**values))
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,18 @@ def made(task: str, kind: str, accumulate: int, changes: dict[str, Any] | None =
     moved = changes.pop("moved", False)
     found = tiny_task(task, changes)
     optim = found.recipe.optim
-    ranks: World = SoloWorld() if kind == "torch" else world()
+    ranks: World = SingleProcessWorld() if kind == "torch" else world()
     settings = {"accumulate": accumulate, "world_size": ranks.size, "clip": optim.clip, "precision": precision}
     config = ds_config("zero0" if kind == "torch" else kind, settings)
-    examples = add_references(Asking(task=found, ds_config=config, micro=3, world=ranks), [found.examples("train")])[0]
+    examples = add_reference_outputs(
+        ReferenceJob(task=found, ds_config=config, micro_batch_size=3, world=ranks), [found.examples("train")]
+    )[0]
     assert examples is not None
-    with sharded_construction(config):
-        objective = build_objective(found)
+    with zero3_init(config):
+        objective = build_train_module(found)
     if moved:
         move(objective.model)
-    groups = parameter_groups(objective.model, optim)
+    groups = build_param_groups(objective.model, optim)
     if kind == "torch":
         return Made(found, examples, TorchEngine(objective, groups, optim, torch.device("cpu")))
     return Made(found, examples, DeepSpeedEngine(objective, groups, optim, config, ranks))
@@ -94,7 +96,7 @@ def move(model: torch.nn.Module) -> None:
     noise = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            with whole([parameter], change=True), torch.no_grad():
+            with gathered([parameter], change=True), torch.no_grad():
                 parameter.add_(
                     torch.randn(parameter.shape, generator=noise, dtype=torch.float64).to(parameter), alpha=0.02
                 )
@@ -130,7 +132,7 @@ def several_steps(task: str, kind: str, changes: dict[str, Any] | None = None) -
     run = made(task, kind, 2, changes)
     losses = []
     for step in range(4):
-        looks = list(look(run.engine, run.task, lambda: run.batches(list(range(40, 46)), 1)))
+        looks = list(iter_eval_results(run.engine, run.task, lambda: run.batches(list(range(40, 46)), 1)))
         result = run.engine.step(run.batches(list(range(8 * step, 8 * step + 7)), 2), lr=run.task.recipe.optim.lr)
         losses += run.engine.world.sum([float(one.loss) for one in looks] + [float(result.loss)])
     return losses
@@ -138,7 +140,7 @@ def several_steps(task: str, kind: str, changes: dict[str, Any] | None = None) -
 
 def weights(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """Name -> whole parameter, float64. Collective."""
-    with whole(model.parameters()):
+    with gathered(model.parameters()):
         return {name: p.detach().double().numpy().copy() for name, p in model.named_parameters()}
 
 
@@ -146,10 +148,10 @@ def rotary_frequencies(kind: str) -> list[str]:
     """Their type in a bf16 engine, and whether they are what a plain model has."""
     made = tiny_task("rm")
     config = ds_config(kind, {"world_size": world().size, "precision": "bf16"})
-    with sharded_construction(config):
+    with zero3_init(config):
         model = made.build_model()
     DeepSpeedEngine(
-        Objective(made, model), parameter_groups(model, made.recipe.optim), made.recipe.optim, config, world()
+        TrainModule(made, model), build_param_groups(model, made.recipe.optim), made.recipe.optim, config, world()
     )
     plain = dict(made.build_model().named_buffers())
     return [

@@ -12,7 +12,7 @@ import numpy as np
 
 from dstrain.batch import Batch
 from dstrain.data.loading.loader import make_batch
-from dstrain.data.vision.processor import Sight
+from dstrain.data.vision.processor import VisionProcessor
 from dstrain.train.evaluate import Evaluation
 from tests.parity.cases import Made, made, world
 
@@ -62,9 +62,9 @@ def losses(
 
 def without_blank_images() -> AbstractContextManager[Any]:
     """Inside, a batch has images where its samples have."""
-    into = Sight.into
+    into = VisionProcessor.attach_images
     return mock.patch.object(
-        Sight, "into", lambda sight, batch, images: into(sight, batch, images) if images else batch
+        VisionProcessor, "into", lambda sight, batch, images: into(sight, batch, images) if images else batch
     )
 
 

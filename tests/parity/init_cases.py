@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from dstrain.models.weights.init_weights import load_init
-from dstrain.models.zero3 import sharded_construction
+from dstrain.models.zero3 import zero3_init
 from tests.parity.cases import ds_config, tiny_task, weights, world
 
 
@@ -27,7 +27,7 @@ def started(task: str, kind: str, path: str, changes: dict[str, Any]) -> dict[st
     ranks = world()
     made = tiny_task(task, changes)
     precision = "bf16" if made.recipe.model.dtype == "bfloat16" else "fp32"
-    with sharded_construction(ds_config(kind, {"world_size": ranks.size, "precision": precision})):
+    with zero3_init(ds_config(kind, {"world_size": ranks.size, "precision": precision})):
         model = made.build_model()
         sharded = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
         report = load_init(model, path.replace("RANK", str(ranks.rank)))

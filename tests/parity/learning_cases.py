@@ -10,12 +10,12 @@ import torch
 
 from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import RunConfig
-from dstrain.models.params.freeze import parameter_groups
-from dstrain.models.zero3 import sharded_construction
+from dstrain.models.params.freeze import build_param_groups
+from dstrain.models.zero3 import zero3_init
 from dstrain.tasks import Loss, Task
 from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
-from dstrain.train.engine.module import Objective
-from dstrain.train.health.trainability import Learning
+from dstrain.train.engine.module import TrainModule
+from dstrain.train.health.trainability import TrainabilityCheck
 from tests.parity.cases import world
 from tests.parity.optimizer_cases import ds_config
 
@@ -62,20 +62,20 @@ def look(kind: str, rates: Sequence[float] = (0.1, 0.1, 0.1)) -> Any:
         told.append((event, about))
 
     if kind == "torch":
-        objective = Objective(task, task.build_model())
+        objective = TrainModule(task, task.build_model())
         engine: Any = TorchEngine(
-            objective, parameter_groups(objective.model, recipe.optim), recipe.optim, ranks.device
+            objective, build_param_groups(objective.model, recipe.optim), recipe.optim, ranks.device
         )
     else:
         config = ds_config(kind, recipe, ranks.size, {})
-        with sharded_construction(config):
-            objective = Objective(task, task.build_model())
-        groups = parameter_groups(objective.model, recipe.optim)
+        with zero3_init(config):
+            objective = TrainModule(task, task.build_model())
+        groups = build_param_groups(objective.model, recipe.optim)
         engine = DeepSpeedEngine(objective, groups, recipe.optim, config, ranks)
-    learning = Learning(engine, engine.objective, tell)
-    learning.begin()
+    learning = TrainabilityCheck(engine, engine.objective, tell)
+    learning.start()
     for number, rate in enumerate(rates):
         first = number * 8 + ranks.rank * 4 // ranks.size
         result: StepResult = engine.step([task.collate([first + i]) for i in range(2)], rate)
-        learning.watch(result, rate)
+        learning.check_step(result, rate)
     return told

@@ -16,14 +16,14 @@ import torch
 from dstrain.batch import Batch
 from dstrain.config import BatchPlan, RunConfig
 from dstrain.config.schema import OptimConfig
-from dstrain.distributed.world import SoloWorld, World
-from dstrain.models.params.freeze import parameter_groups
+from dstrain.distributed.world import SingleProcessWorld, World
+from dstrain.models.params.freeze import build_param_groups
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
 from dstrain.train import ds_config as settings
 from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
-from dstrain.train.engine.module import Objective
+from dstrain.train.engine.module import TrainModule
 from dstrain.train.engine.optimizers import make_optimizer
 from tests.parity.cases import weights, world
 from tests.states import go_on, keep
@@ -87,15 +87,15 @@ def make(
 
     In bf16 the weights begin as numbers that bf16 has; the definition goes on from them in fp32, as ZeRO's masters do.
     """
-    ranks: World = SoloWorld() if kind == "torch" else world()
+    ranks: World = SingleProcessWorld() if kind == "torch" else world()
     values = {"task": "pull", "optim": {"lr": 0.01, "clip": 0.0, **optim}, "precision": precision}
     recipe = RunConfig.model_validate(values)
     task = Pull(recipe=recipe, wide=wide)
-    objective = Objective(task, task.build_model())
+    objective = TrainModule(task, task.build_model())
     if precision == "bf16":
         for parameter in objective.parameters():
             parameter.data = parameter.data.bfloat16().float()
-    groups = parameter_groups(objective.model, recipe.optim)
+    groups = build_param_groups(objective.model, recipe.optim)
     if kind == "torch":
         return TorchEngine(objective, groups, recipe.optim, ranks.device)
     return DeepSpeedEngine(objective, groups, recipe.optim, ds_config(kind, recipe, ranks.size, more or {}), ranks)
@@ -109,7 +109,7 @@ def ds_config(kind: str, recipe: RunConfig, processes: int, more: dict[str, Any]
     block = {**preset.block, **more, "zero_optimization": zero}
     batch, machine = BatchPlan(SAMPLES, SAMPLES // (2 * processes), 2), (processes, Device("cpu", True))
     folder = Path(tempfile.mkdtemp())
-    return settings.resolved_ds_config(recipe, Preset(kind, preset.path, block), batch, machine, folder)
+    return settings.resolve_ds_config(recipe, Preset(kind, preset.path, block), batch, machine, folder)
 
 
 def take(engine: Any, numbers: Sequence[int], poison: int | None = None) -> list[float]:
@@ -161,7 +161,7 @@ def muon_steps(rows: int, columns: int, gradients: Sequence[Any], rates: Sequenc
     layer = torch.nn.Linear(columns, rows, bias=False)
     layer.weight.data.fill_(1.0)
     optim = OptimConfig(name="muon", lr=1.0, weight_decay=0.1)
-    groups = parameter_groups(layer, optim)
+    groups = build_param_groups(layer, optim)
     optimizer = make_optimizer(groups, optim, None, torch.device("cpu"))
     for gradient, rate in zip(gradients, rates, strict=True):
         layer.weight.grad = torch.tensor(gradient, dtype=torch.float32)

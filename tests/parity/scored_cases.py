@@ -7,10 +7,10 @@ from typing import Any
 from transformers import AutoModelForImageTextToText
 
 from dstrain.config.schema import ModelConfig
-from dstrain.models.components import sections
+from dstrain.models.components import components_by_id
 from dstrain.models.load import load_model, read_config
-from dstrain.models.reward_model import ScoredAuto
-from dstrain.models.zero3 import sharded_construction
+from dstrain.models.reward_model import AutoRewardModel
+from dstrain.models.zero3 import zero3_init
 from tests.parity.cases import ds_config, weights, world
 
 
@@ -19,7 +19,7 @@ def save(values: dict[str, Any], writer: str, scored: str) -> None:
     config = read_config(ModelConfig(config=values))
     AutoModelForImageTextToText.from_config(config).save_pretrained(writer)
     config.num_labels = 1
-    load_model(ScoredAuto(), ModelConfig(config=values), config, 7).save_pretrained(scored)
+    load_model(AutoRewardModel(), ModelConfig(config=values), config, 7).save_pretrained(scored)
 
 
 def started(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -27,9 +27,9 @@ def started(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
     model = ModelConfig(**settings)
     config = read_config(model)
     config.num_labels = 1
-    with sharded_construction(ds_config(kind, {"world_size": world().size, "precision": "fp32"})):
-        made = load_model(ScoredAuto(), model, config, 3)
-    known = list(sections(made).values())
+    with zero3_init(ds_config(kind, {"world_size": world().size, "precision": "fp32"})):
+        made = load_model(AutoRewardModel(), model, config, 3)
+    known = list(components_by_id(made).values())
     return {
         "weights": weights(made),
         "parts": {part: known.count(part) for part in sorted(set(known))},

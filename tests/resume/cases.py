@@ -13,15 +13,15 @@ import psutil
 import torch
 
 from dstrain.batch import Batch, StepResult
-from dstrain.commands.recipe_args import Wish, resolve_wish
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.launch.topology import Worker
 from dstrain.train.loop import train
 from dstrain.train.plan import make_plan
-from dstrain.train.run_dir import Resume
-from dstrain.train.setup import assemble, with_references
-from dstrain.train.startup import finish
+from dstrain.train.run_dir import ResumeOptions
+from dstrain.train.setup import build_run, with_reference_outputs
+from dstrain.train.startup import finish_run
 from dstrain.train.state import files
-from dstrain.train.state.files import StoredState
+from dstrain.train.state.files import CheckpointReader
 from tests.parity.cases import world
 
 
@@ -39,35 +39,40 @@ def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | Non
     ranks = world()
     torch.set_num_threads(1)
     worker = Worker(ranks.rank, ranks.rank, ranks.size, "tests", ranks.size)
-    plan = make_plan(resolve_wish(Wish(recipe=recipe, sets=sets)), Path(run_dir), Resume(resume, allowed), worker)
+    plan = make_plan(
+        resolve_recipe(TrainRequest(recipe=recipe, overrides=sets)),
+        Path(run_dir),
+        ResumeOptions(resume, allowed),
+        worker,
+    )
     if memory is not None:
         mock.patch.object(
             psutil, "virtual_memory", return_value=SimpleNamespace(available=memory, total=1, used=1)
         ).start()
-    made = assemble(with_references(plan, ranks), ranks)
+    made = build_run(with_reference_outputs(plan, ranks), ranks)
     seen: list[tuple[int, ...]] = []
     take = made.engine.step
 
     def step(batches: Sequence[Batch], lr: float) -> StepResult:
         seen.append(tuple(sample for batch in batches for sample in batch.samples))
-        number = len(seen) + (made.start.step if made.start else 0)
+        number = len(seen) + (made.start_checkpoint.step if made.start_checkpoint else 0)
         if number == crash_at:
             raise Crash
         if number == stop_at and ranks.rank == 0:
-            made.interrupt.received = "SIGTERM"
+            made.signal_handler.received_signal = "SIGTERM"
         return take([_poisoned(batch) if set(batch.samples) & set(poison) else batch for batch in batches], lr)
 
     made.engine.step = step  # type: ignore[method-assign]
     try:
-        with mock.patch.object(files, "write_shard", _no_room if full and ranks.rank == 1 else files.write_shard):
-            code = finish(made, train(made).step)
+        with mock.patch.object(files, "write_shard", _no_room if full and ranks.rank == 1 else files.write_state_file):
+            code = finish_run(made, train(made).step)
     except Crash:
         return {"crashed": True, "samples": seen}
     finally:
         mock.patch.stopall()
         for sink in made.sinks:
             sink.close()
-    made.journal.close()
+    made.run_log.close()
     return {"code": code, "samples": seen}
 
 
@@ -84,4 +89,4 @@ def _poisoned(batch: Batch) -> Batch:
 
 def weights_in(checkpoint: str) -> list[str]:
     """Names of the weights that a checkpoint holds, whichever rank's file they are in."""
-    return sorted(StoredState(Path(checkpoint)).shapes)
+    return sorted(CheckpointReader(Path(checkpoint)).shapes)

@@ -21,16 +21,16 @@ from dstrain.batch import Batch
 from dstrain.config import BatchPlan, RunConfig
 from dstrain.errors import CheckpointError
 from dstrain.models.load import load_model, read_config
-from dstrain.models.params.freeze import parameter_groups
-from dstrain.models.zero3 import numel, sharded_construction
+from dstrain.models.params.freeze import build_param_groups
+from dstrain.models.zero3 import full_numel, zero3_init
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
-from dstrain.train.build_model import build_objective
-from dstrain.train.ds_config import resolved_ds_config
+from dstrain.train.build_model import build_train_module
+from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
-from dstrain.train.state.files import StoredState
-from dstrain.train.state.load import open_state
+from dstrain.train.state.files import CheckpointReader
+from dstrain.train.state.load import open_checkpoint
 from tests.parity.cases import world
 from tests.states import go_on, keep
 
@@ -104,9 +104,9 @@ def engine(model: str, kind: str, preset: str, precision: str = "fp32", **more: 
     }
     recipe = RunConfig.model_validate(values)
     config = ds_config(recipe, preset, more.get("accumulate", 2), more.get("zero", SMALL))
-    with sharded_construction(config):
-        objective = build_objective(Guess(recipe=recipe))
-    return DeepSpeedEngine(objective, parameter_groups(objective.model, recipe.optim), recipe.optim, config, world())
+    with zero3_init(config):
+        objective = build_train_module(Guess(recipe=recipe))
+    return DeepSpeedEngine(objective, build_param_groups(objective.model, recipe.optim), recipe.optim, config, world())
 
 
 def ds_config(recipe: RunConfig, preset: str, accumulate: int, zero: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,12 +125,12 @@ def ds_config(recipe: RunConfig, preset: str, accumulate: int, zero: Mapping[str
     size = world().size
     found = Preset(preset, read.path, {**read.block, "zero_optimization": block})
     batch, machine = BatchPlan(SAMPLES, -(-SAMPLES // (accumulate * size)), accumulate), (size, Device("cpu", True))
-    return resolved_ds_config(recipe, found, batch, machine, Path(tempfile.mkdtemp()))
+    return resolve_ds_config(recipe, found, batch, machine, Path(tempfile.mkdtemp()))
 
 
 def take(made: DeepSpeedEngine, first: int, number: int, accumulate: int = 2) -> list[float]:
     """Steps from `first` on; the mean loss of each. Collective."""
-    ranks, task, losses = made.world, made.objective.task, []
+    ranks, task, losses = made.world, made.train_module.task, []
     for step in range(first, first + number):
         ids = np.arange(SAMPLES) + step * SAMPLES
         chunks = np.array_split(ids, ranks.size * accumulate)[ranks.rank * accumulate :][:accumulate]
@@ -143,16 +143,16 @@ def take(made: DeepSpeedEngine, first: int, number: int, accumulate: int = 2) ->
 def filler(task: Task, ids: np.ndarray) -> Batch:
     """A pass that weighs nothing, where a rank has no sample left."""
     full = task.collate([int(ids[0])])
-    return Batch(tensors=full.tensors, weight=0.0, samples=(), tokens=0, filler=True)
+    return Batch(tensors=full.tensors, weight=0.0, samples=(), tokens=0, is_filler=True)
 
 
 def mark(made: DeepSpeedEngine) -> None:
     """Move what does not learn, so that it can only come from the checkpoint; an adapters' base stays. Collective."""
     import deepspeed
 
-    model, noise = made.objective.model, torch.Generator().manual_seed(7)
+    model, noise = made.train_module.model, torch.Generator().manual_seed(7)
     for parameter in model.parameters():
-        if parameter.requires_grad or made.objective.adapted:
+        if parameter.requires_grad or made.train_module.has_adapters:
             continue
         with torch.no_grad(), _gathered(deepspeed, parameter, 0):
             parameter.add_(torch.randn(parameter.shape, generator=noise).to(parameter), alpha=0.05)
@@ -175,7 +175,7 @@ def state(made: DeepSpeedEngine) -> dict[str, str]:
     import deepspeed
 
     told: dict[str, str] = {}
-    optimizer, model = made.engine.optimizer, made.objective.model
+    optimizer, model = made.engine.optimizer, made.train_module.model
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
         # DeepSpeed 0.19.8 does it once, when the first of several groups has stepped: what the others keep is never found.
         optimizer._hp_optimizer_states_linked = False
@@ -244,9 +244,9 @@ def refused(checkpoint: str, fails: str | None = None, **made: Any) -> str:
     broken = {"open": ("__init__", OSError("stale file handle")), "read": ("read", KeyError("no such stretch"))}
     name, error = broken[fails or "open"]
     here = fails is not None and goes_on.world.rank == 1
-    with mock.patch.object(StoredState, name, side_effect=error) if here else nullcontext():
+    with mock.patch.object(CheckpointReader, name, side_effect=error) if here else nullcontext():
         try:
-            goes_on.load(open_state(Path(checkpoint), goes_on.world))
+            goes_on.load(open_checkpoint(Path(checkpoint), goes_on.world))
         except CheckpointError as refusal:
             return str(refusal)
     return ""
@@ -260,8 +260,8 @@ def footprint(checkpoint: str, **made: Any) -> dict[str, int]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _resident()["VmRSS"]
     go_on(goes_on, Path(checkpoint))
-    peak, parts = _resident()["VmHWM"], [part for parts in goes_on.parts() for part in parts]
-    tensors = [tensor for part in parts for tensor in part.along().values()]
+    peak, parts = _resident()["VmHWM"], [part for parts in goes_on.state_slices() for part in parts]
+    tensors = [tensor for part in parts for tensor in part.elementwise_state().values()]
     take(goes_on, BEFORE, 1)
     return {
         "before": before,
@@ -269,7 +269,7 @@ def footprint(checkpoint: str, **made: Any) -> dict[str, int]:
         "step": _resident()["VmHWM"],
         "weights": sum(part.tensor.nbytes for part in parts),
         "held": sum(tensor.nbytes for tensor in tensors),
-        "largest": max(numel(parameter) * 4 for parameter in goes_on.objective.parameters()),
+        "largest": max(full_numel(parameter) * 4 for parameter in goes_on.train_module.parameters()),
     }
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import Loader
-from dstrain.data.loading.sampler import DataPlan
+from dstrain.data.loading.sampler import StepSampler
 from dstrain.tasks import Task, make_task
 from tests.resume.test_elastic import RUN, by_step, close
 from tests.resume.test_resume import events, rows
@@ -77,12 +77,12 @@ def test_altered_images_leave_other_losses(recipe: str, whole: Any, tmp_path: Pa
 def images(task: Task, samples: int, world_size: int, accumulate: int) -> Iterator[dict[int, torch.Tensor]]:
     """Of each step after `samples`: sample -> (N, 3, H, W), its images as the model sees them, whichever rank they are for."""
     examples: Any = task.examples("train")
-    plan = DataPlan(
+    plan = StepSampler(
         sizes=(len(examples),), seed=3, samples_per_step=9, world_size=world_size, accumulate=accumulate,
         total_samples=200,
     )  # fmt: skip
-    ranks = [Loader(examples=examples, collate=task.collate, plan=plan, rank=rank) for rank in range(world_size)]
-    for passes in zip(*(loader.steps(samples) for loader in ranks), strict=True):
+    ranks = [Loader(examples=examples, collate=task.collate, sampler=plan, rank=rank) for rank in range(world_size)]
+    for passes in zip(*(loader.iter_steps(samples) for loader in ranks), strict=True):
         step: dict[int, torch.Tensor] = {}
         for batch in (batch for of_rank in passes for batch in of_rank if not batch.filler):
             counts = [len(examples[sample]["images"]) for sample in batch.samples]

@@ -18,18 +18,18 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dstrain.commands.recipe_args import Wish, resolve_wish
-from dstrain.config import read_recipe, show_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.config import dump_recipe, read_recipe
 from dstrain.config.schema import RunConfig
-from dstrain.data.formats.messages import ROLES
+from dstrain.data.formats.messages import ROLE_ALIASES
 from dstrain.data.formats.preferences import BadRecord, Preference, read_preference
-from dstrain.data.formats.transcripts import parse_dialog, render_dialog
+from dstrain.data.formats.transcripts import parse_transcript, render_transcript
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, PresetError, RecipeError, UsageError
-from dstrain.preset import Device, Preset, RunSettings, adopt, complete, read_preset, resolve_precision
-from dstrain.preset.key_schema import table
-from dstrain.preset.migrate import LEARNING
-from dstrain.resources import shipped
+from dstrain.preset import Device, Preset, RunSettings, complete_preset, convert_preset, read_preset, resolve_precision
+from dstrain.preset.key_schema import load_key_schema
+from dstrain.preset.migrate import LEARNING_KEYS
+from dstrain.resources import find_resource_dir
 
 Error = TypeVar("Error", bound=Exception)
 Result = TypeVar("Result")
@@ -88,7 +88,7 @@ def check_sentences(error: UsageError | None, *names: str) -> None:
         return
     assert len(str(error).splitlines()) == max(len(error.faults), 1), error
     for fault in error.faults:
-        assert all(part.strip() for part in (fault.where, fault.problem, fault.mend)), error
+        assert all(part.strip() for part in (fault.where, fault.problem, fault.fix)), error
     if not error.faults:
         assert "; " in str(error), error
     for name in names:
@@ -102,7 +102,7 @@ def test_any_mapping_is_a_recipe_or_refused(tmp_path: Path, values: dict[str, An
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
     recipe, error = attempt(RecipeError, lambda: read_recipe(path))
     check_sentences(error, "r.yaml")
-    assert recipe is None or yaml.safe_load(show_recipe(recipe.config))["task"]
+    assert recipe is None or yaml.safe_load(dump_recipe(recipe.config))["task"]
 
 
 @FEW
@@ -143,14 +143,14 @@ PATHS = st.sampled_from(["~", "~nobody/x", "/", "..", "a/b", "x" * 300, "a/" * 3
 @given(PATH_KEYS, TEXT | PATHS)
 def test_any_path_is_found_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, path: str) -> None:
     monkeypatch.chdir(tmp_path)
-    wish = Wish(task="rm", sets=[f"{key}={json.dumps(path)}"])
-    check_sentences(attempt(UsageError, lambda: resolve_wish(wish))[1])
+    wish = TrainRequest(task="rm", overrides=[f"{key}={json.dumps(path)}"])
+    check_sentences(attempt(UsageError, lambda: resolve_recipe(wish))[1])
 
 
 MESSAGE = st.builds(
     lambda names, role, content: dict(zip(names, (role, content), strict=True)),
     st.sampled_from([("role", "content"), ("from", "value")]),
-    st.sampled_from([*ROLES, "alien"]),
+    st.sampled_from([*ROLE_ALIASES, "alien"]),
     TEXT | JSON,
 )
 DIALOG = st.lists(st.sampled_from(["\n\nHuman:", "\n\nAssistant:", " a", " b", "\n", ""]), max_size=6).map("".join)
@@ -187,7 +187,7 @@ def test_any_record_is_a_preference_or_bad(record: dict[str, Any]) -> None:
 @MANY
 @given(DIALOG | st.text())
 def test_a_dialog_that_is_read_and_written_is_the_same(text: str) -> None:
-    assert render_dialog(parse_dialog(text)) == text
+    assert render_transcript(parse_transcript(text)) == text
 
 
 def read_all(path: Path) -> None:
@@ -198,10 +198,10 @@ def read_all(path: Path) -> None:
         assert "; " in str(error), error
         return
     assert source is not None
-    assert source.bad or len(source)
+    assert source.bad_rows or len(source)
     for index in range(len(source)):
         assert isinstance(source[index], dict)
-        assert path.name in source.where(index)
+        assert path.name in source.location(index)
 
 
 LINES = st.lists(JSON.map(json.dumps).map(str.encode) | st.binary(max_size=12), max_size=4).map(b"\n".join)
@@ -243,10 +243,12 @@ def test_a_damaged_file_is_read_or_refused(tmp_path: Path, ending: str, at: int,
     read_all(tmp_path / f"data{ending}")
 
 
-SHIPPED = [json.loads(path.read_text()) for path in sorted(shipped("ds_configs").glob("*.json"))]
-PLACES = [(name,) for name in table()["keys"]]
-PLACES += [(name, inner) for name, key in table()["keys"].items() for inner in key.get("keys", {})]
-PLACES += [(*name.split("."), *inner) for name in LEARNING for inner in ((), ("type",), ("params",), ("params", "lr"))]
+SHIPPED = [json.loads(path.read_text()) for path in sorted(find_resource_dir("ds_configs").glob("*.json"))]
+PLACES = [(name,) for name in load_key_schema()["keys"]]
+PLACES += [(name, inner) for name, key in load_key_schema()["keys"].items() for inner in key.get("keys", {})]
+PLACES += [
+    (*name.split("."), *inner) for name in LEARNING_KEYS for inner in ((), ("type",), ("params",), ("params", "lr"))
+]
 
 
 @FEW
@@ -275,11 +277,11 @@ def test_any_value_in_a_preset_is_taken_or_refused(
 def check_preset(path: Path) -> None:
     """The JSON is adopted, read and completed, or refused with its place and a mend."""
     with suppress(PresetError):
-        assert isinstance(json.loads(adopt(path).json), dict)
+        assert isinstance(json.loads(convert_preset(path).json_text), dict)
     preset, error = attempt(PresetError, lambda: read_preset(str(path)))
     if error is not None:
         assert error.faults
-        assert all("ds.json" in fault.where and fault.problem.strip() and fault.mend.strip() for fault in error.faults)
+        assert all("ds.json" in fault.where and fault.problem.strip() and fault.fix.strip() for fault in error.faults)
         return
     assert isinstance(preset, Preset)
     assert preset.stage in range(4)
@@ -287,6 +289,6 @@ def check_preset(path: Path) -> None:
         with suppress(PresetError):
             precision = resolve_precision(preset, wanted, Device("cuda", True))
             run = RunSettings(precision=precision, micro=1, accumulate=1, world_size=2, clip=1.0)
-            made = complete(preset, settings=run)
+            made = complete_preset(preset, settings=run)
             assert made["train_batch_size"] == 2
             json.dumps(made, allow_nan=False)

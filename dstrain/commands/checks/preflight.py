@@ -6,57 +6,59 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dstrain.cache_dir import file_state, recall, remember
+from dstrain.cache_dir import file_state, load_file_result, save_file_result
 from dstrain.config import Recipe, RunConfig, resolve_batch
-from dstrain.data.cache.build import attempt, judge
-from dstrain.data.cache.token_store import Report
+from dstrain.data.cache.build import check_bad_records, try_parse
+from dstrain.data.cache.token_store import BuildReport
 from dstrain.data.formats.messages import BadRecord
-from dstrain.data.sources.open import BadRow, Joined
+from dstrain.data.sources.open import BadRow, ConcatSource
 from dstrain.preset import Device, read_preset
-from dstrain.tasks import make_task, packaged_tasks
+from dstrain.tasks import builtin_tasks, make_task
 from dstrain.tasks.common.bad_record_policy import policy_of
 from dstrain.tasks.common.text import TextTask
-from dstrain.train.ds_config import resolved_ds_config
-from dstrain.train.resume.inputs import check_inputs, files_of
-from dstrain.train.run_dir import Resume, batch_to_go_on_with, check_resume
+from dstrain.train.ds_config import resolve_ds_config
+from dstrain.train.resume.inputs import check_inputs_unchanged, digest_input_files
+from dstrain.train.run_dir import ResumeOptions, find_compatible_checkpoint, with_saved_batch_total
 
-MOST_BYTES = 256 << 20
+MAX_CHECKED_BYTES = 256 << 20
 """Data files of more, all together, are left to the ranks: to read them twice would be felt."""
-FIRST = 2000
+MAX_CHECKED_RECORDS = 2000
 """Records that are read before the launch; the ranks read all."""
 
 
-def check_launch(recipe: Recipe, run_dir: Path, resume: Resume, processes: int, device: Device) -> dict[str, Any]:
+def check_launch(
+    recipe: Recipe, run_dir: Path, resume: ResumeOptions, world_size: int, device: Device
+) -> dict[str, Any]:
     """Check the recipe, the preset and the run folder. Returns the DeepSpeed JSON. Raises UsageError."""
     config = recipe.config
     task = make_task(config)
-    task.check_named()
+    task.check_required_keys()
     preset = read_preset(config.ds_config)
-    start = check_resume(run_dir, resume, config)
-    asked = batch_to_go_on_with(config.batch, start, resume.allowed)
-    batch = resolve_batch(asked, processes, preset.micro, None if asked is not config.batch else preset.accumulate)
-    return resolved_ds_config(config, preset, batch, (processes, device), run_dir)
+    start = find_compatible_checkpoint(run_dir, resume, config)
+    asked = with_saved_batch_total(config.batch, start, resume.allowed_keys)
+    batch = resolve_batch(asked, world_size, preset.micro, None if asked is not config.batch else preset.accumulate)
+    return resolve_ds_config(config, preset, batch, (world_size, device), run_dir)
 
 
-def check_data(config: RunConfig, run_dir: Path, resume: Resume) -> None:
+def check_data(config: RunConfig, run_dir: Path, resume: ResumeOptions) -> None:
     """Look at the data, where that is quick: small files that no earlier start has looked at. Raises UsageError.
 
     The ranks look at all of it, whatever its size.
     """
     items = [*config.data.train, *([config.data.eval] if config.data.eval else [])]
     files = [Path(item.path).expanduser() for item in items]
-    if not all(file.is_file() for file in files) or sum(file.stat().st_size for file in files) > MOST_BYTES:
+    if not all(file.is_file() for file in files) or sum(file.stat().st_size for file in files) > MAX_CHECKED_BYTES:
         return
-    if (start := check_resume(run_dir, resume, config)) is not None:
-        check_inputs(start, files_of(make_task(config)), resume.allowed)
+    if (start := find_compatible_checkpoint(run_dir, resume, config)) is not None:
+        check_inputs_unchanged(start, digest_input_files(make_task(config)), resume.allowed_keys)
     data = config.data.model_dump(mode="json")
-    judged = {"judged": FIRST, "task": config.task, "options": config.options, "data": data}
-    if config.task not in packaged_tasks() or all(recall(file, judged) for file in files):
+    judged = {"judged": MAX_CHECKED_RECORDS, "task": config.task, "options": config.options, "data": data}
+    if config.task not in builtin_tasks() or all(load_file_result(file, judged) for file in files):
         return
     began, states = time.time_ns(), [file_state(file) for file in files]
     _check_records(config)
     for file, state in zip(files, states, strict=True):
-        remember(file, judged, True, began, state)
+        save_file_result(file, judged, True, began, state)
 
 
 def _check_records(config: RunConfig) -> None:
@@ -67,14 +69,14 @@ def _check_records(config: RunConfig) -> None:
         return
     for items in (config.data.train, [config.data.eval] if config.data.eval else []):
         if items:
-            judge(_first_records(task, task.source(items)), policy_of(config))
+            check_bad_records(_scan_first_records(task, task.open_sources(items)), policy_of(config))
 
 
-def _first_records(task: TextTask, source: Joined) -> Report:
-    report = Report(read=len(source) + len(source.bad), bad=[*source.bad])
-    for index in range(min(FIRST, len(source))):
-        item = attempt(task.convert, source[index])
+def _scan_first_records(task: TextTask, source: ConcatSource) -> BuildReport:
+    report = BuildReport(read=len(source) + len(source.bad_rows), bad=[*source.bad_rows])
+    for index in range(min(MAX_CHECKED_RECORDS, len(source))):
+        item = try_parse(task.parse_record, source[index])
         if isinstance(item, BadRecord):
-            report.bad.append(BadRow(source.where(index), item.reason))
+            report.bad.append(BadRow(source.location(index), item.reason))
     report.kept = report.read - len(report.bad)
     return report

@@ -11,25 +11,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.limited_process import Limits, attempt
+from dstrain.data.limited_process import ResourceLimits, run_limited
 from dstrain.errors import PresetError, RecipeError, UsageError
-from dstrain.models.checks.hub_code import hub_code
-from dstrain.preset import Preset, check_block
+from dstrain.models.checks.hub_code import find_hub_code
+from dstrain.preset import Preset, check_ds_config
 
-HOLDING = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "communication_data_type")
+FORWARD_KEYS = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "communication_data_type")
 """What the JSON of a run may say of how its model is held for forward passes."""
-WEIGHTS = (".safetensors",)
-NO_WORD = "nothing runs because a folder says so"
-MOST_JSON = 64 << 20
+WEIGHT_SUFFIXES = (".safetensors",)
+NO_CODE_REASON = "nothing runs because a folder says so"
+MAX_JSON_BYTES = 64 << 20
 """Bytes of a JSON file that is looked into; a config has some thousands."""
-PATTERN_SECONDS = 5
+PATTERN_TIMEOUT_SECONDS = 5
 """Of processor time for a regular expression over three names; each takes a millionth."""
 
 
-def holding_of(folder: Path) -> Preset:
+def read_forward_preset(folder: Path) -> Preset:
     """How a run's model was held, from its ds_config.json: no more than forward passes need, and no path. Raises UsageError."""
     file = folder / "ds_config.json"
-    block = {key: value for key, value in read_object(file).items() if key in HOLDING}
+    block = {key: value for key, value in read_json_object(file).items() if key in FORWARD_KEYS}
     zero = block.get("zero_optimization")
     if isinstance(zero, dict):
         parts = {name: dict(value) for name, value in zero.items() if isinstance(value, dict)}
@@ -37,19 +37,19 @@ def holding_of(folder: Path) -> Preset:
             part.pop("nvme_path", None)
         block["zero_optimization"] = {**zero, **parts}
     try:
-        return Preset("ds_config", file, check_block(file, block))
+        return Preset("ds_config", file, check_ds_config(file, block))
     except PresetError as error:
         raise PresetError(f"{error}\n--ds-config NAME holds the model another way") from None
 
 
-def read_object(file: Path) -> dict[str, Any]:
+def read_json_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file of a folder. Raises UsageError."""
     try:
-        if (problem := _irregular(file)) is not None:
+        if (problem := _find_file_fault(file)) is not None:
             raise UsageError(f"{file}: {problem}; copy the folder again")
-        if file.stat().st_size > MOST_JSON:
+        if file.stat().st_size > MAX_JSON_BYTES:
             raise UsageError(
-                f"{file}: has more than {MOST_JSON >> 20} MiB, which no such file has; copy the folder again"
+                f"{file}: has more than {MAX_JSON_BYTES >> 20} MiB, which no such file has; copy the folder again"
             )
         value = json.loads(file.read_bytes())
     except OSError as error:
@@ -61,27 +61,27 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
-def enabled(folder: Path, precision: str) -> bool:
+def is_precision_enabled(folder: Path, precision: str) -> bool:
     """Whether a run computed in bf16 or fp16. Raises UsageError."""
-    block = read_object(folder / "ds_config.json").get(precision)
+    block = read_json_object(folder / "ds_config.json").get(precision)
     return isinstance(block, dict) and block.get("enabled") is True
 
 
-def check_folder(folder: Path, trust_remote_code: bool = False, run: Path | None = None) -> None:
+def check_folder(folder: Path, trust_remote_code: bool = False, run_dir: Path | None = None) -> None:
     """Raise UsageError for what a folder of a tokenizer or a model must not hold. `run`: the run folder that it is a part of.
 
     Files that are no regular files, links to text outside of the folder, adapters and attention that import modules.
     """
-    root = Path(os.path.realpath(run or folder))
+    root = Path(os.path.realpath(run_dir or folder))
     # The hub's cache links snapshots/REVISION/FILE to blobs/HASH beside it.
     home = root.parent.parent if root.parent.name == "snapshots" else root
     for path in sorted(folder.rglob("*")):
         if path.is_dir() and not path.is_symlink():
             continue
-        if (problem := _irregular(path)) is not None:
+        if (problem := _find_file_fault(path)) is not None:
             raise UsageError(f"{path}: {problem}; remove it, or copy the folder again")
         outside = not Path(os.path.realpath(path)).is_relative_to(home)
-        if outside and path.suffix not in WEIGHTS:
+        if outside and path.suffix not in WEIGHT_SUFFIXES:
             raise UsageError(
                 f"{path}: is a link to {os.path.realpath(path)}, outside of the folder; "
                 f"where you trust it, copy the folder with `cp -rL {shlex.quote(str(folder))} COPY` and name the copy"
@@ -92,27 +92,27 @@ def check_folder(folder: Path, trust_remote_code: bool = False, run: Path | None
 
 def check_imports(folder: Path) -> None:
     """Raise UsageError for JSON files that have a library import a module, or fetch one."""
-    for name, check in _CHECKS.items():
-        if (folder / name).is_file() and (fault := check(read_object(folder / name))):
+    for name, check in _CONFIG_CHECKS.items():
+        if (folder / name).is_file() and (fault := check(read_json_object(folder / name))):
             raise UsageError(f"{folder / name}: {fault}; remove the key")
 
 
-def refuse_pickles(folder: Path, own: str) -> None:
+def check_no_pickles(folder: Path, recipe_name: str) -> None:
     """Raise where a folder of ours, which has the file `own`, holds pickles, or another's weights are read by running them."""
-    from dstrain.models.weights.files import stored_tensors
+    from dstrain.models.weights.files import open_tensors
     from dstrain.train.state import hashed_file
 
-    if (folder / own).is_file():
-        hashed_file.refuse_pickles(folder)
+    if (folder / recipe_name).is_file():
+        hashed_file.check_no_pickles(folder)
     if any(folder.glob("*.safetensors")):
         return
     try:
-        stored_tensors(sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("adapter_model.bin")]))
+        open_tensors(sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("adapter_model.bin")]))
     except RecipeError as error:
-        raise UsageError("\n".join(f"{fault.problem}; {fault.mend}" for fault in error.faults)) from error
+        raise UsageError("\n".join(f"{fault.problem}; {fault.fix}" for fault in error.faults)) from error
 
 
-def _irregular(path: Path) -> str | None:
+def _find_file_fault(path: Path) -> str | None:
     """Why a path is no file that can be read to its end; None where it is one, or a folder."""
     try:
         mode = os.stat(path).st_mode
@@ -127,15 +127,19 @@ def _adapter_fault(config: Mapping[str, Any]) -> str:
         return f"peft_type is {config['peft_type']!r}, and dstrain writes and reads LORA alone"
     if config.get("megatron_config"):
         return "megatron_config names a module to import"
-    return next(filter(None, (endless_pattern(key, config.get(key)) for key in _PATTERNS)), "")
+    return next(filter(None, (pattern_fault(key, config.get(key)) for key in _PATTERN_KEYS)), "")
 
 
-_PATTERNS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
+_PATTERN_KEYS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
 """Keys whose texts peft takes for regular expressions over names of modules; of an object its keys."""
-_NAMES = ("model.layers.0.self_attn.q_proj", "transformer.h.11.mlp.c_fc", "model.language_model.layers.31.mlp.up_proj")
+_SAMPLE_MODULE_NAMES = (
+    "model.layers.0.self_attn.q_proj",
+    "transformer.h.11.mlp.c_fc",
+    "model.language_model.layers.31.mlp.up_proj",
+)
 
 
-def endless_pattern(key: str, value: Any) -> str:
+def pattern_fault(key: str, value: Any) -> str:
     """Why a regular expression cannot be used, which may take longer than anyone lives; empty where it can."""
     if not isinstance(value, (str, list, dict, type(None))):
         return f"{key} is {value!r}, and must hold names of modules"
@@ -143,14 +147,15 @@ def endless_pattern(key: str, value: Any) -> str:
     patterns = [text for text in texts if not re.fullmatch(r"[\w.-]*", text)]
     if not patterns:
         return ""
-    tried = attempt(
-        lambda: [_matches(text, name) for text in patterns for name in _NAMES], Limits(1 << 30, PATTERN_SECONDS, 60.0)
+    tried = run_limited(
+        lambda: [_matches(text, name) for text in patterns for name in _SAMPLE_MODULE_NAMES],
+        ResourceLimits(1 << 30, PATTERN_TIMEOUT_SECONDS, 60.0),
     )
-    if tried.how == "raised":
+    if tried.status == "raised":
         return f"{key} is a regular expression that cannot be used ({tried.value[1]})"
-    if tried.how == "lost":
+    if tried.status == "lost":
         return f"{key} is a regular expression that could not be tried within 60 seconds"
-    return f"{key} is a regular expression that does not end" if tried.how in ("time", "memory") else ""
+    return f"{key} is a regular expression that does not end" if tried.status in ("time", "memory") else ""
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -162,11 +167,11 @@ def _matches(pattern: str, name: str) -> bool:
 
 def config_fault(config: Mapping[str, Any]) -> str:
     """Why a model's config cannot be used: it names code on the hub. Empty where it names none."""
-    found = hub_code(config)
-    return f"{found}, and {NO_WORD}" if found else ""
+    found = find_hub_code(config)
+    return f"{found}, and {NO_CODE_REASON}" if found else ""
 
 
-_CHECKS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+_CONFIG_CHECKS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "adapter_config.json": _adapter_fault,
     "config.json": config_fault,
 }

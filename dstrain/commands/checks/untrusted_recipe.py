@@ -12,84 +12,94 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dstrain.commands.checks.untrusted_folder import NO_WORD, check_folder, check_imports, config_fault, endless_pattern
+from dstrain.commands.checks.untrusted_folder import (
+    NO_CODE_REASON,
+    check_folder,
+    check_imports,
+    config_fault,
+    pattern_fault,
+)
 from dstrain.config import RunConfig, read_recipe
 from dstrain.config.schema import LaunchConfig
-from dstrain.data.cache.token_store import say
+from dstrain.data.cache.token_store import log_stderr
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import Fault, UsageError
 from dstrain.models.adapters.folder import read_adapter
-from dstrain.tasks import Task, find_task, packaged_tasks
-from dstrain.tasks.common.reference import PolicyTask
+from dstrain.tasks import Task, builtin_tasks, find_task
+from dstrain.tasks.common.reference import ReferenceTask
 from dstrain.tasks.common.text import TextTask
 
-NO_FETCH = "and nothing is fetched because a folder says so"
+NO_FETCH_REASON = "and nothing is fetched because a folder says so"
 
 
-def folder_recipe(file: Path | None, own: Sequence[str], sets: Sequence[str], task: str | None) -> RunConfig:
+def load_folder_recipe(
+    file: Path | None, folder_overrides: Sequence[str], overrides: Sequence[str], task: str | None
+) -> RunConfig:
     """The recipe in a folder with `own` and then --set applied, where nothing in it runs code or asks the network.
 
     Raises UsageError for a task that is no packaged one, for trust_remote_code, and for names on the hub that are not
     in the cache, unless the command line names them. `launch.env` and `launch.slurm` are the command line's alone.
     """
-    config = read_recipe(file, [*own, *sets], task).config
+    config = read_recipe(file, [*folder_overrides, *overrides], task).config
     if file is None:
         return config
     named = {"task"} if task is not None else set()
-    named |= {text.partition("=")[0].strip() for text in sets}
-    if faults := [*_runs_code(file, config, named)]:
+    named |= {text.partition("=")[0].strip() for text in overrides}
+    if faults := [*_iter_code_faults(file, config, named)]:
         raise UsageError(faults)
-    if faults := [*_asks_network(file, config, named)]:
+    if faults := [*_iter_network_faults(file, config, named)]:
         raise UsageError(faults)
-    return _without_launch(file, config, named)
+    return _strip_launch(file, config, named)
 
 
-def _runs_code(file: Path, config: RunConfig, named: set[str]) -> Iterator[Fault]:
+def _iter_code_faults(file: Path, config: RunConfig, named_keys: set[str]) -> Iterator[Fault]:
     """A fault for each thing in the recipe that would run code and that the command line does not name."""
     model = config.model
-    if "task" not in named and config.task not in packaged_tasks():
-        yield _own_code(file, config.task)
+    if "task" not in named_keys and config.task not in builtin_tasks():
+        yield _custom_task_fault(file, config.task)
     if model.trust_remote_code:
-        if not named & {"model", "model.trust_remote_code"}:
+        if not named_keys & {"model", "model.trust_remote_code"}:
             mend = "add --set model.trust_remote_code=true if you trust that code, or =false to go on without it"
-            yield Fault(f"{file} model.trust_remote_code", f"is true, and {NO_WORD}", mend)
+            yield Fault(f"{file} model.trust_remote_code", f"is true, and {NO_CODE_REASON}", mend)
         return
-    if model.lora is not None and (fault := endless_pattern("targets", model.lora.targets)):
+    if model.lora is not None and (fault := pattern_fault("targets", model.lora.targets)):
         yield Fault(f"{file} model.lora", fault, "name the modules")
     if fault := config_fault(model.config or {}):
         yield Fault(f"{file} model.config", fault, "remove the key")
-    for _, name in _named_by_folder(config, named):
+    for _, name in _iter_model_references(config, named_keys):
         if Path(name).expanduser().is_dir():
             check_imports(Path(name).expanduser())
 
 
-def _own_code(file: Path, task: str) -> Fault:
+def _custom_task_fault(file: Path, task: str) -> Fault:
     kept = file.parent / "task.py"
     there = kept if kept.is_file() else Path(task)
     word = shlex.quote(str(there)) if there.is_file() else "FILE"
-    problem = f"names code of its own ({task!r}), and {NO_WORD}"
+    problem = f"names code of its own ({task!r}), and {NO_CODE_REASON}"
     return Fault(f"{file} task", problem, f"add --task {word} if you trust that file")
 
 
-def _without_launch(file: Path, config: RunConfig, named: set[str]) -> RunConfig:
+def _strip_launch(file: Path, config: RunConfig, named_keys: set[str]) -> RunConfig:
     """The recipe without what goes to a shell or an environment, which can load code (LD_PRELOAD, PYTHONPATH)."""
-    if "launch" in named:
+    if "launch" in named_keys:
         return config
-    own = {"env": [] if "launch.env" not in named else config.launch.env, "slurm": LaunchConfig().slurm}
+    own = {"env": [] if "launch.env" not in named_keys else config.launch.env, "slurm": LaunchConfig().slurm}
     if config.launch.env != own["env"]:
-        say(f"{file}: launch.env comes from the folder and is not applied; --set 'launch.env=[...]' applies yours")
+        log_stderr(
+            f"{file}: launch.env comes from the folder and is not applied; --set 'launch.env=[...]' applies yours"
+        )
     return config.model_copy(update={"launch": config.launch.model_copy(update=own)})
 
 
-def _asks_network(file: Path, config: RunConfig, named: set[str]) -> Iterator[Fault]:
+def _iter_network_faults(file: Path, config: RunConfig, named_keys: set[str]) -> Iterator[Fault]:
     """A fault for each model on the hub that the folder names, the command line does not, and this machine does not have."""
-    for key, value in _named_by_folder(config, named):
-        if _names_hub(value) and not _in_hub_cache(value):
-            problem = f"names '{value}' on the hub, which is not in this machine's cache, {NO_FETCH}"
+    for key, value in _iter_model_references(config, named_keys):
+        if _is_hub_model_name(value) and not _is_model_cached(value):
+            problem = f"names '{value}' on the hub, which is not in this machine's cache, {NO_FETCH_REASON}"
             yield Fault(f"{file} {key}", problem, f"add --set {key}={value}, or the path of a folder with it")
 
 
-def _named_by_folder(config: RunConfig, named: set[str]) -> Iterator[tuple[str, str]]:
+def _iter_model_references(config: RunConfig, named_keys: set[str]) -> Iterator[tuple[str, str]]:
     """(key, folder or hub id) of each model that the recipe names and the command line does not.
 
     After an adapter's folder, the model that its weights are loaded on.
@@ -100,76 +110,76 @@ def _named_by_folder(config: RunConfig, named: set[str]) -> Iterator[tuple[str, 
         ("model.processor", config.model.processor),
         ("options.ref_model", config.options.get("ref_model")),
     ):
-        if not isinstance(value, str) or named & {key, key.split(".")[0]}:
+        if not isinstance(value, str) or named_keys & {key, key.split(".")[0]}:
             continue
         yield key, value
         if key in ("model.path", "options.ref_model") and (adapter := read_adapter(value, key)) is not None:
-            yield key, adapter.base
+            yield key, adapter.base_model
 
 
-def in_place_of_base(run: Path, sets: Sequence[str]) -> list[str]:
+def saved_config_overrides(run_dir: Path, overrides: Sequence[str]) -> list[str]:
     """Where the model that a run began with is gone: the config that the run keeps, as --set takes it.
 
     A checkpoint of a full fine-tuning has all weights. Raises UsageError where there is no such config, or adapters need
     the weights.
     """
-    recipe, kept = run / "recipe.yaml", run / "model"
-    config = read_recipe(recipe, sets).config
+    recipe, kept = run_dir / "recipe.yaml", run_dir / "model"
+    config = read_recipe(recipe, overrides).config
     model, base = config.model, read_recipe(recipe).config.model.path
     if base is None or model.path != base or Path(base).expanduser().is_dir():
         return []
-    if _names_hub(base) and _in_hub_cache(base):
+    if _is_hub_model_name(base) and _is_model_cached(base):
         return []
     if model.lora is not None or model.trust_remote_code or not (kept / "config.json").is_file():
-        if _names_hub(base):
+        if _is_hub_model_name(base):
             return []
         needs = (
             "the adapters lie on its weights" if model.lora is not None else "its config says how to build the model"
         )
         problem = f"'{base}' is not there any more, and {needs}"
         raise UsageError(Fault(f"{recipe} model.path", problem, "name its folder: --set model.path=FOLDER"))
-    check_folder(kept, run=run)
+    check_folder(kept, run_dir=run_dir)
     found = [f"model.path={json.dumps(str(kept.resolve()))}"]
-    task = find_task(config.task) if config.task in packaged_tasks() else None
-    if task is not None and issubclass(task, PolicyTask) and not config.options.get("ref_model"):
+    task = find_task(config.task) if config.task in builtin_tasks() else None
+    if task is not None and issubclass(task, ReferenceTask) and not config.options.get("ref_model"):
         found.append(f"options.ref_model={json.dumps(base)}")  # which is gone too, and asked for where it is needed
     return found
 
 
-def check_probes(folder: Path, own: str, sets: Sequence[str]) -> None:
+def check_probe_data(folder: Path, recipe_name: str, overrides: Sequence[str]) -> None:
     """Raise UsageError where the samples to probe an export with are a dataset that only the folder names, and is not here."""
-    file = next((folder / name for name in ("recipe.yaml", own) if (folder / name).is_file()), None)
-    if file is None or any(text.partition("=")[0].strip() in ("data", "data.eval", "data.train") for text in sets):
+    file = next((folder / name for name in ("recipe.yaml", recipe_name) if (folder / name).is_file()), None)
+    if file is None or any(text.partition("=")[0].strip() in ("data", "data.eval", "data.train") for text in overrides):
         return
-    data = read_recipe(file, sets).config.data
+    data = read_recipe(file, overrides).config.data
     for source in [data.eval] if data.eval is not None else data.train:
-        if is_hub_name(source.path) and not Path(source.path).is_file() and not _dataset_in_cache(source.path):
-            problem = f"names '{source.path}' on the hub, which is not in this machine's cache, {NO_FETCH}"
+        if is_hub_name(source.path) and not Path(source.path).is_file() and not _is_dataset_cached(source.path):
+            problem = f"names '{source.path}' on the hub, which is not in this machine's cache, {NO_FETCH_REASON}"
             mend = f"add --set data.eval={source.path}, or --set data.eval=FILE to probe with"
             raise UsageError(Fault(f"{file} data", problem, mend))
 
 
-def _dataset_in_cache(name: str) -> bool:
+def _is_dataset_cached(name: str) -> bool:
     """Whether the datasets library has kept it (datasets/config.py, HF_DATASETS_CACHE): no more than its folder is looked for."""
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     place = Path(os.path.expanduser(os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets"))
     return (place / name.replace("/", "___")).is_dir()
 
 
-def _names_hub(name: str) -> bool:
+def _is_hub_model_name(name: str) -> bool:
     """Whether transformers would take a name for one on the hub, `gpt2` too."""
     local = name.startswith((".", "/", "~")) or name.count("/") > 1
     return bool(name) and not local and not Path(name).is_dir()
 
 
-def _in_hub_cache(name: str) -> bool:
+def _is_model_cached(name: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
     files = ("config.json", "adapter_config.json", "tokenizer_config.json", "processor_config.json")
     return any(isinstance(try_to_load_from_cache(name, file), str) for file in files)
 
 
-def holds_module(folder: Path) -> bool:
+def is_module_export(folder: Path) -> bool:
     """Whether a folder is the export of a module that is none of transformers'."""
     there = [(folder / name).is_file() for name in ("dstrain_recipe.yaml", "config.json", "adapter_config.json")]
     return there == [True, False, False]
@@ -177,8 +187,8 @@ def holds_module(folder: Path) -> bool:
 
 def check_head(task: Task, folder: Path) -> None:
     """Raise UsageError where the answers of an exported model would be those of a head that is drawn at random."""
-    if isinstance(task, TextTask) and task.fit.drawn:
-        name = task.fit.drawn[0]
+    if isinstance(task, TextTask) and task.model_validator.newly_initialized:
+        name = task.model_validator.newly_initialized[0]
         raise UsageError(
             f"{folder}: its files hold no {name}, which task {task.recipe.task} needs; give a trained model's folder"
         )

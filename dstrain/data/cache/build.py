@@ -11,55 +11,55 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.cache.bad_record_summary import by_kind, show_rows
-from dstrain.data.cache.process_pool import ALONE, Piece, Processes, map_pieces
-from dstrain.data.cache.token_store import Report, TokenStore, WithFiles, cache_root, cached_store
+from dstrain.data.cache.bad_record_summary import format_bad_rows, group_by_reason
+from dstrain.data.cache.process_pool import SINGLE_PROCESS, EncodedChunk, ProcessPoolConfig, map_chunks
+from dstrain.data.cache.token_store import BuildReport, TokenStore, WithExtraFiles, cache_root, load_or_build_store
 from dstrain.data.formats.messages import BadRecord
 from dstrain.data.sources.open import BadRow, Source
 from dstrain.errors import DataError
 
-FORMAT = 5
+CACHE_FORMAT = 5
 """Raise it when the same data would give other examples: old caches are then left alone."""
-CHUNK, WITH_IMAGES, SHARED = 1000, 200, 250
+CHUNK_SIZE, IMAGE_CHUNK_SIZE, PARALLEL_CHUNK_SIZE = 1000, 200, 250
 """Records in memory at once; those with images may hold their bytes; those that one of several processes takes next."""
-SHARE_SKIPPED = 0.01
+MAX_BAD_FRACTION = 0.01
 """Bad records up to this share are skipped where `data.on_error` says nothing."""
 
-Example = Mapping[str, Any] | BadRecord
-Encode = Callable[[list[tuple[int, dict[str, Any]]]], Sequence[Example | list[Example]]]
+EncodeResult = Mapping[str, Any] | BadRecord
+Encode = Callable[[list[tuple[int, dict[str, Any]]]], Sequence[EncodeResult | list[EncodeResult]]]
 """(index, record) pairs -> an example or the fault of each, or a list of its examples, in the same order."""
 
 
 @dataclass(frozen=True)
-class Following:
+class StatefulEncode:
     """An `Encode` that needs to know what came before a chunk."""
 
-    make: Encode
-    seek: Callable[[Iterator[dict[str, Any]]], None]
+    encode: Encode
+    restore_context: Callable[[Iterator[dict[str, Any]]], None]
     """Given the records before a chunk, the last one first: has `make` go on as if it had encoded them."""
 
-    def __call__(self, rows: list[tuple[int, dict[str, Any]]]) -> Sequence[Example | list[Example]]:
-        return self.make(rows)
+    def __call__(self, rows: list[tuple[int, dict[str, Any]]]) -> Sequence[EncodeResult | list[EncodeResult]]:
+        return self.encode(rows)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class PreparePolicy:
     """By how many processes records are encoded, and what to do about bad ones."""
 
     task: str
     """For the command that the refusal names."""
     on_error: str | None = None
     """skip: leave them out; fail: refuse any; None: refuse more than 1 %."""
-    processes: Processes = ALONE
+    processes: ProcessPoolConfig = SINGLE_PROCESS
 
 
-def read_each(
-    read: Callable[[dict[str, Any]], Any], encode: Callable[[list[Any]], Sequence[Example | list[Example]]]
+def compose_encode(
+    parse: Callable[[dict[str, Any]], Any], encode: Callable[[list[Any]], Sequence[EncodeResult | list[EncodeResult]]]
 ) -> Encode:
     """An `Encode` that reads every record and encodes those that can be read together; the others keep their fault."""
 
-    def encode_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[Example | list[Example]]:
-        found = [attempt(read, record) for _, record in rows]
+    def encode_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[EncodeResult | list[EncodeResult]]:
+        found = [try_parse(parse, record) for _, record in rows]
         coded = iter(encode([item for item in found if not isinstance(item, BadRecord)]))
         return [item if isinstance(item, BadRecord) else next(coded) for item in found]
 
@@ -67,57 +67,61 @@ def read_each(
 
 
 def prepare(
-    source: Source, encode: Encode, key: Mapping[str, Any], policy: Policy, folder: Path | None = None
+    source: Source, encode: Encode, key: Mapping[str, Any], policy: PreparePolicy, folder: Path | None = None
 ) -> TokenStore:
     """The store of a source's examples, from the cache where it is there. Raises DataError for bad records.
 
     `key` names all that `encode` depends on; the data and the format are added to it. The verdict is no part of
     the cache: another `on_error` needs no new tokens. An `encode` that is `WithFiles` leaves its files in the store.
     """
-    full = {"format": FORMAT, "data": source.digest, **key}
+    full = {"format": CACHE_FORMAT, "data": source.digest, **key}
 
-    def build(report: Report) -> Iterator[list[Mapping[str, Any]]]:
-        if isinstance(encode, WithFiles):
-            return encode_all(source, encode, report, WITH_IMAGES)
-        return encode_all(source, encode, report, CHUNK, policy.processes)
+    def build(report: BuildReport) -> Iterator[list[Mapping[str, Any]]]:
+        if isinstance(encode, WithExtraFiles):
+            return iter_encoded(source, encode, report, IMAGE_CHUNK_SIZE)
+        return iter_encoded(source, encode, report, CHUNK_SIZE, policy.processes)
 
-    whole = WithFiles(build, encode.beside) if isinstance(encode, WithFiles) else build
-    store = cached_store(folder or cache_root(), full, whole)
-    judge(store.report, policy)
+    whole = WithExtraFiles(build, encode.write_extra_files) if isinstance(encode, WithExtraFiles) else build
+    store = load_or_build_store(folder or cache_root(), full, whole)
+    check_bad_records(store.report, policy)
     return store
 
 
-def encode_all(
-    source: Source, encode: Encode, report: Report, chunk: int = CHUNK, processes: Processes = ALONE
+def iter_encoded(
+    source: Source,
+    encode: Encode,
+    report: BuildReport,
+    chunk_size: int = CHUNK_SIZE,
+    processes: ProcessPoolConfig = SINGLE_PROCESS,
 ) -> Iterator[list[Mapping[str, Any]]]:
     """The examples of all good records, in chunks, with the record's index as `sample`; the report fills up.
 
     A key that ends in `_cut` is counted, not kept. Raises RunError where one of several processes is ended.
     """
-    report.read = len(source) + len(source.bad)
+    report.read = len(source) + len(source.bad_rows)
     report.sizes = list(getattr(source, "sizes", ()))
-    report.bad.extend(source.bad)
-    count = processes.for_records(len(source))
-    size = min(chunk, SHARED) if count > 1 and not isinstance(encode, Following) else chunk
+    report.bad.extend(source.bad_rows)
+    count = processes.num_processes_for(len(source))
+    size = min(chunk_size, PARALLEL_CHUNK_SIZE) if count > 1 and not isinstance(encode, StatefulEncode) else chunk_size
     spans = [(start, min(start + size, len(source))) for start in range(0, len(source), size)]
     if count > 1:
-        pieces = map_pieces(partial(_encode_span, source, encode, True), spans, processes)
+        pieces = map_chunks(partial(_encode_range, source, encode, True), spans, processes)
     else:
-        pieces = (_encode_span(source, encode, False, *span) for span in spans)
+        pieces = (_encode_range(source, encode, False, *span) for span in spans)
     for piece in pieces:
-        report.bad += [BadRow(source.where(index), reason) for index, reason in piece.bad]
+        report.bad += [BadRow(source.location(index), reason) for index, reason in piece.bad]
         for name, cut in piece.cuts.items():
             report.cuts[name] = report.cuts.get(name, 0) + cut
         report.kept += len(piece.examples)
         yield piece.examples
 
 
-def _encode_span(source: Source, encode: Encode, apart: bool, start: int, stop: int) -> Piece:
+def _encode_range(source: Source, encode: Encode, is_parallel: bool, start: int, stop: int) -> EncodedChunk:
     """The records from `start` to `stop`; `apart`: another process may have encoded those before them."""
-    if apart and isinstance(encode, Following):
-        encode.seek(source[index] for index in reversed(range(start)))
+    if is_parallel and isinstance(encode, StatefulEncode):
+        encode.restore_context(source[index] for index in reversed(range(start)))
     rows = [(index, source[index]) for index in range(start, stop)]
-    piece = Piece()
+    piece = EncodedChunk()
     found = zip(rows, encode(rows), strict=True)
     for index, example in ((index, one) for (index, _), of in found for one in (of if isinstance(of, list) else [of])):
         if isinstance(example, BadRecord):
@@ -130,25 +134,25 @@ def _encode_span(source: Source, encode: Encode, apart: bool, start: int, stop: 
     return piece
 
 
-def judge(report: Report, policy: Policy) -> None:
+def check_bad_records(report: BuildReport, policy: PreparePolicy) -> None:
     """Nothing where the records may be used as `on_error` says. Raises DataError with the first bad ones of each kind."""
-    limit = {"skip": 1.0, "fail": 0.0, None: SHARE_SKIPPED}[policy.on_error]
+    limit = {"skip": 1.0, "fail": 0.0, None: MAX_BAD_FRACTION}[policy.on_error]
     bad, share = len(report.bad), len(report.bad) / max(report.read, 1)
     if share <= limit and report.kept:
         return
     told = f"{bad} of {report.read} records ({share:.1%}) cannot be used"
-    if 1 < bad == report.read and len(kinds := by_kind(report.bad)) == 1:
+    if 1 < bad == report.read and len(kinds := group_by_reason(report.bad)) == 1:
         (first, *_), place = (
             next(iter(kinds.values())),
             "if the records are right, the recipe or the model does not fit them",
         )
-        raise DataError(f"{told}, all for one reason:\n  {first.where}: {first.reason}\n{place}")
+        raise DataError(f"{told}, all for one reason:\n  {first.location}: {first.reason}\n{place}")
     rule = {
         "skip": "and none is left",
         "fail": "and data.on_error is fail",
-        None: f"above the {SHARE_SKIPPED:.0%} limit for skipping bad records",
+        None: f"above the {MAX_BAD_FRACTION:.0%} limit for skipping bad records",
     }[policy.on_error]
-    file = re.sub(r"(:\d+|\[\d+\])$", "", report.bad[0].where) if report.bad else "FILE"
+    file = re.sub(r"(:\d+|\[\d+\])$", "", report.bad[0].location) if report.bad else "FILE"
     known = " (with `--set model.path=FOLDER` also those that do not fit)"
     fit = known if any("data.max_length" in row.reason for row in report.bad) else ""
     skip = "" if policy.on_error == "skip" else ", or leave them out with `data.on_error: skip`"
@@ -156,17 +160,17 @@ def judge(report: Report, policy: Policy) -> None:
         "\n".join(
             [
                 f"{told}, {rule}:",
-                *(f"  {line}" for line in show_rows(report.bad)),
+                *(f"  {line}" for line in format_bad_rows(report.bad)),
                 f"list all with `dstrain data check {file} --task {policy.task}`{fit}{skip}",
             ]
         )
     )
 
 
-def attempt(convert: Callable[[dict[str, Any]], Any], record: dict[str, Any]) -> Any:
+def try_parse(parse: Callable[[dict[str, Any]], Any], record: dict[str, Any]) -> Any:
     """What `convert` makes of the record, or the BadRecord that it raises."""
     try:
-        return convert(record)
+        return parse(record)
     except BadRecord as fault:
         return fault
 

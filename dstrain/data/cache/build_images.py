@@ -11,84 +11,94 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.cache.build import Encode, Example
-from dstrain.data.cache.token_store import WithFiles, cache_root
-from dstrain.data.formats.image_placeholders import Seen, read_seen
+from dstrain.data.cache.build import Encode, EncodeResult
+from dstrain.data.cache.token_store import WithExtraFiles, cache_root
+from dstrain.data.formats.image_placeholders import RecordWithImages, read_with_images
 from dstrain.data.formats.messages import BadRecord
-from dstrain.data.formats.prompts import Asked, Prompt, encode_prompts
+from dstrain.data.formats.prompts import EncodedPrompt, ParsedPrompt, encode_prompts
 from dstrain.data.sources.open import Source
-from dstrain.data.vision.expansion import Views
-from dstrain.data.vision.image_index import AlbumWriter, Picture
-from dstrain.data.vision.image_io import locate_image, read_image
-from dstrain.data.vision.processor import Sight
+from dstrain.data.vision.expansion import PlaceholderExpansion
+from dstrain.data.vision.image_index import ImageEntry, ImageIndexWriter
+from dstrain.data.vision.image_io import read_image, resolve_image
+from dstrain.data.vision.processor import VisionProcessor
 
-EncodeSeen = Callable[[list[Any], Views | None], Sequence[Example]]
+EncodeParsed = Callable[[list[Any], PlaceholderExpansion | None], Sequence[EncodeResult]]
 """What records say, and how their images stand in the texts (None: the model sees none) -> an example or fault of each."""
-MOST_THREADS = 8
+MAX_THREADS = 8
 """That look at images at once, each with one of them in memory; Pillow lets go of the interpreter while it decodes."""
 
 
 @dataclass(frozen=True)
-class Look:
+class LoadedRecord:
     """What one record says, and what it shows."""
 
-    seen: Seen[Any]
-    pictures: tuple[Picture, ...]
-    texts: list[str]
+    record: RecordWithImages[Any]
+    entries: tuple[ImageEntry, ...]
+    image_texts: list[str]
     """What stands for each image in a text."""
 
 
 @dataclass(frozen=True)
-class Eyes:
+class ImageRecordEncoder:
     """A processor, and the album that a preparation fills."""
 
-    sight: Sight
-    album: AlbumWriter
+    vision_processor: VisionProcessor
+    index_writer: ImageIndexWriter
     threads: int = 1
 
     @classmethod
-    def with_album(cls, sight: Sight, cores: int) -> Eyes:
+    def create(cls, vision_processor: VisionProcessor, max_threads: int) -> ImageRecordEncoder:
         """Eyes with an empty album; smaller copies of images lie in the cache, apart for each way to make them."""
-        place = cache_root() / "images" / _way_of_copies(sight.processor.image_processor)
-        return cls(sight, AlbumWriter(sight.settle, place), min(cores, MOST_THREADS))
+        place = cache_root() / "images" / _downscale_fingerprint(vision_processor.hf_processor.image_processor)
+        return cls(vision_processor, ImageIndexWriter(vision_processor.downscale, place), min(max_threads, MAX_THREADS))
 
-    def encoder(self, source: Source, read: Callable[[Mapping[str, Any]], Any], encode: EncodeSeen) -> Encode:
+    def make_encode(self, source: Source, parse: Callable[[Mapping[str, Any]], Any], encode: EncodeParsed) -> Encode:
         """An `Encode` whose examples have a column `images`, places in the album that it leaves beside them."""
-        look = partial(self._look, source, read)
+        look = partial(self._load_record, source, parse)
         pool = ThreadPoolExecutor(self.threads)  # one for all chunks: a thread's copy of the processor is dear
 
-        def encode_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[Example]:
+        def encode_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[EncodeResult]:
             found = list(pool.map(look, rows))
-            good = [item for item in found if isinstance(item, Look)]
-            coded = iter(encode([item.seen.said for item in good], Views(self.sight, [item.texts for item in good])))
-            return [self._placed(next(coded), item.pictures) if isinstance(item, Look) else item for item in found]
+            good = [item for item in found if isinstance(item, LoadedRecord)]
+            coded = iter(
+                encode(
+                    [item.record.parsed for item in good],
+                    PlaceholderExpansion(self.vision_processor, [item.image_texts for item in good]),
+                )
+            )
+            return [
+                self._add_image_positions(next(coded), item.entries) if isinstance(item, LoadedRecord) else item
+                for item in found
+            ]
 
-        def leave(folder: Path) -> list[str]:
+        def write_index(folder: Path) -> list[str]:
             pool.shutdown()
-            return self.album.write(folder)
+            return self.index_writer.write(folder)
 
-        return WithFiles(encode_rows, leave)
+        return WithExtraFiles(encode_rows, write_index)
 
-    def _look(
-        self, source: Source, read: Callable[[Mapping[str, Any]], Any], row: tuple[int, dict[str, Any]]
-    ) -> Look | BadRecord:
+    def _load_record(
+        self, source: Source, parse: Callable[[Mapping[str, Any]], Any], row: tuple[int, dict[str, Any]]
+    ) -> LoadedRecord | BadRecord:
         """Thread-safe."""
         index, record = row
         try:
-            seen = read_seen(record, read)
-            pictures = tuple(self.album.look(value, source.folder_of(index)) for value in seen.images)
-            return Look(seen, pictures, [self.sight.text_of(picture.size) for picture in pictures])
+            seen = read_with_images(record, parse)
+            pictures = tuple(self.index_writer.get_entry(value, source.get_base_dir(index)) for value in seen.images)
+            return LoadedRecord(
+                seen, pictures, [self.vision_processor.get_image_text(picture.size) for picture in pictures]
+            )
         except BadRecord as fault:
             return fault
 
-    def _placed(self, example: Example, pictures: Sequence[Picture]) -> Example:
+    def _add_image_positions(self, example: EncodeResult, entries: Sequence[ImageEntry]) -> EncodeResult:
         """Records come here in their order, and so the album's numbers are the same however many threads there are."""
         if isinstance(example, BadRecord):
             return example
-        return {**example, "images": [self.album.number(picture) for picture in pictures]}
+        return {**example, "images": [self.index_writer.assign_position(picture) for picture in entries]}
 
 
-def _way_of_copies(image_processor: Any) -> str:
+def _downscale_fingerprint(image_processor: Any) -> str:
     """A hash of all that decides which smaller copy stands for an image: the same whatever the tokenizer is."""
     kind = type(image_processor)
     made_by = [f"{name} {'.'.join(version(name).split('.')[:2])}" for name in ("pillow", "transformers")]
@@ -96,15 +106,18 @@ def _way_of_copies(image_processor: Any) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
-def look_at_prompts(
-    sight: Sight, asked: Sequence[Seen[Asked]], folders: Sequence[Path], limit: int | None = None
-) -> list[Prompt | BadRecord]:
+def encode_image_prompts(
+    vision_processor: VisionProcessor,
+    parsed_prompts: Sequence[RecordWithImages[ParsedPrompt]],
+    folders: Sequence[Path],
+    max_length: int | None = None,
+) -> list[EncodedPrompt | BadRecord]:
     """What records ask, with the images that they name; a fault where one of them cannot be used."""
-    found = [_located(sight, *one) for one in zip(asked, folders, strict=True)]
+    found = [_load_prompt(vision_processor, *one) for one in zip(parsed_prompts, folders, strict=True)]
     good = [one for one in found if not isinstance(one, BadRecord)]
-    views = Views(sight, [texts for _, _, texts in good])
-    coded = iter(encode_prompts(sight.tokenizer, [said for said, _, _ in good], limit, views))
-    prompts: list[Prompt | BadRecord] = []
+    views = PlaceholderExpansion(vision_processor, [texts for _, _, texts in good])
+    coded = iter(encode_prompts(vision_processor.tokenizer, [said for said, _, _ in good], max_length, views))
+    prompts: list[EncodedPrompt | BadRecord] = []
     for one in found:
         made = one if isinstance(one, BadRecord) else next(coded)
         prompts.append(
@@ -113,12 +126,16 @@ def look_at_prompts(
     return prompts
 
 
-def _located(
-    sight: Sight, asked: Seen[Asked], folder: Path
-) -> tuple[Asked, tuple[Path | bytes, ...], list[str]] | BadRecord:
+def _load_prompt(
+    vision_processor: VisionProcessor, parsed_prompt: RecordWithImages[ParsedPrompt], folder: Path
+) -> tuple[ParsedPrompt, tuple[Path | bytes, ...], list[str]] | BadRecord:
     """What is asked, where its images are, and what stands for them in a text."""
     try:
-        images = tuple(locate_image(value, folder) for value in asked.images)
-        return asked.said, images, [sight.text_of(read_image(image).size) for image in images]
+        images = tuple(resolve_image(value, folder) for value in parsed_prompt.images)
+        return (
+            parsed_prompt.parsed,
+            images,
+            [vision_processor.get_image_text(read_image(image).size) for image in images],
+        )
     except BadRecord as fault:
         return fault

@@ -16,26 +16,26 @@ Example = Mapping[str, Any]
 class ColumnFile:
     """One .npy file of unknown length: the header is written again at the end, in the room numpy leaves for it."""
 
-    def __init__(self, path: Path, kind: str) -> None:
-        self.path, self.kind, self.count = path, np.dtype(kind), 0
+    def __init__(self, path: Path, dtype: str) -> None:
+        self.path, self.dtype, self.count = path, np.dtype(dtype), 0
         self._file: BinaryIO = path.open("wb")
-        self._header()
+        self._write_header()
 
-    def _header(self) -> int:
-        shape = {"descr": self.kind.str, "fortran_order": False, "shape": (self.count,)}
+    def _write_header(self) -> int:
+        shape = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count,)}
         np.lib.format.write_array_header_1_0(self._file, shape)
         return self._file.tell()
 
     def append(self, values: np.ndarray) -> None:
-        self._file.write(np.ascontiguousarray(values, dtype=self.kind).tobytes())
+        self._file.write(np.ascontiguousarray(values, dtype=self.dtype).tobytes())
         self.count += len(values)
 
     def close(self) -> int:
         """The file's size in bytes, once it is on the disk."""
         size = self._file.tell()
         self._file.seek(0)
-        header = self._header()
-        assert header + self.count * self.kind.itemsize == size, "the header grew over the data"
+        header = self._write_header()
+        assert header + self.count * self.dtype.itemsize == size, "the header grew over the data"
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -55,7 +55,7 @@ class ColumnWriter:
         if not chunk:
             return
         if not self._samples.count:
-            self._create(chunk[0])
+            self._create_columns(chunk[0])
         names = {"sample", *self._scalars, *self._ragged}
         for example in chunk:
             assert set(example) == names, f"every example has the same columns: {sorted(set(example) ^ names)}"
@@ -67,7 +67,7 @@ class ColumnWriter:
             ends.append(values.count + np.cumsum([len(row) for row in rows]))
             values.append(np.concatenate(rows))
 
-    def _create(self, example: Example) -> None:
+    def _create_columns(self, example: Example) -> None:
         for name, value in example.items():
             path, ends = self._folder / f"{name}.npy", self._folder / f"{name}.ends.npy"
             if isinstance(value, list | tuple | np.ndarray):

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from dstrain.data.cache.token_store import TokenStore
-from dstrain.data.sources.open import Joined
+from dstrain.data.sources.open import ConcatSource
 from dstrain.errors import DataError, Fault
 
-NO_DATA = Fault("data.train", "is not set", "write `data: {train: pairs.jsonl}`")
+NO_TRAIN_DATA = Fault("data.train", "is not set", "write `data: {train: pairs.jsonl}`")
 
 
 @dataclass(frozen=True)
-class Examples:
+class TokenizedDataset:
     """What the loader indexes. Thread-safe."""
 
     store: TokenStore
@@ -26,7 +26,7 @@ class Examples:
     """Examples of each source."""
     weights: tuple[float, ...]
     """How often an epoch shows each source."""
-    answers: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
+    reference_columns: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
     """Column -> a number for each row of the store, computed elsewhere: what a reference says of the example."""
 
     def __len__(self) -> int:
@@ -34,11 +34,11 @@ class Examples:
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         row = int(self.rows[index])
-        return self.store[row] | {name: float(column[row]) for name, column in self.answers.items()}
+        return self.store[row] | {name: float(column[row]) for name, column in self.reference_columns.items()}
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
         """(N,) tokens of the longest sequence of each of these examples, (N,)."""
-        return self.store.longest(self.rows[ids])
+        return self.store.max_lengths(self.rows[ids])
 
     @property
     def report(self) -> dict[str, Any]:
@@ -48,29 +48,31 @@ class Examples:
         return {**report, "skipped": len(bad), "skipped_records": [f"{where}: {reason}" for where, reason in bad[:100]]}
 
 
-def source_sizes(store: TokenStore, source: Joined) -> tuple[int, ...]:
+def get_source_sizes(store: TokenStore, source: ConcatSource) -> tuple[int, ...]:
     """Records of each source, as the store noted them when it was built; else the sources are opened."""
     return tuple(store.report.sizes) or source.sizes
 
 
 def split_examples(
-    store: TokenStore, source_sizes: tuple[int, ...], weights: tuple[float, ...], held_out: float, seed: int
-) -> tuple[Examples, Examples | None]:
+    store: TokenStore, source_sizes: tuple[int, ...], weights: tuple[float, ...], eval_fraction: float, seed: int
+) -> tuple[TokenizedDataset, TokenizedDataset | None]:
     """(training, held-out) examples; `held_out` is the share of each source that is held out, chosen by the seed."""
-    sizes = store.sizes(source_sizes)
+    sizes = store.count_per_source(source_sizes)
     starts = np.cumsum((0, *sizes))
     train, test = [], []
     for source, (start, size) in enumerate(zip(starts, sizes, strict=False)):
         order = np.random.RandomState([seed, 3, source]).permutation(size) + start
-        count = max(1, round(held_out * size)) if held_out else 0
+        count = max(1, round(eval_fraction * size)) if eval_fraction else 0
         test.append(np.sort(order[:count]))
         train.append(np.sort(order[count:]))
-        if held_out and 0 < size <= count:
+        if eval_fraction and 0 < size <= count:
             problem = (
                 f"holds out all {size} records of source {source + 1} of data.train, and none is left to learn from"
             )
-            raise DataError(Fault(f"data.eval_fraction {held_out:g}", problem, "lower it, or give data.eval a file"))
-    kept = Examples(store, np.concatenate(train), tuple(map(len, train)), weights)
-    if not held_out:
+            raise DataError(
+                Fault(f"data.eval_fraction {eval_fraction:g}", problem, "lower it, or give data.eval a file")
+            )
+    kept = TokenizedDataset(store, np.concatenate(train), tuple(map(len, train)), weights)
+    if not eval_fraction:
         return kept, None
-    return kept, Examples(store, np.concatenate(test), tuple(map(len, test)), (1.0,) * len(test))
+    return kept, TokenizedDataset(store, np.concatenate(test), tuple(map(len, test)), (1.0,) * len(test))

@@ -22,17 +22,17 @@ import numpy as np
 
 from dstrain.errors import DstrainError, RunError
 
-FEWEST = 4000
+MIN_PARALLEL_RECORDS = 4000
 """Records below which one process is as soon ready as several."""
-AHEAD = 4
+MAX_PENDING_RESULTS = 4
 """Results of each process that may wait to be read."""
-_PARALLEL = "TOKENIZERS_PARALLELISM"
+_PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"
 
 Example = Mapping[str, Any]
 
 
 @dataclass
-class Piece:
+class EncodedChunk:
     """What became of some records that follow one another."""
 
     examples: list[Example] = field(default_factory=list)
@@ -43,47 +43,49 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Processes:
+class ProcessPoolConfig:
     """How many processes encode, and what each of them does first."""
 
-    count: int = 1
-    begin: Callable[[], None] | None = None
+    num_processes: int = 1
+    initializer: Callable[[], None] | None = None
     """Such as asking the kernel to end it with its parent."""
 
-    def for_records(self, records: int) -> int:
+    def num_processes_for(self, num_records: int) -> int:
         """How many are worth it. A fork keeps what cannot be pickled, and is safe on Linux alone."""
         can = sys.platform == "linux" and not multiprocessing.current_process().daemon  # which may have no children
-        return self.count if can and records >= FEWEST else 1
+        return self.num_processes if can and num_records >= MIN_PARALLEL_RECORDS else 1
 
 
-ALONE = Processes()
-Packed = tuple[dict[str, Any], list[tuple[int, str]], dict[str, int]]
+SINGLE_PROCESS = ProcessPoolConfig()
+PackedChunk = tuple[dict[str, Any], list[tuple[int, str]], dict[str, int]]
 """Columns of a piece's examples, its bad records and its cuts."""
-Spans = Sequence[tuple[int, int]]
+RecordRanges = Sequence[tuple[int, int]]
 
 
-def map_pieces(encode: Callable[[int, int], Piece], spans: Spans, processes: Processes) -> Iterator[Piece]:
+def map_chunks(
+    encode: Callable[[int, int], EncodedChunk], ranges: RecordRanges, processes: ProcessPoolConfig
+) -> Iterator[EncodedChunk]:
     """`encode(start, stop)` of each span, in order; process k of n, forked here, takes spans k, k + n, k + 2n ...
 
     Each process has a pipe of its own, so that its death is seen even while it writes: behind one queue for all, as
     concurrent.futures has it, a message that breaks off blocks its reader for ever. Raises what `encode` raises, and
     RunError where a process is ended from outside.
     """
-    count = min(processes.count, len(spans))
+    count = min(processes.num_processes, len(ranges))
     workers: list[tuple[BaseProcess, Connection]] = []
     try:
-        with _forking():
+        with _disable_tokenizer_threads():
             for which in range(count):
-                workers.append(_start(encode, spans[which::count], processes.begin))
-        for at in range(len(spans)):
+                workers.append(_start_worker(encode, ranges[which::count], processes.initializer))
+        for at in range(len(ranges)):
             worker, results = workers[at % count]
             try:
                 found = results.recv()
             except (EOFError, OSError) as fault:
-                raise RunError(_how_it_ended(worker, count)) from fault
+                raise RunError(_describe_exit(worker, count)) from fault
             if isinstance(found, BaseException):
                 raise found
-            yield _unpacked(found)
+            yield _unpack_chunk(found)
     finally:
         for worker, results in workers:
             worker.kill()  # which has nothing more to say
@@ -92,23 +94,25 @@ def map_pieces(encode: Callable[[int, int], Piece], spans: Spans, processes: Pro
             worker.join(10.0)
 
 
-def _start(
-    encode: Callable[[int, int], Piece], spans: Spans, begin: Callable[[], None] | None
+def _start_worker(
+    encode: Callable[[int, int], EncodedChunk], ranges: RecordRanges, initializer: Callable[[], None] | None
 ) -> tuple[BaseProcess, Connection]:
     """A process and the end of its pipe that is read; the other end is the process's alone."""
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
-    worker = context.Process(target=_work, args=(encode, spans, begin, (writer, os.getpid())), daemon=True)
+    worker = context.Process(
+        target=_worker_main, args=(encode, ranges, initializer, (writer, os.getpid())), daemon=True
+    )
     worker.start()
     writer.close()
     return worker, reader
 
 
 @contextmanager
-def _forking() -> Iterator[None]:
+def _disable_tokenizer_threads() -> Iterator[None]:
     """The tokenizers library is told that its threads are not wanted in what is forked now, where none of them would run."""
-    before = os.environ.get(_PARALLEL)
-    os.environ[_PARALLEL] = "false"
+    before = os.environ.get(_PARALLELISM_VARIABLE)
+    os.environ[_PARALLELISM_VARIABLE] = "false"
     try:
         with warnings.catch_warnings():
             # Python 3.12 warns of a fork beside threads; the children tokenise, and take no lock that a thread may hold.
@@ -116,28 +120,31 @@ def _forking() -> Iterator[None]:
             yield
     finally:
         if before is None:
-            del os.environ[_PARALLEL]
+            del os.environ[_PARALLELISM_VARIABLE]
         else:
-            os.environ[_PARALLEL] = before
+            os.environ[_PARALLELISM_VARIABLE] = before
 
 
-def _work(
-    encode: Callable[[int, int], Piece], spans: Spans, begin: Callable[[], None] | None, towards: tuple[Connection, int]
+def _worker_main(
+    encode: Callable[[int, int], EncodedChunk],
+    ranges: RecordRanges,
+    initializer: Callable[[], None] | None,
+    connection_and_parent: tuple[Connection, int],
 ) -> None:
     """What a forked process does. The handlers of signals are the parent's, which ends this process by itself."""
-    results, parent = towards
+    results, parent = connection_and_parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if begin is not None:
-        begin()
+    if initializer is not None:
+        initializer()
     if os.getppid() != parent:
         os._exit(1)
-    waiting: queue.Queue[Packed | BaseException | None] = queue.Queue(AHEAD)
-    sender = threading.Thread(target=_send, args=(waiting, results), daemon=True)
+    waiting: queue.Queue[PackedChunk | BaseException | None] = queue.Queue(MAX_PENDING_RESULTS)
+    sender = threading.Thread(target=_send_results, args=(waiting, results), daemon=True)
     sender.start()
     try:
-        for span in spans:
-            waiting.put(_packed(encode(*span)))
+        for span in ranges:
+            waiting.put(_pack_chunk(encode(*span)))
     except Exception as fault:
         if not isinstance(fault, DstrainError):
             fault.add_note(traceback.format_exc())
@@ -146,38 +153,38 @@ def _work(
     sender.join()
 
 
-def _send(waiting: queue.Queue[Packed | BaseException | None], results: Connection) -> None:
-    while (found := waiting.get()) is not None:
+def _send_results(pending: queue.Queue[PackedChunk | BaseException | None], connection: Connection) -> None:
+    while (found := pending.get()) is not None:
         try:
-            results.send(found)
+            connection.send(found)
         except (TypeError, AttributeError, pickle.PicklingError):  # an exception that holds what cannot be sent
-            results.send(RuntimeError(f"{found!r}\n" + "\n".join(getattr(found, "__notes__", ()))))
+            connection.send(RuntimeError(f"{found!r}\n" + "\n".join(getattr(found, "__notes__", ()))))
 
 
-def _packed(piece: Piece) -> Packed:
+def _pack_chunk(chunk: EncodedChunk) -> PackedChunk:
     """A piece as few arrays: a column of sequences as their values and lengths."""
     columns: dict[str, Any] = {}
-    for name, value in (piece.examples[0] if piece.examples else {}).items():
-        values = [example[name] for example in piece.examples]
+    for name, value in (chunk.examples[0] if chunk.examples else {}).items():
+        values = [example[name] for example in chunk.examples]
         if isinstance(value, list | tuple | np.ndarray):
             rows = [np.asarray(row, dtype=np.int32) for row in values]
             columns[name] = np.concatenate(rows), np.cumsum([len(row) for row in rows])[:-1]
         else:
             columns[name] = values
-    odd = next((at for at, example in enumerate(piece.examples) if example.keys() != columns.keys()), None)
+    odd = next((at for at, example in enumerate(chunk.examples) if example.keys() != columns.keys()), None)
     assert odd is None, (
-        f"every example has the same columns: {sorted(columns.keys() ^ piece.examples[odd or 0].keys())}"
+        f"every example has the same columns: {sorted(columns.keys() ^ chunk.examples[odd or 0].keys())}"
     )
-    return columns, piece.bad, piece.cuts
+    return columns, chunk.bad, chunk.cuts
 
 
-def _unpacked(packed: Packed) -> Piece:
+def _unpack_chunk(packed: PackedChunk) -> EncodedChunk:
     columns, bad, cuts = packed
     each = {name: np.split(*value) if isinstance(value, tuple) else value for name, value in columns.items()}
-    return Piece([dict(zip(each, row, strict=True)) for row in zip(*each.values(), strict=True)], bad, cuts)
+    return EncodedChunk([dict(zip(each, row, strict=True)) for row in zip(*each.values(), strict=True)], bad, cuts)
 
 
-def _how_it_ended(worker: BaseProcess, count: int) -> str:
+def _describe_exit(worker: BaseProcess, count: int) -> str:
     """Why a process has no more results."""
     worker.join(5.0)
     code = worker.exitcode

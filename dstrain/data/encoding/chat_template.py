@@ -7,9 +7,9 @@ from typing import Any
 
 from dstrain.errors import Fault, RecipeError
 
-KEY = "model.chat_template"
-TURNS = "turns"
-_WAY = """\
+RECIPE_KEY = "model.chat_template"
+BUILTIN_TEMPLATE = "turns"
+_TRANSCRIPT_TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message.role == 'assistant' -%}{{- '\n\nAssistant: ' -}}
 {%- elif message.role != 'system' -%}{{- '\n\nHuman: ' if message.role == 'user' else '\n\nTool: ' -}}{%- endif -%}
@@ -23,17 +23,19 @@ _WAY = """\
 """hh-rlhf's way of writing dialogs, each answer ended by EOS."""
 
 
-def read_template(wanted: str, tokenizer: Any, image: str = "") -> str:
+def resolve_chat_template(value: str, tokenizer: Any, image_token: str = "") -> str:
     """The Jinja template that model.chat_template means; `image`: what stands for an image. Raises RecipeError."""
-    if wanted == TURNS:
+    if value == BUILTIN_TEMPLATE:
         if tokenizer.eos_token is None:
-            raise RecipeError(Fault(KEY, "ends answers with EOS, and the tokenizer has none", "write a template"))
-        return _WAY.replace("IMAGE", image)
-    if "{" in wanted:
-        return wanted
-    file = Path(wanted).expanduser()
+            raise RecipeError(
+                Fault(RECIPE_KEY, "ends answers with EOS, and the tokenizer has none", "write a template")
+            )
+        return _TRANSCRIPT_TEMPLATE.replace("IMAGE", image_token)
+    if "{" in value:
+        return value
+    file = Path(value).expanduser()
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as fault:
-        mend = f"write {TURNS}, a Jinja template, or the path of a file with one"
-        raise RecipeError(Fault(KEY, f"'{wanted}' cannot be read ({fault})", mend)) from fault
+        mend = f"write {BUILTIN_TEMPLATE}, a Jinja template, or the path of a file with one"
+        raise RecipeError(Fault(RECIPE_KEY, f"'{value}' cannot be read ({fault})", mend)) from fault

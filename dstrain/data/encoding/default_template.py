@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def describe_untemplated(tokenizer: Any) -> Sequence[str]:
+def describe_missing_template(tokenizer: Any) -> Sequence[str]:
     """How they are written and what ends an answer, in a sentence; nothing where there is a template."""
     if getattr(tokenizer, "chat_template", None):
         return ()

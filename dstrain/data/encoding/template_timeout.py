@@ -8,56 +8,56 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dstrain.data.limited_process import Limits, attempt
+from dstrain.data.limited_process import ResourceLimits, run_limited
 from dstrain.errors import Fault, RecipeError
 
-SECONDS = 10
+MAX_CPU_SECONDS = 10
 """Of processor time, for all dialogs together; each takes about a thousandth of a second."""
-PATIENCE = 60.0
+MAX_WALL_SECONDS = 60.0
 """Seconds after which a process that does not compute either is given up, and nothing is known."""
-TRIES = 2
+MAX_ATTEMPTS = 2
 """A process of which nothing is known is started again: what it waited for may have been a lock of the one that was forked."""
-MEMORY = 2 << 30
+MAX_MEMORY_BYTES = 2 << 30
 """Bytes beside what the process has."""
 
-_ANSWER = {"role": "assistant", "content": "answer"}
-_DIALOGS: tuple[list[dict[str, Any]], ...] = (
+_ANSWER_MESSAGE = {"role": "assistant", "content": "answer"}
+_PROBE_CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
     [{"role": "user", "content": "question"}],
-    [{"role": "user", "content": "question"}, _ANSWER],
-    [{"role": "system", "content": "be brief"}, *[{"role": "user", "content": "question"}, _ANSWER] * 4],
+    [{"role": "user", "content": "question"}, _ANSWER_MESSAGE],
+    [{"role": "system", "content": "be brief"}, *[{"role": "user", "content": "question"}, _ANSWER_MESSAGE] * 4],
     [{"role": "user", "content": [{"type": "text", "text": "question"}]}],
 )
-_ENDS: set[str] = set()
+_CHECKED_TEMPLATES: set[str] = set()
 
 
-def require_end(tokenizer: Any, messages: Sequence[Any]) -> None:
+def check_template_terminates(tokenizer: Any, messages: Sequence[Any]) -> None:
     """Raise RecipeError where the tokenizer's chat template does not end, or takes all memory. Once for each template.
 
     `messages`: a dialog to try it with, beside some of every kind.
     """
     template = str(tokenizer.chat_template)
-    if template in _ENDS:
+    if template in _CHECKED_TEMPLATES:
         return
-    limits = Limits(MEMORY, SECONDS, PATIENCE)
-    for _ in range(TRIES):
-        tried = attempt(lambda: _render(tokenizer, [list(messages), *_DIALOGS]), limits)
-        if tried.how != "lost":
+    limits = ResourceLimits(MAX_MEMORY_BYTES, MAX_CPU_SECONDS, MAX_WALL_SECONDS)
+    for _ in range(MAX_ATTEMPTS):
+        tried = run_limited(lambda: _render_all(tokenizer, [list(messages), *_PROBE_CONVERSATIONS]), limits)
+        if tried.status != "lost":
             break
     problem = {
-        "lost": f"could not be tried: the process that rendered it was ended from outside, or did not end in {PATIENCE:.0f} seconds",
-        "time": f"does not end: it was stopped after {SECONDS} seconds",
-        "memory": f"takes more than {MEMORY >> 30} GiB of memory for a short dialog",
-    }.get(tried.how)
+        "lost": f"could not be tried: the process that rendered it was ended from outside, or did not end in {MAX_WALL_SECONDS:.0f} seconds",
+        "time": f"does not end: it was stopped after {MAX_CPU_SECONDS} seconds",
+        "memory": f"takes more than {MAX_MEMORY_BYTES >> 30} GiB of memory for a short dialog",
+    }.get(tried.status)
     if problem is not None:
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         mend = "set model.chat_template to another one, or to the word turns"
         raise RecipeError(Fault("model.chat_template", f"the chat template of {name} {problem}", mend))
-    _ENDS.add(template)
+    _CHECKED_TEMPLATES.add(template)
 
 
-def _render(tokenizer: Any, dialogs: Sequence[Any]) -> None:
+def _render_all(tokenizer: Any, conversations: Sequence[Any]) -> None:
     """Raises MemoryError; what else a template trips over is told where it is used."""
-    for dialog in dialogs:
+    for dialog in conversations:
         for opened in (False, True):
             try:
                 tokenizer.apply_chat_template(dialog, add_generation_prompt=opened, tokenize=False)

@@ -13,102 +13,112 @@ from typing import Any
 
 import numpy as np
 
-from dstrain.data.encoding.answer_spans import MARK, marked
-from dstrain.data.encoding.rendering import Prompt, count_alike, write_dialog
+from dstrain.data.encoding.answer_spans import ANSWER_SENTINEL, with_sentinel
+from dstrain.data.encoding.rendering import Prompt, common_prefix_length, render_conversation
 from dstrain.data.formats.messages import BadRecord
-from dstrain.data.formats.transcripts import HUMAN
+from dstrain.data.formats.transcripts import HUMAN_PREFIX
 
-CUTS = ("response_cut", "prompt_cut", "last_turn_cut")
+CUT_COLUMNS = ("response_cut", "prompt_cut", "last_turn_cut")
 """The names under which cuts are counted."""
 
 
 @dataclass(frozen=True)
-class Kept:
+class TruncationResult:
     """What a cut leaves of a sample."""
 
-    prompt: int
+    prompt_tokens: int
     """Tokens of the prompt, its last ones."""
-    room: int
+    remaining_tokens: int
     """Tokens for what follows the prompt."""
     cuts: dict[str, int]
     """`prompt_cut`: something of the prompt was cut; `last_turn_cut`: something of its last user turn. 1 or 0."""
 
 
 @dataclass(frozen=True)
-class Room:
+class TokenBudget:
     """The tokens that a sample may take."""
 
     max_length: int
     max_prompt_length: int | None
     """Tokens of the prompt with its BOS; what the user asks for, though it may cut the last turn."""
-    start: int
+    prefix_tokens: int
     """Tokens that no cut takes from the front: BOS or CLS."""
-    end: int = 0
+    suffix_tokens: int = 0
     """Tokens that no cut takes from the end: a BERT's SEP."""
 
-    def keep(self, prompt: int, answer: int, last_turn: Callable[[], int]) -> Kept | BadRecord:
+    def truncate(
+        self, prompt_tokens: int, answer_tokens: int, count_last_turn: Callable[[], int]
+    ) -> TruncationResult | BadRecord:
         """`prompt`, `answer`: their tokens, the answer the longer one of a pair; `last_turn()`: those of the prompt from
         its last user turn on, asked for only where something is to be cut.
         """
-        room = self.max_length - self.start - self.end
-        most = prompt if self.max_prompt_length is None else min(prompt, max(self.max_prompt_length - self.start, 0))
-        if most == prompt and prompt + answer <= room:
-            return Kept(prompt, room - prompt, {"prompt_cut": 0, "last_turn_cut": 0})
-        turn = last_turn() if prompt else 0
+        room = self.max_length - self.prefix_tokens - self.suffix_tokens
+        most = (
+            prompt_tokens
+            if self.max_prompt_length is None
+            else min(prompt_tokens, max(self.max_prompt_length - self.prefix_tokens, 0))
+        )
+        if most == prompt_tokens and prompt_tokens + answer_tokens <= room:
+            return TruncationResult(prompt_tokens, room - prompt_tokens, {"prompt_cut": 0, "last_turn_cut": 0})
+        turn = count_last_turn() if prompt_tokens else 0
         least = min(turn, most)
-        kept = max(min(most, room - answer), least)
+        kept = max(min(most, room - answer_tokens), least)
         if kept >= room:
-            return BadRecord(self._no_answer(self.start + least + self.end, least == turn))
-        return Kept(kept, room - kept, {"prompt_cut": int(kept < prompt), "last_turn_cut": int(kept < turn)})
+            return BadRecord(self._overflow_message(self.prefix_tokens + least + self.suffix_tokens, least == turn))
+        return TruncationResult(
+            kept, room - kept, {"prompt_cut": int(kept < prompt_tokens), "last_turn_cut": int(kept < turn)}
+        )
 
-    def _no_answer(self, held: int, whole_turn: bool) -> str:
+    def _overflow_message(self, used_tokens: int, is_full_turn: bool) -> str:
         """Why `held` tokens of prompt and frame leave no token for the answer, and what to do."""
-        what = "its last user turn and what opens the answer take" if whole_turn else "its prompt, cut, takes"
-        most = self.max_length - 1 - self.end
-        less = "" if whole_turn else f", data.max_prompt_length to {most} or less"
+        what = "its last user turn and what opens the answer take" if is_full_turn else "its prompt, cut, takes"
+        most = self.max_length - 1 - self.suffix_tokens
+        less = "" if is_full_turn else f", data.max_prompt_length to {most} or less"
         return (
-            f"{what} {held} tokens, and data.max_length {self.max_length} leaves none for the answer; set "
-            f"data.max_length to {held + 1} or more{less}, or remove the record"
+            f"{what} {used_tokens} tokens, and data.max_length {self.max_length} leaves none for the answer; set "
+            f"data.max_length to {used_tokens + 1} or more{less}, or remove the record"
         )
 
 
 @dataclass(frozen=True)
-class Dialog:
+class LastTurnFinder:
     """A prompt in the text that was made of it."""
 
     tokenizer: Any
     prompt: Prompt
     """A text that was written as it stands, or the messages of the text."""
-    end: int
+    num_prompt_messages: int
     """How many of the messages stand in front of the answer."""
-    opened: bool = False
+    add_generation_prompt: bool = False
     """Whether what stands in front of the assistant's next answer ends the text."""
     tools: Sequence[Mapping[str, Any]] = ()
 
-    def last_turn(self, text: str) -> int:
+    def find_last_turn(self, text: str) -> int:
         """The letter of the text at which the last user turn begins; 0 where that cannot be told, so that all stays."""
         if isinstance(self.prompt, str):
-            return max(self.prompt.rfind(HUMAN), 0)
-        users = [at for at in range(self.end) if self.prompt[at]["role"] == "user"]
+            return max(self.prompt.rfind(HUMAN_PREFIX), 0)
+        users = [at for at in range(self.num_prompt_messages) if self.prompt[at]["role"] == "user"]
         if not users or not users[-1]:
             return 0
         at = users[-1]
         try:
-            before = self._write(self.prompt[:at])
+            before = self._render_fn(self.prompt[:at])
         except BadRecord:  # a template that wants a user's turn
             before = None
         if before is not None and text.startswith(before):
             return len(before)
         # The system text of some templates stands inside of the first user turn.
-        return 0 if self.prompt[at - 1]["role"] == "system" else self._by_mark(at, text)
+        return 0 if self.prompt[at - 1]["role"] == "system" else self._find_by_sentinel(at, text)
 
-    def _by_mark(self, at: int, text: str) -> int:
+    def _find_by_sentinel(self, index: int, text: str) -> int:
         """For templates that write a turn otherwise where others follow: a mark shows where the turn before it ends."""
-        said = marked(self.prompt[at - 1])  # type: ignore[arg-type]  # messages, as last_turn has seen
-        before, after = self.prompt[: at - 1], self.prompt[at:]
+        said = with_sentinel(self.prompt[index - 1])  # type: ignore[arg-type]  # messages, as last_turn has seen
+        before, after = self.prompt[: index - 1], self.prompt[index:]
         try:
-            _, _, tail = self._write([*before, said, *after], opened=self.opened).partition(MARK)
-            _, _, ending = self._write([*before, said]).partition(MARK)
+            _, _, tail = self._render_fn([*before, said, *after], opened=self.add_generation_prompt).partition(
+                ANSWER_SENTINEL
+            )
+            _, _, ending = self._render_fn([*before, said]).partition(ANSWER_SENTINEL)
         except BadRecord:
             return 0
         if not tail or not text.endswith(tail):
@@ -116,33 +126,33 @@ class Dialog:
         return len(text) - len(tail) + (len(ending) if tail.startswith(ending) else 0)
 
     @property
-    def _write(self) -> Callable[..., str]:
-        return partial(write_dialog, self.tokenizer, tools=list(self.tools) or None)
+    def _render_fn(self) -> Callable[..., str]:
+        return partial(render_conversation, self.tokenizer, tools=list(self.tools) or None)
 
 
-def show_limits(max_length: int, max_prompt_length: int | None) -> str:
+def describe_limits(max_length: int, max_prompt_length: int | None) -> str:
     """The settings that cut a sample, for a sentence about what they cut."""
     more = "" if max_prompt_length is None else f" (data.max_prompt_length {max_prompt_length})"
     return f"data.max_length {max_length}{more}"
 
 
-def count_before(tokenizer: Any, text: str, ids: Sequence[int], letter: int) -> int:
+def count_tokens_before(tokenizer: Any, text: str, ids: Sequence[int], char_index: int) -> int:
     """How many of the text's ids end at or before a letter of it."""
     ask = partial(tokenizer, add_special_tokens=False, return_attention_mask=False, verbose=False)
-    if not letter:
+    if not char_index:
         return 0
     if not tokenizer.is_fast:
-        return count_alike([ids, ask(text[:letter])["input_ids"]])
+        return common_prefix_length([ids, ask(text[:char_index])["input_ids"]])
     starts, ends = np.array(ask(text, return_offsets_mapping=True)["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
-    return int(np.argmax([*(np.maximum(ends, starts + 1) > letter), True]))
+    return int(np.argmax([*(np.maximum(ends, starts + 1) > char_index), True]))
 
 
-def show_cuts(report: Mapping[str, Any]) -> str:
+def describe_cuts(report: Mapping[str, Any]) -> str:
     """What was cut of the samples that a report counts, in a sentence; empty where nothing counts cuts."""
     cuts = report.get("cuts") or {}
-    if not set(CUTS) <= cuts.keys():
+    if not set(CUT_COLUMNS) <= cuts.keys():
         return ""
-    answers, prompts, turns = (int(cuts[name]) for name in CUTS)
+    answers, prompts, turns = (int(cuts[name]) for name in CUT_COLUMNS)
     total = f"of {report['kept']} samples"
     if not answers + prompts:
         return f"{total} none was cut to fit data.max_length"

@@ -11,49 +11,54 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from dstrain.data.formats.conversations import Conversation, Passage
-from dstrain.data.formats.messages import BadRecord, kind
+from dstrain.data.formats.conversations import Conversation, PromptCompletion
+from dstrain.data.formats.messages import BadRecord, json_type_name
 from dstrain.data.formats.preferences import Preference, Response
-from dstrain.data.formats.prompts import Asked
-from dstrain.data.formats.transcripts import IMAGE, Message
+from dstrain.data.formats.prompts import ParsedPrompt
+from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER, Message
 
-_NUMBERED = 0xE100
+_INDEXED_BASE = 0xE100
 """The letter of image 0 among those that stand for one image of a record; image k has the k-th behind it."""
-_MOST = 255
-_MARK = re.compile(r"<image(\d{0,3})>")
-_LETTER = re.compile(f"[{IMAGE}{chr(_NUMBERED)}-{chr(_NUMBERED + _MOST)}]")
-KEYS = ("image", "images")
-_IMAGE_PARTS = ("image", "image_url")
+_MAX_NUMBER = 255
+_PLACEHOLDER_PATTERN = re.compile(r"<image(\d{0,3})>")
+_IMAGE_CHAR_PATTERN = re.compile(f"[{IMAGE_PLACEHOLDER}{chr(_INDEXED_BASE)}-{chr(_INDEXED_BASE + _MAX_NUMBER)}]")
+IMAGE_KEYS = ("image", "images")
+_IMAGE_PART_TYPES = ("image", "image_url")
 
-Read = TypeVar("Read", Conversation, Passage, Preference, Asked, Conversation | Passage)
+ParsedT = TypeVar("Read", Conversation, PromptCompletion, Preference, ParsedPrompt, Conversation | PromptCompletion)
 
 
 @dataclass(frozen=True)
-class Seen(Generic[Read]):
+class RecordWithImages(Generic[ParsedT]):
     """What a record says, and its images in the order in which their letters stand in the text."""
 
-    said: Read
+    parsed: ParsedT
     """Its texts hold IMAGE where an image stands."""
     images: tuple[Any, ...] = ()
     """As the record has them: paths, or bytes in a mapping."""
 
 
-def read_seen(record: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Read]) -> Seen[Read]:
+def read_with_images(
+    record: Mapping[str, Any], read: Callable[[Mapping[str, Any]], ParsedT]
+) -> RecordWithImages[ParsedT]:
     """What `read` makes of the record's text, with its images. Raises BadRecord where images and marks do not fit."""
-    images = _images(record)
+    images = _read_images(record)
     inline: list[Any] = []
-    texts = {key: _marked(value, inline) for key, value in record.items() if key not in KEYS}
+    texts = {key: _encode_placeholders(value, inline) for key, value in record.items() if key not in IMAGE_KEYS}
     if images and inline:
         raise BadRecord("images stand both in parts of messages and under 'images'; keep one of them")
-    said = read(_captioned(texts))
-    found = [letter for text in _asked(said) for letter in _LETTER.findall(text)]
-    if any(_LETTER.search(text) for text in _answers(said)):
+    said = read(_caption_to_messages(texts))
+    found = [letter for text in _prompt_texts(said) for letter in _IMAGE_CHAR_PATTERN.findall(text)]
+    if any(_IMAGE_CHAR_PATTERN.search(text) for text in _answer_texts(said)):
         raise BadRecord("an image is marked in an answer, and only what is asked can hold images; move the mark")
     images = images or inline
     if images and not found:
-        said, found = _in_front(said, len(images)), [IMAGE] * len(images)
-    order = _order(found, len(images))
-    return Seen(_with_texts(said, lambda text: _LETTER.sub(IMAGE, text)), tuple(images[at] for at in order))
+        said, found = _prepend_images(said, len(images)), [IMAGE_PLACEHOLDER] * len(images)
+    order = _image_order(found, len(images))
+    return RecordWithImages(
+        _map_prompt_texts(said, lambda text: _IMAGE_CHAR_PATTERN.sub(IMAGE_PLACEHOLDER, text)),
+        tuple(images[at] for at in order),
+    )
 
 
 def has_images(record: Mapping[str, Any]) -> bool:
@@ -63,81 +68,86 @@ def has_images(record: Mapping[str, Any]) -> bool:
     ]
     contents = [content for turn in turns if isinstance(content := turn.get("content", turn.get("value")), list)]
     parts = [part for content in contents for part in content if isinstance(part, Mapping)]
-    return bool(_images(record)) or any(part.get("type") in _IMAGE_PARTS for part in parts)
+    return bool(_read_images(record)) or any(part.get("type") in _IMAGE_PART_TYPES for part in parts)
 
 
-def null_image(record: Mapping[str, Any], key: str) -> bool:
+def has_null_image(record: Mapping[str, Any], key: str) -> bool:
     """Whether the record has null in the place of an image."""
     return key in record and record[key] is None
 
 
-def _images(record: Mapping[str, Any]) -> list[Any]:
-    if empty := [key for key in KEYS if record.get(key) == ""]:
+def _read_images(record: Mapping[str, Any]) -> list[Any]:
+    if empty := [key for key in IMAGE_KEYS if record.get(key) == ""]:
         raise BadRecord(
             f"'{empty[0]}' is an empty path; write the path, or remove the key from a record without an image"
         )
-    if all(record.get(key) not in (None, []) for key in KEYS):
+    if all(record.get(key) not in (None, []) for key in IMAGE_KEYS):
         raise BadRecord("both 'image' and 'images' hold something; keep one of them")
-    value: Any = next((record[key] for key in KEYS if record.get(key) not in (None, [])), [])
+    value: Any = next((record[key] for key in IMAGE_KEYS if record.get(key) not in (None, [])), [])
     return value if isinstance(value, list) else [value]
 
 
-def _marked(value: Any, inline: list[Any]) -> Any:
+def _encode_placeholders(value: Any, inline_images: list[Any]) -> Any:
     """The same with letters in the place of marks and of image parts; what these parts hold goes to `inline`."""
     if isinstance(value, str):
-        return _MARK.sub(lambda found: _letter(int(found[1])) if found[1] else IMAGE, value)
+        return _PLACEHOLDER_PATTERN.sub(
+            lambda found: _indexed_char(int(found[1])) if found[1] else IMAGE_PLACEHOLDER, value
+        )
     if isinstance(value, list):
-        return [_marked(item, inline) for item in value]
+        return [_encode_placeholders(item, inline_images) for item in value]
     if isinstance(value, Mapping) and ("role" in value or "from" in value):
-        return {key: _content(item, inline) if key in ("content", "value") else item for key, item in value.items()}
+        return {
+            key: _encode_content(item, inline_images) if key in ("content", "value") else item
+            for key, item in value.items()
+        }
     return value
 
 
-def _content(value: Any, inline: list[Any]) -> Any:
+def _encode_content(value: Any, inline_images: list[Any]) -> Any:
     """A message's content as one text, where it holds parts of text and images alone."""
     if not isinstance(value, list):
-        return _marked(value, inline)
+        return _encode_placeholders(value, inline_images)
     return [
-        {"type": "text", "text": _inline(part, inline)}
-        if isinstance(part, Mapping) and part.get("type") in _IMAGE_PARTS
-        else {**part, "text": _marked(part["text"], inline)}
+        {"type": "text", "text": _encode_image_part(part, inline_images)}
+        if isinstance(part, Mapping) and part.get("type") in _IMAGE_PART_TYPES
+        else {**part, "text": _encode_placeholders(part["text"], inline_images)}
         if isinstance(part, Mapping) and isinstance(part.get("text"), str)
         else part
         for part in value
     ]
 
 
-def _inline(part: Mapping[str, Any], inline: list[Any]) -> str:
+def _encode_image_part(part: Mapping[str, Any], inline_images: list[Any]) -> str:
     held = next((part[key] for key in ("image", "image_url", "path", "url") if part.get(key) is not None), None)
     if isinstance(held, Mapping) and "url" in held:
         held = held["url"]
     if held is None:
-        return IMAGE
-    if held not in inline:
-        inline.append(held)
-    return _letter(inline.index(held) + 1)
+        return IMAGE_PLACEHOLDER
+    if held not in inline_images:
+        inline_images.append(held)
+    return _indexed_char(inline_images.index(held) + 1)
 
 
-def _letter(number: int) -> str:
+def _indexed_char(number: int) -> str:
     """Of image `number`, counted from 1."""
-    return chr(_NUMBERED + min(number, _MOST))
+    return chr(_INDEXED_BASE + min(number, _MAX_NUMBER))
 
 
-def _captioned(record: Mapping[str, Any]) -> Mapping[str, Any]:
+def _caption_to_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """An image with its caption as a question and its answer: nothing is asked but the image."""
     if record.get("caption") is None or record.get("messages") is not None or record.get("conversations") is not None:
         return record
     if not isinstance(record["caption"], str):
-        raise BadRecord(f"'caption' is {kind(record['caption'])}, not text; write a string")
+        raise BadRecord(f"'caption' is {json_type_name(record['caption'])}, not text; write a string")
     asked = record.get("question") or record.get("prompt") or ""
     turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": record["caption"]}]
     return {"messages": turns} | ({"system": record["system"]} if record.get("system") else {})
 
 
-def _order(found: list[str], count: int) -> list[int]:
+def _image_order(placeholders: list[str], count: int) -> list[int]:
     """Which image each letter stands for, by its place. Raises BadRecord where there are more or fewer."""
-    numbers = [ord(letter) - _NUMBERED - 1 for letter in found if letter != IMAGE]
-    if numbers and len(numbers) < len(found):
+    numbers = [ord(letter) - _INDEXED_BASE - 1 for letter in placeholders if letter != IMAGE_PLACEHOLDER]
+    if numbers and len(numbers) < len(placeholders):
         raise BadRecord("some marks of images are numbered (<image1>) and some are not; write them alike")
     there = f"{count} image{'s' * (count != 1)}"
     if numbers:
@@ -148,59 +158,59 @@ def _order(found: list[str], count: int) -> list[int]:
                 f"image {missing[0] + 1} of {count} has no mark; write <image{missing[0] + 1}>, or remove it"
             )
         return numbers
-    if len(found) != count:
-        few = "more" if len(found) > count else "fewer"
+    if len(placeholders) != count:
+        few = "more" if len(placeholders) > count else "fewer"
         raise BadRecord(
-            f"{len(found)} mark{'s' * (len(found) != 1)} (<image>) and {there}: {few} marks than images; "
+            f"{len(placeholders)} mark{'s' * (len(placeholders) != 1)} (<image>) and {there}: {few} marks than images; "
             "write one mark for each image"
         )
     return [*range(count)]
 
 
-def _asked(said: Any) -> list[str]:
+def _prompt_texts(parsed: Any) -> list[str]:
     """The texts that may hold images."""
-    if isinstance(said, Passage):
-        return [said.prompt]
-    if isinstance(said, Conversation):
-        return [turn["content"] for turn in said.messages if turn["role"] != "assistant"]
-    return [said.prompt] if isinstance(said.prompt, str) else [turn["content"] for turn in said.prompt]
+    if isinstance(parsed, PromptCompletion):
+        return [parsed.prompt]
+    if isinstance(parsed, Conversation):
+        return [turn["content"] for turn in parsed.messages if turn["role"] != "assistant"]
+    return [parsed.prompt] if isinstance(parsed.prompt, str) else [turn["content"] for turn in parsed.prompt]
 
 
-def _answers(said: Any) -> list[str]:
-    if isinstance(said, Passage):
-        return [said.answer]
-    if isinstance(said, Conversation):
-        return [turn["content"] for turn in said.messages if turn["role"] == "assistant"]
-    answers: list[Response] = [said.chosen, said.rejected] if isinstance(said, Preference) else []
+def _answer_texts(parsed: Any) -> list[str]:
+    if isinstance(parsed, PromptCompletion):
+        return [parsed.answer]
+    if isinstance(parsed, Conversation):
+        return [turn["content"] for turn in parsed.messages if turn["role"] == "assistant"]
+    answers: list[Response] = [parsed.chosen, parsed.rejected] if isinstance(parsed, Preference) else []
     return [text for one in answers for text in ([one] if isinstance(one, str) else [turn["content"] for turn in one])]
 
 
-def _in_front(said: Any, count: int) -> Any:
+def _prepend_images(parsed: Any, count: int) -> Any:
     """So many images before the first thing that a user says. Raises BadRecord where none says anything."""
     done = False
 
-    def put(text: str) -> str:
+    def prepend_once(text: str) -> str:
         nonlocal done
-        before, done = "" if done else IMAGE * count, True
+        before, done = "" if done else IMAGE_PLACEHOLDER * count, True
         return before + ("\n" if before and text and not text.startswith("\n") else "") + text
 
-    if isinstance(said, Passage) or isinstance(getattr(said, "prompt", None), str):
-        return replace(said, prompt=put(said.prompt))
-    changed = _with_messages(
-        said, lambda turn: {**turn, "content": put(turn["content"])} if turn["role"] == "user" else turn
+    if isinstance(parsed, PromptCompletion) or isinstance(getattr(parsed, "prompt", None), str):
+        return replace(parsed, prompt=prepend_once(parsed.prompt))
+    changed = _map_messages(
+        parsed, lambda turn: {**turn, "content": prepend_once(turn["content"])} if turn["role"] == "user" else turn
     )
     if not done:
         raise BadRecord("no user's turn is there for the images to stand in; write one")
     return changed
 
 
-def _with_texts(said: Any, change: Callable[[str], str]) -> Any:
+def _map_prompt_texts(parsed: Any, transform: Callable[[str], str]) -> Any:
     """The same with every text that may hold images changed."""
-    if isinstance(said, Passage) or isinstance(getattr(said, "prompt", None), str):
-        return replace(said, prompt=change(said.prompt))
-    return _with_messages(said, lambda turn: {**turn, "content": change(turn["content"])})
+    if isinstance(parsed, PromptCompletion) or isinstance(getattr(parsed, "prompt", None), str):
+        return replace(parsed, prompt=transform(parsed.prompt))
+    return _map_messages(parsed, lambda turn: {**turn, "content": transform(turn["content"])})
 
 
-def _with_messages(said: Any, change: Callable[[Message], Any]) -> Any:
-    name = "messages" if isinstance(said, Conversation) else "prompt"
-    return replace(said, **{name: [change(turn) for turn in getattr(said, name)]})
+def _map_messages(parsed: Any, transform: Callable[[Message], Any]) -> Any:
+    name = "messages" if isinstance(parsed, Conversation) else "prompt"
+    return replace(parsed, **{name: [transform(turn) for turn in getattr(parsed, name)]})

@@ -9,7 +9,7 @@ from typing import Any
 from dstrain.data.formats.transcripts import Message
 from dstrain.errors import one_line
 
-ROLES = {
+ROLE_ALIASES = {
     "system": "system",
     "developer": "system",
     "user": "user",
@@ -37,22 +37,24 @@ class BadRecord(ValueError):
 def read_messages(value: Any, key: str) -> list[Message]:
     """Messages with role and content, or from and value, under the roles' common names. Raises BadRecord."""
     if not isinstance(value, list):
-        raise BadRecord(f'\'{key}\' is {kind(value)}, not a list of messages; write [{{"role", "content"}}, …]')
+        raise BadRecord(
+            f'\'{key}\' is {json_type_name(value)}, not a list of messages; write [{{"role", "content"}}, …]'
+        )
     return [read_message(item, f"{key}[{index}]") for index, item in enumerate(value)]
 
 
 def read_message(value: Any, key: str) -> Message:
     """One message with role and content, or from and value. Raises BadRecord."""
     if not isinstance(value, Mapping):
-        raise BadRecord(f'\'{key}\' is {kind(value)}, not a message; write {{"role": …, "content": …}}')
+        raise BadRecord(f'\'{key}\' is {json_type_name(value)}, not a message; write {{"role": …, "content": …}}')
     names = ("from", "value") if "from" in value else ("role", "content")
     for name in names:
         if name not in value:
             raise BadRecord(f"'{key}' has no '{name}'; write {{\"{names[0]}\": …, \"{names[1]}\": …}}")
     role, content = value[names[0]], value[names[1]]
-    if not isinstance(role, str) or role.lower() not in ROLES:
-        raise BadRecord(f"'{key}.{names[0]}' is {role!r}, no known role; known here: {', '.join(sorted(ROLES))}")
-    return {"role": ROLES[role.lower()], "content": read_text(content, f"{key}.{names[1]}")}
+    if not isinstance(role, str) or role.lower() not in ROLE_ALIASES:
+        raise BadRecord(f"'{key}.{names[0]}' is {role!r}, no known role; known here: {', '.join(sorted(ROLE_ALIASES))}")
+    return {"role": ROLE_ALIASES[role.lower()], "content": read_text(content, f"{key}.{names[1]}")}
 
 
 def read_text(content: Any, key: str) -> str:
@@ -67,7 +69,7 @@ def read_text(content: Any, key: str) -> str:
     ):
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise BadRecord(f"'{key}' is {kind(content)}, not text; write a string")
+        raise BadRecord(f"'{key}' is {json_type_name(content)}, not text; write a string")
     return content
 
 
@@ -97,22 +99,26 @@ def read_instruction(record: Mapping[str, Any]) -> list[Message]:
 
 def read_tools(record: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """The functions under `tools`, as a list or as JSON in a string. Raises BadRecord."""
-    tools = decode_json(record.get("tools") or [])
+    tools = maybe_parse_json(record.get("tools") or [])
     if tools is not None and not isinstance(tools, list):
         raise BadRecord('\'tools\' is no list of functions; write [{"name": …, "description": …, "parameters": …}]')
-    return tuple(read_function(tool, "tools", "parameters") for tool in tools or [])
+    return tuple(read_tool_function(tool, "tools", "parameters") for tool in tools or [])
 
 
-def read_function(value: Any, key: str, inputs: str) -> dict[str, Any]:
+def read_tool_function(value: Any, key: str, arguments_key: str) -> dict[str, Any]:
     """{"type": "function", "function": {"name", …}} of a function or a call; what is JSON in a string is read."""
     function = value.get("function", value) if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise BadRecord(f'\'{key}\' names no function; write {{"name": …, "{inputs}": {{…}}}}')
+        raise BadRecord(f'\'{key}\' names no function; write {{"name": …, "{arguments_key}": {{…}}}}')
     outside = value if "function" in value else {}
-    return {**outside, "type": "function", "function": {**function, inputs: decode_json(function.get(inputs, {}))}}
+    return {
+        **outside,
+        "type": "function",
+        "function": {**function, arguments_key: maybe_parse_json(function.get(arguments_key, {}))},
+    }
 
 
-def decode_json(value: Any) -> Any:
+def maybe_parse_json(value: Any) -> Any:
     """JSON in a string as what it says; anything else as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -120,7 +126,7 @@ def decode_json(value: Any) -> Any:
         return value
 
 
-def kind(value: Any) -> str:
+def json_type_name(value: Any) -> str:
     """What JSON calls the value, with its article."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
     return "null" if value is None else names.get(type(value), type(value).__name__)

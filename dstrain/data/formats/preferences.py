@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dstrain.data.formats.messages import (
-    ROLES,
+    ROLE_ALIASES,
     BadRecord,
-    kind,
+    json_type_name,
     read_instruction,
     read_message,
     read_messages,
@@ -20,17 +20,17 @@ from dstrain.data.formats.messages import (
 )
 from dstrain.data.formats.transcripts import (
     Message,
-    as_messages,
-    common_words,
-    count_common,
-    is_dialog,
-    open_dialog,
-    parse_dialog,
+    common_proper_prefix_length,
+    common_word_prefix_length,
+    is_transcript,
+    parse_prompt_transcript,
+    parse_transcript,
+    turns_to_messages,
 )
-from dstrain.errors import did_you_mean
+from dstrain.errors import suggest_name
 
 __all__ = [
-    "ROLES",
+    "ROLE_ALIASES",
     "BadRecord",
     "Preference",
     "Response",
@@ -62,94 +62,96 @@ class Preference:
     """The functions that the assistant may call, for the chat template."""
 
 
-Parts = tuple[str | list[Message], Response, Response]
+PromptChosenRejected = tuple[str | list[Message], Response, Response]
 
 
 def read_preference(record: Mapping[str, Any]) -> Preference:
     """The preference in a record of any known form. Raises BadRecord."""
-    chosen, rejected = _pair(record)
+    chosen, rejected = _read_pair(record)
     if record.get("prompt") is not None:
-        prompt, chosen, rejected = _with_prompt(record["prompt"], chosen, rejected)
+        prompt, chosen, rejected = _split_with_prompt(record["prompt"], chosen, rejected)
     elif key := next((key for key in ("conversations", "messages") if record.get(key) is not None), ""):
         prompt = read_messages(record[key], key)
-        chosen, rejected = _answer(chosen, "chosen"), _answer(rejected, "rejected")
+        chosen, rejected = _read_answer(chosen, "chosen"), _read_answer(rejected, "rejected")
     elif any(record.get(key) is not None for key in ("instruction", "input")):
         prompt = read_instruction(record)
-        chosen, rejected = _answer(chosen, "chosen"), _answer(rejected, "rejected")
+        chosen, rejected = _read_answer(chosen, "chosen"), _read_answer(rejected, "rejected")
     else:
-        _refuse_null_prompt(record, chosen, rejected)
-        prompt, chosen, rejected = _whole(chosen, rejected)
-    prompt = _with_system(prompt, record)
+        _reject_null_prompt(record, chosen, rejected)
+        prompt, chosen, rejected = _split_common_prompt(chosen, rejected)
+    prompt = _prepend_system(prompt, record)
     _check_prompt(prompt)
     chosen, rejected = _check_answer(chosen, "chosen"), _check_answer(rejected, "rejected")
     if chosen == rejected:
         raise BadRecord("'chosen' and 'rejected' are the same; remove the record")
     if isinstance(prompt, str) and not (isinstance(chosen, str) and isinstance(rejected, str)):
         prompt = [{"role": "user", "content": prompt}]
-    return Preference(prompt, chosen, rejected, _margin(record), _label(record), _images(record), read_tools(record))
+    return Preference(
+        prompt, chosen, rejected, _read_margin(record), _read_label(record), _read_images(record), read_tools(record)
+    )
 
 
-def _pair(record: Mapping[str, Any]) -> tuple[Any, Any]:
+def _read_pair(record: Mapping[str, Any]) -> tuple[Any, Any]:
     """What stands under `chosen` and `rejected`, or in LLaMA-Factory's older form as the two items of `output`."""
     pair = {key: record.get(key) for key in ("chosen", "rejected")}
     if pair["chosen"] is None and pair["rejected"] is None and record.get("output") is not None:
         output = record["output"]
         if not isinstance(output, list) or len(output) != 2:
-            raise BadRecord(f"'output' is {kind(output)}, not two answers; write [chosen, rejected]")
+            raise BadRecord(f"'output' is {json_type_name(output)}, not two answers; write [chosen, rejected]")
         pair = dict(zip(pair, output, strict=True))
     for key, value in pair.items():
         if value is None and key in record:
             raise BadRecord(f"'{key}' is null; write an answer or remove the record")
         if value is None:
-            near = did_you_mean(key, [name for name in record if name not in pair])
+            near = suggest_name(key, [name for name in record if name not in pair])
             raise BadRecord(f"no '{key}' ({near}); write it, or rename a column with data.columns")
     return pair["chosen"], pair["rejected"]
 
 
-def _refuse_null_prompt(record: Mapping[str, Any], chosen: Any, rejected: Any) -> None:
+def _reject_null_prompt(record: Mapping[str, Any], chosen: Any, rejected: Any) -> None:
     """Files that were converted have null for a column that a record lacks, beside dialogs that hold the prompt; plain
     answers would be learnt without one."""
-    plain = all(isinstance(answer, str) and not is_dialog(answer) for answer in (chosen, rejected))
+    plain = all(isinstance(answer, str) and not is_transcript(answer) for answer in (chosen, rejected))
     if "prompt" in record and plain:
         raise BadRecord("'prompt' is null; write it, or leave the key out where the answers hold the whole text")
 
 
-def _with_prompt(prompt: Any, chosen: Any, rejected: Any) -> Parts:
+def _split_with_prompt(prompt: Any, chosen: Any, rejected: Any) -> PromptChosenRejected:
     """The answers follow the prompt, or repeat it as their beginning where they are message lists or dialogs."""
-    answers = _answer(chosen, "chosen"), _answer(rejected, "rejected")
+    answers = _read_answer(chosen, "chosen"), _read_answer(rejected, "rejected")
     if isinstance(prompt, str):
         if not prompt.strip():
             raise BadRecord("'prompt' is empty; write one, or leave the key out of whole dialogs")
         if all(isinstance(answer, str) for answer in answers):
-            return _with_text(prompt, chosen, rejected)
+            return _split_text_prompt(prompt, chosen, rejected)
         before: list[Message] = [{"role": "user", "content": prompt}]
     else:
         before = read_messages(prompt, "prompt")
-    if any(isinstance(answer, list) and not _follows(before, answer) for answer in answers):
-        return _dialogs_after(prompt, *answers)
-    return before, _after(before, answers[0]), _after(before, answers[1])
+    if any(isinstance(answer, list) and not _continues_prompt(before, answer) for answer in answers):
+        return _split_full_conversations(prompt, *answers)
+    return before, _strip_prompt(before, answers[0]), _strip_prompt(before, answers[1])
 
 
-def _with_text(prompt: str, chosen: str, rejected: str) -> Parts:
+def _split_text_prompt(prompt: str, chosen: str, rejected: str) -> PromptChosenRejected:
     """Text continued as it stands; a prompt that is a dialog up to "Assistant:" becomes messages."""
-    before = open_dialog(prompt)
+    before = parse_prompt_transcript(prompt)
     if before is None:
         return prompt, chosen, rejected
     if chosen.startswith(prompt.rstrip()) and rejected.startswith(prompt.rstrip()):
-        return _whole(chosen, rejected)
+        return _split_common_prompt(chosen, rejected)
     return before, chosen.removeprefix(" "), rejected.removeprefix(" ")
 
 
-def _follows(before: list[Message], answer: list[Message]) -> bool:
-    return answer[: len(before)] == before or (bool(answer) and answer[0]["role"] == "assistant")
+def _continues_prompt(prompt: list[Message], answer: list[Message]) -> bool:
+    return answer[: len(prompt)] == prompt or (bool(answer) and answer[0]["role"] == "assistant")
 
 
-def _after(before: list[Message], answer: Response) -> Response:
-    repeats = isinstance(answer, list) and answer[: len(before)] == before
-    return answer[len(before) :] if repeats else answer
+def _strip_prompt(prompt: list[Message], answer: Response) -> Response:
+    repeats = isinstance(answer, list) and answer[: len(prompt)] == prompt
+    return answer[len(prompt) :] if repeats else answer
 
 
-def _dialogs_after(prompt: Any, chosen: Response, rejected: Response) -> Parts:
+def _split_full_conversations(prompt: Any, chosen: Response, rejected: Response) -> PromptChosenRejected:
     """Whole dialogs beside a prompt that is only their last question, as UltraFeedback has them."""
     if isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list):
         common, *answers = _split_messages(chosen, rejected)
@@ -161,7 +163,7 @@ def _dialogs_after(prompt: Any, chosen: Response, rejected: Response) -> Parts:
     )
 
 
-def _with_system(prompt: str | list[Message], record: Mapping[str, Any]) -> str | list[Message]:
+def _prepend_system(prompt: str | list[Message], record: Mapping[str, Any]) -> str | list[Message]:
     """What the record says beside the dialog comes first; a system turn of the dialog's own counts instead of it."""
     system = read_system(record)
     if not system or (isinstance(prompt, list) and prompt[:1] and prompt[0]["role"] == "system"):
@@ -173,55 +175,61 @@ def _with_system(prompt: str | list[Message], record: Mapping[str, Any]) -> str 
     return [*system, {"role": "user", "content": prompt}]
 
 
-def _whole(chosen: Any, rejected: Any) -> Parts:
+def _split_common_prompt(chosen: Any, rejected: Any) -> PromptChosenRejected:
     """Both answers hold the whole dialog: the common beginning is the prompt."""
     if isinstance(chosen, list) and isinstance(rejected, list):
         return _split_messages(read_messages(chosen, "chosen"), read_messages(rejected, "rejected"))
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
         raise BadRecord(
-            f"'chosen' is {kind(chosen)}, 'rejected' is {kind(rejected)} and there is no 'prompt'; "
+            f"'chosen' is {json_type_name(chosen)}, 'rejected' is {json_type_name(rejected)} and there is no 'prompt'; "
             "write two texts or two message lists, or add 'prompt'"
         )
     if chosen == rejected:
         raise BadRecord("'chosen' and 'rejected' are the same; remove the record")
-    if is_dialog(chosen) != is_dialog(rejected):
-        plain = "rejected" if is_dialog(chosen) else "chosen"
+    if is_transcript(chosen) != is_transcript(rejected):
+        plain = "rejected" if is_transcript(chosen) else "chosen"
         raise BadRecord(f"'{plain}' is no dialog and the other is; write \"\\n\\nHuman: … \\n\\nAssistant: …\" in both")
-    if is_dialog(chosen):
-        left, right = parse_dialog(chosen), parse_dialog(rejected)
-        common = count_common(left, right)
-        prompt, mine, others = as_messages(left[:common]), as_messages(left[common:]), as_messages(right[common:])
-        _check_parting(prompt, mine, others)
+    if is_transcript(chosen):
+        left, right = parse_transcript(chosen), parse_transcript(rejected)
+        common = common_proper_prefix_length(left, right)
+        prompt, mine, others = (
+            turns_to_messages(left[:common]),
+            turns_to_messages(left[common:]),
+            turns_to_messages(right[common:]),
+        )
+        _check_split(prompt, mine, others)
         return prompt, mine, others
-    cut = common_words(chosen, rejected)
+    cut = common_word_prefix_length(chosen, rejected)
     return chosen[:cut], chosen[cut:], rejected[cut:]
 
 
 def _split_messages(chosen: list[Message], rejected: list[Message]) -> tuple[list[Message], Response, Response]:
-    common = count_common(chosen, rejected)
-    _check_parting(chosen[:common], chosen[common:], rejected[common:])
+    common = common_proper_prefix_length(chosen, rejected)
+    _check_split(chosen[:common], chosen[common:], rejected[common:])
     return chosen[:common], chosen[common:], rejected[common:]
 
 
-def _check_parting(common: list[Message], chosen: list[Message], rejected: list[Message]) -> None:
-    if not common:
+def _check_split(prompt: list[Message], chosen: list[Message], rejected: list[Message]) -> None:
+    if not prompt:
         raise BadRecord("'chosen' and 'rejected' do not begin with the same turn; both must begin with the prompt")
     for key, rest in (("chosen", chosen), ("rejected", rejected)):
         if not rest or rest[0]["role"] != "assistant":
             raise BadRecord(
-                f"'{key}' has no assistant's turn where the dialogs part (turn {len(common) + 1}); "
+                f"'{key}' has no assistant's turn where the dialogs part (turn {len(prompt) + 1}); "
                 "both must begin with the same prompt and go on with an answer"
             )
 
 
-def _answer(value: Any, key: str) -> Response:
+def _read_answer(value: Any, key: str) -> Response:
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
         return [read_message(value, key)]
     if isinstance(value, list):
         return read_messages(value, key)
-    raise BadRecord(f"'{key}' is {kind(value)}, not an answer; write a string, a message or a list of messages")
+    raise BadRecord(
+        f"'{key}' is {json_type_name(value)}, not an answer; write a string, a message or a list of messages"
+    )
 
 
 def _check_prompt(prompt: str | list[Message]) -> None:
@@ -250,7 +258,7 @@ def _check_answer(answer: Response, key: str) -> Response:
     return last if isinstance(answer, str) or len(answer) == 1 else answer
 
 
-def _margin(record: Mapping[str, Any]) -> float | None:
+def _read_margin(record: Mapping[str, Any]) -> float | None:
     margin = record.get("margin")
     if margin is None:
         return None
@@ -259,14 +267,14 @@ def _margin(record: Mapping[str, Any]) -> float | None:
     return float(margin)
 
 
-def _label(record: Mapping[str, Any]) -> str | None:
+def _read_label(record: Mapping[str, Any]) -> str | None:
     label = record.get("label")
     if label is not None and not isinstance(label, str | int | float):
-        raise BadRecord(f"'label' is {kind(label)}, not a name; write a string or remove it")
+        raise BadRecord(f"'label' is {json_type_name(label)}, not a name; write a string or remove it")
     return None if label is None else str(label)
 
 
-def _images(record: Mapping[str, Any]) -> tuple[Any, ...]:
+def _read_images(record: Mapping[str, Any]) -> tuple[Any, ...]:
     images = record.get("images") if record.get("images") is not None else record.get("image")
     if images is None:
         return ()

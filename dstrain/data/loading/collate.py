@@ -33,35 +33,35 @@ def attention_mask(sequences: Sequences, multiple_of: int = 1) -> torch.Tensor:
     return torch.from_numpy(table.astype(np.int64))  # (B, L)
 
 
-def learnt_tail(marks: Sequences) -> torch.Tensor:
+def loss_mask_tail(loss_masks: Sequences) -> torch.Tensor:
     """(B, K) int64 from a sequence of 0 and 1 for each token: the last K places of the padded sequences.
 
     K is as small as it can be with every 1 inside.
     """
-    table = pad(marks, 0)  # (B, L)
+    table = pad(loss_masks, 0)  # (B, L)
     columns = table.any(0).nonzero()
     return table[:, int(columns[0]) if len(columns) else -1 :].contiguous()
 
 
-def answers_tail(answers: Sequence[tuple[Sequence[int] | np.ndarray, int]]) -> torch.Tensor:
+def answer_mask_tail(answers: Sequence[tuple[Sequence[int] | np.ndarray, int]]) -> torch.Tensor:
     """(B, K) as `learnt_tail`, from each sequence and where its answer begins.
 
     Nothing predicts the first token of a sequence: an answer that fills it whole is learnt from its second on.
     """
     starts = [max(begin, 1) for _, begin in answers]
-    return learnt_tail(
+    return loss_mask_tail(
         [[0] * start + [1] * (len(ids) - start) for (ids, _), start in zip(answers, starts, strict=True)]
     )
 
 
-def loss_positions(learnt: torch.Tensor, length: int) -> torch.Tensor:
+def loss_positions(loss_mask: torch.Tensor, length: int) -> torch.Tensor:
     """(N, 2) int64: row and column of each token of padded sequences (B, length) that is learnt; `learnt` as above.
 
     Made on the host: on a device nobody knows their number before all earlier work is done.
     """
     import torch
 
-    return learnt.nonzero() + torch.tensor([0, length - learnt.shape[1]], device=learnt.device)
+    return loss_mask.nonzero() + torch.tensor([0, length - loss_mask.shape[1]], device=loss_mask.device)
 
 
 def padded_length(sequences: Sequences, multiple_of: int = 1) -> int:

@@ -11,16 +11,16 @@ import numpy as np
 
 from dstrain.errors import DataError
 
-Lengths = Callable[[np.ndarray], np.ndarray]
+LengthFunction = Callable[[np.ndarray], np.ndarray]
 """(N,) ids -> (N,) tokens of the longest sequence of each."""
 
 # Streams that share a seed but not their numbers.
-_RECORDS, _SLOTS = 1, 2
-IMAGES = 4
+_RECORD_STREAM, _EPOCH_STREAM = 1, 2
+IMAGE_STREAM = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataPlan:
+class StepSampler:
     """The order of all samples of a run. Its whole state is one integer: how many samples were taken."""
 
     sizes: tuple[int, ...]
@@ -36,16 +36,16 @@ class DataPlan:
     total_samples: int | None = None
     """Where the run ends; None: never."""
     shuffle: bool = True
-    lengths: Lengths | None = field(default=None, compare=False)
+    lengths: LengthFunction | None = field(default=None, compare=False)
     """Where given, the samples of a step are sorted by it before they are cut into micro-batches: little padding."""
-    _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _epoch_orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         weights = (1.0,) * len(self.sizes) if self.weights is None else tuple(self.weights)
         assert len(weights) == len(self.sizes), "one weight for each source"
         assert min(self.samples_per_step, self.world_size, self.accumulate) >= 1
         object.__setattr__(self, "weights", weights)
-        for source, (size, weight, slots) in enumerate(zip(self.sizes, weights, self.slots, strict=True)):
+        for source, (size, weight, slots) in enumerate(zip(self.sizes, weights, self.samples_per_source, strict=True)):
             if slots < 1:
                 raise DataError(
                     f"source {source} with {size} records and weight {weight:g} would never be shown; "
@@ -55,93 +55,97 @@ class DataPlan:
             raise DataError("there is no source to take samples from; name a file in data.train")
 
     @property
-    def slots(self) -> tuple[int, ...]:
+    def samples_per_source(self) -> tuple[int, ...]:
         """Samples that one epoch takes from each source."""
         weights = self.weights or (1.0,) * len(self.sizes)
         return tuple(round(weight * size) for weight, size in zip(weights, self.sizes, strict=True))
 
     @property
     def samples_per_epoch(self) -> int:
-        return sum(self.slots)
+        return sum(self.samples_per_source)
 
     @property
-    def steps(self) -> int | None:
+    def num_steps(self) -> int | None:
         """Steps of the run; the last one may take fewer samples."""
         return None if self.total_samples is None else math.ceil(self.total_samples / self.samples_per_step)
 
-    def epoch(self, samples: int) -> float:
+    def epoch_at(self, consumed_samples: int) -> float:
         """Epochs done after this many samples, with the fraction."""
-        return samples / self.samples_per_epoch
+        return consumed_samples / self.samples_per_epoch
 
-    def ids(self, samples: int) -> np.ndarray:
+    def step_ids(self, consumed_samples: int) -> np.ndarray:
         """The ids of the step that starts after `samples` samples; empty where the run is over."""
-        stop = samples + self.samples_per_step
+        stop = consumed_samples + self.samples_per_step
         if self.total_samples is not None:
-            stop = max(min(stop, self.total_samples), samples)
+            stop = max(min(stop, self.total_samples), consumed_samples)
         parts = [np.zeros(0, dtype=np.int64)]
-        while samples < stop:
-            epoch, start = divmod(samples, self.samples_per_epoch)
-            parts.append(self._order(epoch)[start : start + stop - samples])
-            samples += len(parts[-1])
+        while consumed_samples < stop:
+            epoch, start = divmod(consumed_samples, self.samples_per_epoch)
+            parts.append(self._epoch_order(epoch)[start : start + stop - consumed_samples])
+            consumed_samples += len(parts[-1])
         return np.concatenate(parts)
 
-    def share(self, samples: int, rank: int) -> list[list[int]]:
+    def micro_batches(self, consumed_samples: int, rank: int) -> list[list[int]]:
         """The step's micro-batches of this rank: as many on every rank, of sizes that differ by at most one."""
-        ids = self.ids(samples)
-        return [ids[chunk].tolist() for chunk in self._split(ids, rank)]
+        ids = self.step_ids(consumed_samples)
+        return [ids[chunk].tolist() for chunk in self._split_step(ids, rank)]
 
-    def places(self, samples: int, rank: int) -> list[list[int]]:
+    def positions(self, consumed_samples: int, rank: int) -> list[list[int]]:
         """The position of each sample of `share` in the run's order, the same for any world size."""
-        return [(samples + chunk).tolist() for chunk in self._split(self.ids(samples), rank)]
+        return [
+            (consumed_samples + chunk).tolist() for chunk in self._split_step(self.step_ids(consumed_samples), rank)
+        ]
 
-    def _split(self, ids: np.ndarray, rank: int) -> list[np.ndarray]:
+    def _split_step(self, ids: np.ndarray, rank: int) -> list[np.ndarray]:
         """Indices into the step's ids, one array for each micro-batch of this rank."""
-        order = np.arange(len(ids)) if self.lengths is None else by_length(self.lengths(ids))
-        return deal(order, self.accumulate, self.world_size, rank)
+        order = np.arange(len(ids)) if self.lengths is None else sort_longest_first(self.lengths(ids))
+        return split_for_rank(order, self.accumulate, self.world_size, rank)
 
-    def _order(self, epoch: int) -> np.ndarray:
+    def _epoch_order(self, epoch: int) -> np.ndarray:
         """The ids of an epoch. The last two are kept: a step may cross from one into the next."""
-        order = self._orders.get(epoch)
+        order = self._epoch_orders.get(epoch)
         if order is None:
             starts = np.cumsum((0, *self.sizes))[:-1]
-            order = np.concatenate([start + self._slots(source, epoch) for source, start in enumerate(starts)])
+            order = np.concatenate([start + self._source_ids(source, epoch) for source, start in enumerate(starts)])
             if self.shuffle:
-                order = order[_permutation(len(order), (self.seed, _SLOTS, epoch))]
-            while len(self._orders) > 1:
-                self._orders.pop(next(iter(self._orders)))
-            self._orders[epoch] = order
+                order = order[_make_permutation(len(order), (self.seed, _EPOCH_STREAM, epoch))]
+            while len(self._epoch_orders) > 1:
+                self._epoch_orders.pop(next(iter(self._epoch_orders)))
+            self._epoch_orders[epoch] = order
         return order
 
-    def _slots(self, source: int, epoch: int) -> np.ndarray:
+    def _source_ids(self, source: int, epoch: int) -> np.ndarray:
         """The source's records for an epoch: the next piece of an endless stream of its permutations."""
-        size, count = self.sizes[source], self.slots[source]
+        size, count = self.sizes[source], self.samples_per_source[source]
         place, stop = epoch * count, (epoch + 1) * count
         parts = []
         while place < stop:
             lap, start = divmod(place, size)
-            order = _permutation(size, (self.seed, _RECORDS, source, lap)) if self.shuffle else np.arange(size)
+            order = (
+                _make_permutation(size, (self.seed, _RECORD_STREAM, source, lap)) if self.shuffle else np.arange(size)
+            )
             parts.append(order[start : start + stop - place])
             place += len(parts[-1])
         return np.concatenate(parts)
 
 
-def _permutation(size: int, key: Sequence[int]) -> np.ndarray:
+def _make_permutation(size: int, key: Sequence[int]) -> np.ndarray:
     """A permutation fixed by the key."""
-    return random_numbers(key).permutation(size).astype(np.int64)
+    return make_random_state(key).permutation(size).astype(np.int64)
 
 
-def random_numbers(key: Sequence[int]) -> np.random.RandomState:
+def make_random_state(key: Sequence[int]) -> np.random.RandomState:
     """Fixed by the key. RandomState, because NEP 19 freezes its stream for all versions of numpy."""
     return np.random.RandomState([word for number in key for word in (number % 2**32, number // 2**32 % 2**32)])
 
 
-def lengths_of(examples: Any) -> Lengths | None:
+def get_length_function(examples: Any) -> LengthFunction | None:
     """The method `lengths` of a task's examples, where they have one."""
     found = getattr(examples, "lengths", None)
     return found if callable(found) else None
 
 
-def by_length(lengths: np.ndarray) -> np.ndarray:
+def sort_longest_first(lengths: np.ndarray) -> np.ndarray:
     """(N,) indices, the longest sample first, those of equal length in their order.
 
     The largest micro-batch is then the first of every step: memory that does not suffice is found in the first one.
@@ -149,20 +153,25 @@ def by_length(lengths: np.ndarray) -> np.ndarray:
     return np.argsort(-lengths.astype(np.int64), kind="stable")
 
 
-def deal(order: np.ndarray, count: int, world_size: int, rank: int) -> list[np.ndarray]:
+def split_for_rank(order: np.ndarray, num_micro_batches: int, world_size: int, rank: int) -> list[np.ndarray]:
     """This rank's `count` micro-batches: of each run of `world_size` neighbouring pieces, one goes to each rank.
 
     Pieces differ in size by at most one. The ranks' j-th micro-batches are neighbours, so that none waits long for another.
     """
-    pieces = np.array_split(order, world_size * count) if count else []
+    pieces = np.array_split(order, world_size * num_micro_batches) if num_micro_batches else []
     return pieces[rank::world_size]
 
 
-def eval_share(size: int, micro: int, world_size: int, rank: int, lengths: Lengths | None = None) -> list[list[int]]:
+def eval_micro_batches(
+    num_samples: int, micro: int, world_size: int, rank: int, lengths: LengthFunction | None = None
+) -> list[list[int]]:
     """This rank's micro-batches of an evaluation: each sample once over all ranks, as many batches on every rank.
 
     None is larger than `micro`; an empty one stands for a filler. With `lengths`, samples of like length stand together.
     """
-    ids = np.arange(size)
-    order = ids if lengths is None else by_length(lengths(ids))
-    return [chunk.tolist() for chunk in deal(order, math.ceil(size / (micro * world_size)), world_size, rank)]
+    ids = np.arange(num_samples)
+    order = ids if lengths is None else sort_longest_first(lengths(ids))
+    return [
+        chunk.tolist()
+        for chunk in split_for_rank(order, math.ceil(num_samples / (micro * world_size)), world_size, rank)
+    ]

@@ -6,11 +6,11 @@ import json
 import re
 from typing import Any
 
-from dstrain.errors import not_utf8
+from dstrain.errors import describe_decode_error
 
 BOM = b"\xef\xbb\xbf"
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_OF_TWO_BYTES = (b"\xff\xfe", b"\xfe\xff", b"{\0", b"\0{", b"[\0", b"\0[")
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+_UTF16_PREFIXES = (b"\xff\xfe", b"\xfe\xff", b"{\0", b"\0{", b"[\0", b"\0[")
 """How a file begins that is UTF-16, with a byte order mark or without."""
 
 
@@ -18,14 +18,14 @@ def is_blank(line: bytes) -> bool:
     return not line.removeprefix(BOM).strip()
 
 
-def may_hold_halves(text: str) -> bool:
+def has_surrogate_escape(text: str) -> bool:
     """True where an escape writes half a character; most often the other half follows."""
-    return bool(_SURROGATE.search(text))
+    return bool(_SURROGATE_ESCAPE.search(text))
 
 
 def is_utf16(head: bytes) -> bool:
     """Whether a file that begins so writes each letter in two bytes or more."""
-    return head.startswith(_OF_TWO_BYTES)
+    return head.startswith(_UTF16_PREFIXES)
 
 
 def decode_text(content: bytes) -> str:
@@ -35,7 +35,7 @@ def decode_text(content: bytes) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as fault:
-        raise ValueError(f"is {not_utf8(content, fault)}") from fault
+        raise ValueError(f"is {describe_decode_error(content, fault)}") from fault
 
 
 def decode_record(line: bytes) -> dict[str, Any]:
@@ -45,34 +45,36 @@ def decode_record(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as fault:
         raise ValueError(f"not valid UTF-8 (byte {fault.start + 1} of the line); re-save the file as UTF-8") from fault
     try:
-        value = decode_json(text)
+        value = parse_json(text)
     except (ValueError, RecursionError) as fault:
         raise ValueError(f"not valid JSON: {fault}; fix the line or remove it") from fault
-    return check_record(value, may_hold_halves(text))
+    return check_record(value, has_surrogate_escape(text))
 
 
-class Ambiguous(dict[str, Any]):
+class DuplicateKeyDict(dict[str, Any]):
     """An object in which a key is written twice: which of the two values is meant, nobody knows."""
 
-    key: str
+    duplicate_key: str
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
-    inner = next((value for value in made.values() if isinstance(value, Ambiguous)), None)
+    inner = next((value for value in made.values() if isinstance(value, DuplicateKeyDict)), None)
     if len(made) == len(pairs) and inner is None:
         return made
-    found = Ambiguous(made)
+    found = DuplicateKeyDict(made)
     names = [name for name, _ in pairs]
-    found.key = next((name for name in names if names.count(name) > 1), inner.key if inner is not None else "")
+    found.duplicate_key = next(
+        (name for name in names if names.count(name) > 1), inner.duplicate_key if inner is not None else ""
+    )
     return found
 
 
-decode_json = json.JSONDecoder(object_pairs_hook=_object).decode
+parse_json = json.JSONDecoder(object_pairs_hook=_build_object).decode
 """A text's JSON value, its objects `Ambiguous` where they, or those right inside of them, have a key twice."""
 
 
-def check_record(value: Any, suspect: bool) -> dict[str, Any]:
+def check_record(value: Any, check_surrogates: bool) -> dict[str, Any]:
     """The value if it is an object whose text can be written down. Raises ValueError with the reason.
 
     `suspect`: its text may hold half a character, which no tokenizer takes.
@@ -80,9 +82,9 @@ def check_record(value: Any, suspect: bool) -> dict[str, Any]:
     if not isinstance(value, dict):
         kinds = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
         raise ValueError(f'{kinds.get(type(value), "a number")}, not an object; write {{"key": value, …}}')
-    if twice := _ambiguous(value):
+    if twice := _find_duplicate_key(value):
         raise ValueError(f"the key '{twice}' is written twice in it; keep one of them")
-    if suspect:
+    if check_surrogates:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as fault:
@@ -90,9 +92,9 @@ def check_record(value: Any, suspect: bool) -> dict[str, Any]:
     return value
 
 
-def _ambiguous(value: dict[str, Any]) -> str:
+def _find_duplicate_key(value: dict[str, Any]) -> str:
     """The key that is written twice, in the record or in a message of one of its lists; empty where none is."""
-    if isinstance(value, Ambiguous):
-        return value.key
+    if isinstance(value, DuplicateKeyDict):
+        return value.duplicate_key
     inside = (item for held in value.values() if isinstance(held, list) for item in held)
-    return next((item.key for item in inside if isinstance(item, Ambiguous)), "")
+    return next((item.duplicate_key for item in inside if isinstance(item, DuplicateKeyDict)), "")

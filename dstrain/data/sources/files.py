@@ -17,74 +17,76 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from dstrain.data.sources.base import BadRow, Rows, Source, show_path
+from dstrain.data.sources.base import BadRow, BaseSource, Source, display_path
 from dstrain.data.sources.decode import (
     BOM,
     check_record,
-    decode_json,
     decode_record,
     decode_text,
+    has_surrogate_escape,
     is_blank,
     is_utf16,
-    may_hold_halves,
+    parse_json,
 )
-from dstrain.data.sources.parquet import Parquet
+from dstrain.data.sources.parquet import ParquetSource
 from dstrain.errors import DataError
-from dstrain.units import show_bytes
+from dstrain.units import format_bytes
 
-MOST_OF_DISK = 0.5
+MAX_DISK_SHARE = 0.5
 """Share of the free room in TMPDIR that one packed file may fill: a megabyte can unpack to a thousand."""
-LONGEST_LINE = 256 << 20
+MAX_LINE_BYTES = 256 << 20
 """Bytes of a line; a record has some thousands."""
-_AT_MOST = f"has {LONGEST_LINE >> 20} MiB at most; split the record, or name a file for what it holds"
-LIST_COSTS = 3
+_LINE_LIMIT_HINT = f"has {MAX_LINE_BYTES >> 20} MiB at most; split the record, or name a file for what it holds"
+JSON_MEMORY_FACTOR = 3
 """Bytes of memory, at least, for a byte of a JSON list: as it is in the file, as text, and as objects."""
 
 
-class JsonLines(Rows):
+class JsonLinesSource(BaseSource):
     """One JSON object per line, read by offset: nothing but the index stays in memory. Thread-safe."""
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
-        super().__init__(show_path(path), path.parent, columns)
-        self._offsets, self._sizes, self._lines = array("q"), array("q"), array("q")
-        self._file = _open(path)
+        super().__init__(display_path(path), path.parent, columns)
+        self._offsets, self._sizes, self._line_numbers = array("q"), array("q"), array("q")
+        self._file = _open_maybe_gzip(path)
         self._lock = threading.Lock()
-        self._refuse_other_text()
-        self._settle(*self._index())
-        if self.bad:
-            self._refuse_array()
+        self._reject_utf16()
+        self._set_digest(*self._build_index())
+        if self.bad_rows:
+            self._reject_json_array()
 
-    def _refuse_other_text(self) -> None:
+    def _reject_utf16(self) -> None:
         """Raise DataError for UTF-16, of which no line decodes."""
         head = self._file.read(2)
         self._file.seek(0)
         if is_utf16(head):
             raise DataError(f"{self.name} is UTF-16; save it as UTF-8")
 
-    def _refuse_array(self) -> None:
+    def _reject_json_array(self) -> None:
         """Raise DataError where the lines are those of one array of objects."""
         self._file.seek(0)
         if not self._file.read(64).removeprefix(BOM).lstrip().startswith(b"["):
             return
         self._file.seek(0)
         with contextlib.suppress(ValueError, RecursionError):
-            value = decode_json(decode_text(self._file.read()))
+            value = parse_json(decode_text(self._file.read()))
             if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
                 raise DataError(f"{self.name} is one JSON array, not one object per line; name it .json")
 
-    def _index(self) -> tuple[str, set[str]]:
+    def _build_index(self) -> tuple[str, set[str]]:
         content, names, offset = hashlib.sha256(), set[str](), 0
-        for number, (line, size) in enumerate(_lines(self._file, content.update), 1):
-            if size > LONGEST_LINE:
-                self.bad.append(BadRow(f"{self.name}:{number}", f"has {show_bytes(size)}, and a line {_AT_MOST}"))
+        for number, (line, size) in enumerate(_iter_lines(self._file, content.update), 1):
+            if size > MAX_LINE_BYTES:
+                self.bad_rows.append(
+                    BadRow(f"{self.name}:{number}", f"has {format_bytes(size)}, and a line {_LINE_LIMIT_HINT}")
+                )
             elif not is_blank(line):
                 try:
                     names.update(decode_record(line))
                     self._offsets.append(offset)
                     self._sizes.append(len(line))
-                    self._lines.append(number)
+                    self._line_numbers.append(number)
                 except ValueError as fault:
-                    self.bad.append(BadRow(f"{self.name}:{number}", str(fault)))
+                    self.bad_rows.append(BadRow(f"{self.name}:{number}", str(fault)))
             offset += size
         return content.hexdigest(), names
 
@@ -94,47 +96,47 @@ class JsonLines(Rows):
     def __getitem__(self, index: int) -> dict[str, Any]:
         offset, size = self._offsets[index], self._sizes[index]
         try:
-            return self._rename(decode_record(self._read(offset, size)))
+            return self._rename_columns(decode_record(self._read_bytes(offset, size)))
         except ValueError as fault:
-            problem = f"{self.where(index)}: the file was changed while it was in use ({fault}); start again"
+            problem = f"{self.location(index)}: the file was changed while it was in use ({fault}); start again"
             raise DataError(problem) from fault
 
-    def _read(self, offset: int, size: int) -> bytes:
+    def _read_bytes(self, offset: int, size: int) -> bytes:
         if hasattr(os, "pread"):
             return os.pread(self._file.fileno(), size, offset)
         with self._lock:
             self._file.seek(offset)
             return self._file.read(size)
 
-    def where(self, index: int) -> str:
-        return f"{self.name}:{self._lines[index]}"
+    def location(self, index: int) -> str:
+        return f"{self.name}:{self._line_numbers[index]}"
 
 
-class JsonList(Rows):
+class JsonListSource(BaseSource):
     """A JSON list of objects, or an object with such a list under `data`. Held in memory."""
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
-        super().__init__(show_path(path), path.parent, columns)
-        with _open(path) as file:
+        super().__init__(display_path(path), path.parent, columns)
+        with _open_maybe_gzip(path) as file:
             _check_memory(self.name, os.fstat(file.fileno()).st_size)
             content = file.read()
-        rows, suspect = self._load(content)
+        rows, suspect = self._parse(content)
         self._rows: list[tuple[int, dict[str, Any]]] = []
         for index, row in enumerate(rows):
             try:
                 self._rows.append((index, check_record(row, suspect)))
             except ValueError as fault:
-                self.bad.append(BadRow(f"{self.name}[{index}]", str(fault)))
+                self.bad_rows.append(BadRow(f"{self.name}[{index}]", str(fault)))
         names = {name for _, row in self._rows for name in row}
-        self._settle(hashlib.sha256(content).hexdigest(), names)
+        self._set_digest(hashlib.sha256(content).hexdigest(), names)
 
-    def _load(self, content: bytes) -> tuple[list[Any], bool]:
+    def _parse(self, content: bytes) -> tuple[list[Any], bool]:
         try:
             text = decode_text(content)
         except ValueError as fault:
             raise DataError(f"{self.name} {fault}") from fault
         try:
-            value = decode_json(text)
+            value = parse_json(text)
         except (ValueError, RecursionError) as fault:
             mend = "name it .jsonl if it has one object per line" if "Extra data" in str(fault) else "fix the file"
             raise DataError(f"{self.name} is not valid JSON: {fault}; {mend}") from fault
@@ -143,44 +145,44 @@ class JsonList(Rows):
             raise DataError(f'{self.name} holds no list of records; write [{{…}}, …] or {{"data": [{{…}}, …]}}')
         if not rows:
             raise DataError(f"{self.name} has no records; its list is empty")
-        return rows, may_hold_halves(text)
+        return rows, has_surrogate_escape(text)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._rename(self._rows[index][1])
+        return self._rename_columns(self._rows[index][1])
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """`train.json[12]`: the place in the list, from 0."""
         return f"{self.name}[{self._rows[index][0]}]"
 
 
-KINDS: dict[str, Callable[[Path, Mapping[str, str]], Source]] = {
-    ".jsonl": JsonLines,
-    ".jsonl.gz": JsonLines,
-    ".json": JsonList,
-    ".json.gz": JsonList,
-    ".parquet": Parquet,
+SOURCE_TYPES: dict[str, Callable[[Path, Mapping[str, str]], Source]] = {
+    ".jsonl": JsonLinesSource,
+    ".jsonl.gz": JsonLinesSource,
+    ".json": JsonListSource,
+    ".json.gz": JsonListSource,
+    ".parquet": ParquetSource,
 }
 """The end of a file's name -> what reads it."""
 
 
-def ending(name: str) -> str:
+def file_extension(name: str) -> str:
     """`.jsonl.gz` of `a.b.jsonl.gz`, `.csv` of `a.csv`, in small letters."""
     suffixes = [suffix.lower() for suffix in Path(name).suffixes]
     return "".join(suffixes[-2:] if suffixes[-1:] == [".gz"] else suffixes[-1:])
 
 
-def _lines(file: BinaryIO, hash_bytes: Callable[[bytes], Any]) -> Iterator[tuple[bytes, int]]:
+def _iter_lines(file: BinaryIO, update_hash: Callable[[bytes], Any]) -> Iterator[tuple[bytes, int]]:
     """(a line, its bytes); of one longer than LONGEST_LINE only the beginning is held."""
-    while line := file.readline(LONGEST_LINE + 1):
-        hash_bytes(line)
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        update_hash(line)
         size, end = len(line), line
-        while len(end) > LONGEST_LINE and not end.endswith(b"\n"):  # the rest of a long one, in pieces
-            if not (end := file.readline(LONGEST_LINE + 1)):
+        while len(end) > MAX_LINE_BYTES and not end.endswith(b"\n"):  # the rest of a long one, in pieces
+            if not (end := file.readline(MAX_LINE_BYTES + 1)):
                 break
-            hash_bytes(end)
+            update_hash(end)
             size += len(end)
         yield line, size
 
@@ -188,12 +190,12 @@ def _lines(file: BinaryIO, hash_bytes: Callable[[bytes], Any]) -> Iterator[tuple
 def _check_memory(name: str, size: int) -> None:
     """Raise DataError for a list that would not fit the memory: Python needs several bytes for each of a JSON text."""
     free = int(psutil.virtual_memory().available)
-    if size * LIST_COSTS > free:
-        problem = f"{name} has {show_bytes(size)}, is held in memory whole, and {show_bytes(free)} of that are free"
+    if size * JSON_MEMORY_FACTOR > free:
+        problem = f"{name} has {format_bytes(size)}, is held in memory whole, and {format_bytes(free)} of that are free"
         raise DataError(f"{problem}; write one record per line (.jsonl), which is read line by line")
 
 
-def _open(path: Path) -> BinaryIO:
+def _open_maybe_gzip(path: Path) -> BinaryIO:
     """The file's bytes, to be read at any place. What is packed is unpacked beside, into a file that has no name."""
     if path.suffix.lower() != ".gz":
         return path.open("rb")
@@ -201,32 +203,30 @@ def _open(path: Path) -> BinaryIO:
     try:
         plain = tempfile.TemporaryFile()  # noqa: SIM115  it is open as long as the source is
         with gzip.open(path) as packed:
-            shutil.copyfileobj(packed, _Bounded(plain, path, place), 1 << 20)
+            shutil.copyfileobj(packed, _SizeLimitedWriter(plain, path, place), 1 << 20)
         plain.flush()
         plain.seek(0)
     except (EOFError, zlib.error, gzip.BadGzipFile) as fault:
         raise DataError(
-            f"{show_path(path)}: gzip file is incomplete or damaged ({fault}); download it again"
+            f"{display_path(path)}: gzip file is incomplete or damaged ({fault}); download it again"
         ) from fault
     except OSError as fault:
         mend = "set TMPDIR to a folder with room, or unpack it yourself"
-        raise DataError(f"{show_path(path)} cannot be unpacked into {place}: {fault}; {mend}") from fault
+        raise DataError(f"{display_path(path)} cannot be unpacked into {place}: {fault}; {mend}") from fault
     return plain
 
 
-class _Bounded:
+class _SizeLimitedWriter:
     """A file that takes no more than its share of a disk. Raises DataError where more comes."""
 
-    def __init__(self, plain: BinaryIO, path: Path, place: str) -> None:
-        self._plain, self._path, self._place = plain, path, place
-        self._left = self._most = int(shutil.disk_usage(place).free * MOST_OF_DISK)
+    def __init__(self, file: BinaryIO, path: Path, temp_dir: str) -> None:
+        self._file, self._path, self._temp_dir = file, path, temp_dir
+        self._remaining_bytes = self._max_bytes = int(shutil.disk_usage(temp_dir).free * MAX_DISK_SHARE)
 
-    def write(self, piece: bytes) -> int:
-        self._left -= len(piece)
-        if self._left >= 0:
-            return self._plain.write(piece)
-        size, most = show_bytes(self._path.stat().st_size), show_bytes(self._most)
-        problem = (
-            f"{show_path(self._path)} has {size} and unpacks to more than {most}, half of what is free in {self._place}"
-        )
+    def write(self, chunk: bytes) -> int:
+        self._remaining_bytes -= len(chunk)
+        if self._remaining_bytes >= 0:
+            return self._file.write(chunk)
+        size, most = format_bytes(self._path.stat().st_size), format_bytes(self._max_bytes)
+        problem = f"{display_path(self._path)} has {size} and unpacks to more than {most}, half of what is free in {self._temp_dir}"
         raise DataError(f"{problem}; set TMPDIR to a folder with room, or unpack it yourself")

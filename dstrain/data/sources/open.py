@@ -13,20 +13,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from dstrain.cache_dir import file_state, recall, remember
-from dstrain.config.schema import HeldOutConfig
-from dstrain.data.sources.base import BadRow, Source, show_path, why_no_file
-from dstrain.data.sources.files import KINDS, ending
-from dstrain.data.sources.hub import HubRows, Part, is_hub_name, parse_part
+from dstrain.cache_dir import file_state, load_file_result, save_file_result
+from dstrain.config.schema import DatasetConfig
+from dstrain.data.sources.base import BadRow, Source, display_path, not_file_reason
+from dstrain.data.sources.files import SOURCE_TYPES, file_extension
+from dstrain.data.sources.hub import HubSource, HubSplit, is_hub_name, parse_hub_split
 from dstrain.errors import DataError
 
-__all__ = ["BadRow", "Deferred", "First", "Joined", "Source", "open_source", "show_path"]
+__all__ = ["BadRow", "ConcatSource", "HeadSource", "LazySource", "Source", "display_path", "open_source"]
 
-READ_AS = 2
+READER_VERSION = 2
 """Raise it when the same file would give other records, or another digest: what is known of files is then forgotten."""
 
 
-class First:
+class HeadSource:
     """The first so many records of a source."""
 
     def __init__(self, source: Source, count: int) -> None:
@@ -34,8 +34,8 @@ class First:
         self.digest = hashlib.sha256(f"{source.digest} {count}".encode()).hexdigest()
 
     @property
-    def bad(self) -> list[BadRow]:
-        return self._source.bad
+    def bad_rows(self) -> list[BadRow]:
+        return self._source.bad_rows
 
     def __bool__(self) -> bool:
         """Whether it has records, without counting them."""
@@ -49,14 +49,14 @@ class First:
             raise IndexError(index)
         return self._source[index]
 
-    def where(self, index: int) -> str:
-        return self._source.where(index)
+    def location(self, index: int) -> str:
+        return self._source.location(index)
 
-    def folder_of(self, index: int) -> Path:
-        return self._source.folder_of(index)
+    def get_base_dir(self, index: int) -> Path:
+        return self._source.get_base_dir(index)
 
 
-class Joined:
+class ConcatSource:
     """Several sources, one after another."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -69,82 +69,86 @@ class Joined:
         return tuple(len(source) for source in self.sources)
 
     @cached_property
-    def _ends(self) -> list[int]:
+    def _cumulative_sizes(self) -> list[int]:
         return list(itertools.accumulate(self.sizes))
 
     @property
-    def bad(self) -> list[BadRow]:
-        return [row for source in self.sources for row in source.bad]
+    def bad_rows(self) -> list[BadRow]:
+        return [row for source in self.sources for row in source.bad_rows]
 
-    def locate(self, index: int) -> tuple[Source, int]:
+    def find_source(self, index: int) -> tuple[Source, int]:
         """The source that holds the record, and the record's index there."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        which = bisect.bisect_right(self._ends, index)
-        return self.sources[which], index - self._ends[which] + self.sizes[which]
+        which = bisect.bisect_right(self._cumulative_sizes, index)
+        return self.sources[which], index - self._cumulative_sizes[which] + self.sizes[which]
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._cumulative_sizes[-1] if self._cumulative_sizes else 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        source, inside = self.locate(index)
+        source, inside = self.find_source(index)
         return source[inside]
 
-    def where(self, index: int) -> str:
-        source, inside = self.locate(index)
-        return source.where(inside)
+    def location(self, index: int) -> str:
+        source, inside = self.find_source(index)
+        return source.location(inside)
 
-    def folder_of(self, index: int) -> Path:
-        source, inside = self.locate(index)
-        return source.folder_of(inside)
+    def get_base_dir(self, index: int) -> Path:
+        source, inside = self.find_source(index)
+        return source.get_base_dir(inside)
 
 
-class Deferred:
+class LazySource:
     """A file whose records an earlier start has read: it is opened where one of them is asked for. Thread-safe."""
 
-    def __init__(self, path: Path, read: Callable[[], Source], digest: str, count: int) -> None:
+    def __init__(self, path: Path, load: Callable[[], Source], digest: str, count: int) -> None:
         """`digest` and `count`: what `read` gave when the file was as it is now."""
-        self._path, self._read, self.digest, self._count = path, read, digest, count
-        self._opening, self._opened = threading.Lock(), cast("Source | None", None)
+        self._path, self._load, self.digest, self._count = path, load, digest, count
+        self._lock, self._loaded = threading.Lock(), cast("Source | None", None)
 
-    def _source(self) -> Source:
-        with self._opening:
-            if self._opened is None:
-                source = self._read()
+    def _get_source(self) -> Source:
+        with self._lock:
+            if self._loaded is None:
+                source = self._load()
                 if (source.digest, len(source)) != (self.digest, self._count):
-                    raise DataError(f"{show_path(self._path)}: the file was changed while it was in use; start again")
-                self._opened = source
-        return self._opened
+                    raise DataError(
+                        f"{display_path(self._path)}: the file was changed while it was in use; start again"
+                    )
+                self._loaded = source
+        return self._loaded
 
     @property
-    def bad(self) -> list[BadRow]:
-        return self._source().bad
+    def bad_rows(self) -> list[BadRow]:
+        return self._get_source().bad_rows
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._source()[index]
+        return self._get_source()[index]
 
-    def where(self, index: int) -> str:
-        return self._source().where(index)
+    def location(self, index: int) -> str:
+        return self._get_source().location(index)
 
-    def folder_of(self, index: int) -> Path:
+    def get_base_dir(self, index: int) -> Path:
         return self._path.parent
 
 
-def open_source(what: str | Path | HeldOutConfig, columns: Mapping[str, str] | None = None) -> Source:
+def open_source(path_or_config: str | Path | DatasetConfig, columns: Mapping[str, str] | None = None) -> Source:
     """The records of a .jsonl, .json (both also .gz) or .parquet file, or of a dataset on the hub.
 
     `columns` renames names in the data to names the format knows. What the recipe says of a source is given whole, so
     that its split counts; in a text a split may follow the dataset's name: `org/name:test`. Raises DataError.
     """
     part = None
-    if isinstance(what, HeldOutConfig):
-        if is_hub_name(what.path):
-            part = Part(what.path, what.split or what.usual_split, what.name)
-        what = what.path
-    path = Path(what)
+    if isinstance(path_or_config, DatasetConfig):
+        if is_hub_name(path_or_config.path):
+            part = HubSplit(
+                path_or_config.path, path_or_config.split or path_or_config.default_split, path_or_config.name
+            )
+        path_or_config = path_or_config.path
+    path = Path(path_or_config)
     try:
         path = path.expanduser()
         if path.is_file():
@@ -153,45 +157,47 @@ def open_source(what: str | Path | HeldOutConfig, columns: Mapping[str, str] | N
         raise DataError(f"{path} begins with ~, and no home folder is known; write it out, or set HOME") from fault
     except OSError as fault:
         raise DataError(f"{path} cannot be read ({fault.strerror}); check the path and its permissions") from fault
-    part = part or parse_part(str(what))
+    part = part or parse_hub_split(str(path_or_config))
     if part is None or path.is_dir():
-        raise DataError(_missing(path))
-    return HubRows(part, columns or {})
+        raise DataError(_missing_file_message(path))
+    return HubSource(part, columns or {})
 
 
 def _open_file(path: Path, columns: Mapping[str, str]) -> Source:
-    kind = KINDS.get(ending(path.name))
+    kind = SOURCE_TYPES.get(file_extension(path.name))
     if kind is None:
-        raise DataError(f"{show_path(path)} ends in '{ending(path.name)}'; data files end in {_endings()}")
+        raise DataError(
+            f"{display_path(path)} ends in '{file_extension(path.name)}'; data files end in {_format_extensions()}"
+        )
     if not path.stat().st_size:
-        raise DataError(f"{show_path(path)} is empty; check the path or regenerate the file")
+        raise DataError(f"{display_path(path)} is empty; check the path or regenerate the file")
 
-    def read() -> Source:
+    def load() -> Source:
         source = kind(path, columns)
-        if not len(source) and not source.bad:
+        if not len(source) and not source.bad_rows:
             raise DataError(
-                f"{show_path(path)} has no records, only blank lines; check the path or regenerate the file"
+                f"{display_path(path)} has no records, only blank lines; check the path or regenerate the file"
             )
         return source
 
-    what = {"records": READ_AS, "columns": dict(columns)}
-    if (known := recall(path, what)) is not None:
-        return Deferred(path, read, *known)
+    what = {"records": READER_VERSION, "columns": dict(columns)}
+    if (known := load_file_result(path, what)) is not None:
+        return LazySource(path, load, *known)
     began, state = time.time_ns(), file_state(path)
-    source = read()
-    remember(path, what, [source.digest, len(source)], began, state)
+    source = load()
+    save_file_result(path, what, [source.digest, len(source)], began, state)
     return source
 
 
-def _endings() -> str:
-    *most, last = KINDS
+def _format_extensions() -> str:
+    *most, last = SOURCE_TYPES
     return f"{', '.join(most)} or {last}"
 
 
-def _missing(path: Path) -> str:
+def _missing_file_message(path: Path) -> str:
     if path.is_dir():
         return f"{path} is a folder; name a .jsonl, .json or .parquet file in it"
-    if why := why_no_file(path):
+    if why := not_file_reason(path):
         return f"{path} {why}; name a .jsonl, .json or .parquet file"
     folder = path.parent
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file()) if folder.is_dir() else []

@@ -7,36 +7,36 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dstrain.data.loading.sampler import IMAGES, random_numbers
+from dstrain.data.loading.sampler import IMAGE_STREAM, make_random_state
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
 @dataclass(frozen=True, kw_only=True)
-class Augment:
+class ImageAugmentation:
     """What happens to an image before the model's processor sees it."""
 
-    shift: bool
+    random_translate: bool
     """Move what stands on a background of one colour to a random place in the frame; other images stay."""
-    flip: float
+    flip_probability: float
     """Chance of a mirror image, left for right, from 0 to 1."""
     seed: int
 
-    def __call__(self, image: Image, place: int, which: int) -> Image:
+    def __call__(self, image: Image, sample_position: int, image_no: int) -> Image:
         """Image `which` of the sample at this place in the run's order: the same for the same three, in any split."""
         from PIL import Image
 
-        chance = random_numbers((self.seed, IMAGES, place, which))
+        chance = make_random_state((self.seed, IMAGE_STREAM, sample_position, image_no))
         pixels = before = np.asarray(image)
-        if chance.random_sample() < self.flip:
+        if chance.random_sample() < self.flip_probability:
             pixels = pixels[:, ::-1]
-        if self.shift:
-            pixels = shifted(pixels, *chance.random_sample(2))
+        if self.random_translate:
+            pixels = translate_foreground(pixels, *chance.random_sample(2))
         return image if pixels is before else Image.fromarray(np.ascontiguousarray(pixels))
 
 
-def shifted(pixels: np.ndarray, down: float, right: float) -> np.ndarray:
+def translate_foreground(pixels: np.ndarray, down: float, right: float) -> np.ndarray:
     """What differs from the border's one colour, moved whole; the same array where the border has several.
 
     pixels (H, W, 3) uint8; `down` and `right` in [0, 1) choose among the places where it is within the frame.

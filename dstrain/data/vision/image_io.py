@@ -12,31 +12,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.data.formats.messages import BadRecord, kind
-from dstrain.data.sources.base import NOT_REGULAR, open_regular, show_path
-from dstrain.data.vision.file_type import looks_like
+from dstrain.data.formats.messages import BadRecord, json_type_name
+from dstrain.data.sources.base import NOT_REGULAR, display_path, open_regular_file
+from dstrain.data.vision.file_type import describe_content
 from dstrain.errors import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MOST_PIXELS = 89_478_485
+MAX_PIXELS = 89_478_485
 """Pillow's own bound for an image that nobody vouches for: 256 MiB of RGB."""
-MOST_BYTES = 1 << 30
+MAX_FILE_BYTES = 1 << 30
 """Of a file; one with so many pixels has fewer."""
-FORMATS = ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+IMAGE_FORMATS = ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 """What is decoded. Pillow knows more, some of which run a program (EPS) or have no mark of their own (TGA)."""
-_NAMES = ", ".join(name for name in FORMATS if name not in ("DIB", "MPO"))
+_FORMAT_NAMES = ", ".join(name for name in IMAGE_FORMATS if name not in ("DIB", "MPO"))
 
-_ORIENTATION = 0x0112
-_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+_EXIF_ORIENTATION_TAG = 0x0112
+_UPRIGHT_TRANSPOSE = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """EXIF's orientation -> the Transpose that undoes it (Pillow's numbers)."""
-_TURNED = {3: "rotated by 180°", 6: "rotated by 90°", 8: "rotated by 270°"}
+_ROTATION_NAMES = {3: "rotated by 180°", 6: "rotated by 90°", 8: "rotated by 270°"}
 
-_OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
-_PNG = b"\x89PNG"
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
+_PNG_SIGNATURE = b"\x89PNG"
 
-_strict, _readers, _trusting = threading.Lock(), 0, False
+_truncation_lock, _active_readers, _load_truncated_before = threading.Lock(), 0, False
 
 
 def read_image(source: Path | bytes) -> Image:
@@ -52,14 +52,16 @@ def read_content(source: Path | bytes) -> tuple[bytes, str]:
     """The file's bytes and its name for messages. Raises BadRecord."""
     if isinstance(source, bytes):
         return source, f"an image of {len(source)} bytes"
-    name = show_path(source)
+    name = display_path(source)
     try:
-        with open_regular(source) as file:
+        with open_regular_file(source) as file:
             size = os.fstat(file.fileno()).st_size
-            if size > MOST_BYTES:
-                raise BadRecord(f"{name} has {size} bytes, more than the {MOST_BYTES} that are read; make it smaller")
+            if size > MAX_FILE_BYTES:
+                raise BadRecord(
+                    f"{name} has {size} bytes, more than the {MAX_FILE_BYTES} that are read; make it smaller"
+                )
             # Files of /proc have no size and may never end.
-            return file.read(MOST_BYTES) if size else b"", name
+            return file.read(MAX_FILE_BYTES) if size else b"", name
     except IsADirectoryError as fault:
         raise BadRecord(f"{name} is a folder, not an image; name a file in it") from fault
     except FileNotFoundError as fault:
@@ -75,26 +77,26 @@ def read_content(source: Path | bytes) -> tuple[bytes, str]:
 
 def decode_image(content: bytes, name: str) -> Image:
     """What `read_image` does, for bytes in hand; `name` is for messages. Raises BadRecord."""
-    image, _ = _decode(content, name)
-    if _unclear(image):
+    image, _ = _decode_frame(content, name)
+    if _has_unknown_range(image):
         problem = f"{name} has pixels of a kind (Pillow's {image.mode}) in which white is not known"
         raise BadRecord(f"{problem}; save it with 8 or 16 bits a colour")
-    with _told_as_damage(name):
-        return _as_rgb(_upright(image))
+    with _raise_as_bad_record(name):
+        return _to_rgb(_apply_exif_rotation(image))
 
 
-def remarks(source: Path | bytes) -> list[str]:
+def describe_conversions(source: Path | bytes) -> list[str]:
     """What is unusual in an image and yet can be used, a sentence each. Raises BadRecord as `read_image` does."""
     content, name = read_content(source)
-    image, orientation = _decode(content, name)
+    image, orientation = _decode_frame(content, name)
     found = []
-    if orientation in _TURNS:
-        found.append(f"its EXIF says it is {_TURNED.get(orientation, 'mirrored')}: it is turned upright")
+    if orientation in _UPRIGHT_TRANSPOSE:
+        found.append(f"its EXIF says it is {_ROTATION_NAMES.get(orientation, 'mirrored')}: it is turned upright")
     if image.mode == "CMYK":
         found.append("CMYK: it is converted to RGB")
     if image.mode.startswith("I") or (image.format == "PNG" and content[24:25] == b"\x10"):
         found.append("16 bits a colour: it is scaled to 8")
-    if image.has_transparency_data and _lets_through(image):
+    if image.has_transparency_data and _has_transparency(image):
         found.append("transparent in places: it is laid on white")
     if (frames := _count_frames(content, name)) > 1:
         many = f"{frames} pages" if image.format == "TIFF" else f"animated, {frames} frames"
@@ -102,7 +104,7 @@ def remarks(source: Path | bytes) -> list[str]:
     return found
 
 
-def locate_image(value: Any, folder: Path) -> Path | bytes:
+def resolve_image(value: Any, folder: Path) -> Path | bytes:
     """The file, or the bytes, that a record's value names.
 
     A path is relative to `folder`, the data file's; {"bytes", "path"} is how datasets and parquet hold an image; one
@@ -112,15 +114,15 @@ def locate_image(value: Any, folder: Path) -> Path | bytes:
         return bytes(value)
     if isinstance(value, Mapping):
         if value.get("bytes") is not None:
-            return locate_image(value["bytes"], folder)
+            return resolve_image(value["bytes"], folder)
         if value.get("path") is None:
             raise BadRecord('an image is an object without "path" and "bytes"; write the path of its file')
         value = value["path"]
     if isinstance(value, str | Path):
         return folder / _check_path(str(value))
     if (pillow := sys.modules.get("PIL.Image")) and isinstance(value, pillow.Image):
-        return _as_png(value)
-    raise BadRecord(f"an image is {kind(value)}, not the path of a file; write the path")
+        return _encode_png(value)
+    raise BadRecord(f"an image is {json_type_name(value)}, not the path of a file; write the path")
 
 
 def _check_path(value: str) -> str:
@@ -133,13 +135,13 @@ def _check_path(value: str) -> str:
     return value
 
 
-def _as_png(image: Image) -> bytes:
+def _encode_png(image: Image) -> bytes:
     """A PNG of an image that somebody else decoded: the same image gives the same bytes."""
-    if _unclear(image):
+    if _has_unknown_range(image):
         raise BadRecord(f"a decoded image is of Pillow's kind {image.mode}, in which white is not known; make it RGB")
-    with _told_as_damage("a decoded image"):
-        upright, file = _upright(image), io.BytesIO()
-        kept = upright.copy() if upright.mode in _OF_PNG else _as_rgb(upright)
+    with _raise_as_bad_record("a decoded image"):
+        upright, file = _apply_exif_rotation(image), io.BytesIO()
+        kept = upright.copy() if upright.mode in _PNG_MODES else _to_rgb(upright)
         kept.info = {
             key: value for key, value in kept.info.items() if key == "transparency"
         }  # EXIF would turn it again
@@ -147,24 +149,24 @@ def _as_png(image: Image) -> bytes:
         return file.getvalue()
 
 
-def _decode(content: bytes, name: str) -> tuple[Image, int]:
+def _decode_frame(content: bytes, name: str) -> tuple[Image, int]:
     """The image as its file holds it, the first frame decoded whole, and EXIF's number for how it lies."""
     _require_pillow(name)
     if not content:
         raise BadRecord(f"{name} is empty; download it again")
-    with _finding_truncation():
-        if content.startswith(_PNG):
-            with _told_as_damage(name):
-                _open(content, name).verify()  # checksums, which decoding leaves alone
-        image = _open(content, name)
+    with _disallow_truncation():
+        if content.startswith(_PNG_SIGNATURE):
+            with _raise_as_bad_record(name):
+                _open_image(content, name).verify()  # checksums, which decoding leaves alone
+        image = _open_image(content, name)
         width, height = image.size
         if min(width, height) < 2:
             problem = f"{name} is {width}x{height} pixels, and an image has two or more either way"
             raise BadRecord(f"{problem}; replace it, or remove the record")
-        turned = _orientation(image) if image.format == "TIFF" else 0  # which Pillow turns upright as it decodes
-        with _told_as_damage(name):
+        turned = _get_exif_rotation(image) if image.format == "TIFF" else 0  # which Pillow turns upright as it decodes
+        with _raise_as_bad_record(name):
             image.load()
-    return image, turned or _orientation(image)
+    return image, turned or _get_exif_rotation(image)
 
 
 def _require_pillow(name: str) -> None:
@@ -174,91 +176,91 @@ def _require_pillow(name: str) -> None:
         raise DataError(f'{name} needs pillow; run pip install "dstrain[vision]"') from fault
 
 
-def _open(content: bytes, name: str) -> Image:
+def _open_image(content: bytes, name: str) -> Image:
     """The image with its header read and no pixel decoded. Raises BadRecord."""
     from PIL import Image, UnidentifiedImageError
 
     Image.init()
-    known = [form for form in FORMATS if form in Image.OPEN]
+    known = [form for form in IMAGE_FORMATS if form in Image.OPEN]
     try:
         image = Image.open(io.BytesIO(content), formats=known)
         pixels = image.width * image.height
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as fault:
-        pixels = max(map(int, re.findall(r"\d+", str(fault))), default=MOST_PIXELS + 1)
+        pixels = max(map(int, re.findall(r"\d+", str(fault))), default=MAX_PIXELS + 1)
     except UnidentifiedImageError as fault:
         if any(accept and accept(content[:16]) for accept in (Image.OPEN[form][1] for form in known)):
             raise BadRecord(f"{name} is damaged or cut off in its first bytes; download it again") from fault
-        problem = f"{name} is no image that is known here ({looks_like(content)}; known: {_NAMES})"
+        problem = f"{name} is no image that is known here ({describe_content(content)}; known: {_FORMAT_NAMES})"
         raise BadRecord(f"{problem}; save it as PNG or JPEG") from fault
     except MemoryError:
         raise
     except Exception as fault:
-        raise _damaged(name, fault) from fault
-    if pixels > MOST_PIXELS:
-        raise BadRecord(f"{name} has {pixels} pixels, more than the {MOST_PIXELS} that are decoded; make it smaller")
+        raise _bad_image_error(name, fault) from fault
+    if pixels > MAX_PIXELS:
+        raise BadRecord(f"{name} has {pixels} pixels, more than the {MAX_PIXELS} that are decoded; make it smaller")
     return image
 
 
 @contextmanager
-def _told_as_damage(name: str) -> Iterator[None]:
+def _raise_as_bad_record(name: str) -> Iterator[None]:
     """Whatever Pillow trips over in a file, and it is of many kinds, is the file's fault; too little memory is not."""
     try:
         yield
     except (BadRecord, DataError, MemoryError):
         raise
     except Exception as fault:
-        raise _damaged(name, fault) from fault
+        raise _bad_image_error(name, fault) from fault
 
 
-def _damaged(name: str, fault: Exception) -> BadRecord:
+def _bad_image_error(name: str, fault: Exception) -> BadRecord:
     return BadRecord(f"{name} is damaged or cut off ({str(fault) or type(fault).__name__}); download it again")
 
 
 @contextmanager
-def _finding_truncation() -> Iterator[None]:
+def _disallow_truncation() -> Iterator[None]:
     """Pillow fills up what is cut off where LOAD_TRUNCATED_IMAGES is set, which other code may have done."""
-    global _readers, _trusting
+    global _active_readers, _load_truncated_before
     from PIL import ImageFile
 
-    with _strict:
-        if not _readers:
-            _trusting = ImageFile.LOAD_TRUNCATED_IMAGES
-        _readers += 1
+    with _truncation_lock:
+        if not _active_readers:
+            _load_truncated_before = ImageFile.LOAD_TRUNCATED_IMAGES
+        _active_readers += 1
         ImageFile.LOAD_TRUNCATED_IMAGES = False
     try:
         yield
     finally:
-        with _strict:
-            _readers -= 1
-            if not _readers:
-                ImageFile.LOAD_TRUNCATED_IMAGES = _trusting
+        with _truncation_lock:
+            _active_readers -= 1
+            if not _active_readers:
+                ImageFile.LOAD_TRUNCATED_IMAGES = _load_truncated_before
 
 
-def _orientation(image: Image) -> int:
+def _get_exif_rotation(image: Image) -> int:
     """1 where EXIF says nothing, or cannot be read: it is no part of the picture."""
     try:
-        return int(image.getexif().get(_ORIENTATION, 1))
+        return int(image.getexif().get(_EXIF_ORIENTATION_TAG, 1))
     except Exception:
         return 1
 
 
-def _upright(image: Image) -> Image:
+def _apply_exif_rotation(image: Image) -> Image:
     from PIL.Image import Transpose
 
-    turn = _TURNS.get(_orientation(image))
+    turn = _UPRIGHT_TRANSPOSE.get(_get_exif_rotation(image))
     return image if turn is None else image.transpose(Transpose(turn))
 
 
-def _unclear(image: Image) -> bool:
+def _has_unknown_range(image: Image) -> bool:
     """Whether nothing says which of its numbers is white: floats, 32-bit integers, and LAB, which needs a profile."""
     return image.mode in ("F", "LAB") or (image.mode == "I" and image.format not in ("PNG", "PPM"))
 
 
-def _as_rgb(image: Image) -> Image:
+def _to_rgb(image: Image) -> Image:
     from PIL import Image
 
     if image.mode.startswith("I"):
-        image = _from_16_bits(image)
+        image = _scale_to_8_bits(image)
     elif image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image.convert("RGBA"))
@@ -267,7 +269,7 @@ def _as_rgb(image: Image) -> Image:
     return made
 
 
-def _from_16_bits(image: Image) -> Image:
+def _scale_to_8_bits(image: Image) -> Image:
     """Grey of 0..65535 as 0..255, which convert("L") would cut off at 255."""
     import numpy as np
     from PIL import Image
@@ -279,7 +281,7 @@ def _from_16_bits(image: Image) -> Image:
     return Image.fromarray(grey)
 
 
-def _lets_through(image: Image) -> bool:
+def _has_transparency(image: Image) -> bool:
     if image.mode.startswith("I"):
         return True
     return any(image.convert("RGBA").getchannel("A").histogram()[:255])
@@ -287,7 +289,7 @@ def _lets_through(image: Image) -> bool:
 
 def _count_frames(content: bytes, name: str) -> int:
     """1 for a photograph with a second picture hidden behind it, and where what follows the first is damaged."""
-    image = _open(content, name)
+    image = _open_image(content, name)
     try:
         return 1 if image.format == "MPO" else int(getattr(image, "n_frames", 1))
     except Exception:

@@ -12,56 +12,58 @@ from typing import Any
 
 import numpy as np
 
-from dstrain.cache_dir import key_name, write_whole
-from dstrain.data.formats.image_placeholders import Seen
+from dstrain.cache_dir import atomic_write_text, hash_key
+from dstrain.data.formats.image_placeholders import RecordWithImages
 from dstrain.data.formats.messages import BadRecord
 from dstrain.data.sources.open import Source
-from dstrain.data.vision.image_io import locate_image, read_image
+from dstrain.data.vision.image_io import read_image, resolve_image
 from dstrain.errors import DataError
 
-Convert = Callable[[dict[str, Any]], Seen[Any]]
-MOST_IMAGES = 10_000
+ParseRecord = Callable[[dict[str, Any]], RecordWithImages[Any]]
+MAX_IMAGES = 10_000
 """The first so many, each once."""
 
 
-def image_colours(source: Source, convert: Convert, cache: Path, threads: int = 1) -> tuple[list[float], list[float]]:
+def compute_image_stats(
+    source: Source, parse: ParseRecord, cache_dir: Path, threads: int = 1
+) -> tuple[list[float], list[float]]:
     """(mean, deviation) of each channel over all pixels, in shares of the brightest; kept in the cache.
 
     Raises DataError where the source has no image that can be read.
     """
-    found = _find(source, convert)
-    key = {"images": [*found], "most": MOST_IMAGES, "format": 2}
-    place = cache / "colours" / f"{key_name(key)}.json"
+    found = _find_images(source, parse)
+    key = {"images": [*found], "most": MAX_IMAGES, "format": 2}
+    place = cache_dir / "colours" / f"{hash_key(key)}.json"
     if place.is_file():
         kept = json.loads(place.read_text())
         return kept["mean"], kept["std"]
     with ThreadPoolExecutor(threads) as pool:
-        counts = sum(pool.map(partial(_count, source, convert), found.values()), np.zeros((3, 256)))
+        counts = sum(pool.map(partial(_channel_histogram, source, parse), found.values()), np.zeros((3, 256)))
     if not counts.any():
         raise DataError(
             "model.processor.normalize: no record of data.train has an image that can be read; leave it out"
         )
-    mean, std = _spread(counts)
+    mean, std = _mean_and_std(counts)
     made = {"mean": mean.round(6).tolist(), "std": std.round(6).tolist()}
-    write_whole(place, json.dumps(made))
+    atomic_write_text(place, json.dumps(made))
     return made["mean"], made["std"]
 
 
-def _find(source: Source, convert: Convert) -> dict[str, tuple[int, int]]:
+def _find_images(source: Source, parse: ParseRecord) -> dict[str, tuple[int, int]]:
     """What tells an image from others, and from what it was -> its record, and its place there."""
     found: dict[str, tuple[int, int]] = {}
     for index in range(len(source)):
         try:
-            for at, value in enumerate(convert(source[index]).images):
-                found.setdefault(_state(locate_image(value, source.folder_of(index))), (index, at))
+            for at, value in enumerate(parse(source[index]).images):
+                found.setdefault(_image_key(resolve_image(value, source.get_base_dir(index))), (index, at))
         except BadRecord:
             continue  # judged where the examples are made
-        if len(found) >= MOST_IMAGES:
+        if len(found) >= MAX_IMAGES:
             break
-    return dict([*found.items()][:MOST_IMAGES])
+    return dict([*found.items()][:MAX_IMAGES])
 
 
-def _state(image: Path | bytes) -> str:
+def _image_key(image: Path | bytes) -> str:
     if isinstance(image, bytes):
         return hashlib.sha256(image).hexdigest()
     try:
@@ -71,19 +73,19 @@ def _state(image: Path | bytes) -> str:
     return f"{image.absolute()} {found.st_size} {found.st_mtime_ns}"
 
 
-def _count(source: Source, convert: Convert, place: tuple[int, int]) -> np.ndarray:
+def _channel_histogram(source: Source, parse: ParseRecord, position: tuple[int, int]) -> np.ndarray:
     """(3, 256): how many pixels have each brightness, by channel; none of an image that cannot be read."""
-    index, at = place
+    index, at = position
     try:
-        image = locate_image(convert(source[index]).images[at], source.folder_of(index))
+        image = resolve_image(parse(source[index]).images[at], source.get_base_dir(index))
         return np.array(read_image(image).histogram(), dtype=np.float64).reshape(3, 256)
     except BadRecord:
         return np.zeros((3, 256))
 
 
-def _spread(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _mean_and_std(histogram: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean and deviation of each channel."""
     levels = np.arange(256) / 255
-    mean = counts @ levels / counts.sum(1)
-    square = counts @ levels**2 / counts.sum(1)
+    mean = histogram @ levels / histogram.sum(1)
+    square = histogram @ levels**2 / histogram.sum(1)
     return mean, np.sqrt(np.maximum(square - mean**2, 1e-8))

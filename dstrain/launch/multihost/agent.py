@@ -20,130 +20,136 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dstrain.launch.job import LocalCrew, Program
-from dstrain.launch.multihost.channel import Line
-from dstrain.launch.multihost.heartbeat import Heartbeat
-from dstrain.launch.multihost.probe import Meeting, facts, reach
-from dstrain.launch.processes import end_these, marked
-from dstrain.launch.rank_monitor import Ranks
-from dstrain.launch.worker import LAUNCH, LAUNCH_ID, adopt_orphans, read_records
+from dstrain.launch.job import LauncherSpec, LocalJob
+from dstrain.launch.multihost.channel import Channel
+from dstrain.launch.multihost.heartbeat import HeartbeatServer
+from dstrain.launch.multihost.probe import ReservedPort, collect_host_info, try_connect
+from dstrain.launch.processes import find_marked, kill_processes
+from dstrain.launch.rank_monitor import RankMonitor
+from dstrain.launch.worker import LAUNCH_FILE_ENV, LAUNCH_ID_ENV, read_rank_records, set_child_subreaper
 
-_TICK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 
 class Agent:
     """One launch on this host."""
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
-        self._heartbeat = Heartbeat(line.silence)
-        self._meeting = Meeting()
-        self._mark = ""
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._heartbeat = HeartbeatServer(channel.heartbeat_timeout)
+        self._reserved_port = ReservedPort()
+        self._launch_file = ""
         """Path of the launch file, which every process of the launch has in its command line or its environment."""
         self._run_dir = Path()
         self._launch_id = ""
-        self._ranks = Ranks(Path(), ())
-        self._starter: LocalCrew | None = None
-        self._told: set[int] = set()
-        self._told_ended: set[int] = set()
-        self._launcher_told = self._over = False
-        self._acts: Mapping[str, Callable[[Any], None]] = {
-            "hello": lambda asked: line.send(
-                facts={**facts(**asked), "heartbeat": self._heartbeat.name, "token": self._heartbeat.token}
+        self._monitor = RankMonitor(Path(), ())
+        self._local_job: LocalJob | None = None
+        self._sent_started: set[int] = set()
+        self._sent_exits: set[int] = set()
+        self._has_sent_launcher_code = self._is_done = False
+        self._handlers: Mapping[str, Callable[[Any], None]] = {
+            "hello": lambda asked: channel.send(
+                facts={
+                    **collect_host_info(**asked),
+                    "heartbeat": self._heartbeat.socket_name,
+                    "token": self._heartbeat.token,
+                }
             ),
-            "open": lambda asked: line.send(opened=self._meeting.open(**asked)),
-            "reach": lambda asked: line.send(reached=reach(**asked)),
-            "start": self._start,
-            "signal": self._signal,
-            "end": lambda _: self._finish(),
+            "open": lambda asked: channel.send(opened=self._reserved_port.bind(**asked)),
+            "reach": lambda asked: channel.send(reached=try_connect(**asked)),
+            "start": self.start_ranks,
+            "signal": self.send_signal,
+            "end": lambda _: self._kill_and_report(),
         }
 
     def serve(self) -> int:
         """Until it is over, one way or the other."""
-        while not self._over:
-            for message in self._line.receive():
+        while not self._is_done:
+            for message in self._channel.read_messages():
                 for name, asked in message.items():
-                    self._acts[name](asked)
-            if self._over:
+                    self._handlers[name](asked)
+            if self._is_done:
                 break
-            if self._line.closed or self._line.silent():
-                self.end()
+            if self._channel.closed or self._channel.is_timed_out():
+                self.kill_all()
                 return 1
-            self._tell()
-            self._line.beat()
-            self._heartbeat.beat()
-            self._ranks.rest(_TICK_SECONDS, [self._line.read])
+            self.report_changes()
+            self._channel.send_heartbeat()
+            self._heartbeat.send_heartbeats()
+            self._monitor.wait_for_event(_POLL_SECONDS, [self._channel.read_fd])
         return 0
 
-    def end(self) -> list[int]:
+    def kill_all(self) -> list[int]:
         """SIGKILL every process of the launch on this host. Returns what would not end."""
-        if not self._mark:
+        if not self._launch_file:
             return []
-        if self._starter is not None:
-            self._starter.end()
-        return end_these(lambda: marked(self._mark, LAUNCH))
+        if self._local_job is not None:
+            self._local_job.kill()
+        return kill_processes(lambda: find_marked(self._launch_file, LAUNCH_FILE_ENV))
 
-    def _start(self, asked: Mapping[str, Any]) -> None:
+    def start_ranks(self, spec: Mapping[str, Any]) -> None:
         """Watch for these ranks of a run; `argv`: what starts them, where that is not done from elsewhere."""
-        self._meeting.reserve()
-        self._heartbeat.hand_out(asked["environment"])
-        self._mark = asked["launch"]
-        self._run_dir, argv, self._launch_id = Path(asked["run_dir"]), asked["argv"], asked.get("launch_id", "")
+        self._reserved_port.reserve()
+        self._heartbeat.set_environment(spec["environment"])
+        self._launch_file = spec["launch"]
+        self._run_dir, argv, self._launch_id = Path(spec["run_dir"]), spec["argv"], spec.get("launch_id", "")
         if argv is None:
-            self._ranks = Ranks(self._run_dir, asked["ranks"], self._launch_id)
+            self._monitor = RankMonitor(self._run_dir, spec["ranks"], self._launch_id)
             return
         # The agent's own output goes to the launching process's log of the launchers; so does this one's.
         output = os.fdopen(os.dup(2), "wb")
-        environment = {**os.environ, **asked["env"], LAUNCH_ID: self._launch_id}
-        program = Program(argv, environment, asked["cwd"], output)
-        self._starter = LocalCrew(program, self._run_dir, asked["ranks"])
-        self._starter.start()
-        self._ranks = self._starter.seen
+        environment = {**os.environ, **spec["env"], LAUNCH_ID_ENV: self._launch_id}
+        program = LauncherSpec(argv, environment, spec["cwd"], output)
+        self._local_job = LocalJob(program, self._run_dir, spec["ranks"])
+        self._local_job.start()
+        self._monitor = self._local_job.monitor
 
-    def _signal(self, number: int) -> None:
-        for pid in self._ranks.alive.values():
+    def send_signal(self, signum: int) -> None:
+        for pid in self._monitor.alive_pids.values():
             with contextlib.suppress(OSError):
-                os.kill(pid, number)
+                os.kill(pid, signum)
 
-    def _finish(self) -> None:
-        left = self.end()
-        self._ranks.look(again=True)
-        self._tell()
-        self._line.send(left=left)
-        self._over = True
+    def _kill_and_report(self) -> None:
+        left = self.kill_all()
+        self._monitor.poll(force=True)
+        self.report_changes()
+        self._channel.send(left=left)
+        self._is_done = True
 
-    def _tell(self) -> None:
+    def report_changes(self) -> None:
         """What became of the ranks since."""
-        self._ranks.look()
-        ended = [rank for rank in self._ranks.ends if rank not in self._told_ended]
-        started = self._ranks.alive.keys() - self._told
+        self._monitor.poll()
+        ended = [rank for rank in self._monitor.exit_codes if rank not in self._sent_exits]
+        started = self._monitor.alive_pids.keys() - self._sent_started
         if started or ended:
-            records = {rank: asdict(record) for rank, record in read_records(self._run_dir, self._launch_id).items()}
+            records = {
+                rank: asdict(record) for rank, record in read_rank_records(self._run_dir, self._launch_id).items()
+            }
             for rank in started:
-                self._line.send(started=[rank, None, records.get(rank)])
+                self._channel.send(started=[rank, None, records.get(rank)])
             for rank in ended:
-                self._line.send(ended=[rank, self._ranks.ends[rank], records.get(rank)])
-            self._told.update(started)
-            self._told_ended.update(ended)
-        code = None if self._starter is None else self._starter.over()
-        if code is not None and not self._launcher_told:
-            self._launcher_told = True
-            self._line.send(launcher=code)
+                self._channel.send(ended=[rank, self._monitor.exit_codes[rank], records.get(rank)])
+            self._sent_started.update(started)
+            self._sent_exits.update(ended)
+        code = None if self._local_job is None else self._local_job.poll_launcher()
+        if code is not None and not self._has_sent_launcher_code:
+            self._has_sent_launcher_code = True
+            self._channel.send(launcher=code)
 
 
 def main() -> int:
     """Keep the lifeline apart from what anything else prints."""
     write = os.dup(1)
     os.dup2(2, 1)
-    adopt_orphans(True)
-    agent = Agent(Line(0, write, float(sys.argv[1]), sys.argv[2]))
+    set_child_subreaper(True)
+    agent = Agent(Channel(0, write, float(sys.argv[1]), sys.argv[2]))
 
-    def leave(*_: object) -> None:
-        agent.end()
+    def kill_and_exit(*_: object) -> None:
+        agent.kill_all()
         os._exit(1)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, leave)
+        signal.signal(number, kill_and_exit)
     return agent.serve()
 
 

@@ -12,48 +12,48 @@ import os
 import time
 from typing import Any
 
-BEATS = 6
+BEATS_PER_TIMEOUT = 6
 """Beats in the time after which a silent peer is given up."""
-_PART, _PARTS = 1 << 16, 64
+_READ_BYTES, _MAX_READS = 1 << 16, 64
 """Bytes that are read at a time, and how often at most before the caller has its turn again."""
-_NOISE = b"?"
+_NOISE_MARKER = b"?"
 """In place of the beginning of a line that is no message, which may be long."""
 
 
-class Line:
+class Channel:
     """One end. Neither side ever waits in it."""
 
-    def __init__(self, read: int, write: int, silence: float, nonce: str) -> None:
-        self.read, self._write = read, write
-        self.silence = self.patience = silence
+    def __init__(self, read_fd: int, write_fd: int, heartbeat_timeout: float, nonce: str) -> None:
+        self.read_fd, self._write_fd = read_fd, write_fd
+        self.heartbeat_timeout = self.peer_timeout = heartbeat_timeout
         """Seconds: the peer gives us up after the first, we give it up after the second."""
         self.closed = False
-        self.noise = False
+        self.has_noise = False
         """Whether something else than messages came."""
         self._prefix = nonce.encode() + b" "
-        self._in, self._out = b"", b""
-        self._heard = self._sent = time.monotonic()
-        os.set_blocking(read, False)
-        os.set_blocking(write, False)
+        self._read_buffer, self._write_buffer = b"", b""
+        self._last_received_at = self._last_sent_at = time.monotonic()
+        os.set_blocking(read_fd, False)
+        os.set_blocking(write_fd, False)
 
     def send(self, **message: Any) -> None:
         """Queue a message and write what can be written."""
-        self._out += b"\n" + self._prefix + json.dumps(message).encode() + b"\n"
-        self._sent = time.monotonic()
+        self._write_buffer += b"\n" + self._prefix + json.dumps(message).encode() + b"\n"
+        self._last_sent_at = time.monotonic()
         self._flush()
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Say that we are there, where it is time to."""
-        if time.monotonic() - self._sent > self.silence / BEATS:
+        if time.monotonic() - self._last_sent_at > self.heartbeat_timeout / BEATS_PER_TIMEOUT:
             self.send()
         self._flush()
 
-    def receive(self) -> list[dict[str, Any]]:
+    def read_messages(self) -> list[dict[str, Any]]:
         """What came since, but for beats."""
         messages: list[dict[str, Any]] = []
-        for _ in range(_PARTS):
+        for _ in range(_MAX_READS):
             try:
-                part = os.read(self.read, _PART)
+                part = os.read(self.read_fd, _READ_BYTES)
             except BlockingIOError:
                 break
             except OSError:
@@ -61,38 +61,38 @@ class Line:
             if not part:
                 self.closed = True
                 break
-            messages += self._messages(part)
+            messages += self._parse_messages(part)
         return messages
 
-    def _messages(self, part: bytes) -> list[dict[str, Any]]:
+    def _parse_messages(self, data: bytes) -> list[dict[str, Any]]:
         """The messages that this part of the stream completes."""
-        *lines, rest = (self._in + part).split(b"\n")
+        *lines, rest = (self._read_buffer + data).split(b"\n")
         found = []
         for line in lines:
             if not line.startswith(self._prefix):
-                self.noise = self.noise or bool(line)
+                self.has_noise = self.has_noise or bool(line)
                 continue
             with contextlib.suppress(ValueError):
                 message = json.loads(line[len(self._prefix) :])
-                self._heard = time.monotonic()
+                self._last_received_at = time.monotonic()
                 if isinstance(message, dict) and message:
                     found.append(message)
         if rest.startswith(self._prefix):  # a long message on its way
-            self._heard = time.monotonic()
+            self._last_received_at = time.monotonic()
         elif not self._prefix.startswith(rest):
-            self.noise, rest = True, _NOISE
-        self._in = rest
+            self.has_noise, rest = True, _NOISE_MARKER
+        self._read_buffer = rest
         return found
 
-    def silent(self) -> bool:
+    def is_timed_out(self) -> bool:
         """Whether nothing was heard for too long."""
-        return time.monotonic() - self._heard > self.patience
+        return time.monotonic() - self._last_received_at > self.peer_timeout
 
     def _flush(self) -> None:
-        while self._out:
+        while self._write_buffer:
             try:
-                self._out = self._out[os.write(self._write, self._out) :]
+                self._write_buffer = self._write_buffer[os.write(self._write_fd, self._write_buffer) :]
             except BlockingIOError:
                 return
             except OSError:
-                self.closed, self._out = True, b""
+                self.closed, self._write_buffer = True, b""

@@ -17,35 +17,35 @@ from pathlib import Path
 
 import psutil
 
-from dstrain.launch.multihost.agent_client import Peer, rest
+from dstrain.launch.multihost.agent_client import AgentClient, wait_readable
 from dstrain.launch.multihost.plan import remote_command
-from dstrain.launch.processes import end_these, marked
-from dstrain.launch.worker import LAUNCH, die_with_parent
+from dstrain.launch.processes import find_marked, kill_processes
+from dstrain.launch.worker import LAUNCH_FILE_ENV, set_parent_death_signal
 
-CLEANUP_SECONDS = 15.0
+CLEANUP_TIMEOUT_SECONDS = 15.0
 """For a host to answer and to kill; one that ssh does not reach says so sooner."""
-_CONNECT_SECONDS = 4
-AGENT = "dstrain.launch.multihost.agent"
-_DONE = "ended: 0 left"
+_CONNECT_TIMEOUT_SECONDS = 4
+AGENT_MODULE = "dstrain.launch.multihost.agent"
+_DONE_MESSAGE = "ended: 0 left"
 
 
-class Cleanups:
+class RemoteCleanup:
     """One attempt per host, all at once."""
 
-    def __init__(self, peers: Sequence[Peer], file: Path, silence: float) -> None:
-        self._until = time.monotonic() + CLEANUP_SECONDS
-        self._sessions = {peer: _session(peer, file, silence) for peer in peers}
+    def __init__(self, clients: Sequence[AgentClient], launch_file: Path, heartbeat_timeout: float) -> None:
+        self._deadline = time.monotonic() + CLEANUP_TIMEOUT_SECONDS
+        self._sessions = {peer: _start_session(peer, launch_file, heartbeat_timeout) for peer in clients}
 
-    def failed(self) -> list[Peer]:
+    def wait_for_failures(self) -> list[AgentClient]:
         """Wait for all of them; those where something may be left."""
-        return [peer for peer, session in self._sessions.items() if not self._ended_all(peer, session)]
+        return [peer for peer, session in self._sessions.items() if not self._wait_for_success(peer, session)]
 
-    def _ended_all(self, peer: Peer, session: subprocess.Popen[bytes]) -> bool:
+    def _wait_for_success(self, client: AgentClient, session: subprocess.Popen[bytes]) -> bool:
         assert session.stdout is not None
         said = b""
         os.set_blocking(session.stdout.fileno(), False)
-        while (left := self._until - time.monotonic()) > 0:
-            rest([session.stdout.fileno()], left)
+        while (left := self._deadline - time.monotonic()) > 0:
+            wait_readable([session.stdout.fileno()], left)
             try:
                 part = session.stdout.read(1 << 16)
             except OSError:
@@ -55,15 +55,18 @@ class Cleanups:
             said = (said + part)[-(1 << 17) :]
         session.kill()
         session.communicate()
-        return f"{peer.nonce} {_DONE}".encode() in said
+        return f"{client.nonce} {_DONE_MESSAGE}".encode() in said
 
 
-def _session(peer: Peer, file: Path, silence: float) -> subprocess.Popen[bytes]:
+def _start_session(client: AgentClient, launch_file: Path, heartbeat_timeout: float) -> subprocess.Popen[bytes]:
     words = remote_command(
-        peer.host, ["dstrain.launch.multihost.cleanup", os.fsencode(file).hex(), peer.nonce], silence, os.environ
+        client.host,
+        ["dstrain.launch.multihost.cleanup", os.fsencode(launch_file).hex(), client.nonce],
+        heartbeat_timeout,
+        os.environ,
     )
-    words[1:1] = ["-o", f"ConnectTimeout={_CONNECT_SECONDS}"]  # of an option given twice ssh takes the first
-    with peer.log.open("ab") as errors:
+    words[1:1] = ["-o", f"ConnectTimeout={_CONNECT_TIMEOUT_SECONDS}"]  # of an option given twice ssh takes the first
+    with client.log_path.open("ab") as errors:
         return subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
@@ -71,24 +74,24 @@ def _session(peer: Peer, file: Path, silence: float) -> subprocess.Popen[bytes]:
             stderr=errors,
             bufsize=0,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=set_parent_death_signal,
         )
 
 
-def main(path: str, nonce: str) -> int:
+def main(hex_path: str, nonce: str) -> int:
     """Kill what belongs to the launch here. The exit code says whether nothing is left."""
-    file = os.fsdecode(bytes.fromhex(path))
-    left = end_these(lambda: [*marked(file, LAUNCH), *_agents(nonce)])
+    file = os.fsdecode(bytes.fromhex(hex_path))
+    left = kill_processes(lambda: [*find_marked(file, LAUNCH_FILE_ENV), *_find_agents(nonce)])
     print(f"\n{nonce} ended: {len(left)} left", flush=True)
     return bool(left)
 
 
-def _agents(nonce: str) -> list[psutil.Process]:
+def _find_agents(nonce: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             words = process.cmdline()
-            if nonce in words and AGENT in words and process.status() != psutil.STATUS_ZOMBIE:
+            if nonce in words and AGENT_MODULE in words and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 

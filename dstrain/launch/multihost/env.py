@@ -8,28 +8,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dstrain.errors import Fault, UsageError
-from dstrain.launch.command import PORT_FILE
-from dstrain.launch.multihost.heartbeat import HEARTBEAT
-from dstrain.launch.worker import LAUNCH, SUPERVISOR
+from dstrain.launch.command import PORT_FILE_ENV
+from dstrain.launch.multihost.heartbeat import HEARTBEAT_ENV
+from dstrain.launch.worker import LAUNCH_FILE_ENV, SUPERVISOR_ENV
 
-TRAVEL = (
+FORWARDED_PREFIXES = (
     *("HF_", "WANDB_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "MKL_", "CUDA_", "DSTRAIN_", "DS_ACCELERATOR"),
     *("TRITON_", "TOKENIZERS_", "PYTHON", "UCX_", "MLFLOW_"),
 )
 """Beginnings of names. DeepSpeed's runner passes on PYTHON, MLFLOW, MV2, UCX and NCCL alone, on a command line."""
-STAY = ("CUDA_VISIBLE_DEVICES", SUPERVISOR, LAUNCH, HEARTBEAT, PORT_FILE)
+HOST_ONLY_VARIABLES = ("CUDA_VISIBLE_DEVICES", SUPERVISOR_ENV, LAUNCH_FILE_ENV, HEARTBEAT_ENV, PORT_FILE_ENV)
 """Mean something on one host only."""
 
 
-def travelling(env: Mapping[str, str], wanted: Sequence[str], files: Sequence[Path]) -> dict[str, str]:
+def build_remote_env(env: Mapping[str, str], entries: Sequence[str], env_files: Sequence[Path]) -> dict[str, str]:
     """The environment for the ranks: what travels by name, DeepSpeed's files, then `launch.env`.
 
     `wanted`: names, or NAME=value. `files`: those of DeepSpeed's `.deepspeed_env` that exist count. Raises UsageError.
     """
-    found = {name: value for name, value in env.items() if name.startswith(TRAVEL) and name not in STAY}
-    for path in files:
-        found |= read_environment(path, env)
-    for entry in wanted:
+    found = {
+        name: value
+        for name, value in env.items()
+        if name.startswith(FORWARDED_PREFIXES) and name not in HOST_ONLY_VARIABLES
+    }
+    for path in env_files:
+        found |= read_env_file(path, env)
+    for entry in entries:
         name, given, value = entry.partition("=")
         if not given and name not in env:
             raise UsageError(f"launch.env: {name} is not set here; set it, write {name}=value, or take it out")
@@ -37,14 +41,14 @@ def travelling(env: Mapping[str, str], wanted: Sequence[str], files: Sequence[Pa
     return found
 
 
-def environment_files(env: Mapping[str, str]) -> list[Path]:
+def list_deepspeed_env_files(env: Mapping[str, str]) -> list[Path]:
     """Where DeepSpeed looks for variables that all hosts get."""
     name = env.get("DS_ENV_FILE", ".deepspeed_env")
     # os.path's, since Path's raises where the user has no home folder, as in a container with an arbitrary user ID.
     return [path / name for path in (Path(os.path.expanduser("~")), Path())]
 
 
-def read_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
+def read_env_file(path: Path, env: Mapping[str, str]) -> dict[str, str]:
     """NAME=value lines; comments and blank lines are fine, $NAME is expanded. Empty where there is no such file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

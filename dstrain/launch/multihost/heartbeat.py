@@ -24,82 +24,82 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-HEARTBEAT = "DSTRAIN_HEARTBEAT"
+HEARTBEAT_ENV = "DSTRAIN_HEARTBEAT"
 """`NAME SECONDS`: the agent's socket, and launch.silence_seconds. For ranks that an agent watches."""
-MISSED = 3
+RANK_TIMEOUT_FACTOR = 3
 """A rank ends itself when nothing came for so many times launch.silence_seconds: by then the launch has given its agent up."""
-ANSWER_SECONDS = 60.0
+ENVIRONMENT_TIMEOUT_SECONDS = 60.0
 """For an agent to hand out the environment: it may wait for a file system."""
-_BEATS, _POLLS = 6, 2
+_BEATS_PER_TIMEOUT, _POLLS_PER_TIMEOUT = 6, 2
 """Beats, and looks for one, in launch.silence_seconds."""
-_LOG_SECONDS = 2.0
+_LOG_TIMEOUT_SECONDS = 2.0
 """For a sentence: the log may lie on the file system that hangs."""
-_UNSENT = 1 << 12
+_MAX_PENDING_BYTES = 1 << 12
 """Bytes that may wait for a rank that is stopped."""
-_AT_ONCE = 64
+_MAX_ACCEPTS = 64
 """Connections that are taken at a time: another user may open as many as he likes."""
 
 
-class Heartbeat:
+class HeartbeatServer:
     """The agent's end. It never waits."""
 
-    def __init__(self, silence: float) -> None:
-        self.name = f"dstrain-{secrets.token_hex(16)}"
+    def __init__(self, heartbeat_timeout: float) -> None:
+        self.socket_name = f"dstrain-{secrets.token_hex(16)}"
         self.token = secrets.token_hex(16)
-        self._every = silence / _BEATS
-        self._beat_at = time.monotonic()
+        self._interval = heartbeat_timeout / _BEATS_PER_TIMEOUT
+        self._next_beat_at = time.monotonic()
         self._environment: bytes | None = None
-        self._unsent: dict[socket.socket, bytes] = {}
+        self._pending_bytes: dict[socket.socket, bytes] = {}
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._server.bind(f"\0{self.name}")
+        self._server.bind(f"\0{self.socket_name}")
         self._server.listen(128)
         self._server.setblocking(False)
 
-    def hand_out(self, environment: Mapping[str, str]) -> None:
+    def set_environment(self, environment: Mapping[str, str]) -> None:
         """From now on ranks are answered."""
         self._environment = json.dumps(dict(environment)).encode() + b"\n"
 
-    def beat(self) -> None:
+    def send_heartbeats(self) -> None:
         """Answer the ranks that have connected, and beat where it is time to. Call it often."""
         if self._environment is None:
             return
         with contextlib.suppress(OSError):  # nobody, or out of descriptors
-            for _ in range(_AT_ONCE):
-                self._welcome(self._server.accept()[0])
-        due = time.monotonic() >= self._beat_at
+            for _ in range(_MAX_ACCEPTS):
+                self._add_connection(self._server.accept()[0])
+        due = time.monotonic() >= self._next_beat_at
         if due:
-            self._beat_at = time.monotonic() + self._every
-        for rank, unsent in [*self._unsent.items()]:
-            if due and len(unsent) < _UNSENT:
+            self._next_beat_at = time.monotonic() + self._interval
+        for rank, unsent in [*self._pending_bytes.items()]:
+            if due and len(unsent) < _MAX_PENDING_BYTES:
                 unsent += b"\n"
             try:
-                unsent += self._answer(rank)
-                self._unsent[rank] = unsent[rank.send(unsent) :] if unsent else b""
+                unsent += self._read_reply(rank)
+                self._pending_bytes[rank] = unsent[rank.send(unsent) :] if unsent else b""
             except BlockingIOError:
-                self._unsent[rank] = unsent
+                self._pending_bytes[rank] = unsent
             except OSError:  # it has ended
-                del self._unsent[rank]
+                del self._pending_bytes[rank]
                 rank.close()
 
-    def _answer(self, rank: socket.socket) -> bytes:
+    def _read_reply(self, connection: socket.socket) -> bytes:
         """The environment, where the rank has just sent the token."""
         with contextlib.suppress(BlockingIOError):
-            if hmac.compare_digest(rank.recv(256).strip(), self.token.encode()):
+            if hmac.compare_digest(connection.recv(256).strip(), self.token.encode()):
                 return self._environment or b""
         return b""
 
-    def _welcome(self, rank: socket.socket) -> None:
-        if _user(rank) != os.geteuid():
-            rank.close()
+    def _add_connection(self, connection: socket.socket) -> None:
+        if _get_peer_uid(connection) != os.geteuid():
+            connection.close()
             return
-        rank.setblocking(False)
-        self._unsent[rank] = b"\n"
+        connection.setblocking(False)
+        self._pending_bytes[connection] = b"\n"
 
 
-def environment_from(name: str, token: str, seconds: float = ANSWER_SECONDS) -> dict[str, str]:
+def fetch_environment(socket_name: str, token: str, timeout: float = ENVIRONMENT_TIMEOUT_SECONDS) -> dict[str, str]:
     """The environment of the launch, from the agent of this host. Raises OSError where none of ours answers in time."""
-    until = time.monotonic() + seconds
-    with _connected(name, seconds) as agent:
+    until = time.monotonic() + timeout
+    with _connect(socket_name, timeout) as agent:
         agent.sendall(token.encode())
         received = b""
         while b"\n" not in received:
@@ -112,24 +112,24 @@ def environment_from(name: str, token: str, seconds: float = ANSWER_SECONDS) -> 
     return {str(key): str(value) for key, value in found.items()}
 
 
-def follow_heartbeat() -> None:
+def watch_heartbeat() -> None:
     """End this process where its agent no longer beats: stopped, or hung, as well as ended. In a thread."""
-    name, _, silence = os.environ.get(HEARTBEAT, "").partition(" ")
+    name, _, silence = os.environ.get(HEARTBEAT_ENV, "").partition(" ")
     if name:
-        threading.Thread(target=_follow, args=(name, float(silence)), name="follow-heartbeat", daemon=True).start()
+        threading.Thread(target=_watch, args=(name, float(silence)), name="follow-heartbeat", daemon=True).start()
 
 
-def _follow(name: str, silence: float) -> None:
+def _watch(socket_name: str, heartbeat_timeout: float) -> None:
     """Until it is over. Time counts in several looks: after a pause of the whole machine the agent has its turn too."""
     missed, silent = 0, False
     try:
-        with _connected(name, silence) as agent:
+        with _connect(socket_name, heartbeat_timeout) as agent:
             agent.setblocking(False)
             poll = select.poll()
             poll.register(agent, select.POLLIN)
             while not silent and (missed := missed + 1):
-                if not poll.poll(1000 * silence / _POLLS):
-                    silent = missed == MISSED * _POLLS
+                if not poll.poll(1000 * heartbeat_timeout / _POLLS_PER_TIMEOUT):
+                    silent = missed == RANK_TIMEOUT_FACTOR * _POLLS_PER_TIMEOUT
                 elif agent.recv(1 << 16):
                     missed = 0
                 else:  # it has ended
@@ -138,7 +138,7 @@ def _follow(name: str, silence: float) -> None:
         pass
     if silent:
         print_error(
-            f"error: the agent of this host has sent no heartbeat for {MISSED * silence:g} s: it is stopped, or it hangs. "
+            f"error: the agent of this host has sent no heartbeat for {RANK_TIMEOUT_FACTOR * heartbeat_timeout:g} s: it is stopped, or it hangs. "
             "Nothing watches over this rank any more, so it ends itself; start the same command again to go on"
         )
     os.kill(os.getpid(), signal.SIGKILL)
@@ -153,24 +153,24 @@ def print_error(text: str) -> None:
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
-    thread.join(_LOG_SECONDS)
+    thread.join(_LOG_TIMEOUT_SECONDS)
 
 
-def _connected(name: str, seconds: float) -> socket.socket:
+def _connect(socket_name: str, timeout: float) -> socket.socket:
     """The socket of an agent of this user. Raises OSError."""
     agent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    until = time.monotonic() + seconds
+    until = time.monotonic() + timeout
     try:
-        agent.settimeout(seconds)
+        agent.settimeout(timeout)
         while True:
             try:
-                agent.connect(f"\0{name}")
+                agent.connect(f"\0{socket_name}")
                 break
             except BlockingIOError:  # too many wait already
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.05)
-        if _user(agent) != os.geteuid():
+        if _get_peer_uid(agent) != os.geteuid():
             raise PermissionError("it belongs to another user")
     except OSError:
         agent.close()
@@ -178,7 +178,7 @@ def _connected(name: str, seconds: float) -> socket.socket:
     return agent
 
 
-def _user(peer: socket.socket) -> int:
+def _get_peer_uid(connection: socket.socket) -> int:
     """The user of the process at the other end, as the kernel knows it."""
     size = struct.calcsize("3i")
-    return int(struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1])
+    return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1])

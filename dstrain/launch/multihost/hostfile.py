@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dstrain.errors import Fault, UsageError, did_you_mean
+from dstrain.errors import Fault, UsageError, suggest_name
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Host:
     """As the hostfile has it; ssh knows it by this name."""
     slots: tuple[int, ...]
     """GPUs by number, a process each; on a CPU just numbers."""
-    where: str = ""
+    location: str = ""
     """Its line, for messages: hostfile:3."""
 
 
@@ -34,12 +34,12 @@ def read_hostfile(path: str) -> list[Host]:
     return parse_hostfile(text, path)
 
 
-def parse_hostfile(text: str, name: str) -> list[Host]:
+def parse_hostfile(text: str, source: str) -> list[Host]:
     """`host slots=8` lines in the file's order; blank lines and comments are fine."""
     hosts: dict[str, Host] = {}
     faults: list[Fault] = []
     for number, line in enumerate(text.splitlines(), start=1):
-        words, where = line.split("#", 1)[0].split(), f"{name}:{number}"
+        words, where = line.split("#", 1)[0].split(), f"{source}:{number}"
         if not words:
             continue
         # OpenMPI's files may go on with max_slots.
@@ -49,18 +49,18 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
         elif not re.fullmatch(r"[\w@.:%-]+", words[0]) or words[0].startswith("-"):
             faults.append(Fault(where, f"'{words[0]}' is no name of a host", "write it as ssh takes it"))
         elif words[0] in hosts:
-            first = hosts[words[0]].where
+            first = hosts[words[0]].location
             faults.append(Fault(where, f"{words[0]} is named twice ({first})", "give it one line with all its slots"))
         else:
             hosts[words[0]] = Host(words[0], tuple(range(int(match[1]))), where)
     if not hosts and not faults:
-        faults.append(Fault(name, "it names no host", "write one line per host, like host1 slots=8"))
+        faults.append(Fault(source, "it names no host", "write one line per host, like host1 slots=8"))
     if faults:
         raise UsageError(faults)
     return list(hosts.values())
 
 
-def chosen_hosts(
+def select_hosts(
     hosts: list[Host], include: str, exclude: str, num_nodes: int | None, num_gpus: int | None
 ) -> list[Host]:
     """What the options leave of the hosts, in the file's order. Raises UsageError."""
@@ -70,8 +70,8 @@ def chosen_hosts(
         raise UsageError("--num-nodes and --num-gpus cannot stand beside --include or --exclude; they say it already")
     if include or exclude:
         option, text = ("--include", include) if include else ("--exclude", exclude)
-        named = _named(option, text, {host.name: host for host in hosts})
-        left = [_left(host, named.get(host.name, ()), bool(include)) for host in hosts]
+        named = _parse_slots(option, text, {host.name: host for host in hosts})
+        left = [_filter_slots(host, named.get(host.name, ()), bool(include)) for host in hosts]
         if not any(host.slots for host in left):
             raise UsageError(f"{option} '{text}' leaves no slot to run on; leave at least one")
         return [host for host in left if host.slots]
@@ -81,29 +81,29 @@ def chosen_hosts(
     for host in chosen:
         if num_gpus is not None and not 1 <= num_gpus <= len(host.slots):
             raise UsageError(
-                f"--num-gpus {num_gpus}: {host.where} says that {host.name} has {len(host.slots)} slots; "
+                f"--num-gpus {num_gpus}: {host.location} says that {host.name} has {len(host.slots)} slots; "
                 f"ask for 1 to {len(host.slots)}, or give it more there"
             )
-    return [Host(host.name, host.slots[:num_gpus], host.where) for host in chosen]
+    return [Host(host.name, host.slots[:num_gpus], host.location) for host in chosen]
 
 
-def _left(host: Host, named: Collection[int], include: bool) -> Host:
-    return Host(host.name, tuple(slot for slot in host.slots if (slot in named) == include), host.where)
+def _filter_slots(host: Host, slots: Collection[int], keep: bool) -> Host:
+    return Host(host.name, tuple(slot for slot in host.slots if (slot in slots) == keep), host.location)
 
 
-def _named(option: str, text: str, hosts: Mapping[str, Host]) -> dict[str, set[int]]:
+def _parse_slots(option: str, value: str, hosts: Mapping[str, Host]) -> dict[str, set[int]]:
     """DeepSpeed's NAME[:SLOT,...][@NAME...] -> slots by host; all of them where none is named."""
     found: dict[str, set[int]] = {}
-    for part in text.split("@"):
+    for part in value.split("@"):
         name, _, numbers = part.partition(":")
         if name not in hosts:
-            raise UsageError(f"{option} '{text}': {name} is not in the hostfile; {did_you_mean(name, list(hosts))}")
+            raise UsageError(f"{option} '{value}': {name} is not in the hostfile; {suggest_name(name, list(hosts))}")
         if numbers and not re.fullmatch(r"\d+(,\d+)*", numbers):
-            raise UsageError(f"{option} '{text}': '{numbers}' are no slots; write it like host1@host2:0,2")
+            raise UsageError(f"{option} '{value}': '{numbers}' are no slots; write it like host1@host2:0,2")
         slots = {int(number) for number in numbers.split(",")} if numbers else set(hosts[name].slots)
         if absent := slots - set(hosts[name].slots):
             raise UsageError(
-                f"{option} '{text}': {name} has no slot {min(absent)}; {hosts[name].where} gives it "
+                f"{option} '{value}': {name} has no slot {min(absent)}; {hosts[name].location} gives it "
                 f"0 to {len(hosts[name].slots) - 1}"
             )
         found.setdefault(name, set()).update(slots)

@@ -10,35 +10,35 @@ from typing import Any
 
 import psutil
 
-from dstrain.launch.command import port_fault
-from dstrain.launch.threads import cores_here
-from dstrain.launch.topology import Worker, gpu_has_bf16, gpus_present
-from dstrain.launch.versions import digests, versions
+from dstrain.launch.command import find_port_fault
+from dstrain.launch.threads import count_available_cores
+from dstrain.launch.topology import Worker, count_gpus, gpus_support_bf16
+from dstrain.launch.versions import hash_source_files, read_package_versions
 
-REACH_SECONDS = 10.0
-_ELSEWHERE = "192.0.2.1"
+CONNECT_TIMEOUT_SECONDS = 10.0
+_EXTERNAL_ADDRESS = "192.0.2.1"
 """An address kept for documentation (RFC 5737), which is no host's: a route to it is the default one."""
 
 
-def facts(token: str, cwd: str, cpu: bool) -> dict[str, Any]:
+def collect_host_info(token: str, cwd: str, cpu: bool) -> dict[str, Any]:
     """Of this host. `token`: a file in the run folder; `cwd`: where relative paths begin; `cpu`: no GPU is asked for."""
     return {
         "hostname": socket.gethostname(),
-        "machine": machine(),
+        "machine": get_host_id(),
         "pid": os.getpid(),
-        "versions": versions(),
-        "digests": digests(),
+        "versions": read_package_versions(),
+        "digests": hash_source_files(),
         "sees": Path(token).exists(),
         "has_cwd": Path(cwd).is_dir(),
-        "cores": cores_here(),
-        "gpus": 0 if cpu else gpus_present(),
-        "bf16": None if cpu else gpu_has_bf16(),
-        "reached_at": _reached_at(),
-        "addresses": addresses(),
+        "cores": count_available_cores(),
+        "gpus": 0 if cpu else count_gpus(),
+        "bf16": None if cpu else gpus_support_bf16(),
+        "reached_at": _ssh_server_address(),
+        "addresses": get_interfaces_by_address(),
     }
 
 
-def machine() -> str:
+def get_host_id() -> str:
     """The same for two names of one machine, another one for every container that has processes of its own."""
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
@@ -49,7 +49,7 @@ def machine() -> str:
     return " ".join(parts)
 
 
-def addresses() -> dict[str, str]:
+def get_interfaces_by_address() -> dict[str, str]:
     """Interface by address, without loopback."""
     kinds = (socket.AF_INET, socket.AF_INET6)
     return {
@@ -60,22 +60,22 @@ def addresses() -> dict[str, str]:
     }
 
 
-def _reached_at() -> str:
+def _ssh_server_address() -> str:
     """The address that ssh reached this host at; empty where that was loopback, or no ssh."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     address = words[2] if len(words) == 4 else ""
     return "" if address.startswith(("127.", "::1")) else address
 
 
-class Meeting:
+class ReservedPort:
     """A port of this host, held while the others try whether they reach it."""
 
     def __init__(self) -> None:
         self._server: socket.socket | None = None
 
-    def open(self, address: str, port: int) -> dict[str, Any]:
+    def bind(self, address: str, port: int) -> dict[str, Any]:
         """Listen on the port, a free one for 0. Says which, and the interface that has the address."""
-        if port and (fault := port_fault(port)):
+        if port and (fault := find_port_fault(port)):
             return {"fault": fault}
         try:
             both = socket.has_dualstack_ipv6()
@@ -83,7 +83,7 @@ class Meeting:
             self._server = socket.create_server(("", port), family=family, dualstack_ipv6=both)
         except OSError as error:
             return {"fault": f"port {port}: {error.strerror}"}
-        return {"port": self._server.getsockname()[1], "interface": interface_towards(address)}
+        return {"port": self._server.getsockname()[1], "interface": find_route_interface(address)}
 
     def reserve(self) -> None:
         """Stop listening, so that rank 0 can, and stay bound: until it does, the kernel gives the port to nobody else."""
@@ -99,21 +99,21 @@ class Meeting:
             self._server.bind(place)
 
 
-def reach(address: str, port: int) -> dict[str, Any]:
+def try_connect(address: str, port: int) -> dict[str, Any]:
     """Whether this host reaches the address, and over which interface."""
     try:
-        socket.create_connection((address, port), timeout=REACH_SECONDS).close()
+        socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_SECONDS).close()
     except OSError as error:
         return {"fault": str(error.strerror or error) if not isinstance(error, TimeoutError) else "no answer"}
-    return {"interface": interface_towards(address)}
+    return {"interface": find_route_interface(address)}
 
 
-def interface_towards(address: str) -> str:
+def find_route_interface(address: str) -> str:
     """The interface over which this host sends to an address or name; the only one there is where that is this host.
 
     Gloo asks what this host's own name resolves to, and on Debian that is 127.0.1.1, where no other host finds it.
     """
-    have = addresses()
+    have = get_interfaces_by_address()
     with contextlib.suppress(OSError):
         family, kind, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -124,20 +124,20 @@ def interface_towards(address: str) -> str:
     return names.pop() if len(names) == 1 else ""
 
 
-def gloo_interface(worker: Worker, master: str) -> str:
+def find_gloo_interface(worker: Worker, master_addr: str) -> str:
     """The interface for gloo in a worker that any launcher started; empty where gloo's own choice is right.
 
     `master`: MASTER_ADDR, empty where nobody set it. On one host that meets over loopback gloo needs none. On several, rank 0's host may know its
     own name as loopback: there the interface of the default route is taken. NCCL looks at interfaces itself, prefers
     InfiniBand and never goes by the host's name (NCCL_SOCKET_IFNAME in its manual), so it is told nothing.
     """
-    several = worker.local_size < worker.world_size
-    if worker.world_size == 1 or not master or not (several or _leads_out(master)):
+    several = worker.local_world_size < worker.world_size
+    if worker.world_size == 1 or not master_addr or not (several or _is_external_address(master_addr)):
         return ""
-    return interface_towards(master) or (interface_towards(_ELSEWHERE) if several else "")
+    return find_route_interface(master_addr) or (find_route_interface(_EXTERNAL_ADDRESS) if several else "")
 
 
-def _leads_out(address: str) -> bool:
+def _is_external_address(address: str) -> bool:
     """Whether an address or a name is another than loopback, as seen from here."""
     try:
         found = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0][4][0]

@@ -7,12 +7,12 @@ from typing import Any
 
 from dstrain.errors import Fault
 
-ENDINGS = ("_implementation", "_implementation_internal")
-RENAMES = "attribute_map"
+SETTING_SUFFIXES = ("_implementation", "_implementation_internal")
+ATTRIBUTE_MAP = "attribute_map"
 """Of a config's class; as a key of config.json it would replace the class's own (configuration_utils.py, __setattr__)."""
 
 
-def hub_code(config: Any) -> str:
+def find_hub_code(config: Any) -> str:
     """Which setting of a config, or of the JSON of one, names code on the hub: attention, or another part, that comes as a
     kernel ORG/NAME (transformers/integrations/hub_kernels.py). Sub-configs are searched too. Empty where there is none."""
     waiting: list[tuple[str, Any]] = [("", config)]
@@ -23,15 +23,17 @@ def hub_code(config: Any) -> str:
         if isinstance(value, (list, tuple)):
             waiting += [(setting, inner) for inner in value]
         settings = _settings(value)
-        if not setting and RENAMES in settings:
-            return f"{RENAMES} gives settings other names"
-        waiting += [(setting or (key if str(key).endswith(ENDINGS) else ""), inner) for key, inner in settings.items()]
+        if not setting and ATTRIBUTE_MAP in settings:
+            return f"{ATTRIBUTE_MAP} gives settings other names"
+        waiting += [
+            (setting or (key if str(key).endswith(SETTING_SUFFIXES) else ""), inner) for key, inner in settings.items()
+        ]
     return ""
 
 
-def hub_faults(config: Any, name: str, key: str, trust_remote_code: bool) -> list[Fault]:
+def check_hub_code(config: Any, name: str, key: str, trust_remote_code: bool) -> list[Fault]:
     """A fault where the config of the model `name`, which the recipe's `key` names, has code of the hub run without the user's word."""
-    if trust_remote_code or not (found := hub_code(config)):
+    if trust_remote_code or not (found := find_hub_code(config)):
         return []
     mend = "remove the key from config.json, or add --set model.trust_remote_code=true if you trust that code"
     return [Fault(key, f"in the config of '{name}' {found}", mend)]

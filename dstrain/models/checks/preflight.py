@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.config.schema import ModelConfig, RunConfig
-from dstrain.errors import Fault, RecipeError, did_you_mean
-from dstrain.models.adapters.folder import CONFIG as ADAPTER_CONFIG
+from dstrain.errors import Fault, RecipeError, suggest_name
+from dstrain.models.adapters.folder import CONFIG_FILE as ADAPTER_CONFIG
 from dstrain.models.adapters.folder import read_adapter
-from dstrain.models.checks.config_json import attends_both_ways, learned_positions
-from dstrain.models.checks.hub_code import hub_faults
-from dstrain.models.load import tokenizer_files
-from dstrain.models.weights.check_files import check_weights
+from dstrain.models.checks.config_json import is_bidirectional, max_learned_positions
+from dstrain.models.checks.hub_code import check_hub_code
+from dstrain.models.load import find_tokenizer_files
+from dstrain.models.weights.check_files import check_weight_files
 
-WRITERS = ("sft", "dpo", "kto", "vlm")
+GENERATION_TASKS = ("sft", "dpo", "kto", "vlm")
 """Packaged tasks whose model writes text from left to right."""
-POINTER = b"version https://git-lfs.github.com"
-SEEING = (
+LFS_POINTER = b"version https://git-lfs.github.com"
+VISION_KEYS = (
     "vision_config",
     "vq_config",
     "vision_tower",
@@ -41,42 +41,44 @@ def check_model(config: RunConfig) -> list[Fault]:
     """
     model, options = config.model, config.options
     if model.path is None:
-        return [] if model.config is None else _of_config(config, model.config, "model.config")
-    faults = _of_folder(config, model.path)
+        return [] if model.config is None else _check_config(config, model.config, "model.config")
+    faults = _check_folder(config, model.path)
     if isinstance(reference := options.get("ref_model"), str):
-        values = _read(reference, "options.ref_model")
+        values = _read_config(reference, "options.ref_model")
         trusted = model.trust_remote_code
-        faults += values if isinstance(values, list) else hub_faults(values, reference, "options.ref_model", trusted)
+        faults += (
+            values if isinstance(values, list) else check_hub_code(values, reference, "options.ref_model", trusted)
+        )
     return faults
 
 
-def _of_folder(config: RunConfig, name: str) -> list[Fault]:
+def _check_folder(config: RunConfig, name: str) -> list[Fault]:
     """Faults of model.path."""
     try:
         adapter = read_adapter(name)
     except RecipeError as error:
         return list(error.faults)
-    base = name if adapter is None else adapter.base
-    values = _read(base, "model.path")
+    base = name if adapter is None else adapter.base_model
+    values = _read_config(base, "model.path")
     faults = values if isinstance(values, list) else []
     if isinstance(values, dict):
-        faults = _of_config(config, values, "model.path")
-        faults += hub_faults(values, base, "model.path", config.model.trust_remote_code)
-        faults += _of_tokenizer(config.model)
-        faults += _of_weights(config.model)
+        faults = _check_config(config, values, "model.path")
+        faults += check_hub_code(values, base, "model.path", config.model.trust_remote_code)
+        faults += _check_tokenizer(config.model)
+        faults += _check_weights(config.model)
     return faults
 
 
-def _of_weights(model: ModelConfig) -> list[Fault]:
+def _check_weights(model: ModelConfig) -> list[Fault]:
     """Files that are not there or not whole, by their beginnings."""
     try:
-        check_weights(model, pickles=False)
+        check_weight_files(model, open_pickles=False)
     except RecipeError as error:
         return list(error.faults)
     return []
 
 
-def _read(name: str, key: str) -> dict[str, Any] | list[Fault] | None:
+def _read_config(name: str, key: str) -> dict[str, Any] | list[Fault] | None:
     """The config.json of a local folder; faults where it cannot be read; None for a hub id."""
     folder = Path(name).expanduser()
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
@@ -89,12 +91,12 @@ def _read(name: str, key: str) -> dict[str, Any] | list[Fault] | None:
     try:
         data = file.read_bytes()
     except FileNotFoundError:
-        return [_without_config(folder, name, key)]
+        return [_missing_config_fault(folder, name, key)]
     except OSError as error:
         return [
             Fault(key, f"{file} cannot be read ({error.strerror})", "correct its permissions, or give another folder")
         ]
-    if data.startswith(POINTER):
+    if data.startswith(LFS_POINTER):
         return [Fault(key, f"{file} is a pointer of Git LFS and not the file", "run `git lfs pull` in its repository")]
     try:
         values = json.loads(data)
@@ -105,7 +107,7 @@ def _read(name: str, key: str) -> dict[str, Any] | list[Fault] | None:
     return values
 
 
-def _without_config(folder: Path, name: str, key: str) -> Fault:
+def _missing_config_fault(folder: Path, name: str, key: str) -> Fault:
     """A folder without config.json, by what lies there instead."""
     if not os.access(folder, os.R_OK | os.X_OK):
         return Fault(key, f"'{name}' cannot be read (permission denied)", "correct its permissions")
@@ -121,7 +123,7 @@ def _without_config(folder: Path, name: str, key: str) -> Fault:
     return Fault(key, f"'{name}' holds no config.json", "give a folder that transformers can load")
 
 
-def _of_config(config: RunConfig, values: Mapping[str, Any], key: str) -> list[Fault]:
+def _check_config(config: RunConfig, values: Mapping[str, Any], key: str) -> list[Fault]:
     """Faults in a config.json, or in model.config."""
     kind, model = values.get("model_type"), config.model
     if not isinstance(kind, str) or not kind:
@@ -131,102 +133,107 @@ def _of_config(config: RunConfig, values: Mapping[str, Any], key: str) -> list[F
             if "auto_map" in values
             else [Fault(key, problem, "give a model of transformers, e.g. model_type: llama")]
         )
-    if key == "model.path" and not ("auto_map" in values and model.trust_remote_code) and not _known(kind):
-        return [_unknown(kind, values)]
-    length, limit = config.data.max_length, learned_positions(values)
+    if key == "model.path" and not ("auto_map" in values and model.trust_remote_code) and not _is_known(kind):
+        return [_unknown_type_fault(kind, values)]
+    length, limit = config.data.max_length, max_learned_positions(values)
     faults = []
     if limit is not None and limit < length:
         problem = f"is {length}, and the model has learned {limit} positions"
         faults.append(
             Fault("data.max_length", problem, f"write {limit} or less, or name a model with rotary positions")
         )
-    if config.task in WRITERS and attends_both_ways(kind, values.get("is_decoder")):
-        faults.append(both_ways(key, kind))
-    if config.task == "vlm" and not any(name in values for name in SEEING) and _reads_text_alone(kind):
-        faults.append(blind(key, kind))
+    if config.task in GENERATION_TASKS and is_bidirectional(kind, values.get("is_decoder")):
+        faults.append(bidirectional_fault(key, kind))
+    if config.task == "vlm" and not any(name in values for name in VISION_KEYS) and _is_text_only(kind):
+        faults.append(text_only_fault(key, kind))
     return faults
 
 
-def both_ways(key: str, kind: str) -> Fault:
+def bidirectional_fault(key: str, model_type: str) -> Fault:
     """An encoder where a model that writes is needed."""
     where = "model.config.is_decoder: true" if key == "model.config" else '"is_decoder": true in its config.json'
-    problem = f"a {kind} model attends in both directions, so it would see the tokens that it learns to write"
+    problem = f"a {model_type} model attends in both directions, so it would see the tokens that it learns to write"
     return Fault(key, problem, f"set {where}, or name a model that writes from left to right (Llama, Qwen, GPT-2 ...)")
 
 
-def blind(key: str, kind: str) -> Fault:
+def text_only_fault(key: str, model_type: str) -> Fault:
     """A model of text where one that sees is needed."""
     mend = "name one (LLaVA, Gemma 3, Idefics 3, Qwen2.5-VL ...), or take task sft"
-    return Fault(key, f"{kind} is a text-only model, and task vlm needs a vision-language model", mend)
+    return Fault(key, f"{model_type} is a text-only model, and task vlm needs a vision-language model", mend)
 
 
-def _family_folder(kind: str) -> Path | None:
+def _family_folder(model_type: str) -> Path | None:
     """Where transformers keeps a family's files, found without importing it; None where it has none of that name."""
     spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None or not kind.isascii() or not kind.replace("-", "_").isidentifier():
+    if (
+        spec is None
+        or spec.origin is None
+        or not model_type.isascii()
+        or not model_type.replace("-", "_").isidentifier()
+    ):
         return None
-    folder = Path(spec.origin).parent / "models" / kind.replace("-", "_")
+    folder = Path(spec.origin).parent / "models" / model_type.replace("-", "_")
     return folder if folder.is_dir() else None
 
 
-def _known(kind: str) -> bool:
+def _is_known(model_type: str) -> bool:
     """Whether transformers has the family. Only for a name without a folder of its own transformers is imported, for 2 s."""
-    if _family_folder(kind) is not None:
+    if _family_folder(model_type) is not None:
         return True
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    return kind in CONFIG_MAPPING_NAMES
+    return model_type in CONFIG_MAPPING_NAMES
 
 
-def _unknown(kind: str, values: Mapping[str, Any]) -> Fault:
+def _unknown_type_fault(model_type: str, values: Mapping[str, Any]) -> Fault:
     from transformers import __version__
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    problem = f"its config.json has model_type '{kind}', which transformers {__version__} does not know"
+    problem = f"its config.json has model_type '{model_type}', which transformers {__version__} does not know"
     if "auto_map" in values:
         return Fault(
             "model.path", problem, "set model.trust_remote_code: true if you trust the Python that comes with it"
         )
-    near = did_you_mean(kind, [*CONFIG_MAPPING_NAMES])
+    near = suggest_name(model_type, [*CONFIG_MAPPING_NAMES])
     return Fault("model.path", problem, near if near.startswith("did you mean") else "install a newer transformers")
 
 
-def _reads_text_alone(kind: str) -> bool:
+def _is_text_only(model_type: str) -> bool:
     """True for a family that has no processor of images."""
-    folder = _family_folder(kind)
+    folder = _family_folder(model_type)
     return folder is not None and not [*folder.glob("processing_*.py"), *folder.glob("image_processing_*.py")]
 
 
-def _of_tokenizer(model: ModelConfig) -> list[Fault]:
+def _check_tokenizer(model: ModelConfig) -> list[Fault]:
     """Faults of the tokenizer's files, where the recipe or the model names a local folder for them."""
     if isinstance(model.processor, str):
-        return _lacks_tokenizer(model.processor, "model.processor")
+        return _check_tokenizer_files(model.processor, "model.processor")
     if model.tokenizer is not None:
-        return _lacks_tokenizer(model.tokenizer, "model.tokenizer") if isinstance(model.tokenizer, str) else []
-    return _lacks_tokenizer(tokenizer_folder(model.path) or "", "model.path")
+        return _check_tokenizer_files(model.tokenizer, "model.tokenizer") if isinstance(model.tokenizer, str) else []
+    return _check_tokenizer_files(find_tokenizer_folder(model.path) or "", "model.path")
 
 
-def tokenizer_folder(path: str | None) -> str | None:
+def find_tokenizer_folder(path: str | None) -> str | None:
     """Where the tokenizer of model.path lies: of an adapter, in its own folder, else in that of its base."""
     adapter = read_adapter(path)
-    return path if adapter is None or tokenizer_files(adapter.folder) else adapter.base
+    return path if adapter is None or find_tokenizer_files(adapter.folder) else adapter.base_model
 
 
-def _lacks_tokenizer(name: str, key: str) -> list[Fault]:
+def _check_tokenizer_files(name: str, key: str) -> list[Fault]:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return []
     mend = "set model.tokenizer (of a model that sees images model.processor) to a folder or hub id that has one"
-    there = tokenizer_files(folder)
+    there = find_tokenizer_files(folder)
     if not there:
         return [Fault(key, f"there is no tokenizer in '{name}'", mend)]
     for file in there:
         try:
             with file.open("rb") as opened:
-                start = opened.read(len(POINTER))
+                start = opened.read(len(LFS_POINTER))
         except OSError as error:
             return [Fault(key, f"{file} cannot be read ({error.strerror})", "correct its permissions")]
-        if start == POINTER:
+        if start == LFS_POINTER:
             return [
                 Fault(key, f"{file} is a pointer of Git LFS and not the file", "run `git lfs pull` in its repository")
             ]

@@ -8,54 +8,61 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-Step = Callable[[torch.Tensor], torch.Tensor]
+LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Tap(torch.nn.Module):
+class HeadRecorder(torch.nn.Module):
     """Returns a placeholder for logits, and calls the head only where that does not do."""
 
     def __init__(self, head: torch.nn.Module) -> None:
         super().__init__()
         self.__dict__.update(head=head, asked=False)
 
-    asked: bool
+    is_head_used: bool
     """Whether the head was called: something was done with logits that is not repeated on chunks."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["head"], name)  # a model may ask for its head's weight, or the weight's dtype
 
-    def forward(self, states: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
-        if states.dim() != 3 or more or named:
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if hidden_states.dim() != 3 or args or kwargs:
             self.__dict__["asked"] = True
-            return self.head(states, *more, **named)
-        return Placeholder.of(states.detach().new_zeros(1, 1, self.head.out_features), self, states, ())
+            return self.head(hidden_states, *args, **kwargs)
+        return LazyLogits.create(
+            hidden_states.detach().new_zeros(1, 1, self.head.out_features), self, hidden_states, ()
+        )
 
-    def logits(self, states: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
+    def compute_logits(self, hidden_states: torch.Tensor, steps: Sequence[LogitsFunction]) -> torch.Tensor:
         """(B, K, V), made by the head."""
         self.__dict__["asked"] = True
-        found = self.head(states)
+        found = self.head(hidden_states)
         for step in steps:
             found = step(found)
         return found
 
 
-class Placeholder(torch.Tensor):
+class LazyLogits(torch.Tensor):
     """(B, K, V) in the place of logits, without their memory: the head's of `states`, and then `steps`.
 
     Scaling, tanh, casts and a cut of the vocabulary are recorded as steps. For any other function the head is called, and
     the function gets the logits.
     """
 
-    tap: Tap
-    states: torch.Tensor
-    steps: tuple[Step, ...]
-    row: torch.Tensor
+    recorder: HeadRecorder
+    hidden_states: torch.Tensor
+    steps: tuple[LogitsFunction, ...]
+    template_row: torch.Tensor
     """(1, 1, V) zeros, of the dtype that the logits would have."""
 
     @staticmethod
-    def of(row: torch.Tensor, tap: Tap, states: torch.Tensor, steps: tuple[Step, ...]) -> Placeholder:
-        made = row.expand(*states.shape[:2], -1).as_subclass(Placeholder)
-        made.tap, made.states, made.steps, made.row = tap, states, steps, row
+    def create(
+        template_row: torch.Tensor,
+        recorder: HeadRecorder,
+        hidden_states: torch.Tensor,
+        steps: tuple[LogitsFunction, ...],
+    ) -> LazyLogits:
+        made = template_row.expand(*hidden_states.shape[:2], -1).as_subclass(LazyLogits)
+        made.recorder, made.hidden_states, made.steps, made.template_row = recorder, hidden_states, steps, template_row
         return made
 
     @classmethod
@@ -65,16 +72,18 @@ class Placeholder(torch.Tensor):
         kwargs = kwargs or {}
         first, *rest = args or [None]
         if function is torch.Tensor.detach:  # DeepSpeed's hooks, of what a module returns
-            return Placeholder.of(first.row, first.tap, first.states, first.steps)
-        if function in _ABOUT or getattr(function, "__name__", "") == "__get__":
+            return LazyLogits.create(first.row, first.tap, first.states, first.steps)
+        if function in _SHAPE_FUNCTIONS or getattr(function, "__name__", "") == "__get__":
             with torch._C.DisableTorchFunctionSubclass():
                 about = function(*args, **kwargs)
             if not isinstance(about, torch.Tensor):
                 return about
-        if isinstance(first, Placeholder) and _repeatable(function, rest, kwargs):
+        if isinstance(first, LazyLogits) and _is_pointwise(function, rest, kwargs):
             step = lambda logits: function(logits, *rest, **kwargs)  # noqa: E731
-            return Placeholder.of(step(first.row), first.tap, first.states, (*first.steps, step))
-        return function(*tree_map(_made, tuple(args)), **tree_map(_made, kwargs))
+            return LazyLogits.create(
+                step(first.template_row), first.recorder, first.hidden_states, (*first.steps, step)
+            )
+        return function(*tree_map(_to_logits, tuple(args)), **tree_map(_to_logits, kwargs))
 
 
 _POINTWISE = frozenset(
@@ -82,11 +91,11 @@ _POINTWISE = frozenset(
      torch.Tensor.div, torch.Tensor.__truediv__, torch.Tensor.float, torch.Tensor.to, torch.Tensor.contiguous}
 )  # fmt: skip
 """Functions that do the same to logits (N, V) as to logits (B, K, V), given numbers and types beside them."""
-_ABOUT = frozenset({torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.__len__})
+_SHAPE_FUNCTIONS = frozenset({torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.__len__})
 """Functions of the shape alone."""
 
 
-def _repeatable(function: Callable[..., Any], rest: Sequence[Any], kwargs: Any) -> bool:
+def _is_pointwise(function: Callable[..., Any], rest: Sequence[Any], kwargs: Any) -> bool:
     """Whether a function can be called on chunks of logits as it is on all."""
     if function is torch.Tensor.__getitem__:  # [..., a:b]
         (index,) = rest
@@ -95,11 +104,11 @@ def _repeatable(function: Callable[..., Any], rest: Sequence[Any], kwargs: Any) 
     return function in _POINTWISE and all(isinstance(one, int | float | torch.dtype | torch.device) for one in beside)
 
 
-def _made(value: Any) -> Any:
+def _to_logits(value: Any) -> Any:
     """The logits in the place of a placeholder; the same at each call, as they may be changed in place."""
-    if not isinstance(value, Placeholder):
+    if not isinstance(value, LazyLogits):
         return value
     own = value.__dict__
     if "logits" not in own:
-        own["logits"] = value.tap.logits(value.states, value.steps)
+        own["logits"] = value.recorder.compute_logits(value.hidden_states, value.steps)
     return own["logits"]

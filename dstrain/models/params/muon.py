@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-RMS = 0.2
+ADAMW_UPDATE_RMS = 0.2
 """Root mean square of a step of AdamW at rate 1, about: Liu et al. (arXiv 2502.16982), section 2.2."""
 
 
-def shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
     """The shape of the whole parameter: ZeRO-3 flattens what it shards."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def hidden_matrices(model: torch.nn.Module) -> frozenset[int]:
+def muon_param_ids(model: torch.nn.Module) -> frozenset[int]:
     """The ids of the weights of linear layers inside the model's body.
 
     Embeddings, heads, biases and norms are none of them (Keller Jordan, "Muon: An optimizer for hidden layers in neural
@@ -43,10 +43,10 @@ def _linear_layers(body: torch.nn.Module) -> Iterator[torch.nn.Module]:
     return (module for module in body.modules() if isinstance(module, torch.nn.Linear | Conv1D))
 
 
-def rate_factor(parameter: torch.nn.Parameter) -> float:
+def muon_lr_factor(parameter: torch.nn.Parameter) -> float:
     """What a matrix's rate is multiplied by, so that one rate serves Muon and AdamW alike.
 
     An orthogonal step (r, c) has a root mean square of 1 / sqrt(max(r, c)), and Muon's own factor, sqrt(max(1, r / c)),
     makes it 1 / sqrt(c); 0.2 sqrt(c) on top is Liu et al. (arXiv 2502.16982), eq. 4: 0.2 sqrt(max(r, c)) in all.
     """
-    return RMS * sqrt(shape(parameter)[-1])
+    return ADAMW_UPDATE_RMS * sqrt(full_shape(parameter)[-1])

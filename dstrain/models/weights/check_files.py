@@ -8,16 +8,16 @@ from pathlib import Path
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError
-from dstrain.models.adapters.folder import base_of
-from dstrain.models.weights.files import damage, indexed, stored_tensors
+from dstrain.models.adapters.folder import resolve_base_model
+from dstrain.models.weights.files import find_file_problem, open_tensors, read_shard_index
 
 
-def check_weights(model: ModelConfig, pickles: bool = True) -> None:
+def check_weight_files(model: ModelConfig, open_pickles: bool = True) -> None:
     """Raise RecipeError where a local folder holds no weights, or not whole ones: only beginnings of files are read.
 
     `pickles`: also look into pytorch_model*.bin, which needs torch.
     """
-    name = base_of(model).path
+    name = resolve_base_model(model).path
     folder = Path(name).expanduser() if name else None
     if folder is None or not folder.is_dir():
         return
@@ -34,15 +34,15 @@ def check_weights(model: ModelConfig, pickles: bool = True) -> None:
                 "put *.safetensors there, or use model.config to start anew",
             )
         )
-    shards = indexed(folder / "model.safetensors.index.json", "model.path")
+    shards = read_shard_index(folder / "model.safetensors.index.json", "model.path")
     faults = [
-        Fault("model.path", f"{file} {fault}", _mend_of(fault))
+        Fault("model.path", f"{file} {fault}", _suggest_fix(fault))
         for file in sorted({*folder.glob("*.safetensors"), *shards})
-        if (fault := damage(file))
+        if (fault := find_file_problem(file))
     ]
     if faults:
         raise RecipeError(faults)
-    if pickles and not any(folder.glob("*.safetensors")):
+    if open_pickles and not any(folder.glob("*.safetensors")):
         _check_pickles(sorted(folder.glob("pytorch_model*.bin")))
 
 
@@ -53,8 +53,8 @@ def has_weights(folder: Path) -> bool:
     return any(path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern))
 
 
-def _mend_of(fault: str) -> str:
-    if fault.startswith("cannot be read"):
+def _suggest_fix(problem: str) -> str:
+    if problem.startswith("cannot be read"):
         return "check the permissions of the file"
     return "download it again; `git lfs pull` where git left a pointer"
 
@@ -63,6 +63,6 @@ def _check_pickles(files: Sequence[Path]) -> None:
     """Raise RecipeError for a file that holds more than tensors, in the words of model.init. Values stay on the disk."""
     try:
         for file in files:
-            stored_tensors([file])
+            open_tensors([file])
     except RecipeError as error:
-        raise RecipeError(Fault("model.path", fault.problem, fault.mend) for fault in error.faults) from error
+        raise RecipeError(Fault("model.path", fault.problem, fault.fix) for fault in error.faults) from error

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError
-from dstrain.models.adapters.folder import base_of
-from dstrain.models.weights.files import files_of_folder, stored_tensors
+from dstrain.models.adapters.folder import resolve_base_model
+from dstrain.models.weights.files import find_weight_files, open_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NAMES = 3
+MAX_NAMES = 3
 """How many names a sentence holds."""
 
-QUANTIZED = re.compile(r"(F8|I8|U8|I4|F4|float8|int8|uint8)\w*")
+QUANTIZED_DTYPE = re.compile(r"(F8|I8|U8|I4|F4|float8|int8|uint8)\w*")
 """Types of values that mean nothing without their scales."""
 
 
@@ -37,35 +37,37 @@ class LoadReport:
     """(name, shape in the files, shape in the model)."""
 
 
-def load_report(bones: PreTrainedModel, model: ModelConfig) -> LoadReport | None:
+def build_load_report(meta_model: PreTrainedModel, model: ModelConfig) -> LoadReport | None:
     """What loading `model` into the class of `bones` (a skeleton) would find; no value is read.
 
     transformers' own renaming decides, run on tensors without memory. None for a hub id, for quantized weights, and where the
     class cannot be loaded that way: then loading itself tells. Raises RecipeError for files that cannot be read.
     """
-    folder = Path(base_of(model).path or "").expanduser()
-    if model.path is None or not folder.is_dir() or getattr(bones.config, "quantization_config", None) is not None:
+    folder = Path(resolve_base_model(model).path or "").expanduser()
+    if model.path is None or not folder.is_dir() or getattr(meta_model.config, "quantization_config", None) is not None:
         return None
-    stored = _on_meta(folder)
+    stored = _read_meta_state_dict(folder)
     try:
-        with without_report(), _without_bar():
-            _, info = type(bones).from_pretrained(
-                None, config=bones.config, state_dict=stored, device_map={"": "meta"}, output_loading_info=True,
+        with load_report_disabled(), _progress_bar_disabled():
+            _, info = type(meta_model).from_pretrained(
+                None, config=meta_model.config, state_dict=stored, device_map={"": "meta"}, output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )  # fmt: skip
     except Exception:  # code that came with the model, or a family that draws on values while it loads
         return None
-    return _report(info, _beside(folder))
+    return _to_load_report(info, _score_head_keys(folder))
 
 
-def _on_meta(folder: Path) -> dict[str, Any]:
+def _read_meta_state_dict(folder: Path) -> dict[str, Any]:
     import torch
 
     try:
-        found = stored_tensors([file for file in files_of_folder(folder, "model.path") if file.name not in BESIDE])
+        found = open_tensors(
+            [file for file in find_weight_files(folder, "model.path") if file.name not in SCORE_HEAD_FILES]
+        )
     except RecipeError as error:
         raise RecipeError([replace(fault, where="model.path") for fault in error.faults]) from None
-    odd = [name for name, tensor in found.items() if len(tensor.shape) == 2 and QUANTIZED.fullmatch(tensor.dtype)]
+    odd = [name for name, tensor in found.items() if len(tensor.shape) == 2 and QUANTIZED_DTYPE.fullmatch(tensor.dtype)]
     if odd:
         problem = (
             f"'{odd[0]}' in {folder} is stored as {found[odd[0]].dtype}, and its config.json has no quantization_config"
@@ -74,24 +76,24 @@ def _on_meta(folder: Path) -> dict[str, Any]:
     return {name: torch.empty(tensor.shape, device="meta") for name, tensor in found.items()}
 
 
-BESIDE = ("score.safetensors",)
+SCORE_HEAD_FILES = ("score.safetensors",)
 """Files of a head that lies beside a base model (`dstrain.models.reward_model`)."""
 
 
-def _beside(folder: Path) -> set[str]:
-    return {name for file in BESIDE if (folder / file).is_file() for name in stored_tensors([folder / file])}
+def _score_head_keys(folder: Path) -> set[str]:
+    return {name for file in SCORE_HEAD_FILES if (folder / file).is_file() for name in open_tensors([folder / file])}
 
 
-def _report(info: Mapping[str, Any], found: Collection[str]) -> LoadReport:
+def _to_load_report(info: Mapping[str, Any], head_keys: Collection[str]) -> LoadReport:
     return LoadReport(
-        missing=tuple(sorted({*info["missing_keys"]} - {*found})),
+        missing=tuple(sorted({*info["missing_keys"]} - {*head_keys})),
         unexpected=tuple(sorted(info["unexpected_keys"])),
         mismatched=tuple(sorted((name, tuple(there), tuple(here)) for name, there, here in info["mismatched_keys"])),
     )
 
 
 @contextmanager
-def _without_bar() -> Iterator[None]:
+def _progress_bar_disabled() -> Iterator[None]:
     """Inside, transformers shows no progress."""
     from transformers.utils import logging as settings
 
@@ -105,25 +107,25 @@ def _without_bar() -> Iterator[None]:
 
 
 @contextmanager
-def without_report() -> Iterator[None]:
+def load_report_disabled() -> Iterator[None]:
     """Inside, transformers does not print its LOAD REPORT: `check_fit` says what matters of it."""
     log = logging.getLogger("transformers.modeling_utils")
 
-    def is_other(record: logging.LogRecord) -> bool:
+    def keep_record(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in str(record.msg)
 
-    log.addFilter(is_other)
+    log.addFilter(keep_record)
     try:
         yield
     finally:
-        log.removeFilter(is_other)
+        log.removeFilter(keep_record)
 
 
-def wrong_shape(found: tuple[str, tuple[int, ...], tuple[int, ...]], heads: Sequence[str]) -> Fault:
-    name, there, here = found
+def shape_fault(mismatch: tuple[str, tuple[int, ...], tuple[int, ...]], heads: Sequence[str]) -> Fault:
+    name, there, here = mismatch
     problem = f"'{name}' is {there} in its files and {here} in the model that its config.json describes"
     mend = "give the config.json that belongs to these weights"
-    if is_head(name, heads):
+    if is_head_key(name, heads):
         problem, mend = (
             f"'{name}' is {there} in its files, and the task needs {here}",
             "name a model with a head of one score",
@@ -131,11 +133,11 @@ def wrong_shape(found: tuple[str, tuple[int, ...], tuple[int, ...]], heads: Sequ
     return Fault("model.path", problem, mend)
 
 
-def is_head(name: str, heads: Sequence[str]) -> bool:
+def is_head_key(name: str, heads: Sequence[str]) -> bool:
     return any(part in heads for part in name.split("."))
 
 
-def some(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
-    more = len(names) - NAMES
-    return ", ".join(names[:NAMES]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -17,17 +17,17 @@ from dstrain.errors import Fault, RecipeError
 if TYPE_CHECKING:
     import torch
 
-KEY = "model.init"
-PICKLED = (".pt", ".pth", ".bin")
-WRAPPERS = ("model", "state_dict", "model_state_dict", "module")
+INIT_KEY = "model.init"
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin")
+STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict", "module")
 """Keys under which training scripts keep the state dict beside their optimizer's."""
-ACCEPTED = "a .safetensors file, a .pt, .pth or .bin file with a state dict, or a folder with *.safetensors or pytorch_model*.bin"
-KINDS = (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "pytorch_model*.bin"))
+ACCEPTED_FORMATS = "a .safetensors file, a .pt, .pth or .bin file with a state dict, or a folder with *.safetensors or pytorch_model*.bin"
+WEIGHT_FILE_PATTERNS = (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "pytorch_model*.bin"))
 """A folder's weights in one file, and in several."""
 
 
 @dataclass(frozen=True)
-class Stored:
+class LazyTensor:
     """A tensor in a file."""
 
     shape: tuple[int, ...]
@@ -38,33 +38,37 @@ class Stored:
     """Its values, on the host."""
 
 
-def weight_files(text: str) -> list[Path]:
+def find_init_files(name: str) -> list[Path]:
     """The files that `model.init` means. Reads only beginnings of files, and needs no torch. Raises RecipeError."""
-    path = Path(text).expanduser()
+    path = Path(name).expanduser()
     if not os.path.exists(path):  # False, where Path would raise, for a name too long
-        there = f"{text!r} is neither a file nor a folder (we are in {Path.cwd()})"
-        raise RecipeError(Fault(KEY, there, f"give {ACCEPTED}; names from the hub are for model.path"))
-    files = files_of_folder(path, KEY) if path.is_dir() else [path]
-    if not files or (path.is_file() and path.suffix not in (".safetensors", *PICKLED)):
+        there = f"{name!r} is neither a file nor a folder (we are in {Path.cwd()})"
+        raise RecipeError(Fault(INIT_KEY, there, f"give {ACCEPTED_FORMATS}; names from the hub are for model.path"))
+    files = find_weight_files(path, INIT_KEY) if path.is_dir() else [path]
+    if not files or (path.is_file() and path.suffix not in (".safetensors", *PICKLE_SUFFIXES)):
         problem = "holds no weights" if path.is_dir() else f"ends in '{path.suffix}'"
-        raise RecipeError(Fault(KEY, f"{text!r} {problem}", f"give {ACCEPTED}"))
-    faults = [Fault(KEY, f"{file} {fault}", "fetch or save it again") for file in files if (fault := damage(file))]
+        raise RecipeError(Fault(INIT_KEY, f"{name!r} {problem}", f"give {ACCEPTED_FORMATS}"))
+    faults = [
+        Fault(INIT_KEY, f"{file} {fault}", "fetch or save it again")
+        for file in files
+        if (fault := find_file_problem(file))
+    ]
     if faults:
         raise RecipeError(faults)
     return files
 
 
-def files_of_folder(folder: Path, key: str) -> list[Path]:
+def find_weight_files(folder: Path, key: str) -> list[Path]:
     """The files that transformers would take, safetensors first. Raises RecipeError for the recipe's `key`."""
-    for one, many in KINDS:
-        files = [folder / one] if (folder / one).is_file() else indexed(folder / f"{one}.index.json", key)
+    for one, many in WEIGHT_FILE_PATTERNS:
+        files = [folder / one] if (folder / one).is_file() else read_shard_index(folder / f"{one}.index.json", key)
         files = files or sorted(folder.glob(many))
         if files:
             return files
     return []
 
 
-def indexed(index: Path, key: str) -> list[Path]:
+def read_shard_index(index: Path, key: str) -> list[Path]:
     """The files that an index of shards names; none where there is no index. Raises RecipeError."""
     if not index.is_file():
         return []
@@ -80,7 +84,7 @@ def indexed(index: Path, key: str) -> list[Path]:
     return files
 
 
-def damage(file: Path) -> str:
+def find_file_problem(file: Path) -> str:
     """What is wrong with a file of weights by its header and size; empty where nothing is."""
     from safetensors import SafetensorError, safe_open
 
@@ -100,23 +104,23 @@ def damage(file: Path) -> str:
         return f"is damaged ({error})"
 
 
-def stored_tensors(files: Sequence[Path]) -> dict[str, Stored]:
+def open_tensors(files: Sequence[Path]) -> dict[str, LazyTensor]:
     """Every tensor in the files, by name. Nothing in a file is ever run. Raises RecipeError.
 
     Values of safetensors, and of what torch.save wrote since its release 1.6, stay on the disk until they are read.
     """
-    found: dict[str, Stored] = {}
+    found: dict[str, LazyTensor] = {}
     for file in files:
-        own = _of_safetensors(file) if file.suffix == ".safetensors" else _of_pickle(file)
+        own = _open_safetensors(file) if file.suffix == ".safetensors" else _open_pickle(file)
         if twice := sorted(found.keys() & own.keys()):
             raise RecipeError(
-                Fault(KEY, f"{file} and a file beside it both hold '{twice[0]}'", "name one of the files")
+                Fault(INIT_KEY, f"{file} and a file beside it both hold '{twice[0]}'", "name one of the files")
             )
         found |= own
     return found
 
 
-def _of_safetensors(file: Path) -> dict[str, Stored]:
+def _open_safetensors(file: Path) -> dict[str, LazyTensor]:
     from safetensors import safe_open
 
     opened = safe_open(str(file), framework="pt")
@@ -125,48 +129,48 @@ def _of_safetensors(file: Path) -> dict[str, Stored]:
         part = opened.get_slice(name)
         dtype = part.get_dtype()
         is_float = dtype in ("F64", "F32", "F16", "BF16")
-        found[name] = Stored(tuple(part.get_shape()), dtype, is_float, partial(opened.get_tensor, name))
+        found[name] = LazyTensor(tuple(part.get_shape()), dtype, is_float, partial(opened.get_tensor, name))
     return found
 
 
-def _of_pickle(file: Path) -> dict[str, Stored]:
+def _open_pickle(file: Path) -> dict[str, LazyTensor]:
     import torch
 
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # whatever a file of any bytes makes of it
-        raise RecipeError(_refusal(file, error)) from None
+        raise RecipeError(_pickle_fault(file, error)) from None
     return {
-        name: Stored(
+        name: LazyTensor(
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
             is_float=tensor.is_floating_point() and tensor.element_size() > 1,
             read=tensor.detach,
         )
-        for name, tensor in _state_dict(loaded, file).items()
+        for name, tensor in _find_state_dict(loaded, file).items()
     }
 
 
-def _refusal(file: Path, error: Exception) -> Fault:
+def _pickle_fault(file: Path, error: Exception) -> Fault:
     words = str(error)
     asked = re.search(r"GLOBAL (\S+)", words)
     if asked:
         return Fault(
-            KEY,
+            INIT_KEY,
             f"{file} holds more than tensors: to read it, '{asked[1]}' would have to be run, and nothing of it was run",
             "where you trust the file, save its weights alone: torch.save(model.state_dict(), FILE), or as safetensors",
         )
     lines = words.rpartition("WeightsUnpickler error: ")[2].strip().splitlines() or ["it ends too early"]
-    return Fault(KEY, f"{file} cannot be read ({type(error).__name__}: {lines[0]})", f"give {ACCEPTED}")
+    return Fault(INIT_KEY, f"{file} cannot be read ({type(error).__name__}: {lines[0]})", f"give {ACCEPTED_FORMATS}")
 
 
-def _state_dict(loaded: Any, file: Path) -> Mapping[str, torch.Tensor]:
+def _find_state_dict(loaded: Any, file: Path) -> Mapping[str, torch.Tensor]:
     """The tensors by name, bare or under one of WRAPPERS, which may lie in one another."""
     import torch
 
     place: Any = loaded
     while isinstance(place, Mapping):
-        inner = [place[key] for key in WRAPPERS if isinstance(place.get(key), Mapping) and place[key]]
+        inner = [place[key] for key in STATE_DICT_KEYS if isinstance(place.get(key), Mapping) and place[key]]
         if not inner:
             break
         place = inner[0]
@@ -177,6 +181,6 @@ def _state_dict(loaded: Any, file: Path) -> Mapping[str, torch.Tensor]:
         held = (
             f"a dict of {', '.join(map(str, [*loaded][:8]))}" if isinstance(loaded, Mapping) else type(loaded).__name__
         )
-        mend = f"give a state dict, bare or under one of the keys {', '.join(WRAPPERS)}"
-        raise RecipeError(Fault(KEY, f"{file} holds no state dict but {held}", mend))
+        mend = f"give a state dict, bare or under one of the keys {', '.join(STATE_DICT_KEYS)}"
+        raise RecipeError(Fault(INIT_KEY, f"{file} holds no state dict but {held}", mend))
     return tensors

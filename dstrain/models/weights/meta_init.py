@@ -8,38 +8,38 @@ from contextvars import ContextVar
 
 import torch
 
-_EMPTY = ContextVar("_EMPTY", default=False)
-_FOLLOW: ContextVar[list[str] | None] = ContextVar("_FOLLOW", default=None)
+_META_INIT = ContextVar("_EMPTY", default=False)
+_RANDOM_INIT_FOLDERS: ContextVar[list[str] | None] = ContextVar("_FOLLOW", default=None)
 
 
-def without_values() -> bool:
+def is_meta_init() -> bool:
     """Whether `no_values` is around this call."""
-    return _EMPTY.get()
+    return _META_INIT.get()
 
 
-def may_draw(name: str) -> bool:
+def allow_random_init(folder: str) -> bool:
     """Whether `all_values_follow` is around this call; notes that the weights of this folder are drawn."""
-    drawn = _FOLLOW.get()
+    drawn = _RANDOM_INIT_FOLDERS.get()
     if drawn is not None:
-        drawn.append(name)
+        drawn.append(folder)
     return drawn is not None
 
 
 @contextmanager
-def all_values_follow() -> Iterator[list[str]]:
+def weights_loaded_later() -> Iterator[list[str]]:
     """Inside, `load_model` may draw the weights of a folder that has a config and no weights: all of them are about to be
     replaced by a checkpoint's. Yields the folders of which it did so.
     """
     drawn: list[str] = []
-    token = _FOLLOW.set(drawn)
+    token = _RANDOM_INIT_FOLDERS.set(drawn)
     try:
         yield drawn
     finally:
-        _FOLLOW.reset(token)
+        _RANDOM_INIT_FOLDERS.reset(token)
 
 
 @contextmanager
-def no_values() -> Iterator[None]:
+def meta_parameters() -> Iterator[None]:
     """Inside, modules get parameters on the meta device, which take no memory; buffers are what they are.
 
     `load_model` then reads no weights of a folder, but its config.
@@ -49,21 +49,21 @@ def no_values() -> Iterator[None]:
     """
     register = torch.nn.Module.register_parameter
 
-    def register_empty(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+    def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         if parameter is not None and parameter.device.type != "meta":
             parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    torch.nn.Module.register_parameter = register_empty
-    token = _EMPTY.set(True)
+    torch.nn.Module.register_parameter = register_on_meta
+    token = _META_INIT.set(True)
     try:
         yield
     finally:
-        _EMPTY.reset(token)
+        _META_INIT.reset(token)
         torch.nn.Module.register_parameter = register
 
 
-def give_room(model: torch.nn.Module) -> None:
+def materialize(model: torch.nn.Module) -> None:
     """Give every parameter that is on the meta device memory on the host, with whatever lies there."""
     made: dict[int, torch.nn.Parameter] = {}  # what is shared stays shared
     for module in model.modules():

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dstrain.config import RunConfig
-from dstrain.data.cache.build import Policy
-from dstrain.data.cache.process_pool import Processes
-from dstrain.launch.threads import cores_here
-from dstrain.launch.worker import die_with_parent
+from dstrain.data.cache.build import PreparePolicy
+from dstrain.data.cache.process_pool import ProcessPoolConfig
+from dstrain.launch.threads import count_available_cores
+from dstrain.launch.worker import set_parent_death_signal
 
 
-def policy_of(recipe: RunConfig) -> Policy:
+def policy_of(recipe: RunConfig) -> PreparePolicy:
     """As many processes as this one may use cores, and what the recipe says of bad records."""
-    return Policy(task=recipe.task, on_error=recipe.data.on_error, processes=Processes(cores_here(), die_with_parent))
+    return PreparePolicy(
+        task=recipe.task,
+        on_error=recipe.data.on_error,
+        processes=ProcessPoolConfig(count_available_cores(), set_parent_death_signal),
+    )

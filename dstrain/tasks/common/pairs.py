@@ -13,10 +13,10 @@ import numpy as np
 from dstrain.batch import Batch
 from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.encoding.text import encode_preferences
-from dstrain.data.formats.image_placeholders import Seen
+from dstrain.data.formats.image_placeholders import RecordWithImages
 from dstrain.data.formats.preferences import BadRecord, Preference, Response, read_preference
-from dstrain.data.sources.open import Joined
-from dstrain.data.vision.expansion import Views
+from dstrain.data.sources.open import ConcatSource
+from dstrain.data.vision.expansion import PlaceholderExpansion
 from dstrain.tasks.common.text import TextTask
 from dstrain.tasks.common.tiny import tiny_recipe
 
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 class PairTask(TextTask):
     """A task on a chosen and a rejected answer to one prompt."""
 
-    def convert(self, record: dict[str, Any]) -> Seen[Preference]:
-        return self.read(record, read_preference)
+    def parse_record(self, record: dict[str, Any]) -> RecordWithImages[Preference]:
+        return self.parse_with_images(record, read_preference)
 
-    def texts(self, record: dict[str, Any]) -> Iterator[str]:
-        preference = self.convert(record).said
+    def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
+        preference = self.parse_record(record).parsed
         for part in (preference.prompt, preference.chosen, preference.rejected):
             if isinstance(part, str):
                 yield part
             else:
                 yield from (message["content"] for message in part)
 
-    def tokens(self, source: Joined) -> TokenStore:
+    def tokenize(self, source: ConcatSource) -> TokenStore:
         data = self.recipe.data
         limits = data.max_length, data.max_prompt_length
 
-        def encode(items: list[Preference], views: Views | None) -> list[Any]:
-            coded = encode_preferences(self.tokenizer, items, *limits, views)
+        def encode(items: list[Preference], expansion: PlaceholderExpansion | None) -> list[Any]:
+            coded = encode_preferences(self.tokenizer, items, *limits, expansion)
             return [
-                one if isinstance(one, BadRecord) else one | measured(item)
+                one if isinstance(one, BadRecord) else one | preference_columns(item)
                 for item, one in zip(items, coded, strict=True)
             ]
 
         key = {"what": "preferences", "max_length": limits[0], "max_prompt_length": limits[1]}
-        return self.store(source, read_preference, encode, key)
+        return self.build_store(source, read_preference, encode, key)
 
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
         import torch
@@ -64,7 +64,7 @@ class PairTask(TextTask):
                 "input_ids": pad(sequences, self.tokenizer.pad_token_id),  # (2B, L), the chosen ones first
                 "attention_mask": attention_mask(sequences),
                 "margin": torch.tensor([example["margin"] for example in examples], dtype=torch.float32),  # (B,)
-                **self.more(examples),
+                **self.extra_tensors(examples),
             },
             weight=float(len(examples)),
             samples=tuple(example["sample"] for example in examples),
@@ -72,7 +72,7 @@ class PairTask(TextTask):
         )
         return self.with_images(batch, examples, 2)
 
-    def more(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def extra_tensors(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """What the loss needs beside the answers."""
         return {}
 
@@ -82,24 +82,24 @@ class PairTask(TextTask):
         return {"length_baseline": float(np.mean((longer > 0) + 0.5 * (longer == 0)))}
 
 
-def measured(preference: Preference) -> dict[str, float]:
+def preference_columns(preference: Preference) -> dict[str, float]:
     """`margin`, 0 where the record has none, and by how many letters the chosen answer is `longer`, before any cut."""
     return {
         "margin": preference.margin or 0.0,
-        "longer": float(_letters(preference.chosen) - _letters(preference.rejected)),
+        "longer": float(_count_characters(preference.chosen) - _count_characters(preference.rejected)),
     }
 
 
-def _letters(answer: Response) -> int:
+def _count_characters(answer: Response) -> int:
     return len(answer) if isinstance(answer, str) else sum(len(message["content"]) for message in answer)
 
 
-def tiny_pairs(folder: Path, task: str) -> dict[str, Any]:
+def tiny_pair_recipe(folder: Path, task: str) -> dict[str, Any]:
     """A recipe of seconds for a task on pairs, with its data written into the folder."""
-    return tiny_recipe(folder, task, _pair)
+    return tiny_recipe(folder, task, _tiny_record)
 
 
-def _pair(split: str, index: int) -> dict[str, str]:
+def _tiny_record(split: str, index: int) -> dict[str, str]:
     """A made-up pair of uneven length: the polite answer is the chosen one."""
     draw = random.Random(f"{split}/{index}")
     things = ("pump", "valve", "kettle", "lamp", "wheel", "belt")

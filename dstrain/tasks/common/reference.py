@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig, RunConfig
-from dstrain.models.load import require_folder
+from dstrain.models.load import check_local_folder
 from dstrain.tasks.common.task import ReferenceKind
 from dstrain.tasks.common.text import TextTask
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyTask(TextTask):
+class ReferenceTask(TextTask):
     """A task that compares how likely answers are under the policy and under a reference."""
 
     learning_rate = 1.0e-6
@@ -38,23 +38,23 @@ class PolicyTask(TextTask):
         if not self.beta > 0:
             raise ValueError(f"beta is {self.beta:g}, but it must be above 0")
 
-    def check_named(self) -> None:
-        super().check_named()
+    def check_required_keys(self) -> None:
+        super().check_required_keys()
         self.check_reference()
 
     def check_reference(self) -> None:
         """Raise RecipeError where the folder of another reference is not there."""
         if self.ref_model:
-            require_folder(self.ref_model, "options.ref_model")
+            check_local_folder(self.ref_model, "options.ref_model")
 
     @property
-    def reference(self) -> ReferenceKind:
+    def reference_kind(self) -> ReferenceKind:
         if self.precompute_ref_log_probs:
             return "cached"
         return "adapter" if self.recipe.model.lora is not None and self.ref_model is None else "model"
 
     @property
-    def reference_model(self) -> ModelConfig:
+    def reference_config(self) -> ModelConfig:
         """What the reference is loaded from."""
         own = {"path": self.ref_model, "config": None, "init": None} if self.ref_model else {}
         return self.recipe.model.model_copy(update={**own, "lora": None})
@@ -62,13 +62,13 @@ class PolicyTask(TextTask):
     def build_reference(self) -> torch.nn.Module:
         from dstrain.models.weights.init_weights import load_init
 
-        wanted = self.reference_model
+        wanted = self.reference_config
         model = self.load(wanted)
         if wanted.init is not None:
             load_init(model, wanted.init)
         return model
 
-    def remembered(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def cached_reference_outputs(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """(B,) each: what the reference said of the samples before training; nothing where it was not asked then."""
         import torch
 
@@ -78,10 +78,10 @@ class PolicyTask(TextTask):
             if name in examples[0]
         }
 
-    def exported(self, merged: bool) -> RunConfig:
+    def exported_recipe(self, merged: bool) -> RunConfig:
         """What the policy was compared with stays its reference, where a folder or the hub has it."""
         model = self.recipe.model
-        if self.reference == "none" or self.ref_model or (model.lora is not None and not merged):
+        if self.reference_kind == "none" or self.ref_model or (model.lora is not None and not merged):
             return self.recipe
         if model.path is None or model.init is not None:
             return self.recipe

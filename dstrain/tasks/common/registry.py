@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dstrain.config.schema import RunConfig
-from dstrain.errors import Fault, TaskError, did_you_mean
+from dstrain.errors import Fault, TaskError, suggest_name
 from dstrain.tasks.common.task import Task
 
 
@@ -35,7 +35,7 @@ class Option:
     help: str
 
 
-def packaged_tasks() -> list[str]:
+def builtin_tasks() -> list[str]:
     """Names of the tasks that come with dstrain: the files of this folder."""
     folder = Path(__file__).parents[1]
     return sorted(module.name for module in pkgutil.iter_modules([str(folder)]) if not module.ispkg)
@@ -43,7 +43,7 @@ def packaged_tasks() -> list[str]:
 
 def find_task(name: str) -> type[Task]:
     """The task class `name` means: packaged, a file path, or a dotted module. Raises TaskError."""
-    module = _module(name)
+    module = _import_task_module(name)
     found = [
         value
         for value in vars(module).values()
@@ -64,43 +64,43 @@ def find_task(name: str) -> type[Task]:
     return found[0]
 
 
-def _module(name: str) -> ModuleType:
-    if name in packaged_tasks():
+def _import_task_module(name: str) -> ModuleType:
+    if name in builtin_tasks():
         return importlib.import_module(f"dstrain.tasks.{name}")
     try:
         if name.endswith(".py") or "/" in name or name.startswith("."):
-            return _from_file(Path(name))
+            return _import_from_file(Path(name))
         if "." in name:
             return importlib.import_module(name)
     except TaskError:
         raise
     except (Exception, SystemExit) as error:
         raise TaskError(f"--task {name}: cannot be imported ({type(error).__name__}: {error}); fix the file") from error
-    raise TaskError(f"task '{name}': there is no such task; {did_you_mean(name, packaged_tasks())}")
+    raise TaskError(f"task '{name}': there is no such task; {suggest_name(name, builtin_tasks())}")
 
 
-KEPT = "task.py"
+TASK_FILE = "task.py"
 """The copy of a task file in a run folder and in an exported one. It runs only where --task names it."""
 
 
-def task_source(task: Task) -> Path | None:
+def find_task_file(task: Task) -> Path | None:
     """The file of a task that does not come with dstrain."""
     file = Path(inspect.getfile(type(task))).resolve()
     return None if Path(__file__).resolve().parents[2] in file.parents or not file.is_file() else file
 
 
-def keep_task_file(task: Task, folder: Path) -> None:
+def copy_task_file(task: Task, folder: Path) -> None:
     """Copy the file of a task that does not come with dstrain into a folder, so that the folder can be read without it."""
-    source, kept = task_source(task), folder / KEPT
+    source, kept = find_task_file(task), folder / TASK_FILE
     if source is None or source == kept.resolve():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{KEPT}.new"
+    temporary = folder / f".{TASK_FILE}.new"
     shutil.copyfile(source, temporary)
     os.replace(temporary, kept)
 
 
-def _from_file(path: Path) -> ModuleType:
+def _import_from_file(path: Path) -> ModuleType:
     path = Path(os.path.realpath(path.expanduser()))
     if not path.is_file():
         raise TaskError(f"--task {path}: is no file; give the path of a Python file that defines a task")
@@ -125,12 +125,12 @@ def _option_fields(task: type[Task]) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(task) if field.name not in inherited]
 
 
-def options(task: type[Task]) -> list[Option]:
+def task_options(task: type[Task]) -> list[Option]:
     """The task's options with the strings written under its fields."""
     helps: dict[str, str] = {}
     for cls in reversed(task.__mro__):
         if issubclass(cls, Task) and cls is not Task:
-            helps.update(_docstrings(cls))
+            helps.update(_field_docstrings(cls))
     return [
         Option(
             field.name,
@@ -142,7 +142,7 @@ def options(task: type[Task]) -> list[Option]:
     ]
 
 
-def _docstrings(cls: type) -> dict[str, str]:
+def _field_docstrings(cls: type) -> dict[str, str]:
     """Field name -> the string literal under it."""
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
@@ -161,27 +161,27 @@ def _docstrings(cls: type) -> dict[str, str]:
     return found
 
 
-LORA_FACTOR = 10.0
+LORA_LR_FACTOR = 10.0
 """Adapters learn with about ten times the rate of all weights: docs/tasks.md says who says so."""
 
 
-def learning_rate(task: type[Task], lora: bool) -> float:
+def default_learning_rate(task: type[Task], use_lora: bool) -> float:
     """The task's own peak learning rate, for all weights or for adapters."""
-    return float(f"{task.learning_rate * (LORA_FACTOR if lora else 1.0):.6g}")
+    return float(f"{task.learning_rate * (LORA_LR_FACTOR if use_lora else 1.0):.6g}")
 
 
-def with_learning_rate(recipe: RunConfig) -> RunConfig:
+def fill_learning_rate(recipe: RunConfig) -> RunConfig:
     """The recipe with the task's own learning rate where it names none. Raises TaskError where there is no such task."""
     if recipe.optim.lr is not None:
         return recipe
-    lr = learning_rate(find_task(recipe.task), recipe.model.lora is not None)
+    lr = default_learning_rate(find_task(recipe.task), recipe.model.lora is not None)
     return recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"lr": lr})})
 
 
 def make_task(recipe: RunConfig) -> Task:
     """The recipe's task with its options checked. Raises TaskError with every fault."""
-    task, recipe = find_task(recipe.task), with_learning_rate(recipe)
-    values = _checked_options(task, recipe)
+    task, recipe = find_task(recipe.task), fill_learning_rate(recipe)
+    values = _validate_options(task, recipe)
     try:
         made = task(recipe=recipe, **values)
     except (TypeError, ValueError) as error:
@@ -191,12 +191,12 @@ def make_task(recipe: RunConfig) -> Task:
     known, metric = ("loss", *made.metric_names), recipe.eval.metric
     if made.metric_names and metric not in known:
         raise TaskError(
-            Fault("eval.metric", f"'{metric}' is no metric of task {recipe.task}", did_you_mean(metric, known))
+            Fault("eval.metric", f"'{metric}' is no metric of task {recipe.task}", suggest_name(metric, known))
         )
     return made
 
 
-def _checked_options(task: type[Task], recipe: RunConfig) -> dict[str, Any]:
+def _validate_options(task: type[Task], recipe: RunConfig) -> dict[str, Any]:
     """The recipe's options, each of its field's type. Raises TaskError with every fault."""
     known = [field.name for field in _option_fields(task)]
     types: dict[str, Any] = {}
@@ -206,7 +206,7 @@ def _checked_options(task: type[Task], recipe: RunConfig) -> dict[str, Any]:
     values, faults = {}, []
     for name, value in recipe.options.items():
         if name not in known:
-            faults.append(Fault(f"options.{name}", f"is no option of task {recipe.task}", did_you_mean(name, known)))
+            faults.append(Fault(f"options.{name}", f"is no option of task {recipe.task}", suggest_name(name, known)))
             continue
         try:
             read = TypeAdapter(types[name], config=ConfigDict(allow_inf_nan=False)).validate_python(value)

@@ -62,12 +62,12 @@ class Task(ABC):
     """The recipe the task was made for; no option."""
 
     @property
-    def reference(self) -> ReferenceKind:
+    def reference_kind(self) -> ReferenceKind:
         """Whom the loss compares the model with, and where that one's answers come from."""
         return "none"
 
     @property
-    def surveys(self) -> bool:
+    def needs_step_stats(self) -> bool:
         """Whether the losses of a step need means over all its samples, which `survey` sums up beforehand."""
         return False
 
@@ -91,7 +91,7 @@ class Task(ABC):
         """Sums over the batch. The forward pass must run the model once, on every rank."""
 
     @property
-    def reference_model(self) -> ModelConfig:
+    def reference_config(self) -> ModelConfig:
         """What `build_reference` loads, for the key of kept answers."""
         return self.recipe.model
 
@@ -99,14 +99,16 @@ class Task(ABC):
         """The reference as a whole model. Collective under ZeRO-3."""
         raise TaskError(f"task {type(self).__name__}: names a reference; give it a method `build_reference(self)`")
 
-    def refer(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+    def reference_outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """What the reference says of a batch: tensors with a row for each sample, which `loss` finds in the batch.
 
         Called without gradients, with the reference as `model`. Column names are the same for every batch.
         """
         raise TaskError(f"task {type(self).__name__}: names a reference; give it a method `refer(self, model, batch)`")
 
-    def survey(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor | tuple[torch.Tensor, float]]:
+    def step_stats(
+        self, model: torch.nn.Module, batch: Batch
+    ) -> Mapping[str, torch.Tensor | tuple[torch.Tensor, float]]:
         """Name -> sum over the batch's units, or (sum, its own weight), of what `loss` must know of a whole step.
 
         Called without gradients for every batch of a step, or of an evaluation, before the first loss; `loss` finds in its
@@ -114,7 +116,7 @@ class Task(ABC):
         """
         raise TaskError(f"task {type(self).__name__}: asks for a survey; give it a method `survey(self, model, batch)`")
 
-    def check_named(self) -> None:  # noqa: B027  a task of its own data needs none
+    def check_required_keys(self) -> None:  # noqa: B027  a task of its own data needs none
         """Raise UsageError where the recipe does not name what the task needs: asked first, without torch."""
 
     def check(self) -> None:  # noqa: B027  most tasks of one file have nothing to check
@@ -124,7 +126,7 @@ class Task(ABC):
         """What is allowed and may surprise, a sentence each, said where a run starts."""
         return ()
 
-    def notices(self) -> Sequence[str]:
+    def info_messages(self) -> Sequence[str]:
         """What is worth knowing of a run and is as it should be, a sentence each, said where it starts."""
         return ()
 
@@ -136,7 +138,7 @@ class Task(ABC):
         """What an exported model must reproduce on a probe batch."""
         return self.loss(model, batch).total
 
-    def exported(self, merged: bool) -> RunConfig:
+    def exported_recipe(self, merged: bool) -> RunConfig:
         """The recipe beside an exported model, whose folder takes the place of model.path where it is whole.
 
         `merged`: the run had adapters, and they are part of the weights now.

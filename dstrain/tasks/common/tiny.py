@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 
-def tiny_recipe(folder: Path, task: str, record: Callable[[str, int], dict[str, Any]]) -> dict[str, Any]:
+def tiny_recipe(folder: Path, task: str, make_record: Callable[[str, int], dict[str, Any]]) -> dict[str, Any]:
     """A recipe of seconds, with its data written into the folder: record(split, index) for each."""
     for name, count in (("train", 64), ("eval", 16)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record(name, i)) + "\n" for i in range(count)))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(make_record(name, i)) + "\n" for i in range(count)))
     return {
         "task": task,
         "model": {

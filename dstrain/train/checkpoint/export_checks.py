@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from dstrain.errors import CheckpointError
-from dstrain.models.weights.files import stored_tensors
-from dstrain.train.state.files import DTYPES, StoredState
-from dstrain.train.state.hashed_file import BLOCK
-from dstrain.train.state.layout import WEIGHT
-from dstrain.train.state.load import some
+from dstrain.models.weights.files import open_tensors
+from dstrain.train.state.files import SAFETENSORS_DTYPES, CheckpointReader
+from dstrain.train.state.hashed_file import BLOCK_BYTES
+from dstrain.train.state.layout import WEIGHT_KEY
+from dstrain.train.state.load import first_names
 
 
 @dataclass(frozen=True)
-class Digest:
+class TensorDigest:
     """What a tensor is, without its values."""
 
     shape: tuple[int, ...]
@@ -30,35 +30,35 @@ class Digest:
     sha256: str
 
 
-def check_against_checkpoint(model: torch.nn.Module, stored: StoredState) -> None:
+def check_matches_checkpoint(model: torch.nn.Module, reader: CheckpointReader) -> None:
     """Raise CheckpointError for a tensor of the model that is not what the checkpoint holds, cast to its precision."""
-    state = tensors_of(model)
-    for name, shape in stored.shapes.items():
+    state = get_state_tensors(model)
+    for name, shape in reader.shapes.items():
         if name not in state or tuple(state[name].shape) != shape:
-            raise CheckpointError(f"{stored.checkpoint}: {name} is not in the model with its shape {shape}")
+            raise CheckpointError(f"{reader.checkpoint}: {name} is not in the model with its shape {shape}")
         flat = state[name].reshape(-1)
-        step = max(1, BLOCK // flat.element_size())
+        step = max(1, BLOCK_BYTES // flat.element_size())
         for start in range(0, flat.numel(), step):
             piece = flat[start : start + step]
             there = torch.empty_like(piece, device="cpu")
-            stored.read(name, WEIGHT, there, start)
-            if not equal_bits(piece, there):
-                raise CheckpointError(f"{stored.checkpoint}: the model has other values of {name} than it holds")
+            reader.read_into(name, WEIGHT_KEY, there, start)
+            if not is_bitwise_equal(piece, there):
+                raise CheckpointError(f"{reader.checkpoint}: the model has other values of {name} than it holds")
 
 
-def check_finite(model: torch.nn.Module) -> None:
+def check_params_finite(model: torch.nn.Module) -> None:
     """Raise CheckpointError for a parameter that holds inf or nan."""
     for name, parameter in model.named_parameters():
-        if not all(piece.isfinite().all() for piece in parameter.detach().reshape(-1).split(BLOCK)):
+        if not all(piece.isfinite().all() for piece in parameter.detach().reshape(-1).split(BLOCK_BYTES)):
             raise CheckpointError(f"{name} holds inf or nan; export an older checkpoint")
 
 
-def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def get_state_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Name -> tensor of the model's state; a tied one comes under each of its names."""
     return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
-def in_a_folder(model: Any) -> dict[str, torch.Tensor]:
+def get_export_tensors(model: Any) -> dict[str, torch.Tensor]:
     """The tensors that a folder of this model must hold, by the names they have there.
 
     peft's own for adapters; for whole models some families of transformers have other names in files than in memory.
@@ -66,109 +66,111 @@ def in_a_folder(model: Any) -> dict[str, torch.Tensor]:
     from peft import PeftModel, get_peft_model_state_dict
     from transformers.core_model_loading import revert_weight_conversion
 
-    from dstrain.models.reward_model import in_files
+    from dstrain.models.reward_model import split_score_head
 
     if isinstance(model, PeftModel):
-        return _all_that_learn(model, get_peft_model_state_dict(model))
-    base, beside = in_files(model)
+        return _check_all_trained_saved(model, get_peft_model_state_dict(model))
+    base, beside = split_score_head(model)
     ignored = getattr(base, "_keys_to_ignore_on_save", None) or ()
-    return revert_weight_conversion(base, {k: v for k, v in tensors_of(base).items() if k not in ignored}) | beside
+    return (
+        revert_weight_conversion(base, {k: v for k, v in get_state_tensors(base).items() if k not in ignored}) | beside
+    )
 
 
-def _all_that_learn(model: torch.nn.Module, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _check_all_trained_saved(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Raises CheckpointError where peft leaves out something that was trained."""
-    there = {value.data_ptr() for value in found.values()}
+    there = {value.data_ptr() for value in saved.values()}
     lost = [name for name, p in model.named_parameters() if p.requires_grad and p.data_ptr() not in there]
     if lost:
         raise CheckpointError(
-            f"{some(lost)} learnt beside the adapters and has no place in their folder; merge them (--merge-lora)"
+            f"{first_names(lost)} learnt beside the adapters and has no place in their folder; merge them (--merge-lora)"
         )
-    return found
+    return saved
 
 
-def size_of(tensors: Mapping[str, torch.Tensor]) -> int:
+def count_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     """Bytes, tied tensors counted once."""
-    firsts = {_place(value): value for value in tensors.values()}
+    firsts = {_storage_key(value): value for value in tensors.values()}
     return sum(value.numel() * value.element_size() for value in firsts.values())
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """The same for two tensors that are one."""
     return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
 
-def check_files(folder: Path, wanted: Mapping[str, torch.Tensor]) -> None:
+def check_exported_files(folder: Path, expected: Mapping[str, torch.Tensor]) -> None:
     """Raise CheckpointError where a folder's files hold fewer, more or other tensors than these; tied ones count once."""
-    found = stored_tensors(sorted(folder.glob("*.safetensors")))
+    found = open_tensors(sorted(folder.glob("*.safetensors")))
     groups: dict[tuple[Any, ...], list[str]] = {}
-    for name, value in wanted.items():
-        groups.setdefault(_place(value), []).append(name)
+    for name, value in expected.items():
+        groups.setdefault(_storage_key(value), []).append(name)
     missing = [names[0] for names in groups.values() if not set(names) & found.keys()]
-    unexpected = sorted(found.keys() - wanted.keys())
+    unexpected = sorted(found.keys() - expected.keys())
     if missing or unexpected:
         raise CheckpointError(
-            f"what was written lacks {some(missing)} and has {some(unexpected)} too much; nothing was left there"
+            f"what was written lacks {first_names(missing)} and has {first_names(unexpected)} too much; nothing was left there"
         )
     for name, stored in found.items():
-        value = wanted[name]
-        ours = (tuple(value.shape), DTYPES[value.dtype])
+        value = expected[name]
+        ours = (tuple(value.shape), SAFETENSORS_DTYPES[value.dtype])
         if (stored.shape, stored.dtype) != ours:
             raise CheckpointError(
                 f"what was written holds {name} as {stored.shape} of {stored.dtype}, and it is {ours[0]} of {ours[1]} "
                 "in the model; nothing was left there"
             )
-        if not equal_bits(value, stored.read()):
+        if not is_bitwise_equal(value, stored.read()):
             raise CheckpointError(
                 f"what was written holds other values of {name} than the model has; nothing was left there"
             )
 
 
-def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_bitwise_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one shape and type hold the same bytes; nan equals nan, and 0 is not -0."""
-    return torch.equal(_bytes(one.cpu()), _bytes(other.cpu()))
+    return torch.equal(_as_bytes(tensor.cpu()), _as_bytes(other.cpu()))
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, Digest]:
+def compute_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorDigest]:
     """Name -> what is there; tied tensors are read once."""
-    known: dict[tuple[Any, ...], Digest] = {}
+    known: dict[tuple[Any, ...], TensorDigest] = {}
     return {
-        name: known.get(_place(value)) or known.setdefault(_place(value), _digest(value))
+        name: known.get(_storage_key(value)) or known.setdefault(_storage_key(value), _compute_digest(value))
         for name, value in tensors.items()
     }
 
 
-def _digest(tensor: torch.Tensor) -> Digest:
-    return Digest(
-        tuple(tensor.shape), tensor.dtype, hashlib.sha256(memoryview(_bytes(tensor.cpu()).numpy())).hexdigest()
+def _compute_digest(tensor: torch.Tensor) -> TensorDigest:
+    return TensorDigest(
+        tuple(tensor.shape), tensor.dtype, hashlib.sha256(memoryview(_as_bytes(tensor.cpu()).numpy())).hexdigest()
     )
 
 
-def check_reloaded(model: torch.nn.Module, wanted: Mapping[str, Digest]) -> None:
+def check_loaded_model(model: torch.nn.Module, expected: Mapping[str, TensorDigest]) -> None:
     """Raise CheckpointError where a model that was loaded lacks tensors, has more, or other values.
 
     A tensor that the files lack is drawn at random by transformers, with a warning: its values tell. Precision may be
     higher than it was (peft's for adapters in 16 bits).
     """
-    found = tensors_of(model)
-    missing, unexpected = _beside(wanted, found), _beside(found, wanted)
+    found = get_state_tensors(model)
+    missing, unexpected = _sorted_diff(expected, found), _sorted_diff(found, expected)
     if missing or unexpected:
         raise CheckpointError(
-            f"the reloaded model lacks {some(missing)} and has {some(unexpected)} too much; nothing was written"
+            f"the reloaded model lacks {first_names(missing)} and has {first_names(unexpected)} too much; nothing was written"
         )
     wrong = []
-    known: dict[tuple[Any, ...], Digest] = {}
+    known: dict[tuple[Any, ...], TensorDigest] = {}
     for name, value in found.items():
-        key = (*_place(value), wanted[name].dtype)
+        key = (*_storage_key(value), expected[name].dtype)
         if key not in known:
-            known[key] = _digest(value.to(wanted[name].dtype))
-        wrong += [] if known[key] == wanted[name] else [name]
+            known[key] = _compute_digest(value.to(expected[name].dtype))
+        wrong += [] if known[key] == expected[name] else [name]
     if wrong:
-        raise CheckpointError(f"the reloaded model has other values of {some(wrong)}; nothing was written")
+        raise CheckpointError(f"the reloaded model has other values of {first_names(wrong)}; nothing was written")
 
 
-def _beside(names: Collection[str], others: Collection[str]) -> list[str]:
+def _sorted_diff(names: Collection[str], others: Collection[str]) -> list[str]:
     return sorted(set(names) - set(others))

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 
-def free_name(path: Path) -> None:
+def clear_path(path: Path) -> None:
     """Have nothing under this name: what a reader has open stays on NFS, and is set aside for the next clean()."""
     if not remove_folder(path):
         name = path.name[path.name.index("step-") :].removesuffix(".partial")
-        rename(path, path.with_name(f"superseded-{time.time_ns()}-{name}.partial"))
+        rename_folder(path, path.with_name(f"superseded-{time.time_ns()}-{name}.partial"))
 
 
 def remove_folder(path: Path) -> bool:
@@ -30,10 +30,10 @@ def remove_folder(path: Path) -> bool:
     return True
 
 
-def rename(path: Path, to: Path) -> None:
+def rename_folder(path: Path, target: Path) -> None:
     """Rename, where `to` is free. An NFS client that asks twice for a lost answer hears that `path` is not there."""
     try:
-        os.rename(path, to)
+        os.rename(path, target)
     except FileNotFoundError:
-        if path.exists() or not to.exists():
+        if path.exists() or not target.exists():
             raise

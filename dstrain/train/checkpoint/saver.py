@@ -14,131 +14,135 @@ import psutil
 import torch
 
 from dstrain.batch import Progress
-from dstrain.distributed.collective_log import LEDGER
-from dstrain.train.checkpoint.checkpoints import Checkpoints
-from dstrain.train.checkpoint.disk_space import make_room
+from dstrain.distributed.collective_log import COLLECTIVE_LOG
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.disk_space import ensure_disk_space
 from dstrain.train.engine.deepspeed import Engine
-from dstrain.train.health.grace import Grace
-from dstrain.train.state.files import Shard, write_state
-from dstrain.units import show_bytes
+from dstrain.train.health.grace import GracePeriod
+from dstrain.train.state.files import StateFile, write_state
+from dstrain.units import format_bytes
 
-SPARE = 0.9
+HOST_MEMORY_FRACTION = 0.9
 """Of the host memory that is free, the share that copies may take."""
 
 
 @dataclass(kw_only=True)
-class Saving:
+class CheckpointSaver:
     """Writes checkpoints. At most one is in flight; whoever comes next waits for it."""
 
-    checkpoints: Checkpoints
+    checkpoints: CheckpointManager
     """With a process group of its own, where `background`."""
     engine: Engine
-    record: Mapping[str, Any]
+    run_info: Mapping[str, Any]
     """What each checkpoint says of the run: preset, stage, versions."""
-    tell: Callable[..., None]
+    log_event: Callable[..., None]
     """Writes an event."""
-    size: int
+    checkpoint_size: int
     """Bytes of a checkpoint, about."""
     background: bool = False
-    on_disk: bool = False
+    is_state_on_nvme: bool = False
     """Whether the optimizer's state lies on a disk: training has to wait, as it would change there."""
     prune_when_full: bool = False
-    processes_here: int = 1
+    local_world_size: int = 1
     """Processes of this host, which share its memory."""
-    grace: Grace = field(default_factory=lambda: Grace(None))
+    grace: GracePeriod = field(default_factory=lambda: GracePeriod(None))
     """Hears how many seconds each checkpoint took."""
-    _flight: _Flight | None = field(default=None, init=False)
-    _copies: _Copies = field(default_factory=lambda: _Copies(), init=False)
-    _spent: dict[str, float] = field(default_factory=dict, init=False)
-    _told_why: bool = field(default=False, init=False)
+    _async_save: _AsyncSave | None = field(default=None, init=False)
+    _host_buffers: _HostBuffers = field(default_factory=lambda: _HostBuffers(), init=False)
+    _timings: dict[str, float] = field(default_factory=dict, init=False)
+    _reason_logged: bool = field(default=False, init=False)
 
-    def save(self, progress: Progress, metric: float | None, last: bool = False) -> None:
+    def save(self, progress: Progress, metric: float | None, is_last: bool = False) -> None:
         """Write a checkpoint, or begin to; with `last` it is there on return. Raises CheckpointError. Collective."""
         start = time.perf_counter()
-        self.settle()
-        make_room(self.checkpoints, self.size, self.prune_when_full, self.tell)
-        about = self.engine.about() if self.engine.world.rank == 0 else None
-        if not self._may_copy(last):
-            write = partial(write_state, shards=_marked(self.engine.shards()), about=about)
-            folder = self.checkpoints.save(write, progress, self.record, metric)
+        self.wait()
+        ensure_disk_space(self.checkpoints, self.checkpoint_size, self.prune_when_full, self.log_event)
+        about = self.engine.state_metadata() if self.engine.world.rank == 0 else None
+        if not self._can_save_async(is_last):
+            write = partial(write_state, state_files=_with_heartbeats(self.engine.state_files()), metadata=about)
+            folder = self.checkpoints.save(write, progress, self.run_info, metric)
             seconds = time.perf_counter() - start
-            self._tell_saved(progress, folder, seconds, seconds)
+            self._log_saved(progress, folder, seconds, seconds)
             return
-        copies = self._copies.take(self.engine.shards(), self.engine.world.device)
-        write = partial(write_state, shards=copies, about=about)
-        self._flight = _Flight(partial(self.checkpoints.save, write, progress, self.record, metric), progress, start)
+        copies = self._host_buffers.copy_files(self.engine.state_files(), self.engine.world.device)
+        write = partial(write_state, state_files=copies, metadata=about)
+        self._async_save = _AsyncSave(
+            partial(self.checkpoints.save, write, progress, self.run_info, metric), progress, start
+        )
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the checkpoint in flight. Raises on every rank what kept it from being written. Collective."""
-        flight, self._flight = self._flight, None
+        flight, self._async_save = self._async_save, None
         if flight is not None:
             flight.thread.join()
-            self._land(flight)
+            self._finish_save(flight)
 
     @property
-    def landed(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether a checkpoint was in flight and is no more, well or not."""
-        return self._flight is not None and not self._flight.thread.is_alive()
+        return self._async_save is not None and not self._async_save.thread.is_alive()
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether this rank knows that it could not be written."""
-        return self._flight is not None and self._flight.error is not None
+        return self._async_save is not None and self._async_save.error is not None
 
-    def take_spent(self) -> dict[str, float]:
+    def pop_timings(self) -> dict[str, float]:
         """Seconds of saves since the last call, for metrics: that training waited, and in all."""
-        spent, self._spent = self._spent, {}
+        spent, self._timings = self._timings, {}
         return spent
 
-    def _land(self, flight: _Flight) -> None:
-        if flight.error is not None:
-            raise flight.error
-        assert flight.folder is not None
-        self._tell_saved(flight.progress, flight.folder, flight.stall, flight.seconds)
+    def _finish_save(self, async_save: _AsyncSave) -> None:
+        if async_save.error is not None:
+            raise async_save.error
+        assert async_save.folder is not None
+        self._log_saved(async_save.progress, async_save.folder, async_save.blocked_seconds, async_save.total_seconds)
 
-    def _tell_saved(self, progress: Progress, folder: Path, stall: float, seconds: float) -> None:
-        for name, value in (("save_stall_seconds", stall), ("save_seconds", seconds)):
-            self._spent[name] = self._spent.get(name, 0.0) + value
-        self.grace.saved(seconds)
-        self.tell(
+    def _log_saved(self, progress: Progress, folder: Path, blocked_seconds: float, total_seconds: float) -> None:
+        for name, value in (("save_stall_seconds", blocked_seconds), ("save_seconds", total_seconds)):
+            self._timings[name] = self._timings.get(name, 0.0) + value
+        self.grace.record_save(total_seconds)
+        self.log_event(
             "saved",
             step=progress.step,
             checkpoint=folder.name,
-            stall_seconds=round(stall, 4),
-            seconds=round(seconds, 4),
+            stall_seconds=round(blocked_seconds, 4),
+            seconds=round(total_seconds, 4),
         )
 
-    def _may_copy(self, last: bool) -> bool:
+    def _can_save_async(self, is_last: bool) -> bool:
         """Whether this save can go on behind training; says once why it cannot. Collective where `background`."""
-        if not self.background or last:
+        if not self.background or is_last:
             return False
-        needed = self.size * self.processes_here // self.engine.world.size
-        free = SPARE * psutil.virtual_memory().available + self._copies.size * self.processes_here
-        if self.engine.world.any(self.on_disk or needed > free):
-            where = f"a copy of {show_bytes(needed)} does not fit into host memory, {show_bytes(free)} are free"
-            why = "the optimizer's state lies on a disk" if self.on_disk else where
-            if not self._told_why:
-                self.tell("save_waits", why=why)
-            self._told_why = True
+        needed = self.checkpoint_size * self.local_world_size // self.engine.world.size
+        free = (
+            HOST_MEMORY_FRACTION * psutil.virtual_memory().available + self._host_buffers.nbytes * self.local_world_size
+        )
+        if self.engine.world.any(self.is_state_on_nvme or needed > free):
+            where = f"a copy of {format_bytes(needed)} does not fit into host memory, {format_bytes(free)} are free"
+            why = "the optimizer's state lies on a disk" if self.is_state_on_nvme else where
+            if not self._reason_logged:
+                self.log_event("save_waits", why=why)
+            self._reason_logged = True
             return False
         return True
 
 
-def _marked(shards: Iterable[Shard]) -> Iterator[Shard]:
+def _with_heartbeats(state_files: Iterable[StateFile]) -> Iterator[StateFile]:
     """The shards, each of them progress."""
-    for shard in shards:
-        LEDGER.mark()
+    for shard in state_files:
+        COLLECTIVE_LOG.record_progress()
         yield shard
 
 
-class _Flight:
+class _AsyncSave:
     """A checkpoint being written behind training."""
 
-    def __init__(self, write: Callable[[], Path], progress: Progress, start: float) -> None:
-        self.progress, self.stall, self.seconds = progress, time.perf_counter() - start, 0.0
+    def __init__(self, write: Callable[[], Path], progress: Progress, start_time: float) -> None:
+        self.progress, self.blocked_seconds, self.total_seconds = progress, time.perf_counter() - start_time, 0.0
         self.folder: Path | None = None
         self.error: Exception | None = None
-        self._write, self._start = write, start
+        self._write, self._start_time = write, start_time
         self.thread = Thread(target=self._run, name="saving", daemon=True)
         self.thread.start()
 
@@ -147,33 +151,37 @@ class _Flight:
             self.folder = self._write()
         except Exception as error:  # raised where training asks for it
             self.error = error
-        self.seconds = time.perf_counter() - self._start
+        self.total_seconds = time.perf_counter() - self._start_time
 
 
-class _Copies:
+class _HostBuffers:
     """Buffers in host memory that are used again by every save; pinned where the values come from a GPU."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
     @property
-    def size(self) -> int:
+    def nbytes(self) -> int:
         """Bytes."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
-    def take(self, shards: Iterable[Shard], device: torch.device) -> list[Shard]:
+    def copy_files(self, state_files: Iterable[StateFile], device: torch.device) -> list[StateFile]:
         """The same shards, with values that training does not change."""
         kept, self._buffers = self._buffers, {}
         found = [
-            Shard(shard.name, [(name, self._copy(kept, name, values)) for name, values in shard.tensors], shard.numbers)
-            for shard in shards
+            StateFile(
+                shard.name,
+                [(name, self._copy_tensor(kept, name, values)) for name, values in shard.tensors],
+                shard.scalars,
+            )
+            for shard in state_files
         ]
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return found
 
-    def _copy(self, kept: Mapping[str, torch.Tensor], name: str, values: torch.Tensor) -> torch.Tensor:
-        buffer = kept.get(name)
+    def _copy_tensor(self, old_buffers: Mapping[str, torch.Tensor], name: str, values: torch.Tensor) -> torch.Tensor:
+        buffer = old_buffers.get(name)
         if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
             buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
         self._buffers[name] = buffer

@@ -14,24 +14,30 @@ import torch
 
 from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import OptimConfig
-from dstrain.distributed.collective_log import LEDGER
-from dstrain.distributed.world import SoloWorld, World
+from dstrain.distributed.collective_log import COLLECTIVE_LOG
+from dstrain.distributed.world import SingleProcessWorld, World
 from dstrain.errors import RunError
-from dstrain.models.load import keep_checkpoints_on_host
-from dstrain.models.params.freeze import Group
-from dstrain.models.zero3 import start_deepspeed
-from dstrain.train.engine.module import Objective, Sums, look_at, survey, surveyed
+from dstrain.models.load import offload_activation_checkpoints
+from dstrain.models.params.freeze import ParamGroup
+from dstrain.models.zero3 import init_deepspeed
+from dstrain.train.engine.module import (
+    StepAccumulator,
+    TrainModule,
+    compute_step_stats,
+    evaluate_batch,
+    with_step_stats,
+)
 from dstrain.train.engine.optimizers import make_optimizer
-from dstrain.train.engine.patches import keep_misaligned_gradients
-from dstrain.train.state.files import Shard, StoredState, take
-from dstrain.train.state.layout import Part
-from dstrain.train.state.load import held, load_state, stored_shapes
+from dstrain.train.engine.patches import patch_gradient_swapper
+from dstrain.train.state.files import CheckpointReader, StateFile, iter_state_files
+from dstrain.train.state.layout import StateSlice
+from dstrain.train.state.load import get_stored_shapes, iter_state, load_state
 
 COUNTERS = ("global_steps", "skipped_steps")
 """DeepSpeed's, that it goes on counting from."""
 
 
-class Looks(Protocol):
+class EvalEngine(Protocol):
     """What an evaluation needs."""
 
     world: World
@@ -39,26 +45,26 @@ class Looks(Protocol):
     def evaluate(self, batch: Batch) -> StepResult:
         """Sums over one batch, nothing learnt. Collective at stage 3."""
 
-    def survey(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
+    def compute_step_stats(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
         """What `evaluate` needs beside each batch, where the task surveys. Collective."""
 
 
-class Engine(Looks, Protocol):
+class Engine(EvalEngine, Protocol):
     """What the loop needs."""
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """One optimizer step over these micro-batches of this rank. Collective."""
 
-    def parts(self) -> Iterator[list[Part]]:
+    def state_slices(self) -> Iterator[list[StateSlice]]:
         """What this rank holds of weights and optimizer state; valid until the next is asked for."""
 
-    def shards(self) -> Iterator[Shard]:
+    def state_files(self) -> Iterator[StateFile]:
         """This rank's share of them, file by file."""
 
-    def about(self) -> dict[str, Any]:
+    def state_metadata(self) -> dict[str, Any]:
         """What belongs to them: names, whole shapes, counters."""
 
-    def load(self, stored: StoredState) -> str:
+    def load(self, checkpoint: CheckpointReader) -> str:
         """Go on from what an engine of any kind, on any number of ranks, has told.
 
         Returns what begins anew, in a sentence; empty where nothing does. Collective.
@@ -70,86 +76,95 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(zlib.crc32(f"{seed}/{step}/{rank}".encode()))
 
 
-def _poisoned(total: torch.Tensor, scale: float) -> torch.Tensor:
+def _scale_loss_or_nan(loss: torch.Tensor, scale: float) -> torch.Tensor:
     """The scaled loss; times nan where it is not finite, so that no gradient of it can look finite.
 
     An inf loss may have a finite gradient (-log sigmoid of -inf has 1): only the factor reaches it for sure.
     """
-    return total * torch.where(total.detach().isfinite(), scale, torch.nan)
+    return loss * torch.where(loss.detach().isfinite(), scale, torch.nan)
 
 
 class TorchEngine:
     """Plain PyTorch in one process: what a step means."""
 
-    def __init__(self, objective: Objective, groups: Sequence[Group], optim: OptimConfig, device: torch.device) -> None:
-        self.world: World = SoloWorld(device)
-        self.objective = objective.to(device)
-        self._scales = [group.lr_scale for group in groups]
-        self._optimizer = make_optimizer(groups, optim, None, device)
-        self._clip = optim.clip or math.inf
-        self._name = optim.name
+    def __init__(
+        self, train_module: TrainModule, param_groups: Sequence[ParamGroup], optim: OptimConfig, device: torch.device
+    ) -> None:
+        self.world: World = SingleProcessWorld(device)
+        self.train_module = train_module.to(device)
+        self._lr_scales = [group.lr_scale for group in param_groups]
+        self._optimizer = make_optimizer(param_groups, optim, None, device)
+        self._max_grad_norm = optim.clip or math.inf
+        self._optimizer_name = optim.name
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        self.objective.train()
-        batches = surveyed(self.objective, self.objective.task, batches, self.world)
-        weight, sums = _weight_of_step(batches, self.world), Sums()
+        self.train_module.train()
+        batches = with_step_stats(self.train_module, self.train_module.task, batches, self.world)
+        weight, sums = _total_step_weight(batches, self.world), StepAccumulator()
         for batch in batches:
-            total, metrics = self.objective(batch.to(self.world.device))
-            _poisoned(total, 1 / weight).backward()
+            total, metrics = self.train_module(batch.to(self.world.device))
+            _scale_loss_or_nan(total, 1 / weight).backward()
             sums.add(total, metrics)
         trained = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = float(torch.nn.utils.clip_grad_norm_(trained, self._clip))
+        norm = float(torch.nn.utils.clip_grad_norm_(trained, self._max_grad_norm))
         applied = math.isfinite(norm)
         if applied:
-            _set_lr(self._optimizer, self._scales, lr)
+            _set_lr(self._optimizer, self._lr_scales, lr)
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return sums.result(batches, grad_norm=norm, **_verdict(sums, batches, applied, self.world))
+        return sums.result(batches, grad_norm=norm, **_step_outcome(sums, batches, applied, self.world))
 
     def evaluate(self, batch: Batch) -> StepResult:
-        return look_at(self.objective, batch, self.world)
+        return evaluate_batch(self.train_module, batch, self.world)
 
-    def survey(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
-        self.objective.eval()
-        return survey(self.objective, batches, self.world)
+    def compute_step_stats(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
+        self.train_module.eval()
+        return compute_step_stats(self.train_module, batches, self.world)
 
-    def parts(self) -> Iterator[list[Part]]:
-        return held(self.objective, self._optimizer, self.world.rank)
+    def state_slices(self) -> Iterator[list[StateSlice]]:
+        return iter_state(self.train_module, self._optimizer, self.world.rank)
 
-    def shards(self) -> Iterator[Shard]:
-        return take(self.parts(), self.world.rank, self.world.size)
+    def state_files(self) -> Iterator[StateFile]:
+        return iter_state_files(self.state_slices(), self.world.rank, self.world.size)
 
-    def about(self) -> dict[str, Any]:
-        return {"shapes": stored_shapes(self.objective), "optimizer": self._name}
+    def state_metadata(self) -> dict[str, Any]:
+        return {"shapes": get_stored_shapes(self.train_module), "optimizer": self._optimizer_name}
 
-    def load(self, stored: StoredState) -> str:
-        return load_state(self.objective, self._optimizer, stored, self._name, self.world)
+    def load(self, checkpoint: CheckpointReader) -> str:
+        return load_state(self.train_module, self._optimizer, checkpoint, self._optimizer_name, self.world)
 
 
 class DeepSpeedEngine:
     """DeepSpeed at any ZeRO stage, taking the same step as TorchEngine."""
 
     def __init__(
-        self, objective: Objective, groups: Sequence[Group], optim: OptimConfig, config: Mapping[str, Any], world: World
+        self,
+        train_module: TrainModule,
+        param_groups: Sequence[ParamGroup],
+        optim: OptimConfig,
+        ds_config: Mapping[str, Any],
+        world: World,
     ) -> None:
         import deepspeed
 
-        start_deepspeed()
-        self.world, self.objective = world, objective
-        self._scales = [group.lr_scale for group in groups]
-        self._name = optim.name
-        zero = config["zero_optimization"]
+        init_deepspeed()
+        self.world, self.train_module = world, train_module
+        self._lr_scales = [group.lr_scale for group in param_groups]
+        self._optimizer_name = optim.name
+        zero = ds_config["zero_optimization"]
         offload = zero.get("offload_optimizer", {}).get("device", "none")
-        optimizer = make_optimizer(groups, optim, None if offload == "none" else offload, world.device)
+        optimizer = make_optimizer(param_groups, optim, None if offload == "none" else offload, world.device)
         # Plain fp32 without ZeRO: DeepSpeed keeps no norm, writes inf and nan into the weights, and cannot clip
         # a gradient that was dropped. There the norm is taken and the gradient clipped here.
-        self._clip = None if zero["stage"] or config.get("bf16", {}).get("enabled") else optim.clip or math.inf
-        if config.get("activation_checkpointing", {}).get("cpu_checkpointing"):
-            keep_checkpoints_on_host(objective.model, pin=world.device.type == "cuda")
-        own = {**config, "gradient_clipping": 0.0} if self._clip else dict(config)
-        self.engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=own)
+        self._max_grad_norm = (
+            None if zero["stage"] or ds_config.get("bf16", {}).get("enabled") else optim.clip or math.inf
+        )
+        if ds_config.get("activation_checkpointing", {}).get("cpu_checkpointing"):
+            offload_activation_checkpoints(train_module.model, pin_memory=world.device.type == "cuda")
+        own = {**ds_config, "gradient_clipping": 0.0} if self._max_grad_norm else dict(ds_config)
+        self.engine, *_ = deepspeed.initialize(model=train_module, optimizer=optimizer, config=own)
         if swapper := getattr(self.engine.optimizer, "optimizer_swapper", None):
-            keep_misaligned_gradients(swapper)
+            patch_gradient_swapper(swapper)
         if not zero["stage"]:
             # In bf16 DeepSpeed takes a step with zero gradients to make Adam's state, which then counts from 2:
             # the first real update would be 0.74 of what it should be (fp16/unfused_optimizer.py).
@@ -157,61 +172,61 @@ class DeepSpeedEngine:
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         self.engine.train()
-        batches = surveyed(self.engine, self.objective.task, batches, self.world)
-        _set_lr(self.engine.optimizer, self._scales, lr)
+        batches = with_step_stats(self.engine, self.train_module.task, batches, self.world)
+        _set_lr(self.engine.optimizer, self._lr_scales, lr)
         # DeepSpeed averages gradients over the ranks: times their number, over the weight of the whole step.
-        scale = self.world.size / _weight_of_step(batches, self.world)
-        sums = Sums()
+        scale = self.world.size / _total_step_weight(batches, self.world)
+        sums = StepAccumulator()
         norm = None
         for index, batch in enumerate(batches):
-            LEDGER.mark()
+            COLLECTIVE_LOG.record_progress()
             total, metrics = self.engine(batch.to(self.world.device))
             # The product is a new tensor: the one the engine returned would be divided by the accumulation.
-            self.engine.backward(_poisoned(total, scale), scale_wrt_gas=False)
+            self.engine.backward(_scale_loss_or_nan(total, scale), scale_wrt_gas=False)
             sums.add(total, metrics)
-            if self._clip and index == len(batches) - 1:
-                norm = self._clip_whole_gradient(self._clip)
+            if self._max_grad_norm and index == len(batches) - 1:
+                norm = self._clip_grad_norm(self._max_grad_norm)
             self.engine.step()
         norm = norm if norm is not None else float(self.engine.get_global_grad_norm())
         applied = math.isfinite(norm) and self.engine.was_step_applied()
-        return sums.result(batches, grad_norm=norm, **_verdict(sums, batches, applied, self.world))
+        return sums.result(batches, grad_norm=norm, **_step_outcome(sums, batches, applied, self.world))
 
     def evaluate(self, batch: Batch) -> StepResult:
-        return look_at(self.engine, batch, self.world)
+        return evaluate_batch(self.engine, batch, self.world)
 
-    def survey(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
+    def compute_step_stats(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
         self.engine.eval()
-        return survey(self.engine, batches, self.world)
+        return compute_step_stats(self.engine, batches, self.world)
 
-    def parts(self) -> Iterator[list[Part]]:
-        return held(self.objective, self.engine.optimizer, self.world.rank)
+    def state_slices(self) -> Iterator[list[StateSlice]]:
+        return iter_state(self.train_module, self.engine.optimizer, self.world.rank)
 
-    def shards(self) -> Iterator[Shard]:
-        return take(self.parts(), self.world.rank, self.world.size)
+    def state_files(self) -> Iterator[StateFile]:
+        return iter_state_files(self.state_slices(), self.world.rank, self.world.size)
 
-    def about(self) -> dict[str, Any]:
+    def state_metadata(self) -> dict[str, Any]:
         return {
-            "shapes": stored_shapes(self.objective),
-            "optimizer": self._name,
+            "shapes": get_stored_shapes(self.train_module),
+            "optimizer": self._optimizer_name,
             "counters": {name: getattr(self.engine, name) for name in COUNTERS},
-            "loss_scale": self._loss_scale(),
+            "loss_scale": self._loss_scaler_state(),
         }
 
-    def load(self, stored: StoredState) -> str:
-        anew = load_state(self.objective, self.engine.optimizer, stored, self._name, self.world)
-        for name, value in stored.about.get("counters", {}).items():
+    def load(self, checkpoint: CheckpointReader) -> str:
+        anew = load_state(self.train_module, self.engine.optimizer, checkpoint, self._optimizer_name, self.world)
+        for name, value in checkpoint.metadata.get("counters", {}).items():
             setattr(self.engine, name, value)
         self.engine.micro_steps = self.engine.global_steps * self.engine.gradient_accumulation_steps()
         self.engine.global_samples = self.engine.global_steps * self.engine.train_batch_size()
-        for name in self._loss_scale():
-            if name in stored.about.get("loss_scale", {}):
-                setattr(self.engine.optimizer.loss_scaler, name, stored.about["loss_scale"][name])
+        for name in self._loss_scaler_state():
+            if name in checkpoint.metadata.get("loss_scale", {}):
+                setattr(self.engine.optimizer.loss_scaler, name, checkpoint.metadata["loss_scale"][name])
         inner = getattr(self.engine.optimizer, "optimizer", None)
         if hasattr(inner, "ds_opt_adam"):
             _replay_bias_correction(inner)
         return anew
 
-    def _loss_scale(self) -> dict[str, float]:
+    def _loss_scaler_state(self) -> dict[str, float]:
         """Where the search for fp16's loss scale stands."""
         if not self.engine.fp16_enabled():
             return {}
@@ -221,23 +236,23 @@ class DeepSpeedEngine:
             if type(value) in (int, float)
         }
 
-    def _clip_whole_gradient(self, largest: float) -> float:
+    def _clip_grad_norm(self, max_norm: float) -> float:
         """Clip the gradient that is already summed over the ranks; drop it where it is not finite."""
         groups = self.engine.optimizer.param_groups
         learning = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
-        norm = float(torch.nn.utils.clip_grad_norm_(learning, largest))
+        norm = float(torch.nn.utils.clip_grad_norm_(learning, max_norm))
         if not math.isfinite(norm):
             for parameter in learning:
                 parameter.grad = None
         return norm
 
 
-def _weight_of_step(batches: Sequence[Batch], world: World) -> float:
+def _total_step_weight(batches: Sequence[Batch], world: World) -> float:
     """What the step's loss is divided by: the weight of all its batches on all ranks. Raises RunError unless above 0. Collective."""
     weight = world.sum([sum(batch.weight for batch in batches)])[0]
     if weight > 0 and math.isfinite(weight):
         return weight
-    everyone = world.gather([sample for batch in batches if not batch.filler for sample in batch.samples])
+    everyone = world.gather([sample for batch in batches if not batch.is_filler for sample in batch.samples])
     samples = sorted(sample for of_rank in everyone for sample in of_rank)
     named = ", ".join(map(str, samples[:16])) + (" …" if len(samples) > 16 else "")
     raise RunError(
@@ -264,14 +279,16 @@ def _replay_bias_correction(adam: Any) -> None:
         adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *nothing)
 
 
-def _verdict(sums: Sums, batches: Sequence[Batch], applied: bool, world: World) -> dict[str, Any]:
+def _step_outcome(
+    accumulator: StepAccumulator, batches: Sequence[Batch], is_applied: bool, world: World
+) -> dict[str, Any]:
     """Whether the step was taken, and where not, the samples with a loss that is not finite; of the whole step if none.
 
     Collective where the step was left out, which every rank knows alike.
     """
-    if applied:
+    if is_applied:
         return {"applied": True}
-    bad = [not math.isfinite(float(loss)) for loss in sums.losses]
+    bad = [not math.isfinite(float(loss)) for loss in accumulator.losses]
     everyone = world.gather(
         ([b.samples for b, is_bad in zip(batches, bad, strict=True) if is_bad], [b.samples for b in batches])
     )

@@ -14,8 +14,8 @@ import torch
 
 from dstrain.batch import Batch, StepResult
 from dstrain.distributed.world import World
-from dstrain.models.zero3 import start_deepspeed
-from dstrain.train.engine.module import look_at, survey
+from dstrain.models.zero3 import init_deepspeed
+from dstrain.train.engine.module import compute_step_stats, evaluate_batch
 
 
 class ForwardEngine:
@@ -26,22 +26,22 @@ class ForwardEngine:
 
     def __init__(self, module: torch.nn.Module, ds_config: Mapping[str, Any], world: World) -> None:
         self.world = world
-        self.sharded = ds_config.get("zero_optimization", {}).get("stage", 0) == 3
+        self.is_sharded = ds_config.get("zero_optimization", {}).get("stage", 0) == 3
         self.module: Any = module.requires_grad_(False).eval()
-        if not self.sharded:
+        if not self.is_sharded:
             self.module.to(world.device)
             return
         import deepspeed
 
-        start_deepspeed()
+        init_deepspeed()
         zero = {key: value for key, value in ds_config["zero_optimization"].items() if key != "offload_optimizer"}
         self.module, *_ = deepspeed.initialize(model=module, config={**ds_config, "zero_optimization": zero})
         self.module.eval()
 
     @property
-    def bare(self) -> Any:
+    def unwrapped(self) -> Any:
         """The module itself; inside its submodules' passes their weights are whole."""
-        return self.module.module if self.sharded else self.module
+        return self.module.module if self.is_sharded else self.module
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Any:
@@ -50,14 +50,14 @@ class ForwardEngine:
 
     def evaluate(self, batch: Batch) -> StepResult:
         """Sums over one batch; the module must be an Objective. Collective at stage 3."""
-        return look_at(self.module, batch, self.world)
+        return evaluate_batch(self.module, batch, self.world)
 
-    def survey(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
+    def compute_step_stats(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
         """What `evaluate` needs beside each batch, where the task surveys. Collective."""
-        return survey(self.module, batches, self.world)
+        return compute_step_stats(self.module, batches, self.world)
 
 
-def apart(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+def with_private_nvme_path(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """The same JSON; weights kept on a disk go into a folder of this process's own below the one it names.
 
     DeepSpeed empties the folder it is given: that of a run may be in use by its training.
@@ -69,7 +69,7 @@ def apart(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-def clear(ds_config: Mapping[str, Any]) -> None:
+def remove_private_nvme_path(ds_config: Mapping[str, Any]) -> None:
     """Remove the folder that `apart` named."""
     path = ds_config.get("zero_optimization", {}).get("offload_param", {}).get("nvme_path")
     if path is not None and Path(path).name == f"forward-{os.getpid()}":

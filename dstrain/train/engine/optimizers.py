@@ -9,18 +9,20 @@ from typing import Any
 import torch
 
 from dstrain.config.schema import OptimConfig
-from dstrain.models.params.freeze import Group
+from dstrain.models.params.freeze import ParamGroup
 
-MOMENTUM = 0.95
+MUON_MOMENTUM = 0.95
 """Muon's, with Nesterov's look ahead: Keller Jordan's (2024)."""
 
 
-def make_optimizer(groups: Sequence[Group], optim: OptimConfig, offload: str | None, device: torch.device) -> Any:
+def make_optimizer(
+    param_groups: Sequence[ParamGroup], optim: OptimConfig, offload: str | None, device: torch.device
+) -> Any:
     """The optimizer for the groups, in their order. Its rate is 0 until a step brings one.
 
     DeepSpeed may take a step with zero gradients at its start, which must not decay the weights.
     """
-    params = [{"params": group.params, "weight_decay": group.weight_decay, "lr": 0.0} for group in groups]
+    params = [{"params": group.params, "weight_decay": group.weight_decay, "lr": 0.0} for group in param_groups]
     if optim.name == "sgd":
         return torch.optim.SGD(params)
     if optim.name == "lion":
@@ -28,7 +30,7 @@ def make_optimizer(groups: Sequence[Group], optim: OptimConfig, offload: str | N
     if optim.name == "adafactor":
         return torch.optim.Adafactor(params)
     if optim.name == "muon":
-        return _muon(groups, optim)
+        return _make_muon(param_groups, optim)
     if offload:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -63,7 +65,7 @@ class Lion(torch.optim.Optimizer):
                 average.lerp_(parameter.grad, 1 - beta2)
 
 
-def _muon(groups: Sequence[Group], optim: OptimConfig) -> Any:
+def _make_muon(param_groups: Sequence[ParamGroup], optim: OptimConfig) -> Any:
     """DeepSpeed's Muon, which its ZeRO optimizers know: they put whole matrices together before they step.
 
     Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024); AdamW for the other groups.
@@ -71,15 +73,15 @@ def _muon(groups: Sequence[Group], optim: OptimConfig) -> Any:
     from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
 
     for module in (original_muon, muon_optimizer):
-        _uncompile(module)
+        _unwrap_compiled(module)
     params: list[dict[str, Any]] = []
-    for group in groups:
-        own = {"momentum": MOMENTUM} if group.orthogonal else {"betas": optim.betas, "eps": optim.eps}
+    for group in param_groups:
+        own = {"momentum": MUON_MOMENTUM} if group.use_muon else {"betas": optim.betas, "eps": optim.eps}
         params.append(
-            {"params": group.params, "lr": 0.0, "weight_decay": group.weight_decay, "use_muon": group.orthogonal, **own}
+            {"params": group.params, "lr": 0.0, "weight_decay": group.weight_decay, "use_muon": group.use_muon, **own}
         )
         for parameter in group.params:
-            parameter.use_muon = group.orthogonal  # ZeRO's optimizers look here
+            parameter.use_muon = group.use_muon  # ZeRO's optimizers look here
 
     class Muon(muon_optimizer.MuonWithAuxAdam):
         def step(self, closure: None = None, step_id: int | None = None) -> None:
@@ -90,7 +92,7 @@ def _muon(groups: Sequence[Group], optim: OptimConfig) -> Any:
     return Muon(params)
 
 
-def _uncompile(module: Any) -> None:
+def _unwrap_compiled(module: Any) -> None:
     """Put the plain functions in the place of those that DeepSpeed hands to torch.compile.
 
     Compiled, they round as the shapes seen before have made them: a resumed run, whose first shape is another, would

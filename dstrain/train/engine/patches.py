@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-PAGE = 4096
+PAGE_BYTES = 4096
 """Bytes."""
 
 
-def keep_misaligned_gradients(swapper: Any) -> None:
+def patch_gradient_swapper(swapper: Any) -> None:
     """Have gradients that do not begin at a page of their group's buffer stay in host memory.
 
     DeepSpeed writes each gradient above a MiB to a file and reads it back to its place between the others. Direct
@@ -27,9 +27,9 @@ def keep_misaligned_gradients(swapper: Any) -> None:
         told = swapper.swap_params_info.get(swapper.parameter_id(parameter))
         pairs = list(zip(gradient_offsets, gradient_tensors, strict=True))
         for offset, tensor in pairs:
-            if told is not None and offset * tensor.element_size() % PAGE:
+            if told is not None and offset * tensor.element_size() % PAGE_BYTES:
                 told.unswapped_gradients[offset] = tensor
-        aligned = [(offset, tensor) for offset, tensor in pairs if not offset * tensor.element_size() % PAGE]
+        aligned = [(offset, tensor) for offset, tensor in pairs if not offset * tensor.element_size() % PAGE_BYTES]
         if aligned:
             swap_out(parameter, [offset for offset, _ in aligned], [tensor for _, tensor in aligned])
 

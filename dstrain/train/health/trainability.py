@@ -10,87 +10,91 @@ import torch
 from dstrain.batch import StepResult
 from dstrain.errors import RunError
 from dstrain.train.engine.deepspeed import Engine
-from dstrain.train.engine.module import Objective
-from dstrain.train.state.layout import Part
-from dstrain.train.state.load import some
+from dstrain.train.engine.module import TrainModule
+from dstrain.train.state.layout import StateSlice
+from dstrain.train.state.load import first_names
 
-STEPS = 3
+CHECKED_STEPS = 3
 """Steps taken before the look: LoRA's first matrices move only from the second on, as the others begin at zero."""
-CHUNK = 1 << 22
+CHUNK_NUMEL = 1 << 22
 """Values that are summed at a time."""
 
 
-class Learning:
+class TrainabilityCheck:
     """Names the parameters that should learn and got no gradient or did not move; an error where none moved."""
 
-    def __init__(self, engine: Engine, objective: Objective, tell: Callable[..., None]) -> None:
-        self._engine, self._objective, self._tell = engine, objective, tell
-        self._reached: set[str] = set()
+    def __init__(self, engine: Engine, train_module: TrainModule, log_event: Callable[..., None]) -> None:
+        self._engine, self._train_module, self._log_event = engine, train_module, log_event
+        self._names_with_grad: set[str] = set()
         self._hooks: list[Any] = []
-        self._names: list[str] = []
-        self._before: dict[tuple[str, int], tuple[int, float]] = {}
-        self._left = STEPS
+        self._trainable_names: list[str] = []
+        self._initial_checksums: dict[tuple[str, int], tuple[int, float]] = {}
+        self._steps_left = CHECKED_STEPS
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Note where the weights are. Call after a load. Collective where they lie on a disk."""
-        for name, parameter in self._objective.model.named_parameters():
-            if name in self._objective.trainable:
-                self._names.append(name)
-                self._hooks.append(parameter.register_hook(self._noting(name)))
-        self._before = dict(_sums(self._engine.parts()))
+        for name, parameter in self._train_module.model.named_parameters():
+            if name in self._train_module.trainable_names:
+                self._trainable_names.append(name)
+                self._hooks.append(parameter.register_hook(self._make_grad_hook(name)))
+        self._initial_checksums = dict(_iter_checksums(self._engine.state_slices()))
 
-    def watch(self, result: StepResult, lr: float) -> None:
+    def check_step(self, result: StepResult, lr: float) -> None:
         """Take notice of a step; the look is taken once. Raises RunError on every rank alike. Collective then."""
-        if not self._left or not result.applied or not lr:
+        if not self._steps_left or not result.applied or not lr:
             return
-        self._left -= 1
-        if not self._left:
+        self._steps_left -= 1
+        if not self._steps_left:
             for hook in self._hooks:
                 hook.remove()
-            self._look(lr)
+            self._check_updates(lr)
 
-    def _noting(self, name: str) -> Callable[[torch.Tensor], None]:
-        return lambda gradient: self._reached.add(name)
+    def _make_grad_hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        return lambda gradient: self._names_with_grad.add(name)
 
-    def _look(self, lr: float) -> None:
+    def _check_updates(self, lr: float) -> None:
         world = self._engine.world
-        moved = {name for (name, start), found in _sums(self._engine.parts()) if found != self._before[name, start]}
+        moved = {
+            name
+            for (name, start), found in _iter_checksums(self._engine.state_slices())
+            if found != self._initial_checksums[name, start]
+        }
         moved = set().union(*world.gather(moved))
-        reached = set().union(*world.gather(self._reached))
-        without = [name for name in self._names if name not in reached]
-        still = [name for name in self._names if name in reached and name not in moved]
+        reached = set().union(*world.gather(self._names_with_grad))
+        without = [name for name in self._trainable_names if name not in reached]
+        still = [name for name in self._trainable_names if name in reached and name not in moved]
         if not moved:
             raise RunError(
-                f"none of the {len(self._names)} parameters that should learn moved in the first {STEPS} steps (rate {lr:g}): "
+                f"none of the {len(self._trainable_names)} parameters that should learn moved in the first {CHECKED_STEPS} steps (rate {lr:g}): "
                 + ("none got a gradient; the task's loss must hang on the model's outputs"
                    if not reached else "raise optim.lr, or look at the task's loss")
             )  # fmt: skip
         if without or still:
-            self._tell("not_learning", without_gradient=without, not_moved=still)
+            self._log_event("not_learning", without_gradient=without, not_moved=still)
             if world.rank == 0:
-                print("\n".join(self._sentences(without, still)), flush=True)
+                print("\n".join(self._format_warnings(without, still)), flush=True)
 
-    def _sentences(self, without: Sequence[str], still: Sequence[str]) -> Iterator[str]:
-        total = len(self._names)
-        if without:
+    def _format_warnings(self, without_grad: Sequence[str], unchanged: Sequence[str]) -> Iterator[str]:
+        total = len(self._trainable_names)
+        if without_grad:
             yield (
-                f"warning: {len(without)} of {total} parameters that should learn got no gradient in the first {STEPS} "
-                f"steps: {some(without)}; the loss does not use them: put them into model.freeze, or fix the task"
+                f"warning: {len(without_grad)} of {total} parameters that should learn got no gradient in the first {CHECKED_STEPS} "
+                f"steps: {first_names(without_grad)}; the loss does not use them: put them into model.freeze, or fix the task"
             )
-        if still:
-            yield f"warning: {len(still)} of {total} did not move, their gradients were zero: {some(still)}"
+        if unchanged:
+            yield f"warning: {len(unchanged)} of {total} did not move, their gradients were zero: {first_names(unchanged)}"
 
 
-def _sums(live: Iterable[Sequence[Part]]) -> Iterator[tuple[tuple[str, int], tuple[int, float]]]:
+def _iter_checksums(slices: Iterable[Sequence[StateSlice]]) -> Iterator[tuple[tuple[str, int], tuple[int, float]]]:
     """((parameter, first value), sums that change with any of its values) of the stretches that learn here."""
-    for parts in live:
+    for parts in slices:
         for part in parts:
             if part.optimizer is None:
                 continue
             flat = part.tensor.detach().view(-1)
-            for place in part.places:
+            for place in part.ranges:
                 bits, total = 0, 0.0
-                for piece in flat.narrow(0, place.offset, place.numel).split(CHUNK):
+                for piece in flat.narrow(0, place.offset, place.numel).split(CHUNK_NUMEL):
                     words = piece.view(torch.int32 if piece.element_size() == 4 else torch.int16)
                     bits += int(words.sum(dtype=torch.int64))
                     total += float(piece.double().sum())

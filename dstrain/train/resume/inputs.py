@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.cache_dir import file_digest
-from dstrain.config.schema import HeldOutConfig
+from dstrain.config.schema import DatasetConfig
 from dstrain.data.cache.build import tokenizer_fingerprint
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, Fault, ResumeError
 from dstrain.tasks import Task
-from dstrain.tasks.common.registry import task_source
+from dstrain.tasks.common.registry import find_task_file
 from dstrain.tasks.common.text import TextTask
 from dstrain.train.state.manifest import CheckpointInfo
 
-Inputs = Mapping[str, Mapping[str, Any]]
+InputDigests = Mapping[str, Mapping[str, Any]]
 
-_WHAT = {
+_CHANGE_MESSAGES = {
     "digest": "its content is not what it was when the run learned from it",
     "images": "its images are not those that the run learned from",
 }
-_BACK = {
+_FIX_MESSAGES = {
     "data.train": "put the old file back",
     "data.eval": "put the old file back",
     "model.tokenizer": "put the old tokenizer back",
@@ -38,33 +38,39 @@ _BACK = {
 }
 
 
-def files_of(task: Task) -> dict[str, dict[str, Any]]:
+def digest_input_files(task: Task) -> dict[str, dict[str, Any]]:
     """What can be told without torch: of the files that the recipe names. Raises DataError where one cannot be read."""
     data, found = task.recipe.data, dict[str, dict[str, Any]]()
     if data.train:
-        found["data.train"] = {"digest": _digest(task, data.train)}
+        found["data.train"] = {"digest": _digest_sources(task, data.train)}
     if data.eval:
-        found["data.eval"] = {"path": str(data.eval.path), "digest": _digest(task, [data.eval])}
-    if (source := task_source(task)) is not None:
+        found["data.eval"] = {"path": str(data.eval.path), "digest": _digest_sources(task, [data.eval])}
+    if (source := find_task_file(task)) is not None:
         found["task"] = {"digest": file_digest(source)}
     return found
 
 
-def inputs_of(task: Task, train: Sequence[Any], test: Sequence[Any] | None) -> dict[str, dict[str, Any]]:
+def digest_inputs(
+    task: Task, train_dataset: Sequence[Any], eval_dataset: Sequence[Any] | None
+) -> dict[str, dict[str, Any]]:
     """All of it, for a checkpoint's run.json. `train` and `test`: the task's examples."""
-    found = files_of(task)
-    for key, examples in (("data.train", train), ("data.eval", test)):
+    found = digest_input_files(task)
+    for key, examples in (("data.train", train_dataset), ("data.eval", eval_dataset)):
         if examples is not None and key in found:
-            found[key] |= {"samples": len(examples)} | _images(examples)
+            found[key] |= {"samples": len(examples)} | _image_digest(examples)
     if "data.train" not in found:
-        found["data.train"] = {"samples": len(train)}
+        found["data.train"] = {"samples": len(train_dataset)}
     if isinstance(task, TextTask):
-        digest = tokenizer_fingerprint(task.tokenizer) if task.sight is None else task.sight.fingerprint
+        digest = (
+            tokenizer_fingerprint(task.tokenizer)
+            if task.vision_processor is None
+            else task.vision_processor.fingerprint
+        )
         found["model.tokenizer"] = {"digest": digest}
     return found
 
 
-def check_inputs(start: CheckpointInfo, now: Inputs, allowed: Collection[str]) -> None:
+def check_inputs_unchanged(checkpoint: CheckpointInfo, current: InputDigests, allowed_keys: Collection[str]) -> None:
     """Raise ResumeError for all that is not what a checkpoint's run learned from; `allowed` as --allow-change has it.
 
     A checkpoint that recorded nothing of it is taken as it is.
@@ -72,24 +78,24 @@ def check_inputs(start: CheckpointInfo, now: Inputs, allowed: Collection[str]) -
     faults = [
         Fault(
             key,
-            f"{what} (step {start.step})",
-            f"{_BACK[key]}, choose another --run-dir, or pass --allow-change {key}",
+            f"{what} (step {checkpoint.step})",
+            f"{_FIX_MESSAGES[key]}, choose another --run-dir, or pass --allow-change {key}",
         )
-        for key, what in changed_inputs(start.record().get("inputs", {}), now)
-        if not is_allowed(key, allowed)
-        and not (what.startswith("gives") and allowed)  # an allowed key may change their number
+        for key, what in iter_input_changes(checkpoint.read_run_info().get("inputs", {}), current)
+        if not is_change_allowed(key, allowed_keys)
+        and not (what.startswith("gives") and allowed_keys)  # an allowed key may change their number
     ]
     if faults:
         raise ResumeError(faults)
 
 
-def changed_inputs(before: Inputs, now: Inputs) -> Iterator[tuple[str, str]]:
+def iter_input_changes(previous: InputDigests, current: InputDigests) -> Iterator[tuple[str, str]]:
     """(key, what is true of it) for what differs of all that both know of."""
-    for key, was in before.items():
-        has = now.get(key, {})
+    for key, was in previous.items():
+        has = current.get(key, {})
         if was.get("path") != has.get("path"):
             continue  # another evaluation file: the recipe says so
-        for part, what in _WHAT.items():
+        for part, what in _CHANGE_MESSAGES.items():
             if part in was and part in has and was[part] != has[part]:
                 yield key, what
                 break
@@ -98,20 +104,20 @@ def changed_inputs(before: Inputs, now: Inputs) -> Iterator[tuple[str, str]]:
                 yield key, f"gives {has['samples']} samples, and the run learns from {was['samples']}"
 
 
-def is_allowed(key: str, allowed: Collection[str]) -> bool:
+def is_change_allowed(key: str, allowed_keys: Collection[str]) -> bool:
     """Whether --allow-change names the key or the block that it stands in."""
-    return any(key == name or key.startswith(f"{name}.") for name in allowed)
+    return any(key == name or key.startswith(f"{name}.") for name in allowed_keys)
 
 
-def _digest(task: Task, items: Sequence[HeldOutConfig]) -> str:
+def _digest_sources(task: Task, sources: Sequence[DatasetConfig]) -> str:
     if isinstance(task, TextTask):
-        return task.source(items).digest
-    return hashlib.sha256(" ".join(_content(item) for item in items).encode()).hexdigest()
+        return task.open_sources(sources).digest
+    return hashlib.sha256(" ".join(_digest_source(item) for item in sources).encode()).hexdigest()
 
 
-def _content(item: HeldOutConfig) -> str:
+def _digest_source(source: DatasetConfig) -> str:
     """Of a file its bytes; of a folder the names and sizes of its files, since to read them all may take as long as training."""
-    path = Path(item.path).expanduser()
+    path = Path(source.path).expanduser()
     try:
         if path.is_file():
             return file_digest(path)
@@ -120,10 +126,10 @@ def _content(item: HeldOutConfig) -> str:
             return " ".join(f"{one.relative_to(path)} {one.stat().st_size}" for one in files)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); check the path and its permissions") from error
-    return open_source(item).digest
+    return open_source(source).digest
 
 
-def _images(examples: Any) -> dict[str, str]:
+def _image_digest(examples: Any) -> dict[str, str]:
     """A hash of the images of a token store, by their content."""
     album = getattr(getattr(examples, "store", None), "album", None)
     return {} if album is None else {"images": album.digest}

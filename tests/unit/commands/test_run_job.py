@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.commands.run_job import Reply, _launched
-from dstrain.launch.command import Launch
+from dstrain.commands.run_job import JobResult, _launch_workers
+from dstrain.launch.command import LocalLaunch
 from tests.workers import ROOT
 
 WORKER = """
@@ -28,26 +28,26 @@ sys.exit(live(place, 0, work))
 """
 
 
-def launch(work: str, place: Path) -> Launch:
+def launch(work: str, place: Path) -> LocalLaunch:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return Launch([sys.executable, "-c", WORKER.format(work), str(place)], env, 1)
+    return LocalLaunch([sys.executable, "-c", WORKER.format(work), str(place)], env, 1)
 
 
 def test_an_answer_is_brought_back_and_the_folder_removed(tmp_path: Path) -> None:
-    assert _launched(launch("pass", tmp_path / "place"), tmp_path / "place") == Reply(0, {"loss": 0.5})
+    assert _launch_workers(launch("pass", tmp_path / "place"), tmp_path / "place") == JobResult(0, {"loss": 0.5})
     assert not list(tmp_path.iterdir())
 
 
 def test_bad_usage_leaves_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     work = "from dstrain.errors import DataError; raise DataError('eval.jsonl: holds nothing')"
-    assert _launched(launch(work, tmp_path / "place"), tmp_path / "place") == Reply(2)
+    assert _launch_workers(launch(work, tmp_path / "place"), tmp_path / "place") == JobResult(2)
     assert not list(tmp_path.iterdir())
     assert "eval.jsonl: holds nothing" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("work", ["raise RuntimeError('out of luck')", "import os; os.kill(os.getpid(), 9)"])
 def test_the_logs_of_a_failure_are_kept_and_named(work: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert _launched(launch(work, tmp_path / "place"), tmp_path / "place") == Reply(1)
+    assert _launch_workers(launch(work, tmp_path / "place"), tmp_path / "place") == JobResult(1)
     assert f"is kept in {tmp_path / 'place' / 'logs'}" in capfd.readouterr().err
     assert (tmp_path / "place/logs/rank-00000.log").is_file()
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from dstrain.commands import temp_dirs
-from dstrain.commands.temp_dirs import OWNER, keep_scratch, make_scratch, remove_abandoned
-from dstrain.launch.multihost.probe import machine
+from dstrain.commands.temp_dirs import OWNER_FILE, keep_scratch, make_scratch, remove_stale_scratch
+from dstrain.launch.multihost.probe import get_host_id
 from tests.workers import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="start times of processes are Linux's here")
@@ -21,7 +21,7 @@ KILLED = "import os, sys\nfrom pathlib import Path\nfrom dstrain.commands.temp_d
 def killed(place):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run([sys.executable, "-c", KILLED, str(place)], env=env).returncode == -9
-    assert (place / OWNER).exists()
+    assert (place / OWNER_FILE).exists()
     assert place.stat().st_mode & 0o777 == 0o700
 
 
@@ -38,9 +38,9 @@ def test_a_folder_that_was_kept_or_is_somebody_elses_stays(tmp_path, monkeypatch
     for name, place in names.items():
         if name != "link":
             place.mkdir()
-        owner = {"machine": machine(), "pid": 2**22 + 1, "started": "1"}
+        owner = {"machine": get_host_id(), "pid": 2**22 + 1, "started": "1"}
         if name == "kept":
-            (place / OWNER).write_text(json.dumps(owner))
+            (place / OWNER_FILE).write_text(json.dumps(owner))
             keep_scratch(place)
         elif name == "alive":
             owner |= {"pid": os.getpid(), "started": temp_dirs.start_time(os.getpid())}
@@ -48,17 +48,17 @@ def test_a_folder_that_was_kept_or_is_somebody_elses_stays(tmp_path, monkeypatch
             owner["machine"] = "elsewhere"
         if name == "link":
             (tmp_path / "mine").mkdir()
-            (tmp_path / "mine" / OWNER).write_text(json.dumps(owner))
+            (tmp_path / "mine" / OWNER_FILE).write_text(json.dumps(owner))
             place.symlink_to(tmp_path / "mine")
         elif name == "fifo":
-            os.mkfifo(place / OWNER)
+            os.mkfifo(place / OWNER_FILE)
         elif name not in ("kept", "no owner"):
-            (place / OWNER).write_text("{" if name == "not JSON" else json.dumps(owner))
+            (place / OWNER_FILE).write_text("{" if name == "not JSON" else json.dumps(owner))
     if os.geteuid() == 0:
         os.chown(names["other user"], 65534, 65534)
     else:
-        (names["other user"] / OWNER).unlink()
-    remove_abandoned(tmp_path)
+        (names["other user"] / OWNER_FILE).unlink()
+    remove_stale_scratch(tmp_path)
     assert [name for name, place in names.items() if not place.exists()] == []
 
 
@@ -67,8 +67,8 @@ def test_only_so_many_are_removed_at_once(tmp_path, monkeypatch):
     for index in range(3):
         place = tmp_path / f"dstrain-{index:016x}"
         place.mkdir()
-        (place / OWNER).write_text(json.dumps({"machine": machine(), "pid": 2**22 + 1, "started": "1"}))
+        (place / OWNER_FILE).write_text(json.dumps({"machine": get_host_id(), "pid": 2**22 + 1, "started": "1"}))
     (tmp_path / "dstrain-notes").mkdir()
-    remove_abandoned(tmp_path)
+    remove_stale_scratch(tmp_path)
     assert len(list(tmp_path.glob("dstrain-0*"))) == 1
     assert (tmp_path / "dstrain-notes").exists()

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrain.config import BatchPlan, changed_learning_keys, read_recipe, resolve_batch, resolve_steps, show_recipe
+from dstrain.config import BatchPlan, check_learning_changes, dump_recipe, read_recipe, resolve_batch, resolve_steps
 from dstrain.config.schema import BatchConfig, RunConfig
-from dstrain.data.loading.sampler import deal
+from dstrain.data.loading.sampler import split_for_rank
 from dstrain.errors import RecipeError
 
 COUNT = st.integers(1, 300)
@@ -32,8 +32,8 @@ def test_any_two_give_the_third(total: int, other: int, processes: int) -> None:
 @given(COUNT, COUNT, st.integers(1, 64))
 def test_the_largest_forward_pass_is_what_the_data_plan_deals(total: int, micro: int, processes: int) -> None:
     batch = resolve_batch(BatchConfig(total=total, micro=micro), processes)
-    dealt = [deal(np.arange(total), batch.accumulate, processes, rank) for rank in range(processes)]
-    assert batch.largest(processes) == max(len(chunk) for chunks in dealt for chunk in chunks) <= micro
+    dealt = [split_for_rank(np.arange(total), batch.accumulate, processes, rank) for rank in range(processes)]
+    assert batch.largest_micro(processes) == max(len(chunk) for chunks in dealt for chunk in chunks) <= micro
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_the_largest_forward_pass_is_what_the_data_plan_deals(total: int, micro:
 )
 def test_a_batch_is_shown_as_it_is_cut_up(total: int, micro: int, processes: int, wanted: str) -> None:
     batch = BatchPlan(total, micro, -(-total // (micro * processes)))
-    assert batch.show(processes) == wanted
+    assert batch.describe(processes) == wanted
 
 
 def test_a_json_stands_in_where_the_recipe_is_silent() -> None:
@@ -66,15 +66,15 @@ def test_only_learning_keys_are_held_fast() -> None:
     before = RunConfig(task="rm", seed=1)
     free = {"launch": {"env": []}, "ds_config": "zero3", "log": {"every": 3}, "eval": {"every": 9}, "save": {"every": 7},
             "batch": {"micro": 2}, "data": {"workers": 0}}  # fmt: skip
-    assert not changed_learning_keys(before, RunConfig.model_validate({"task": "rm", "seed": 1, **free}))
+    assert not check_learning_changes(before, RunConfig.model_validate({"task": "rm", "seed": 1, **free}))
     changed = RunConfig.model_validate({"task": "rm", "seed": 2, "optim": {"lr": 1}, "batch": {"total": 9}})
-    assert [fault.where for fault in changed_learning_keys(before, changed)] == ["batch.total", "optim.lr", "seed"]
-    assert [fault.where for fault in changed_learning_keys(before, changed, ["optim", "seed"])] == ["batch.total"]
+    assert [fault.where for fault in check_learning_changes(before, changed)] == ["batch.total", "optim.lr", "seed"]
+    assert [fault.where for fault in check_learning_changes(before, changed, ["optim", "seed"])] == ["batch.total"]
 
 
 def test_what_is_shown_reads_back_the_same(tmp_path: Path) -> None:
     config = RunConfig.model_validate(
         {"task": "rm", "data": {"train": ["a", {"path": "b", "weight": 0.5}]}, "optim": {"lr": "1e-5"}}
     )
-    (tmp_path / "shown.yaml").write_text(show_recipe(config))
+    (tmp_path / "shown.yaml").write_text(dump_recipe(config))
     assert read_recipe(tmp_path / "shown.yaml").config == config

@@ -13,11 +13,11 @@ import pyarrow.parquet
 import pytest
 
 from dstrain.data import free_memory
-from dstrain.data.limited_process import Limits, attempt
+from dstrain.data.limited_process import ResourceLimits, run_limited
 from dstrain.data.sources import parquet
 from tests.workers import ROOT
 
-SOME = Limits(1 << 30, 10, 30.0)
+SOME = ResourceLimits(1 << 30, 10, 30.0)
 
 
 class TwoWords(Exception):
@@ -31,14 +31,17 @@ def fail(error: BaseException) -> None:
 
 def test_an_exception_is_its_name_and_its_text() -> None:
     """Of any kind: one that takes two arguments cannot be unpickled."""
-    tried = attempt(lambda: fail(TwoWords("this", "that")), SOME)
-    assert (tried.how, tried.value) == ("raised", ["TwoWords", "this and that"])
+    tried = run_limited(lambda: fail(TwoWords("this", "that")), SOME)
+    assert (tried.status, tried.value) == ("raised", ["TwoWords", "this and that"])
 
 
 def test_an_answer_is_what_json_holds() -> None:
-    assert attempt(lambda: {"names": ["a", "\udcff"], "count": 3}, SOME).value == {"names": ["a", "\udcff"], "count": 3}
-    tried = attempt(lambda: {1, 2}, SOME)
-    assert (tried.how, tried.value[0]) == ("raised", "TypeError")
+    assert run_limited(lambda: {"names": ["a", "\udcff"], "count": 3}, SOME).value == {
+        "names": ["a", "\udcff"],
+        "count": 3,
+    }
+    tried = run_limited(lambda: {1, 2}, SOME)
+    assert (tried.status, tried.value[0]) == ("raised", "TypeError")
 
 
 def run(script: str, *words: str) -> str:
@@ -86,15 +89,15 @@ def test_a_parquet_file_is_read_with_sigchld_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [0, 1, 9])
 def test_a_child_that_says_nothing_is_lost(code: int) -> None:
-    assert attempt(lambda: os._exit(code), SOME).how == "lost"
+    assert run_limited(lambda: os._exit(code), SOME).status == "lost"
 
 
 def test_a_large_file_may_take_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """As much as half of what is free: rows of gigabytes are read where there is room. A small file may not."""
     monkeypatch.setattr(parquet, "free_memory", lambda: 100 << 30)
-    assert [parquet.most_memory(size) >> 30 for size in (400, 128 << 20, 1 << 40)] == [4, 8, 50]
+    assert [parquet.decode_memory_limit(size) >> 30 for size in (400, 128 << 20, 1 << 40)] == [4, 8, 50]
     monkeypatch.setattr(parquet, "free_memory", lambda: 1 << 30)
-    assert parquet.most_memory(1 << 40) == 4 << 30
+    assert parquet.decode_memory_limit(1 << 40) == 4 << 30
 
 
 @pytest.mark.parametrize(
@@ -121,5 +124,5 @@ def test_memory_of_a_cgroup_is_free_below_its_limit(
         (tmp_path / name).write_text(text + "\n")
     monkeypatch.setattr(free_memory, "CGROUPS", tmp_path)
     monkeypatch.setattr(free_memory, "OWN", tmp_path / "own")
-    assert (free_memory.free_memory() < 1 << 20) == (free is not None)
-    assert min(free_memory._free_in_cgroups(), default=None) == free
+    assert (free_memory.get_available_memory() < 1 << 20) == (free is not None)
+    assert min(free_memory._iter_available_in_cgroups(), default=None) == free

@@ -8,57 +8,57 @@ import pytest
 import torch.distributed as dist
 
 from dstrain.distributed import collective_log
-from dstrain.distributed.collective_log import REMEMBERED, Ledger, Line, _counted, lost
-from dstrain.errors import LostError
+from dstrain.distributed.collective_log import HISTORY_SIZE, CollectiveLog, GroupLog, _log_calls, find_connection_error
+from dstrain.errors import PeerFailureError
 
 
 @pytest.fixture
-def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
-    ledger = Ledger()
+def ledger(monkeypatch: pytest.MonkeyPatch) -> CollectiveLog:
+    ledger = CollectiveLog()
     monkeypatch.setattr(collective_log, "LEDGER", ledger)
-    ledger._lines.update({None: Line((0, 1)), "pair": Line((0, 1))})
+    ledger._group_logs.update({None: GroupLog((0, 1)), "pair": GroupLog((0, 1))})
     return ledger
 
 
-def test_a_collective_is_counted_in_its_group_however_it_is_given(ledger: Ledger) -> None:
+def test_a_collective_is_counted_in_its_group_however_it_is_given(ledger: CollectiveLog) -> None:
     def reduce(tensor: Any, op: Any = None, group: Any = None) -> Any:
-        return tensor, ledger.line(group).told()
+        return tensor, ledger.group_log(group).snapshot()
 
-    counted = _counted("reduce", reduce)
+    counted = _log_calls("reduce", reduce)
     assert counted(3)[0] == 3
     assert counted(3, None, "pair")[1]["entered"] == 1
     within = counted(3, group="pair")[1]
     assert (within["entered"], within["left"], within["names"]) == (2, 1, ["reduce", "reduce"])
-    assert [ledger.line(group).left for group in (None, "pair")] == [1, 2]
+    assert [ledger.group_log(group).last_returned for group in (None, "pair")] == [1, 2]
 
 
-def test_one_that_fails_stays_entered(ledger: Ledger) -> None:
+def test_one_that_fails_stays_entered(ledger: CollectiveLog) -> None:
     def broken(tensor: Any, group: Any = None) -> Any:
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        _counted("broken", broken)(3)
-    line = ledger.line(None).told()
+        _log_calls("broken", broken)(3)
+    line = ledger.group_log(None).snapshot()
     assert (line["entered"], line["left"]) == (1, 0)
 
 
 def test_the_newest_names_are_kept_in_order() -> None:
-    line = Line((0,))
+    line = GroupLog((0,))
     for number in range(1, 1001):
-        line.entered = number
-        line.names[number % REMEMBERED] = f"no. {number}"
-    names = line.told()["names"]
+        line.last_started = number
+        line.recent_names[number % HISTORY_SIZE] = f"no. {number}"
+    names = line.snapshot()["names"]
     assert names[-1] == "no. 1000"
     assert names == [f"no. {number}" for number in range(1001 - len(names), 1001)]
 
 
-def test_what_moved_last_counts(ledger: Ledger) -> None:
-    ledger._moved -= 100
-    for line in ledger._lines.values():
-        line.moved -= 50
-    assert 49 < ledger.quiet() < 52
-    ledger.mark()
-    assert ledger.quiet() < 1
+def test_what_moved_last_counts(ledger: CollectiveLog) -> None:
+    ledger._last_activity -= 100
+    for line in ledger._group_logs.values():
+        line.last_activity -= 50
+    assert 49 < ledger.idle_seconds() < 52
+    ledger.record_progress()
+    assert ledger.idle_seconds() < 1
 
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] "
@@ -76,7 +76,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] "
     ],
 )
 def test_a_lost_process_is_told_from_other_errors(error: Exception, why: str | None) -> None:
-    assert lost(error) == why
-    wrapped = LostError("saving", "gone", "start again")
+    assert find_connection_error(error) == why
+    wrapped = PeerFailureError("saving", "gone", "start again")
     wrapped.__cause__ = error
-    assert lost(wrapped) == why
+    assert find_connection_error(wrapped) == why

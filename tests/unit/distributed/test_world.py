@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from dstrain.distributed import world
-from dstrain.errors import LostError
-from dstrain.launch.command import PORT_FILE
+from dstrain.errors import PeerFailureError
+from dstrain.launch.command import PORT_FILE_ENV
 from dstrain.launch.topology import Worker
 from dstrain.train.rendezvous import Rendezvous
 from tests.workers import ROOT
@@ -42,11 +42,11 @@ def taken():
 
 
 def test_a_taken_port_is_named_with_who_holds_it(taken, monkeypatch):
-    monkeypatch.delenv(PORT_FILE, raising=False)
+    monkeypatch.delenv(PORT_FILE_ENV, raising=False)
     for name, value in environment(0, 2, taken).items():
         monkeypatch.setenv(name, value)
     with (
-        pytest.raises(LostError) as caught,
+        pytest.raises(PeerFailureError) as caught,
         Rendezvous(Worker(0, 0, 2, "tests", 2), timedelta(minutes=10)),
     ):
         pass
@@ -59,7 +59,7 @@ def test_ranks_of_one_host_meet_although_the_port_was_taken(taken, tmp_path):
     started = [
         subprocess.Popen(
             [sys.executable, "-c", MEET, f"{rank}"],
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment(rank, 2, taken), PORT_FILE: str(place)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment(rank, 2, taken), PORT_FILE_ENV: str(place)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -78,8 +78,8 @@ def test_ranks_of_one_host_meet_although_the_port_was_taken(taken, tmp_path):
 def test_rank_0_that_never_listens_is_not_waited_for(tmp_path, monkeypatch):
     for name, value in environment(1, 2, 1).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LostError, match=r"not all came within 0\.3 s \(rank 0 did not listen\)"):
-        world.meet(timedelta(seconds=0.3), "word", Path(tmp_path / "port-1"))
+    with pytest.raises(PeerFailureError, match=r"not all came within 0\.3 s \(rank 0 did not listen\)"):
+        world.rendezvous_over_store(timedelta(seconds=0.3), "word", Path(tmp_path / "port-1"))
 
 
 def test_one_process_alone_needs_no_port(taken):

@@ -10,7 +10,7 @@ import pytest
 
 from dstrain.launch.command import LaunchOptions
 from dstrain.launch.multihost.hostfile import parse_hostfile
-from dstrain.launch.multihost.plan import HostsLaunch
+from dstrain.launch.multihost.plan import MultiHostLaunch
 from tests.workers import ROOT
 
 SSH = """#!/bin/sh
@@ -39,21 +39,21 @@ def login_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., HostsLaunch]:
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MultiHostLaunch]:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/ssh").write_text(SSH)
     (tmp_path / "bin/ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
-    def make(text: str, cpu: bool = True, **options: object) -> HostsLaunch:
-        return HostsLaunch(
+    def make(text: str, cpu: bool = True, **options: object) -> MultiHostLaunch:
+        return MultiHostLaunch(
             hosts=tuple(parse_hostfile(text, "F")),
             options=LaunchOptions(launcher="ssh", **options),  # type: ignore[arg-type]
             arguments=("train",),
             environment={"HF_TOKEN": "secret"},
-            cpu=cpu,
-            silence=5.0,
+            use_cpu=cpu,
+            heartbeat_timeout=5.0,
         )
 
     return make

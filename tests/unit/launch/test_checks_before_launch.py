@@ -15,10 +15,10 @@ from click.testing import CliRunner
 
 from dstrain.cli import main
 from dstrain.commands.checks import preflight
-from dstrain.commands.recipe_args import Wish
-from dstrain.commands.train import begin_once
-from dstrain.launch.job import LocalCrew, Program
-from dstrain.launch.worker import LAUNCH_ID
+from dstrain.commands.recipe_args import TrainRequest
+from dstrain.commands.train import resume_on_restart
+from dstrain.launch.job import LauncherSpec, LocalJob
+from dstrain.launch.worker import LAUNCH_ID_ENV
 from dstrain.train import setup
 from tests.seeing import named_recipe
 
@@ -50,7 +50,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
     def run(work: Callable[[Path], int], *words: str) -> int:
         @contextlib.contextmanager
         def gathered(ready: Any, run_dir: Path) -> Iterator[Any]:
-            yield LocalCrew(Program([], {}), run_dir, ())
+            yield LocalJob(LauncherSpec([], {}), run_dir, ())
 
         monkeypatch.setattr("dstrain.launch.multihost.job.gathered", gathered)
         monkeypatch.setattr("dstrain.launch.supervise.supervise", lambda crew: work(crew.run_dir))
@@ -113,19 +113,19 @@ def test_records_of_another_launch_stay_where_records_are_named_by_launch(tmp_pa
     folder = tmp_path / ".workers"
     folder.mkdir()
     (folder / "rank-00000.other.json").write_text("{}")
-    crew = LocalCrew(Program(["true"], {**os.environ, LAUNCH_ID: "mine"}), tmp_path, range(1))
+    crew = LocalJob(LauncherSpec(["true"], {**os.environ, LAUNCH_ID_ENV: "mine"}), tmp_path, range(1))
     crew.start()
-    crew.end()
+    crew.kill()
     assert (folder / "rank-00000.other.json").exists()
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
 def test_never_counts_once_in_a_job_that_is_started_again(name: str) -> None:
-    wish = Wish(resume="never")
-    assert begin_once(wish, {name: "0"}).resume == "never"
-    assert begin_once(wish, {}).resume == "never"
-    assert begin_once(wish, {name: "1"}).resume == "auto"
-    assert begin_once(Wish(resume="runs/x"), {name: "1"}).resume == "runs/x"
+    wish = TrainRequest(resume="never")
+    assert resume_on_restart(wish, {name: "0"}).resume == "never"
+    assert resume_on_restart(wish, {}).resume == "never"
+    assert resume_on_restart(wish, {name: "1"}).resume == "auto"
+    assert resume_on_restart(TrainRequest(resume="runs/x"), {name: "1"}).resume == "runs/x"
 
 
 def test_bad_data_in_mid_training_is_no_bad_usage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,4 +136,4 @@ def test_bad_data_in_mid_training_is_no_bad_usage(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("dstrain.train.loop.train", train)
     with pytest.raises(RunError, match=r"^x\.jsonl:7: cannot be used$"):
-        setup._learned(None)  # type: ignore[arg-type]
+        setup._train_to_end(None)  # type: ignore[arg-type]

@@ -15,7 +15,14 @@ import pytest
 from dstrain.config.schema import LaunchConfig
 from dstrain.errors import UsageError
 from dstrain.launch import command
-from dstrain.launch.command import LaunchOptions, check_port, chosen_devices, free_port, launch_command, prepare_launch
+from dstrain.launch.command import (
+    LaunchOptions,
+    check_port,
+    free_port,
+    launch_command,
+    plan_local_launch,
+    select_devices,
+)
 from dstrain.launch.multihost.plan import plan_launch
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,12 +54,12 @@ def test_torchrun_takes_the_same_arguments():
 
 def launch(monkeypatch, present: int, env: dict[str, str] | None = None, **options):
     monkeypatch.setattr(command, "gpus_present", lambda: present)
-    return prepare_launch(LaunchOptions(**options), ["train"], env or {})
+    return plan_local_launch(LaunchOptions(**options), ["train"], env or {})
 
 
 def test_a_cpu_runs_one_process_or_as_many_as_asked(monkeypatch):
     one, three = launch(monkeypatch, 0), launch(monkeypatch, 0, num_gpus=3)
-    assert (one.processes, three.processes) == (1, 3)
+    assert (one.world_size, three.world_size) == (1, 3)
     assert one.environment["DS_ACCELERATOR"] == "cpu"
     assert "--num_gpus 3" in shlex.join(three.argv)
     assert launch(monkeypatch, 8, {"CUDA_VISIBLE_DEVICES": ""}, num_gpus=2).environment["DS_ACCELERATOR"] == "cpu"
@@ -60,7 +67,7 @@ def test_a_cpu_runs_one_process_or_as_many_as_asked(monkeypatch):
 
 def test_all_visible_gpus_are_the_default(monkeypatch):
     made = launch(monkeypatch, 4)
-    assert made.processes == 4
+    assert made.world_size == 4
     assert "--num_gpus 4" in shlex.join(made.argv)
     assert "DS_ACCELERATOR" not in made.environment
 
@@ -75,7 +82,7 @@ def test_visible_gpus_are_kept_where_deepspeed_would_take_the_first(monkeypatch)
 
 def test_exclude_leaves_the_others(monkeypatch):
     made = launch(monkeypatch, 3, exclude="localhost:1")
-    assert made.processes == 2
+    assert made.world_size == 2
     assert "--include localhost:0,2" in shlex.join(made.argv)
 
 
@@ -95,7 +102,7 @@ def test_exclude_leaves_the_others(monkeypatch):
 )
 def test_gpus_that_cannot_be_had_are_refused(options, env, said):
     with pytest.raises(UsageError, match=said):
-        chosen_devices(LaunchOptions(**options), env, 4)
+        select_devices(LaunchOptions(**options), env, 4)
 
 
 @pytest.mark.parametrize("options", [{"num_nodes": 2}, {"node_rank": 1}, {"master_addr": "host1"}, {"no_ssh": True},

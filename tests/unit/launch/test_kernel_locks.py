@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.launch import kernel_locks
-from dstrain.launch.kernel_locks import STALE_SECONDS, extensions_folder, settle_build_locks
+from dstrain.launch.kernel_locks import STALE_LOCK_SECONDS, get_extensions_dir, remove_stale_locks
 
 
 @pytest.fixture
@@ -30,23 +30,23 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_lock_of_a_dead_build_is_removed_at_once(lock: Path, tmp_path: Path) -> None:
-    (said,) = settle_build_locks(tmp_path)
+    (said,) = remove_stale_locks(tmp_path)
     assert said.startswith(f"removed {lock}")
     assert not lock.exists()
 
 
 def test_a_lock_that_someone_holds_stays_however_old(lock: Path, tmp_path: Path) -> None:
-    age(lock, STALE_SECONDS + 1)
+    age(lock, STALE_LOCK_SECONDS + 1)
     with lock.open():
-        assert not list(settle_build_locks(tmp_path))
+        assert not list(remove_stale_locks(tmp_path))
     assert lock.exists()
 
 
 def test_on_a_shared_folder_a_young_lock_is_named_and_removed_when_it_is_old(
     lock: Path, tmp_path: Path, shared: None
 ) -> None:
-    age(lock, STALE_SECONDS - 0.5)
-    (said,) = settle_build_locks(tmp_path)
+    age(lock, STALE_LOCK_SECONDS - 0.5)
+    (said,) = remove_stale_locks(tmp_path)
     assert "Another host may be compiling" in said
     assert lock.exists()
     until = time.monotonic() + 10
@@ -58,12 +58,12 @@ def test_on_a_shared_folder_a_young_lock_is_named_and_removed_when_it_is_old(
 def test_on_a_shared_folder_the_lock_of_a_build_that_began_since_stays(
     lock: Path, tmp_path: Path, shared: None
 ) -> None:
-    kernel_locks._remove_unless_renewed(lock, made=lock.stat().st_mtime - 60)
+    kernel_locks._remove_if_unchanged(lock, mtime=lock.stat().st_mtime - 60)
     assert lock.exists()
 
 
 def test_no_folder_is_no_lock(tmp_path: Path) -> None:
-    assert not list(settle_build_locks(tmp_path / "none"))
+    assert not list(remove_stale_locks(tmp_path / "none"))
 
 
 def test_the_folder_is_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,11 +71,11 @@ def test_the_folder_is_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert str(extensions_folder(os.environ)) == get_default_build_root()
-    assert extensions_folder({"TORCH_EXTENSIONS_DIR": "/x"}) == Path("/x")
+    assert str(get_extensions_dir(os.environ)) == get_default_build_root()
+    assert get_extensions_dir({"TORCH_EXTENSIONS_DIR": "/x"}) == Path("/x")
 
 
 def test_a_user_without_a_home_folder_has_torchs_folder_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
-    assert extensions_folder({}) == Path("~/.cache/torch_extensions")
+    assert get_extensions_dir({}) == Path("~/.cache/torch_extensions")

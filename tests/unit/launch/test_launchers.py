@@ -18,7 +18,7 @@ import yaml
 from dstrain.cli import main
 from dstrain.config.schema import RunConfig
 from dstrain.launch.multihost.hostfile import parse_hostfile
-from dstrain.resources import shipped
+from dstrain.resources import find_resource_dir
 from tests.workers import ROOT
 
 LAUNCHERS = ROOT / "launchers"
@@ -234,4 +234,4 @@ def test_a_pod_has_time_for_its_checkpoint_and_options_that_exist() -> None:
 
 
 def test_the_folder_is_found_where_it_ships() -> None:
-    assert shipped("launchers") == LAUNCHERS
+    assert find_resource_dir("launchers") == LAUNCHERS

@@ -20,7 +20,7 @@ from dstrain.cli import main
 from dstrain.errors import ResumeError, RunError
 from dstrain.launch import lease as module
 from dstrain.launch.lease import Lease, check_lease
-from dstrain.launch.lease_file import Holder, newest
+from dstrain.launch.lease_file import LeaseHolder, read_latest_lease
 from dstrain.launch.processes import start_time
 
 
@@ -30,22 +30,22 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.02)
 
 
-def write(run: Path, content: Holder | bytes) -> None:
+def write(run: Path, content: LeaseHolder | bytes) -> None:
     """As the next launch's lease."""
     folder = run / ".workers"
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"lease-{newest(folder)[0] + 1:08d}.json"
+    name = f"lease-{read_latest_lease(folder)[0] + 1:08d}.json"
     (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(asdict(content)).encode())
 
 
-def holder_of(run: Path) -> Holder:
-    return Holder(**json.loads(newest(run / ".workers")[1] or b""))
+def holder_of(run: Path) -> LeaseHolder:
+    return LeaseHolder(**json.loads(read_latest_lease(run / ".workers")[1] or b""))
 
 
-def gone(run: Path) -> Holder:
+def gone(run: Path) -> LeaseHolder:
     """A holder as it is, whose process has ended."""
     with Lease(run) as lease:
-        lease.take()
+        lease.acquire()
         found = holder_of(run)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -54,22 +54,22 @@ def gone(run: Path) -> Holder:
 
 def test_a_second_launch_is_refused_with_host_and_process_of_the_first(tmp_path: Path) -> None:
     with Lease(tmp_path) as first, Lease(tmp_path) as second:
-        first.take()
+        first.acquire()
         with pytest.raises(
             ResumeError, match=rf"process {os.getpid()} on {socket.gethostname()}.*`kill {os.getpid()}`"
         ):
-            second.take()
-        assert holder_of(tmp_path).launch == first.launch
+            second.acquire()
+        assert holder_of(tmp_path).launch == first.launch_id
     with Lease(tmp_path) as third:
-        third.take(patience=60)
+        third.acquire(timeout=60)
     assert [path.name for path in (tmp_path / ".workers").iterdir()] == ["lease-00000002.json"]
 
 
 def test_the_folder_of_a_process_that_ended_is_taken_at_once(tmp_path: Path) -> None:
     write(tmp_path, gone(tmp_path))
     with Lease(tmp_path) as lease:
-        lease.take(patience=60)
-        assert holder_of(tmp_path).launch == lease.launch
+        lease.acquire(timeout=60)
+        assert holder_of(tmp_path).launch == lease.launch_id
 
 
 def test_a_process_id_given_again_holds_nothing(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_process_id_given_again_holds_nothing(tmp_path: Path) -> None:
     assert start_time(os.getpid()) != started
     write(tmp_path, replace(found, started=started))
     with Lease(tmp_path) as lease:
-        lease.take(patience=0.1)
+        lease.acquire(timeout=0.1)
 
 
 def test_a_heartbeat_on_another_host_keeps_the_folder(tmp_path: Path) -> None:
@@ -97,23 +97,23 @@ def test_a_heartbeat_on_another_host_keeps_the_folder(tmp_path: Path) -> None:
     thread.start()
     try:
         with Lease(tmp_path) as lease, pytest.raises(ResumeError, match=r"on node7, since .*`ssh node7 kill"):
-            lease.take(patience=20)
+            lease.acquire(timeout=20)
     finally:
         over.set()
         thread.join()
     with Lease(tmp_path) as lease:
-        lease.take(patience=0.2)  # it stands still now
-        assert holder_of(tmp_path).launch == lease.launch
+        lease.acquire(timeout=0.2)  # it stands still now
+        assert holder_of(tmp_path).launch == lease.launch_id
 
 
 def test_a_copy_of_a_folder_in_use_is_not_in_use(tmp_path: Path) -> None:
     with Lease(tmp_path / "run") as first:
         (tmp_path / "run").mkdir()
-        first.take()
+        first.acquire()
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         with Lease(tmp_path / "copy") as second:
-            second.take(patience=0.2)
-        check_lease(tmp_path / "run", first.launch)
+            second.acquire(timeout=0.2)
+        check_lease(tmp_path / "run", first.launch_id)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +124,14 @@ def test_a_copy_of_a_folder_in_use_is_not_in_use(tmp_path: Path) -> None:
 def test_a_file_that_says_nothing_is_waited_for_and_replaced(content: bytes, tmp_path: Path) -> None:
     write(tmp_path, content)
     with Lease(tmp_path) as lease:
-        lease.take(patience=0.1)
-        assert holder_of(tmp_path).launch == lease.launch
+        lease.acquire(timeout=0.1)
+        assert holder_of(tmp_path).launch == lease.launch_id
 
 
 def test_a_launch_whose_folder_was_taken_hears_of_it_and_leaves_the_file(tmp_path: Path) -> None:
     heard: list[str] = []
     with Lease(tmp_path) as lease:
-        lease.take()
+        lease.acquire()
         lease.on_lost = heard.append
         write(tmp_path, replace(holder_of(tmp_path), launch="another", host="node8", pid=4711))
         deadline = time.monotonic() + 10
@@ -140,25 +140,25 @@ def test_a_launch_whose_folder_was_taken_hears_of_it_and_leaves_the_file(tmp_pat
         assert "another launch took" in heard[0]
         assert "process 4711 on node8" in heard[0]
         with pytest.raises(RunError, match="process 4711 on node8"):
-            check_lease(tmp_path, lease.launch)
+            check_lease(tmp_path, lease.launch_id)
     assert holder_of(tmp_path).launch == "another"
     check_lease(tmp_path, "")  # of a run that nobody launched
 
 
 def test_a_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
     with Lease(tmp_path) as lease:
-        lease.take()
+        lease.acquire()
         (tmp_path / ".workers/lease-00000001.json").unlink()
         deadline = time.monotonic() + 10
-        while not newest(tmp_path / ".workers")[0] and time.monotonic() < deadline:
+        while not read_latest_lease(tmp_path / ".workers")[0] and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert holder_of(tmp_path).launch == lease.launch
-        check_lease(tmp_path, lease.launch)
+        assert holder_of(tmp_path).launch == lease.launch_id
+        check_lease(tmp_path, lease.launch_id)
 
 
 def test_the_heartbeat_grows_in_place(tmp_path: Path) -> None:
     with Lease(tmp_path) as lease:
-        lease.take()
+        lease.acquire()
         file = tmp_path / ".workers/lease-00000001.json"
         before, inode = holder_of(tmp_path), file.stat().st_ino
         deadline = time.monotonic() + 10
@@ -174,19 +174,19 @@ def test_it_needs_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(os, "link", refuse)
     with Lease(tmp_path) as first, Lease(tmp_path) as second:
-        first.take()
+        first.acquire()
         with pytest.raises(ResumeError):
-            second.take()
+            second.acquire()
 
 
 def test_names_that_are_no_leases_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / ".workers").mkdir()
     for name in ("lease-000000003.json", "lease-3.json", "lease-٠٠٠٠٠٠٠٩.json", "lease-00000001.json.old"):
         (tmp_path / ".workers" / name).touch()
-    assert newest(tmp_path / ".workers") == (0, None)
+    assert read_latest_lease(tmp_path / ".workers") == (0, None)
     (tmp_path / ".workers/lease-00000007.json").symlink_to("nowhere")
     with pytest.raises(OSError, match="symbolic"):
-        newest(tmp_path / ".workers")
+        read_latest_lease(tmp_path / ".workers")
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["free", "left by a launch that ended"])
@@ -199,7 +199,7 @@ def test_of_many_starts_at_once_one_holds_the_folder(left: bool, tmp_path: Path)
         def start(lease: Lease, barrier: threading.Barrier = barrier, took: list[Lease] = took) -> None:
             barrier.wait()
             try:
-                lease.take(patience=0.2)
+                lease.acquire(timeout=0.2)
                 took.append(lease)
             except ResumeError:
                 pass
@@ -219,14 +219,14 @@ def test_of_many_starts_at_once_one_holds_the_folder(left: bool, tmp_path: Path)
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".workers").write_text("a file")
     with Lease(tmp_path) as lease, pytest.raises(ResumeError, match=r"its lease in .* cannot be written"):
-        lease.take()
+        lease.acquire()
 
 
 @pytest.mark.parametrize("more", [[], ["--resume", "never"]], ids=["resume", "never"])
 def test_a_second_start_of_a_command_ends_before_anything_is_touched(more: list[str], tmp_path: Path) -> None:
     with Lease(tmp_path / "run") as lease:
         (tmp_path / "run").mkdir()
-        lease.take()
+        lease.acquire()
         told = CliRunner().invoke(
             main, ["train", "demo-rm", "--num-gpus", "2", "--run-dir", str(tmp_path / "run"), *more]
         )

@@ -16,7 +16,7 @@ from dstrain.errors import ResumeError, RunError
 from dstrain.launch import lease as module
 from dstrain.launch import lease_file
 from dstrain.launch.lease import Lease, check_lease
-from dstrain.launch.lease_file import newest
+from dstrain.launch.lease_file import read_latest_lease
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launch_of(run: Path) -> str:
-    return str(json.loads(newest(run / ".workers")[1] or b"{}")["launch"])
+    return str(json.loads(read_latest_lease(run / ".workers")[1] or b"{}")["launch"])
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -48,10 +48,10 @@ def test_a_link_that_was_made_and_reported_as_a_fault_is_its_own(
 
     monkeypatch.setattr(os, "link", answered_twice)
     with Lease(tmp_path) as first, Lease(tmp_path) as second:
-        first.take()
+        first.acquire()
         with pytest.raises(ResumeError, match="another launch writes into it"):
-            second.take()
-        assert launch_of(tmp_path) == first.launch
+            second.acquire()
+        assert launch_of(tmp_path) == first.launch_id
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EACCES, errno.EXDEV])
@@ -63,16 +63,16 @@ def test_a_link_that_is_refused_in_whatever_way_is_replaced_by_an_exclusive_open
 
     monkeypatch.setattr(os, "link", refuse)
     with Lease(tmp_path) as first, Lease(tmp_path) as second:
-        first.take()
+        first.acquire()
         with pytest.raises(ResumeError, match="another launch writes into it"):
-            second.take()
+            second.acquire()
 
 
 def test_a_file_that_another_host_removes_while_it_is_read_is_looked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Lease(tmp_path) as lease:
-        lease.take()
+        lease.acquire()
     opened, stale = os.open, iter([OSError(errno.ESTALE, "Stale file handle")])
 
     def once(path: Path, flags: int, mode: int = 0o777) -> int:
@@ -83,7 +83,7 @@ def test_a_file_that_another_host_removes_while_it_is_read_is_looked_for_again(
 
     monkeypatch.setattr(os, "open", once)
     with Lease(tmp_path) as lease:
-        lease.take()
+        lease.acquire()
         assert next(stale, None) is None
 
 
@@ -93,14 +93,14 @@ def test_a_listing_that_names_a_removed_file_without_end_is_not_waited_for_witho
     monkeypatch.setattr(lease_file, "STALE_SECONDS", 0.2)
     monkeypatch.setattr(os, "listdir", lambda _: ["lease-00000007.json"])
     with pytest.raises(OSError, match="Stale file handle"):
-        newest(tmp_path)
+        read_latest_lease(tmp_path)
 
 
 def test_a_number_with_more_zeros_than_it_is_written_with_is_no_lease(tmp_path: Path) -> None:
     (tmp_path / "lease-000000003.json").write_bytes(b"{}")
-    assert newest(tmp_path) == (0, None)
+    assert read_latest_lease(tmp_path) == (0, None)
     (tmp_path / "lease-100000000.json").write_bytes(b"{}")
-    assert newest(tmp_path) == (100_000_000, b"{}")
+    assert read_latest_lease(tmp_path) == (100_000_000, b"{}")
 
 
 @pytest.fixture
@@ -109,17 +109,19 @@ def running(tmp_path: Path) -> Iterator[Lease]:
     for _ in range(2):
         with Lease(tmp_path / "run") as earlier:
             (tmp_path / "run").mkdir(exist_ok=True)
-            earlier.take()
+            earlier.acquire()
     with Lease(tmp_path / "run") as lease:
-        lease.take()
+        lease.acquire()
         yield lease
 
 
 def test_a_holder_whose_records_were_removed_writes_its_lease_again(running: Lease) -> None:
     shutil.rmtree(running.run_dir / ".workers")
-    wait_until(lambda: (running.run_dir / ".workers").is_dir() and newest(running.run_dir / ".workers")[0] == 3)
+    wait_until(
+        lambda: (running.run_dir / ".workers").is_dir() and read_latest_lease(running.run_dir / ".workers")[0] == 3
+    )
     with Lease(running.run_dir) as second, pytest.raises(ResumeError, match="another launch writes into it"):
-        second.take()
+        second.acquire()
 
 
 def test_a_holder_hears_of_a_launch_that_began_with_a_lower_number(running: Lease) -> None:
@@ -141,4 +143,4 @@ def test_a_run_folder_that_was_moved_away_is_not_made_anew(running: Lease, tmp_p
     time.sleep(0.3)
     assert not (tmp_path / "run").exists()
     with pytest.raises(RunError, match="moved or removed"):
-        check_lease(running.run_dir, running.launch)
+        check_lease(running.run_dir, running.launch_id)

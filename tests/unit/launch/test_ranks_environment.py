@@ -10,8 +10,8 @@ import torch
 
 from dstrain.config.schema import RunConfig
 from dstrain.launch.multihost import probe
-from dstrain.launch.topology import Worker, worker_from
-from dstrain.train.plan import ALLOCATOR, set_up_process
+from dstrain.launch.topology import Worker, worker_from_env
+from dstrain.train.plan import ALLOCATOR_ENV_VARS, set_up_process
 
 SLURM = {
     "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
@@ -31,7 +31,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.device]:
         monkeypatch.setattr(os, "environ", {**inherited, **found})
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        worker = worker_from(os.environ)
+        worker = worker_from_env(os.environ)
         assert worker is not None
         return set_up_process(worker, RunConfig())
 
@@ -56,12 +56,14 @@ def test_open_mpi_says_the_same_place(start: Callable[..., torch.device]) -> Non
 
 def test_memory_on_a_gpu_grows_in_place_unless_somebody_says_otherwise(start: Callable[..., torch.device]) -> None:
     start(SLURM, 1)
-    assert os.environ[ALLOCATOR[0]] == "expandable_segments:True"
-    for name in ALLOCATOR:
+    assert os.environ[ALLOCATOR_ENV_VARS[0]] == "expandable_segments:True"
+    for name in ALLOCATOR_ENV_VARS:
         start({**SLURM, name: "max_split_size_mb:512"}, 1)
-        assert {name: os.environ[name] for name in ALLOCATOR if name in os.environ} == {name: "max_split_size_mb:512"}
+        assert {name: os.environ[name] for name in ALLOCATOR_ENV_VARS if name in os.environ} == {
+            name: "max_split_size_mb:512"
+        }
     start({**SLURM, "DS_ACCELERATOR": "cpu"}, 1)
-    assert ALLOCATOR[0] not in os.environ
+    assert ALLOCATOR_ENV_VARS[0] not in os.environ
 
 
 def test_a_process_that_nobody_launched_needs_no_address(
@@ -74,13 +76,13 @@ def test_a_process_that_nobody_launched_needs_no_address(
 
 
 def worker(world: int, local: int) -> Worker:
-    return Worker(rank=0, local_rank=0, world_size=world, launcher="torchrun", local_size=local)
+    return Worker(rank=0, local_rank=0, world_size=world, launcher="torchrun", local_world_size=local)
 
 
 @pytest.fixture
 def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host on two networks, with the default route over the first; it takes its own name for loopback."""
-    ways = {"10.0.0.9": "eth0", "10.1.0.9": "ib0", probe._ELSEWHERE: "eth0", "127.0.1.1": ""}
+    ways = {"10.0.0.9": "eth0", "10.1.0.9": "ib0", probe._EXTERNAL_ADDRESS: "eth0", "127.0.1.1": ""}
     monkeypatch.setattr(probe, "interface_towards", ways.__getitem__)
 
 
@@ -99,7 +101,7 @@ def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gloo_is_told_the_way_to_other_hosts(
     processes: tuple[int, int], master: str, interface: str, two_networks: None
 ) -> None:
-    assert probe.gloo_interface(worker(*processes), master) == interface
+    assert probe.find_gloo_interface(worker(*processes), master) == interface
 
 
 def test_every_launcher_tells_gloo_the_way(start: Callable[..., torch.device], monkeypatch: pytest.MonkeyPatch) -> None:

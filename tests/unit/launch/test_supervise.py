@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from dstrain.launch import supervise as supervision
-from dstrain.launch.exit_code import Outcome, outcome
-from dstrain.launch.worker import Record
+from dstrain.launch.exit_code import LaunchOutcome, compute_outcome
+from dstrain.launch.worker import RankRecord
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -311,27 +311,27 @@ class Gone:
     """A launch on two hosts: rank 0 ended and was reaped before its agent could ask how, rank 1 still waits for it."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self.ranks, self.lost = run_dir, range(2), ""
-        self.records = {rank: Record(rank, 1, None, None, f"host{rank + 1}") for rank in self.ranks}
-        self.alive, self.ends = {1}, {0: None}
+        self.run_dir, self.ranks, self.abort_reason = run_dir, range(2), ""
+        self.records = {rank: RankRecord(rank, 1, None, None, f"host{rank + 1}") for rank in self.ranks}
+        self.alive_ranks, self.exit_codes = {1}, {0: None}
 
-    def end(self) -> list[str]:
-        self.alive, self.ends = set(), {**self.ends, 1: -signal.SIGKILL}
+    def kill(self) -> list[str]:
+        self.alive_ranks, self.exit_codes = set(), {**self.exit_codes, 1: -signal.SIGKILL}
         return []
 
     def start(self) -> None: ...
-    def look(self, again: bool = False) -> None: ...
-    def over(self) -> None: ...
-    def left(self) -> bool:
-        return bool(self.alive)
+    def poll(self, force: bool = False) -> None: ...
+    def poll_launcher(self) -> None: ...
+    def is_alive(self) -> bool:
+        return bool(self.alive_ranks)
 
-    def signal(self, number: int) -> int:
+    def send_signal(self, signum: int) -> int:
         return 0
 
-    def rest(self, seconds: float) -> None:
-        time.sleep(seconds)
+    def wait_for_event(self, timeout: float) -> None:
+        time.sleep(timeout)
 
-    def log_of(self, rank: int | None) -> Path:
+    def find_launcher_log(self, rank: int | None) -> Path:
         return self.run_dir / "launcher.log"
 
 
@@ -384,35 +384,45 @@ def test_word_of_an_earlier_launch_does_not_count(run, tmp_path):
     assert run("os._exit(3)").end()[0] == 1
 
 
-def records(*codes: int | None) -> dict[int, Record]:
-    return {rank: Record(rank, 1, code, None) for rank, code in enumerate(codes)}
+def records(*codes: int | None) -> dict[int, RankRecord]:
+    return {rank: RankRecord(rank, 1, code, None) for rank, code in enumerate(codes)}
 
 
 @pytest.mark.parametrize(
     ("given", "ends", "launcher", "result"),
     [
-        (records(0, 0), {0: 0, 1: None}, 1, Outcome(0)),
-        (records(75, 75), {0: 75, 1: -15}, 75, Outcome(75)),
-        (records(0), {0: 0}, 0, Outcome(1, "rank 1 never said that it started; the launcher ended with code 0", 1)),
-        (records(0, 75), {0: 0, 1: 75}, 75, Outcome(1, "the ranks ended differently: rank 0 with 0, rank 1 with 75")),
-        (records(1, None), {1: -11, 0: 1}, 1, Outcome(1, "rank 1 was killed by SIGSEGV", 1)),
-        (records(None, 1), {0: None, 1: 1}, 1, Outcome(1, "rank 1 failed with code 1", 1)),
-        (records(None, 1), {0: -15, 1: 1}, 1, Outcome(1, "rank 1 failed with code 1", 1)),
-        (records(None, 1), {0: None, 1: 1}, 256 - 11, Outcome(1, "rank 0 was killed by SIGSEGV", 0)),
+        (records(0, 0), {0: 0, 1: None}, 1, LaunchOutcome(0)),
+        (records(75, 75), {0: 75, 1: -15}, 75, LaunchOutcome(75)),
+        (
+            records(0),
+            {0: 0},
+            0,
+            LaunchOutcome(1, "rank 1 never said that it started; the launcher ended with code 0", 1),
+        ),
+        (
+            records(0, 75),
+            {0: 0, 1: 75},
+            75,
+            LaunchOutcome(1, "the ranks ended differently: rank 0 with 0, rank 1 with 75"),
+        ),
+        (records(1, None), {1: -11, 0: 1}, 1, LaunchOutcome(1, "rank 1 was killed by SIGSEGV", 1)),
+        (records(None, 1), {0: None, 1: 1}, 1, LaunchOutcome(1, "rank 1 failed with code 1", 1)),
+        (records(None, 1), {0: -15, 1: 1}, 1, LaunchOutcome(1, "rank 1 failed with code 1", 1)),
+        (records(None, 1), {0: None, 1: 1}, 256 - 11, LaunchOutcome(1, "rank 0 was killed by SIGSEGV", 0)),
         (
             records(None, None),
             {1: None},
             255,
-            Outcome(1, "rank 1 ended before it could say why (killed, or its launcher was)", 1),
+            LaunchOutcome(1, "rank 1 ended before it could say why (killed, or its launcher was)", 1),
         ),
-        (records(75, None), {0: 75, 1: 3}, 3, Outcome(1, "rank 1 ended with code 3", 1)),
+        (records(75, None), {0: 75, 1: 3}, 3, LaunchOutcome(1, "rank 1 ended with code 3", 1)),
     ],
 )
 def test_the_exit_code_follows_the_ranks_not_the_launcher(given, ends, launcher, result):
-    assert outcome(given, ends, launcher, range(2)) == result
+    assert compute_outcome(given, ends, launcher, range(2)) == result
 
 
 def test_a_launcher_killed_before_any_rank_began_points_at_memory() -> None:
     """As the kernel does in a container whose limit is below what the imports take."""
-    said = outcome({}, {}, -signal.SIGKILL, range(1)).message
+    said = compute_outcome({}, {}, -signal.SIGKILL, range(1)).message
     assert "was killed by SIGKILL (is the host's memory full? see dmesg)" in said

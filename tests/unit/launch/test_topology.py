@@ -11,11 +11,11 @@ from dstrain.errors import UsageError
 from dstrain.launch import topology
 from dstrain.launch.threads import thread_environment, threads_per_process
 from dstrain.launch.topology import (
-    expand_counts,
-    expand_nodes,
+    expand_nodelist,
+    expand_task_counts,
     visible_devices,
     visible_gpus,
-    worker_from,
+    worker_from_env,
 )
 
 TORCH = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
@@ -39,12 +39,12 @@ OPENMPI = {
 
 
 def place(env):
-    worker = worker_from(env)
-    return worker.rank, worker.local_rank, worker.world_size, worker.local_size, worker.launcher
+    worker = worker_from_env(env)
+    return worker.rank, worker.local_rank, worker.world_size, worker.local_world_size, worker.launcher
 
 
 def test_nobody_launched_a_plain_shell():
-    assert worker_from({"PATH": "/bin"}) is None
+    assert worker_from_env({"PATH": "/bin"}) is None
 
 
 def test_deepspeed_torchrun_and_accelerate_are_told_apart():
@@ -56,18 +56,18 @@ def test_deepspeed_torchrun_and_accelerate_are_told_apart():
 
 
 def test_what_the_launcher_said_is_not_said_again():
-    assert worker_from({**TORCH, "LOCAL_WORLD_SIZE": "2"}).environment == {}
+    assert worker_from_env({**TORCH, "LOCAL_WORLD_SIZE": "2"}).environment == {}
 
 
 def test_accelerate_of_one_process_is_one_worker():
-    worker = worker_from({"ACCELERATE_MIXED_PRECISION": "no"})
+    worker = worker_from_env({"ACCELERATE_MIXED_PRECISION": "no"})
     assert (worker.rank, worker.world_size) == (0, 1)
     assert worker.environment["MASTER_ADDR"] == "127.0.0.1"
     assert "MASTER_PORT" not in worker.environment
 
 
 def test_an_srun_task_knows_its_place():
-    worker = worker_from(SLURM)
+    worker = worker_from_env(SLURM)
     assert place(SLURM) == (2, 0, 3, 1, "slurm")
     assert worker.environment == {
         "RANK": "2",
@@ -80,26 +80,26 @@ def test_an_srun_task_knows_its_place():
 
 
 def test_two_slurm_jobs_on_a_node_do_not_meet():
-    ports = {worker_from({**SLURM, "SLURM_JOB_ID": str(job)}).environment["MASTER_PORT"] for job in range(100)}
+    ports = {worker_from_env({**SLURM, "SLURM_JOB_ID": str(job)}).environment["MASTER_PORT"] for job in range(100)}
     assert len(ports) == 100
 
 
 def test_a_batch_script_and_an_interactive_step_launch_their_own():
     batch = {name: value for name, value in SLURM.items() if not name.startswith("SLURM_STEP")}
-    assert worker_from(batch) is None
-    assert worker_from({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
+    assert worker_from_env(batch) is None
+    assert worker_from_env({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
 
 
 def test_mpirun_goes_before_the_slurm_daemon_it_runs_under():
     assert place({**SLURM, **OPENMPI}) == (1, 1, 2, 2, "openmpi")
-    assert worker_from(OPENMPI).environment["MASTER_ADDR"] == "127.0.0.1"
+    assert worker_from_env(OPENMPI).environment["MASTER_ADDR"] == "127.0.0.1"
 
 
 def test_mpirun_over_hosts_needs_an_address():
     spread = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     with pytest.raises(UsageError, match="-x MASTER_ADDR"):
-        worker_from(spread)
-    assert "MASTER_ADDR" not in worker_from({**spread, "MASTER_ADDR": "host1"}).environment
+        worker_from_env(spread)
+    assert "MASTER_ADDR" not in worker_from_env({**spread, "MASTER_ADDR": "host1"}).environment
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_mpirun_over_hosts_needs_an_address():
 )
 def test_a_place_that_cannot_be_is_refused(env):
     with pytest.raises(UsageError):
-        worker_from(env)
+        worker_from_env(env)
 
 
 @pytest.mark.parametrize(
@@ -128,20 +128,20 @@ def test_a_place_that_cannot_be_is_refused(env):
     ],
 )
 def test_slurms_host_lists_expand(text, hosts):
-    assert expand_nodes(text) == hosts
+    assert expand_nodelist(text) == hosts
 
 
 def test_a_broken_host_list_is_named():
     with pytest.raises(UsageError, match="node"):
-        expand_nodes("node[a-b]")
+        expand_nodelist("node[a-b]")
     with pytest.raises(UsageError):
-        expand_nodes("")
+        expand_nodelist("")
 
 
 def test_slurms_counts_expand():
-    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+    assert expand_task_counts("2(x3),1") == [2, 2, 2, 1]
     with pytest.raises(UsageError):
-        expand_counts("2(x)")
+        expand_task_counts("2(x)")
 
 
 @pytest.mark.parametrize(
@@ -181,12 +181,12 @@ def test_gpus_are_counted_by_nvidia_smi(tmp_path, monkeypatch):
     fake_nvidia_smi(tmp_path, monkeypatch)
     assert visible_gpus({}) == 2
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == 1
-    assert topology.gpu_has_bf16() is False
+    assert topology.gpus_support_bf16() is False
 
 
 def test_without_nvidia_smi_nothing_is_claimed_about_bf16(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert topology.gpu_has_bf16() is None
+    assert topology.gpus_support_bf16() is None
 
 
 def test_processes_share_the_cores_whatever_the_launcher_set():

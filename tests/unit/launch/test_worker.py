@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from dstrain.launch.worker import (
-    SUPERVISOR,
-    Record,
-    code_for_launcher,
+    SUPERVISOR_ENV,
+    RankRecord,
+    exit_code_for_launcher,
+    get_workers_dir,
     log_path,
-    read_records,
+    read_rank_records,
     record_end,
-    record_folder,
     record_start,
 )
 
@@ -37,25 +37,25 @@ def start(script: str, folder: Path, **streams) -> subprocess.Popen:
 
 def test_a_record_says_how_a_rank_ended(tmp_path):
     record_start(tmp_path, 3)
-    assert read_records(tmp_path) == {3: Record(3, os.getpid(), None, None, socket.gethostname())}
+    assert read_rank_records(tmp_path) == {3: RankRecord(3, os.getpid(), None, None, socket.gethostname())}
     record_end(tmp_path, 3, 1, "no memory")
-    assert read_records(tmp_path) == {3: Record(3, os.getpid(), 1, "no memory", socket.gethostname())}
-    assert [path.name for path in record_folder(tmp_path).iterdir()] == ["rank-00003.json"]
+    assert read_rank_records(tmp_path) == {3: RankRecord(3, os.getpid(), 1, "no memory", socket.gethostname())}
+    assert [path.name for path in get_workers_dir(tmp_path).iterdir()] == ["rank-00003.json"]
 
 
 def test_without_a_supervisor_the_code_is_the_processs_own(monkeypatch):
-    monkeypatch.delenv(SUPERVISOR, raising=False)
-    assert [code_for_launcher(code) for code in (0, 1, 2, 75)] == [0, 1, 2, 75]
-    monkeypatch.setenv(SUPERVISOR, f"{socket.gethostname()} 4711")
-    assert [code_for_launcher(code) for code in (0, 1, 2, 75)] == [0, 1, 2, 0]
-    monkeypatch.setenv(SUPERVISOR, "another-host 4711")
-    assert code_for_launcher(75) == 75
+    monkeypatch.delenv(SUPERVISOR_ENV, raising=False)
+    assert [exit_code_for_launcher(code) for code in (0, 1, 2, 75)] == [0, 1, 2, 75]
+    monkeypatch.setenv(SUPERVISOR_ENV, f"{socket.gethostname()} 4711")
+    assert [exit_code_for_launcher(code) for code in (0, 1, 2, 75)] == [0, 1, 2, 0]
+    monkeypatch.setenv(SUPERVISOR_ENV, "another-host 4711")
+    assert exit_code_for_launcher(75) == 75
 
 
 def test_a_torn_record_is_no_record(tmp_path):
-    record_folder(tmp_path).mkdir()
-    (record_folder(tmp_path) / "rank-00000.json").write_text('{"rank": 0')
-    assert read_records(tmp_path) == {}
+    get_workers_dir(tmp_path).mkdir()
+    (get_workers_dir(tmp_path) / "rank-00000.json").write_text('{"rank": 0')
+    assert read_rank_records(tmp_path) == {}
 
 
 def test_rank_0_writes_to_its_log_and_to_the_terminal(tmp_path):
@@ -154,7 +154,7 @@ def work():
 sys.exit(live(Path(sys.argv[1]), 0, work))
 """
     told = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    kept = [log_path(tmp_path, 0).read_text(), read_records(tmp_path)[0].error or ""]
+    kept = [log_path(tmp_path, 0).read_text(), read_rank_records(tmp_path)[0].error or ""]
     assert told.returncode == 1
     for text in kept:
         assert "pass-w" not in text

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from dstrain.batch import Batch
 from dstrain.config.schema import LoraConfig, ModelConfig
 from dstrain.models.adapters.lora import add_adapters
-from dstrain.models.attention_mask import NEED_NO_MASK, needs_mask
+from dstrain.models.attention_mask import NO_MASK_MODEL_TYPES, needs_attention_mask
 from dstrain.models.load import read_config
 from dstrain.tasks.common import losses
 from tests.families import FAMILIES, family
@@ -50,13 +50,13 @@ def of_both_ways(model: PreTrainedModel, whole: bool) -> list[tuple[torch.Tensor
     return found
 
 
-@pytest.mark.parametrize("name", sorted(NEED_NO_MASK))
+@pytest.mark.parametrize("name", sorted(NO_MASK_MODEL_TYPES))
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_real_tokens_are_read_the_same_without_a_mask(name: str, attention: str) -> None:
     model = made(AutoModelForCausalLM, name)
     if attention == "eager":
         model.set_attn_implementation("eager")
-    assert not needs_mask(model)
+    assert not needs_attention_mask(model)
     (masked, gradient), (plain, other) = of_both_ways(model, whole=False)
     assert torch.equal(masked, plain)
     assert float((gradient - other).norm() / gradient.norm()) <= 1e-7, "other kernels add in another order"
@@ -65,14 +65,16 @@ def test_real_tokens_are_read_the_same_without_a_mask(name: str, attention: str)
 @pytest.mark.parametrize("name", ["gemma2", "llama", "mistral", "mixtral", "phi3", "qwen3"])
 def test_scores_are_read_at_the_last_real_token_without_a_mask(name: str) -> None:
     model = made(AutoModelForSequenceClassification, name)
-    assert not needs_mask(model)
+    assert not needs_attention_mask(model)
     (masked, _), (plain, _) = of_both_ways(model, whole=True)
     assert torch.equal(masked, plain)
 
 
 def test_every_family_that_goes_without_a_mask_is_held_to_it() -> None:
-    assert set(FAMILIES) >= NEED_NO_MASK
-    assert set(FAMILIES) - NEED_NO_MASK == {"qwen3_next", "lfm2", "mamba2"}, "their states take in what is not masked"
+    assert set(FAMILIES) >= NO_MASK_MODEL_TYPES
+    assert set(FAMILIES) - NO_MASK_MODEL_TYPES == {"qwen3_next", "lfm2", "mamba2"}, (
+        "their states take in what is not masked"
+    )
 
 
 class Custom(torch.nn.Module):
@@ -82,14 +84,14 @@ class Custom(torch.nn.Module):
 
 
 def test_others_keep_their_mask() -> None:
-    assert needs_mask(torch.nn.Linear(1, 1))
-    assert needs_mask(Custom())
-    assert needs_mask(made(AutoModelForCausalLM, "gemma3_text", use_bidirectional_attention=True))
+    assert needs_attention_mask(torch.nn.Linear(1, 1))
+    assert needs_attention_mask(Custom())
+    assert needs_attention_mask(made(AutoModelForCausalLM, "gemma3_text", use_bidirectional_attention=True))
     encoder = made(AutoModelForCausalLM, "llama")
     encoder.config.is_causal = False  # transformers then makes a mask for both ways
-    assert needs_mask(encoder)
+    assert needs_attention_mask(encoder)
     for name in ("qwen3_next", "lfm2", "mamba2"):
-        assert needs_mask(made(AutoModelForCausalLM, name))
+        assert needs_attention_mask(made(AutoModelForCausalLM, name))
 
 
 @pytest.mark.parametrize(("name", "given"), [("llama", False), ("lfm2", True)])
@@ -99,5 +101,5 @@ def test_a_model_with_adapters_is_asked_as_the_one_inside(name: str, given: bool
     forward = type(inner).forward
     inner.forward = lambda **inputs: (seen.append("attention_mask" in inputs), forward(inner, **inputs))[1]
     ids, mask = rows()
-    losses.ask(model, Batch(tensors={"input_ids": ids, "attention_mask": mask}, weight=1.0, samples=()))
+    losses.forward_logits(model, Batch(tensors={"input_ids": ids, "attention_mask": mask}, weight=1.0, samples=()))
     assert seen == [given]

@@ -17,9 +17,9 @@ from transformers import (
 from dstrain.config.schema import LoraConfig, ModelConfig, OptimConfig
 from dstrain.errors import RecipeError
 from dstrain.models.adapters.lora import add_adapters
-from dstrain.models.components import PARTS, sections
+from dstrain.models.components import COMPONENTS, components_by_id
 from dstrain.models.load import read_config
-from dstrain.models.params.freeze import freeze, parameter_groups, part_counts
+from dstrain.models.params.freeze import build_param_groups, freeze, summarize_components
 from tests.seeing import GEMMA3, TEXT, llava
 
 TOWER = {"model.vision_tower"}
@@ -76,8 +76,8 @@ def shallow(kind: str) -> Any:
 
 def tops(model: torch.nn.Module) -> dict[str, set[str]]:
     """Part -> beginnings of its parameters' names."""
-    known = sections(model)
-    found: dict[str, set[str]] = {part: set() for part in (*PARTS, "none")}
+    known = components_by_id(model)
+    found: dict[str, set[str]] = {part: set() for part in (*COMPONENTS, "none")}
     for name, parameter in model.named_parameters():
         top = re.match(r"(model|git)\.visual\.\w+|(model|git)\.\w+|\w+", name)
         assert top
@@ -102,8 +102,8 @@ def test_what_hears_is_no_part_of_what_sees() -> None:
 
 def test_a_model_that_does_not_see_has_no_parts() -> None:
     with torch.device("meta"):
-        assert sections(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TEXT))) == {}
-    assert sections(torch.nn.Linear(2, 3)) == {}
+        assert components_by_id(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TEXT))) == {}
+    assert components_by_id(torch.nn.Linear(2, 3)) == {}
 
 
 def seeing(auto: Any = AutoModelForImageTextToText, values: Any = None) -> Any:
@@ -116,7 +116,7 @@ def test_a_new_head_is_no_part() -> None:
 
 def test_adapters_belong_to_the_part_they_lie_in() -> None:
     model = add_adapters(seeing(), LoraConfig(rank=2, targets="all-linear"), (), 0)
-    known = sections(model)
+    known = components_by_id(model)
     for name, parameter in model.named_parameters():
         part = known[id(parameter)]
         assert (part == "vision") == ("vision_tower" in name)
@@ -142,9 +142,9 @@ def test_a_part_learns_at_its_own_rate() -> None:
     model = seeing()
     groups = {"vision": {"lr": 2e-6}, "projector": {"lr": 1e-3, "weight_decay": 0.0}}
     optim = OptimConfig(lr=1e-5, weight_decay=0.1, groups=groups)
-    rates = {id(p): group.lr_scale * optim.lr for group in parameter_groups(model, optim) for p in group.params}
+    rates = {id(p): group.lr_scale * optim.lr for group in build_param_groups(model, optim) for p in group.params}
     wanted = {"vision": 2e-6, "projector": 1e-3, "language": 1e-5}
-    assert all(rates[key] == pytest.approx(wanted[part]) for key, part in sections(model).items())
+    assert all(rates[key] == pytest.approx(wanted[part]) for key, part in components_by_id(model).items())
 
 
 def test_a_word_that_means_nothing_names_the_words_that_do() -> None:
@@ -161,8 +161,10 @@ def test_a_word_that_means_nothing_names_the_words_that_do() -> None:
 def test_each_part_says_what_of_it_learns() -> None:
     model = seeing()
     freeze(model, ["vision", "embed_tokens"])
-    counts = part_counts(model, OptimConfig(lr=1e-4, groups={"projector": {"lr": 1e-3}, "lm_head": {"lr": 0.01}}))
-    known = sections(model)
+    counts = summarize_components(
+        model, OptimConfig(lr=1e-4, groups={"projector": {"lr": 1e-3}, "lm_head": {"lr": 0.01}})
+    )
+    known = components_by_id(model)
     for count in counts:
         assert count.parameters == sum(p.numel() for p in model.parameters() if known[id(p)] == count.part)
         assert count.trained == sum(
@@ -174,4 +176,4 @@ def test_each_part_says_what_of_it_learns() -> None:
         "projector  N k parameters, all trained at lr 0.001",
         "language   N k parameters, N k of them trained at lr 0.01 and 0.0001",
     ]
-    assert part_counts(torch.nn.Linear(2, 3), OptimConfig()) == []
+    assert summarize_components(torch.nn.Linear(2, 3), OptimConfig()) == []

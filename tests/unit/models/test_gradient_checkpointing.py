@@ -11,10 +11,10 @@ import torch
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.errors import RecipeError
-from dstrain.models.load import keep_checkpoints_on_host
+from dstrain.models.load import offload_activation_checkpoints
 from dstrain.tasks import make_task
-from dstrain.tasks.sft import SupervisedFineTuning
-from dstrain.train.build_model import build_objective
+from dstrain.tasks.sft import SFT
+from dstrain.train.build_model import build_train_module
 
 LAYERS, WIDTH = 2, 32
 
@@ -33,12 +33,12 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def gradients(folder: Path, on_host: bool, model: dict[str, Any]) -> dict[str, torch.Tensor]:
-    values = SupervisedFineTuning.tiny(folder)
+    values = SFT.tiny(folder)
     values["model"] |= model
     task = make_task(RunConfig.model_validate(values))
-    objective = build_objective(task)
+    objective = build_train_module(task)
     if on_host:
-        assert keep_checkpoints_on_host(objective.model, pin=False) >= LAYERS
+        assert offload_activation_checkpoints(objective.model, pin_memory=False) >= LAYERS
     objective.train()
     examples: Any = task.examples("train")
     total, _ = objective(make_batch(examples, task.collate, [0, 1, 2], 0))

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 import dstrain
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import RecipeError, UsageError
-from dstrain.models.load import load_model, read_config, skeleton, switch_on_checkpointing
-from dstrain.models.weights.check_files import check_weights
+from dstrain.models.load import build_meta_model, enable_gradient_checkpointing, load_model, read_config
+from dstrain.models.weights.check_files import check_weight_files
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -89,7 +89,7 @@ def test_a_skeleton_has_every_name_and_no_memory() -> None:
     model = ModelConfig(config=LLAMA)
     config = read_config(model)
     config.num_labels = 1
-    bones = skeleton(AutoModelForSequenceClassification, model, config)
+    bones = build_meta_model(AutoModelForSequenceClassification, model, config)
     assert {name: p.shape for name, p in bones.named_parameters()} == {
         name: p.shape for name, p in build().named_parameters()
     }
@@ -117,12 +117,12 @@ def test_names_of_a_family_that_mean_the_same_are_known() -> None:
 def test_whole_weights_pass_and_cut_ones_do_not(tmp_path: Path) -> None:
     build().save_pretrained(str(tmp_path), max_shard_size="4KB")
     model = ModelConfig(path=str(tmp_path))
-    check_weights(model)
+    check_weight_files(model)
     shards = sorted(tmp_path.glob("*.safetensors"))
     assert len(shards) > 1
     shards[0].write_bytes(shards[0].read_bytes()[:-1])
     with pytest.raises(RecipeError, match=rf"{shards[0].name} is damaged"):
-        check_weights(model)
+        check_weight_files(model)
 
 
 def test_a_pickle_with_code_as_weights_is_refused_and_not_run(tmp_path: Path) -> None:
@@ -136,10 +136,10 @@ def test_a_pickle_with_code_as_weights_is_refused_and_not_run(tmp_path: Path) ->
         r"model\.path: .*pytorch_model.bin holds more than tensors: .*nothing of it was run; where you trust the file"
     )
     with pytest.raises(RecipeError, match=wanted):
-        check_weights(ModelConfig(path=str(tmp_path)))
+        check_weight_files(ModelConfig(path=str(tmp_path)))
     assert not (tmp_path / "PWNED").exists()
     torch.save(build().state_dict(), tmp_path / "pytorch_model.bin")
-    check_weights(ModelConfig(path=str(tmp_path)))
+    check_weight_files(ModelConfig(path=str(tmp_path)))
 
 
 def test_what_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_what_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.M
         patch.setattr(Path, "open", no_weights)
         wanted = r"model.safetensors cannot be read \(Permission denied\); check the permissions of the file"
         with pytest.raises(RecipeError, match=wanted):
-            check_weights(model)
+            check_weight_files(model)
 
     def no_folder(path: Any) -> Any:
         raise refused
@@ -166,7 +166,7 @@ def test_what_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(
             RecipeError, match=r"cannot be read \(Permission denied\); check the permissions of the fol"
         ):
-            check_weights(model)
+            check_weight_files(model)
 
 
 def test_checkpointing_changes_no_gradient() -> None:
@@ -174,7 +174,7 @@ def test_checkpointing_changes_no_gradient() -> None:
     for switch in (False, True):
         model = build().train()
         if switch:
-            switch_on_checkpointing(model)
+            enable_gradient_checkpointing(model)
         assert model.is_gradient_checkpointing == switch
         model.config.pad_token_id = 0
         model(input_ids=torch.tensor([[5, 6, 7], [8, 9, 0]])).logits.sum().backward()

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dstrain.errors import RecipeError
-from dstrain.models.padding import clear_padding_idx, give_pad_token
+from dstrain.models.padding import clear_padding_idx, set_pad_token
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -53,7 +53,7 @@ def test_a_token_that_no_text_becomes_is_taken_first(case: str) -> None:
     tokenizer, wanted = CASES[case]
     tokenizer.pad_token = None
     before = tokenizer("a c\U0001f40d")["input_ids"]
-    give_pad_token(tokenizer, "model.path")
+    set_pad_token(tokenizer, "model.path")
     assert tokenizer.pad_token == wanted
     assert tokenizer.pad_token_id not in before
     assert tokenizer("a c\U0001f40d")["input_ids"] == before
@@ -63,22 +63,22 @@ def test_a_token_that_no_text_becomes_is_taken_first(case: str) -> None:
 def test_what_the_template_or_the_processor_writes_is_used() -> None:
     tokenizer = byte_level(LLAMA3, bos_token=LLAMA3[0], eos_token=LLAMA3[1])
     tokenizer.chat_template = "{{ messages[0].content }}<|reserved_special_token_0|>"
-    give_pad_token(tokenizer, "model.path")
+    set_pad_token(tokenizer, "model.path")
     assert tokenizer.pad_token == "<|reserved_special_token_2|>"
     tokenizer.pad_token = None
-    give_pad_token(tokenizer, "model.path", {"<|reserved_special_token_2|>"})
+    set_pad_token(tokenizer, "model.path", {"<|reserved_special_token_2|>"})
     assert tokenizer.pad_token == "<|end_of_text|>"
 
 
 def test_a_pad_token_that_is_named_stays() -> None:
     tokenizer = byte_level(LLAMA3, pad_token=LLAMA3[1], eos_token=LLAMA3[1])
-    give_pad_token(tokenizer, "model.path")
+    set_pad_token(tokenizer, "model.path")
     assert tokenizer.pad_token == LLAMA3[1]
 
 
 def test_without_an_end_it_is_refused() -> None:
     with pytest.raises(RecipeError, match="neither a pad nor an EOS token"):
-        give_pad_token(byte_level(()), "model.path")
+        set_pad_token(byte_level(()), "model.path")
 
 
 def test_every_row_of_the_embedding_learns() -> None:

@@ -15,7 +15,13 @@ from dstrain.config.schema import ModelConfig
 from dstrain.data.encoding.text import train_tokenizer
 from dstrain.errors import RecipeError
 from dstrain.models.load import read_config
-from dstrain.models.processors import fit_config, make_processor, read_processor, sees, special_tokens
+from dstrain.models.processors import (
+    build_processor,
+    count_special_tokens,
+    is_multimodal,
+    read_processor,
+    sync_config_with_processor,
+)
 from tests.seeing import GEMMA3, IDEFICS3, llava, picture
 
 TEXTS = ["a red cat sits on a mat"] * 4
@@ -34,9 +40,9 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
 def made(values: dict[str, Any], **normal: Any) -> tuple[Any, Any]:
     """(config that fits, processor)."""
     config = read_config(ModelConfig(config=values))
-    tokenizer = train_tokenizer(TEXTS, config.text_config.vocab_size - special_tokens(config))
-    processor = make_processor(config, tokenizer, **normal)
-    fit_config(config, processor)
+    tokenizer = train_tokenizer(TEXTS, config.text_config.vocab_size - count_special_tokens(config))
+    processor = build_processor(config, tokenizer, **normal)
+    sync_config_with_processor(config, processor)
     return config, processor
 
 
@@ -80,7 +86,7 @@ def test_a_config_that_fits_keeps_fitting(name: str, tmp_path: Path) -> None:
             assert getattr(again, f"{token}_id") == tokenizer.convert_tokens_to_ids(getattr(tokenizer, token))
     assert again.get_text_config().pad_token_id == tokenizer.pad_token_id
     assert again.get_text_config().eos_token_id == tokenizer.eos_token_id
-    fit_config(again, processor)
+    sync_config_with_processor(again, processor)
     assert again.to_diff_dict() == config.to_diff_dict()
 
 
@@ -99,7 +105,7 @@ def test_a_mean_and_deviation_are_the_ones_given(values: dict[str, Any]) -> None
 def test_a_tokenizer_keeps_the_tokens_it_has() -> None:
     config, processor = made(IDEFICS3)
     size, ids = len(processor.tokenizer), processor.tokenizer.convert_tokens_to_ids("<image>")
-    again = make_processor(config, processor.tokenizer)
+    again = build_processor(config, processor.tokenizer)
     assert (len(again.tokenizer), again.tokenizer.image_token_id) == (size, ids)
 
 
@@ -114,7 +120,7 @@ def test_a_tokenizer_keeps_the_tokens_it_has() -> None:
 def test_what_cannot_be_made_must_come_from_a_folder(values: dict[str, Any], wanted: str) -> None:
     config = read_config(ModelConfig(config=values))
     with pytest.raises(RecipeError, match=wanted):
-        make_processor(config, train_tokenizer(TEXTS, 300))
+        build_processor(config, train_tokenizer(TEXTS, 300))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +132,7 @@ def test_what_cannot_be_made_must_come_from_a_folder(values: dict[str, Any], wan
     ],
 )  # fmt: skip
 def test_a_model_sees_where_it_has_a_vision_part_and_writes_text(kind: str, wanted: bool) -> None:
-    assert sees(AutoConfig.for_model(kind)) is wanted
+    assert is_multimodal(AutoConfig.for_model(kind)) is wanted
 
 
 def test_a_folder_gives_its_chat_template_and_a_pad_token_to_its_tokenizer(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from transformers.utils import is_torchvision_available
 from dstrain.batch import Batch
 from dstrain.data.encoding.text import train_tokenizer
 from dstrain.data.loading.collate import attention_mask, pad
-from dstrain.data.vision.processor import KINDS, Sight
-from dstrain.models.components import sections
-from dstrain.models.processors import sees
-from dstrain.tasks.common.losses import ask
+from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
+from dstrain.models.components import components_by_id
+from dstrain.models.processors import is_multimodal
+from dstrain.tasks.common.losses import forward_logits
 from tests.seeing import picture
 
 TOKENS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "start": "<|vision_start|>", "end": "<|vision_end|>"}
@@ -60,14 +60,14 @@ def config_for(tokenizer: Any) -> Any:
     )  # fmt: skip
 
 
-def batch_of(sight: Sight) -> tuple[Batch, list[tuple[int, int]]]:
+def batch_of(sight: VisionProcessor) -> tuple[Batch, list[tuple[int, int]]]:
     """A row with two images, one without, and the rows and columns of the images' tokens."""
     images = [picture(1, (24, 16)), picture(2, (16, 32))]
-    around = [f"{TOKENS['start']}{sight.text_of(image.size)}{TOKENS['end']}" for image in images]
+    around = [f"{TOKENS['start']}{sight.get_image_text(image.size)}{TOKENS['end']}" for image in images]
     texts = [f"what is it? {around[0]} a fox {around[1]} a dog", "what?"]
     rows = [sight.tokenizer(text)["input_ids"] for text in texts]
     tensors = {"input_ids": pad(rows, sight.tokenizer.pad_token_id), "attention_mask": attention_mask(rows)}
-    return sight.into(Batch(tensors=tensors, weight=1.0, samples=(0, 1)), images), [(2, 3), (4, 2)]
+    return sight.attach_images(Batch(tensors=tensors, weight=1.0, samples=(0, 1)), images), [(2, 3), (4, 2)]
 
 
 def expected(ids: list[int], grids: list[tuple[int, int]], image: int) -> torch.Tensor:
@@ -85,38 +85,38 @@ def expected(ids: list[int], grids: list[tuple[int, int]], image: int) -> torch.
     return torch.tensor(positions).T
 
 
-def check(sight: Sight) -> None:
+def check(sight: VisionProcessor) -> None:
     torch.manual_seed(0)
     config = config_for(sight.tokenizer)
-    assert sees(config)
+    assert is_multimodal(config)
     model = AutoModelForImageTextToText.from_config(config).eval()
     asked: list[Any] = []
     model.model.language_model.register_forward_pre_hook(
         lambda module, args, kwargs: asked.append(kwargs["position_ids"]), with_kwargs=True
     )
     batch, grids = batch_of(sight)
-    assert set(batch.vision) == {"pixel_values", "image_grid_thw", KINDS}
+    assert set(batch.vision) == {"pixel_values", "image_grid_thw", MM_TOKEN_TYPE_IDS}
     with torch.no_grad():
-        logits = ask(model, batch)
+        logits = forward_logits(model, batch)
     found = asked[0][-3:]  # some versions put the text's own positions in front
     ids = batch.tensors["input_ids"][0].tolist()
     assert torch.equal(found[:, 0], expected(ids, grids, config.image_token_id))
     assert torch.isfinite(logits).all()
-    blank = sight.into(
+    blank = sight.attach_images(
         Batch(tensors={name: rows[1:] for name, rows in batch.tensors.items()}, weight=1.0, samples=(1,)), []
     )
     with torch.no_grad():
-        assert torch.allclose(ask(model, blank)[0, :2], logits[1, :2], atol=1e-5)
-    parts = {sections(model)[id(p)] for p in model.model.visual.merger.parameters()}
+        assert torch.allclose(forward_logits(model, blank)[0, :2], logits[1, :2], atol=1e-5)
+    parts = {components_by_id(model)[id(p)] for p in model.model.visual.merger.parameters()}
     assert parts == {"projector"}
 
 
 def test_positions_follow_the_images() -> None:
-    check(Sight(processor()))
+    check(VisionProcessor(processor()))
 
 
 @pytest.mark.skipif(not is_torchvision_available(), reason="Qwen2.5-VL's own processor needs torchvision")
 def test_its_own_processor_gives_the_same() -> None:
     from transformers import Qwen2VLVideoProcessor
 
-    check(Sight(Qwen2_5_VLProcessor(image_processor(), words(), Qwen2VLVideoProcessor())))
+    check(VisionProcessor(Qwen2_5_VLProcessor(image_processor(), words(), Qwen2VLVideoProcessor())))

@@ -21,13 +21,19 @@ from dstrain.config.schema import LoraConfig, ModelConfig, RunConfig
 from dstrain.errors import RecipeError, TaskError, UsageError
 from dstrain.models.adapters.lora import add_adapters
 from dstrain.models.adapters.merge import merge_adapters
-from dstrain.models.components import sections
-from dstrain.models.load import load_model, read_config, skeleton, switch_on_checkpointing
+from dstrain.models.components import components_by_id
+from dstrain.models.load import build_meta_model, enable_gradient_checkpointing, load_model, read_config
 from dstrain.models.params.freeze import freeze
-from dstrain.models.reward_model import HEAD, ScoredAuto, scored_class
+from dstrain.models.reward_model import SCORE_HEAD_FILE, AutoRewardModel, get_reward_model_class
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.rm import _without_cache
-from dstrain.train.checkpoint.export_checks import check_files, check_reloaded, digests, in_a_folder, tensors_of
+from dstrain.tasks.rm import _no_cache_kwargs
+from dstrain.train.checkpoint.export_checks import (
+    check_exported_files,
+    check_loaded_model,
+    compute_digests,
+    get_export_tensors,
+    get_state_tensors,
+)
 from tests.seeing import GEMMA3, IDEFICS3, TEXT, TOWER, llava
 
 ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
@@ -69,11 +75,11 @@ def loaded(folder: Path, seed: int = 0, **settings: Any) -> Any:
     model = ModelConfig(path=str(folder), **settings)
     config = read_config(model)
     config.num_labels = 1
-    return load_model(ScoredAuto(), model, config, seed)
+    return load_model(AutoRewardModel(), model, config, seed)
 
 
 def same(one: Any, other: Any) -> bool:
-    first, second = tensors_of(one), tensors_of(other)
+    first, second = get_state_tensors(one), get_state_tensors(other)
     return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
 
 
@@ -97,7 +103,7 @@ def test_the_weights_of_a_model_that_writes_are_all_there(name: str, tmp_path: P
     writer = written(name, tmp_path)
     made = loaded(tmp_path, seed=1)
     assert same(made.model, writer.model)
-    assert {key for key in tensors_of(made) if not key.startswith("model.")} == {"score.weight"}
+    assert {key for key in get_state_tensors(made) if not key.startswith("model.")} == {"score.weight"}
     assert made.score.weight.shape == (1, 32)
     assert made.score.weight.any()
     assert type(made).__name__ == type(writer.model).__name__.removesuffix("Model") + "ForSequenceClassification"
@@ -108,22 +114,22 @@ def test_the_weights_of_a_model_that_writes_are_all_there(name: str, tmp_path: P
 
 @pytest.mark.parametrize("name", MADE)
 def test_what_is_saved_is_a_base_model_and_a_head(name: str, tmp_path: Path) -> None:
-    made = load_model(ScoredAuto(), ModelConfig(config={}), config_of(name), 3)
+    made = load_model(AutoRewardModel(), ModelConfig(config={}), config_of(name), 3)
     made.save_pretrained(str(tmp_path), max_shard_size="20KB")
-    check_files(tmp_path, in_a_folder(made))
-    assert load_file(tmp_path / HEAD).keys() == {"score.weight"}
+    check_exported_files(tmp_path, get_export_tensors(made))
+    assert load_file(tmp_path / SCORE_HEAD_FILE).keys() == {"score.weight"}
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert same(AutoModel.from_pretrained(str(tmp_path)), made.model)
     assert same(AutoModelForImageTextToText.from_pretrained(str(tmp_path)).model, made.model)
-    whole = ScoredAuto.from_pretrained(str(tmp_path))
-    check_reloaded(whole, digests(tensors_of(made)))
+    whole = AutoRewardModel.from_pretrained(str(tmp_path))
+    check_loaded_model(whole, compute_digests(get_state_tensors(made)))
     assert same(dstrain.load_reward_model(tmp_path), made)
     assert same(loaded(tmp_path, seed=9), made)
 
 
 @pytest.mark.parametrize("name", ["llava", "idefics3", "gemma3"])
 def test_scores_are_read_at_the_last_token_and_survive_an_export(name: str, tmp_path: Path) -> None:
-    made = load_model(ScoredAuto(), ModelConfig(config={}), config_of(name), 3).eval()
+    made = load_model(AutoRewardModel(), ModelConfig(config={}), config_of(name), 3).eval()
     if name == "gemma3":
         torch.nn.init.normal_(made.model.multi_modal_projector.mm_input_projection_weight)  # drawn as 0
     values = batch(name)
@@ -145,9 +151,9 @@ def test_scores_are_read_at_the_last_token_and_survive_an_export(name: str, tmp_
 def test_checkpointing_changes_no_gradient(name: str) -> None:
     gradients = []
     for switch in (False, True):
-        made = load_model(ScoredAuto(), ModelConfig(config={}), config_of(name), 3).train()
+        made = load_model(AutoRewardModel(), ModelConfig(config={}), config_of(name), 3).train()
         if switch:
-            switch_on_checkpointing(made)
+            enable_gradient_checkpointing(made)
         assert made.is_gradient_checkpointing == switch
         torch.manual_seed(0)
         asked(made, batch(name)).sum().backward()
@@ -158,17 +164,17 @@ def test_checkpointing_changes_no_gradient(name: str) -> None:
 
 
 def test_nothing_is_kept_for_tokens_to_come() -> None:
-    made = load_model(ScoredAuto(), ModelConfig(config={}), config_of("llava"), 3)
+    made = load_model(AutoRewardModel(), ModelConfig(config={}), config_of("llava"), 3)
     made.config.image_token_id = 9
     told: list[Any] = []
     made.model.register_forward_hook(lambda *args: told.append(args[-1].past_key_values))
-    made(**batch("llava"), **_without_cache(made))
+    made(**batch("llava"), **_no_cache_kwargs(made))
     assert told == [None]
     assert made.config.text_config.use_cache, "as the family has it"
 
 
 def test_a_folder_that_lacks_weights_beside_the_head_is_refused(tmp_path: Path) -> None:
-    load_model(ScoredAuto(), ModelConfig(config={}), config_of("llava"), 3).save_pretrained(str(tmp_path))
+    load_model(AutoRewardModel(), ModelConfig(config={}), config_of("llava"), 3).save_pretrained(str(tmp_path))
     file = tmp_path / "model.safetensors"
     kept = {name: value for name, value in load_file(file).items() if "linear_1" not in name}
     save_file(kept, file, metadata={"format": "pt"})
@@ -178,24 +184,24 @@ def test_a_folder_that_lacks_weights_beside_the_head_is_refused(tmp_path: Path) 
 
 def test_a_skeleton_has_the_names_and_the_parts() -> None:
     model = ModelConfig(config={"model_type": "llava", **MODELS["llava"]})
-    bones = skeleton(ScoredAuto(), model, config_of("llava"))
-    made = load_model(ScoredAuto(), model, config_of("llava"), 0)
+    bones = build_meta_model(AutoRewardModel(), model, config_of("llava"))
+    made = load_model(AutoRewardModel(), model, config_of("llava"), 0)
     assert {key: p.shape for key, p in bones.named_parameters()} == {key: p.shape for key, p in made.named_parameters()}
-    known = sections(bones)
+    known = components_by_id(bones)
     assert [key for key, p in bones.named_parameters() if id(p) not in known] == ["score.weight"]
     freeze(bones, ["vision", "language", "projector"])
     assert [key for key, p in bones.named_parameters() if p.requires_grad] == ["score.weight"]
 
 
 def test_weights_from_a_config_depend_on_the_seed_alone() -> None:
-    first, second = (load_model(ScoredAuto(), ModelConfig(config={}), config_of("llava"), 3) for _ in range(2))
+    first, second = (load_model(AutoRewardModel(), ModelConfig(config={}), config_of("llava"), 3) for _ in range(2))
     assert same(first, second)
-    half = load_model(ScoredAuto(), ModelConfig(config={}, dtype="bfloat16"), config_of("llava"), 3)
+    half = load_model(AutoRewardModel(), ModelConfig(config={}, dtype="bfloat16"), config_of("llava"), 3)
     assert torch.equal(half.score.weight, first.score.weight.bfloat16())
 
 
 def test_merged_adapters_are_saved_as_a_base_model_and_a_head(tmp_path: Path) -> None:
-    made = load_model(ScoredAuto(), ModelConfig(config={}), config_of("llava"), 3)
+    made = load_model(AutoRewardModel(), ModelConfig(config={}), config_of("llava"), 3)
     adapted = add_adapters(made, LoraConfig(rank=2, targets=["q_proj", "linear_1"]), ("score",), 0)
     for key, parameter in adapted.named_parameters():
         if "lora_B" in key:
@@ -207,7 +213,7 @@ def test_merged_adapters_are_saved_as_a_base_model_and_a_head(tmp_path: Path) ->
         dstrain.load_reward_model(tmp_path / "adapters")
     merged = merge_adapters(adapted)
     merged.save_pretrained(str(tmp_path / "merged"))
-    check_files(tmp_path / "merged", in_a_folder(merged))
+    check_exported_files(tmp_path / "merged", get_export_tensors(merged))
     again = dstrain.load_reward_model(tmp_path / "merged")
     assert same(again, merged)
     assert torch.allclose(asked(again, values), said, atol=1e-5)
@@ -215,7 +221,7 @@ def test_merged_adapters_are_saved_as_a_base_model_and_a_head(tmp_path: Path) ->
 
 def test_a_reward_model_of_texts_is_loaded_by_the_same_word(tmp_path: Path) -> None:
     config = AutoConfig.for_model("llama", **TEXT, num_labels=1, pad_token_id=0)
-    assert scored_class(config).__name__ == "LlamaForSequenceClassification"
+    assert get_reward_model_class(config).__name__ == "LlamaForSequenceClassification"
     made = AutoModelForSequenceClassification.from_config(config)
     made.save_pretrained(str(tmp_path))
     again = dstrain.load_reward_model(tmp_path)
@@ -290,14 +296,14 @@ def test_folders_without_a_reward_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_head_of_another_size_is_refused(tmp_path: Path) -> None:
-    load_model(ScoredAuto(), ModelConfig(config={}), config_of("llava"), 3).save_pretrained(str(tmp_path))
+    load_model(AutoRewardModel(), ModelConfig(config={}), config_of("llava"), 3).save_pretrained(str(tmp_path))
     config = AutoConfig.from_pretrained(str(tmp_path))
     config.num_labels = 3
     with pytest.raises(RecipeError, match=r"score\.weight': \(1, 32\)\}, and the model's head is \(3, 32\)"):
-        ScoredAuto.from_pretrained(str(tmp_path), config=config)
+        AutoRewardModel.from_pretrained(str(tmp_path), config=config)
 
 
 @pytest.mark.parametrize("kind", ["llama4", "florence2", "blip-2", "kosmos-2", "clip"])
 def test_families_whose_base_model_gives_no_states_are_refused(kind: str) -> None:
     with pytest.raises(RecipeError, match=f"no reward model of the {kind} family, and none can be made"):
-        scored_class(AutoConfig.for_model(kind))
+        get_reward_model_class(AutoConfig.for_model(kind))

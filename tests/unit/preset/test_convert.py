@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dstrain.preset import adopt, read_preset
+from dstrain.preset import convert_preset, read_preset
 from tests.unit.preset.presets import refusal, write, zero
 
 HF_ZERO3 = """{
@@ -50,25 +50,25 @@ def test_the_json_that_would_do_is_not_printed_over_a_misspelt_block(tmp_path: P
 
 
 def test_adopting_a_public_json_gives_one_that_reads_clean(tmp_path: Path) -> None:
-    adopted = adopt(write(tmp_path, HF_ZERO3))
+    adopted = convert_preset(write(tmp_path, HF_ZERO3))
     assert adopted.faults == []
     assert {"optimizer", "scheduler", "gradient_clipping", "train_batch_size", "bf16"}.isdisjoint(adopted.block)
-    assert "auto" not in adopted.json
-    preset = read_preset(str(write(tmp_path, adopted.json)))
+    assert "auto" not in adopted.json_text
+    preset = read_preset(str(write(tmp_path, adopted.json_text)))
     assert (preset.stage, preset.offload_optimizer, preset.offload_param) == (3, "cpu", "cpu")
     assert preset.block["zero_optimization"]["sub_group_size"] == 10**9
     assert preset.precision is None
 
 
 def test_adopting_says_what_went_where(tmp_path: Path) -> None:
-    adopted = adopt(write(tmp_path, HF_ZERO3))
-    assert "optimizer.params.lr 2e-05 -> recipe optim.lr: 2.0e-05" in adopted.lines
-    assert "scheduler.params.warmup_num_steps 100 -> recipe optim.warmup: 100" in adopted.lines
+    adopted = convert_preset(write(tmp_path, HF_ZERO3))
+    assert "optimizer.params.lr 2e-05 -> recipe optim.lr: 2.0e-05" in adopted.messages
+    assert "scheduler.params.warmup_num_steps 100 -> recipe optim.warmup: 100" in adopted.messages
     default = '"auto" at zero_optimization.reduce_bucket_size -> dropped, DeepSpeed\'s default 500000000 holds'
-    assert default in adopted.lines
-    assert '"auto" at bf16.enabled -> dropped, the recipe\'s `precision` says it' in adopted.lines
-    assert adopted.recipe["optim.name"] == "adamw"
-    assert adopted.recipe["optim.lr"] == 2e-5
+    assert default in adopted.messages
+    assert '"auto" at bf16.enabled -> dropped, the recipe\'s `precision` says it' in adopted.messages
+    assert adopted.recipe_values["optim.name"] == "adamw"
+    assert adopted.recipe_values["optim.lr"] == 2e-5
 
 
 def test_adopting_drops_nothing_silently(tmp_path: Path) -> None:
@@ -77,20 +77,20 @@ def test_adopting_drops_nothing_silently(tmp_path: Path) -> None:
         "elasticity": {},
         **zero(2, cpu_offload=True, stage3_max_live_parameters="auto"),
     }
-    adopted = adopt(write(tmp_path, foreign))
+    adopted = convert_preset(write(tmp_path, foreign))
     assert adopted.block == zero(2, offload_optimizer={"device": "cpu"})
-    assert len(adopted.lines) == 4
-    assert any(line.startswith('zero_optimisation {"stage": 2} -> dropped') for line in adopted.lines)
-    assert any("-> zero_optimization.offload_optimizer" in line for line in adopted.lines)
+    assert len(adopted.messages) == 4
+    assert any(line.startswith('zero_optimisation {"stage": 2} -> dropped') for line in adopted.messages)
+    assert any("-> zero_optimization.offload_optimizer" in line for line in adopted.messages)
 
 
 def test_adopting_leaves_decisions_to_people(tmp_path: Path) -> None:
-    adopted = adopt(write(tmp_path, {"gradient_clipping": 1.0, **zero(2, offload_param={"device": "cpu"})}))
-    assert adopted.recipe == {"optim.clip": 1.0}
+    adopted = convert_preset(write(tmp_path, {"gradient_clipping": 1.0, **zero(2, offload_param={"device": "cpu"})}))
+    assert adopted.recipe_values == {"optim.clip": 1.0}
     assert ["needs stage 3" in fault.problem for fault in adopted.faults] == [True]
 
 
 def test_the_oldest_form_of_zero_is_adopted(tmp_path: Path) -> None:
-    adopted = adopt(write(tmp_path, {"zero_optimization": True, "bfloat16": {"enabled": "auto"}}))
+    adopted = convert_preset(write(tmp_path, {"zero_optimization": True, "bfloat16": {"enabled": "auto"}}))
     assert adopted.block == zero(1)
     assert adopted.faults == []

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from dstrain.preset.key_schema import find, table
+from dstrain.preset.key_schema import find_key, load_key_schema
 
 ROOT = Path(__file__).parents[3]
 TOOL = ROOT / "tools" / "make_ds_keys.py"
@@ -22,8 +22,8 @@ def _tool() -> ModuleType:
         installed = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("deepspeed is not installed")
-    if not installed.startswith(f"{table()['deepspeed']}."):
-        pytest.skip(f"the table is of DeepSpeed {table()['deepspeed']}, and {installed} is installed")
+    if not installed.startswith(f"{load_key_schema()['deepspeed']}."):
+        pytest.skip(f"the table is of DeepSpeed {load_key_schema()['deepspeed']}, and {installed} is installed")
     spec = importlib.util.spec_from_file_location("make_ds_keys", TOOL)
     assert spec is not None
     assert spec.loader is not None
@@ -36,10 +36,10 @@ def _tool() -> ModuleType:
 def test_the_committed_table_is_what_deepspeed_accepts() -> None:
     made = json.loads(json.dumps(_tool().make()))
     mend = f"run: python {TOOL.relative_to(ROOT)}"
-    assert made["removed"] == table()["removed"], mend
-    assert sorted(made["keys"]) == sorted(table()["keys"]), mend
+    assert made["removed"] == load_key_schema()["removed"], mend
+    assert sorted(made["keys"]) == sorted(load_key_schema()["keys"]), mend
     for name, key in made["keys"].items():
-        assert key == table()["keys"][name], f"{name}; {mend}"
+        assert key == load_key_schema()["keys"][name], f"{name}; {mend}"
 
 
 @pytest.mark.parametrize(
@@ -61,17 +61,17 @@ def test_the_committed_table_is_what_deepspeed_accepts() -> None:
     ],
 )
 def test_keys_of_every_block_have_their_type(path: str, kind: str) -> None:
-    key = find(tuple(path.split(".")))
+    key = find_key(tuple(path.split(".")))
     assert key is not None
     assert key["type"] == kind
 
 
 def test_old_names_point_to_the_new_ones() -> None:
-    assert find(("bfloat16",))["deprecated"] == "bf16"  # type: ignore[index]
-    assert find(("zero_optimization", "cpu_offload"))["deprecated"] == "offload_optimizer"  # type: ignore[index]
-    assert find(("zero_optimization", "max_live_parameters"))["deprecated"] == "stage3_max_live_parameters"  # type: ignore[index]
+    assert find_key(("bfloat16",))["deprecated"] == "bf16"  # type: ignore[index]
+    assert find_key(("zero_optimization", "cpu_offload"))["deprecated"] == "offload_optimizer"  # type: ignore[index]
+    assert find_key(("zero_optimization", "max_live_parameters"))["deprecated"] == "stage3_max_live_parameters"  # type: ignore[index]
 
 
 def test_an_unknown_path_is_none() -> None:
-    assert find(("zero_optimisation",)) is None
-    assert find(("zero_optimization", "offload_optimizer", "devise")) is None
+    assert find_key(("zero_optimisation",)) is None
+    assert find_key(("zero_optimization", "offload_optimizer", "devise")) is None

@@ -16,8 +16,8 @@ from dstrain.errors import PresetError
 from dstrain.preset import (
     Device,
     RunSettings,
-    complete,
-    describe,
+    complete_preset,
+    describe_preset,
     preset_names,
     read_preset,
     resolve_precision,
@@ -82,7 +82,7 @@ def test_a_path_without_a_file_is_refused() -> None:
 
 @pytest.mark.parametrize("name", preset_names())
 def test_every_key_of_a_shipped_preset_is_documented(name: str) -> None:
-    text = describe(name)
+    text = describe_preset(name)
     assert text.startswith(f"{name}: ")
     assert "see DeepSpeed's documentation" not in text
     assert json.dumps(read_preset(name).block, indent=2) in text
@@ -137,7 +137,7 @@ def test_bf16_is_refused_on_a_device_without_it() -> None:
 def test_completing_says_everything_and_changes_no_preset() -> None:
     preset = read_preset("zero3_nvme")
     before = copy.deepcopy(preset.block)
-    full = complete(preset, settings=RunSettings(**{**SETTINGS, "clip": 0.0, "world_size": 8}))
+    full = complete_preset(preset, settings=RunSettings(**{**SETTINGS, "clip": 0.0, "world_size": 8}))
     assert preset.block == before
     assert full["train_batch_size"] == 2 * 4 * 8
     assert (full["train_micro_batch_size_per_gpu"], full["gradient_accumulation_steps"]) == (2, 4)
@@ -158,7 +158,7 @@ def test_completing_keeps_what_the_json_says(tmp_path: Path) -> None:
         **_zero(3, offload_param={"device": "nvme", "nvme_path": "/fast"}),
     }
     preset = read_preset(str(_write(tmp_path, block)))
-    full = complete(preset, settings=RunSettings(**{**SETTINGS, "precision": "fp16"}))
+    full = complete_preset(preset, settings=RunSettings(**{**SETTINGS, "precision": "fp16"}))
     assert full["fp16"] == {"enabled": True, "loss_scale": 128}
     assert repr(full["aio"]["block_size"]) == "1000000"
     assert full["wall_clock_breakdown"] is True
@@ -175,20 +175,20 @@ def test_completing_keeps_what_the_json_says(tmp_path: Path) -> None:
 )
 def test_a_run_that_cannot_be_had_is_refused(name: str, change: dict[str, Any], words: str) -> None:
     with pytest.raises(PresetError, match=words):
-        complete(read_preset(name), settings=RunSettings(**{**SETTINGS, **change}))
+        complete_preset(read_preset(name), settings=RunSettings(**{**SETTINGS, **change}))
 
 
 def test_stage_0_cannot_sum_in_another_precision(tmp_path: Path) -> None:
     preset = read_preset(str(_write(tmp_path, {"data_types": {"grad_accum_dtype": "fp32"}})))
     with pytest.raises(PresetError, match="stage 0 cannot sum gradients in fp32 while it trains in bf16"):
-        complete(preset, settings=RunSettings(**SETTINGS))
-    complete(preset, settings=RunSettings(**{**SETTINGS, "precision": "fp32"}))
+        complete_preset(preset, settings=RunSettings(**SETTINGS))
+    complete_preset(preset, settings=RunSettings(**{**SETTINGS, "precision": "fp32"}))
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_bf16_micro_batches_are_summed_in_fp32(name: str) -> None:
     """But at stage 0, where DeepSpeed cannot. At stage 1 it would cast the sum to bf16 again, to send it."""
-    made = complete(read_preset(name), settings=RunSettings(**SETTINGS))
+    made = complete_preset(read_preset(name), settings=RunSettings(**SETTINGS))
     assert made.get("data_types", {}).get("grad_accum_dtype") == (None if name == "zero0" else "fp32")
     assert made.get("communication_data_type") == ("fp32" if name == "zero1" else None)
 
@@ -196,7 +196,7 @@ def test_bf16_micro_batches_are_summed_in_fp32(name: str) -> None:
 @pytest.mark.parametrize("change", [{"accumulate": 1}, {"precision": "fp32"}, {"whole_matrices": True}])
 def test_what_needs_no_sum_in_fp32_gets_none(change: dict[str, Any]) -> None:
     """One micro-batch, another precision; Muon, which would take another step at stage 2."""
-    assert "data_types" not in complete(read_preset("zero2"), settings=RunSettings(**{**SETTINGS, **change}))
+    assert "data_types" not in complete_preset(read_preset("zero2"), settings=RunSettings(**{**SETTINGS, **change}))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_what_needs_no_sum_in_fp32_gets_none(change: dict[str, Any]) -> None:
 )
 def test_a_presets_own_word_on_sums_holds(tmp_path: Path, given: dict[str, Any]) -> None:
     preset = read_preset(str(_write(tmp_path, _zero(1) | given)))
-    made = complete(preset, settings=RunSettings(**SETTINGS))
+    made = complete_preset(preset, settings=RunSettings(**SETTINGS))
     for key, value in given.items():
         assert made[key] == (made[key] | value if isinstance(value, dict) else value)
     assert (made.get("data_types", {}).get("grad_accum_dtype") == "fp32") == ("communication_data_type" in given)
@@ -217,9 +217,9 @@ def test_a_presets_own_word_on_sums_holds(tmp_path: Path, given: dict[str, Any])
 
 def test_partial_offloading_needs_deepspeeds_own_adam(tmp_path: Path) -> None:
     preset = read_preset(str(_write(tmp_path, _zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}))))
-    complete(preset, settings=RunSettings(**SETTINGS))
+    complete_preset(preset, settings=RunSettings(**SETTINGS))
     with pytest.raises(PresetError, match=r"offload_optimizer\.ratio: DeepSpeed takes this only with its own CPU Adam"):
-        complete(preset, settings=RunSettings(**SETTINGS, foreign_optimizer=True))
+        complete_preset(preset, settings=RunSettings(**SETTINGS, uses_custom_optimizer=True))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -232,7 +232,9 @@ def test_deepspeed_accepts_every_completed_preset(precision: Any) -> None:
     for name in preset_names():
         if precision == "fp16" and name == "zero0":
             continue
-        full = complete(read_preset(name), settings=RunSettings(**{**SETTINGS, "precision": precision, "clip": 0.0}))
+        full = complete_preset(
+            read_preset(name), settings=RunSettings(**{**SETTINGS, "precision": precision, "clip": 0.0})
+        )
         config = DeepSpeedConfig(full)
         assert config.zero_optimization_stage == read_preset(name).stage
         assert (config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (2, 4)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dstrain.errors import PresetError
-from dstrain.preset import adopt, read_preset
+from dstrain.preset import convert_preset, read_preset
 from tests.unit.preset.presets import refusal, write, zero
 
 
@@ -234,8 +234,8 @@ def test_what_has_no_effect_may_stand_at_its_default(tmp_path: Path) -> None:
         **zero(2, memory_efficient_linear=True),
     }
     assert read_preset(str(write(tmp_path, idle))).block == idle
-    adopted = adopt(
+    adopted = convert_preset(
         write(tmp_path, {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}})
     )
     assert adopted.block == {"activation_checkpointing": {"cpu_checkpointing": True}}
-    assert "partition_activations true -> dropped, the key has no effect" in adopted.lines[0]
+    assert "partition_activations true -> dropped, the key has no effect" in adopted.messages[0]

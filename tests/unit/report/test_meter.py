@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dstrain.batch import StepResult
-from dstrain.distributed.world import SoloWorld
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.report.meter import Meter
 from tests.unit.distributed.thread_world import on_ranks
 
@@ -51,13 +51,13 @@ def test_a_metric_that_one_rank_never_saw_is_the_mean_of_the_others() -> None:
 
 
 def test_nothing_is_divided_by_a_zero_weight() -> None:
-    meter = Meter(SoloWorld())
+    meter = Meter(SingleProcessWorld())
     meter.add(step(0.0, 0.0, metrics={"accuracy": metric(0.0, 0.0)}))
     assert not {"loss", "accuracy"} & set(meter.drain())
 
 
 def test_small_sums_do_not_drown_in_a_large_one() -> None:
-    meter = Meter(SoloWorld())
+    meter = Meter(SingleProcessWorld())
     meter.add(step(2.0**24, 1.0))
     for _ in range(100):
         meter.add(step(1.0, 0.0))
@@ -71,7 +71,7 @@ def test_rates_count_all_ranks_and_leave_pauses_out() -> None:
         for _ in range(4):
             meter.add(step(1.0, 1.0, samples=3, tokens=50))
             clock.now += 0.5
-        with meter.paused():
+        with meter.pause():
             clock.now += 1000
         return meter.drain(data_wait_seconds=0.2 + 0.2 * world.rank)
 
@@ -83,7 +83,7 @@ def test_rates_count_all_ranks_and_leave_pauses_out() -> None:
 
 
 def test_the_last_gradient_norm_and_the_skipped_steps_are_told() -> None:
-    meter = Meter(SoloWorld())
+    meter = Meter(SingleProcessWorld())
     for norm, applied in [(1.0, True), (float("inf"), False), (3.0, True)]:
         meter.add(step(1.0, 1.0, grad_norm=norm, applied=applied))
     row = meter.drain()
@@ -93,7 +93,7 @@ def test_the_last_gradient_norm_and_the_skipped_steps_are_told() -> None:
 
 
 def test_draining_starts_anew_and_an_empty_meter_says_nothing() -> None:
-    meter = Meter(SoloWorld())
+    meter = Meter(SingleProcessWorld())
     meter.add(step(5.0, 1.0))
     meter.drain()
     assert meter.drain() == {}
@@ -102,7 +102,7 @@ def test_draining_starts_anew_and_an_empty_meter_says_nothing() -> None:
 
 
 def test_adding_keeps_no_graph() -> None:
-    meter = Meter(SoloWorld())
+    meter = Meter(SingleProcessWorld())
     loss = torch.ones((), requires_grad=True) * 2
     meter.add(StepResult(loss=loss, weight=1.0, metrics={"x": (loss, loss)}))
     assert meter.drain()["x"] == 1.0
@@ -113,7 +113,7 @@ def test_weights_that_the_host_knows_stay_there_and_mean_the_same(monkeypatch: p
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda values: (copies.append(len(values)), tolist(values))[1])
     for on_device in (True, False):
-        meter = Meter(SoloWorld(), Clock())
+        meter = Meter(SingleProcessWorld(), Clock())
         for total, weight in ((0.1, 3.0), (2e7, 2.0**24), (0.7, 1.0)):
             seen = torch.tensor(total), torch.tensor(weight) if on_device else weight
             meter.add(step(total, weight, metrics={"accuracy": seen, "exact": metric(total, 7.0)}))

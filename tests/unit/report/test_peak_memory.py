@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dstrain.distributed.world import SoloWorld
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.report import memory as module
-from dstrain.report.memory import gpu_utilization, host_memory_gib, memory
+from dstrain.report.memory import gpu_utilization, host_memory_gib, memory_metrics
 
 
-class Ranks(SoloWorld):
+class Ranks(SingleProcessWorld):
     def gather(self, value: object) -> list[object]:
         return [(1.5, 2.0, None), (3.5, 1.0, 40.0), (0.5, 1.0, 80.0)]
 
 
 def test_on_a_cpu_only_host_memory_is_told() -> None:
-    assert list(memory(SoloWorld())) == ["host_memory_gib"]
+    assert list(memory_metrics(SingleProcessWorld())) == ["host_memory_gib"]
     assert 0.001 < host_memory_gib() < 1000
 
 
 def test_peaks_are_of_the_rank_with_most_and_utilization_is_the_mean_of_who_tells() -> None:
-    assert memory(Ranks()) == {"peak_memory_gib": 3.5, "host_memory_gib": 2.0, "gpu_utilization": 60.0}
+    assert memory_metrics(Ranks()) == {"peak_memory_gib": 3.5, "host_memory_gib": 2.0, "gpu_utilization": 60.0}
 
 
 @pytest.mark.parametrize(

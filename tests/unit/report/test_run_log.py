@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dstrain.errors import RunError
-from dstrain.report.run_log import Journal, read_rows
+from dstrain.report.run_log import RunLog, read_rows
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -23,8 +23,8 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_row_is_ordered_as_promised(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.write(
+    journal = RunLog(tmp_path)
+    journal.log_metrics(
         {"step_seconds": 1.0, "margin": 2.0, "lr": 0.1, "accuracy": 0.5, "loss": 1.0, "split": "train", "step": 1}
     )
     [row] = rows(tmp_path / "metrics.jsonl")
@@ -33,15 +33,15 @@ def test_a_row_is_ordered_as_promised(tmp_path: Path) -> None:
 
 
 def test_a_row_can_be_read_before_the_journal_is_closed(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.write({"step": 1})
+    journal = RunLog(tmp_path)
+    journal.log_metrics({"step": 1})
     assert rows(tmp_path / "metrics.jsonl")[0]["step"] == 1
 
 
 def test_what_is_not_finite_is_null_at_any_depth(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.write({"step": 1, "loss": float("nan"), "grad_norm": float("-inf")})
-    journal.event("warning", values=[1.0, {"x": float("inf")}])
+    journal = RunLog(tmp_path)
+    journal.log_metrics({"step": 1, "loss": float("nan"), "grad_norm": float("-inf")})
+    journal.log_event("warning", values=[1.0, {"x": float("inf")}])
     assert rows(tmp_path / "metrics.jsonl")[0] | {"time": ""} == {
         "time": "",
         "step": 1,
@@ -55,58 +55,58 @@ def test_what_is_not_finite_is_null_at_any_depth(tmp_path: Path) -> None:
 def test_a_line_torn_by_a_kill_is_cut_off_on_opening(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn)
-    Journal(tmp_path).write({"step": 3})
+    RunLog(tmp_path).log_metrics({"step": 3})
     assert [row["step"] for row in rows(path)] == [1, 2, 3]
 
 
 def test_a_file_of_nothing_but_a_torn_line_begins_anew(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_bytes(b'{"event": "st')
-    Journal(tmp_path).event("start")
+    RunLog(tmp_path).log_event("start")
     assert [row["event"] for row in rows(tmp_path / "events.jsonl")] == ["start"]
 
 
 def test_cutting_back_drops_later_rows_and_no_events(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = RunLog(tmp_path)
     for step in range(1, 6):
-        journal.write({"step": step})
-        journal.event("saved", step=step)
-    assert journal.cut_back(3) == 2
-    journal.write({"step": 4})
+        journal.log_metrics({"step": step})
+        journal.log_event("saved", step=step)
+    assert journal.truncate_after(3) == 2
+    journal.log_metrics({"step": 4})
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     assert len(rows(tmp_path / "events.jsonl")) == 5
     assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "run", rank=1)
-    journal.write({"step": 1})
-    journal.event("start")
-    assert journal.cut_back(0) == 0
+    journal = RunLog(tmp_path / "run", rank=1)
+    journal.log_metrics({"step": 1})
+    journal.log_event("start")
+    assert journal.truncate_after(0) == 0
     journal.close()
     assert not (tmp_path / "run").exists()
 
 
 def test_a_file_name_that_is_not_utf8_can_be_told(tmp_path: Path) -> None:
     name = b"caf\xe9 \xc3\xa9".decode("utf-8", "surrogateescape")
-    Journal(tmp_path).event("skipped", file=name)
+    RunLog(tmp_path).log_event("skipped", file=name)
     assert rows(tmp_path / "events.jsonl")[0]["file"] == name
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
-    journal = Journal(tmp_path)
+    journal = RunLog(tmp_path)
     full = pytest.raises(RunError, match=r"cannot write .*metrics.jsonl: No space left")
     with Path("/dev/full").open("ab", buffering=0) as journal._metrics._file, full:
-        journal.write({"step": 1})
+        journal.log_metrics({"step": 1})
 
 
 def test_a_full_disk_is_named_where_rows_are_cut_back_and_no_row_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = Journal(tmp_path, 0)
+    journal = RunLog(tmp_path, 0)
     for step in (1, 2):
-        journal.write({"step": step})
+        journal.log_metrics({"step": step})
     before = (tmp_path / "metrics.jsonl").read_bytes()
 
     def full(descriptor: int) -> None:
@@ -114,7 +114,7 @@ def test_a_full_disk_is_named_where_rows_are_cut_back_and_no_row_is_lost(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(RunError, match=r"cannot write .*metrics\.tmp: No space left on device; make room"):
-        journal.cut_back(1)
+        journal.truncate_after(1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     assert not (tmp_path / "metrics.tmp").exists()
 
@@ -125,28 +125,28 @@ def test_a_folder_in_the_place_of_a_file_is_told(tmp_path: Path, name: str) -> N
     with pytest.raises(
         RunError, match=rf"cannot read .*/{name}: Is a directory; it must be a file that can be written"
     ):
-        Journal(tmp_path)
+        RunLog(tmp_path)
 
 
 def test_a_disk_that_fails_at_fsync_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(tmp_path)
+    journal = RunLog(tmp_path)
 
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(RunError, match=r"cannot write .*/events\.jsonl: Input/output error; the disk or the network"):
-        journal.event("saved")
+        journal.log_event("saved")
 
 
 def test_a_row_that_a_changed_byte_broke_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": \xff}\n{"step": 2}\n{"step": 3}\n')
-    journal = Journal(tmp_path)
-    assert journal.cut_back(2) == 2
+    journal = RunLog(tmp_path)
+    assert journal.truncate_after(2) == 2
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2]
     [event] = rows(tmp_path / "events.jsonl")
     assert (event["event"], event["file"], event["lines"], event["count"]) == ("rows_damaged", "metrics.jsonl", [2], 1)
-    assert journal.cut_back(2) == 0
+    assert journal.truncate_after(2) == 0
     assert len(rows(tmp_path / "events.jsonl")) == 1
 
 
@@ -156,8 +156,8 @@ def test_a_row_that_a_changed_byte_broke_is_named(tmp_path: Path) -> None:
 def test_a_row_that_cannot_be_read_is_dropped_and_named(row: str, tmp_path: Path) -> None:
     text = '{"step": 1}\n' + row + '\n{"step": 2}\n{"step": 9}\n'
     (tmp_path / "metrics.jsonl").write_bytes(text.encode(errors="surrogateescape"))
-    journal = Journal(tmp_path)
-    assert journal.cut_back(2) == 2
+    journal = RunLog(tmp_path)
+    assert journal.truncate_after(2) == 2
     journal.close()
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
     assert [(row["event"], row["lines"]) for row in read_rows(tmp_path / "events.jsonl")] == [("rows_damaged", [2])]

@@ -16,8 +16,8 @@ import pytest
 
 import dstrain
 from dstrain.errors import UsageError
-from dstrain.report.run_log import Journal
-from dstrain.report.sinks import Console, Jsonl, TensorBoard, as_line, check_tensorboard
+from dstrain.report.run_log import RunLog
+from dstrain.report.sinks import ConsoleSink, RunLogSink, TensorBoardSink, check_tensorboard, format_row
 
 ROW = {
     "step": 120,
@@ -37,22 +37,22 @@ ROW = {
 
 def test_a_row_is_one_plain_line() -> None:
     line = "step 120/1000  loss 0.6931  accuracy 0.512  lr 9.9e-06  grad 1.23  1234 tokens/s  0.41 s/step"
-    assert as_line(ROW, 1000) == line
-    assert as_line({"step": 5, "split": "eval", "loss": None}, 10) == "eval at step 5/10  loss None"
+    assert format_row(ROW, 1000) == line
+    assert format_row({"step": 5, "split": "eval", "loss": None}, 10) == "eval at step 5/10  loss None"
 
 
 def test_without_a_terminal_each_row_is_printed() -> None:
     stream = io.StringIO()
-    console = Console(1000, stream)
+    console = ConsoleSink(1000, stream)
     console.write(ROW)
     console.close()
-    assert stream.getvalue() == as_line(ROW, 1000) + "\n"
+    assert stream.getvalue() == format_row(ROW, 1000) + "\n"
 
 
 def test_on_a_terminal_a_bar_shows_the_step_and_evaluations_stay() -> None:
     master, slave = pty.openpty()
     with os.fdopen(slave, "w") as stream:
-        console = Console(1000, stream)
+        console = ConsoleSink(1000, stream)
         console.write(ROW)
         console.write({"step": 120, "split": "eval", "loss": 0.5})
         console.close()
@@ -68,13 +68,13 @@ def test_on_a_terminal_a_bar_shows_the_step_and_evaluations_stay() -> None:
 def test_a_terminal_that_was_closed_does_not_stop_the_run() -> None:
     master, slave = pty.openpty()
     with os.fdopen(slave, "w") as stream:
-        console = Console(1000, stream)
+        console = ConsoleSink(1000, stream)
         console.write(ROW)
         os.close(master)
         for _ in range(3):
             console.write(ROW)
         console.close()
-        assert console._quiet, "it noticed, and nothing was raised"
+        assert console._is_silent, "it noticed, and nothing was raised"
 
 
 class Dead(io.StringIO):
@@ -90,7 +90,7 @@ class Dead(io.StringIO):
 @pytest.mark.parametrize("error", [errno.EPIPE, errno.EIO, errno.ENOSPC])
 def test_a_dead_stream_makes_the_console_quiet(error: int) -> None:
     stream = Dead(error)
-    console = Console(1000, stream)
+    console = ConsoleSink(1000, stream)
     console.write(ROW)
     console.write(ROW)
     console.close()
@@ -99,10 +99,10 @@ def test_a_dead_stream_makes_the_console_quiet(error: int) -> None:
 
 def test_a_closed_stream_makes_the_console_quiet() -> None:
     stream = io.StringIO()
-    console = Console(1000, stream)
+    console = ConsoleSink(1000, stream)
     stream.close()
     console.write(ROW)
-    assert console._quiet
+    assert console._is_silent
 
 
 def test_a_reader_that_leaves_does_not_change_the_exit_code() -> None:
@@ -116,18 +116,18 @@ def test_a_reader_that_leaves_does_not_change_the_exit_code() -> None:
 
 
 def test_jsonl_writes_to_the_journal_and_leaves_it_open_for_events(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    sink = Jsonl(journal)
+    journal = RunLog(tmp_path)
+    sink = RunLogSink(journal)
     sink.write(ROW)
     sink.close()
-    journal.event("finished")
+    journal.log_event("finished")
     assert '"step": 120' in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_tensorboard_holds_the_numbers_and_a_resume_purges_what_comes_again(tmp_path: Path) -> None:
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for resumed_at in (0, 1):
-        sink = TensorBoard(tmp_path, resumed_at)
+        sink = TensorBoardSink(tmp_path, resumed_at)
         for step in range(resumed_at + 1, 4):
             sink.write({"time": "now", "step": step, "split": "train", "loss": step + 10.0 * resumed_at, "x": None})
         sink.close()

@@ -15,7 +15,7 @@ import pytest
 from dstrain.config.schema import WandbConfig
 from dstrain.errors import UsageError
 from dstrain.report import wandb as sink
-from dstrain.report.wandb import WeightsAndBiases, allowed_mode, check_wandb, run_id
+from dstrain.report.wandb import WandbSink, check_wandb, get_run_id, resolve_mode
 from tests.unit.report.wandb_files import files, only, records, rows, values
 from tests.unit.report.wandb_server import Server
 
@@ -75,21 +75,21 @@ def taken(path: Path) -> list[tuple[float, float | None, float | None]]:
 def test_the_environment_lowers_the_mode_and_never_raises_it(
     wanted: str, environment: dict[str, str], mode: str
 ) -> None:
-    assert allowed_mode(wanted, environment) == mode
+    assert resolve_mode(wanted, environment) == mode
 
 
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(UsageError, match="WANDB_MODE=sometimes: is no mode; set it to online, offline or disabled"):
-        allowed_mode("online", {"WANDB_MODE": "sometimes"})
+        resolve_mode("online", {"WANDB_MODE": "sometimes"})
 
 
 def test_a_run_folder_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = run_id(tmp_path / "a")
-    assert run_id(tmp_path / "a") == first != run_id(tmp_path / "b")
+    first = get_run_id(tmp_path / "a")
+    assert get_run_id(tmp_path / "a") == first != get_run_id(tmp_path / "b")
     monkeypatch.setenv("WANDB_RUN_ID", "chosen")
-    assert (run_id(tmp_path / "a"), run_id(tmp_path / "c")) == (first, "chosen")
+    assert (get_run_id(tmp_path / "a"), get_run_id(tmp_path / "c")) == (first, "chosen")
     (tmp_path / "b" / "wandb" / "id").write_text("")  # a crash while it was written
-    assert run_id(tmp_path / "b") == "chosen"
+    assert get_run_id(tmp_path / "b") == "chosen"
 
 
 def test_a_missing_wandb_is_refused_with_its_mend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,18 +122,18 @@ def test_offline_files_hold_the_rows_the_recipe_and_how_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    tracker = WeightsAndBiases(OFFLINE, tmp_path / "run", RECIPE)
-    assert tracker.about["mode"] == "offline"
+    tracker = WandbSink(OFFLINE, tmp_path / "run", RECIPE)
+    assert tracker.event_fields["mode"] == "offline"
     for step in (1, 2):
         tracker.write(row(step, loss=1 / step))
     tracker.write(row(2, loss=0.25, split="eval"))
     tracker.close(75)
     (path,) = files(tmp_path / "run")
-    assert str(path).startswith(tracker.about.get("folder", str(tmp_path)))
+    assert str(path).startswith(tracker.event_fields.get("folder", str(tmp_path)))
     assert taken(path) == [(1, 1.0, None), (2, 0.5, None), (2, None, 0.25)]
     assert all("train/word" not in row and "train/none" not in row for row in rows(path))
     run = only(path, "run")
-    assert (run.run_id, run.project, run.display_name) == (run_id(tmp_path / "run"), "p", "run")
+    assert (run.run_id, run.project, run.display_name) == (get_run_id(tmp_path / "run"), "p", "run")
     assert RECIPE.items() <= values(run.config.update).items()
     assert only(path, "exit").exit_code == 75
     only(path, "preempting")
@@ -146,10 +146,10 @@ def test_offline_files_hold_the_rows_the_recipe_and_how_it_ended(
 def test_a_disabled_tracker_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_DISABLED", "true")
     check_wandb(ONLINE)
-    tracker = WeightsAndBiases(ONLINE, tmp_path / "run", RECIPE)
+    tracker = WandbSink(ONLINE, tmp_path / "run", RECIPE)
     tracker.write(row(1))
     tracker.close()
-    assert tracker.about == {"mode": "off"}
+    assert tracker.event_fields == {"mode": "off"}
     assert not (tmp_path / "run").exists()
 
 
@@ -158,12 +158,12 @@ def test_a_resumed_run_goes_on_under_its_id_and_rows_written_again_are_not_dropp
 ) -> None:
     check_wandb(ONLINE)
     for steps, code in (((1, 2, 3), 1), ((2, 3, 4), 0)):  # the second start begins at the checkpoint of step 1
-        tracker = WeightsAndBiases(ONLINE, tmp_path / "run", RECIPE)
-        assert tracker.about["url"].startswith(server.url)
+        tracker = WandbSink(ONLINE, tmp_path / "run", RECIPE)
+        assert tracker.event_fields["url"].startswith(server.url)
         for step in steps:
             tracker.write(row(step))
         tracker.close(code)
-    name = run_id(tmp_path / "run")
+    name = get_run_id(tmp_path / "run")
     assert list(server.runs) == [name]
     assert [server.runs[name][index]["step"] for index in range(6)] == [1, 2, 3, 2, 3, 4]
     assert server.exit_codes[name] == [1, 0]
@@ -187,7 +187,7 @@ def test_wandbs_error_is_one_line_without_passwords(
         raise RuntimeError("no answer\nwhile retrying http://me:pass-word@proxy:1")
 
     monkeypatch.setattr(sink, "_init", fail)
-    WeightsAndBiases(OFFLINE, tmp_path / "run", RECIPE).close()
+    WandbSink(OFFLINE, tmp_path / "run", RECIPE).close()
     assert caplog.messages == [
         "Weights & Biases (offline) did not start: no answer while retrying http://me:...@proxy:1; "
         "this run goes on without it"
@@ -200,7 +200,7 @@ def test_a_server_that_does_not_answer_leaves_the_rows_in_files(
     monkeypatch.setattr(sink, "INIT_SECONDS", 2.0)
     server.silent = True
     start = time.monotonic()
-    tracker = WeightsAndBiases(ONLINE, tmp_path / "run", RECIPE)
+    tracker = WandbSink(ONLINE, tmp_path / "run", RECIPE)
     assert time.monotonic() - start < 12
     tracker.write(row(1))
     tracker.close()
@@ -214,7 +214,7 @@ def test_a_server_that_goes_away_does_not_hold_up_the_end(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sink, "FINISH_SECONDS", 2.0)
-    tracker = WeightsAndBiases(ONLINE, tmp_path / "run", RECIPE)
+    tracker = WandbSink(ONLINE, tmp_path / "run", RECIPE)
     server.silent = True
     start = time.monotonic()
     tracker.write(row(1))
@@ -226,7 +226,7 @@ def test_a_server_that_goes_away_does_not_hold_up_the_end(
 
 
 def test_the_death_of_its_service_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tracker = WeightsAndBiases(OFFLINE, tmp_path / "run", RECIPE)
+    tracker = WandbSink(OFFLINE, tmp_path / "run", RECIPE)
     for service in services():
         service.kill()
         service.wait()
@@ -241,7 +241,7 @@ def test_a_service_that_hangs_is_killed_at_the_end(
 ) -> None:
     monkeypatch.setattr(sink, "FINISH_SECONDS", 1.0)
     monkeypatch.setattr(sink, "GRACE_SECONDS", 1.0)
-    tracker = WeightsAndBiases(OFFLINE, tmp_path / "run", RECIPE)
+    tracker = WandbSink(OFFLINE, tmp_path / "run", RECIPE)
     for service in services():
         service.send_signal(signal.SIGSTOP)
     tracker.write(row(1))

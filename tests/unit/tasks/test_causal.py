@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from dstrain.batch import Batch
-from dstrain.tasks.common.losses import ask, behind_prompts
+from dstrain.tasks.common.losses import forward_logits, prefix_token_types
 from tests.seeing import TEXT, TOWER, picture
 from tests.unit.data.vision.test_processor import FAMILIES, made
 
@@ -33,10 +33,10 @@ def of_paligemma() -> tuple[Any, Batch]:
 def of_family(name: str) -> tuple[Any, Batch]:
     config, sight = made(name)
     image = picture(1)
-    row = sight.tokenizer(f"{sight.text_of(image.size)} what is it? a fox and a dog")["input_ids"]
+    row = sight.tokenizer(f"{sight.get_image_text(image.size)} what is it? a fox and a dog")["input_ids"]
     tensors = {"input_ids": torch.tensor([row]), "attention_mask": torch.ones(1, len(row), dtype=torch.long)}
     learnt = torch.tensor([[0] * (len(row) - 5) + [1] * 5])
-    return config, sight.into(Batch(tensors={**tensors, "learnt": learnt}, weight=1.0, samples=()), [image])
+    return config, sight.attach_images(Batch(tensors={**tensors, "learnt": learnt}, weight=1.0, samples=()), [image])
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -54,15 +54,15 @@ def test_no_answer_sees_itself(name: str, training: bool) -> None:
         other[0, at] = 16 + (other[0, at] == 16)
         changed = replace(batch, tensors={**batch.tensors, "input_ids": other})
         with torch.no_grad():
-            before, after = ask(model, batch)[0], ask(model, changed)[0]
+            before, after = forward_logits(model, batch)[0], forward_logits(model, changed)[0]
         assert torch.allclose(before[first - 1 : at], after[first - 1 : at], atol=1e-6), f"token {at} is seen before it"
         assert not torch.allclose(before[at], after[at], atol=1e-6), "it is seen from its own place on"
 
 
 def test_prompts_end_where_the_first_learnt_token_stands() -> None:
     _, batch = of_paligemma()
-    assert behind_prompts(batch).tolist() == [[0] * 6 + [1] * 4]
+    assert prefix_token_types(batch).tolist() == [[0] * 6 + [1] * 4]
     blank = replace(batch, tensors={**batch.tensors, "input_ids": torch.zeros(2, 10, dtype=torch.long)}, blank_rows=1)
-    assert behind_prompts(blank)[1].tolist() == [0] * 10
+    assert prefix_token_types(blank)[1].tolist() == [0] * 10
     asked = {name: value for name, value in batch.tensors.items() if name != "learnt"}
-    assert not behind_prompts(replace(batch, tensors=asked)).any(), "a prompt, and a reward model's text"
+    assert not prefix_token_types(replace(batch, tensors=asked)).any(), "a prompt, and a reward model's text"

@@ -15,14 +15,14 @@ import dstrain.tasks.common.text
 import dstrain.train.precompute_reference
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
-from dstrain.distributed.world import SoloWorld
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError, TaskError
-from dstrain.models.heads.chunked_lm_head import CHUNK_BYTES
+from dstrain.models.heads.chunked_lm_head import MAX_CHUNK_BYTES
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common import losses
-from dstrain.tasks.dpo import PreferenceOptimization
-from dstrain.train.build_model import build_objective
-from dstrain.train.precompute_reference import Asking, add_references, reference_key
+from dstrain.tasks.dpo import DPO
+from dstrain.train.build_model import build_train_module
+from dstrain.train.precompute_reference import ReferenceJob, add_reference_outputs, build_cache_key
 from tests.seeing import named_recipe
 
 
@@ -73,12 +73,12 @@ def test_simpo_asks_for_a_margin() -> None:
 
 def test_the_odds_ratio_is_orpos() -> None:
     chosen, rejected = torch.tensor([0.8]).double().log(), torch.tensor([0.5]).double().log()
-    assert losses.odds_ratio(chosen, rejected).item() == pytest.approx(-math.log(sigmoid(math.log((0.8 / 0.2) / 1.0))))
+    assert losses.orpo(chosen, rejected).item() == pytest.approx(-math.log(sigmoid(math.log((0.8 / 0.2) / 1.0))))
 
 
 def test_odds_are_finite_where_an_answer_is_nearly_sure() -> None:
     means = torch.tensor([-1e-9, -1e-30, 0.0], requires_grad=True)
-    loss = losses.odds_ratio(means, torch.full((3,), -2.0)).sum()
+    loss = losses.orpo(means, torch.full((3,), -2.0)).sum()
     loss.backward()
     assert loss.isfinite()
     assert means.grad is not None
@@ -90,7 +90,7 @@ def test_log_probs_are_those_of_the_softmax_in_whatever_pieces(count: int, monke
     logits = torch.randn(2, 5, 11, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(11, (2, 5))
     wanted = logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
-    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * 11 * count)
+    monkeypatch.setitem(MAX_CHUNK_BYTES, "cpu", 4 * 11 * count)
     found, _ = losses.score_tokens(logits, targets, torch.ones_like(targets))
     torch.testing.assert_close(found, wanted)
     grads = [torch.autograd.grad((value * torch.arange(5)).sum(), logits)[0] for value in (found, wanted)]
@@ -98,22 +98,22 @@ def test_log_probs_are_those_of_the_softmax_in_whatever_pieces(count: int, monke
 
 
 def made(folder: Path, options: dict[str, Any] | None = None, **more: Any) -> Task:
-    recipe = PreferenceOptimization.tiny(folder) | {"options": options or {}}
+    recipe = DPO.tiny(folder) | {"options": options or {}}
     recipe["model"] = recipe["model"] | more
     return make_task(RunConfig.model_validate(recipe))
 
 
-def asking(task: Task, **more: Any) -> Asking:
-    return Asking(**{"task": task, "ds_config": PLAIN, "micro": 3, "world": SoloWorld()} | more)
+def asking(task: Task, **more: Any) -> ReferenceJob:
+    return ReferenceJob(**{"task": task, "ds_config": PLAIN, "micro": 3, "world": SingleProcessWorld()} | more)
 
 
 def look(task: Task, ids: list[int]) -> tuple[float, dict[str, float]]:
     """(loss, metrics) per pair of a task at its start."""
-    examples = add_references(asking(task), [task.examples("train")])[0]
+    examples = add_reference_outputs(asking(task), [task.examples("train")])[0]
     assert examples is not None
     batch = make_batch(examples, task.collate, ids, 0)
     with torch.no_grad():
-        total, metrics = build_objective(task)(batch)
+        total, metrics = build_train_module(task)(batch)
     return float(total) / batch.weight, {name: float(value / weight) for name, (value, weight) in metrics.items()}
 
 
@@ -128,7 +128,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_loss_is_ln_2(kind: str, tmp_path: Path) -> None:
     task = made(tmp_path, **KINDS[kind])
-    assert task.reference == kind.split()[-1]
+    assert task.reference_kind == kind.split()[-1]
     loss, metrics = look(task, [3, 9, 4, 60, 31])
     assert loss == pytest.approx(LN2, abs=1e-6)
     assert metrics["margin"] == pytest.approx(0, abs=1e-5)
@@ -168,11 +168,11 @@ def test_with_kept_answers_no_reference_is_built(tmp_path: Path, monkeypatch: py
     load = dstrain.tasks.common.text.load_model
     monkeypatch.setattr(dstrain.tasks.common.text, "load_model", lambda *args: built.append("") or load(*args))
     task = made(tmp_path, {"precompute_ref_log_probs": True})
-    first = add_references(asking(task), [task.examples("train"), task.examples("eval")])
+    first = add_reference_outputs(asking(task), [task.examples("train"), task.examples("eval")])
     assert len(built) == 1, "the reference answers for both splits"
-    second = add_references(asking(task), [task.examples("train"), task.examples("eval")])
+    second = add_reference_outputs(asking(task), [task.examples("train"), task.examples("eval")])
     assert len(built) == 1
-    build_objective(task)
+    build_train_module(task)
     assert len(built) == 2, "the policy, and nothing beside it"
     for old, new in zip(first, second, strict=True):
         assert old is not None
@@ -184,7 +184,7 @@ def test_answers_that_were_broken_off_are_gone_on_with(tmp_path: Path, monkeypat
     monkeypatch.setattr(dstrain.train.precompute_reference, "ROWS", 10)
     task = made(tmp_path, {"precompute_ref_log_probs": True})
     asked: list[int] = []
-    refer = PreferenceOptimization.refer
+    refer = DPO.reference_outputs
 
     def counted(self: Any, model: Any, batch: Any) -> Any:
         asked.extend(batch.samples)
@@ -192,18 +192,18 @@ def test_answers_that_were_broken_off_are_gone_on_with(tmp_path: Path, monkeypat
             raise KeyboardInterrupt
         return refer(self, model, batch)
 
-    monkeypatch.setattr(PreferenceOptimization, "refer", counted)
+    monkeypatch.setattr(DPO, "refer", counted)
     with pytest.raises(KeyboardInterrupt):
-        add_references(asking(task), [task.examples("train")])
-    monkeypatch.setattr(PreferenceOptimization, "refer", refer)
+        add_reference_outputs(asking(task), [task.examples("train")])
+    monkeypatch.setattr(DPO, "refer", refer)
     kept = set(asked[:40])
     asked.clear()
     monkeypatch.setattr(
-        PreferenceOptimization,
+        DPO,
         "refer",
         lambda self, model, batch: asked.extend(batch.samples) or refer(self, model, batch),
     )
-    broken, whole = add_references(asking(task), [task.examples("train"), None])[0], made(tmp_path)
+    broken, whole = add_reference_outputs(asking(task), [task.examples("train"), None])[0], made(tmp_path)
     assert broken is not None
     assert kept.isdisjoint(asked)
     assert len(kept) + len(asked) == len(broken) == len(whole.examples("train") or ())
@@ -211,10 +211,10 @@ def test_answers_that_were_broken_off_are_gone_on_with(tmp_path: Path, monkeypat
 
 def test_a_damaged_file_of_answers_is_asked_for_again(tmp_path: Path) -> None:
     task = made(tmp_path, {"precompute_ref_log_probs": True})
-    first = add_references(asking(task), [task.examples("train")])[0]
+    first = add_reference_outputs(asking(task), [task.examples("train")])[0]
     (file,) = (dstrain.train.precompute_reference.cache_root() / "references").glob("*/rows-*.npz")
     file.write_bytes(file.read_bytes()[:100])
-    again = add_references(asking(task), [task.examples("train")])[0]
+    again = add_reference_outputs(asking(task), [task.examples("train")])[0]
     assert first is not None
     assert again is not None
     assert first[5]["ref_chosen_logps"] == again[5]["ref_chosen_logps"]
@@ -223,7 +223,7 @@ def test_a_damaged_file_of_answers_is_asked_for_again(tmp_path: Path) -> None:
 def key(task: Task, **more: Any) -> str:
     store: Any = task.examples("train").store  # type: ignore[union-attr]
     found = asking(task, **more)
-    return str(reference_key(found, store, dstrain.train.precompute_reference._weights(task)))
+    return str(build_cache_key(found, store, dstrain.train.precompute_reference._weights_fingerprint(task)))
 
 
 def test_what_changes_the_answers_changes_their_key(tmp_path: Path) -> None:
@@ -249,13 +249,13 @@ def test_what_changes_the_answers_changes_their_key(tmp_path: Path) -> None:
 
 def test_a_reference_without_numbers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        PreferenceOptimization,
+        DPO,
         "refer",
         lambda self, model, batch: {"ref_chosen_logps": torch.full((int(batch.weight),), np.nan)},
     )
     task = made(tmp_path, {"precompute_ref_log_probs": True})
     with pytest.raises(DataError, match="is not finite"):
-        add_references(asking(task), [task.examples("train")])
+        add_reference_outputs(asking(task), [task.examples("train")])
 
 
 @pytest.mark.parametrize(
@@ -290,4 +290,6 @@ def test_an_answer_that_fills_the_whole_sequence_is_learnt_from_its_second_token
     batch = task.collate([whole])
     assert batch.tensors["learnt"].tolist() == [[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]]
     with torch.no_grad():
-        assert task.loss(task.build_model(), batch.plus(build_objective(task)._refer(batch))).total.isfinite()
+        assert task.loss(
+            task.build_model(), batch.with_tensors(build_train_module(task)._reference_outputs(batch))
+        ).total.isfinite()

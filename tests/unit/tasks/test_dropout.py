@@ -11,8 +11,8 @@ import torch
 
 from dstrain.config.schema import RunConfig
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.common.losses import switch_off_dropout
-from dstrain.train.build_model import build
+from dstrain.tasks.common.losses import disable_dropout_in_model
+from dstrain.train.build_model import build_model
 
 TEXT = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -84,7 +84,7 @@ def test_two_passes_in_training_mode_say_the_same(family: str) -> None:
     model = tiny(family)
     given, told = inputs(model), model.config.to_dict()
     assert not torch.equal(*(model(**given).logits for _ in range(2))), "it drops something to begin with"
-    switch_off_dropout(model)
+    disable_dropout_in_model(model)
     first, second = (model(**given).logits for _ in range(2))
     assert torch.equal(first, second)
     assert torch.equal(first, model.eval()(**given).logits), "as in evaluation"
@@ -98,7 +98,7 @@ def test_adapters_drop_nothing_either(task: str, disabled: bool, tmp_path: Path)
     recipe["model"]["config"]["attention_dropout"] = 0.25
     recipe["model"]["lora"] = {"rank": 4, "dropout": 0.5}
     recipe["options"] = {"disable_dropout": disabled}
-    model: Any = build(make_task(RunConfig.model_validate(recipe)))
+    model: Any = build_model(make_task(RunConfig.model_validate(recipe)))
     chances = {part.p for part in model.modules() if isinstance(part, torch.nn.Dropout)}
     assert chances == ({0.0} if disabled else {0.5})
     assert model.peft_config["default"].lora_dropout == 0.5, "what an export writes"
@@ -108,5 +108,5 @@ def test_adapters_drop_nothing_either(task: str, disabled: bool, tmp_path: Path)
 def test_a_module_of_torch_and_an_odd_name_are_found_too() -> None:
     odd = torch.nn.Module()
     odd.config, odd.tokens_dropped, odd.lstm = 0.5, 3, torch.nn.LSTM(2, 2, 2, dropout=0.5)  # Idefics writes the first
-    switch_off_dropout(odd)
+    disable_dropout_in_model(odd)
     assert (odd.config, odd.lstm.dropout, odd.tokens_dropped) == (0.0, 0.0, 3)

@@ -13,18 +13,18 @@ import torch
 from dstrain.batch import Batch
 from dstrain.config.schema import OptimConfig, RunConfig
 from dstrain.data.loading.loader import make_batch
-from dstrain.distributed.world import SoloWorld
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import TaskError
-from dstrain.models.params.freeze import parameter_groups
+from dstrain.models.params.freeze import build_param_groups
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common import losses as ops
-from dstrain.tasks.kto import SingleAnswers
+from dstrain.tasks.kto import KTO
 from dstrain.tasks.rm import RewardModel
-from dstrain.train.build_model import build_objective
+from dstrain.train.build_model import build_train_module
 from dstrain.train.engine.deepspeed import TorchEngine
-from dstrain.train.engine.module import Objective, survey, surveyed
+from dstrain.train.engine.module import TrainModule, compute_step_stats, with_step_stats
 from dstrain.train.evaluate import Evaluation
-from dstrain.train.precompute_reference import Asking, add_references
+from dstrain.train.precompute_reference import ReferenceJob, add_reference_outputs
 from tests.parity.cases import move
 
 
@@ -59,23 +59,25 @@ SEED = 6
 
 
 def made(folder: Path, options: dict[str, Any] | None = None, **model: Any) -> Task:
-    recipe = SingleAnswers.tiny(folder) | {"options": options or {}, "seed": SEED}
+    recipe = KTO.tiny(folder) | {"options": options or {}, "seed": SEED}
     recipe["model"] = recipe["model"] | model
     return make_task(RunConfig.model_validate(recipe))
 
 
 def read(task: Task, ids: list[int]) -> Batch:
-    asking = Asking(task=task, ds_config={"zero_optimization": {"stage": 0}}, micro=3, world=SoloWorld())
-    examples = add_references(asking, [task.examples("train")])[0]
+    asking = ReferenceJob(
+        task=task, ds_config={"zero_optimization": {"stage": 0}}, micro_batch_size=3, world=SingleProcessWorld()
+    )
+    examples = add_reference_outputs(asking, [task.examples("train")])[0]
     assert examples is not None
     return make_batch(examples, task.collate, ids, 0)
 
 
-def take(objective: Objective, *batches: Batch) -> tuple[float, dict[str, float]]:
+def take(objective: TrainModule, *batches: Batch) -> tuple[float, dict[str, float]]:
     """(loss, metrics) per answer of a step over these batches."""
     sums: dict[str, list[float]] = {}
     with torch.no_grad():
-        for batch in surveyed(objective, objective.task, batches, SoloWorld()):
+        for batch in with_step_stats(objective, objective.task, batches, SingleProcessWorld()):
             total, metrics = objective(batch)
             for name, (value, weight) in [("loss", (total, batch.weight)), *metrics.items()]:
                 sums.setdefault(name, []).append(torch.tensor([float(value), float(weight)]))  # type: ignore[arg-type]
@@ -96,18 +98,18 @@ def test_the_first_loss_is_half_of_each_weight(kind: str, tmp_path: Path) -> Non
     """Where policy and reference are one, r and z0 are 0."""
     more = {**KINDS[kind], "options": {**KINDS[kind].get("options", {}), "undesirable_weight": 3.0}}
     task = made(tmp_path, **more)
-    assert task.reference == kind.split()[-1]
+    assert task.reference_kind == kind.split()[-1]
     batch = read(task, [3, 9, 4, 60, 31])
     wanted = batch.tensors["desirable"]
     assert 0 < wanted.sum() < 5
-    loss, metrics = take(build_objective(task), batch)
+    loss, metrics = take(build_train_module(task), batch)
     assert loss == pytest.approx(torch.where(wanted, 0.5, 1.5).mean().item(), abs=1e-6)
     assert metrics["kl"] == pytest.approx(0, abs=1e-5)
 
 
-def moved(task: Task) -> Objective:
+def moved(task: Task) -> TrainModule:
     """A policy that is no longer its reference."""
-    objective = build_objective(task)
+    objective = build_train_module(task)
     move(objective.model)
     return objective
 
@@ -125,9 +127,9 @@ def test_a_step_is_what_the_paper_says(tmp_path: Path) -> None:
     task = made(tmp_path, {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.7})
     objective, ids = moved(task), [3, 9, 4, 60, 31, 8]
     examples: Any = task.examples("train")
-    assert objective.reference is not None
+    assert objective.reference_model is not None
     with torch.no_grad():
-        policy, reference = objective.model.eval(), objective.reference.model
+        policy, reference = objective.model.eval(), objective.reference_model.model
         logps = [likely(policy, examples[i]["answer"], examples[i]["answer_learnt"]) for i in ids]
         ratio = [
             logp - likely(reference, examples[i]["answer"], examples[i]["answer_learnt"])
@@ -159,15 +161,15 @@ def test_a_step_is_what_the_paper_says(tmp_path: Path) -> None:
 def test_a_divergence_below_0_counts_as_0(tmp_path: Path) -> None:
     task = made(tmp_path)
     objective, batch = moved(task), read(task, [3, 9, 4])
-    batch = batch.plus(survey(objective, [batch], SoloWorld())[0])
+    batch = batch.with_tensors(compute_step_stats(objective, [batch], SingleProcessWorld())[0])
     with torch.no_grad():
-        losses = [float(objective(batch.plus({"kl": torch.tensor(z0)}))[0]) for z0 in (-5.0, 0.0, 2.0)]
+        losses = [float(objective(batch.with_tensors({"kl": torch.tensor(z0)}))[0]) for z0 in (-5.0, 0.0, 2.0)]
     assert losses[0] == losses[1] != losses[2]
 
 
 def test_nothing_is_learnt_through_the_reference_point(tmp_path: Path) -> None:
     objective = moved(made(tmp_path))
-    for told in survey(objective, [read(objective.task, [3, 9])], SoloWorld()):
+    for told in compute_step_stats(objective, [read(objective.task, [3, 9])], SingleProcessWorld()):
         assert not any(value.requires_grad for value in told.values())
 
 
@@ -178,16 +180,18 @@ def test_the_reference_point_is_the_whole_steps(tmp_path: Path) -> None:
     assert together[1]["kl"] > 0.1
     parts = [read(task, [3]), read(task, [9, 4, 60]), read(task, [31]), read(task, [7]).as_filler()]
     assert take(objective, *parts)[0] == pytest.approx(together[0], rel=1e-6)
-    kls = {float(told["kl"]) for told in survey(objective, parts, SoloWorld())}
+    kls = {float(told["kl"]) for told in compute_step_stats(objective, parts, SingleProcessWorld())}
     assert len(kls) == 1
-    alone = {round(float(survey(objective, [part], SoloWorld())[0]["kl"]), 4) for part in parts[:3]}
+    alone = {
+        round(float(compute_step_stats(objective, [part], SingleProcessWorld())[0]["kl"]), 4) for part in parts[:3]
+    }
     assert len(alone) == 3, "else this test says nothing"
 
 
 def test_an_evaluation_does_not_depend_on_how_it_is_cut(tmp_path: Path) -> None:
     task = made(tmp_path)
     objective = moved(task)
-    groups = parameter_groups(objective.model, OptimConfig(name="sgd"))
+    groups = build_param_groups(objective.model, OptimConfig(name="sgd"))
     engine = TorchEngine(objective, groups, OptimConfig(name="sgd"), torch.device("cpu"))
     examples: Any = task.examples("eval")
     rows = [Evaluation(task, examples, micro).run(engine) for micro in (1, 3, 16)]
@@ -199,19 +203,19 @@ def test_an_evaluation_does_not_depend_on_how_it_is_cut(tmp_path: Path) -> None:
 
 def test_the_reference_is_asked_once_in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    refer = SingleAnswers.refer
+    refer = KTO.reference_outputs
     monkeypatch.setattr(
-        SingleAnswers, "refer", lambda self, model, batch: asked.extend(batch.samples) or refer(self, model, batch)
+        KTO, "refer", lambda self, model, batch: asked.extend(batch.samples) or refer(self, model, batch)
     )
     task = made(tmp_path)
-    take(build_objective(task), read(task, [3, 9]), read(task, [4]))
+    take(build_train_module(task), read(task, [3, 9]), read(task, [4]))
     assert asked == [3, 9, 4]
 
 
 def test_a_task_without_a_survey_pays_nothing(tmp_path: Path) -> None:
     task = make_task(RunConfig.model_validate(RewardModel.tiny(tmp_path)))
     batches = [make_batch(task.examples("train"), task.collate, [1, 2], 0)]  # type: ignore[arg-type]
-    assert surveyed(torch.nn.Identity(), task, batches, SoloWorld()) is batches
+    assert with_step_stats(torch.nn.Identity(), task, batches, SingleProcessWorld()) is batches
 
 
 def test_apo_zero_has_no_divergence(tmp_path: Path) -> None:
@@ -221,20 +225,23 @@ def test_apo_zero_has_no_divergence(tmp_path: Path) -> None:
     objective = moved(task)
     loss, metrics = take(objective, batch)
     with_kl = made(tmp_path)
-    other = Objective(with_kl, objective.model, objective.reference.model)  # type: ignore[union-attr]
-    told = {**survey(other, [read(with_kl, [3, 9, 4, 60])], SoloWorld())[0], "kl": torch.tensor(0.0)}
+    other = TrainModule(with_kl, objective.model, objective.reference_model.model)  # type: ignore[union-attr]
+    told = {
+        **compute_step_stats(other, [read(with_kl, [3, 9, 4, 60])], SingleProcessWorld())[0],
+        "kl": torch.tensor(0.0),
+    }
     with torch.no_grad():
-        assert float(other(read(with_kl, [3, 9, 4, 60]).plus(told))[0]) / 4 == pytest.approx(loss, rel=1e-6)
+        assert float(other(read(with_kl, [3, 9, 4, 60]).with_tensors(told))[0]) / 4 == pytest.approx(loss, rel=1e-6)
     assert "kl" not in metrics
 
 
 def test_answers_kept_are_those_asked_online(tmp_path: Path) -> None:
-    other = make_task(RunConfig.model_validate(SingleAnswers.tiny(tmp_path) | {"seed": 7}))
+    other = make_task(RunConfig.model_validate(KTO.tiny(tmp_path) | {"seed": 7}))
     other.build_model().save_pretrained(tmp_path / "other")
     other.save_extras(tmp_path / "other")
     ref, ids = {"ref_model": str(tmp_path / "other")}, [5, 17, 60, 2]
     online, kept = made(tmp_path, ref), made(tmp_path, ref | {"precompute_ref_log_probs": True})
-    found = [take(build_objective(task), read(task, ids)) for task in (online, kept)]
+    found = [take(build_train_module(task), read(task, ids)) for task in (online, kept)]
     assert found[0][0] != pytest.approx(0.5, abs=1e-4), "another reference"
     assert found[1][0] == pytest.approx(found[0][0], abs=1e-6)
     assert found[1][1] == pytest.approx(found[0][1], abs=1e-4)
@@ -264,7 +271,7 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], words: s
 
 
 def test_best_cannot_go_by_a_divergence_that_is_not_there(tmp_path: Path) -> None:
-    recipe = SingleAnswers.tiny(tmp_path) | {"eval": {"metric": "kl"}}
+    recipe = KTO.tiny(tmp_path) | {"eval": {"metric": "kl"}}
     made_so = make_task(RunConfig.model_validate(recipe))
     with pytest.raises(ValueError, match="has no kl"):
         replace(made_so, loss_type="apo_zero_unpaired")  # type: ignore[call-arg]

@@ -11,7 +11,7 @@ import torch
 
 from dstrain.config.schema import RunConfig
 from dstrain.errors import DataError, TaskError
-from dstrain.models.heads.chunked_lm_head import CHUNK_BYTES
+from dstrain.models.heads.chunked_lm_head import MAX_CHUNK_BYTES
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.common import losses
 
@@ -98,7 +98,7 @@ def test_what_is_not_learnt_has_no_gradient() -> None:
 
 def test_learning_keeps_the_logits_once_and_in_their_own_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """An fp32 copy of them would be twice their size, and one for the metric as much again."""
-    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * 50 * 3)  # three rows at a time
+    monkeypatch.setitem(MAX_CHUNK_BYTES, "cpu", 4 * 50 * 3)  # three rows at a time
     logits = torch.randn(1, 64, 50, dtype=torch.bfloat16, requires_grad=True)
     kept: dict[int, int] = {}
 
@@ -117,7 +117,7 @@ def test_learning_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     learnt = torch.randint(2, (3, 16))
     found = []
     for size in (2**20, 4 * 50 * 5):
-        monkeypatch.setitem(CHUNK_BYTES, "cpu", size)
+        monkeypatch.setitem(MAX_CHUNK_BYTES, "cpu", size)
         own = logits.clone().requires_grad_()
         log_probs, right = losses.score_tokens(own, targets, learnt)
         total = log_probs.sum()

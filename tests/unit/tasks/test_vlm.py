@@ -14,11 +14,11 @@ import torch
 
 from dstrain.config import RunConfig
 from dstrain.data.loading.loader import make_batch
-from dstrain.data.vision.processor import KINDS
+from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
 from dstrain.errors import DataError, RecipeError, TaskError
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.common import losses as ops
-from dstrain.tasks.vlm import TINY
+from dstrain.tasks.vlm import TINY_CONFIG
 from tests.seeing import picture
 
 QUESTIONS = ("What is it?", "Is it red?", "Is it blue?")
@@ -39,7 +39,7 @@ def task_on(file: str, options: dict[str, Any] | None = None, model: dict[str, A
     values = {
         "task": "vlm",
         "options": options or {},
-        "model": {"config": TINY, **(model or {})},
+        "model": {"config": TINY_CONFIG, **(model or {})},
         "data": {"train": file, "max_length": 64, **data},
     }
     return make_task(RunConfig.model_validate(values))
@@ -48,7 +48,7 @@ def task_on(file: str, options: dict[str, Any] | None = None, model: dict[str, A
 def test_exact_answers_by_hand() -> None:
     learnt = torch.tensor([[1, 1, 0, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 0, 1]])
     right = torch.tensor([[1, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1]]).bool()
-    exact, count = ops.exact_answers(right & (learnt != 0), learnt)
+    exact, count = ops.count_exact_answers(right & (learnt != 0), learnt)
     assert (int(exact), int(count)) == (1 + 1 + 2, 2 + 1 + 3)
 
 
@@ -96,7 +96,7 @@ def test_images_are_altered_in_training_alone(tmp_path: Path) -> None:
     task = task_on(asked(tmp_path), {"flip": 1.0})
     examples = task.examples("train")
     plain = make_batch(examples, task.collate, [0], 0).vision["pixel_values"]
-    flipped = make_batch(examples, task.collate, [0], 0, places=[0]).vision["pixel_values"]
+    flipped = make_batch(examples, task.collate, [0], 0, positions=[0]).vision["pixel_values"]
     assert torch.allclose(flipped, plain.flip(-1), atol=1e-6)
     assert not torch.equal(flipped, plain)
 
@@ -116,9 +116,9 @@ def test_text_among_images_is_learnt_too_and_data_without_any_needs_no_blank(tmp
     (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, lines)))
     mixed, text = (task_on(str(tmp_path / f"{name}.jsonl")) for name in ("train", "text"))
     batches = [make_batch(task.examples("train"), task.collate, [0], 0) for task in (mixed, text)]
-    assert [batch.blank_rows for batch in batches] == [1, 0]
-    assert set(batches[1].vision) == {KINDS}, "Gemma 3 wants to be told that nothing is an image"
-    assert not batches[1].vision[KINDS].any()
+    assert [batch.dummy_rows for batch in batches] == [1, 0]
+    assert set(batches[1].vision) == {MM_TOKEN_TYPE_IDS}, "Gemma 3 wants to be told that nothing is an image"
+    assert not batches[1].vision[MM_TOKEN_TYPE_IDS].any()
     model, blank = mixed.build_model().eval(), batches[0]
     rows = {name: value if name == "loss_positions" else value[:1] for name, value in blank.tensors.items()}
     alone = replace(blank, vision={}, blank_rows=0, tensors=rows)
@@ -134,7 +134,9 @@ def test_tokens_of_images_count(tmp_path: Path) -> None:
 
 
 def test_a_model_that_sees_nothing_is_refused(tmp_path: Path) -> None:
-    llama = {"config": {"model_type": "llama", **{k: v for k, v in TINY["text_config"].items() if k != "model_type"}}}
+    llama = {
+        "config": {"model_type": "llama", **{k: v for k, v in TINY_CONFIG["text_config"].items() if k != "model_type"}}
+    }
     with pytest.raises(
         RecipeError, match="llama is a text-only model, and task vlm needs a vision-language model; name one"
     ):

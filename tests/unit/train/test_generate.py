@@ -10,15 +10,15 @@ import torch
 
 from dstrain.batch import Progress
 from dstrain.config.schema import RunConfig
-from dstrain.data.formats.prompts import Prompt, encode_prompts, read_prompt
-from dstrain.distributed.world import SoloWorld
+from dstrain.data.formats.prompts import EncodedPrompt, encode_prompts, read_prompt
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
 from dstrain.tasks import find_task, make_task
-from dstrain.train.checkpoint.checkpoints import Checkpoints
-from dstrain.train.engine.inference import ForwardEngine, apart, clear
-from dstrain.train.generate import Sampling, write_answers
-from dstrain.train.state.files import Shard, write_state
-from dstrain.train.state.weights import restore
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.engine.inference import ForwardEngine, remove_private_nvme_path, with_private_nvme_path
+from dstrain.train.generate import SamplingParams, generate_answers
+from dstrain.train.state.files import StateFile, write_state
+from dstrain.train.state.weights import load_weights
 
 
 @pytest.fixture
@@ -27,44 +27,44 @@ def task(tmp_path: Path) -> Any:
 
 
 def engine_of(task: Any) -> ForwardEngine:
-    return ForwardEngine(task.build_model(), {}, SoloWorld())
+    return ForwardEngine(task.build_model(), {}, SingleProcessWorld())
 
 
-def prompts(task: Any, *texts: str) -> list[Prompt]:
+def prompts(task: Any, *texts: str) -> list[EncodedPrompt]:
     asked = [read_prompt({"prompt": text}) for text in texts]
     return encode_prompts(task.tokenizer, asked)  # type: ignore[return-value]
 
 
 def test_a_token_is_read_once(task: Any) -> None:
     engine, widths = engine_of(task), []
-    engine.bare.register_forward_pre_hook(
+    engine.unwrapped.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     ids = prompts(task, "How do I mend the pump?", "And now?")
-    write_answers(engine, ids, Sampling(max_new_tokens=5), task.tokenizer)
+    generate_answers(engine, ids, SamplingParams(max_new_tokens=5), task.tokenizer)
     assert widths[0] == (2, max(len(prompt.ids) for prompt in ids))
     assert set(widths[1:]) <= {(2, 1)}
 
 
 def test_what_a_models_files_say_of_generating_does_not_count(task: Any) -> None:
     plain, other = engine_of(task), engine_of(task)
-    other.bare.generation_config.update(do_sample=True, repetition_penalty=5.0, max_length=9, min_new_tokens=8)
+    other.unwrapped.generation_config.update(do_sample=True, repetition_penalty=5.0, max_length=9, min_new_tokens=8)
     ids = prompts(task, "How do I mend the pump?")
-    few = Sampling(max_new_tokens=6)
-    assert write_answers(other, ids, few, task.tokenizer) == write_answers(plain, ids, few, task.tokenizer)
+    few = SamplingParams(max_new_tokens=6)
+    assert generate_answers(other, ids, few, task.tokenizer) == generate_answers(plain, ids, few, task.tokenizer)
 
 
 def test_what_its_files_say_of_the_end_counts(task: Any) -> None:
     engine, ids = engine_of(task), prompts(task, "How do I mend the pump?")
-    (whole,) = write_answers(engine, ids, Sampling(max_new_tokens=6), task.tokenizer)
+    (whole,) = generate_answers(engine, ids, SamplingParams(max_new_tokens=6), task.tokenizer)
     again = engine_of(task)
-    again.bare.generation_config.eos_token_id = [task.tokenizer.eos_token_id, whole[3]]
-    (short,) = write_answers(again, ids, Sampling(max_new_tokens=6), task.tokenizer)
+    again.unwrapped.generation_config.eos_token_id = [task.tokenizer.eos_token_id, whole[3]]
+    (short,) = generate_answers(again, ids, SamplingParams(max_new_tokens=6), task.tokenizer)
     assert short == whole[: whole.index(whole[3])]
 
 
 def test_nothing_asked_is_nothing_answered(task: Any) -> None:
-    assert write_answers(engine_of(task), [], Sampling(), task.tokenizer) == []
+    assert generate_answers(engine_of(task), [], SamplingParams(), task.tokenizer) == []
 
 
 @pytest.mark.parametrize(
@@ -80,24 +80,24 @@ def test_weights_of_another_model_are_refused(change: Any, words: str, task: Any
     found = dict(model.state_dict())
     change(found)
     with pytest.raises(CheckpointError, match=words):
-        restore(model, kept_weights(found, tmp_path), SoloWorld())
+        load_weights(model, kept_weights(found, tmp_path), SingleProcessWorld())
 
 
 def test_the_weights_of_a_checkpoint_are_put_into_the_model(task: Any, tmp_path: Path) -> None:
     model, wanted = task.build_model(), {}
     for name, value in model.state_dict().items():
         wanted[name] = torch.randn(value.shape) if value.is_floating_point() else value.clone()
-    restore(model, kept_weights(wanted, tmp_path), SoloWorld())
+    load_weights(model, kept_weights(wanted, tmp_path), SingleProcessWorld())
     assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
 
 
 def kept_weights(values: dict[str, torch.Tensor], folder: Path) -> Path:
     """A checkpoint of these weights."""
-    shard = Shard(
+    shard = StateFile(
         "rank-00000-000.safetensors", [(f"{name}/weight@0", value.flatten()) for name, value in values.items()]
     )
     about = {"shapes": {name: list(value.shape) for name, value in values.items()}, "optimizer": "sgd"}
-    checkpoints = Checkpoints(folder=folder, world=SoloWorld())
+    checkpoints = CheckpointManager(folder=folder, world=SingleProcessWorld())
     return checkpoints.save(lambda place: write_state(place, [shard], about), Progress(1, 1), {})
 
 
@@ -105,12 +105,12 @@ def test_weights_on_a_disk_have_a_folder_of_their_own(tmp_path: Path) -> None:
     config = {
         "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}}
     }
-    own = apart(config)
+    own = with_private_nvme_path(config)
     place = Path(own["zero_optimization"]["offload_param"]["nvme_path"])
     assert place.parent == tmp_path / "nvme"
     (place / "zero_stage_3").mkdir(parents=True)
-    clear(own)
+    remove_private_nvme_path(own)
     assert not (tmp_path / "nvme").exists()
     (tmp_path / "nvme").mkdir()
-    clear(config)
+    remove_private_nvme_path(config)
     assert (tmp_path / "nvme").exists(), "a run's own is left alone"

@@ -9,17 +9,17 @@ import pytest
 import yaml
 
 from dstrain.batch import Progress
-from dstrain.commands.recipe_args import Wish, resolve_wish
-from dstrain.config import RunConfig, read_recipe, show_recipe
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.config import RunConfig, dump_recipe, read_recipe
 from dstrain.config.schema import OptimConfig
-from dstrain.distributed.world import SoloWorld
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import ResumeError
-from dstrain.models.params.freeze import parameter_groups
-from dstrain.tasks import find_task, learning_rate, make_task
+from dstrain.models.params.freeze import build_param_groups
+from dstrain.tasks import default_learning_rate, find_task, make_task
 from dstrain.tasks.rm import RewardModel
-from dstrain.train.checkpoint.checkpoints import Checkpoints
-from dstrain.train.run_dir import Resume, check_resume
-from dstrain.train.state.hashed_file import write_hashed
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.run_dir import ResumeOptions, find_compatible_checkpoint
+from dstrain.train.state.hashed_file import write_hashed_file
 from tests.workers import ROOT
 
 
@@ -28,54 +28,57 @@ from tests.workers import ROOT
     [("sft", 2e-5, 2e-4), ("vlm", 2e-5, 2e-4), ("rm", 1e-5, 1e-4), ("dpo", 1e-6, 1e-5), ("kto", 1e-6, 1e-5)],
 )
 def test_each_task_has_its_own(task: str, full: float, adapters: float) -> None:
-    assert (learning_rate(find_task(task), False), learning_rate(find_task(task), True)) == (full, adapters)
+    assert (default_learning_rate(find_task(task), False), default_learning_rate(find_task(task), True)) == (
+        full,
+        adapters,
+    )
     assert make_task(RunConfig.model_validate({"task": task})).recipe.optim.lr == full
     assert make_task(RunConfig.model_validate({"task": task, "optim": {"lr": 3e-4}})).recipe.optim.lr == 3e-4
 
 
 def test_a_task_of_one_file_has_its_own_or_inherits_one(tmp_path: Path) -> None:
     text = (ROOT / "docs/examples/tiny_task.py").read_text()
-    assert learning_rate(find_task(str(ROOT / "docs/examples/tiny_task.py")), False) == 1e-2
+    assert default_learning_rate(find_task(str(ROOT / "docs/examples/tiny_task.py")), False) == 1e-2
     silent = tmp_path / "silent.py"
     silent.write_text("".join(line for line in text.splitlines(keepends=True) if "learning_rate" not in line))
-    assert learning_rate(find_task(str(silent)), False) == 1e-5
+    assert default_learning_rate(find_task(str(silent)), False) == 1e-5
 
 
 def test_what_is_written_down_is_a_number(tmp_path: Path) -> None:
     recipe = started(tmp_path)
-    found = resolve_wish(Wish(recipe=str(recipe), sets=["model.lora={rank: 2}"]))
+    found = resolve_recipe(TrainRequest(recipe=str(recipe), overrides=["model.lora={rank: 2}"]))
     assert found.config.optim.lr == 1e-4
-    assert "lr: 0.0001" in show_recipe(found.config)
+    assert "lr: 0.0001" in dump_recipe(found.config)
 
 
 def test_a_group_without_a_run_needs_no_rate_and_one_with_its_own_does(tmp_path: Path) -> None:
     import torch
 
     net = torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2), "body": torch.nn.Linear(2, 2)})
-    assert {group.lr_scale for group in parameter_groups(net, OptimConfig())} == {1.0}
+    assert {group.lr_scale for group in build_param_groups(net, OptimConfig())} == {1.0}
     with pytest.raises(ValueError, match="not settled"):
-        parameter_groups(net, OptimConfig.model_validate({"groups": {"head": {"lr": 1e-4}}}))
+        build_param_groups(net, OptimConfig.model_validate({"groups": {"head": {"lr": 1e-4}}}))
     task = make_task(RunConfig.model_validate({"task": "dpo", "optim": {"groups": {"head": {"lr": 1e-4}}}}))
-    assert sorted({round(group.lr_scale, 6) for group in parameter_groups(net, task.recipe.optim)}) == [1.0, 100.0]
+    assert sorted({round(group.lr_scale, 6) for group in build_param_groups(net, task.recipe.optim)}) == [1.0, 100.0]
 
 
 def test_an_older_run_goes_on_with_the_rate_that_it_began_with(tmp_path: Path) -> None:
     """Its recipe.yaml has the number, 1e-05 for every task before there were defaults of their own."""
     recipe, run_dir = started(tmp_path), tmp_path / "run"
     began(run_dir, recipe, lr=3e-05)
-    wish = Wish(recipe=str(recipe), run_dir=run_dir)
-    assert resolve_wish(wish).config.optim.lr == 3e-05
-    assert check_resume(run_dir, Resume(), resolve_wish(wish).config) is not None
-    elsewhere = Wish(recipe=str(recipe), run_dir=tmp_path / "other", resume=str(run_dir))
-    assert resolve_wish(elsewhere).config.optim.lr == 3e-05
-    assert resolve_wish(Wish(recipe=str(recipe), run_dir=run_dir, resume="never")).config.optim.lr == 1e-5
-    assert resolve_wish(Wish(recipe=str(recipe), run_dir=tmp_path / "new")).config.optim.lr == 1e-5
-    named = resolve_wish(Wish(recipe=str(recipe), run_dir=run_dir, sets=["optim.lr=1e-3"]))
+    wish = TrainRequest(recipe=str(recipe), run_dir=run_dir)
+    assert resolve_recipe(wish).config.optim.lr == 3e-05
+    assert find_compatible_checkpoint(run_dir, ResumeOptions(), resolve_recipe(wish).config) is not None
+    elsewhere = TrainRequest(recipe=str(recipe), run_dir=tmp_path / "other", resume=str(run_dir))
+    assert resolve_recipe(elsewhere).config.optim.lr == 3e-05
+    assert resolve_recipe(TrainRequest(recipe=str(recipe), run_dir=run_dir, resume="never")).config.optim.lr == 1e-5
+    assert resolve_recipe(TrainRequest(recipe=str(recipe), run_dir=tmp_path / "new")).config.optim.lr == 1e-5
+    named = resolve_recipe(TrainRequest(recipe=str(recipe), run_dir=run_dir, overrides=["optim.lr=1e-3"]))
     with pytest.raises(ResumeError, match=r"optim\.lr: is 0\.001, but the run was started with 3e-05; put it back"):
-        check_resume(run_dir, Resume(), named.config)
+        find_compatible_checkpoint(run_dir, ResumeOptions(), named.config)
     shutil.rmtree(run_dir / "checkpoints")
     (run_dir / "checkpoints").mkdir()
-    assert resolve_wish(wish).config.optim.lr == 1e-5, "nothing was learnt with the old one"
+    assert resolve_recipe(wish).config.optim.lr == 1e-5, "nothing was learnt with the old one"
 
 
 def started(folder: Path) -> Path:
@@ -88,8 +91,8 @@ def started(folder: Path) -> Path:
 
 def began(run_dir: Path, recipe: Path, lr: float) -> None:
     """A run folder with a checkpoint, and the recipe as the run wrote it down."""
-    checkpoints = Checkpoints(folder=run_dir / "checkpoints", world=SoloWorld())
-    checkpoints.save(lambda folder: {"x": write_hashed(folder / "x", b"values")}, Progress(1, 1), {})
-    config = resolve_wish(Wish(recipe=str(recipe), sets=[f"optim.lr={lr}"])).config
-    (run_dir / "recipe.yaml").write_text(show_recipe(config))
+    checkpoints = CheckpointManager(folder=run_dir / "checkpoints", world=SingleProcessWorld())
+    checkpoints.save(lambda folder: {"x": write_hashed_file(folder / "x", b"values")}, Progress(1, 1), {})
+    config = resolve_recipe(TrainRequest(recipe=str(recipe), overrides=[f"optim.lr={lr}"])).config
+    (run_dir / "recipe.yaml").write_text(dump_recipe(config))
     assert read_recipe(run_dir / "recipe.yaml").config.optim.lr == lr

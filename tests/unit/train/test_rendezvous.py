@@ -14,10 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from dstrain.data.cache import token_store as stores
-from dstrain.errors import DataError, LostError, UsageError
+from dstrain.errors import DataError, PeerFailureError, UsageError
 from dstrain.launch.topology import Worker
 from dstrain.train import rendezvous
-from dstrain.train.health.signals import Interrupted
+from dstrain.train.health.signals import StoppedBySignal
 from dstrain.train.rendezvous import Rendezvous
 
 MEND = "fix the cause and start again: what is prepared stays in the cache"
@@ -54,12 +54,12 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     return run
 
 
-@pytest.mark.parametrize("name", ["torch", rendezvous.CODE])
+@pytest.mark.parametrize("name", ["torch", rendezvous.CODE_DIGEST_KEY])
 def test_a_host_with_other_software_is_refused_on_every_rank(
     name: str, prepared: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything is prepared, and before any process group; the same words and code 2 from each."""
-    own, own_code, asked = rendezvous.versions(), rendezvous.digest(), threading.Lock()
+    own, own_code, asked = rendezvous.read_package_versions(), rendezvous.hash_source_tree(), threading.Lock()
 
     def first() -> bool:  # of the ranks that ask; the others have the same
         return asked.acquire(blocking=False)
@@ -109,7 +109,7 @@ def test_an_error_of_its_own_is_told_in_one_line(prepared: Callable[..., list[An
 
     error, own = prepared(2, act)
     assert isinstance(own, ValueError)
-    assert isinstance(error, LostError)
+    assert isinstance(error, PeerFailureError)
     assert str(error).startswith("preparing the data: rank 1 on h1 ")
     assert str(error).endswith(f" failed: ValueError: of\\nits own; {MEND}")
 
@@ -117,20 +117,20 @@ def test_an_error_of_its_own_is_told_in_one_line(prepared: Callable[..., list[An
 def test_all_are_interrupted_where_one_is(prepared: Callable[..., list[Any]]) -> None:
     def act(rank: int, together: Rendezvous) -> None:
         if rank == 1:
-            raise Interrupted("SIGTERM")
+            raise StoppedBySignal("SIGTERM")
 
-    assert [(type(error), error.signal) for error in prepared(3, act)] == [(Interrupted, "SIGTERM")] * 3
+    assert [(type(error), error.signal) for error in prepared(3, act)] == [(StoppedBySignal, "SIGTERM")] * 3
 
 
 def test_a_rank_whose_heartbeat_stands_still_is_named(prepared: Callable[..., list[Any]]) -> None:
     def act(rank: int, together: Rendezvous) -> None:
         if rank == 2:
-            together._end.set()  # as if it were stopped
+            together._stop_event.set()  # as if it were stopped
             time.sleep(1.5)
 
     errors = prepared(3, act, timeout=0.5)
     for error in errors[:2]:
-        assert isinstance(error, LostError)
+        assert isinstance(error, PeerFailureError)
         assert "preparing the data: rank 2 on h2 " in str(error)
         assert str(error).endswith(f" gave no sign of life for 0.5 s (timeout_minutes); {MEND}")
 
@@ -142,8 +142,8 @@ def test_of_ranks_that_share_a_cache_one_goes_first_and_is_taken_at_its_word(
     order: list[Any] = []
 
     def act(rank: int, together: Rendezvous) -> None:
-        with together.first_of_host():
-            checked = stores._checked.get()
+        with together.local_main_process_first():
+            checked = stores._checked_stores.get()
             assert checked is not None
             order.append((rank, sorted(checked)))
             if rank == 0:
@@ -160,14 +160,17 @@ def test_a_failure_that_was_heard_of_counts_more_than_the_store_that_went_with_i
     together = Rendezvous(Worker(1, 1, 2, "tests", 2), timedelta(seconds=1))
     together._members = [{"host": "h0"}, {"host": "h1"}]
     together._failure = {"rank": 0, "exit": 2, "error": "train.jsonl:7: is bad", "lost": False}
-    with pytest.raises(UsageError, match=r"rank 0 on h0 failed: train\.jsonl:7: is bad"), together._reached():
+    with (
+        pytest.raises(UsageError, match=r"rank 0 on h0 failed: train\.jsonl:7: is bad"),
+        together._translate_store_errors(),
+    ):
         raise RuntimeError("Connection reset by peer")
 
 
 def test_a_process_alone_meets_nobody() -> None:
     together = Rendezvous(Worker(0, 0, 1, "tests", 1), timedelta(seconds=1))
-    with together, together.first_of_host():
-        assert stores._checked.get() == set()
+    with together, together.local_main_process_first():
+        assert stores._checked_stores.get() == set()
     assert together.store is None
     with pytest.raises(DataError), together:
         raise DataError("bad; mend")

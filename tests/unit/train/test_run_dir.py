@@ -10,19 +10,19 @@ import pytest
 
 from dstrain.config.schema import BatchConfig
 from dstrain.errors import UsageError
-from dstrain.train.run_dir import batch_to_go_on_with, check_shared
+from dstrain.train.run_dir import check_run_dir_shared, with_saved_batch_total
 from tests.unit.distributed.thread_world import on_ranks
 
 
 def test_a_shared_folder_passes_and_stays_clean(tmp_path: Path) -> None:
-    assert on_ranks(3, lambda world: check_shared(tmp_path, world)) == [None, None, None]
+    assert on_ranks(3, lambda world: check_run_dir_shared(tmp_path, world)) == [None, None, None]
     assert not list(tmp_path.iterdir())
 
 
 def test_ranks_that_see_another_folder_are_named(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     folders = [tmp_path, tmp_path, tmp_path / "elsewhere"]
-    for told in on_ranks(3, lambda world: check_shared(folders[world.rank], world)):
+    for told in on_ranks(3, lambda world: check_run_dir_shared(folders[world.rank], world)):
         assert isinstance(told, UsageError)
         assert "ranks 2 do not see what rank 0 writes there" in str(told)
 
@@ -39,7 +39,7 @@ def test_ranks_that_see_another_folder_are_named(tmp_path: Path) -> None:
 )
 def test_the_total_stays_whatever_the_processes_are(batch: dict[str, int], wanted: dict[str, int | None]) -> None:
     start: Any = SimpleNamespace(record=lambda: {"batch_total": 12})
-    found = batch_to_go_on_with(BatchConfig(**batch), start, [])
+    found = with_saved_batch_total(BatchConfig(**batch), start, [])
     assert {name: getattr(found, name) for name in wanted} == wanted
-    assert batch_to_go_on_with(BatchConfig(**batch), start, ["batch.total"]) == BatchConfig(**batch)
-    assert batch_to_go_on_with(BatchConfig(**batch), None, []) == BatchConfig(**batch)
+    assert with_saved_batch_total(BatchConfig(**batch), start, ["batch.total"]) == BatchConfig(**batch)
+    assert with_saved_batch_total(BatchConfig(**batch), None, []) == BatchConfig(**batch)

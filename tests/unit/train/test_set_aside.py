@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dstrain.distributed.world import SoloWorld
-from dstrain.train.run_dir import Resume, set_run_aside
+from dstrain.distributed.world import SingleProcessWorld
+from dstrain.train.run_dir import ResumeOptions, archive_previous_run
 
 FILES = ("recipe.yaml", "metrics.jsonl", "events.jsonl")
 
@@ -37,14 +37,14 @@ def test_an_interrupted_move_is_finished_by_the_next_start(
 
     monkeypatch.setattr(os, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
-        set_run_aside(tmp_path, Resume("never"), SoloWorld())
+        archive_previous_run(tmp_path, ResumeOptions("never"), SingleProcessWorld())
     monkeypatch.setattr(os, "rename", rename)
     if at == 0 and then == "auto":  # the run is whole: it goes on
-        set_run_aside(tmp_path, Resume(then), SoloWorld())
+        archive_previous_run(tmp_path, ResumeOptions(then), SingleProcessWorld())
         assert (tmp_path / "checkpoints/step-00000001").is_dir()
         assert all((tmp_path / name).is_file() for name in FILES)
         return
-    set_run_aside(tmp_path, Resume(then), SoloWorld())
+    archive_previous_run(tmp_path, ResumeOptions(then), SingleProcessWorld())
     assert {path.name for path in tmp_path.iterdir()} == {".workers", "previous-1"}
     assert {path.name for path in (tmp_path / "previous-1").iterdir()} == {"checkpoints", *FILES}
 
@@ -54,9 +54,9 @@ def test_a_run_that_began_after_an_interrupted_move_is_kept_apart(tmp_path: Path
     (tmp_path / ".previous").mkdir()
     (tmp_path / "checkpoints").rename(tmp_path / ".previous/checkpoints")
     (tmp_path / "checkpoints/step-00000007").mkdir(parents=True)
-    set_run_aside(tmp_path, Resume("auto"), SoloWorld())
+    archive_previous_run(tmp_path, ResumeOptions("auto"), SingleProcessWorld())
     assert (tmp_path / "checkpoints/step-00000007").is_dir()
-    set_run_aside(tmp_path, Resume("never"), SoloWorld())
+    archive_previous_run(tmp_path, ResumeOptions("never"), SingleProcessWorld())
     assert (tmp_path / "previous-1/checkpoints/step-00000001").is_dir()
     assert (tmp_path / "previous-2/checkpoints/step-00000007").is_dir()
 
@@ -67,6 +67,6 @@ def test_checkpoints_on_another_disk_are_found_from_where_the_link_is_moved(abso
     begun(run)
     (run / "checkpoints").rename(disk)
     (run / "checkpoints").symlink_to(disk if absolute else "../disk")
-    set_run_aside(run, Resume("never"), SoloWorld())
+    archive_previous_run(run, ResumeOptions("never"), SingleProcessWorld())
     assert (run / "previous-1/checkpoints/step-00000001").is_dir()
     assert not os.path.lexists(run / "checkpoints")

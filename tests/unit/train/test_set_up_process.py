@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import yaml
 
-from dstrain.commands.train import Wish, resolve_wish
+from dstrain.commands.train import TrainRequest, resolve_recipe
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
-from dstrain.train.plan import Plan, make_plan
-from dstrain.train.run_dir import Resume
+from dstrain.train.plan import RunPlan, make_plan
+from dstrain.train.run_dir import ResumeOptions
 
 
-def planned(folder: Path, **changes: Any) -> Plan:
+def planned(folder: Path, **changes: Any) -> RunPlan:
     recipe = find_task("dpo").tiny(folder)
     recipe["model"] |= changes.pop("model", {})
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | changes))
-    wish = resolve_wish(Wish(recipe=str(folder / "recipe.yaml")))
-    return make_plan(wish, folder / "run", Resume(), Worker(0, 0, 1, "tests", 1))
+    wish = resolve_recipe(TrainRequest(recipe=str(folder / "recipe.yaml")))
+    return make_plan(wish, folder / "run", ResumeOptions(), Worker(0, 0, 1, "tests", 1))
 
 
 @pytest.mark.parametrize(
@@ -37,5 +37,5 @@ def test_weights_are_loaded_in_the_runs_precision_unless_the_recipe_says_otherwi
 ) -> None:
     plan = planned(tmp_path, precision=precision, model={"dtype": asked})
     assert plan.task.recipe.model.dtype == loaded
-    assert plan.task.reference_model.dtype == loaded
+    assert plan.task.reference_config.dtype == loaded
     assert plan.config.model.dtype == asked, "the recipe that is written down stays as it was given"

@@ -10,43 +10,43 @@ import pytest
 
 from dstrain.batch import Progress
 from dstrain.config.schema import RunConfig
-from dstrain.distributed.world import SoloWorld
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
-from dstrain.report.run_log import Journal
-from dstrain.train.checkpoint.checkpoints import Checkpoints
-from dstrain.train.run_dir import Resume
-from dstrain.train.setup import _starting_point
-from dstrain.train.state.hashed_file import write_hashed
+from dstrain.report.run_log import RunLog
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.run_dir import ResumeOptions
+from dstrain.train.setup import find_start_checkpoint
+from dstrain.train.state.hashed_file import write_hashed_file
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> Checkpoints:
+def checkpoints(tmp_path: Path) -> CheckpointManager:
     """Of steps 1 and 2."""
-    made = Checkpoints(folder=tmp_path / "checkpoints", world=SoloWorld())
+    made = CheckpointManager(folder=tmp_path / "checkpoints", world=SingleProcessWorld())
     for step in (1, 2):
-        made.save(lambda folder: {"x": write_hashed(folder / "x", b"values")}, Progress(step, step), {})
+        made.save(lambda folder: {"x": write_hashed_file(folder / "x", b"values")}, Progress(step, step), {})
     return made
 
 
-def start(checkpoints: Checkpoints) -> Any:
-    plan: Any = SimpleNamespace(resume=Resume("auto"), config=RunConfig.model_validate({"task": "rm"}))
-    journal = Journal(checkpoints.folder.parent)
+def start(checkpoints: CheckpointManager) -> Any:
+    plan: Any = SimpleNamespace(resume=ResumeOptions("auto"), config=RunConfig.model_validate({"task": "rm"}))
+    journal = RunLog(checkpoints.folder.parent)
     for step in (1, 2, 3):
-        journal.write({"step": step})
-    return _starting_point(plan, checkpoints, journal, SoloWorld())
+        journal.log_metrics({"step": step})
+    return find_start_checkpoint(plan, checkpoints, journal, SingleProcessWorld())
 
 
-def damage(checkpoints: Checkpoints, step: int) -> None:
+def damage(checkpoints: CheckpointManager, step: int) -> None:
     (checkpoints.folder / f"step-{step:08d}" / "x").write_bytes(b"Values")
 
 
-def test_a_damaged_one_is_passed_over_and_later_rows_are_cut(checkpoints: Checkpoints) -> None:
+def test_a_damaged_one_is_passed_over_and_later_rows_are_cut(checkpoints: CheckpointManager) -> None:
     damage(checkpoints, 2)
     assert start(checkpoints).step == 1
     assert len((checkpoints.folder.parent / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_where_none_is_whole_nothing_begins_and_nothing_is_cut(checkpoints: Checkpoints) -> None:
+def test_where_none_is_whole_nothing_begins_and_nothing_is_cut(checkpoints: CheckpointManager) -> None:
     damage(checkpoints, 1)
     damage(checkpoints, 2)
     words = r"none of its 2 checkpoints is whole, step-00000002 is damaged: x is not what was written.*new --run-dir"
@@ -55,7 +55,7 @@ def test_where_none_is_whole_nothing_begins_and_nothing_is_cut(checkpoints: Chec
     assert len((checkpoints.folder.parent / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_what_never_became_a_checkpoint_stops_no_beginning(checkpoints: Checkpoints) -> None:
+def test_what_never_became_a_checkpoint_stops_no_beginning(checkpoints: CheckpointManager) -> None:
     for step in (1, 2):
         (checkpoints.folder / f"step-{step:08d}").rename(checkpoints.folder / f"step-{step:08d}.partial")
     assert start(checkpoints) is None

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from dstrain.commands.evaluate import show_metrics
-from dstrain.train.startup import last_held_out, task_name
+from dstrain.train.startup import format_last_eval, task_name
 
 
 def test_the_last_evaluation_is_a_step_of_the_whole_run(tmp_path: Path) -> None:
     rows = [{"step": 350, "split": "eval", "loss": 0.5}, {"step": 360, "split": "train", "loss": 0.4}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert last_held_out(tmp_path, 40000) == "held-out: eval at step 350/40000  loss 0.5"
+    assert format_last_eval(tmp_path, 40000) == "held-out: eval at step 350/40000  loss 0.5"
 
 
 def test_a_task_file_is_called_by_its_name() -> None:
@@ -36,6 +36,6 @@ def test_an_exported_folder_has_no_step() -> None:
 def test_a_damaged_row_does_not_fail_a_run_that_is_done(row: str, tmp_path: Path) -> None:
     told = '{"step": 350, "split": "eval", "loss": 0.5, "note": "a\u2028b"}\n'
     (tmp_path / "metrics.jsonl").write_text(f"{told}{row}\n", encoding="utf-8")
-    assert last_held_out(tmp_path, 40000) == "held-out: eval at step 350/40000  loss 0.5  note a\u2028b"
+    assert format_last_eval(tmp_path, 40000) == "held-out: eval at step 350/40000  loss 0.5  note a\u2028b"
     (tmp_path / "metrics.jsonl").unlink()
-    assert last_held_out(tmp_path, 40000) == ""
+    assert format_last_eval(tmp_path, 40000) == ""

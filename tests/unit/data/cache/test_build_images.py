@@ -16,7 +16,7 @@ from PIL import Image
 
 from dstrain.config.schema import RunConfig
 from dstrain.data.cache import build_images
-from dstrain.data.cache.dataset import Examples
+from dstrain.data.cache.dataset import TokenizedDataset
 from dstrain.data.vision import image_index
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.common.text import TextTask
@@ -45,7 +45,9 @@ def task(tmp_path: Path) -> TextTask:
     return made
 
 
-def built(task: TextTask, cache: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> tuple[Examples, list[str]]:
+def built(
+    task: TextTask, cache: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> tuple[TokenizedDataset, list[str]]:
     """The examples, made in a cache of their own, and which thread decoded each image."""
     monkeypatch.setenv("DSTRAIN_CACHE", str(cache))
     monkeypatch.setattr("dstrain.tasks.common.text.cores_here", lambda: threads)
@@ -80,27 +82,33 @@ def test_any_number_of_threads_makes_the_same_album_and_the_same_columns(
         assert np.array_equal(np.load(first.store.folder / name), np.load(again.store.folder / name)), name
     lists = [(one.store.folder / "images.json").read_text() for one in (first, again)]
     assert lists[0].replace(str(tmp_path / "one"), "") == lists[1].replace(str(tmp_path / "many"), "")
-    assert first.store.album is not None
-    assert again.store.album is not None
-    assert first.store.album.digest == again.store.album.digest
+    assert first.store.image_index is not None
+    assert again.store.image_index is not None
+    assert first.store.image_index.digest == again.store.image_index.digest
     shown = [image for row in range(len(first)) for image in first[row].get("images", ())]
     assert [image.index for image in shown][:1] == [0]
     assert shown
 
 
 def test_threads_see_what_one_sees_with_one_tokenizer_between_them(task: TextTask) -> None:
-    sight = task.sight
+    sight = task.vision_processor
     assert sight is not None
     images = [picture(seed, (8 + seed, 30 - seed)) for seed in range(16)]
 
     def ask(image: Image.Image) -> Any:
-        smaller = sight.settle(image)
-        return sight.text_of(image.size), smaller and smaller.tobytes(), sight.inputs([image])["pixel_values"].tolist()
+        smaller = sight.downscale(image)
+        return (
+            sight.get_image_text(image.size),
+            smaller and smaller.tobytes(),
+            sight.image_inputs([image])["pixel_values"].tolist(),
+        )
 
     alone = [ask(image) for image in images]
     owned: set[int] = set()
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda image: owned.add(id(sight._mine().tokenizer)) or ask(image), images * 6))
+        together = list(
+            pool.map(lambda image: owned.add(id(sight._get_thread_processor().tokenizer)) or ask(image), images * 6)
+        )
     assert together == alone * 6
     assert len(owned) == 1
 
@@ -108,20 +116,20 @@ def test_threads_see_what_one_sees_with_one_tokenizer_between_them(task: TextTas
 def test_copies_are_kept_apart_by_what_makes_them_not_by_the_tokenizer(
     task: TextTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sight = task.sight
+    sight = task.vision_processor
     assert sight is not None
 
     def place() -> Path:
-        return build_images.Eyes.with_album(sight, 2).album._cache
+        return build_images.ImageRecordEncoder.create(sight, 2).index_writer._cache_dir
 
     before = place()
-    sight.processor.tokenizer.add_tokens(["a_new_one"])
+    sight.hf_processor.tokenizer.add_tokens(["a_new_one"])
     assert place() == before
     monkeypatch.setattr(build_images, "version", lambda name: "99.0.1")
     newer = place()
     monkeypatch.setattr(build_images, "version", lambda name: "99.0.2")
     assert before != newer == place()
-    sight.processor.image_processor.do_center_crop = not sight.processor.image_processor.do_center_crop
+    sight.hf_processor.image_processor.do_center_crop = not sight.hf_processor.image_processor.do_center_crop
     assert place() != newer
 
 
@@ -172,8 +180,8 @@ def test_colours_are_those_of_all_images_each_counted_once(tmp_path: Path) -> No
     def colours() -> tuple[Any, Any]:
         task = make_task(RunConfig.model_validate(recipe))
         assert isinstance(task, TextTask)
-        assert task.sight is not None
-        processor = task.sight.processor.image_processor
+        assert task.vision_processor is not None
+        processor = task.vision_processor.hf_processor.image_processor
         return processor.image_mean, processor.image_std
 
     mean, deviation = colours()

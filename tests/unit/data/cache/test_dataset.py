@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dstrain.data.cache.dataset import Examples, split_examples
-from dstrain.data.cache.token_store import Report, TokenStore, cached_store
-from dstrain.data.loading.sampler import DataPlan
+from dstrain.data.cache.dataset import TokenizedDataset, split_examples
+from dstrain.data.cache.token_store import BuildReport, TokenStore, load_or_build_store
+from dstrain.data.loading.sampler import StepSampler
 from dstrain.errors import DataError
 
 
 def store(folder: Path, count: int, bad: tuple[int, ...] = ()) -> TokenStore:
-    def build(report: Report):  # type: ignore[no-untyped-def]
+    def build(report: BuildReport):  # type: ignore[no-untyped-def]
         yield [{"ids": [index] * (index % 3 + 1), "sample": index} for index in range(count) if index not in bad]
 
-    return cached_store(folder, {"count": count, "bad": list(bad)}, build)
+    return load_or_build_store(folder, {"count": count, "bad": list(bad)}, build)
 
 
 def test_held_out_samples_are_never_trained_on(tmp_path: Path) -> None:
@@ -39,9 +39,11 @@ def test_the_split_depends_on_the_seed_alone(tmp_path: Path) -> None:
 
 def test_an_epoch_shows_each_source_by_its_weight(tmp_path: Path) -> None:
     train, _ = split_examples(store(tmp_path, 30), (10, 20), (2.0, 0.5), 0.0, seed=0)
-    plan = DataPlan(sizes=train.sizes, weights=train.weights, seed=0, samples_per_step=30, world_size=1, accumulate=1)
+    plan = StepSampler(
+        sizes=train.sizes, weights=train.weights, seed=0, samples_per_step=30, world_size=1, accumulate=1
+    )
     assert plan.samples_per_epoch == 30
-    shown = Counter(train[int(index)]["sample"] for index in plan.ids(0))
+    shown = Counter(train[int(index)]["sample"] for index in plan.step_ids(0))
     assert all(shown[sample] == 2 for sample in range(10))
     assert sum(shown[sample] for sample in range(10, 30)) == 10
 
@@ -59,8 +61,8 @@ def test_lengths_are_those_of_the_longest_sequence_of_each_example(tmp_path) -> 
         {"chosen": [1] * (i + 1), "rejected": [2] * (5 - i), "images": list(range(9)), "margin": 0.0, "sample": i}
         for i in range(5)
     ]
-    store = cached_store(tmp_path, {"what": "lengths"}, lambda report: [chunk])
-    examples = Examples(store, np.array([4, 0, 3, 2]), (4,), (1.0,))
+    store = load_or_build_store(tmp_path, {"what": "lengths"}, lambda report: [chunk])
+    examples = TokenizedDataset(store, np.array([4, 0, 3, 2]), (4,), (1.0,))
     assert examples.lengths(np.array([0, 1, 2, 3])).tolist() == [5, 5, 4, 3]
     assert examples.lengths(np.array([1, 3])).tolist() == [5, 3]
     assert examples.lengths(np.zeros(0, dtype=np.int64)).tolist() == []

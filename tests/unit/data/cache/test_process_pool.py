@@ -15,20 +15,20 @@ import psutil
 import pytest
 
 from dstrain.data.cache import build, process_pool
-from dstrain.data.cache.build import Encode, Following, Policy, attempt, read_each
-from dstrain.data.cache.process_pool import Processes
-from dstrain.data.encoding.conversations import TurnSettings, encode_conversations
+from dstrain.data.cache.build import Encode, PreparePolicy, StatefulEncode, compose_encode, try_parse
+from dstrain.data.cache.process_pool import ProcessPoolConfig
+from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.encoding.text import encode_preferences
 from dstrain.data.formats.conversations import read_conversation
 from dstrain.data.formats.preferences import BadRecord, read_preference
-from dstrain.data.formats.unpaired import labelled_encoder, read_labelled
+from dstrain.data.formats.unpaired import make_unpaired_encoder, read_unpaired
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, RunError
-from dstrain.launch.worker import die_with_parent
+from dstrain.launch.worker import set_parent_death_signal
 from tests.chats import EARLIER, QUESTION, chat, said
 
-THREE = Processes(3, die_with_parent)
-SETTINGS = TurnSettings(max_length=60)
+THREE = ProcessPoolConfig(3, set_parent_death_signal)
+SETTINGS = EncodingConfig(max_length=60)
 
 
 @pytest.fixture(autouse=True)
@@ -51,16 +51,18 @@ def record(at: int) -> dict[str, Any]:
 
 def encoders() -> dict[str, Encode]:
     tokenizer = chat("zephyr", "metaspace")
-    kto = labelled_encoder(tokenizer, SETTINGS, True)
+    kto = make_unpaired_encoder(tokenizer, SETTINGS, True)
 
     def seek(before: Any) -> None:
-        found = (attempt(read_labelled, record) for record in before)
-        kto.seek(items for items in found if not isinstance(items, BadRecord))
+        found = (try_parse(read_unpaired, record) for record in before)
+        kto.restore_context(items for items in found if not isinstance(items, BadRecord))
 
     return {
-        "pairs": read_each(read_preference, lambda items: encode_preferences(tokenizer, items, 60)),
-        "conversations": read_each(read_conversation, lambda items: encode_conversations(tokenizer, items, SETTINGS)),
-        "labelled": Following(read_each(read_labelled, kto), seek),
+        "pairs": compose_encode(read_preference, lambda items: encode_preferences(tokenizer, items, 60)),
+        "conversations": compose_encode(
+            read_conversation, lambda items: encode_conversations(tokenizer, items, SETTINGS)
+        ),
+        "labelled": StatefulEncode(compose_encode(read_unpaired, kto), seek),
     }
 
 
@@ -79,8 +81,8 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_stores_are_equal_to_the_byte(kind: str, tmp_path: Path) -> None:
     source = open_source(written(tmp_path))
     found = []
-    for name, processes in (("one", Processes()), ("three", THREE)):
-        policy = Policy(task="rm", on_error="skip", processes=processes)
+    for name, processes in (("one", ProcessPoolConfig()), ("three", THREE)):
+        policy = PreparePolicy(task="rm", on_error="skip", processes=processes)
         store = build.prepare(source, encoders()[kind], {"what": kind}, policy, tmp_path / name)
         found.append((files(store.folder), store.report))
     assert found[0][1] == found[1][1]
@@ -90,16 +92,16 @@ def test_stores_are_equal_to_the_byte(kind: str, tmp_path: Path) -> None:
     assert found[0][0] == found[1][0]
 
 
-def encode_all(source: Any, encode: Encode, processes: Processes = THREE) -> list[Any]:
-    return [row for chunk in build.encode_all(source, encode, build.Report(), 7, processes) for row in chunk]
+def encode_all(source: Any, encode: Encode, processes: ProcessPoolConfig = THREE) -> list[Any]:
+    return [row for chunk in build.iter_encoded(source, encode, build.BuildReport(), 7, processes) for row in chunk]
 
 
 def test_a_file_whose_records_are_all_bad_is_read_too(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("{}\n" * 20)
-    source, report = open_source(tmp_path / "x.jsonl"), build.Report()
+    source, report = open_source(tmp_path / "x.jsonl"), build.BuildReport()
     none = lambda rows: [BadRecord("odd") for _ in rows]  # noqa: E731
-    assert [*build.encode_all(source, none, report, 7, THREE)] == [[]] * 7
-    assert [row.where[-2:] for row in report.bad] == [f"{at:>2}".replace(" ", ":") for at in range(1, 21)]
+    assert [*build.iter_encoded(source, none, report, 7, THREE)] == [[]] * 7
+    assert [row.location[-2:] for row in report.bad] == [f"{at:>2}".replace(" ", ":") for at in range(1, 21)]
 
 
 def test_an_error_of_an_encoder_is_raised_as_it_is(tmp_path: Path) -> None:
@@ -156,7 +158,7 @@ def test_what_is_not_read_to_its_end_leaves_no_process(tmp_path: Path) -> None:
         time.sleep(0.02 if rows[0][0] < 6 else 60)
         return [{"ids": [index]} for index, _ in rows]
 
-    chunks = build.encode_all(open_source(written(tmp_path)), slow, build.Report(), 7, THREE)
+    chunks = build.iter_encoded(open_source(written(tmp_path)), slow, build.BuildReport(), 7, THREE)
     before = psutil.Process().children()
     next(chunks)
     children = [child for child in psutil.Process().children() if child not in before]
@@ -168,7 +170,7 @@ def test_what_is_not_read_to_its_end_leaves_no_process(tmp_path: Path) -> None:
 def test_few_records_and_one_core_start_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source(written(tmp_path))
     mine = lambda rows: [{"ids": [os.getpid()]} for _ in rows]  # noqa: E731
-    assert {row["ids"][0] for row in encode_all(source, mine, Processes())} == {os.getpid()}
+    assert {row["ids"][0] for row in encode_all(source, mine, ProcessPoolConfig())} == {os.getpid()}
     assert os.getpid() not in {row["ids"][0] for row in encode_all(source, mine)}
     monkeypatch.setattr(process_pool, "FEWEST", len(source) + 1)
     assert {row["ids"][0] for row in encode_all(source, mine)} == {os.getpid()}

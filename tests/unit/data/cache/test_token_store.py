@@ -12,20 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dstrain.cache_dir import partial_path, remove_abandoned
+from dstrain.cache_dir import partial_path, remove_stale_partials
 from dstrain.config import RunConfig
-from dstrain.data.cache.bad_record_summary import show_rows
+from dstrain.data.cache.bad_record_summary import format_bad_rows
 from dstrain.data.cache.build import (
-    Policy,
-    encode_all,
-    judge,
+    PreparePolicy,
+    check_bad_records,
+    iter_encoded,
     prepare,
     tokenizer_fingerprint,
 )
 from dstrain.data.cache.check import check_file
-from dstrain.data.cache.token_store import Report, cache_root, cached_store, key_name
+from dstrain.data.cache.token_store import BuildReport, cache_root, hash_key, load_or_build_store
 from dstrain.data.formats.preferences import BadRecord, read_preference
-from dstrain.data.sources.open import BadRow, Joined, open_source
+from dstrain.data.sources.open import BadRow, ConcatSource, open_source
 from dstrain.errors import DataError
 from dstrain.tasks import make_task
 
@@ -36,7 +36,7 @@ def rows(count: int, start: int = 0) -> list[dict]:
     return [{"ids": list(range(i % 4)), "score": i / 2, "sample": 2 * i} for i in range(start, start + count)]
 
 
-def build(report: Report):
+def build(report: BuildReport):
     report.kept, report.bad = 7, [BadRow("x.jsonl:1", "why")]
     yield rows(5)
     yield []
@@ -44,15 +44,15 @@ def build(report: Report):
 
 
 def test_a_store_gives_back_what_was_built(tmp_path):
-    for store in (cached_store(tmp_path, KEY, build), cached_store(tmp_path, KEY, build)):
+    for store in (load_or_build_store(tmp_path, KEY, build), load_or_build_store(tmp_path, KEY, build)):
         assert len(store) == 7
         for got, row in zip(store, rows(7), strict=True):
             assert got["ids"].tolist() == row["ids"]
             assert got["ids"].dtype == np.int32
             assert (got["score"], got["sample"]) == (row["score"], row["sample"])
-        assert store.lengths("ids").tolist() == [0, 1, 2, 3, 0, 1, 2]
+        assert store.column_lengths("ids").tolist() == [0, 1, 2, 3, 0, 1, 2]
         assert (store.report.kept, store.report.bad) == (7, [BadRow("x.jsonl:1", "why")])
-        assert store.sizes([4, 6, 0, 9]) == (2, 3, 0, 2)
+        assert store.count_per_source([4, 6, 0, 9]) == (2, 3, 0, 2)
     with pytest.raises(IndexError):
         store[7]
 
@@ -60,12 +60,12 @@ def test_a_store_gives_back_what_was_built(tmp_path):
 def test_a_store_is_built_once_for_a_key(tmp_path):
     built = []
     for key in (KEY, dict(reversed(KEY.items())), {**KEY, "n": 2}):
-        cached_store(tmp_path, key, lambda report: built.append(1) or build(report))
+        load_or_build_store(tmp_path, key, lambda report: built.append(1) or build(report))
     assert len(built) == 2
 
 
 def test_columns_are_mapped_not_loaded_and_cannot_be_changed(tmp_path):
-    store = cached_store(tmp_path, KEY, lambda report: [[{"ids": list(range(100)), "sample": 0}]])
+    store = load_or_build_store(tmp_path, KEY, lambda report: [[{"ids": list(range(100)), "sample": 0}]])
     with pytest.raises(ValueError, match="read-only"):
         store[0]["ids"][0] = 5
 
@@ -73,20 +73,20 @@ def test_columns_are_mapped_not_loaded_and_cannot_be_changed(tmp_path):
 def test_an_empty_store_is_a_store(tmp_path):
     built = []
     for _ in range(2):
-        assert len(cached_store(tmp_path, KEY, lambda report: built.append(1) or [])) == 0
+        assert len(load_or_build_store(tmp_path, KEY, lambda report: built.append(1) or [])) == 0
     assert built == [1]
 
 
 @pytest.mark.parametrize("harm", ["cut", "remove", "meta"])
 def test_a_damaged_store_is_built_again(tmp_path, harm):
-    place = cached_store(tmp_path, KEY, build).folder
+    place = load_or_build_store(tmp_path, KEY, build).folder
     if harm == "cut":
         os.truncate(place / "ids.npy", 130)
     elif harm == "remove":
         (place / "score.npy").unlink()
     else:
         (place / "meta.json").write_text('{"count": 7')
-    assert [row["score"] for row in cached_store(tmp_path, KEY, build)] == [i / 2 for i in range(7)]
+    assert [row["score"] for row in load_or_build_store(tmp_path, KEY, build)] == [i / 2 for i in range(7)]
 
 
 def test_a_fault_while_building_leaves_nothing_behind(tmp_path):
@@ -95,9 +95,9 @@ def test_a_fault_while_building_leaves_nothing_behind(tmp_path):
         raise KeyError("boom")
 
     with pytest.raises(KeyError):
-        cached_store(tmp_path, KEY, broken)
+        load_or_build_store(tmp_path, KEY, broken)
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
-    assert len(cached_store(tmp_path, KEY, build)) == 7
+    assert len(load_or_build_store(tmp_path, KEY, build)) == 7
 
 
 CHILD = """
@@ -137,7 +137,7 @@ def test_of_processes_that_race_one_builds(tmp_path):
 def test_who_waits_says_for_whom_and_how_long(tmp_path):
     builder, lines = child(tmp_path, 2.0), []
     wait_for(tmp_path / "built")
-    store = cached_store(tmp_path, {"what": "race"}, build, echo=lines.append, every=0.2)
+    store = load_or_build_store(tmp_path, {"what": "race"}, build, echo=lines.append, log_interval=0.2)
     builder.communicate(timeout=30)
     assert len(store) == 2
     assert any(f"process {builder.pid} on " in line and "has been building for" in line for line in lines)
@@ -148,7 +148,7 @@ def test_a_builder_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_pat
     wait_for(tmp_path / "built")
     while not (tmp_path / "built").read_text():  # made, and not written yet
         time.sleep(0.01)
-    assert [path.name.split(".")[0] for path in tmp_path.glob("*.partial")] == [key_name({"what": "race"})]
+    assert [path.name.split(".")[0] for path in tmp_path.glob("*.partial")] == [hash_key({"what": "race"})]
     first.send_signal(signal.SIGKILL)
     first.wait(timeout=10)
     first.communicate()
@@ -175,7 +175,7 @@ def test_where_the_lock_keeps_nobody_out_each_builds_and_all_take_the_first(tmp_
     racers = [subprocess.Popen(command, text=True, **pipes) for _ in range(3)]
     assert [racer.communicate(timeout=30) for racer in racers] == [("2 [3] False\n", "")] * 3
     assert (tmp_path / "built").read_text() == "xxx"
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [key_name({"what": "race"})]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [hash_key({"what": "race"})]
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
@@ -185,9 +185,9 @@ def test_a_file_system_without_locks_is_no_fault(tmp_path, monkeypatch, code):
 
     monkeypatch.setattr("fcntl.flock", refuse)
     told = []
-    assert len(cached_store(tmp_path, KEY, build, told.append)) == 7
-    assert len(cached_store(tmp_path, KEY, build, told.append)) == 7
-    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == [key_name(KEY)]
+    assert len(load_or_build_store(tmp_path, KEY, build, told.append)) == 7
+    assert len(load_or_build_store(tmp_path, KEY, build, told.append)) == 7
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == [hash_key(KEY)]
     assert len(told) == 1
     assert "has no file locks" in told[0]
 
@@ -201,11 +201,11 @@ def test_a_lock_that_cannot_be_given_back_does_not_spoil_what_was_built(tmp_path
         flock(descriptor, operation)
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    assert len(cached_store(tmp_path, KEY, build)) == 7
+    assert len(load_or_build_store(tmp_path, KEY, build)) == 7
 
 
 def test_partial_folders_of_the_dead_are_removed_and_of_the_living_left(tmp_path):
-    place = tmp_path / key_name(KEY)
+    place = tmp_path / hash_key(KEY)
     mine, dead = partial_path(place), subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     gone, far, old = (
@@ -218,7 +218,7 @@ def test_partial_folders_of_the_dead_are_removed_and_of_the_living_left(tmp_path
         (folder / "ids.npy").write_bytes(b"")
     for path in (old / "ids.npy", old):
         os.utime(path, (0, time.time() - 25 * 3600))
-    remove_abandoned(place)
+    remove_stale_partials(place)
     assert [folder.is_dir() for folder in (mine, gone, far, old)] == [True, False, True, False]
 
 
@@ -226,17 +226,17 @@ def test_a_store_that_another_process_finished_first_is_taken(tmp_path):
     def slow(report):
         yield rows(3)
         cached_elsewhere = tmp_path / "elsewhere"
-        cached_store(cached_elsewhere, KEY, build).folder.rename(tmp_path / key_name(KEY))
+        load_or_build_store(cached_elsewhere, KEY, build).folder.rename(tmp_path / hash_key(KEY))
         yield rows(2, 3)
 
-    assert len(cached_store(tmp_path, KEY, slow)) == 7
+    assert len(load_or_build_store(tmp_path, KEY, slow)) == 7
     assert not list(tmp_path.glob("*.partial"))
 
 
 def test_a_cache_folder_that_cannot_be_written_is_said_so(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="set DSTRAIN_CACHE"):
-        cached_store(tmp_path / "file", KEY, build)
+        load_or_build_store(tmp_path / "file", KEY, build)
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch):
@@ -264,11 +264,11 @@ def encode(pairs):
 def test_samples_are_counted_in_the_source_and_cuts_are_counted_not_kept(write_lines):
     first = open_source(write_lines([{"n": 0}, {"n": 1}, b"bad", {"n": 2}], "one.jsonl"))
     second = open_source(write_lines([{"n": 4}, {"n": 5}], "two.jsonl"))
-    report = Report()
-    examples = [e for chunk in encode_all(Joined([first, second]), encode, report, chunk=2) for e in chunk]
+    report = BuildReport()
+    examples = [e for chunk in iter_encoded(ConcatSource([first, second]), encode, report, chunk_size=2) for e in chunk]
     assert examples == [{"ids": [0], "sample": 0}, {"ids": [2], "sample": 2}, {"ids": [4], "sample": 3}]
     assert (report.read, report.kept, report.cuts) == (6, 3, {"head_cut": 3})
-    assert [row.where for row in report.bad] == ["one.jsonl:3", "one.jsonl:2", "two.jsonl:2"]
+    assert [row.location for row in report.bad] == ["one.jsonl:3", "one.jsonl:2", "two.jsonl:2"]
 
 
 @pytest.mark.parametrize(
@@ -283,11 +283,11 @@ def test_samples_are_counted_in_the_source_and_cuts_are_counted_not_kept(write_l
     ],
 )
 def test_bad_records_are_refused_or_skipped_as_asked(bad, on_error, refused):
-    report = Report(read=200, kept=200 - bad, bad=[BadRow(f"a.jsonl:{i}", "no answer") for i in range(bad)])
+    report = BuildReport(read=200, kept=200 - bad, bad=[BadRow(f"a.jsonl:{i}", "no answer") for i in range(bad)])
     if not refused:
-        return judge(report, Policy(task="rm", on_error=on_error))
+        return check_bad_records(report, PreparePolicy(task="rm", on_error=on_error))
     with pytest.raises(DataError, match=rf"^{bad} of 200 records (?s:.*)\n  a\.jsonl:0: no answer") as caught:
-        judge(report, Policy(task="rm", on_error=on_error))
+        check_bad_records(report, PreparePolicy(task="rm", on_error=on_error))
     assert "`dstrain data check a.jsonl --task rm`" in str(caught.value)
     assert ("a.jsonl:9: " in str(caught.value)) == (bad >= 10)
     assert "a.jsonl:10: " not in str(caught.value)
@@ -300,7 +300,7 @@ def test_one_fault_of_all_records_is_told_once(on_error):
     """It is most often the model's or the recipe's, such as a chat template with an error: `data check` finds nothing."""
     bad = [BadRow(f"a.jsonl:{i}", f"its images take {i} tokens") for i in range(200)]
     with pytest.raises(DataError) as caught:
-        judge(Report(read=200, bad=bad), Policy(task="vlm", on_error=on_error))
+        check_bad_records(BuildReport(read=200, bad=bad), PreparePolicy(task="vlm", on_error=on_error))
     assert str(caught.value).splitlines() == [
         "200 of 200 records (100.0%) cannot be used, all for one reason:",
         "  a.jsonl:0: its images take 0 tokens",
@@ -310,14 +310,14 @@ def test_one_fault_of_all_records_is_told_once(on_error):
 
 def test_bad_records_are_shown_by_kind():
     rows = [BadRow(f"a.jsonl:{i}", f"image not found: {i}.png" if i % 2 else f"kind {'abc'[i % 3]}") for i in range(60)]
-    told = show_rows(rows)
+    told = format_bad_rows(rows)
     assert told[:10] == [f"a.jsonl:{i}: kind a" for i in range(0, 60, 6)]
     assert [line for line in told if "…" in line] == ["… and 20 more like a.jsonl:19"]
-    assert len(show_rows(rows, None, None)) == 60
-    assert show_rows(rows[:9]) == [f"{row.where}: {row.reason}" for row in rows[:9]]
+    assert len(format_bad_rows(rows, None, None)) == 60
+    assert format_bad_rows(rows[:9]) == [f"{row.location}: {row.reason}" for row in rows[:9]]
     many = [BadRow("a.jsonl:1", "x" * (i + 1)) for i in range(30) for _ in range(11)]
-    assert show_rows(many)[-1] == "… and 220 more of 20 other kinds"
-    assert len(show_rows(many)) == 10 * 11 + 1
+    assert format_bad_rows(many)[-1] == "… and 220 more of 20 other kinds"
+    assert len(format_bad_rows(many)) == 10 * 11 + 1
 
 
 def test_another_verdict_needs_no_new_tokens(write_lines, tmp_path):
@@ -328,8 +328,8 @@ def test_another_verdict_needs_no_new_tokens(write_lines, tmp_path):
         return encode(pairs)
 
     with pytest.raises(DataError, match=r"1 of 2 records \(50.0%\) cannot be used, above the 1% limit"):
-        prepare(source, counting, {}, Policy(task="rm"), tmp_path / "cache")
-    assert len(prepare(source, counting, {}, Policy(task="rm", on_error="skip"), tmp_path / "cache")) == 1
+        prepare(source, counting, {}, PreparePolicy(task="rm"), tmp_path / "cache")
+    assert len(prepare(source, counting, {}, PreparePolicy(task="rm", on_error="skip"), tmp_path / "cache")) == 1
     assert built == [1]
 
 
@@ -338,7 +338,9 @@ def test_a_check_lists_every_bad_record_in_the_files_order(write_lines):
     path = write_lines(
         [good, {"prompt": "p", "chosen": "a"}, b"{", good, {"prompt": "p", "chosen": "", "rejected": "b"}]
     )
-    assert [row.where for row in check_file(path, None, read_preference).bad] == [f"train.jsonl:{n}" for n in (2, 3, 5)]
+    assert [row.location for row in check_file(path, None, read_preference).bad] == [
+        f"train.jsonl:{n}" for n in (2, 3, 5)
+    ]
 
 
 def test_the_fingerprint_follows_what_decides_the_ids(tokenizer):

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.encoding.answer_spans import write
-from dstrain.data.encoding.conversations import TurnSettings, encode_conversations
-from dstrain.data.formats.conversations import Conversation, Passage, read_conversation
+from dstrain.data.encoding.answer_spans import render_sample
+from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
+from dstrain.data.formats.conversations import Conversation, PromptCompletion, read_conversation
 from dstrain.data.formats.messages import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError
 from tests.unit.data.encoding.test_preferences import with_frame
 
-LONG = TurnSettings(max_length=1000)
+LONG = EncodingConfig(max_length=1000)
 LAST = "{% set n = namespace(last=-1) %}{% for m in messages if m.role == 'user' %}{% set n.last = loop.index0 * 2 %}{% endfor %}"
 TEMPLATES = {
     "chatml": (
@@ -83,7 +83,7 @@ def dialog(*contents: str) -> Conversation:
     return found
 
 
-def encode(tokenizer: Any, sample: Any, settings: TurnSettings = LONG) -> dict[str, Any]:
+def encode(tokenizer: Any, sample: Any, settings: EncodingConfig = LONG) -> dict[str, Any]:
     (found,) = encode_conversations(tokenizer, [sample], settings)
     if isinstance(found, BadRecord):
         raise found
@@ -180,7 +180,7 @@ def test_what_follows_the_last_learnt_answer_is_left_out(chat: Any) -> None:
     sample = dialog(*TWO, "thanks")
     for name in ("chatml", "no thoughts before"):
         assert encode(chat(name), sample) == encode(chat(name), dialog(*TWO))
-    everything = encode(chat("chatml"), sample, TurnSettings(max_length=1000, assistant_only=False))
+    everything = encode(chat("chatml"), sample, EncodingConfig(max_length=1000, assistant_only=False))
     assert "thanks<|im_end|>" in chat("chatml").decode(everything["input_ids"])
 
 
@@ -192,15 +192,15 @@ def test_without_a_template_dialogs_read_as_hh_writes_them_and_end_with_eos(toke
 
 
 def test_texts_stand_as_they_are_and_end_with_eos_once(tokenizer: Any, chat: Any) -> None:
-    assert runs(tokenizer, encode(tokenizer, Passage("the fox is", " quick"))) == [" quick</s>"]
-    assert runs(tokenizer, encode(tokenizer, Passage("the fox is", " quick</s>"))) == [" quick</s>"]
+    assert runs(tokenizer, encode(tokenizer, PromptCompletion("the fox is", " quick"))) == [" quick</s>"]
+    assert runs(tokenizer, encode(tokenizer, PromptCompletion("the fox is", " quick</s>"))) == [" quick</s>"]
     for each in (tokenizer, chat("chatml")):
-        assert each.decode(encode(each, Passage("", "the fox"))["input_ids"]) == "the fox</s>"
-    assert runs(chat("chatml"), encode(chat("chatml"), Passage("the fox?", " a fox"))) == ["a fox<|im_end|>"]
+        assert each.decode(encode(each, PromptCompletion("", "the fox"))["input_ids"]) == "the fox</s>"
+    assert runs(chat("chatml"), encode(chat("chatml"), PromptCompletion("the fox?", " a fox"))) == ["a fox<|im_end|>"]
 
 
 def test_everything_is_learnt_but_the_first_token_where_that_is_asked(tokenizer: Any, chat: Any) -> None:
-    settings = TurnSettings(max_length=1000, assistant_only=False)
+    settings = EncodingConfig(max_length=1000, assistant_only=False)
     for each in (tokenizer, chat("headers"), with_frame(tokenizer, "<s>")):
         example = encode(each, dialog(*TWO), settings)
         assert example["learnt"] == [0] + [1] * (len(example["input_ids"]) - 1)
@@ -211,8 +211,8 @@ def test_bos_comes_once_and_is_not_learnt(tokenizer: Any, chat: Any) -> None:
     written = copy.deepcopy(chat("headers"))
     written.backend_tokenizer.post_processor = framed.backend_tokenizer.post_processor
     for each in (framed, written, chat("headers")):
-        for sample in (dialog(*TWO), Passage("", "the fox")):
-            if each is chat("headers") and isinstance(sample, Passage):
+        for sample in (dialog(*TWO), PromptCompletion("", "the fox")):
+            if each is chat("headers") and isinstance(sample, PromptCompletion):
                 continue  # which neither the tokenizer nor the template begins
             example = encode(each, sample)
             assert each.decode(example["input_ids"][0]) == "<s>"
@@ -225,7 +225,7 @@ def test_a_template_that_hides_an_answer_is_told(chat: Any) -> None:
     tokenizer.chat_template = "{% for m in messages | reverse %}{{ m.content }}|{% endfor %}"
     with pytest.raises(BadRecord, match=r"does not show where turn 2 of the dialog stands; put .*assistant_only_loss"):
         encode(tokenizer, dialog("the fox?", "a fox"))
-    assert encode(tokenizer, dialog("the fox?", "a fox"), TurnSettings(max_length=99, assistant_only=False))
+    assert encode(tokenizer, dialog("the fox?", "a fox"), EncodingConfig(max_length=99, assistant_only=False))
 
 
 def test_one_bad_dialog_leaves_the_others_as_they_are(chat: Any) -> None:
@@ -288,7 +288,7 @@ def test_a_slow_tokenizer_gives_the_same(name: str, chat: Any, tokenizer: Any) -
     for each, sample in (
         (chat(name), dialog(*TWO)),
         (tokenizer, dialog(*TWO)),
-        (tokenizer, Passage("the fox", " ran")),
+        (tokenizer, PromptCompletion("the fox", " ran")),
     ):
         assert encode(Slow(each), sample) == encode(each, sample)
 
@@ -339,13 +339,13 @@ def test_older_turns_are_cut_from_the_left_until_the_first_answer_fits(tokenizer
     sample = read_conversation({"chosen": before + " yes", "rejected": before + " no"})
     whole = encode(framed, sample)
     length = len(whole["input_ids"])
-    cut = encode(framed, sample, TurnSettings(max_length=length - 5))
+    cut = encode(framed, sample, EncodingConfig(max_length=length - 5))
     assert cut["input_ids"] == whole["input_ids"][:1] + whole["input_ids"][6:]
     assert (cut["prompt_cut"], cut["response_cut"], cut["last_turn_cut"]) == (1, 0, 0)
     assert (whole["prompt_cut"], whole["response_cut"], whole["last_turn_cut"]) == (0, 0, 0)
-    asked = encode(framed, sample, TurnSettings(max_length=1000, max_prompt_length=length - 5 - sum(whole["learnt"])))
+    asked = encode(framed, sample, EncodingConfig(max_length=1000, max_prompt_length=length - 5 - sum(whole["learnt"])))
     assert asked == cut
-    shorter = encode(framed, sample, TurnSettings(max_length=1000, max_prompt_length=4))
+    shorter = encode(framed, sample, EncodingConfig(max_length=1000, max_prompt_length=4))
     assert shorter["learnt"] == [0] * 4 + [1] * sum(whole["learnt"])
     assert (shorter["prompt_cut"], shorter["response_cut"], shorter["last_turn_cut"]) == (1, 0, 1)
 
@@ -354,11 +354,11 @@ def test_later_turns_are_cut_before_what_the_first_answer_follows(tokenizer: Any
     sample = dialog("the quick brown fox?", "yes", "and the lazy dog?", "no, the dog jumps over the fox")
     whole = encode(tokenizer, sample)
     length = len(whole["input_ids"])
-    shorter = encode(tokenizer, sample, TurnSettings(max_length=length - 3))
+    shorter = encode(tokenizer, sample, EncodingConfig(max_length=length - 3))
     assert shorter["input_ids"] == whole["input_ids"][:-3]
     assert (shorter["prompt_cut"], shorter["response_cut"]) == (0, 1)
     last = "".join(map(str, whole["learnt"])).rindex("01") + 1
-    first_only = encode(tokenizer, sample, TurnSettings(max_length=last))
+    first_only = encode(tokenizer, sample, EncodingConfig(max_length=last))
     assert runs(tokenizer, first_only) == [" yes"], "a question without its answer is left out"
     assert first_only["learnt"][-1] == 1
 
@@ -368,14 +368,14 @@ def test_an_answer_that_does_not_fit_behind_its_question_is_cut_at_its_end(token
     whole = encode(tokenizer, sample)
     prompt = whole["learnt"].index(1)
     for left in (1, 3):
-        cut = encode(tokenizer, sample, TurnSettings(max_length=prompt + left))
+        cut = encode(tokenizer, sample, EncodingConfig(max_length=prompt + left))
         assert cut["input_ids"] == whole["input_ids"][: prompt + left]
         assert cut["learnt"] == [0] * prompt + [1] * left
         assert (cut["prompt_cut"], cut["response_cut"], cut["last_turn_cut"]) == (0, 1, 0)
     with pytest.raises(
         BadRecord, match=rf"take {prompt} tokens, and data.max_length {prompt} leaves none .* {prompt + 1} or"
     ):
-        encode(tokenizer, sample, TurnSettings(max_length=prompt))
+        encode(tokenizer, sample, EncodingConfig(max_length=prompt))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -383,7 +383,7 @@ def test_no_cut_is_longer_than_asked_or_without_a_learnt_token(seed: int, chat: 
     draw = random.Random(seed)
     each = draw.choice([chat("chatml"), chat("headers"), tokenizer, with_frame(tokenizer, "<s>")])
     sample = dialog(*(" ".join(["fox"] * draw.randint(1, 9)) for _ in range(2 * draw.randint(1, 3))))
-    settings = TurnSettings(max_length=draw.randint(4, 60), max_prompt_length=draw.choice([None, 3, 12]))
+    settings = EncodingConfig(max_length=draw.randint(4, 60), max_prompt_length=draw.choice([None, 3, 12]))
     (example,) = encode_conversations(each, [sample], settings)
     if isinstance(example, BadRecord):
         needed = int(example.reason.split("data.max_length to ")[1].split()[0])
@@ -400,9 +400,9 @@ def test_no_cut_is_longer_than_asked_or_without_a_learnt_token(seed: int, chat: 
 
 def test_a_length_without_room_and_a_text_of_one_token_are_told(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="max_length 1 leaves no room"):
-        encode_conversations(tokenizer, [Passage("", "fox")], TurnSettings(max_length=1))
+        encode_conversations(tokenizer, [PromptCompletion("", "fox")], EncodingConfig(max_length=1))
     with pytest.raises(BadRecord, match="one token is all it becomes"):
-        encode(tokenizer, Passage("", "</s>"))
+        encode(tokenizer, PromptCompletion("", "</s>"))
 
 
 @pytest.mark.parametrize("name", ["chatml", "no thoughts before", ""])
@@ -412,10 +412,10 @@ def test_real_dialogs_teach_their_answers(name: str, chat: Any, tokenizer: Any, 
     for index in range(0, len(source), 20):
         sample = read_conversation(source[index])
         assert isinstance(sample, Conversation)
-        example = encode(each, sample, TurnSettings(max_length=100_000))
+        example = encode(each, sample, EncodingConfig(max_length=100_000))
         (learnt,) = runs(each, example)
         assert sample.messages[-1]["content"].strip() in learnt
-        text = write(each, sample).text
+        text = render_sample(each, sample).text
         assert each.decode(example["input_ids"]).startswith(text.rstrip())
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.encoding.conversations import TurnSettings, encode_conversations
+from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.encoding.text import encode_preference, encode_preferences
 from dstrain.data.formats.conversations import read_conversation
 from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.preferences import Preference, read_preference
-from dstrain.data.formats.prompts import Prompt, encode_prompts, read_prompt
+from dstrain.data.formats.prompts import EncodedPrompt, encode_prompts, read_prompt
 from tests.chats import KINDS, PAIRS, TEMPLATES, TEXTS, chat, said, tokenizer_of
 from tests.unit.data.encoding.test_conversations import Slow
 from tests.unit.data.encoding.test_preferences import with_frame
@@ -90,7 +90,7 @@ def test_rows_are_the_templates_ids_and_begin_as_generation_does(
     tokenizer, record = chat(family, kind, adds_bos), PAIRS[name]
     example = encode_preference(tokenizer, read_preference(record), 1000)
     (asked,) = encode_prompts(tokenizer, [read_prompt(record)])
-    assert isinstance(asked, Prompt)
+    assert isinstance(asked, EncodedPrompt)
     assert asked.ids[: example["prompt_length"]] == example["chosen"][: example["prompt_length"]]
     for side in ("chosen", "rejected"):
         whole = tokenizer.apply_chat_template([*record["prompt"], said("assistant", record[side])], return_dict=False)
@@ -103,9 +103,9 @@ def test_the_boundary_is_the_generation_prompts_end_and_that_of_sft(family: str,
     tokenizer, record = chat(family, kind), PAIRS[name]
     example = encode_preference(tokenizer, read_preference(record), 1000)
     (asked,) = encode_prompts(tokenizer, [read_prompt(record)])
-    assert isinstance(asked, Prompt)
+    assert isinstance(asked, EncodedPrompt)
     assert asked.ids == example["chosen"][: example["prompt_length"]]
-    taught = encode_conversations(tokenizer, [read_conversation(record)], TurnSettings(max_length=1000))[0]
+    taught = encode_conversations(tokenizer, [read_conversation(record)], EncodingConfig(max_length=1000))[0]
     assert not isinstance(taught, BadRecord)
     assert taught["learnt"].index(1) == example["prompt_length"]
     assert taught["input_ids"] == example["chosen"][: len(taught["input_ids"])]
@@ -136,7 +136,7 @@ def test_what_a_template_opens_and_takes_back_is_no_part_of_the_prompt() -> None
     tokenizer.chat_template = TEMPLATES["qwen"].replace("assistant\n' }}{% endif", "assistant\n\n\n' }}{% endif")
     example = encode_preference(tokenizer, read_preference(PAIRS["one turn"]), 1000)
     (asked,) = encode_prompts(tokenizer, [read_prompt(PAIRS["one turn"])])
-    assert isinstance(asked, Prompt)
+    assert isinstance(asked, EncodedPrompt)
     assert asked.ids[: example["prompt_length"]] == example["chosen"][: example["prompt_length"]]
 
 

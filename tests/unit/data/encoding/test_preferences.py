@@ -4,8 +4,14 @@ import copy
 
 import pytest
 
-from dstrain.data.encoding.rendering import write_dialog
-from dstrain.data.encoding.text import encode_preference, encode_preferences, frame_of, render, train_tokenizer
+from dstrain.data.encoding.rendering import render_conversation
+from dstrain.data.encoding.text import (
+    encode_preference,
+    encode_preferences,
+    get_special_tokens,
+    render_prompt,
+    train_tokenizer,
+)
 from dstrain.data.formats.preferences import BadRecord, Preference, read_preference
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError
@@ -89,7 +95,7 @@ def test_an_answer_of_several_turns_is_written_out(tokenizer):
         {"role": "user", "content": "b"},
         {"role": "assistant", "content": "c"},
     ]
-    rendered = render(tokenizer, HELLO, (answer, "  two spaces"))
+    rendered = render_prompt(tokenizer, HELLO, (answer, "  two spaces"))
     assert rendered.answers == (" a\n\nHuman: b\n\nAssistant: c", "   two spaces")
 
 
@@ -104,7 +110,7 @@ def test_a_template_that_opens_answers_with_more_is_split_where_they_begin_alike
     tokenizer = with_template(tokenizer, TEMPLATE.replace("<|assistant|>{% endif", "<|assistant|><think>{% endif"))
     example = encode_preference(tokenizer, PREFERENCE, 200)
     assert texts(tokenizer, example) == ("<|user|>the fox</s><|assistant|>", "the dog</s>", "the river</s>")
-    assert render(tokenizer, HELLO).prompt.endswith("<|assistant|><think>")
+    assert render_prompt(tokenizer, HELLO).prompt.endswith("<|assistant|><think>")
 
 
 def test_a_dialog_that_the_template_refuses_is_a_bad_record_among_good_ones(tokenizer):
@@ -151,7 +157,7 @@ def test_a_tokenizer_that_adds_eos_itself_does_not_get_two(tokenizer):
 
 
 def test_bert_gets_cls_and_sep_and_keeps_them_when_cut(bert):
-    assert frame_of(bert).wraps
+    assert get_special_tokens(bert).has_sep
     pair = Preference("the fox", " dog", " the river dog")
     example = encode_preference(bert, pair, 20)
     assert bert.decode(example["chosen"]) == "[CLS] the fox dog [SEP]"
@@ -212,4 +218,4 @@ def test_a_template_with_an_error_is_no_fault_of_the_dialog(tokenizer):
     with pytest.raises(
         DataError, match=r"chat template has an error in line 2 \(.*\); fix it, or name another with model"
     ):
-        write_dialog(broken, [{"role": "user", "content": "q"}])
+        render_conversation(broken, [{"role": "user", "content": "q"}])

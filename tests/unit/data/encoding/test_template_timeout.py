@@ -15,11 +15,11 @@ import pytest
 
 from dstrain.data import limited_process
 from dstrain.data.encoding import template_timeout
-from dstrain.data.encoding.rendering import write_dialog
-from dstrain.data.encoding.template_timeout import require_end
+from dstrain.data.encoding.rendering import render_conversation
+from dstrain.data.encoding.template_timeout import check_template_terminates
 from dstrain.data.encoding.text import train_tokenizer
 from dstrain.data.formats.messages import BadRecord
-from dstrain.data.limited_process import Tried
+from dstrain.data.limited_process import SubprocessResult
 from dstrain.errors import RecipeError
 from tests.workers import ROOT
 
@@ -51,7 +51,7 @@ def test_a_template_that_does_not_end_is_refused(name: str, monkeypatch: pytest.
     monkeypatch.setattr(template_timeout, "SECONDS", 1)
     began = time.monotonic()
     with pytest.raises(RecipeError, match=r"model\.chat_template: the chat template of .* does not end: .*; set model"):
-        write_dialog(tokenizer_with(ENDLESS[name]), ASKED)
+        render_conversation(tokenizer_with(ENDLESS[name]), ASKED)
     assert time.monotonic() - began < 30
 
 
@@ -61,7 +61,7 @@ def test_a_template_that_takes_gigabytes_is_refused(name: str) -> None:
     with pytest.raises(
         RecipeError, match=r"the chat template of .* takes more than 2 GiB of memory for a short dialog"
     ):
-        write_dialog(tokenizer_with(LARGE[name]), ASKED)
+        render_conversation(tokenizer_with(LARGE[name]), ASKED)
     assert time.monotonic() - began < 30
 
 
@@ -80,26 +80,26 @@ def test_a_template_that_takes_gigabytes_is_refused(name: str) -> None:
 )
 def test_what_a_template_trips_over_is_a_bad_record(template: str, why: str) -> None:
     with pytest.raises(BadRecord, match=f"chat template refuses the dialog .*{why}"):
-        write_dialog(tokenizer_with(template), ASKED)
+        render_conversation(tokenizer_with(template), ASKED)
 
 
 def test_a_template_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tokenizer_with("{% for m in messages %}{{ m.content }}{% endfor %}<unused>")
     forks, fork = [], os.fork
     monkeypatch.setattr(limited_process.os, "fork", lambda: forks.append(1) or fork())
-    assert [write_dialog(tokenizer, ASKED) for _ in range(3)] == ["hi<unused>"] * 3
+    assert [render_conversation(tokenizer, ASKED) for _ in range(3)] == ["hi<unused>"] * 3
     assert len(forks) == 1
     began = time.monotonic()
-    require_end(tokenizer, ASKED)
+    check_template_terminates(tokenizer, ASKED)
     assert time.monotonic() - began < 0.1
 
 
 def test_a_template_of_which_nothing_is_known_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that hangs on a lock of the one that was forked says nothing of the template."""
     monkeypatch.setattr(template_timeout, "PATIENCE", 0.5)
-    limits, tried = [], [Tried("lost"), Tried("done")]
+    limits, tried = [], [SubprocessResult("lost"), SubprocessResult("done")]
     monkeypatch.setattr(template_timeout, "attempt", lambda work, within: limits.append(within) or tried.pop(0))
-    require_end(tokenizer_with("{{ messages }} waits"), ASKED)
+    check_template_terminates(tokenizer_with("{{ messages }} waits"), ASKED)
     assert [within.patience for within in limits] == [0.5, 0.5]
 
 
@@ -109,7 +109,7 @@ def test_a_template_that_could_not_be_tried_is_not_rendered(monkeypatch: pytest.
     monkeypatch.setattr(template_timeout, "_render", lambda *_: time.sleep(60))
     for _ in range(2):
         with pytest.raises(RecipeError, match=r"could not be tried: the process .* was ended from outside, or did not"):
-            require_end(tokenizer_with("{{ messages }} waits for ever"), ASKED)
+            check_template_terminates(tokenizer_with("{{ messages }} waits for ever"), ASKED)
 
 
 def test_a_signal_reaches_who_asked_and_nobody_is_left(tmp_path: Path) -> None:

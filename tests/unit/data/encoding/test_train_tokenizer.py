@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dstrain.config.schema import HeldOutConfig
+from dstrain.config.schema import DatasetConfig
 from dstrain.data.encoding.text import train_tokenizer
-from dstrain.data.encoding.train_tokenizer import trained_tokenizer
-from dstrain.data.sources.open import Joined, open_source
+from dstrain.data.encoding.train_tokenizer import load_or_train_tokenizer
+from dstrain.data.sources.open import ConcatSource, open_source
 from dstrain.errors import DataError
 
 
@@ -33,18 +33,18 @@ def test_a_tokenizer_of_the_datas_letters_knows_no_others() -> None:
 def test_tokenizers_of_two_alphabets_are_kept_apart(tmp_path: Path) -> None:
     path = tmp_path / "sums.jsonl"
     path.write_text('{"text": "3 + 4 = 7"}\n{"text": "12 + 9 = 21"}\n')
-    source = Joined([open_source(HeldOutConfig(path=str(path)), {})])
+    source = ConcatSource([open_source(DatasetConfig(path=str(path)), {})])
 
     def texts(record: dict[str, Any]) -> list[str]:
         return [record["text"]]
 
-    whole = trained_tokenizer(source, texts, 270, tmp_path)
-    small = trained_tokenizer(source, texts, 270, tmp_path, "data")
+    whole = load_or_train_tokenizer(source, texts, 270, tmp_path)
+    small = load_or_train_tokenizer(source, texts, 270, tmp_path, "data")
     assert len(whole) > 256 > len(small)
-    assert trained_tokenizer(source, texts, 270, tmp_path, "data").get_vocab() == small.get_vocab()
+    assert load_or_train_tokenizer(source, texts, 270, tmp_path, "data").get_vocab() == small.get_vocab()
     for size, alphabet, wanted in ((257, "bytes", "at least 258"), (15, "data", "a trained tokenizer has at least 16")):
         with pytest.raises(DataError, match=wanted):
-            trained_tokenizer(source, texts, size, tmp_path, alphabet)
+            load_or_train_tokenizer(source, texts, size, tmp_path, alphabet)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_full_cache_is_said_and_nothing_is_left_there(
 ) -> None:
     """The tokenizers library raises a bare Exception; what a process left that was killed in the midst goes too."""
     (tmp_path / "x.jsonl").write_text('{"text": "3 + 4 = 7"}\n')
-    source = Joined([open_source(HeldOutConfig(path=str(tmp_path / "x.jsonl")), {})])
+    source = ConcatSource([open_source(DatasetConfig(path=str(tmp_path / "x.jsonl")), {})])
 
     def texts(record: dict[str, Any]) -> list[str]:
         return [record["text"]]
@@ -74,14 +74,14 @@ def test_a_full_cache_is_said_and_nothing_is_left_there(
     remove = shutil.rmtree
     monkeypatch.setattr("dstrain.data.encoding.train_tokenizer.shutil.rmtree", dies)
     with pytest.raises(Dead):
-        trained_tokenizer(source, texts, 270, tmp_path / "cache")
+        load_or_train_tokenizer(source, texts, 270, tmp_path / "cache")
     monkeypatch.setattr("dstrain.data.encoding.train_tokenizer.shutil.rmtree", remove)
     assert len([*(tmp_path / "cache/tokenizers").glob("*.partial")]) == 1
     monkeypatch.setattr("dstrain.cache_dir._lives", lambda pid: False)
     with pytest.raises(
         DataError, match=r"the tokenizer cannot be written into the cache \(.*No space left.*set DSTRAIN_CACHE"
     ):
-        trained_tokenizer(source, texts, 270, tmp_path / "cache")
+        load_or_train_tokenizer(source, texts, 270, tmp_path / "cache")
     assert not [*(tmp_path / "cache/tokenizers").iterdir()]
 
 
@@ -91,12 +91,12 @@ def test_a_cache_that_another_user_keeps_for_himself_is_said(
 ) -> None:
     """Made with umask 077: the folder of all tokenizers, or the file in one, cannot be read."""
     (tmp_path / "x.jsonl").write_text('{"text": "3 + 4 = 7"}\n')
-    source = Joined([open_source(HeldOutConfig(path=str(tmp_path / "x.jsonl")), {})])
+    source = ConcatSource([open_source(DatasetConfig(path=str(tmp_path / "x.jsonl")), {})])
 
     def texts(record: dict[str, Any]) -> list[str]:
         return [record["text"]]
 
-    trained_tokenizer(source, texts, 270, tmp_path / "cache")
+    load_or_train_tokenizer(source, texts, 270, tmp_path / "cache")
     opened = Path.open
 
     def refuse(path: Path, *rest: Any, **more: Any) -> Any:
@@ -107,4 +107,4 @@ def test_a_cache_that_another_user_keeps_for_himself_is_said(
     monkeypatch.setattr(Path, "open", refuse)
     monkeypatch.setattr(Path, "is_dir", lambda path: bool(closed) or refuse(path / "tokenizer.json"))
     with pytest.raises(DataError, match=r"cannot be read \(Permission denied\); .*set DSTRAIN_CACHE"):
-        trained_tokenizer(source, texts, 270, tmp_path / "cache")
+        load_or_train_tokenizer(source, texts, 270, tmp_path / "cache")

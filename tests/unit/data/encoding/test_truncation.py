@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.encoding.conversations import TurnSettings, encode_conversations
+from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.encoding.text import encode_preferences
-from dstrain.data.encoding.truncation import Room, show_cuts
-from dstrain.data.formats.conversations import Passage, read_conversation
+from dstrain.data.encoding.truncation import TokenBudget, describe_cuts
+from dstrain.data.formats.conversations import PromptCompletion, read_conversation
 from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.preferences import Preference, read_preference
-from dstrain.data.formats.unpaired import labelled_encoder, read_labelled
+from dstrain.data.formats.unpaired import make_unpaired_encoder, read_unpaired
 from tests.chats import EARLIER, KINDS, QUESTION, SYSTEM, TEMPLATES, chat, said, tokenizer_of
 from tests.unit.data.encoding.test_conversations import TEMPLATES as SHAPES
 from tests.unit.data.encoding.test_preferences import bert  # noqa: F401  a fixture
@@ -101,11 +101,11 @@ def test_conversations_and_single_answers_keep_the_question_before_the_first_ans
     single = {"messages": [*RECORD["prompt"], said("assistant", ANSWERS[1])], "label": True}
     seen = set()
     for length in range(8, 90, 3):
-        settings = TurnSettings(max_length=length)
+        settings = EncodingConfig(max_length=length)
         if how == "sft":
             cut: Any = encode_conversations(tokenizer, [read_conversation(record)], settings)[0]
         else:
-            ((cut,),) = labelled_encoder(tokenizer, settings, True)([read_labelled(single)])
+            ((cut,),) = make_unpaired_encoder(tokenizer, settings, True)([read_unpaired(single)])
         if isinstance(cut, BadRecord):
             seen.add("bad")
             continue
@@ -145,7 +145,7 @@ def test_families_that_write_beginnings_otherwise_keep_their_last_turn_too(name:
     taught = read_conversation({"prompt": prompt, "completion": [said("assistant", "a fox " * 30)]})
     kinds: dict[str, Any] = {
         "pair": lambda length: pair(tokenizer, record, length),
-        "sft": lambda length: encode_conversations(tokenizer, [taught], TurnSettings(max_length=length))[0],
+        "sft": lambda length: encode_conversations(tokenizer, [taught], EncodingConfig(max_length=length))[0],
     }
     if template == TURNED:  # it writes the system text in front of a question alone, so that a pair parts before it
         del kinds["pair"]
@@ -179,7 +179,9 @@ def test_a_plain_prompt_is_one_turn_and_a_transcript_begins_its_last_at_human() 
     transcript = "\n\nHuman: the quick brown fox\n\nAssistant: jumps" + last
     for found in (
         pair(tokenizer, Preference(transcript, " over the river", " no fox"), 40)["chosen"],
-        encode_conversations(tokenizer, [Passage(transcript, " over the river")], TurnSettings(max_length=40))[0],
+        encode_conversations(
+            tokenizer, [PromptCompletion(transcript, " over the river")], EncodingConfig(max_length=40)
+        )[0],
     ):
         ids = found if isinstance(found, list) else found["input_ids"]  # type: ignore[index]
         assert len(ids) <= 40
@@ -216,9 +218,9 @@ def test_the_last_turn_is_looked_for_only_where_something_is_cut() -> None:
     def never() -> int:
         raise AssertionError
 
-    assert Room(10, None, 1).keep(4, 5, never).prompt == 4  # type: ignore[union-attr]
-    assert Room(10, 5, 1, 1).keep(4, 4, never).prompt == 4  # type: ignore[union-attr]
-    assert Room(5, None, 1).keep(0, 9, never).room == 4  # type: ignore[union-attr]
+    assert TokenBudget(10, None, 1).truncate(4, 5, never).prompt_tokens == 4  # type: ignore[union-attr]
+    assert TokenBudget(10, 5, 1, 1).truncate(4, 4, never).prompt_tokens == 4  # type: ignore[union-attr]
+    assert TokenBudget(5, None, 1).truncate(0, 9, never).remaining_tokens == 4  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -231,5 +233,5 @@ def test_the_last_turn_is_looked_for_only_where_something_is_cut() -> None:
 )
 def test_cuts_are_a_sentence(cuts: tuple[int, int, int], said_so: str) -> None:
     counts = dict(zip(("response_cut", "prompt_cut", "last_turn_cut"), cuts, strict=True))
-    assert show_cuts({"kept": 500, "cuts": counts}).startswith(said_so)
-    assert show_cuts({"kept": 500, "cuts": {}}) == show_cuts({}) == ""
+    assert describe_cuts({"kept": 500, "cuts": counts}).startswith(said_so)
+    assert describe_cuts({"kept": 500, "cuts": {}}) == describe_cuts({}) == ""

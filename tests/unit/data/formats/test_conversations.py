@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.formats.conversations import Conversation, Passage, read_conversation
+from dstrain.data.formats.conversations import Conversation, PromptCompletion, read_conversation
 from dstrain.data.formats.messages import BadRecord
 
 ASKED = {"role": "user", "content": "2+2?"}
@@ -73,23 +73,25 @@ def test_only_the_completion_is_learnt() -> None:
     whole = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: "
     found = read_conversation({"chosen": whole + "good", "rejected": whole + "bad"})
     assert isinstance(found, Conversation)
-    assert found.learnt == (3,), "an earlier answer was neither chosen nor rejected"
+    assert found.trained_turns == (3,), "an earlier answer was neither chosen nor rejected"
     system = read_conversation({"system": "Be kind.", "prompt": "2+2?", "completion": "4"})
     assert system == Conversation([KIND, ASKED, SAID], (2,)), "only messages have room for it"
 
 
 def test_texts_that_follow_one_another_stay_as_they_are() -> None:
-    assert read_conversation({"prompt": "2 + 2 =", "completion": " 4"}) == Passage("2 + 2 =", " 4")
-    assert read_conversation({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}) == Passage("2 + 2 =", " 4")
-    assert read_conversation({"text": "Once upon a time"}) == Passage("", "Once upon a time")
-    assert Passage("2+2?", " 4").as_conversation() == Conversation([ASKED, SAID], (1,))
+    assert read_conversation({"prompt": "2 + 2 =", "completion": " 4"}) == PromptCompletion("2 + 2 =", " 4")
+    assert read_conversation({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}) == PromptCompletion(
+        "2 + 2 =", " 4"
+    )
+    assert read_conversation({"text": "Once upon a time"}) == PromptCompletion("", "Once upon a time")
+    assert PromptCompletion("2+2?", " 4").to_conversation() == Conversation([ASKED, SAID], (1,))
 
 
 def test_a_turn_of_weight_0_is_not_learnt() -> None:
     turns = [ASKED, SAID | {"weight": 0}, ASKED, SAID | {"weight": 1}]
     found = read_conversation({"messages": turns})
     assert isinstance(found, Conversation)
-    assert found.learnt == (3,)
+    assert found.trained_turns == (3,)
 
 
 @pytest.mark.parametrize("tools", [[ADD], json.dumps([ADD]), [WRAPPED]], ids=["bare", "JSON", "wrapped"])
@@ -105,7 +107,7 @@ def test_calls_of_functions_are_read_as_templates_take_them(form: str, tools: An
     found = read_conversation({"messages": [ASKED, called, told, SAID], "tools": tools})
     assert isinstance(found, Conversation)
     assert found.tools == (WRAPPED,)
-    assert found.learnt == (1, 3)
+    assert found.trained_turns == (1, 3)
     assert [message["role"] for message in found.messages] == ["user", "assistant", "tool", "assistant"]
     message: Any = found.messages[1]
     assert message["content"] == ""
@@ -170,7 +172,7 @@ def test_a_bad_record_says_what_and_how_to_mend_it(record: dict[str, Any], reaso
 @pytest.mark.parametrize("record", SAME.values(), ids=SAME)
 def test_no_value_of_any_kind_is_a_crash(record: dict[str, Any], value: Any) -> None:
     for key in (*record, "tools", "system", "history", "label"):
-        assert isinstance(attempt(record | {key: value}), Conversation | Passage | BadRecord)
+        assert isinstance(attempt(record | {key: value}), Conversation | PromptCompletion | BadRecord)
 
 
 def test_real_files_are_read(real_data: Path) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from dstrain.data.formats.conversations import read_conversation
-from dstrain.data.formats.image_placeholders import has_images, read_seen
+from dstrain.data.formats.image_placeholders import has_images, read_with_images
 from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.preferences import Preference, read_preference
 from dstrain.data.formats.prompts import read_prompt
-from dstrain.data.formats.transcripts import IMAGE, in_parts
+from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER, to_content_parts
 
 OK = {"role": "assistant", "content": "ok"}
 
@@ -39,14 +39,14 @@ def user(content: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_every_way_to_say_where_an_image_stands(record: dict[str, Any], texts: list[str], images: str) -> None:
-    seen = read_seen(record, read_conversation)
-    said = seen.said
+    seen = read_with_images(record, read_conversation)
+    said = seen.parsed
     asked = (
         [turn["content"] for turn in said.messages if turn["role"] == "user"]
         if hasattr(said, "messages")
         else [said.prompt]
     )
-    assert [text.replace(IMAGE, "@") for text in asked] == texts
+    assert [text.replace(IMAGE_PLACEHOLDER, "@") for text in asked] == texts
     assert "".join(seen.images) == images
     assert has_images(record) == bool(images)
 
@@ -63,10 +63,10 @@ def test_every_way_to_say_where_an_image_stands(record: dict[str, Any], texts: l
     ],
 )  # fmt: skip
 def test_both_answers_are_to_the_same_image(record: dict[str, Any]) -> None:
-    seen = read_seen(record, read_preference)
-    assert isinstance(seen.said, Preference)
-    prompt = seen.said.prompt
-    assert (prompt if isinstance(prompt, str) else prompt[-1]["content"]) == f"Why? {IMAGE}"
+    seen = read_with_images(record, read_preference)
+    assert isinstance(seen.parsed, Preference)
+    prompt = seen.parsed.prompt
+    assert (prompt if isinstance(prompt, str) else prompt[-1]["content"]) == f"Why? {IMAGE_PLACEHOLDER}"
     assert seen.images == ("a",)
 
 
@@ -89,24 +89,24 @@ def test_both_answers_are_to_the_same_image(record: dict[str, Any]) -> None:
 )
 def test_images_and_marks_that_do_not_fit(record: dict[str, Any], words: str) -> None:
     with pytest.raises(BadRecord, match=words):
-        read_seen(record, read_conversation)
+        read_with_images(record, read_conversation)
 
 
 def test_what_is_asked_about_an_image_needs_no_answer() -> None:
     for record in ({"image": "a", "question": "What?"}, {"image": "a", "messages": [user("What?")]}):
-        seen = read_seen(record, read_prompt)
-        assert seen.said.prompt == [user(f"{IMAGE}\nWhat?")]
+        seen = read_with_images(record, read_prompt)
+        assert seen.parsed.prompt == [user(f"{IMAGE_PLACEHOLDER}\nWhat?")]
         assert seen.images == ("a",)
 
 
 def test_templates_get_texts_and_images_apart() -> None:
     image, text = {"type": "image"}, lambda said: {"type": "text", "text": said}
     cases = {
-        f"{IMAGE}\nWhat?": [image, text("What?")],
-        f"See {IMAGE} and {IMAGE}": [text("See "), image, text(" and "), image],
-        IMAGE: [image],
+        f"{IMAGE_PLACEHOLDER}\nWhat?": [image, text("What?")],
+        f"See {IMAGE_PLACEHOLDER} and {IMAGE_PLACEHOLDER}": [text("See "), image, text(" and "), image],
+        IMAGE_PLACEHOLDER: [image],
         "What?": [text("What?")],
         "": [text("")],
     }
     for content, parts in cases.items():
-        assert in_parts({"role": "user", "content": content})["content"] == parts
+        assert to_content_parts({"role": "user", "content": content})["content"] == parts

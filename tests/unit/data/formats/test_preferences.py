@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrain.data.formats.preferences import BadRecord, read_preference
-from dstrain.data.formats.transcripts import common_words, is_dialog, parse_dialog, render_dialog, render_messages
+from dstrain.data.formats.transcripts import (
+    common_word_prefix_length,
+    is_transcript,
+    messages_to_transcript,
+    parse_transcript,
+    render_transcript,
+)
 from dstrain.data.sources.open import open_source
 
 PIECES = st.sampled_from(["\n\nHuman:", "\n\nAssistant:", "Human:", "Assistant:", " ", "\n", "\n\n", "hi", "é", "yes."])
@@ -22,8 +28,8 @@ def said(role: str, content: str) -> dict[str, str]:
 
 @given(st.lists(PIECES, max_size=20).map("".join))
 def test_parsing_a_dialog_loses_nothing(text):
-    turns = parse_dialog(text)
-    assert render_dialog(turns) == text
+    turns = parse_transcript(text)
+    assert render_transcript(turns) == text
     assert all(left.role != right.role for left, right in pairwise(turns))
 
 
@@ -49,7 +55,7 @@ def test_an_hh_dialog_splits_before_the_first_turn_that_differs():
     preference = read_preference({"chosen": before + " 4", "rejected": before + " 5", "label": "helpful"})
     assert preference.prompt == [said("user", "hi"), said("assistant", "Hello."), QUESTION]
     assert (preference.chosen, preference.rejected, preference.label) == ("4", "5", "helpful")
-    assert render_messages([*preference.prompt, said("assistant", "4")]) == before + " 4"
+    assert messages_to_transcript([*preference.prompt, said("assistant", "4")]) == before + " 4"
 
 
 def test_the_same_speaker_twice_is_one_turn():
@@ -74,7 +80,7 @@ def test_text_before_the_first_mark_is_a_system_turn():
 
 
 def test_a_dialog_may_begin_without_line_breaks():
-    assert is_dialog("Human: q\n\nAssistant: a")
+    assert is_transcript("Human: q\n\nAssistant: a")
     assert read_preference({"chosen": "Human: q\n\nAssistant: a", "rejected": "Human: q\n\nAssistant: b"}).chosen == "a"
 
 
@@ -90,7 +96,7 @@ def test_a_dialog_may_begin_without_line_breaks():
     ],
 )
 def test_plain_texts_split_at_the_last_common_word(left, right, cut):
-    assert common_words(left, right) == cut
+    assert common_word_prefix_length(left, right) == cut
     preference = read_preference({"chosen": left, "rejected": right})
     assert (preference.prompt, preference.chosen, preference.rejected) == (left[:cut], left[cut:], right[cut:])
 
@@ -294,7 +300,7 @@ def test_real_files_are_read_but_for_their_empty_answers(real_data, name, count,
             continue
         if name.startswith("hh"):
             told = [*preference.prompt, said("assistant", preference.chosen)]
-            assert render_messages(told) == source[index]["chosen"]
+            assert messages_to_transcript(told) == source[index]["chosen"]
     assert len(source) == count
     assert len(reasons) == empty
     assert all("is an empty answer" in reason for reason in reasons)

@@ -9,7 +9,7 @@ import pytest
 
 from dstrain.data.encoding.text import encode_preference
 from dstrain.data.formats.preferences import BadRecord, read_preference
-from dstrain.data.formats.prompts import Asked, encode_prompts, enders, read_prompt
+from dstrain.data.formats.prompts import ParsedPrompt, encode_prompts, read_prompt, stop_token_ids
 
 FOX = [{"role": "user", "content": "the fox"}]
 LATER = [*FOX, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "the dog"}]
@@ -91,7 +91,7 @@ def test_a_prompt_has_the_ids_it_had_in_training(templated: bool, record: dict[s
 
 
 def test_a_long_prompt_loses_its_beginning(tokenizer: Any) -> None:
-    whole, cut = (encode_prompts(tokenizer, [Asked("the fox " * 50)], limit)[0] for limit in (None, 7))
+    whole, cut = (encode_prompts(tokenizer, [ParsedPrompt("the fox " * 50)], limit)[0] for limit in (None, 7))
     assert not isinstance(whole, BadRecord)
     assert not isinstance(cut, BadRecord)
     assert cut.ids == whole.ids[-7:]
@@ -100,5 +100,5 @@ def test_a_long_prompt_loses_its_beginning(tokenizer: Any) -> None:
 
 def test_an_answer_ends_with_eos_or_with_what_the_template_puts_behind_it(tokenizer: Any) -> None:
     used = with_template(tokenizer)
-    assert enders(tokenizer) == {tokenizer.eos_token_id}
-    assert enders(used) == {used.eos_token_id, used.convert_tokens_to_ids("<|end|>")}
+    assert stop_token_ids(tokenizer) == {tokenizer.eos_token_id}
+    assert stop_token_ids(used) == {used.eos_token_id, used.convert_tokens_to_ids("<|end|>")}

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.cache.build import Policy, prepare, read_each
+from dstrain.data.cache.build import PreparePolicy, compose_encode, prepare
 from dstrain.data.cache.token_store import TokenStore
-from dstrain.data.encoding.conversations import TurnSettings
+from dstrain.data.encoding.conversations import EncodingConfig
 from dstrain.data.encoding.text import train_tokenizer
-from dstrain.data.formats.conversations import Conversation, Passage
+from dstrain.data.formats.conversations import Conversation, PromptCompletion
 from dstrain.data.formats.messages import BadRecord
-from dstrain.data.formats.unpaired import Labelled, labelled_encoder, next_others, read_labelled
+from dstrain.data.formats.unpaired import UnpairedPreference, make_unpaired_encoder, mismatched_indices, read_unpaired
 from dstrain.data.sources.open import open_source
 
 
@@ -38,41 +38,44 @@ MESSAGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("form", MESSAGES)
 def test_every_form_says_the_same(form: str) -> None:
-    assert read_labelled(MESSAGES[form]) == [Labelled([QUESTION], [ANSWER], True)]
+    assert read_unpaired(MESSAGES[form]) == [UnpairedPreference([QUESTION], [ANSWER], True)]
 
 
 def test_texts_stay_as_they_stand() -> None:
-    found = read_labelled({"prompt": "The sky is", "completion": " green.", "label": False})
-    assert found == [Labelled("The sky is", " green.", False)]
-    assert found[0].with_answer_of(found[0]) == Passage("The sky is", " green.")
+    found = read_unpaired({"prompt": "The sky is", "completion": " green.", "label": False})
+    assert found == [UnpairedPreference("The sky is", " green.", False)]
+    assert found[0].build_sample(found[0]) == PromptCompletion("The sky is", " green.")
 
 
 def test_the_last_answer_is_the_labelled_one() -> None:
-    (found,) = read_labelled({"messages": [*EARLIER, QUESTION, ANSWER], "label": False})
+    (found,) = read_unpaired({"messages": [*EARLIER, QUESTION, ANSWER], "label": False})
     assert (found.prompt, found.answer, found.desirable) == ([*EARLIER, QUESTION], [ANSWER], False)
-    assert found.with_answer_of(found) == Conversation([*EARLIER, QUESTION, ANSWER], (3,))
+    assert found.build_sample(found) == Conversation([*EARLIER, QUESTION, ANSWER], (3,))
 
 
 def test_what_an_assistant_does_with_tools_belongs_to_its_answer() -> None:
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
     tools = [{"name": "add", "parameters": {}}]
-    (found,) = read_labelled(
+    (found,) = read_unpaired(
         {"messages": [QUESTION, call, said("tool", "4"), said("assistant", "It is 4.")], "tools": tools, "label": True}
     )
     assert found.prompt == [QUESTION]
     assert [turn["role"] for turn in found.answer] == ["assistant", "tool", "assistant"]  # type: ignore[index]
-    sample = found.with_answer_of(found)
+    sample = found.build_sample(found)
     assert isinstance(sample, Conversation)
-    assert sample.learnt == (1, 3), "what the tool says is not learnt"
+    assert sample.trained_turns == (1, 3), "what the tool says is not learnt"
     assert sample.tools[0]["function"]["name"] == "add"
 
 
 def test_a_preference_is_two_answers() -> None:
-    found = read_labelled({"prompt": "2+2?", "chosen": "4", "rejected": "5"})
+    found = read_unpaired({"prompt": "2+2?", "chosen": "4", "rejected": "5"})
     assert [(item.answer, item.desirable) for item in found] == [("4", True), ("5", False)]
     dialog = "\n\nHuman: 2+2?\n\nAssistant:"
-    found = read_labelled({"chosen": f"{dialog} 4", "rejected": f"{dialog} 5", "label": "helpful"})
-    assert found == [Labelled([QUESTION], [ANSWER], True), Labelled([QUESTION], [said("assistant", "5")], False)]
+    found = read_unpaired({"chosen": f"{dialog} 4", "rejected": f"{dialog} 5", "label": "helpful"})
+    assert found == [
+        UnpairedPreference([QUESTION], [ANSWER], True),
+        UnpairedPreference([QUESTION], [said("assistant", "5")], False),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,13 +95,13 @@ def test_a_preference_is_two_answers() -> None:
 )
 def test_what_cannot_be_used_is_named(record: dict[str, Any], words: str) -> None:
     with pytest.raises(BadRecord, match=words):
-        read_labelled(record)
+        read_unpaired(record)
 
 
 def test_an_answer_moves_to_another_prompt() -> None:
-    text, dialog = Labelled("The sky is", " blue.", True), Labelled([QUESTION], [ANSWER], True)
-    assert text.with_answer_of(dialog) == Conversation([said("user", "The sky is"), ANSWER], (1,))
-    assert dialog.with_answer_of(text) == Conversation([QUESTION, said("assistant", "blue.")], (1,))
+    text, dialog = UnpairedPreference("The sky is", " blue.", True), UnpairedPreference([QUESTION], [ANSWER], True)
+    assert text.build_sample(dialog) == Conversation([said("user", "The sky is"), ANSWER], (1,))
+    assert dialog.build_sample(text) == Conversation([QUESTION, said("assistant", "blue.")], (1,))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +109,7 @@ def test_an_answer_moves_to_another_prompt() -> None:
     [("abc", [1, 2, 0]), ("aabb", [2, 2, 0, 0]), ("abba", [1, 3, 3, 1]), ("aaa", [1, 2, 0]), ("a", [0]), ("", [])],
 )
 def test_the_next_other_prompt_comes_round(prompts: str, wanted: list[int]) -> None:
-    assert next_others(list(prompts)) == wanted
+    assert mismatched_indices(list(prompts)) == wanted
 
 
 WORDS = [f"Question {at}?" for at in range(20)] + [f" Answer number {at}" + " and so on" * 9 + "." for at in range(20)]
@@ -115,10 +118,12 @@ TOKENIZER = train_tokenizer(WORDS, 300)
 
 def stored(folder: Path, records: list[dict[str, Any]], mismatched: bool = True, max_length: int = 40) -> TokenStore:
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    encode = labelled_encoder(TOKENIZER, TurnSettings(max_length=max_length), mismatched)
+    encode = make_unpaired_encoder(TOKENIZER, EncodingConfig(max_length=max_length), mismatched)
     key = {"mismatched": mismatched, "max_length": max_length}
     source = open_source(folder / "train.jsonl")
-    return prepare(source, read_each(read_labelled, encode), key, Policy(task="kto", on_error="skip"), folder / "cache")
+    return prepare(
+        source, compose_encode(read_unpaired, encode), key, PreparePolicy(task="kto", on_error="skip"), folder / "cache"
+    )
 
 
 def numbered(at: int, label: bool = True, more: str = "") -> dict[str, Any]:
@@ -144,7 +149,7 @@ def test_the_two_answers_of_a_preference_never_stand_beside_one_another(tmp_path
     store = stored(tmp_path, records)
     assert len(store) == 6
     assert [store[at]["sample"] for at in range(6)] == [0, 0, 1, 1, 2, 2]
-    assert store.sizes((1, 2)) == (2, 4)
+    assert store.count_per_source((1, 2)) == (2, 4)
     assert [learnt(store[at], "mismatched") for at in range(6)] == [f" Yes {n}.</s>" for n in (1, 1, 2, 2, 0, 0)]
 
 
@@ -156,15 +161,15 @@ def test_a_long_answer_to_another_prompt_cuts_nothing_of_ones_own(tmp_path: Path
 
 
 def test_a_chunk_of_one_prompt_takes_an_answer_of_the_chunk_before(tmp_path: Path) -> None:
-    encode = labelled_encoder(TOKENIZER, TurnSettings(max_length=40), True)
-    encode([read_labelled(numbered(at)) for at in range(3)])
-    ((example,),) = encode([read_labelled(numbered(9))])
+    encode = make_unpaired_encoder(TOKENIZER, EncodingConfig(max_length=40), True)
+    encode([read_unpaired(numbered(at)) for at in range(3)])
+    ((example,),) = encode([read_unpaired(numbered(9))])
     assert not isinstance(example, BadRecord)
     assert learnt(dict(example), "mismatched") == " Answer 2.</s>"
 
 
 def test_mismatched_answers_are_made_where_they_are_needed(tmp_path: Path) -> None:
-    assert stored(tmp_path, [numbered(0), numbered(1)], mismatched=False).sequences == ["answer", "answer_learnt"]
+    assert stored(tmp_path, [numbered(0), numbered(1)], mismatched=False).ragged_columns == ["answer", "answer_learnt"]
 
 
 def test_llamafactorys_demo_is_read_unchanged(real_data: Path) -> None:
@@ -172,6 +177,6 @@ def test_llamafactorys_demo_is_read_unchanged(real_data: Path) -> None:
     if not file.is_file():
         pytest.skip(f"no {file}")
     source = open_source(file)
-    found = [read_labelled(source[at]) for at in range(len(source))]
+    found = [read_unpaired(source[at]) for at in range(len(source))]
     assert [len(items) for items in found] == [1] * len(source)
     assert 100 < sum(items[0].desirable for items in found) < len(source) - 100

@@ -9,8 +9,8 @@ import pytest
 
 from dstrain.batch import Batch
 from dstrain.data.loading.collate import pad
-from dstrain.data.loading.loader import Loader, read_shares
-from dstrain.data.loading.sampler import DataPlan, eval_share
+from dstrain.data.loading.loader import Loader, iter_batches
+from dstrain.data.loading.sampler import StepSampler, eval_micro_batches
 from dstrain.errors import RunError
 
 EXAMPLES = [{"sample": 100 + i, "ids": [i] * (i % 3 + 1)} for i in range(10)]
@@ -23,8 +23,8 @@ def collate(examples: list[dict]) -> Batch:
 
 def loader(*, collate=collate, rank=0, workers=0, prefetch=2, **settings) -> Loader:
     given = {"sizes": (10,), "seed": 0, "samples_per_step": 4, "world_size": 1, "accumulate": 2, "total_samples": 30}
-    plan = DataPlan(**(given | settings))
-    return Loader(examples=EXAMPLES, collate=collate, plan=plan, rank=rank, workers=workers, prefetch=prefetch)
+    plan = StepSampler(**(given | settings))
+    return Loader(examples=EXAMPLES, collate=collate, sampler=plan, rank=rank, workers=workers, prefetch=prefetch)
 
 
 def threads() -> list[str]:
@@ -38,24 +38,24 @@ def test_steps_come_in_the_plans_order_with_any_number_of_threads(workers):
         return collate(examples)
 
     reader = loader(workers=workers, collate=slow)
-    got = [[batch.samples for batch in step] for step in reader.steps(0)]
-    shares = [reader.plan.share(samples, 0) for samples in range(0, 30, 4)]
+    got = [[batch.samples for batch in step] for step in reader.iter_steps(0)]
+    shares = [reader.sampler.micro_batches(samples, 0) for samples in range(0, 30, 4)]
     assert got == [[tuple(100 + i for i in chunk) for chunk in share] for share in shares]
     assert threads() == []
 
 
 def test_a_run_goes_on_where_it_stopped():
-    whole = [batch.samples for step in loader().steps(0) for batch in step]
-    assert [batch.samples for step in loader(workers=2).steps(8) for batch in step] == whole[4:]
+    whole = [batch.samples for step in loader().iter_steps(0) for batch in step]
+    assert [batch.samples for step in loader(workers=2).iter_steps(8) for batch in step] == whole[4:]
 
 
 def test_a_rank_without_samples_gets_a_filler():
     plan = {"samples_per_step": 3, "world_size": 2, "total_samples": 3}
-    step = next(loader(rank=1, **plan).steps(0))
-    assert [batch.filler for batch in step] == [False, True]
+    step = next(loader(rank=1, **plan).iter_steps(0))
+    assert [batch.is_filler for batch in step] == [False, True]
     assert (step[1].weight, step[1].samples, step[1].tokens) == (0.0, (), 0)
     assert len(step[1].tensors["ids"]) == 1
-    assert sum(batch.weight for rank in (0, 1) for batch in next(loader(rank=rank, **plan).steps(0))) == 3
+    assert sum(batch.weight for rank in (0, 1) for batch in next(loader(rank=rank, **plan).iter_steps(0))) == 3
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -68,7 +68,7 @@ def test_samples_of_training_know_their_place_in_the_run(workers):
             return collate(examples)
 
         for rank in range(plan.get("world_size", 1)):
-            list(loader(collate=note, workers=workers, rank=rank, **plan).steps(start))
+            list(loader(collate=note, workers=workers, rank=rank, **plan).iter_steps(start))
         return seen
 
     alone = seen_by()
@@ -82,9 +82,9 @@ def test_neither_a_filler_nor_an_evaluation_has_a_place():
         assert not any("place" in example for example in examples)
         return collate(examples)
 
-    step = next(loader(rank=1, samples_per_step=1, world_size=2, accumulate=1, collate=none_placed).steps(0))
-    assert [batch.filler for batch in step] == [True]
-    assert list(read_shares(EXAMPLES, none_placed, eval_share(10, 2, 1, 0)))
+    step = next(loader(rank=1, samples_per_step=1, world_size=2, accumulate=1, collate=none_placed).iter_steps(0))
+    assert [batch.is_filler for batch in step] == [True]
+    assert list(iter_batches(EXAMPLES, none_placed, eval_micro_batches(10, 2, 1, 0)))
     assert not any("place" in example for example in EXAMPLES)
 
 
@@ -94,12 +94,12 @@ def test_a_fault_in_collating_names_the_samples(workers):
         raise KeyError("image")
 
     with pytest.raises(RunError, match=r"samples 1\d\d, 1\d\d could not be made into a batch: KeyError"):
-        next(loader(workers=workers, collate=broken).steps(0))
+        next(loader(workers=workers, collate=broken).iter_steps(0))
     assert threads() == []
 
 
 def test_closing_stops_the_threads():
-    steps = loader(workers=3, total_samples=None).steps(0)
+    steps = loader(workers=3, total_samples=None).iter_steps(0)
     next(steps)
     assert threads()
     steps.close()
@@ -108,7 +108,9 @@ def test_closing_stops_the_threads():
 
 def test_reading_stays_within_the_prefetch():
     made = []
-    steps = loader(workers=1, prefetch=2, total_samples=None, collate=lambda e: made.append(1) or collate(e)).steps(0)
+    steps = loader(
+        workers=1, prefetch=2, total_samples=None, collate=lambda e: made.append(1) or collate(e)
+    ).iter_steps(0)
     next(steps)
     time.sleep(0.1)
     assert len(made) <= 2 * (1 + 2)
@@ -117,13 +119,13 @@ def test_reading_stays_within_the_prefetch():
 
 def test_the_time_spent_waiting_is_told_once():
     reader = loader(workers=1, collate=lambda examples: time.sleep(0.02) or collate(examples))
-    next(reader.steps(0))
-    assert reader.take_wait() >= 0.02
-    assert reader.take_wait() == 0.0
+    next(reader.iter_steps(0))
+    assert reader.pop_wait_seconds() >= 0.02
+    assert reader.pop_wait_seconds() == 0.0
 
 
 def test_an_evaluation_sees_every_sample_once():
-    batches = [b for rank in range(4) for b in read_shares(EXAMPLES, collate, eval_share(10, 2, 4, rank))]
+    batches = [b for rank in range(4) for b in iter_batches(EXAMPLES, collate, eval_micro_batches(10, 2, 4, rank))]
     assert sorted(i for batch in batches for i in batch.samples) == list(range(100, 110))
     assert len(batches) == 8
     assert sum(batch.weight for batch in batches) == 10

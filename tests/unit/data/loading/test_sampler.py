@@ -7,19 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain.data.loading.sampler import DataPlan, eval_share, lengths_of
+from dstrain.data.loading.sampler import StepSampler, eval_micro_batches, get_length_function
 from dstrain.errors import DataError
 
 
-def plan(sizes=(10,), **settings) -> DataPlan:
+def plan(sizes=(10,), **settings) -> StepSampler:
     given = {"seed": 0, "samples_per_step": 4, "world_size": 1, "accumulate": 1} | settings
-    return DataPlan(sizes=tuple(sizes), **given)
+    return StepSampler(sizes=tuple(sizes), **given)
 
 
-def stream(order: DataPlan, count: int, start: int = 0) -> list[int]:
+def stream(order: StepSampler, count: int, start: int = 0) -> list[int]:
     ids: list[int] = []
     while len(ids) < count:
-        ids.extend(order.ids(start + len(ids)).tolist())
+        ids.extend(order.step_ids(start + len(ids)).tolist())
     return ids[:count]
 
 
@@ -44,18 +44,18 @@ def test_an_epoch_shows_each_sample_once(sizes, samples_per_step, seed):
 def test_the_ids_of_a_step_are_the_same_for_any_split(sizes, samples_per_step, world_size, accumulate, samples):
     alone = plan(sizes, samples_per_step=samples_per_step)
     split = plan(sizes, samples_per_step=samples_per_step, world_size=world_size, accumulate=accumulate)
-    shares = [split.share(samples, rank) for rank in range(world_size)]
+    shares = [split.micro_batches(samples, rank) for rank in range(world_size)]
     assert all(len(share) == accumulate for share in shares)
     lengths = [len(chunk) for share in shares for chunk in share]
     assert max(lengths) - min(lengths) <= 1
-    assert in_order(shares) == alone.share(samples, 0)[0]
+    assert in_order(shares) == alone.micro_batches(samples, 0)[0]
 
 
 @given(SIZES, SMALL, st.integers(1, 5), st.integers(1, 4), st.integers(0, 100))
 def test_a_samples_place_does_not_depend_on_the_split(sizes, samples_per_step, world_size, accumulate, samples):
     split = plan(sizes, samples_per_step=samples_per_step, world_size=world_size, accumulate=accumulate)
-    shares = [split.share(samples, rank) for rank in range(world_size)]
-    places = [split.places(samples, rank) for rank in range(world_size)]
+    shares = [split.micro_batches(samples, rank) for rank in range(world_size)]
+    places = [split.positions(samples, rank) for rank in range(world_size)]
     assert [[len(chunk) for chunk in share] for share in places] == [[len(chunk) for chunk in s] for s in shares]
     placed = in_order(places)
     assert placed == list(range(samples, samples + samples_per_step))
@@ -72,26 +72,26 @@ def test_a_step_sorted_by_length_has_the_same_samples_at_the_same_places(sizes, 
         sizes, samples_per_step=total, world_size=world_size, accumulate=accumulate, lengths=LENGTHS.__getitem__
     )
     alone = plan(sizes, samples_per_step=total)
-    shares = [split.share(samples, rank) for rank in range(world_size)]
+    shares = [split.micro_batches(samples, rank) for rank in range(world_size)]
     ids = in_order(shares)
-    assert sorted(ids) == sorted(alone.ids(samples).tolist())
+    assert sorted(ids) == sorted(alone.step_ids(samples).tolist())
     assert LENGTHS[ids].tolist() == sorted(LENGTHS[ids].tolist(), reverse=True), "neighbours over ranks, too"
     order = stream(alone, samples + total)
-    assert ids == [order[place] for place in in_order([split.places(samples, rank) for rank in range(world_size)])]
+    assert ids == [order[place] for place in in_order([split.positions(samples, rank) for rank in range(world_size)])]
 
 
 def test_only_a_method_tells_lengths():
     class WithColumn:
         lengths = (3, 1)
 
-    assert lengths_of([1, 2]) is None
-    assert lengths_of(WithColumn()) is None, "a column of that name, as data sets have"
+    assert get_length_function([1, 2]) is None
+    assert get_length_function(WithColumn()) is None, "a column of that name, as data sets have"
 
 
 def test_sorting_leaves_little_padding():
     def share_of_real_tokens(lengths):
         split = plan((90,), samples_per_step=30, world_size=2, accumulate=5, lengths=lengths)
-        chunks = [chunk for samples in (0, 30, 60) for rank in (0, 1) for chunk in split.share(samples, rank)]
+        chunks = [chunk for samples in (0, 30, 60) for rank in (0, 1) for chunk in split.micro_batches(samples, rank)]
         return LENGTHS.sum() / sum(len(chunk) * LENGTHS[chunk].max() for chunk in chunks)
 
     assert share_of_real_tokens(None) < 0.7
@@ -107,9 +107,9 @@ def test_a_run_resumed_anywhere_goes_on_in_the_same_order(sizes, samples_per_ste
 
 def test_going_back_gives_the_same_order_again():
     order = plan((50,))
-    first = order.ids(0).tolist()
+    first = order.step_ids(0).tolist()
     stream(order, 400)
-    assert order.ids(0).tolist() == first
+    assert order.step_ids(0).tolist() == first
 
 
 def test_epochs_and_seeds_differ_in_order():
@@ -148,20 +148,20 @@ def test_half_a_source_is_followed_by_its_other_half():
 
 def test_the_last_step_is_cut_at_the_total():
     order = plan((10,), total_samples=6)
-    assert order.steps == 2
-    assert [len(order.ids(samples)) for samples in (0, 4, 6, 8)] == [4, 2, 0, 0]
-    assert plan((10,)).steps is None
+    assert order.num_steps == 2
+    assert [len(order.step_ids(samples)) for samples in (0, 4, 6, 8)] == [4, 2, 0, 0]
+    assert plan((10,)).num_steps is None
 
 
 def test_a_step_crosses_into_the_next_epoch():
-    assert len(plan((10,)).ids(8)) == 4
-    assert len(plan((3,), samples_per_step=10).ids(0)) == 10
-    assert plan((10,)).epoch(25) == 2.5
+    assert len(plan((10,)).step_ids(8)) == 4
+    assert len(plan((3,), samples_per_step=10).step_ids(0)) == 10
+    assert plan((10,)).epoch_at(25) == 2.5
 
 
 def test_more_chunks_than_samples_leave_empty_ones():
     order = plan((10,), samples_per_step=3, world_size=2, accumulate=2)
-    assert [[len(chunk) for chunk in order.share(0, rank)] for rank in (0, 1)] == [[1, 1], [1, 0]]
+    assert [[len(chunk) for chunk in order.micro_batches(0, rank)] for rank in (0, 1)] == [[1, 1], [1, 0]]
 
 
 def test_a_source_that_would_never_be_shown_is_refused():
@@ -175,11 +175,11 @@ def test_a_source_that_would_never_be_shown_is_refused():
 
 @given(st.integers(0, 60), SMALL, SMALL)
 def test_an_evaluation_takes_each_sample_once_in_as_many_batches_on_every_rank(size, micro, world_size):
-    shares = [eval_share(size, micro, world_size, rank) for rank in range(world_size)]
+    shares = [eval_micro_batches(size, micro, world_size, rank) for rank in range(world_size)]
     assert len({len(share) for share in shares}) == 1
     assert all(len(chunk) <= micro for share in shares for chunk in share)
     assert sorted(i for share in shares for chunk in share for i in chunk) == list(range(size))
-    by_length = [eval_share(size, micro, world_size, rank, LENGTHS.__getitem__) for rank in range(world_size)]
+    by_length = [eval_micro_batches(size, micro, world_size, rank, LENGTHS.__getitem__) for rank in range(world_size)]
     assert [[len(chunk) for chunk in share] for share in by_length] == [[len(chunk) for chunk in s] for s in shares]
     assert sorted(in_order(by_length)) == list(range(size))
     assert in_order(by_length) == sorted(range(size), key=lambda i: -LENGTHS[i])
@@ -187,5 +187,5 @@ def test_an_evaluation_takes_each_sample_once_in_as_many_batches_on_every_rank(s
 
 def test_ids_are_plain_numbers():
     order = plan((10,))
-    assert order.ids(0).dtype == np.int64
-    assert type(order.share(0, 0)[0][0]) is int
+    assert order.step_ids(0).dtype == np.int64
+    assert type(order.micro_batches(0, 0)[0][0]) is int

@@ -16,10 +16,10 @@ import pytest
 
 from dstrain import cache_dir
 from dstrain.config import RunConfig
-from dstrain.data.cache.token_store import images_checked
+from dstrain.data.cache.token_store import check_images_once
 from dstrain.data.sources import open, parquet
-from dstrain.data.sources.open import Deferred, open_source
-from dstrain.data.vision.image_index import Album
+from dstrain.data.sources.open import LazySource, open_source
+from dstrain.data.vision.image_index import ImageIndex
 from dstrain.errors import DataError
 from dstrain.tasks import make_task
 from tests.seeing import named_recipe
@@ -42,7 +42,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         def refuse(path: Path, columns: Any) -> Any:
             raise AssertionError(f"{path} was opened")
 
-        monkeypatch.setattr(open, "KINDS", dict.fromkeys(open.KINDS, refuse))
+        monkeypatch.setattr(open, "KINDS", dict.fromkeys(open.SOURCE_TYPES, refuse))
 
     return no_more
 
@@ -114,8 +114,8 @@ def test_questions_about_one_image_are_grouped_without_reading_them_again(
 
 def test_what_is_wrong_with_a_file_is_said_at_every_start(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl")
-    assert not isinstance(open_source(path), Deferred)
-    assert isinstance(open_source(path), Deferred)
+    assert not isinstance(open_source(path), LazySource)
+    assert isinstance(open_source(path), LazySource)
     for _ in range(2):
         with pytest.raises(DataError, match=r"no record of .* has the column 'promt'"):
             open_source(path, {"promt": "prompt"})
@@ -129,10 +129,10 @@ def test_a_deferred_source_is_the_source(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"n": 1}\nbad\n{"n": 2}\n')
     whole, deferred = open_source(path, {"n": "m"}), open_source(path, {"n": "m"})
-    assert isinstance(deferred, Deferred)
-    assert (len(deferred), deferred.digest, deferred.folder_of(0)) == (2, whole.digest, whole.folder_of(0))
+    assert isinstance(deferred, LazySource)
+    assert (len(deferred), deferred.digest, deferred.get_base_dir(0)) == (2, whole.digest, whole.get_base_dir(0))
     assert [*map(deferred.__getitem__, range(2))] == [{"m": 1}, {"m": 2}]
-    assert (deferred.where(1), deferred.bad) == (whole.where(1), whole.bad)
+    assert (deferred.location(1), deferred.bad_rows) == (whole.location(1), whole.bad_rows)
     another = open_source(path, {"n": "m"})
     path.write_text('{"n": 1}\nbad\n{"n": 3}\n')
     with pytest.raises(DataError, match="was changed while it was in use; start again"):
@@ -164,8 +164,8 @@ def test_parquet_rows_are_those_of_the_table_in_any_order(
 def test_reading_parquet_in_order_decodes_each_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "BATCH_ROWS", 10)
     pyarrow.parquet.write_table(table(200), tmp_path / "a.parquet", row_group_size=100)
-    read, decoded = parquet.Parquet(tmp_path / "a.parquet", {}), []
-    decode = read._decode
+    read, decoded = parquet.ParquetSource(tmp_path / "a.parquet", {}), []
+    decode = read._iter_batches
 
     def count(group: int) -> Any:
         for start, batch in decode(group):
@@ -175,7 +175,7 @@ def test_reading_parquet_in_order_decodes_each_row_once(tmp_path: Path, monkeypa
     monkeypatch.setattr(read, "_decode", count)
     assert [read[index]["n"] for index in range(200)] == list(range(200))
     assert decoded == list(range(0, 200, 10))
-    assert len(read._batches) == parquet.KEPT
+    assert len(read._cached_batches) == parquet.MAX_CACHED_BATCHES
 
 
 def test_a_parquet_file_with_a_column_twice_is_refused(tmp_path: Path) -> None:
@@ -189,20 +189,20 @@ def test_the_images_of_a_store_are_looked_at_once(tmp_path: Path, monkeypatch: p
     _, values = named_recipe("vlm", tmp_path)
     config = RunConfig.model_validate(values)
     make_task(config).examples("train")
-    looks, changed = [], Album.changed
-    monkeypatch.setattr(Album, "changed", lambda album: looks.append(1) or changed(album))
+    looks, changed = [], ImageIndex.find_change
+    monkeypatch.setattr(ImageIndex, "changed", lambda album: looks.append(1) or changed(album))
     for _ in range(2):
         make_task(config).examples("train")
     assert len(looks) == 2, "each time where nobody says that it is one start"
-    with images_checked() as checked:
+    with check_images_once() as checked:
         for _ in range(2):
             make_task(config).examples("train")
     assert len(looks) == 3
-    with images_checked(checked):  # another process of the host, which is told
+    with check_images_once(checked):  # another process of the host, which is told
         make_task(config).examples("train")
     assert len(looks) == 3
     image = next(path for path in tmp_path.iterdir() if path.suffix == ".png")
     image.write_bytes(image.read_bytes() + b" ")
-    with images_checked() as checked:
+    with check_images_once() as checked:
         make_task(config).examples("train")
     assert len(looks) == 4

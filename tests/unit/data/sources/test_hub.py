@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.sources.hub import Part, is_hub_name, parse_part
+from dstrain.data.sources.hub import HubSplit, is_hub_name, parse_hub_split
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError
 from tests.unit.data.sources.hub_server import Hub, serve
@@ -243,8 +243,13 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_name_of_two_parts_is_one_of_the_hub(name: str) -> None:
     assert is_hub_name(name)
-    for part in (Part(name), Part(name, "test"), Part(name, "train", "main"), Part(name, "test", "a:b")):
-        assert parse_part(str(part)) == part
+    for part in (
+        HubSplit(name),
+        HubSplit(name, "test"),
+        HubSplit(name, "train", "main"),
+        HubSplit(name, "test", "a:b"),
+    ):
+        assert parse_hub_split(str(part)) == part
 
 
 @pytest.mark.parametrize(
@@ -253,6 +258,6 @@ def test_a_name_of_two_parts_is_one_of_the_hub(name: str) -> None:
 )  # fmt: skip
 def test_other_names_are_files(name: str) -> None:
     assert not is_hub_name(name)
-    assert parse_part(name) is None
+    assert parse_hub_split(name) is None
     with pytest.raises(DataError):
         open_source(name)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.data.sources.open import First, Joined, open_source
+from dstrain.data.sources.open import ConcatSource, HeadSource, open_source
 from dstrain.errors import DataError
 
 
@@ -17,9 +17,9 @@ def test_records_and_lines_are_found_past_blank_lines_windows_ends_and_a_byte_or
     path = write_lines([b'\xef\xbb\xbf{"a": 1}\r', b"", b"  \r", '{"a": "é"}'.encode(), b'{"a": 3}'])
     source = open_source(path)
     assert [source[i]["a"] for i in range(len(source))] == [1, "é", 3]
-    assert [source.where(i) for i in range(3)] == ["train.jsonl:1", "train.jsonl:4", "train.jsonl:5"]
-    assert source.bad == []
-    assert source.folder_of(0) == source.folder == Path()
+    assert [source.location(i) for i in range(3)] == ["train.jsonl:1", "train.jsonl:4", "train.jsonl:5"]
+    assert source.bad_rows == []
+    assert source.get_base_dir(0) == source.folder == Path()
 
 
 def test_the_last_line_needs_no_line_break(tmp_path):
@@ -39,9 +39,9 @@ def test_lines_that_are_no_record_are_named_and_not_counted(write_lines):
     ]
     source = open_source(write_lines(rows))
     assert [source[i]["a"] for i in range(len(source))] == [1, "😀"]
-    assert [row.where for row in source.bad] == [f"train.jsonl:{n}" for n in (2, 3, 4, 5, 7)]
+    assert [row.location for row in source.bad_rows] == [f"train.jsonl:{n}" for n in (2, 3, 4, 5, 7)]
     for row, word in zip(
-        source.bad,
+        source.bad_rows,
         ("not valid JSON", "an array", "not valid UTF-8", "unpaired surrogate", "not valid JSON"),
         strict=True,
     ):
@@ -56,7 +56,7 @@ def test_a_record_with_a_key_twice_is_bad(twice, name, tmp_path):
     (tmp_path / name).write_text(text)
     source = open_source(tmp_path / name)
     assert len(source) == 1
-    assert [row.reason for row in source.bad] == ["the key 'a' is written twice in it; keep one of them"]
+    assert [row.reason for row in source.bad_rows] == ["the key 'a' is written twice in it; keep one of them"]
 
 
 @pytest.mark.parametrize("coding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
@@ -73,7 +73,7 @@ def test_an_array_in_a_file_of_lines_is_told_once(indent, tmp_path):
     with pytest.raises(DataError, match=r"a\.jsonl is one JSON array, not one object per line; name it \.json$"):
         open_source(tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_text('[\n{"a": 1},\n{"a": 2}\n')  # cut off: no array either
-    assert len(open_source(tmp_path / "a.jsonl").bad) == 2
+    assert len(open_source(tmp_path / "a.jsonl").bad_rows) == 2
 
 
 def test_many_threads_read_the_same_file(write_lines):
@@ -143,8 +143,8 @@ def test_a_json_list_is_read_bare_or_under_data(tmp_path, monkeypatch, wrap):
     Path("a.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(wrap([{"a": 1}, 2, {"a": "\ud800"}, {"a": 3}])).encode())
     source = open_source("a.json", {"a": "b"})
     assert [source[i] for i in range(len(source))] == [{"b": 1}, {"b": 3}]
-    assert source.where(1) == "a.json[3]"
-    assert [row.where for row in source.bad] == ["a.json[1]", "a.json[2]"]
+    assert source.location(1) == "a.json[3]"
+    assert [row.location for row in source.bad_rows] == ["a.json[1]", "a.json[2]"]
 
 
 def test_parquet_rows_are_records(tmp_path, monkeypatch):
@@ -155,7 +155,7 @@ def test_parquet_rows_are_records(tmp_path, monkeypatch):
     parquet.write_table(pyarrow.Table.from_pylist(rows), "a.parquet", row_group_size=1)
     source = open_source("a.parquet", {"n": "m"})
     assert [source[i] for i in range(len(source))] == [{"chosen": "a", "m": [1, 2]}, {"chosen": "b", "m": None}]
-    assert source.where(1) == "a.parquet[1]"
+    assert source.location(1) == "a.parquet[1]"
     assert len(source.digest) == 64
 
 
@@ -168,7 +168,7 @@ def test_a_packed_file_is_the_file(tmp_path, name):
     packed, source = open_source(tmp_path / f"{name}.gz", {"a": "b"}), open_source(tmp_path / name, {"a": "b"})
     assert [packed[at] for at in reversed(range(50))] == [source[at] for at in reversed(range(50))]
     assert packed.digest == source.digest
-    assert Path(packed.where(3)).name.startswith(f"{name}.gz")
+    assert Path(packed.location(3)).name.startswith(f"{name}.gz")
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -226,22 +226,22 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
 def test_joined_sources_count_on(write_lines):
     first = open_source(write_lines([{"a": 0}, b"bad", {"a": 1}], "one.jsonl"))
     second = open_source(write_lines([{"a": 2}], "two.jsonl"))
-    joined = Joined([first, second])
+    joined = ConcatSource([first, second])
     assert joined.sizes == (2, 1)
     assert [record["a"] for record in joined] == [0, 1, 2]
-    assert [joined.where(i) for i in range(3)] == ["one.jsonl:1", "one.jsonl:3", "two.jsonl:1"]
-    assert joined.bad == first.bad
-    assert joined.digest != Joined([second, first]).digest
+    assert [joined.location(i) for i in range(3)] == ["one.jsonl:1", "one.jsonl:3", "two.jsonl:1"]
+    assert joined.bad_rows == first.bad_rows
+    assert joined.digest != ConcatSource([second, first]).digest
     with pytest.raises(IndexError):
         joined[3]
 
 
 def test_the_first_records_are_a_source_of_their_own(write_lines):
     source = open_source(write_lines([{"a": 0}, {"a": 1}, {"a": 2}]))
-    first = First(source, 2)
+    first = HeadSource(source, 2)
     assert [record["a"] for record in first] == [0, 1]
-    assert first.where(1) == "train.jsonl:2"
-    assert len({source.digest, first.digest, First(source, 1).digest}) == 3
+    assert first.location(1) == "train.jsonl:2"
+    assert len({source.digest, first.digest, HeadSource(source, 1).digest}) == 3
 
 
 def test_reading_and_planning_need_neither_torch_nor_transformers():

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from dstrain.cli import main
 from dstrain.data.formats.messages import BadRecord
 from dstrain.data.sources import files, parquet
-from dstrain.data.sources.base import open_regular, show_path
+from dstrain.data.sources.base import display_path, open_regular_file
 from dstrain.data.sources.open import open_source
 from dstrain.data.vision.image_io import read_content, read_image
 from dstrain.errors import DataError, RecipeError
@@ -43,10 +43,10 @@ def test_a_loop_of_links_as_an_image_is_a_bad_record(tmp_path: Path, monkeypatch
 
 def test_every_path_has_a_name_for_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert show_path(loop(tmp_path, "a")) in ("a", "other")
-    assert show_path(Path("a\0b")) == "a\0b"
-    assert show_path(tmp_path / "sub/x") == "sub/x"
-    assert show_path(Path("/etc/hosts")) == "/etc/hosts"
+    assert display_path(loop(tmp_path, "a")) in ("a", "other")
+    assert display_path(Path("a\0b")) == "a\0b"
+    assert display_path(tmp_path / "sub/x") == "sub/x"
+    assert display_path(Path("/etc/hosts")) == "/etc/hosts"
 
 
 @pytest.mark.parametrize("name", ["fifo", "/dev/zero", "/dev/null", "/proc/kmsg", "/proc/self/mem", "empty.png"])
@@ -77,7 +77,7 @@ def test_a_file_that_became_a_fifo_is_not_waited_for(tmp_path: Path, monkeypatch
     os.mkfifo(tmp_path / "a.png")
     monkeypatch.setattr("dstrain.data.sources.base.os.stat", lambda path: regular)
     with pytest.raises(OSError, match="is no regular file"):
-        open_regular(tmp_path / "a.png")
+        open_regular_file(tmp_path / "a.png")
 
 
 @pytest.mark.parametrize(
@@ -109,14 +109,14 @@ def test_a_packed_file_fills_no_more_than_its_share_of_the_disk(
         for _ in range(room >> 20):
             file.write(b" " * (1 << 20))
     wrote = 0
-    write = files._Bounded.write
+    write = files._SizeLimitedWriter.write
 
-    def count(self: files._Bounded, piece: bytes) -> int:
+    def count(self: files._SizeLimitedWriter, piece: bytes) -> int:
         nonlocal wrote
         wrote += write(self, piece)
         return len(piece)
 
-    monkeypatch.setattr(files._Bounded, "write", count)
+    monkeypatch.setattr(files._SizeLimitedWriter, "write", count)
     with pytest.raises(DataError, match=r"unpacks to more than 32\.0 MiB, half of what is free in .*; set TMPDIR"):
         open_source(packed)
     assert wrote <= room // 2
@@ -135,9 +135,9 @@ def test_a_line_without_end_is_one_bad_record(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
     source = open_source(tmp_path / "a.jsonl")
     assert [source[at] for at in range(len(source))] == [{"a": 1}, {"a": 2}, {"a": 3}]
-    assert [source.where(at).rpartition(":")[2] for at in range(len(source))] == ["1", "3", "5"]
-    assert [row.where.rpartition(":")[2] for row in source.bad] == ["2", "6"]
-    assert source.bad[0].reason.startswith("has 1010 B, and a line has ")
+    assert [source.location(at).rpartition(":")[2] for at in range(len(source))] == ["1", "3", "5"]
+    assert [row.location.rpartition(":")[2] for row in source.bad_rows] == ["2", "6"]
+    assert source.bad_rows[0].reason.startswith("has 1010 B, and a line has ")
     import hashlib
 
     assert source.digest == hashlib.sha256(b"".join(lines)).hexdigest()
@@ -162,7 +162,7 @@ def test_a_list_that_would_not_fit_the_memory_is_refused(tmp_path: Path, monkeyp
     ],
 )
 def test_what_is_there_and_is_no_file_is_called_that(make, why, tmp_path, monkeypatch):
-    from dstrain.commands.recipe_args import Wish, resolve_wish
+    from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 
     monkeypatch.chdir(tmp_path)
     make(Path("x.jsonl"))
@@ -170,7 +170,7 @@ def test_what_is_there_and_is_no_file_is_called_that(make, why, tmp_path, monkey
         open_source("x.jsonl")
     if "link" in why:  # what exists is opened where the data are read
         with pytest.raises(RecipeError, match=f"x.jsonl: {why}"):
-            resolve_wish(Wish(task="rm", sets=["model.path=.", "data.train=x.jsonl"]))
+            resolve_recipe(TrainRequest(task="rm", overrides=["model.path=.", "data.train=x.jsonl"]))
 
 
 def test_a_loop_as_the_run_folder_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dstrain.data.vision.downscale import settled
+from dstrain.data.vision.downscale import downscale_if_equivalent
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil  # noqa: E402
@@ -49,12 +49,12 @@ def flat(made: Any) -> list[np.ndarray]:
 def test_what_is_saved_is_shown():
     """640x480 at a 64-pixel processor."""
     image = noise(640, 480)
-    assert settled(image, clip()).size == (64, 64)
-    assert settled(image, clip(do_center_crop=False)).size == (85, 64)
-    assert settled(image, siglip()).size == (64, 64)
-    assert settled(image, gemma()).size == (64, 64)
-    assert settled(image, idefics(128, 64)).size == (128, 96)
-    assert settled(image, idefics(64, 64)).size == (64, 48)
+    assert downscale_if_equivalent(image, clip()).size == (64, 64)
+    assert downscale_if_equivalent(image, clip(do_center_crop=False)).size == (85, 64)
+    assert downscale_if_equivalent(image, siglip()).size == (64, 64)
+    assert downscale_if_equivalent(image, gemma()).size == (64, 64)
+    assert downscale_if_equivalent(image, idefics(128, 64)).size == (128, 96)
+    assert downscale_if_equivalent(image, idefics(64, 64)).size == (64, 48)
 
 
 PROCESSORS = {
@@ -70,7 +70,7 @@ PROCESSORS = {
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_the_processor_makes_the_very_same_of_the_smaller_image(name, size):
     processor, image = PROCESSORS[name], noise(*size)
-    smaller = settled(image, processor)
+    smaller = downscale_if_equivalent(image, processor)
     if smaller is None:
         return
     assert smaller.width * smaller.height < image.width * image.height
@@ -84,32 +84,32 @@ def test_the_processor_makes_the_very_same_of_the_smaller_image(name, size):
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_photographs_are_made_smaller_by_every_kind(name):
-    assert all(settled(noise(*size), PROCESSORS[name]) is not None for size in SIZES[:4])
+    assert all(downscale_if_equivalent(noise(*size), PROCESSORS[name]) is not None for size in SIZES[:4])
 
 
 def test_nothing_is_kept_where_nothing_is_gained_or_another_image_would_be_seen():
     image = noise(60, 60)
-    assert settled(image, clip()) is None
-    assert settled(noise(64, 64), siglip()) is None
-    assert settled(image, idefics(128, 64)) is None
+    assert downscale_if_equivalent(image, clip()) is None
+    assert downscale_if_equivalent(noise(64, 64), siglip()) is None
+    assert downscale_if_equivalent(image, idefics(128, 64)) is None
     panned = gemma(
         do_pan_and_scan=True,
         pan_and_scan_min_crop_size=32,
         pan_and_scan_max_num_crops=4,
         pan_and_scan_min_ratio_to_activate=1.2,
     )
-    assert settled(noise(640, 300), panned) is None
-    assert settled(noise(640, 640), panned).size == (64, 64)
+    assert downscale_if_equivalent(noise(640, 300), panned) is None
+    assert downscale_if_equivalent(noise(640, 640), panned).size == (64, 64)
     tiled = LlavaNextImageProcessorPil(
         size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}, image_grid_pinpoints=[[64, 32], [32, 64]]
     )
-    assert settled(noise(640, 480), tiled) is None  # it tells the model the image's own size
+    assert downscale_if_equivalent(noise(640, 480), tiled) is None  # it tells the model the image's own size
 
 
 def test_the_processor_is_left_as_it_was():
     processor = idefics(128, 64)
     before = dict(vars(processor))
-    settled(noise(640, 480), processor)
+    downscale_if_equivalent(noise(640, 480), processor)
     assert vars(processor) == before
     assert "rows" not in processor(noise(64, 64))
 
@@ -127,9 +127,9 @@ class Strict:
 
 
 def test_a_processor_that_refuses_its_own_result_keeps_the_image():
-    assert settled(noise(200, 100), Strict()) is None
+    assert downscale_if_equivalent(noise(200, 100), Strict()) is None
 
 
 def test_what_the_processor_says_of_the_image_itself_is_not_swallowed():
     with pytest.raises(ValueError, match="too small for me"):
-        settled(noise(50, 50), Strict())
+        downscale_if_equivalent(noise(50, 50), Strict())

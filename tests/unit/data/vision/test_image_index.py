@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dstrain.data.cache.build import Policy, prepare
-from dstrain.data.cache.token_store import WithFiles, cached_store
+from dstrain.data.cache.build import PreparePolicy, prepare
+from dstrain.data.cache.token_store import WithExtraFiles, load_or_build_store
 from dstrain.data.formats.messages import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.data.vision import image_index as module
-from dstrain.data.vision.image_index import Album, AlbumWriter
-from dstrain.data.vision.image_io import locate_image
+from dstrain.data.vision.image_index import ImageIndex, ImageIndexWriter
+from dstrain.data.vision.image_io import resolve_image
 from dstrain.errors import DataError
 
 
@@ -52,15 +52,15 @@ def decoded(monkeypatch) -> list[str]:
     return names
 
 
-def add(writer: AlbumWriter, value: object, folder: Path) -> int:
-    return writer.number(writer.look(value, folder))
+def add(writer: ImageIndexWriter, value: object, folder: Path) -> int:
+    return writer.assign_position(writer.get_entry(value, folder))
 
 
-def written(tmp_path, images, values, settle=lambda image: None) -> tuple[Album, AlbumWriter, list[int]]:
-    writer = AlbumWriter(settle, tmp_path / "cache")
+def written(tmp_path, images, values, settle=lambda image: None) -> tuple[ImageIndex, ImageIndexWriter, list[int]]:
+    writer = ImageIndexWriter(settle, tmp_path / "cache")
     numbers = [add(writer, value, images) for value in values]
     assert writer.write(tmp_path) == ["images.json"]
-    return Album(tmp_path), writer, numbers
+    return ImageIndex(tmp_path), writer, numbers
 
 
 def test_an_image_is_in_the_album_once_for_each_name_and_a_link_is_followed(tmp_path, images):
@@ -70,10 +70,10 @@ def test_an_image_is_in_the_album_once_for_each_name_and_a_link_is_followed(tmp_
     album, _, numbers = written(tmp_path, images, values)
     assert numbers == [0, 1, 2, 1, 3, 4, 4]
     assert [same(album.load(index), picture(shown)) for index, shown in enumerate((0, 1, 0, 1, 2))] == [True] * 5
-    assert album.changed() is None
+    assert album.find_change() is None
     (images / "link.png").unlink()
     (images / "link.png").symlink_to("3.png")
-    assert "link.png is not the file that it was" in album.changed()
+    assert "link.png is not the file that it was" in album.find_change()
 
 
 def test_a_smaller_image_is_kept_and_one_that_stands_in_the_data_is_kept_whole(tmp_path, images):
@@ -82,7 +82,7 @@ def test_a_smaller_image_is_kept_and_one_that_stands_in_the_data_is_kept_whole(t
     small = picture(9, (10, 10))
     kept = [halve(picture(0)), small, small, halve(picture(3))]
     assert [same(album.load(index), image) for index, image in enumerate(kept)] == [True] * 4
-    assert [shown.copied for shown in album.pick(range(4))] == [True, False, True, True]
+    assert [shown.has_copy for shown in album.select(range(4))] == [True, False, True, True]
     rows = json.loads((tmp_path / "images.json").read_text())["images"]
     assert [row["copy"] is not None for row in rows] == [True, False, True, True]
     assert [row["path"] is None for row in rows] == [False, False, True, True]
@@ -91,34 +91,34 @@ def test_a_smaller_image_is_kept_and_one_that_stands_in_the_data_is_kept_whole(t
 
 
 def test_an_image_is_decoded_once_however_many_records_show_it_at_the_same_time(tmp_path, images, decoded):
-    writer = AlbumWriter(lambda image: None, tmp_path / "cache")
+    writer = ImageIndexWriter(lambda image: None, tmp_path / "cache")
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda at: writer.look(f"{at % 6}.png", images), range(300)))
+        found = list(pool.map(lambda at: writer.get_entry(f"{at % 6}.png", images), range(300)))
     assert sorted(decoded) == [f"{seed}.png" for seed in range(6)]
-    assert [writer.number(picture) for picture in found] == [at % 6 for at in range(300)]
+    assert [writer.assign_position(picture) for picture in found] == [at % 6 for at in range(300)]
 
 
 def test_a_fault_of_ours_reaches_all_that_wait_for_the_image(tmp_path, images):
     def settle(image: Image.Image) -> None:
         raise DataError("the disk is full; make room")
 
-    writer = AlbumWriter(settle, tmp_path / "cache")
+    writer = ImageIndexWriter(settle, tmp_path / "cache")
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(writer.look, "0.png", images) for _ in range(20)]
+        asked = [pool.submit(writer.get_entry, "0.png", images) for _ in range(20)]
     assert [str(one.exception()) for one in asked] == ["the disk is full; make room"] * 20
 
 
 def test_a_bad_image_is_decoded_once_and_refused_each_time(tmp_path, images, decoded):
-    writer = AlbumWriter(lambda image: None, tmp_path / "cache")
+    writer = ImageIndexWriter(lambda image: None, tmp_path / "cache")
     for _ in range(3):
         with pytest.raises(BadRecord, match=r"bad\.png is no image"):
-            writer.look("bad.png", images)
+            writer.get_entry("bad.png", images)
         with pytest.raises(BadRecord, match=r"image not found: .*gone\.png"):
-            writer.look("gone.png", images)
+            writer.get_entry("gone.png", images)
         with pytest.raises(BadRecord, match="cannot be read"):
-            writer.look("zero\0.png", images)
+            writer.get_entry("zero\0.png", images)
         with pytest.raises(BadRecord, match="fetch it first"):
-            writer.look("http://a/b.png", images)
+            writer.get_entry("http://a/b.png", images)
     assert decoded == ["bad.png"]
     assert add(writer, "0.png", images) == 0
 
@@ -127,9 +127,9 @@ def test_an_image_that_the_processor_refuses_is_a_bad_record(tmp_path, images):
     def refuse(image: Image.Image) -> None:
         raise ValueError("the aspect ratio must be below 200")
 
-    writer = AlbumWriter(refuse, tmp_path / "cache")
+    writer = ImageIndexWriter(refuse, tmp_path / "cache")
     with pytest.raises(BadRecord, match=r"processor cannot use .*0.png, 24x16 pixels \(ValueError: the aspect ratio"):
-        writer.look("0.png", images)
+        writer.get_entry("0.png", images)
 
 
 def test_a_copy_that_is_there_is_used_and_a_damaged_one_is_made_anew(tmp_path, images, decoded):
@@ -138,12 +138,12 @@ def test_a_copy_that_is_there_is_used_and_a_damaged_one_is_made_anew(tmp_path, i
     written(tmp_path, images, ["0.png"], lambda image: pytest.fail("settled again"))
     assert decoded == ["0.png"]
     os.truncate(kept, 50)
-    assert "copy of" in first.changed()
+    assert "copy of" in first.find_change()
     with pytest.raises(DataError, match=r"0\.png was whole once.*run `dstrain prepare` again"):
         first.load(0)
     again, _, _ = written(tmp_path, images, ["0.png"], halve)
     assert same(again.load(0), halve(picture(0)))
-    assert first.changed() is None
+    assert first.find_change() is None
     assert not list((tmp_path / "cache").rglob("*.partial"))
 
 
@@ -158,7 +158,7 @@ def test_an_image_that_changed_is_found(tmp_path, images, harm, copies):
         picture(77).save(path)
     else:
         os.utime(path, ns=(1, 1))
-    reason = album.changed()
+    reason = album.find_change()
     if copies:  # what is trained on is there still; that it is no more what it stands for is known all the same
         assert (reason is None) == (harm == "gone")
         assert same(album.load(1), halve(picture(1)))
@@ -171,20 +171,20 @@ def test_an_image_that_changed_is_found(tmp_path, images, harm, copies):
 
 @pytest.mark.parametrize("name", ["bad.png", "gone.png", "good.png"])
 def test_a_file_that_could_not_be_used_is_looked_at_again_once_it_is_mended(tmp_path, images, name):
-    writer = AlbumWriter(lambda image: None, tmp_path / "cache")
+    writer = ImageIndexWriter(lambda image: None, tmp_path / "cache")
     add(writer, "0.png", images)
     picture(5).save(images / "good.png")
     if name == "good.png":  # the image is good, and its record was refused
-        writer.look(name, images)
+        writer.get_entry(name, images)
     else:
         with pytest.raises(BadRecord):
-            writer.look(name, images)
+            writer.get_entry(name, images)
     writer.write(tmp_path)
-    album = Album(tmp_path)
+    album = ImageIndex(tmp_path)
     assert len(album) == 1
-    assert album.changed() is None
+    assert album.find_change() is None
     picture(3).save(images / name)
-    assert f"{name}, which could not be used, is another now" in album.changed()
+    assert f"{name}, which could not be used, is another now" in album.find_change()
 
 
 def test_a_digest_follows_images_and_order_not_their_names(tmp_path, images):
@@ -199,12 +199,12 @@ def test_a_digest_follows_images_and_order_not_their_names(tmp_path, images):
 def test_many_threads_load_at_once(tmp_path, images):
     album, _, _ = written(tmp_path, images, [f"{seed}.png" for seed in range(6)], halve)
     with ThreadPoolExecutor(8) as pool:
-        loaded = list(pool.map(lambda shown: shown.load(), album.pick(np.arange(60) % 6)))
+        loaded = list(pool.map(lambda shown: shown.load(), album.select(np.arange(60) % 6)))
     assert all(same(image, halve(picture(index % 6))) for index, image in enumerate(loaded))
 
 
 def build(tmp_path, images, names, built=None):
-    writer = AlbumWriter(lambda image: None, tmp_path / "kept")
+    writer = ImageIndexWriter(lambda image: None, tmp_path / "kept")
 
     def make(report):
         if built is not None:
@@ -212,7 +212,7 @@ def build(tmp_path, images, names, built=None):
         for sample, group in enumerate(names):
             yield [{"images": [add(writer, name, images) for name in group], "sample": sample}]
 
-    return WithFiles(make, writer.write)
+    return WithExtraFiles(make, writer.write)
 
 
 NAMES = [["0.png"], [], ["1.png", "0.png"]]
@@ -220,27 +220,27 @@ NAMES = [["0.png"], [], ["1.png", "0.png"]]
 
 def test_a_store_gives_the_images_of_an_example(tmp_path, images):
     for _ in range(2):
-        store = cached_store(tmp_path, {"n": 1}, build(tmp_path, images, NAMES))
-        assert len(store.album) == 2
+        store = load_or_build_store(tmp_path, {"n": 1}, build(tmp_path, images, NAMES))
+        assert len(store.image_index) == 2
         found = [[shown.load() for shown in store[index]["images"]] for index in range(3)]
         assert [len(group) for group in found] == [1, 0, 2]
         assert same(found[2][0], picture(1))
         assert same(found[2][1], picture(0))
-        assert store.lengths("images").tolist() == [1, 0, 2]
-    plain = cached_store(tmp_path, {"n": 2}, lambda report: [[{"images": [3], "sample": 0}]])
-    assert plain.album is None
+        assert store.column_lengths("images").tolist() == [1, 0, 2]
+    plain = load_or_build_store(tmp_path, {"n": 2}, lambda report: [[{"images": [3], "sample": 0}]])
+    assert plain.image_index is None
     assert plain[0]["images"].tolist() == [3]
 
 
 @pytest.mark.parametrize("harm", ["nothing", "list", "image"])
 def test_a_store_whose_images_changed_is_built_again(tmp_path, images, harm):
     built, lines = [], []
-    store = cached_store(tmp_path, {"n": 1}, build(tmp_path, images, NAMES, built))
+    store = load_or_build_store(tmp_path, {"n": 1}, build(tmp_path, images, NAMES, built))
     if harm == "list":
         os.truncate(store.folder / "images.json", 30)
     elif harm == "image":
         picture(50).save(images / "0.png")
-    store = cached_store(tmp_path, {"n": 1}, build(tmp_path, images, NAMES, built), echo=lines.append)
+    store = load_or_build_store(tmp_path, {"n": 1}, build(tmp_path, images, NAMES, built), echo=lines.append)
     assert len(built) == (1 if harm == "nothing" else 2)
     assert same(store[0]["images"][0].load(), picture(50 if harm == "image" else 0))
     told = "0.png is not the file that it was"
@@ -249,26 +249,26 @@ def test_a_store_whose_images_changed_is_built_again(tmp_path, images, harm):
 
 def test_prepare_leaves_an_encoders_files_in_the_store(write_lines, tmp_path, images):
     source = open_source(write_lines([{"image": "images/0.png"}, {"image": "images/bad.png"}]))
-    writer = AlbumWriter(lambda image: None, tmp_path / "kept")
+    writer = ImageIndexWriter(lambda image: None, tmp_path / "kept")
 
     def encode(rows):
         found = []
         for index, record in rows:
             try:
-                found.append({"images": [add(writer, record["image"], source.folder_of(index))]})
+                found.append({"images": [add(writer, record["image"], source.get_base_dir(index))]})
             except BadRecord as fault:
                 found.append(fault)
         return found
 
-    policy = Policy(task="vlm", on_error="skip")
-    store = prepare(source, WithFiles(encode, writer.write), {}, policy, tmp_path / "cache")
-    assert (len(store), len(store.album)) == (1, 1)
-    assert store.report.bad[0].where == "train.jsonl:2"
+    policy = PreparePolicy(task="vlm", on_error="skip")
+    store = prepare(source, WithExtraFiles(encode, writer.write), {}, policy, tmp_path / "cache")
+    assert (len(store), len(store.image_index)) == (1, 1)
+    assert store.report.bad[0].location == "train.jsonl:2"
     assert "bad.png is no image" in store.report.bad[0].reason
 
 
 def test_a_decoded_image_and_its_bytes_are_one(tmp_path, images):
     image = picture(3)
-    album, _, numbers = written(tmp_path, images, [image, image.copy(), locate_image(image, images)])
+    album, _, numbers = written(tmp_path, images, [image, image.copy(), resolve_image(image, images)])
     assert numbers == [0, 0, 0]
     assert same(album.load(0), image)

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from dstrain.data.formats.messages import BadRecord
-from dstrain.data.vision.image_io import MOST_PIXELS, locate_image, read_image, remarks
+from dstrain.data.vision.image_io import MAX_PIXELS, describe_conversions, read_image, resolve_image
 from dstrain.errors import DataError
 
 RNG = np.random.RandomState(0)
@@ -52,14 +52,14 @@ def test_an_ordinary_image_is_read_as_it_is_from_a_file_and_from_bytes(tmp_path)
     path = save(tmp_path / "a.png")
     for source in (path, path.read_bytes()):
         assert np.array_equal(np.asarray(read_image(source)), np.asarray(NOISE))
-        assert remarks(source) == []
+        assert describe_conversions(source) == []
 
 
 @pytest.mark.parametrize("form", ["BMP", "GIF", "JPEG", "PPM", "TIFF", "WEBP"])
 def test_usual_formats_are_known_whatever_the_file_is_called(tmp_path, form):
     path = save(tmp_path / "image.png", HALVES, format=form)
     assert np.abs(np.array(colours(read_image(path))) - [RED, BLUE]).max() < 12
-    assert remarks(path) == []
+    assert describe_conversions(path) == []
 
 
 def saved(form: str) -> bytes:
@@ -101,7 +101,7 @@ def test_what_cannot_be_used_is_refused_by_name_with_its_own_reason(tmp_path, mo
     content, said = HARMED[name]
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    for use in (read_image, remarks):
+    for use in (read_image, describe_conversions):
         with pytest.raises(BadRecord, match=said):
             use(tmp_path / name)
     assert ImageFile.LOAD_TRUNCATED_IMAGES is trusting
@@ -113,7 +113,7 @@ def test_warnings_that_are_errors_and_another_bound_of_pillow_change_nothing(mon
         with pytest.raises(BadRecord, match="100000000 pixels"):
             read_image(png(10000, 10000))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
-    with pytest.raises(BadRecord, match=f"900000000 pixels, more than the {MOST_PIXELS}"):
+    with pytest.raises(BadRecord, match=f"900000000 pixels, more than the {MAX_PIXELS}"):
         read_image(png(30000, 30000))
 
 
@@ -164,7 +164,7 @@ def test_an_image_is_turned_upright_as_its_exif_says(tmp_path, form, orientation
     image = read_image(path)
     assert np.array_equal(np.asarray(image), np.asarray(upright))
     assert image.size == ((10, 20) if orientation > 4 else (20, 10))
-    assert remarks(path) == ([f"its EXIF says it is {said}: it is turned upright"] if said else [])
+    assert describe_conversions(path) == ([f"its EXIF says it is {said}: it is turned upright"] if said else [])
 
 
 def test_damaged_exif_does_not_spoil_the_picture(tmp_path):
@@ -175,7 +175,7 @@ def test_damaged_exif_does_not_spoil_the_picture(tmp_path):
 def test_cmyk_becomes_rgb(tmp_path):
     path = save(tmp_path / "a.jpg", Image.new("CMYK", (8, 8), (0, 255, 255, 0)), quality=100)
     assert colours(read_image(path))[0] == RED
-    assert remarks(path) == ["CMYK: it is converted to RGB"]
+    assert describe_conversions(path) == ["CMYK: it is converted to RGB"]
 
 
 @pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM"])
@@ -184,7 +184,7 @@ def test_sixteen_bits_of_grey_are_scaled_not_cut_off(tmp_path, form):
     path = save(tmp_path / "a", Image.fromarray(ramp), format=form)
     grey = np.asarray(read_image(path))[..., 0]
     assert np.abs(grey - ramp / 257).max() <= 0.5
-    assert remarks(path) == ["16 bits a colour: it is scaled to 8"]
+    assert describe_conversions(path) == ["16 bits a colour: it is scaled to 8"]
 
 
 @pytest.mark.parametrize("number", ["F", "I"])
@@ -207,7 +207,7 @@ def test_what_is_transparent_lies_on_white(tmp_path):
     for name, image in TRANSPARENT.items():
         path = save(tmp_path / f"{name}.png", image)
         assert colours(read_image(path))[0] == ((127, 127, 255) if name == "half" else WHITE)
-        assert remarks(path) == ["transparent in places: it is laid on white"]
+        assert describe_conversions(path) == ["transparent in places: it is laid on white"]
     palette = Image.new("P", (8, 8), 1)
     palette.putpalette([255, 0, 0, 0, 0, 255])
     path = save(tmp_path / "palette.png", palette, transparency=1)
@@ -216,13 +216,13 @@ def test_what_is_transparent_lies_on_white(tmp_path):
     path = save(tmp_path / "deep.png", deep, transparency=9)
     assert colours(read_image(path))[0] in (WHITE, (0, 0, 0))  # older pillow does not write the mark
     path = save(tmp_path / "solid.png", Image.new("RGBA", (8, 8), (255, 0, 0, 255)))
-    assert (colours(read_image(path))[0], remarks(path)) == (RED, [])
+    assert (colours(read_image(path))[0], describe_conversions(path)) == (RED, [])
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "YCbCr"])
 def test_grey_palettes_and_other_colours_are_ordinary(tmp_path, mode):
     path = save(tmp_path / ("a.jpg" if mode == "YCbCr" else "a.png"), Image.new("RGB", (8, 8), "white").convert(mode))
-    assert (colours(read_image(path))[0], remarks(path)) == (WHITE, [])
+    assert (colours(read_image(path))[0], describe_conversions(path)) == (WHITE, [])
 
 
 @pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP"])
@@ -231,18 +231,18 @@ def test_of_an_animated_image_the_first_frame_is_seen(tmp_path, form):
     settings = {"lossless": True} if form == "WEBP" else {}
     path = save(tmp_path / "a", frames[0], format=form, save_all=True, append_images=frames[1:], **settings)
     assert colours(read_image(path))[0] == RED
-    assert remarks(path) == ["animated, 3 frames: the first alone is used"]
+    assert describe_conversions(path) == ["animated, 3 frames: the first alone is used"]
     pages = save(tmp_path / "pages.tiff", frames[0], save_all=True, append_images=frames[1:])
-    assert remarks(pages) == ["3 pages: the first alone is used"]
+    assert describe_conversions(pages) == ["3 pages: the first alone is used"]
 
 
 def test_a_record_names_a_file_from_the_data_files_folder(tmp_path):
-    assert locate_image("images/a.png", tmp_path) == tmp_path / "images/a.png"
-    assert locate_image("/b/a.png", tmp_path) == Path("/b/a.png")
-    assert locate_image("~/a.png", tmp_path) == tmp_path / "~/a.png"
-    assert locate_image({"bytes": None, "path": "a.png"}, tmp_path) == tmp_path / "a.png"
-    assert locate_image({"bytes": b"x", "path": "a.png"}, tmp_path) == b"x"
-    assert locate_image({"bytes": b""}, tmp_path) == b""
+    assert resolve_image("images/a.png", tmp_path) == tmp_path / "images/a.png"
+    assert resolve_image("/b/a.png", tmp_path) == Path("/b/a.png")
+    assert resolve_image("~/a.png", tmp_path) == tmp_path / "~/a.png"
+    assert resolve_image({"bytes": None, "path": "a.png"}, tmp_path) == tmp_path / "a.png"
+    assert resolve_image({"bytes": b"x", "path": "a.png"}, tmp_path) == b"x"
+    assert resolve_image({"bytes": b""}, tmp_path) == b""
 
 
 @pytest.mark.parametrize(
@@ -261,25 +261,25 @@ def test_a_record_names_a_file_from_the_data_files_folder(tmp_path):
 )
 def test_what_names_no_file_is_refused(tmp_path, value, said):
     with pytest.raises(BadRecord, match=said):
-        locate_image(value, tmp_path)
+        resolve_image(value, tmp_path)
 
 
 def test_an_image_that_was_decoded_already_is_the_same_image(tmp_path):
     for image in (NOISE, NOISE.convert("L"), NOISE.convert("CMYK"), NOISE.convert("P"), TRANSPARENT["half"]):
-        content = locate_image(image, tmp_path)
-        assert content == locate_image(image.copy(), tmp_path)
+        content = resolve_image(image, tmp_path)
+        assert content == resolve_image(image.copy(), tmp_path)
         again = save(tmp_path / "a.tiff", image)
         assert np.array_equal(np.asarray(read_image(content)), np.asarray(read_image(again)))
     exif = Image.Exif()
     exif[0x0112] = 6
     turned = Image.open(save(tmp_path / "turned.png", HALVES, exif=exif))
-    assert colours(read_image(locate_image(turned, tmp_path))) == [RED, BLUE]
-    assert read_image(locate_image(turned, tmp_path)).size == (10, 20)
+    assert colours(read_image(resolve_image(turned, tmp_path))) == [RED, BLUE]
+    assert read_image(resolve_image(turned, tmp_path)).size == (10, 20)
     with pytest.raises(BadRecord, match="Pillow's kind F"):
-        locate_image(Image.new("F", (4, 4)), tmp_path)
+        resolve_image(Image.new("F", (4, 4)), tmp_path)
     (tmp_path / "cut.jpg").write_bytes(JPEG[: len(JPEG) // 2])
     with pytest.raises(BadRecord, match="a decoded image is damaged"):
-        locate_image(Image.open(tmp_path / "cut.jpg"), tmp_path)
+        resolve_image(Image.open(tmp_path / "cut.jpg"), tmp_path)
 
 
 def test_without_pillow_the_mend_is_told(tmp_path, monkeypatch):

@@ -10,16 +10,16 @@ from transformers import AutoModelForImageTextToText
 
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig
-from dstrain.data.encoding.conversations import TurnSettings, encode_conversations
+from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.encoding.text import encode_preferences, train_tokenizer
 from dstrain.data.formats.conversations import Conversation
 from dstrain.data.formats.preferences import BadRecord, Preference
-from dstrain.data.formats.transcripts import IMAGE
-from dstrain.data.vision.expansion import Views
-from dstrain.data.vision.processor import KINDS, Sight
+from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER
+from dstrain.data.vision.expansion import PlaceholderExpansion
+from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.models.load import read_config
-from dstrain.models.processors import fit_config, make_processor, special_tokens
-from dstrain.tasks.common.losses import ask
+from dstrain.models.processors import build_processor, count_special_tokens, sync_config_with_processor
+from dstrain.tasks.common.losses import forward_logits
 from tests.seeing import GEMMA3, IDEFICS3, llava, picture
 
 FAMILIES = {"llava": llava(), "gemma3": GEMMA3, "idefics3": IDEFICS3}
@@ -29,76 +29,78 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 TURNS = [
-    {"role": "user", "content": f"{IMAGE}\nwhat is it?"},
+    {"role": "user", "content": f"{IMAGE_PLACEHOLDER}\nwhat is it?"},
     {"role": "assistant", "content": "a fox"},
-    {"role": "user", "content": f"and {IMAGE} this?"},
+    {"role": "user", "content": f"and {IMAGE_PLACEHOLDER} this?"},
     {"role": "assistant", "content": "a dog"},
 ]
 TALK = Conversation(TURNS, (1, 3))
 
 
-def made(family: str) -> tuple[Any, Sight]:
+def made(family: str) -> tuple[Any, VisionProcessor]:
     config = read_config(ModelConfig(config=FAMILIES[family]))
-    texts = [" ".join(turn["content"] for turn in TURNS).replace(IMAGE, "")] * 4
-    tokenizer = train_tokenizer(texts, config.text_config.vocab_size - special_tokens(config))
-    processor = make_processor(config, tokenizer)
-    fit_config(config, processor)
-    return config, Sight(processor)
+    texts = [" ".join(turn["content"] for turn in TURNS).replace(IMAGE_PLACEHOLDER, "")] * 4
+    tokenizer = train_tokenizer(texts, config.text_config.vocab_size - count_special_tokens(config))
+    processor = build_processor(config, tokenizer)
+    sync_config_with_processor(config, processor)
+    return config, VisionProcessor(processor)
 
 
 @pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> tuple[Any, Sight]:
+def family(request: pytest.FixtureRequest) -> tuple[Any, VisionProcessor]:
     return made(request.param)
 
 
-def views(sight: Sight, *images: Any) -> Views:
-    return Views(sight, [[sight.text_of(image.size) for image in images]])
+def views(sight: VisionProcessor, *images: Any) -> PlaceholderExpansion:
+    return PlaceholderExpansion(sight, [[sight.get_image_text(image.size) for image in images]])
 
 
-def encoded(sight: Sight, views: Views, **settings: Any) -> Any:
-    wanted = TurnSettings(**{"max_length": 400, **settings})
+def encoded(sight: VisionProcessor, views: PlaceholderExpansion, **settings: Any) -> Any:
+    wanted = EncodingConfig(**{"max_length": 400, **settings})
     return encode_conversations(sight.tokenizer, [TALK], wanted, views)[0]
 
 
 @pytest.mark.parametrize("templated", [False, True])
-def test_the_ids_are_those_the_processor_gives(family: tuple[Any, Sight], templated: bool) -> None:
+def test_the_ids_are_those_the_processor_gives(family: tuple[Any, VisionProcessor], templated: bool) -> None:
     _, sight = family
     tokenizer, images = sight.tokenizer, [picture(1), picture(2, (31, 90))]
-    text = (
-        f"\n\nHuman: {sight.mark}\nwhat is it?\n\nAssistant: a fox\n\nHuman: and {sight.mark} this?\n\nAssistant: a dog"
-    )
+    text = f"\n\nHuman: {sight.image_token}\nwhat is it?\n\nAssistant: a fox\n\nHuman: and {sight.image_token} this?\n\nAssistant: a dog"
     if templated:
-        tokenizer.chat_template = TEMPLATE.replace("MARK", sight.mark)
-        text = f"<|user|>{sight.mark}what is it?</s><|assistant|>a fox</s><|user|>and {sight.mark} this?</s><|assistant|>a dog</s>"
+        tokenizer.chat_template = TEMPLATE.replace("MARK", sight.image_token)
+        text = f"<|user|>{sight.image_token}what is it?</s><|assistant|>a fox</s><|user|>and {sight.image_token} this?</s><|assistant|>a dog</s>"
     example = encoded(sight, views(sight, *images))
-    theirs = sight.processor(text=[text], images=[images], return_tensors="pt")
+    theirs = sight.hf_processor(text=[text], images=[images], return_tensors="pt")
     ids = list(example["input_ids"])
     assert ids[: theirs["input_ids"].shape[1]] == theirs["input_ids"][0].tolist()
     learnt = [token for token, mark in zip(ids, example["learnt"], strict=True) if mark]
     ends = "</s>" if templated else ""
     assert tokenizer.decode(learnt).replace(" ", "") == f"afox{ends}adog</s>"
-    ours = sight.inputs(images)
+    ours = sight.image_inputs(images)
     assert set(ours) == {
-        name for name in theirs if name not in ("input_ids", "attention_mask", "token_type_ids", KINDS)
+        name for name in theirs if name not in ("input_ids", "attention_mask", "token_type_ids", MM_TOKEN_TYPE_IDS)
     }
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-def test_images_are_never_learnt(family: tuple[Any, Sight]) -> None:
+def test_images_are_never_learnt(family: tuple[Any, VisionProcessor]) -> None:
     _, sight = family
     example = encoded(sight, views(sight, picture(1), picture(2)), assistant_only=False)
-    marks = {mark for token, mark in zip(example["input_ids"], example["learnt"], strict=True) if token in sight.signs}
+    marks = {
+        mark
+        for token, mark in zip(example["input_ids"], example["learnt"], strict=True)
+        if token in sight.image_related_ids
+    }
     assert marks == {0}
     assert sum(example["learnt"]) > 10
 
 
-def test_a_cut_through_an_image_is_found(family: tuple[Any, Sight]) -> None:
+def test_a_cut_through_an_image_is_found(family: tuple[Any, VisionProcessor]) -> None:
     _, sight = family
     shown = views(sight, picture(1), picture(2))
     example = encoded(sight, shown)
     whole, asked = len(example["input_ids"]), example["learnt"].index(1)
     assert not isinstance(encoded(sight, shown, max_length=whole), BadRecord)
-    needed = sum(map(sight.count_of, shown.texts[0]))
+    needed = sum(map(sight.count_in_text, shown.image_texts[0]))
     for limits, said in (
         ({"max_length": asked + 4}, f"data.max_length {asked + 4} cuts"),
         ({"max_prompt_length": 4}, "data.max_length 400 (data.max_prompt_length 4) cuts"),
@@ -111,31 +113,33 @@ def test_a_cut_through_an_image_is_found(family: tuple[Any, Sight]) -> None:
     assert f"the answer take {asked} tokens, and data.max_length {asked} leaves none" in fault.reason, "images and all"
 
 
-def test_preferences_hold_the_image_in_both_rows(family: tuple[Any, Sight]) -> None:
+def test_preferences_hold_the_image_in_both_rows(family: tuple[Any, VisionProcessor]) -> None:
     _, sight = family
-    preference = Preference(f"{IMAGE} what is it?", " a fox", " a dog")
+    preference = Preference(f"{IMAGE_PLACEHOLDER} what is it?", " a fox", " a dog")
     shown = views(sight, picture(1))
     (example,) = encode_preferences(sight.tokenizer, [preference], 400, None, shown)
     assert isinstance(example, dict)
-    needed = sight.count_of(shown.texts[0][0])
-    assert [sight.count(example[side]) for side in ("chosen", "rejected")] == [needed, needed]
+    needed = sight.count_in_text(shown.image_texts[0][0])
+    assert [sight.count_image_ids(example[side]) for side in ("chosen", "rejected")] == [needed, needed]
     (short,) = encode_preferences(sight.tokenizer, [preference], 8, None, shown)
     assert isinstance(short, BadRecord)
     (named,) = encode_preferences(
-        sight.tokenizer, [Preference("q", f" {sight.mark}", " b")], 400, None, Views(sight, [[]])
+        sight.tokenizer, [Preference("q", f" {sight.image_token}", " b")], 400, None, PlaceholderExpansion(sight, [[]])
     )
     assert isinstance(named, BadRecord), "an answer that spells the token out would be taken for an image"
 
 
-def test_a_text_that_names_the_token_itself_is_refused(family: tuple[Any, Sight]) -> None:
+def test_a_text_that_names_the_token_itself_is_refused(family: tuple[Any, VisionProcessor]) -> None:
     _, sight = family
-    said = Conversation([{"role": "user", "content": f"what does {sight.mark} mean?"}, TURNS[1]], (1,))
-    (fault,) = encode_conversations(sight.tokenizer, [said], TurnSettings(max_length=400), Views(sight, [[]]))
+    said = Conversation([{"role": "user", "content": f"what does {sight.image_token} mean?"}, TURNS[1]], (1,))
+    (fault,) = encode_conversations(
+        sight.tokenizer, [said], EncodingConfig(max_length=400), PlaceholderExpansion(sight, [[]])
+    )
     assert isinstance(fault, BadRecord)
-    assert sight.mark in fault.reason
+    assert sight.image_token in fault.reason
 
 
-def text_batch(sight: Sight, *texts: str) -> Batch:
+def text_batch(sight: VisionProcessor, *texts: str) -> Batch:
     rows = [sight.tokenizer(text)["input_ids"] for text in texts]
     length = max(map(len, rows))
     ids = torch.tensor([row + [sight.tokenizer.pad_token_id] * (length - len(row)) for row in rows])
@@ -147,15 +151,17 @@ def text_batch(sight: Sight, *texts: str) -> Batch:
 @pytest.mark.parametrize(
     "texts", [("what is it?",), ("a fox", "and this is a dog and this is a fox and what is it? " * 4)]
 )
-def test_a_blank_row_changes_nothing_and_reaches_every_part(family: tuple[Any, Sight], texts: tuple[str, ...]) -> None:
+def test_a_blank_row_changes_nothing_and_reaches_every_part(
+    family: tuple[Any, VisionProcessor], texts: tuple[str, ...]
+) -> None:
     config, sight = family
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config)
     batch = text_batch(sight, *texts)
-    blank = sight.into(batch, [])
-    assert blank.blank_rows == 1
+    blank = sight.attach_images(batch, [])
+    assert blank.dummy_rows == 1
     width = batch.tensors["input_ids"].shape[1]
-    plain, beside = ask(model, batch), ask(model, blank)
+    plain, beside = forward_logits(model, batch), forward_logits(model, blank)
     assert len(beside) == len(plain) == len(texts)
     for row, text in enumerate(texts):
         count = len(sight.tokenizer(text)["input_ids"])
@@ -171,19 +177,22 @@ def test_a_blank_row_changes_nothing_and_reaches_every_part(family: tuple[Any, S
     )
 
 
-def test_images_in_some_rows_of_a_batch(family: tuple[Any, Sight]) -> None:
+def test_images_in_some_rows_of_a_batch(family: tuple[Any, VisionProcessor]) -> None:
     config, sight = family
     model = AutoModelForImageTextToText.from_config(config).eval()
     image = picture(3)
-    with_image = f"{sight.text_of(image.size)} what is it?"
-    batch = sight.into(text_batch(sight, "a fox", with_image), [image])
-    assert batch.blank_rows == 0
-    assert torch.equal(batch.vision[KINDS], torch.isin(batch.tensors["input_ids"], torch.tensor(sight.tokens)).long())
-    alone = sight.into(text_batch(sight, with_image), [image])
-    assert torch.allclose(ask(model, batch)[1], ask(model, alone)[0], atol=1e-5)
+    with_image = f"{sight.get_image_text(image.size)} what is it?"
+    batch = sight.attach_images(text_batch(sight, "a fox", with_image), [image])
+    assert batch.dummy_rows == 0
+    assert torch.equal(
+        batch.vision[MM_TOKEN_TYPE_IDS],
+        torch.isin(batch.tensors["input_ids"], torch.tensor(sight.image_token_ids)).long(),
+    )
+    alone = sight.attach_images(text_batch(sight, with_image), [image])
+    assert torch.allclose(forward_logits(model, batch)[1], forward_logits(model, alone)[0], atol=1e-5)
 
 
 def test_a_processor_is_known_by_what_it_does() -> None:
     (_, first), (_, again), (_, other) = made("llava"), made("llava"), made("llava")
-    other.processor.image_processor.image_mean = [0.5, 0.5, 0.5]
+    other.hf_processor.image_processor.image_mean = [0.5, 0.5, 0.5]
     assert first.fingerprint == again.fingerprint != other.fingerprint

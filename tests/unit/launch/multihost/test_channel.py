@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dstrain.launch.multihost.channel import Line
+from dstrain.launch.multihost.channel import Channel
 
 NONCE = "9f3a"
 NOISE = {
@@ -33,7 +33,7 @@ class Pair:
     def __init__(self) -> None:
         self.read, self.their_write = os.pipe()
         self.their_read, self.write = os.pipe()
-        self.line = Line(self.read, self.write, 1.0, NONCE)
+        self.line = Channel(self.read, self.write, 1.0, NONCE)
 
     def comes(self, text: bytes) -> list[dict]:
         """What our end makes of this text, written as the pipe takes it."""
@@ -43,8 +43,8 @@ class Pair:
             try:
                 text = text[os.write(self.their_write, text) :]
             except BlockingIOError:
-                found += self.line.receive()
-        return found + self.line.receive()
+                found += self.line.read_messages()
+        return found + self.line.read_messages()
 
 
 @pytest.fixture

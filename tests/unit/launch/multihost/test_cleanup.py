@@ -11,28 +11,28 @@ import time
 import psutil
 import pytest
 
-from dstrain.launch.job import LocalCrew, Program
+from dstrain.launch.job import LauncherSpec, LocalJob
 from dstrain.launch.multihost import cleanup
-from dstrain.launch.multihost.job import HostsCrew, gathered
+from dstrain.launch.multihost.job import MultiHostJob, open_job
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process trees are Linux's here")
 
 
 def agent_of(nonce: str) -> psutil.Process:
-    (found,) = cleanup._agents(nonce)
+    (found,) = cleanup._find_agents(nonce)
     return found
 
 
-def stop_agent(crew: HostsCrew, index: int = 0) -> psutil.Process:
+def stop_agent(crew: MultiHostJob, index: int = 0) -> psutil.Process:
     """Stop it, and have it given up half a second later."""
-    agent = agent_of(crew._peers[index].nonce)
+    agent = agent_of(crew._clients[index].nonce)
     agent.suspend()
-    crew._peers[index].line.patience = 0.5
-    crew._started = True
+    crew._clients[index].channel.peer_timeout = 0.5
+    crew._has_started = True
     until = time.monotonic() + 10
-    while not crew.lost:
+    while not crew.abort_reason:
         assert time.monotonic() < until
-        crew.look()
+        crew.poll()
         time.sleep(0.02)
     return agent
 
@@ -43,15 +43,15 @@ def over(process: psutil.Process) -> bool:
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_stopped_agent_and_its_ranks_are_ended_over_another_session(stopped, launch, tmp_path):
-    with gathered(launch("here slots=2\n"), tmp_path) as crew:
+    with open_job(launch("here slots=2\n"), tmp_path) as crew:
         with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(crew._file)]) as rank:
             if stopped:
                 rank.send_signal(signal.SIGSTOP)
             agent = stop_agent(crew)
-            assert crew.end() == []
+            assert crew.kill() == []
             assert rank.wait(5) == -signal.SIGKILL
         assert over(agent)
-    assert crew.lost == (
+    assert crew.abort_reason == (
         "here said nothing for 0.5 s (power, network, or a process or machine that stands still); rank 0, 1 ran there; "
         "nothing of the launch is left there; start the same command again to go on"
     )
@@ -59,40 +59,40 @@ def test_a_stopped_agent_and_its_ranks_are_ended_over_another_session(stopped, l
 
 def test_the_end_of_the_starter_is_none_of_the_session_that_cleans_up(launch, tmp_path):
     """It ends whatever this process started since: DeepSpeed's runner, pdsh and what they left."""
-    with gathered(launch("here slots=1\n"), tmp_path) as crew:
-        crew._starter = LocalCrew(Program(["sleep", "60"], dict(os.environ)), tmp_path, ())
+    with open_job(launch("here slots=1\n"), tmp_path) as crew:
+        crew._starter = LocalJob(LauncherSpec(["sleep", "60"], dict(os.environ)), tmp_path, ())
         crew._starter.start()
         agent = stop_agent(crew)
-        crew.end()
+        crew.kill()
         assert over(agent)
-    assert crew.lost.endswith("; nothing of the launch is left there; start the same command again to go on")
+    assert crew.abort_reason.endswith("; nothing of the launch is left there; start the same command again to go on")
 
 
 def test_a_starter_that_does_not_end_with_the_ranks_is_not_waited_for(launch, tmp_path, monkeypatch):
     """A login script's own process holds the session open that pdsh waits for."""
     monkeypatch.setattr("dstrain.launch.multihost.job.STARTER_SECONDS", 0.3)
-    with gathered(launch("here slots=1\n"), tmp_path) as crew:
-        crew._starter = LocalCrew(Program(["sleep", "60"], dict(os.environ)), tmp_path, ())
+    with open_job(launch("here slots=1\n"), tmp_path) as crew:
+        crew._starter = LocalJob(LauncherSpec(["sleep", "60"], dict(os.environ)), tmp_path, ())
         crew._starter.start()
         began = time.monotonic()
         while time.monotonic() - began < 0.5:
-            assert crew.over() is None
-        crew.ends[0] = 0
-        assert crew.over() is None
+            assert crew.poll_launcher() is None
+        crew.exit_codes[0] = 0
+        assert crew.poll_launcher() is None
         time.sleep(0.4)
-        assert crew.over() == 1
-        assert crew.end() == []
-        assert not crew.left()
+        assert crew.poll_launcher() == 1
+        assert crew.kill() == []
+        assert not crew.is_alive()
 
 
 def test_where_ssh_does_not_answer_the_sentence_says_so(launch, tmp_path):
-    with gathered(launch("here slots=2\n"), tmp_path) as crew:
+    with open_job(launch("here slots=2\n"), tmp_path) as crew:
         agent = stop_agent(crew)
         (tmp_path / "bin/ssh").write_text("#!/bin/sh\nexit 255\n")
         began = time.monotonic()
-        crew.end()
+        crew.kill()
         assert time.monotonic() - began < 5
-        assert crew.lost.endswith(
+        assert crew.abort_reason.endswith(
             "; rank 0, 1 ran there; rank 0, 1 on here cannot be ended from here: where it still runs, it ends by itself "
             "within 20 s; wait for that, then start the same command again to go on"
         )
@@ -101,49 +101,50 @@ def test_where_ssh_does_not_answer_the_sentence_says_so(launch, tmp_path):
 
 def test_a_host_that_never_answers_is_not_waited_for_without_end(launch, tmp_path, monkeypatch):
     monkeypatch.setattr(cleanup, "CLEANUP_SECONDS", 0.5)
-    with gathered(launch("here slots=1\n"), tmp_path) as crew:
+    with open_job(launch("here slots=1\n"), tmp_path) as crew:
         agent = stop_agent(crew)
         (tmp_path / "bin/ssh").write_text("#!/bin/sh\nwhile :; do echo y; done\n")
         began = time.monotonic()
-        crew.end()
+        crew.kill()
         assert time.monotonic() - began < 5
-        assert "cannot be ended from here" in crew.lost
+        assert "cannot be ended from here" in crew.abort_reason
         agent.resume()
 
 
 def test_an_agent_that_is_stopped_only_at_the_end_is_ended_too(launch, tmp_path, monkeypatch):
     monkeypatch.setattr("dstrain.launch.multihost.job.END_SECONDS", 0.5)
-    with gathered(launch("here slots=1\n"), tmp_path) as crew:
+    with open_job(launch("here slots=1\n"), tmp_path) as crew:
         crew._started = True
         agent = agent_of(crew._peers[0].nonce)
         agent.suspend()
-        assert crew.end() == []
+        assert crew.kill() == []
         assert over(agent)
-    assert crew.lost == ""
+    assert crew.abort_reason == ""
 
 
 def test_a_process_that_stood_still_itself_says_so(launch, tmp_path):
-    with gathered(launch("here slots=1\n"), tmp_path) as crew:
+    with open_job(launch("here slots=1\n"), tmp_path) as crew:
         crew._looked_at -= 7.0
-        crew.look()
+        crew.poll()
         agent_of(crew._peers[0].nonce).kill()
-        while not crew.lost:
-            crew.look()
+        while not crew.abort_reason:
+            crew.poll()
         assert (
-            "; this process itself did not run for 7 s (SIGSTOP, Ctrl-Z, or a machine that slept); rank 0" in crew.lost
+            "; this process itself did not run for 7 s (SIGSTOP, Ctrl-Z, or a machine that slept); rank 0"
+            in crew.abort_reason
         )
 
 
 def test_another_launchs_loss_is_not_embroidered(launch, tmp_path):
     """A sentence that something else left there, such as the lease of the run folder, stays as it is."""
-    with gathered(launch("here slots=1\n"), tmp_path) as crew:
-        crew.lost = "another launch took the folder"
-        crew.end()
-        assert crew.lost == "another launch took the folder"
+    with open_job(launch("here slots=1\n"), tmp_path) as crew:
+        crew.abort_reason = "another launch took the folder"
+        crew.kill()
+        assert crew.abort_reason == "another launch took the folder"
 
 
 def test_only_exact_words_of_an_agents_command_line_count():
     nonce = "0a1b2c3d4e5f6071"
     with subprocess.Popen(["sleep", "60", nonce], stderr=subprocess.DEVNULL) as other:
-        assert cleanup._agents(nonce) == []
+        assert cleanup._find_agents(nonce) == []
         other.kill()

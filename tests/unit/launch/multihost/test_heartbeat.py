@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.launch.multihost import heartbeat
-from dstrain.launch.multihost.heartbeat import HEARTBEAT, Heartbeat, environment_from
+from dstrain.launch.multihost.heartbeat import HEARTBEAT_ENV, HeartbeatServer, fetch_environment
 from tests.workers import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract socket names are Linux's")
@@ -36,12 +36,12 @@ while True:
 
 
 @contextlib.contextmanager
-def beating(beats: Heartbeat) -> Iterator[None]:
+def beating(beats: HeartbeatServer) -> Iterator[None]:
     over = threading.Event()
 
     def beat() -> None:
         while not over.wait(0.02):
-            beats.beat()
+            beats.send_heartbeats()
 
     thread = threading.Thread(target=beat)
     thread.start()
@@ -67,7 +67,7 @@ def pair() -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
     """An agent, and a rank that follows it."""
     with start(AGENT, f"{SILENCE}") as agent:
         assert agent.stdout is not None
-        with start(RANK, **{HEARTBEAT: f"{agent.stdout.readline().strip()} {SILENCE}"}) as rank:
+        with start(RANK, **{HEARTBEAT_ENV: f"{agent.stdout.readline().strip()} {SILENCE}"}) as rank:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "on\n"
             yield agent, rank
@@ -78,51 +78,51 @@ def pair() -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
 def test_the_environment_comes_whole_and_from_no_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     environment = {"HF_TOKEN": "a 'secret'\n$HOME %h", "MINE": json.dumps({"k": "ü" * 400_000})}
-    beats = Heartbeat(1.0)
-    beats.hand_out(environment)
+    beats = HeartbeatServer(1.0)
+    beats.set_environment(environment)
     with beating(beats):
-        assert environment_from(beats.name, beats.token) == environment
-        assert environment_from(beats.name, beats.token) == environment, "the next rank"
+        assert fetch_environment(beats.socket_name, beats.token) == environment
+        assert fetch_environment(beats.socket_name, beats.token) == environment, "the next rank"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rank_that_asks_too_early_is_answered_later():
-    beats = Heartbeat(1.0)
-    threading.Timer(0.3, beats.hand_out, [{"A": "1"}]).start()
+    beats = HeartbeatServer(1.0)
+    threading.Timer(0.3, beats.set_environment, [{"A": "1"}]).start()
     with beating(beats):
-        assert environment_from(beats.name, beats.token) == {"A": "1"}
+        assert fetch_environment(beats.socket_name, beats.token) == {"A": "1"}
 
 
 def test_an_agent_that_hangs_is_not_waited_for_without_end():
-    beats = Heartbeat(1.0)
+    beats = HeartbeatServer(1.0)
     with pytest.raises(TimeoutError):
-        environment_from(beats.name, beats.token, 0.2)
+        fetch_environment(beats.socket_name, beats.token, 0.2)
     with pytest.raises(ConnectionRefusedError):
-        environment_from("dstrain-nobody", "", 0.2)
+        fetch_environment("dstrain-nobody", "", 0.2)
 
 
 def test_another_user_is_told_nothing(monkeypatch):
-    beats = Heartbeat(1.0)
-    beats.hand_out({"HF_TOKEN": "secret"})
+    beats = HeartbeatServer(1.0)
+    beats.set_environment({"HF_TOKEN": "secret"})
     with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(f"\0{beats.name}")
+        stranger.connect(f"\0{beats.socket_name}")
         monkeypatch.setattr(heartbeat, "_user", lambda peer: os.geteuid() + 1)
-        beats.beat()
+        beats.send_heartbeats()
         stranger.settimeout(1.0)
         assert stranger.recv(1 << 10) == b""
     with pytest.raises(PermissionError, match="it belongs to another user"):
-        environment_from(beats.name, beats.token, 1.0)
+        fetch_environment(beats.socket_name, beats.token, 1.0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_another_user_is_told_nothing_by_the_kernels_word(tmp_path):
     become = "import os, sys\nos.setuid(65534)\n"
     ask = "import sys\nfrom dstrain.launch.multihost.heartbeat import environment_from\nprint(environment_from(sys.argv[1], sys.argv[2], 5))"
-    beats = Heartbeat(1.0)
-    beats.hand_out({"HF_TOKEN": "secret"})
+    beats = HeartbeatServer(1.0)
+    beats.set_environment({"HF_TOKEN": "secret"})
     with (
         beating(beats),
-        start("import dstrain.launch.multihost.heartbeat\n" + become + ask, beats.name, beats.token) as stranger,
+        start("import dstrain.launch.multihost.heartbeat\n" + become + ask, beats.socket_name, beats.token) as stranger,
     ):
         said, errors = stranger.communicate(timeout=20)
     assert stranger.returncode == 1
@@ -132,13 +132,13 @@ def test_another_user_is_told_nothing_by_the_kernels_word(tmp_path):
 
 def test_who_only_knows_the_name_gets_beats_alone():
     """Root of another container that shares the network is the same user to the kernel, and reads the name in /proc/net/unix."""
-    beats = Heartbeat(0.06)
-    beats.hand_out({"HF_TOKEN": "secret"})
-    assert beats.name in Path("/proc/net/unix").read_text()
+    beats = HeartbeatServer(0.06)
+    beats.set_environment({"HF_TOKEN": "secret"})
+    assert beats.socket_name in Path("/proc/net/unix").read_text()
     assert beats.token not in Path("/proc/net/unix").read_text()
-    for guess in (b"", b"0" * 32, beats.token.encode()[:-1], beats.name.encode()):
+    for guess in (b"", b"0" * 32, beats.token.encode()[:-1], beats.socket_name.encode()):
         with socket.socket(socket.AF_UNIX) as other, beating(beats):
-            other.connect(f"\0{beats.name}")
+            other.connect(f"\0{beats.socket_name}")
             if guess:
                 other.sendall(guess)
             time.sleep(0.2)
@@ -146,24 +146,24 @@ def test_who_only_knows_the_name_gets_beats_alone():
 
 
 def test_many_who_connect_hold_nobody_up():
-    beats = Heartbeat(0.06)
-    beats.hand_out({"A": "1"})
+    beats = HeartbeatServer(0.06)
+    beats.set_environment({"A": "1"})
     crowd = []
     with beating(beats):
         for _ in range(300):
             other = socket.socket(socket.AF_UNIX)
             other.setblocking(False)
             with contextlib.suppress(BlockingIOError):
-                other.connect(f"\0{beats.name}")
+                other.connect(f"\0{beats.socket_name}")
             crowd.append(other)
-        assert environment_from(beats.name, beats.token, 5) == {"A": "1"}
+        assert fetch_environment(beats.socket_name, beats.token, 5) == {"A": "1"}
     for other in crowd:
         other.close()
 
 
 def test_a_rank_lives_as_long_as_its_agent_beats(pair):
     _, rank = pair
-    time.sleep(heartbeat.MISSED * SILENCE + 1)
+    time.sleep(heartbeat.RANK_TIMEOUT_FACTOR * SILENCE + 1)
     assert rank.poll() is None
 
 
@@ -178,14 +178,14 @@ def test_a_rank_whose_agent_no_longer_beats_ends_itself(number, pair):
     if number == signal.SIGKILL:
         assert (said, waited < 1) == ("", True)
         return
-    assert heartbeat.MISSED * SILENCE - SILENCE / 2 < waited < heartbeat.MISSED * SILENCE + 2
+    assert heartbeat.RANK_TIMEOUT_FACTOR * SILENCE - SILENCE / 2 < waited < heartbeat.RANK_TIMEOUT_FACTOR * SILENCE + 2
     assert said.startswith("error: the agent of this host has sent no heartbeat for 1.8 s: it is stopped, or it hangs.")
 
 
 def test_a_rank_that_was_stopped_itself_goes_on(pair):
     _, rank = pair
     rank.send_signal(signal.SIGSTOP)
-    time.sleep(heartbeat.MISSED * SILENCE + 1)
+    time.sleep(heartbeat.RANK_TIMEOUT_FACTOR * SILENCE + 1)
     rank.send_signal(signal.SIGCONT)
     time.sleep(1.0)
     assert rank.poll() is None
@@ -199,7 +199,7 @@ def test_a_rank_whose_log_hangs_ends_all_the_same():
             os.write(write, b"x" * 4096)
     os.set_blocking(write, True)
     with start(AGENT, "0.3") as agent:
-        env = {**os.environ, "PYTHONPATH": str(ROOT), HEARTBEAT: f"{agent.stdout.readline().strip()} 0.3"}
+        env = {**os.environ, "PYTHONPATH": str(ROOT), HEARTBEAT_ENV: f"{agent.stdout.readline().strip()} 0.3"}
         with subprocess.Popen([sys.executable, "-c", RANK], env=env, stdout=subprocess.PIPE, stderr=write) as rank:
             rank.stdout.readline()
             agent.send_signal(signal.SIGSTOP)
@@ -210,19 +210,19 @@ def test_a_rank_whose_log_hangs_ends_all_the_same():
 
 
 def test_a_stopped_rank_does_not_hold_the_agent_up():
-    beats = Heartbeat(0.06)
-    beats.hand_out({"A": "x" * 500_000})
+    beats = HeartbeatServer(0.06)
+    beats.set_environment({"A": "x" * 500_000})
     with socket.socket(socket.AF_UNIX) as stopped:
-        stopped.connect(f"\0{beats.name}")
+        stopped.connect(f"\0{beats.socket_name}")
         stopped.sendall(beats.token.encode())
         began = time.monotonic()
         for _ in range(2000):
-            beats._beat_at = 0.0
-            beats.beat()
+            beats._next_beat_at = 0.0
+            beats.send_heartbeats()
         assert time.monotonic() - began < 5
-        assert sum(len(unsent) for unsent in beats._unsent.values()) < 600_000
+        assert sum(len(unsent) for unsent in beats._pending_bytes.values()) < 600_000
 
 
 def test_the_name_says_nothing_and_lies_nowhere():
-    assert Heartbeat(1.0).name != Heartbeat(1.0).name
-    assert not Path(f"/tmp/{Heartbeat(1.0).name}").exists()
+    assert HeartbeatServer(1.0).socket_name != HeartbeatServer(1.0).socket_name
+    assert not Path(f"/tmp/{HeartbeatServer(1.0).socket_name}").exists()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from dstrain.errors import UsageError
-from dstrain.launch.multihost.hostfile import Host, chosen_hosts, parse_hostfile, read_hostfile
+from dstrain.launch.multihost.hostfile import Host, parse_hostfile, read_hostfile, select_hosts
 
 TEXT = "# ours\nhost2 slots=4\n\nhost1\tslots=8  # the old one\nhost3 slots=2 max_slots=2\n"
 HOSTS = parse_hostfile(TEXT, "F")
 
 
 def test_a_hostfile_keeps_its_order_and_forgives_comments():
-    assert [(host.name, len(host.slots), host.where) for host in HOSTS] == [
+    assert [(host.name, len(host.slots), host.location) for host in HOSTS] == [
         ("host2", 4, "F:2"), ("host1", 8, "F:4"), ("host3", 2, "F:5"),
     ]  # fmt: skip
 
@@ -73,4 +73,4 @@ def test_what_cannot_be_chosen_is_refused(options, said):
 def choose(
     include: str = "", exclude: str = "", num_nodes: int | None = None, num_gpus: int | None = None
 ) -> list[Host]:
-    return chosen_hosts(HOSTS, include, exclude, num_nodes, num_gpus)
+    return select_hosts(HOSTS, include, exclude, num_nodes, num_gpus)

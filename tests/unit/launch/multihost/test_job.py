@@ -18,12 +18,12 @@ from dstrain import __version__
 from dstrain.errors import UsageError
 from dstrain.launch.multihost import job, preflight, probe
 from dstrain.launch.multihost.agent import Agent
-from dstrain.launch.multihost.channel import Line
+from dstrain.launch.multihost.channel import Channel
 from dstrain.launch.multihost.hostfile import parse_hostfile
-from dstrain.launch.multihost.job import gathered
-from dstrain.launch.multihost.plan import HostsLaunch
+from dstrain.launch.multihost.job import open_job
+from dstrain.launch.multihost.plan import MultiHostLaunch
 from dstrain.launch.multihost.rank_main import rank_environment
-from dstrain.launch.worker import record_folder
+from dstrain.launch.worker import get_workers_dir
 from tests.workers import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process trees are Linux's here")
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process trees a
 NONCE = "a1b2"
 
 
-def faults(launch: HostsLaunch, run_dir: Path) -> list[str]:
-    with pytest.raises(UsageError) as caught, gathered(launch, run_dir):
+def faults(launch: MultiHostLaunch, run_dir: Path) -> list[str]:
+    with pytest.raises(UsageError) as caught, open_job(launch, run_dir):
         pass
     return str(caught.value).splitlines()
 
@@ -55,11 +55,11 @@ def test_two_names_of_one_machine_are_found(launch, tmp_path):
 
 
 def test_a_host_that_greets_is_understood_and_one_host_meets_with_itself(launch, tmp_path):
-    with gathered(launch("chatty slots=2\n"), tmp_path) as crew:
-        assert isinstance(crew, job.HostsCrew)
-        assert (crew.cpu, crew.over(), crew.left(), list(crew.ranks)) == (True, None, False, [0, 1])
-        assert crew.end() == []
-    assert not list(record_folder(tmp_path).glob("seen-*"))
+    with open_job(launch("chatty slots=2\n"), tmp_path) as crew:
+        assert isinstance(crew, job.MultiHostJob)
+        assert (crew.use_cpu, crew.poll_launcher(), crew.is_alive(), list(crew.ranks)) == (True, None, False, [0, 1])
+        assert crew.kill() == []
+    assert not list(get_workers_dir(tmp_path).glob("seen-*"))
 
 
 def test_a_taken_port_is_found_on_the_first_host(launch, tmp_path):
@@ -74,7 +74,7 @@ def test_more_slots_than_gpus_are_refused(tmp_path):
     peer.host = parse_hostfile("host1 slots=4\n", "F")[0]
     versions = {"dstrain": "0.0", "Python": "3.11", "torch": "2.13.0"}
     peer.facts = {"machine": "a", "sees": False, "has_cwd": True, "versions": versions, "digests": {}, "gpus": 2}
-    said = [str(fault) for fault in preflight._faults([peer], tmp_path)]
+    said = [str(fault) for fault in preflight._iter_host_faults([peer], tmp_path)]
     assert [line.split(";")[0].removeprefix("F:1 host1: ") for line in said] == [
         f"does not see {tmp_path}", "has dstrain 0.0, this host has " + __version__,
         "has 2 GPUs, and slot 3 is asked for",
@@ -88,7 +88,7 @@ class Started:
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "dstrain.launch.multihost.agent", f"{silence:g}", NONCE]
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-        self.line = Line(self.process.stdout.fileno(), self.process.stdin.fileno(), silence, NONCE)
+        self.line = Channel(self.process.stdout.fileno(), self.process.stdin.fileno(), silence, NONCE)
         mark = str(folder / "launch-1.json")
         begin = "import os, signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         sleep = f"open({str(folder / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
@@ -99,7 +99,7 @@ class Started:
         until = time.monotonic() + 20
         while not (folder / "pid").exists() or not (folder / "pid").read_text():
             assert time.monotonic() < until
-            self.line.beat()
+            self.line.send_heartbeat()
             time.sleep(0.02)
         self.sleeper = psutil.Process(int((folder / "pid").read_text()))
 
@@ -138,21 +138,21 @@ def test_a_stopped_process_is_ended_too(tmp_path):
 
 def test_an_agent_tells_of_ranks_what_their_records_and_the_kernel_say(tmp_path):
     ours, theirs = socket.socketpair()
-    agent = Agent(Line(theirs.fileno(), theirs.fileno(), 30.0, NONCE))
-    line = Line(ours.fileno(), ours.fileno(), 30.0, NONCE)
+    agent = Agent(Channel(theirs.fileno(), theirs.fileno(), 30.0, NONCE))
+    line = Channel(ours.fileno(), ours.fileno(), 30.0, NONCE)
     rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    record_folder(tmp_path).mkdir()
+    get_workers_dir(tmp_path).mkdir()
     record = {"rank": 1, "pid": rank.pid, "exit": None, "error": None, "host": "host2"}
-    (record_folder(tmp_path) / "rank-00001.json").write_text(json.dumps(record))
+    (get_workers_dir(tmp_path) / "rank-00001.json").write_text(json.dumps(record))
     asked = {"launch": str(tmp_path / "l"), "run_dir": str(tmp_path), "ranks": [1], "argv": None, "environment": {}}
-    agent._start(asked)
-    agent._tell()
-    assert line.receive() == [{"started": [1, None, record]}]
-    agent._signal(signal.SIGTERM)
+    agent.start_ranks(asked)
+    agent.report_changes()
+    assert line.read_messages() == [{"started": [1, None, record]}]
+    agent.send_signal(signal.SIGTERM)
     time.sleep(0.3)  # not waited for: its status is read from the zombie
-    agent._tell()
-    agent._tell()
-    assert line.receive() == [{"ended": [1, -15, record]}]
+    agent.report_changes()
+    agent.report_changes()
+    assert line.read_messages() == [{"ended": [1, -15, record]}]
     rank.wait()
     for end in (ours, theirs):
         end.close()
@@ -183,27 +183,27 @@ def test_a_rank_gets_the_launchs_environment_and_its_hosts_own():
 
 
 def test_a_port_stays_reserved_for_rank_0_until_it_listens():
-    meeting = probe.Meeting()
-    port = meeting.open("127.0.0.1", 0)["port"]
+    meeting = probe.ReservedPort()
+    port = meeting.bind("127.0.0.1", 0)["port"]
     meeting.reserve()
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
         other.bind(("", port))
     with socket.create_server(("", port)):  # as torch's store does, with SO_REUSEADDR
-        assert probe.reach("127.0.0.1", port) == {"interface": probe.interface_towards("127.0.0.1")}
-    assert probe.reach("127.0.0.1", port) == {"fault": "Connection refused"}
+        assert probe.try_connect("127.0.0.1", port) == {"interface": probe.find_route_interface("127.0.0.1")}
+    assert probe.try_connect("127.0.0.1", port) == {"fault": "Connection refused"}
 
 
 def test_what_a_host_reaches_it_names_the_way_of(monkeypatch):
     monkeypatch.setattr(probe, "addresses", lambda: {"127.0.0.1": "eth1", "10.0.0.1": "eth0"})
-    assert probe.interface_towards("127.0.0.1") == probe.interface_towards("localhost") == "eth1"
+    assert probe.find_route_interface("127.0.0.1") == probe.find_route_interface("localhost") == "eth1"
     monkeypatch.setattr(probe, "addresses", lambda: {"10.0.0.1": "eth0", "fd00::1": "eth0"})
-    assert probe.interface_towards("127.0.1.1") == "eth0", "its own name, on Debian: the only interface there is"
+    assert probe.find_route_interface("127.0.1.1") == "eth0", "its own name, on Debian: the only interface there is"
 
 
 def test_a_host_that_is_not_there_is_said_to_be_silent(monkeypatch):
     monkeypatch.setattr(probe, "addresses", lambda: {"10.0.0.1": "eth0", "10.1.0.1": "eth1"})
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert probe.reach("127.0.0.1", port) == {"interface": ""}  # loopback is no interface to others
-    assert probe.reach("127.0.0.1", port) == {"fault": "Connection refused"}
-    assert "fault" in probe.reach("no.such.host.invalid", 1)
+        assert probe.try_connect("127.0.0.1", port) == {"interface": ""}  # loopback is no interface to others
+    assert probe.try_connect("127.0.0.1", port) == {"fault": "Connection refused"}
+    assert "fault" in probe.try_connect("no.such.host.invalid", 1)

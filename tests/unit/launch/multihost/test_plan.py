@@ -12,22 +12,22 @@ import pytest
 
 from dstrain.config.schema import LaunchConfig
 from dstrain.errors import UsageError
-from dstrain.launch.command import Launch, LaunchOptions
+from dstrain.launch.command import LaunchOptions, LocalLaunch
 from dstrain.launch.multihost import plan as several
 from dstrain.launch.multihost.plan import (
-    HostsLaunch,
-    Master,
+    MasterEndpoint,
+    MultiHostLaunch,
     agent_command,
-    check_starter,
+    check_runner,
     node_command,
     plan_launch,
+    runner_command,
+    runner_environment,
     show_launch,
-    starter_command,
-    starter_environment,
 )
 
 PYTHON = shlex.quote(sys.executable)
-MASTER = Master("10.0.0.1", 29501)
+MASTER = MasterEndpoint("10.0.0.1", 29501)
 FILE = Path("/runs/a/.workers/launch-1.json")
 SSH = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o ServerAliveCountMax=3"
 
@@ -44,8 +44,8 @@ def plan(tmp_path, monkeypatch):
     return make
 
 
-def starter(launch: HostsLaunch) -> str:
-    command = starter_command(launch, Path("/runs/a/.workers/hosts-1"), MASTER, FILE)
+def starter(launch: MultiHostLaunch) -> str:
+    command = runner_command(launch, Path("/runs/a/.workers/hosts-1"), MASTER, FILE)
     assert command is not None
     return shlex.join(command)
 
@@ -70,7 +70,7 @@ def test_openmpi_binds_nothing_and_reaches_hosts_like_ssh_does(plan):
 
 def test_agents_start_deepspeeds_inner_launcher_or_torchrun(plan):
     launch = plan(launcher="ssh")
-    assert starter_command(launch, FILE, MASTER, FILE) is None
+    assert runner_command(launch, FILE, MASTER, FILE) is None
     words = node_command(launch, 1, MASTER, ["m", "a"])
     world = json.loads(base64.urlsafe_b64decode(words[4].removeprefix("--world_info=")))
     assert list(world.items()) == [("host1", [0, 1]), ("host2", [0, 1, 2, 3])]
@@ -97,7 +97,7 @@ def test_no_secret_stands_on_a_command_line(plan):
         assert "secret" not in show_launch(launch, Path("/runs/a"))
         assert launch.environment == secrets | {"OWN": "o-secret"}
         # DeepSpeed's runner exports these by writing them into the command for pdsh.
-        assert not {"MLFLOW_TRACKING_PASSWORD", "NCCL_X", "PYTHONX"} & set(starter_environment(launch, secrets))
+        assert not {"MLFLOW_TRACKING_PASSWORD", "NCCL_X", "PYTHONX"} & set(runner_environment(launch, secrets))
 
 
 def test_ranks_follow_the_hosts(plan):
@@ -107,8 +107,8 @@ def test_ranks_follow_the_hosts(plan):
 
 def test_without_ssh_a_host_runs_its_share(plan):
     launch = plan({"CUDA_VISIBLE_DEVICES": ""}, no_ssh=True, node_rank=1, master_addr="10.0.0.9", master_port=29555)
-    assert isinstance(launch, Launch)
-    assert (launch.processes, launch.ranks, launch.cpu) == (6, range(2, 6), True)
+    assert isinstance(launch, LocalLaunch)
+    assert (launch.world_size, launch.ranks, launch.use_cpu) == (6, range(2, 6), True)
     assert launch.argv[5:] == ["--node_rank=1", "--master_addr=10.0.0.9", "--master_port=29555", "--log_level=critical",
                                "--no_local_rank", "--module", "dstrain.cli", "train", "r.yaml"]  # fmt: skip
     assert "--master_addr=host1" in plan(no_ssh=True, node_rank=1).argv
@@ -140,7 +140,7 @@ def test_a_missing_program_is_named_with_its_package(plan, monkeypatch):
 @pytest.mark.parametrize("strange", ["%h", "$x", "a'b", 'a"b', "a;b", "a b"])
 def test_a_path_that_pdsh_would_change_is_refused(plan, strange):
     with pytest.raises(UsageError, match="choose a --run-dir without it, or add --launcher ssh"):
-        check_starter(plan(), Path(f"/runs/{strange}"))
+        check_runner(plan(), Path(f"/runs/{strange}"))
 
 
 def test_a_host_that_deepspeeds_runner_would_misread_is_refused(plan, tmp_path):
@@ -148,7 +148,7 @@ def test_a_host_that_deepspeeds_runner_would_misread_is_refused(plan, tmp_path):
     with pytest.raises(
         UsageError, match=r"F:2: DeepSpeed's runner cannot take the host me@host2; .* or add --launcher ssh"
     ):
-        check_starter(plan(), tmp_path)
+        check_runner(plan(), tmp_path)
     assert [words[-2] for words in (agent_command(host, 30.0, "a1b2", {}) for host in plan(launcher="ssh").hosts)][
         1
     ] == "me@host2"
@@ -162,9 +162,15 @@ def test_a_dry_run_says_what_it_would_ask_the_hosts(plan):
 
 def test_more_processes_than_cores_are_warned_of(monkeypatch):
     monkeypatch.setattr(several, "cores_here", lambda: 2)
-    made = {count: Launch([], {"DS_ACCELERATOR": "cpu"}, count) for count in (2, 99)}
-    assert several.crowded(made[2]) == several.crowded(Launch([], {}, 99, ("0",) * 99)) == ""
-    assert several.crowded(made[99]).startswith(
+    made = {count: LocalLaunch([], {"DS_ACCELERATOR": "cpu"}, count) for count in (2, 99)}
+    assert (
+        several.cpu_overload_warning(made[2])
+        == several.cpu_overload_warning(LocalLaunch([], {}, 99, ("0",) * 99))
+        == ""
+    )
+    assert several.cpu_overload_warning(made[99]).startswith(
         "99 processes are started on this machine, which has 2 CPU cores for them"
     )
-    assert several.crowded(Launch([], {"DS_ACCELERATOR": "cpu"}, 99, here=range(2))) == "", "one host of many"
+    assert several.cpu_overload_warning(LocalLaunch([], {"DS_ACCELERATOR": "cpu"}, 99, local_ranks=range(2))) == "", (
+        "one host of many"
+    )

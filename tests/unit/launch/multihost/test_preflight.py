@@ -14,9 +14,15 @@ from dstrain import __version__
 from dstrain.errors import UsageError
 from dstrain.launch.multihost import agent_client, preflight
 from dstrain.launch.multihost.hostfile import parse_hostfile
-from dstrain.launch.multihost.job import HostsCrew, gathered, remove_leftovers
-from dstrain.launch.versions import digest, digests, first_unlike, unlike, versions
-from dstrain.launch.worker import record_folder
+from dstrain.launch.multihost.job import MultiHostJob, open_job, remove_launch_files
+from dstrain.launch.versions import (
+    find_source_diff,
+    hash_source_files,
+    hash_source_tree,
+    iter_version_diffs,
+    read_package_versions,
+)
+from dstrain.launch.worker import get_workers_dir
 
 SCRIPTS = {
     "no line break": "printf hello",
@@ -34,7 +40,7 @@ SCRIPTS = {
 
 
 def refused(launch, run_dir: Path) -> list[str]:
-    with pytest.raises(UsageError) as caught, gathered(launch, run_dir):
+    with pytest.raises(UsageError) as caught, open_job(launch, run_dir):
         pass
     return str(caught.value).splitlines()
 
@@ -42,9 +48,9 @@ def refused(launch, run_dir: Path) -> list[str]:
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_a_login_script_may_print_what_it_likes(script, launch, login_script, tmp_path):
     login_script.write_text(f"{script}\n")
-    with gathered(launch("login slots=2\n"), tmp_path) as crew:
-        assert crew.end() == []
-        assert crew.lost == ""
+    with open_job(launch("login slots=2\n"), tmp_path) as crew:
+        assert crew.kill() == []
+        assert crew.abort_reason == ""
 
 
 @pytest.mark.parametrize("script", ["exit 1", "echo over >&2; exec false", "echo over >&2; kill -9 $$"])
@@ -75,25 +81,30 @@ def test_the_reason_is_what_ssh_said_and_not_the_host(launch, tmp_path):
 
 def test_agents_wait_while_the_data_are_looked_at(launch, tmp_path):
     """Between the hosts' answers and the start of the ranks lies a check that may take longer than launch.silence_seconds."""
-    with gathered(replace(launch("here slots=2\n"), silence=1.0), tmp_path) as crew:
+    with open_job(replace(launch("here slots=2\n"), silence=1.0), tmp_path) as crew:
         time.sleep(2.5)
-        crew.look()
-        assert crew.lost == ""
+        crew.poll()
+        assert crew.abort_reason == ""
 
 
 def peer(name: str, **facts):
     made = type("Peer", (), {})()
     made.host = parse_hostfile(f"{name} slots=1\n", "F")[0]
-    own = {"versions": versions(), "digests": digests()}
+    own = {"versions": read_package_versions(), "digests": hash_source_files()}
     made.facts = {"machine": name, "sees": True, "has_cwd": True, "gpus": 0, **own, **facts}
     return made
 
 
 def test_hosts_with_other_software_are_refused_by_name(tmp_path):
-    torch = versions()["torch"]
+    torch = read_package_versions()["torch"]
     other = {"Python": "2.7", "torch": "1.13.1", "peft": ""}
-    said = [str(fault) for fault in preflight._faults([peer("a"), peer("b", versions=versions() | other)], tmp_path)]
-    own = versions()
+    said = [
+        str(fault)
+        for fault in preflight._iter_host_faults(
+            [peer("a"), peer("b", versions=read_package_versions() | other)], tmp_path
+        )
+    ]
+    own = read_package_versions()
     assert said == [
         f"F:1 b: has Python 2.7, a has {own['Python']}; install Python {own['Python']} on every host",
         f"F:1 b: has torch 1.13.1, a has {torch}; install torch {torch} on every host",
@@ -102,8 +113,8 @@ def test_hosts_with_other_software_are_refused_by_name(tmp_path):
 
 
 def test_hosts_with_other_code_of_the_same_version_are_refused_by_the_first_file(tmp_path):
-    code = {**digests(), "launch/agent.py": "0" * 12, "world.py": "0" * 12}
-    (said,) = [str(fault) for fault in preflight._faults([peer("a"), peer("b", digests=code)], tmp_path)]
+    code = {**hash_source_files(), "launch/agent.py": "0" * 12, "world.py": "0" * 12}
+    (said,) = [str(fault) for fault in preflight._iter_host_faults([peer("a"), peer("b", digests=code)], tmp_path)]
     assert said == (
         f"F:1 b: has other code of dstrain {__version__} than this host: launch/agent.py and 1 more; "
         "install the same build on every host, or share the folder"
@@ -111,21 +122,21 @@ def test_hosts_with_other_code_of_the_same_version_are_refused_by_the_first_file
 
 
 def test_versions_are_told_without_importing_anything_heavy():
-    assert set(versions()) == {"Python", "dstrain", "torch", "deepspeed", "transformers", "peft"}
-    assert list(unlike({"a": "1", "b": "2"}, {"a": "1"})) == [("b", "2", "none")]
-    assert first_unlike({"x": "1", "y": "2"}, {"y": "2", "z": "3"}) == ("x", 2)
-    assert first_unlike(digests(), dict(digests())) == ("", 0)
-    assert {"launch/versions.py", "ds_configs/zero2.json"} <= digests().keys()
-    assert not [name for name in digests() if name.startswith("launchers/")]
-    assert len(digest()) == 12
+    assert set(read_package_versions()) == {"Python", "dstrain", "torch", "deepspeed", "transformers", "peft"}
+    assert list(iter_version_diffs({"a": "1", "b": "2"}, {"a": "1"})) == [("b", "2", "none")]
+    assert find_source_diff({"x": "1", "y": "2"}, {"y": "2", "z": "3"}) == ("x", 2)
+    assert find_source_diff(hash_source_files(), dict(hash_source_files())) == ("", 0)
+    assert {"launch/versions.py", "ds_configs/zero2.json"} <= hash_source_files().keys()
+    assert not [name for name in hash_source_files() if name.startswith("launchers/")]
+    assert len(hash_source_tree()) == 12
 
 
 def test_the_environment_is_in_no_file_of_a_launch(launch, tmp_path):
     made = launch("here slots=1\n")
-    with gathered(made, tmp_path) as crew:
-        assert isinstance(crew, HostsCrew)
-        crew._write_files()
-        (file,) = record_folder(tmp_path).glob("launch-*.json")
+    with open_job(made, tmp_path) as crew:
+        assert isinstance(crew, MultiHostJob)
+        crew._write_launch_files()
+        (file,) = get_workers_dir(tmp_path).glob("launch-*.json")
         assert file.stat().st_mode & 0o777 == 0o600
         assert json.loads(file.read_text())["arguments"] == ["train"]
         assert "secret" not in file.read_text()
@@ -150,26 +161,26 @@ def test_a_rank_gets_the_environment_from_its_agent(launch, tmp_path, monkeypatc
     monkeypatch.setattr(
         "dstrain.launch.multihost.job.node_command", lambda *how: [sys.executable, "-c", RANK, how[-1][-1], str(seen)]
     )
-    with gathered(launch("here slots=1\n"), tmp_path / "run") as crew:
+    with open_job(launch("here slots=1\n"), tmp_path / "run") as crew:
         crew.start()
         until = time.monotonic() + 20
-        while crew.over() is None:
+        while crew.poll_launcher() is None:
             assert time.monotonic() < until
-            crew.look()
+            crew.poll()
             time.sleep(0.02)
-        (file,) = record_folder(tmp_path / "run").glob("launch-*.json")
+        (file,) = get_workers_dir(tmp_path / "run").glob("launch-*.json")
         arguments, found = json.loads(seen.read_text())
-        assert (crew.over(), crew.end()) == (0, [])
+        assert (crew.poll_launcher(), crew.kill()) == (0, [])
     assert arguments == ["dstrain.cli", "train"]
     assert (found["HF_TOKEN"], found["DSTRAIN_LAUNCH"]) == ("secret", str(file))
     assert found["DSTRAIN_HEARTBEAT"].endswith(" 5")
-    assert list(record_folder(tmp_path / "run").glob("launch-*")) == []
+    assert list(get_workers_dir(tmp_path / "run").glob("launch-*")) == []
 
 
 def test_the_next_launch_removes_what_a_killed_one_left(tmp_path):
-    folder = record_folder(tmp_path)
+    folder = get_workers_dir(tmp_path)
     folder.mkdir()
     for name in ("launch-0123.json", "hosts-0123", "seen-0123", "rank-00000.json", "roll-0123"):
         (folder / name).write_text("{}")
-    remove_leftovers(tmp_path)
+    remove_launch_files(tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == ["rank-00000.json", "roll-0123"]

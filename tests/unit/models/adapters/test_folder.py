@@ -17,10 +17,10 @@ from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import RecipeError
 from dstrain.models.adapters.folder import load_adapters, read_adapter
 from dstrain.models.load import load_model, read_config
-from dstrain.models.weights.fingerprint import fingerprint
+from dstrain.models.weights.fingerprint import weights_fingerprint
 from dstrain.tasks import make_task
 from dstrain.tasks.rm import RewardModel
-from dstrain.tasks.sft import SupervisedFineTuning
+from dstrain.tasks.sft import SFT
 from tests.adapters import SIZES, adapter, merged_by_peft
 
 
@@ -77,13 +77,13 @@ def recipe(task: Any, at: Path, tmp_path: Path) -> RunConfig:
     return RunConfig.model_validate({**values, "model": {"path": str(at)}})
 
 
-@pytest.mark.parametrize("task", [SupervisedFineTuning, RewardModel])
+@pytest.mark.parametrize("task", [SFT, RewardModel])
 def test_a_task_says_what_it_is_and_trains_on_it(task: Any, tmp_path: Path) -> None:
     at = adapter(tmp_path)
     made = make_task(recipe(task, at, tmp_path))
-    made.check_named()
+    made.check_required_keys()
     made.check()
-    said = made.notices()
+    said = made.info_messages()
     assert (
         f"{at} is a LoRA adapter of {tmp_path / 'base'}: it is merged into these weights when they are loaded" in said
     )
@@ -121,7 +121,7 @@ def test_one_that_does_not_fit_is_refused_before_anything_starts(
     at = adapter(tmp_path)
     spoil(at)
     with pytest.raises(RecipeError, match=rf"^model\.path: the adapter in .* does not fit the model.*{wanted}"):
-        make_task(recipe(SupervisedFineTuning, at, tmp_path)).check()
+        make_task(recipe(SFT, at, tmp_path)).check()
 
 
 def test_a_score_has_no_place_in_a_model_that_writes(tmp_path: Path) -> None:
@@ -129,19 +129,19 @@ def test_a_score_has_no_place_in_a_model_that_writes(tmp_path: Path) -> None:
     (tmp_path / "writer").mkdir()
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES)).save_pretrained(str(tmp_path / "writer"))
     change("base_model_name_or_path", str(tmp_path / "writer"))(at)
-    made: Any = make_task(RunConfig.model_validate(SupervisedFineTuning.tiny(tmp_path)))
+    made: Any = make_task(RunConfig.model_validate(SFT.tiny(tmp_path)))
     made.tokenizer.save_pretrained(str(at))
-    values = SupervisedFineTuning.tiny(tmp_path) | {"model": {"path": str(at)}}
+    values = SFT.tiny(tmp_path) | {"model": {"path": str(at)}}
     with pytest.raises(RecipeError, match=r"no place for its score\.weight"):
         make_task(RunConfig.model_validate(values)).check()
 
 
 def test_its_fingerprint_is_that_of_both(tmp_path: Path) -> None:
     at = adapter(tmp_path)
-    first = fingerprint(ModelConfig(path=str(at)), 0)
+    first = weights_fingerprint(ModelConfig(path=str(at)), 0)
     tensors = load_file(tmp_path / "base" / "model.safetensors")
     save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"] + 1}, tmp_path / "base" / "model.safetensors")
-    assert fingerprint(ModelConfig(path=str(at)), 0) != first
+    assert weights_fingerprint(ModelConfig(path=str(at)), 0) != first
 
 
 def test_an_exported_adapter_imports_nothing_that_its_config_names(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import torch
 from dstrain.config.schema import RunConfig
 from dstrain.models.adapters.lora import adapters_disabled
 from dstrain.tasks import find_task, make_task
-from dstrain.train.build_model import build_objective
-from dstrain.train.engine.module import Objective
-from dstrain.train.state.load import stored_shapes
+from dstrain.train.build_model import build_train_module
+from dstrain.train.engine.module import TrainModule
+from dstrain.train.state.load import get_stored_shapes
 
 
 @pytest.fixture(autouse=True)
@@ -21,11 +21,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
 
 
-def objective(task: str, folder: Path, **lora: Any) -> Objective:
+def objective(task: str, folder: Path, **lora: Any) -> TrainModule:
     """A tiny policy whose first layer's adapters are frozen; its reference is the model without adapters."""
     values = find_task(task).tiny(folder)
     values["model"] |= {"lora": {"rank": 2, **lora}, "freeze": ["*.layers.0"]}
-    return build_objective(make_task(RunConfig.model_validate(values)))
+    return build_train_module(make_task(RunConfig.model_validate(values)))
 
 
 def trained(model: torch.nn.Module) -> set[str]:
@@ -36,7 +36,7 @@ def trained(model: torch.nn.Module) -> set[str]:
 @pytest.mark.parametrize("dora", [False, True])
 def test_asking_the_reference_trains_no_frozen_adapter(task: str, dora: bool, tmp_path: Path) -> None:
     made: Any = objective(task, tmp_path, dora=dora)
-    before, names = trained(made.model), set(stored_shapes(made))
+    before, names = trained(made.model), set(get_stored_shapes(made))
     assert before == made.trainable
     assert before
     assert not any(".layers.0." in name for name in before)
@@ -44,7 +44,7 @@ def test_asking_the_reference_trains_no_frozen_adapter(task: str, dora: bool, tm
     made.train()
     made(batch, survey=made.task.surveys)
     assert trained(made.model) == before
-    assert set(stored_shapes(made)) == names
+    assert set(get_stored_shapes(made)) == names
 
 
 def test_the_model_answers_without_its_adapters_inside(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import transformers
 
 from dstrain.config.schema import RunConfig
 from dstrain.errors import RecipeError
-from dstrain.models.checks.max_positions import beyond_training, position_limit
+from dstrain.models.checks.max_positions import max_positions, rope_length_warning
 from dstrain.tasks import make_task
 from dstrain.tasks.rm import RewardModel
-from dstrain.tasks.sft import SupervisedFineTuning
+from dstrain.tasks.sft import SFT
 
 LIMITS: dict[str, tuple[dict[str, Any], int | None]] = {
     "gpt2": ({"n_positions": 32}, 32),
@@ -45,12 +45,12 @@ def test_the_table_tells_how_many_tokens_fit(family: str) -> None:
     config = transformers.AutoConfig.for_model(family.split(",")[0], **values)
     with torch.device("meta"):
         model = transformers.AutoModel.from_config(config)
-    assert position_limit(model, config) == limit
+    assert max_positions(model, config) == limit
 
 
 @pytest.mark.parametrize(("length", "fits"), [(32, True), (33, False)])
 def test_a_task_refuses_what_would_be_out_of_range(length: int, fits: bool, tmp_path: Path) -> None:
-    values = SupervisedFineTuning.tiny(tmp_path)
+    values = SFT.tiny(tmp_path)
     values["model"]["config"] = {
         "model_type": "gpt2",
         "vocab_size": 320,
@@ -78,4 +78,4 @@ def test_rotary_positions_are_warned_of(tmp_path: Path) -> None:
     [line] = task.warnings()
     assert "data.max_length is 48" in line
     assert "up to 40 tokens" in line
-    assert not beyond_training(transformers.AutoConfig.for_model("llama", max_position_embeddings=48), 48)
+    assert not rope_length_warning(transformers.AutoConfig.for_model("llama", max_position_embeddings=48), 48)

@@ -15,8 +15,13 @@ import transformers
 
 from dstrain.config.schema import RunConfig
 from dstrain.errors import RecipeError
-from dstrain.models.checks.config_json import AFTER_PAD, LEARNED, NEED_IS_DECODER, learned_positions
-from dstrain.models.checks.max_positions import position_limit
+from dstrain.models.checks.config_json import (
+    BIDIRECTIONAL_TYPES,
+    LEARNED_POSITION_TYPES,
+    PAD_OFFSET_TYPES,
+    max_learned_positions,
+)
+from dstrain.models.checks.max_positions import max_positions
 from dstrain.models.checks.preflight import check_model
 from dstrain.tasks import make_task
 
@@ -122,7 +127,7 @@ def test_an_odd_folder_is_refused_in_one_sentence(odd: str, tmp_path: Path) -> N
     assert re.search(wanted, said)
     assert "\n" not in said
     with pytest.raises(RecipeError, match=wanted):  # what `train` calls before its launch
-        make_task(recipe(at)).check_named()
+        make_task(recipe(at)).check_required_keys()
 
 
 def test_an_adapter_stands_on_its_base(tmp_path: Path) -> None:
@@ -179,7 +184,7 @@ def test_it_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("kind", sorted(LEARNED | AFTER_PAD))
+@pytest.mark.parametrize("kind", sorted(LEARNED_POSITION_TYPES | PAD_OFFSET_TYPES))
 def test_positions_by_config_alone_are_those_of_the_model(kind: str) -> None:
     config = transformers.AutoConfig.for_model(kind)
     for name in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers"):
@@ -190,13 +195,13 @@ def test_positions_by_config_alone_are_those_of_the_model(kind: str) -> None:
         auto = transformers.AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(config)
-    assert learned_positions({**config.to_dict(), "model_type": kind}) == position_limit(model, config)
+    assert max_learned_positions({**config.to_dict(), "model_type": kind}) == max_positions(model, config)
 
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
 
-@pytest.mark.parametrize("kind", sorted(NEED_IS_DECODER - {"reformer", "big_bird"}))
+@pytest.mark.parametrize("kind", sorted(BIDIRECTIONAL_TYPES - {"reformer", "big_bird"}))
 def test_encoders_see_what_follows_unless_they_are_decoders(kind: str) -> None:
     more = {"languages": ["en"], "default_language": "en"} if kind == "xmod" else {}
     more = {"input_embedding_size": 16, "output_embedding_size": 16} if kind == "rembert" else more

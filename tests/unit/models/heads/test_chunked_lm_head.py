@@ -15,7 +15,7 @@ from dstrain.config.schema import LoraConfig, ModelConfig
 from dstrain.data.loading.collate import loss_positions
 from dstrain.models.adapters.lora import add_adapters
 from dstrain.models.heads import chunked_lm_head
-from dstrain.models.heads.chunked_lm_head import CHUNK_BYTES, HeadInput, head_input
+from dstrain.models.heads.chunked_lm_head import MAX_CHUNK_BYTES, HeadInput, capture_head_input
 from dstrain.models.load import read_config
 from dstrain.tasks.common import losses
 from tests.families import FAMILIES, family
@@ -26,7 +26,7 @@ ROWS = 5
 
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * 320 * ROWS)
+    monkeypatch.setitem(MAX_CHUNK_BYTES, "cpu", 4 * 320 * ROWS)
 
 
 def made(name: str, **more: Any) -> PreTrainedModel:
@@ -77,7 +77,7 @@ def test_chunks_say_what_all_logits_say(name: str) -> None:
     torch.testing.assert_close(log_probs, wanted, rtol=1e-6, atol=2e-6)
     assert torch.equal(right, hits)
     assert distance(gradients(model, log_probs), wanted_gradients) <= 1e-6
-    assert model not in chunked_lm_head._INSEPARABLE
+    assert model not in chunked_lm_head._IN_PLACE_MODELS
 
 
 @pytest.mark.usefixtures("chunks")
@@ -104,7 +104,7 @@ def test_adapters_of_heads_and_of_tied_embeddings_learn_the_same(
     if "dropout" in lora:  # drawn chunk by chunk: the same with autograd through all chunks
         monkeypatch.setattr(chunked_lm_head, "_Chunks", Unchunked)
     else:
-        monkeypatch.setitem(CHUNK_BYTES, "cpu", 2**26)
+        monkeypatch.setitem(MAX_CHUNK_BYTES, "cpu", 2**26)
     torch.manual_seed(7)
     wanted, _ = losses.score_answers(model, given)
     torch.testing.assert_close(log_probs, wanted, rtol=1e-6, atol=2e-6)
@@ -123,7 +123,7 @@ class Unchunked:
 @pytest.mark.usefixtures("chunks")
 def test_logits_of_all_rows_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    score = chunked_lm_head.score
+    score = chunked_lm_head.score_logits
     monkeypatch.setattr(
         chunked_lm_head, "score", lambda logits, targets: (seen.append(logits.shape), score(logits, targets))[1]
     )
@@ -141,7 +141,7 @@ def test_logits_of_all_rows_are_never_held(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_one_chunk_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    score = chunked_lm_head.score
+    score = chunked_lm_head.score_logits
     monkeypatch.setattr(chunked_lm_head, "score", lambda *given: (calls.append(1), score(*given))[1])
     log_probs, _ = losses.score_answers(made("llama"), batch())
     log_probs.sum().backward()
@@ -152,7 +152,7 @@ def test_one_chunk_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_gradient_of_a_16_bit_head_is_rounded_once() -> None:
     rows, targets = torch.randn(400, 16, dtype=torch.bfloat16), torch.randint(320, (400,))
     layer = torch.nn.Linear(16, 320, bias=False, dtype=torch.bfloat16)
-    HeadInput(layer, rows[None], ()).scores(rows, targets).log_probs.sum().backward()
+    HeadInput(layer, rows[None], ()).score_targets(rows, targets).log_probs.sum().backward()
     exact = torch.nn.Linear(16, 320, bias=False)
     exact.weight.data = layer.weight.data.float()
     logits = exact(rows.float()).bfloat16().float()
@@ -192,7 +192,7 @@ def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
 def test_positions_counted_on_the_host_are_those_of_the_mask() -> None:
     given = batch()
     positions = loss_positions(given.tensors["learnt"], 26)
-    counted = given.plus({"loss_positions": positions})
+    counted = given.with_tensors({"loss_positions": positions})
     model = made("llama")
     assert torch.equal(losses.score_answers(model, given)[0], losses.score_answers(model, counted)[0])
     assert len(positions) == int(given.tensors["learnt"].sum())
@@ -252,7 +252,7 @@ def test_a_model_that_changes_its_logits_otherwise_keeps_its_own_way(kind: str) 
         assert torch.equal(right, hits)
         assert distance(gradients(model, log_probs), gradients(model, wanted)) <= 1e-6
     assert calls == 1, "its second pass at the latest"
-    assert (model in chunked_lm_head._INSEPARABLE) == (kind in CALLED_AGAIN)
+    assert (model in chunked_lm_head._IN_PLACE_MODELS) == (kind in CALLED_AGAIN)
 
 
 def test_other_changes_are_made_chunk_by_chunk() -> None:
@@ -264,7 +264,7 @@ def test_other_changes_are_made_chunk_by_chunk() -> None:
     for changed in changes:
         model, given = Odd(changed), batch()
         ids = given.tensors["input_ids"].clamp(max=309)
-        given = given.plus({"input_ids": ids})
+        given = given.with_tensors({"input_ids": ids})
         log_probs, _ = losses.score_answers(model, given)
         assert model.calls == 1
         assert torch.allclose(log_probs.float(), plainly(model, given)[0].float(), atol=2e-6)
@@ -274,18 +274,18 @@ def test_a_model_is_whole_again_whatever_happens() -> None:
     model = made("llama")
     layer = model.lm_head
     with pytest.raises(KeyError):
-        head_input(model, lambda: {}["no logits"])
+        capture_head_input(model, lambda: {}["no logits"])
     assert model.lm_head is layer
-    found = head_input(model, lambda: model(torch.randint(320, (1, 4))).logits)
+    found = capture_head_input(model, lambda: model(torch.randint(320, (1, 4))).logits)
     assert isinstance(found, HeadInput)
     with pytest.raises(RuntimeError):
-        found.scores(torch.randn(2, 32), torch.tensor([1, 2]).float())
+        found.score_targets(torch.randn(2, 32), torch.tensor([1, 2]).float())
     assert "forward" not in vars(layer)
 
 
 def test_logits_that_no_head_made_are_taken_as_they_are() -> None:
     model = made("llama")
     logits = torch.randn(1, 4, 320)
-    assert head_input(model, lambda: logits) is logits
-    assert head_input(torch.nn.Linear(2, 2), lambda: logits) is logits
-    assert model not in chunked_lm_head._INSEPARABLE
+    assert capture_head_input(model, lambda: logits) is logits
+    assert capture_head_input(torch.nn.Linear(2, 2), lambda: logits) is logits
+    assert model not in chunked_lm_head._IN_PLACE_MODELS

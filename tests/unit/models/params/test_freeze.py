@@ -7,7 +7,7 @@ import torch
 
 from dstrain.config.schema import OptimConfig
 from dstrain.errors import RecipeError
-from dstrain.models.params.freeze import freeze, matches, parameter_groups
+from dstrain.models.params.freeze import build_param_groups, freeze, matches_pattern
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from dstrain.models.params.freeze import freeze, matches, parameter_groups
     ],
 )
 def test_a_pattern_is_a_word_or_a_beginning_or_a_glob(pattern: str, name: str, wanted: bool) -> None:
-    assert matches(name, pattern) == wanted
+    assert matches_pattern(name, pattern) == wanted
 
 
 def model() -> torch.nn.Module:
@@ -32,7 +32,7 @@ def model() -> torch.nn.Module:
 
 def test_biases_and_norms_do_not_decay_and_groups_have_their_own_rate() -> None:
     optim = OptimConfig(lr=1e-3, weight_decay=0.1, groups={"head": {"lr": 1e-2, "weight_decay": 0.0}})
-    groups = parameter_groups(model(), optim)
+    groups = build_param_groups(model(), optim)
     told = sorted(
         (round(group.lr_scale, 6), group.weight_decay, sum(p.numel() for p in group.params)) for group in groups
     )
@@ -45,7 +45,7 @@ def test_the_first_group_that_matches_counts_and_its_silence_means_the_default()
     )
     net = model()
     found = {
-        id(p): (group.lr_scale, group.weight_decay) for group in parameter_groups(net, optim) for p in group.params
+        id(p): (group.lr_scale, group.weight_decay) for group in build_param_groups(net, optim) for p in group.params
     }
     told = {name: found[id(p)] for name, p in net.named_parameters()}
     assert told == {
@@ -60,10 +60,10 @@ def test_frozen_parameters_are_in_no_group() -> None:
     net = model()
     freeze(net, ["tower.w*"])
     assert [name for name, p in net.named_parameters() if not p.requires_grad] == ["tower.weight"]
-    assert sum(len(group.params) for group in parameter_groups(net, OptimConfig())) == 3
+    assert sum(len(group.params) for group in build_param_groups(net, OptimConfig())) == 3
     freeze(net, ["tower"])
     with pytest.raises(RecipeError, match=r"optim\.groups 'tower': matches no parameter; names here begin with head"):
-        parameter_groups(net, OptimConfig(groups={"tower": {"lr": 1}}))
+        build_param_groups(net, OptimConfig(groups={"tower": {"lr": 1}}))
 
 
 def test_every_pattern_that_matches_nothing_is_named() -> None:

@@ -17,7 +17,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.errors import RecipeError
 from dstrain.tasks import make_task
 from dstrain.tasks.rm import RewardModel
-from dstrain.tasks.sft import SupervisedFineTuning
+from dstrain.tasks.sft import SFT
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -63,15 +63,15 @@ def renamed(at: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "auto", "spoil", "wanted"),
     [
-        (SupervisedFineTuning, AutoModelForCausalLM, told({"hidden_size": 32, "head_dim": 16}), r"'lm_head\.weight' is \(320, 16\) in its files and \(320, 32\) in the model"),
-        (SupervisedFineTuning, AutoModelForCausalLM, told({"num_hidden_layers": 3}), r"lacks model\.layers\.2\.input_layernorm\.weight, .* and 6 more of a LlamaForCausalLM"),
+        (SFT, AutoModelForCausalLM, told({"hidden_size": 32, "head_dim": 16}), r"'lm_head\.weight' is \(320, 16\) in its files and \(320, 32\) in the model"),
+        (SFT, AutoModelForCausalLM, told({"num_hidden_layers": 3}), r"lacks model\.layers\.2\.input_layernorm\.weight, .* and 6 more of a LlamaForCausalLM"),
         (RewardModel, AutoModelForCausalLM, told({"num_hidden_layers": 3}), r"lacks model\.layers\.2"),
-        (SupervisedFineTuning, AutoModelForSequenceClassification, told({}), r"lacks lm_head\.weight of a LlamaForCausalLM, which would be drawn at random; .*LlamaForSequenceClassification"),
-        (SupervisedFineTuning, AutoModel, told({}), r"lacks lm_head\.weight of a LlamaForCausalLM"),
+        (SFT, AutoModelForSequenceClassification, told({}), r"lacks lm_head\.weight of a LlamaForCausalLM, which would be drawn at random; .*LlamaForSequenceClassification"),
+        (SFT, AutoModel, told({}), r"lacks lm_head\.weight of a LlamaForCausalLM"),
         (RewardModel, AutoModelForSequenceClassification, told({}), r"'score\.weight' is \(2, 16\) in its files, and the task needs \(1, 16\)"),
         (RewardModel, AutoModelForCausalLM, renamed, r"lacks model\.embed_tokens\.weight"),
         (RewardModel, AutoModelForCausalLM, stored_as(torch.float8_e4m3fn), r"is stored as F8_E4M3, and its config\.json has no quantization_config"),
-        (SupervisedFineTuning, AutoModelForCausalLM, stored_as(torch.int8), r"is stored as I8"),
+        (SFT, AutoModelForCausalLM, stored_as(torch.int8), r"is stored as I8"),
     ],
 )  # fmt: skip
 def test_files_that_do_not_hold_the_model_are_refused_by_name(
@@ -85,7 +85,7 @@ def test_files_that_do_not_hold_the_model_are_refused_by_name(
 
 def test_what_is_allowed_is_said_in_sentences(tmp_path: Path) -> None:
     at = saved(tmp_path / "model", tie_word_embeddings=True)
-    plain = task_on(SupervisedFineTuning, at, tmp_path)
+    plain = task_on(SFT, at, tmp_path)
     plain.check()
     assert not plain.warnings()
     scored = task_on(RewardModel, at, tmp_path)
@@ -94,7 +94,7 @@ def test_what_is_allowed_is_said_in_sentences(tmp_path: Path) -> None:
     assert f"new and drawn from seed 0: score.weight (the files of {at} have no such head)" in scored.notices()
     shutil.rmtree(at)
     tied = saved(at, AutoModelForSequenceClassification, tie_word_embeddings=True, num_labels=1)
-    writer = task_on(SupervisedFineTuning, tied, tmp_path)
+    writer = task_on(SFT, tied, tmp_path)
     writer.check()
     assert writer.warnings() == [f"the model has no place for score.weight in the files of {at}: left out"]
 
@@ -103,7 +103,7 @@ def test_what_is_allowed_is_said_in_sentences(tmp_path: Path) -> None:
 def test_other_floats_are_cast(dtype: torch.dtype, tmp_path: Path) -> None:
     at = saved(tmp_path / "model")
     stored_as(dtype)(at)
-    task = task_on(SupervisedFineTuning, at, tmp_path)
+    task = task_on(SFT, at, tmp_path)
     task.check()
     assert {p.dtype for p in task.build_model().parameters()} == {torch.float32}
 
@@ -118,21 +118,21 @@ def test_no_load_report_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[
 
 
 def test_the_way_dialogs_are_written_is_said_where_no_template_decides(tmp_path: Path) -> None:
-    task = make_task(RunConfig.model_validate(SupervisedFineTuning.tiny(tmp_path)))
-    [line] = task.notices()
+    task = make_task(RunConfig.model_validate(SFT.tiny(tmp_path)))
+    [line] = task.info_messages()
     assert line.startswith("the tokenizer has no chat template: dialogs are written as ")
     assert "each answer ends with <|endoftext|>" in line or "each answer ends with </s>" in line
     task.tokenizer.eos_token = None  # type: ignore[attr-defined]
-    [line] = task.notices()
+    [line] = task.info_messages()
     assert "nothing ends an answer" in line
     task.tokenizer.chat_template = "{{ messages }}"  # type: ignore[attr-defined]
-    assert not task.notices()
+    assert not task.info_messages()
 
 
 def test_a_broken_tokenizer_is_called_so(tmp_path: Path) -> None:
     at = saved(tmp_path / "model")
-    task_on(SupervisedFineTuning, at, tmp_path)
+    task_on(SFT, at, tmp_path)
     (at / "tokenizer.json").write_text('{"model": 1}')
-    task = make_task(RunConfig.model_validate(SupervisedFineTuning.tiny(tmp_path) | {"model": {"path": str(at)}}))
+    task = make_task(RunConfig.model_validate(SFT.tiny(tmp_path) | {"model": {"path": str(at)}}))
     with pytest.raises(RecipeError, match=r"the tokenizer in '.*' cannot be read \(.*\); replace its tokenizer files"):
         task.check()

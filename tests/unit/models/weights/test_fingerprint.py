@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 from dstrain.config.schema import LoraConfig, ModelConfig
 from dstrain.errors import RecipeError
 from dstrain.models.weights import fingerprint as module
-from dstrain.models.weights.fingerprint import fingerprint
+from dstrain.models.weights.fingerprint import weights_fingerprint
 from tests.workers import ROOT
 
 CONFIG = {"model_type": "llama", "hidden_size": 16}
 
 
 def of(seed: int = 0, **model: Any) -> str:
-    return fingerprint(ModelConfig(**model), seed)
+    return weights_fingerprint(ModelConfig(**model), seed)
 
 
 def change_a_byte(file: Path) -> None:
@@ -168,4 +168,4 @@ def test_a_hub_name_stands_for_its_revision_in_the_cache(tmp_path: Path) -> None
 
 def test_weights_drawn_in_16_bits_are_others() -> None:
     drawn = ModelConfig(config={"model_type": "llama"})
-    assert fingerprint(drawn, 0, coarse=True) != fingerprint(drawn, 0)
+    assert weights_fingerprint(drawn, 0, half_precision_init=True) != weights_fingerprint(drawn, 0)

@@ -15,8 +15,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import RecipeError
-from dstrain.models.load import load_model, read_config, skeleton
-from dstrain.models.weights.files import stored_tensors, weight_files
+from dstrain.models.load import build_meta_model, load_model, read_config
+from dstrain.models.weights.files import find_init_files, open_tensors
 from dstrain.models.weights.init_weights import InitReport, check_init, load_init
 
 LLAMA = {
@@ -34,7 +34,7 @@ def build(kind: str = "lm", seed: int = 1, bones: bool = False, **changes: Any) 
     config = read_config(model)
     if kind == "rm":
         config.num_labels = 1
-    return skeleton(KINDS[kind], model, config) if bones else load_model(KINDS[kind], model, config, seed)
+    return build_meta_model(KINDS[kind], model, config) if bones else load_model(KINDS[kind], model, config, seed)
 
 
 def old(kind: str = "lm", **changes: Any) -> State:
@@ -93,7 +93,7 @@ def test_what_ddp_and_compile_put_before_names_changes_nothing(
     assert not report.missing
     assert not report.unexpected
     if len(prefixes) == 1:
-        assert report.removed == prefixes[0]
+        assert report.removed_prefix == prefixes[0]
         assert str(report).startswith(f"model.init: {len(wanted)} of {len(wanted)} weights from old.pt")
         assert (f"('{prefixes[0]}' taken off its names)" in str(report)) == bool(prefixes[0])
 
@@ -104,7 +104,7 @@ def test_a_part_compiled_alone_is_recognised(put: Callable[..., str]) -> None:
         model, put({name.replace("model.", "model._orig_mod."): value for name, value in wanted.items()})
     )
     assert holds(model, wanted)
-    assert (report.removed, report.added) == ("_orig_mod.", "")
+    assert (report.removed_prefix, report.added_prefix) == ("_orig_mod.", "")
 
 
 class Inner(torch.nn.Module):
@@ -118,7 +118,7 @@ class Inner(torch.nn.Module):
 @pytest.mark.parametrize("prefix", ["", "module.", "module.module."])
 def test_a_wrapper_that_belongs_to_the_model_stays(prefix: str, put: Callable[..., str]) -> None:
     model, wanted = Inner(), {"module.weight": torch.ones(2, 2), "module.bias": torch.ones(2)}
-    assert load_init(model, put(prefixed(wanted, prefix))).removed == prefix
+    assert load_init(model, put(prefixed(wanted, prefix))).removed_prefix == prefix
     assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
 
 
@@ -180,7 +180,7 @@ def test_a_bare_backbone_goes_into_a_reward_model(put: Callable[..., str]) -> No
     assert holds(model.model, wanted)
     assert torch.equal(model.score.weight, head), "as it was drawn"
     assert (report.missing, report.unexpected) == (("score.weight",), ())
-    assert (report.removed, report.added) == ("module.", "model.")
+    assert (report.removed_prefix, report.added_prefix) == ("module.", "model.")
     assert "('module.' taken off its names, 'model.' put before them); missing: score.weight" in str(report)
 
 
@@ -204,12 +204,12 @@ def test_a_language_model_goes_into_a_bare_backbone(put: Callable[..., str]) -> 
     model = build("bare")
     report = load_init(model, put(old("lm")))
     assert holds(model, old("bare"))
-    assert (report.removed, report.unexpected) == ("model.", ("lm_head.weight",))
+    assert (report.removed_prefix, report.unexpected) == ("model.", ("lm_head.weight",))
 
 
 def test_a_model_inside_a_module_of_a_training_framework_is_recognised(put: Callable[..., str]) -> None:
     model, wanted = build(), old()
-    assert load_init(model, put({"state_dict": prefixed(wanted, "model.")})).removed == "model."
+    assert load_init(model, put({"state_dict": prefixed(wanted, "model.")})).removed_prefix == "model."
     assert holds(model, wanted)
 
 
@@ -370,7 +370,7 @@ def resident() -> int:
 def test_values_stay_on_the_disk_until_they_are_asked_for(name: str, put: Callable[..., str]) -> None:
     path = put({"big": torch.ones(50_000_000), "small": torch.ones(1)}, name)
     before = resident()
-    found = stored_tensors(weight_files(path))
+    found = open_tensors(find_init_files(path))
     assert found["small"].read().sum() == 1
     assert resident() - before < 20
     big = found["big"].read()

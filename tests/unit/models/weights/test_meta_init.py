@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.models.load import load_model, read_config
-from dstrain.models.reward_model import ScoredAuto
-from dstrain.models.weights.meta_init import give_room, no_values
+from dstrain.models.reward_model import AutoRewardModel
+from dstrain.models.weights.meta_init import materialize, meta_parameters
 from dstrain.tasks import find_task, make_task
 from tests.seeing import GEMMA3, IDEFICS3, TEXT, llava
 
@@ -38,10 +38,10 @@ def test_a_model_built_without_values_is_the_same_once_filled(family: str, dtype
     values["model"] = {"config": {"model_type": family.split(",")[0], **FAMILIES[family]}, "dtype": dtype}
     task: Any = make_task(RunConfig.model_validate(values))
     whole = task.build_model().eval()
-    with no_values():
+    with meta_parameters():
         empty = task.build_model()
     assert all(parameter.device.type == "meta" for parameter in empty.parameters())
-    give_room(empty)
+    materialize(empty)
     there, wanted = empty.state_dict(), whole.state_dict()
     assert {name: (value.shape, value.dtype) for name, value in there.items()} == {
         name: (value.shape, value.dtype) for name, value in wanted.items()
@@ -81,7 +81,7 @@ SCORED = ("llama", "gemma3_text", "gpt2", "llava")
 def test_a_folders_model_built_without_its_weights_is_the_same_once_filled(
     family: str, kind: str, dtype: str, tmp_path: Path
 ) -> None:
-    autos = {"text": AutoModelForCausalLM, "images": AutoModelForImageTextToText, "score": ScoredAuto()}
+    autos = {"text": AutoModelForCausalLM, "images": AutoModelForImageTextToText, "score": AutoRewardModel()}
     values = (FAMILIES | SEEING)[family]
     settings = {"model_type": family.split(",")[0], **values}
     source = ModelConfig(config=settings)
@@ -99,9 +99,9 @@ def test_a_folders_model_built_without_its_weights_is_the_same_once_filled(
     whole = built()
     for file in (tmp_path / "base").glob("*.safetensors"):
         file.unlink()  # which is never opened again
-    with no_values():
+    with meta_parameters():
         empty = built()
-    give_room(empty)
+    materialize(empty)
     ours, theirs = empty.state_dict(), whole.state_dict()
     assert {name: (value.shape, value.dtype) for name, value in ours.items()} == {
         name: (value.shape, value.dtype) for name, value in theirs.items()
@@ -121,6 +121,6 @@ def test_a_folders_model_built_without_its_weights_is_the_same_once_filled(
 
 
 def test_afterwards_modules_have_values_again() -> None:
-    with pytest.raises(KeyError), no_values():
+    with pytest.raises(KeyError), meta_parameters():
         raise KeyError
     assert torch.nn.Linear(2, 3).weight.device.type == "cpu"

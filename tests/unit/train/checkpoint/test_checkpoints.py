@@ -20,12 +20,12 @@ import pytest
 
 import dstrain
 from dstrain.batch import Progress
-from dstrain.errors import CheckpointError, FolderLostError
+from dstrain.errors import CheckpointError, RunFolderTakenError
 from dstrain.train.checkpoint import checkpoints as module
-from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
 from dstrain.train.state import manifest
-from dstrain.train.state.hashed_file import Entry, write_hashed
-from dstrain.train.state.manifest import describe, files_of, listed, verify
+from dstrain.train.state.hashed_file import FileEntry, write_hashed_file
+from dstrain.train.state.manifest import find_checkpoints, find_fault, read_checkpoint_info, read_file_entries
 from tests.unit.distributed.thread_world import ThreadWorld, on_ranks
 
 
@@ -38,22 +38,24 @@ class OneRank:
         return [value]
 
 
-def solo(folder: Path, **options: Any) -> Checkpoints:
-    return Checkpoints(folder=folder, world=OneRank(), **options)  # type: ignore[arg-type]
+def solo(folder: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(folder=folder, world=OneRank(), **options)  # type: ignore[arg-type]
 
 
-def write(folder: Path) -> dict[str, Entry]:
+def write(folder: Path) -> dict[str, FileEntry]:
     files = {"model/weights.dat": b"w" * 1000, "rank-00000.dat": b"o" * 10}
-    return {name: write_hashed(folder / name, content) for name, content in files.items()}
+    return {name: write_hashed_file(folder / name, content) for name, content in files.items()}
 
 
-def save(checkpoints: Checkpoints, *steps: int, metric: float | None = None, by: Callable[..., Any] = write) -> None:
+def save(
+    checkpoints: CheckpointManager, *steps: int, metric: float | None = None, by: Callable[..., Any] = write
+) -> None:
     for step in steps:
         checkpoints.save(by, Progress(step, 64 * step), {"zero_stage": 2, "preset": "zero2"}, metric)
 
 
 def steps(folder: Path) -> list[int]:
-    return [info.step for info in listed(folder, read_all=True) if info.whole]
+    return [info.step for info in find_checkpoints(folder, check_hashes=True) if info.is_complete]
 
 
 def best(folder: Path) -> str:
@@ -62,13 +64,13 @@ def best(folder: Path) -> str:
 
 def test_a_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
     save(solo(tmp_path), 200, metric=0.25)
-    info, passed_over = solo(tmp_path).newest()
+    info, passed_over = solo(tmp_path).find_latest_valid()
     assert info is not None
     assert passed_over == []
     assert (info.step, info.samples, info.world_size, info.zero_stage, info.metric) == (200, 12800, 1, 2, 0.25)
     assert info.path == tmp_path / "step-00000200"
     assert info.progress == Progress(200, 12800)
-    assert info.record()["preset"] == "zero2"
+    assert info.read_run_info()["preset"] == "zero2"
     assert info.size == sum(path.stat().st_size for path in info.path.rglob("*") if path.is_file())
     manifest = json.loads((info.path / "MANIFEST.json").read_text())
     assert sorted(manifest["files"]) == ["model/weights.dat", "progress.json", "rank-00000.dat", "run.json"]
@@ -77,17 +79,17 @@ def test_a_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
 
 
 def test_without_a_checkpoint_there_is_none(tmp_path: Path) -> None:
-    assert solo(tmp_path / "checkpoints").newest() == (None, [])
-    assert solo(tmp_path / "checkpoints").clean() == []
+    assert solo(tmp_path / "checkpoints").find_latest_valid() == (None, [])
+    assert solo(tmp_path / "checkpoints").remove_incomplete() == []
 
 
 def test_a_partial_checkpoint_is_never_read(tmp_path: Path) -> None:
     save(solo(tmp_path), 1, 2)
     (tmp_path / "step-00000002").rename(tmp_path / "step-00000002.partial")
-    info, passed_over = solo(tmp_path).newest()
+    info, passed_over = solo(tmp_path).find_latest_valid()
     assert info is not None
     assert (info.step, passed_over) == (1, [])
-    assert solo(tmp_path).clean() == ["step-00000002.partial"]
+    assert solo(tmp_path).remove_incomplete() == ["step-00000002.partial"]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -113,25 +115,25 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 def test_the_newest_damaged_checkpoint_is_passed_over_with_its_reason(tmp_path: Path, reason: str) -> None:
     save(solo(tmp_path), 2, 3)
     DAMAGES[reason](tmp_path / "step-00000003")
-    info, passed_over = solo(tmp_path).newest()
+    info, passed_over = solo(tmp_path).find_latest_valid()
     assert info is not None
     assert info.step == (3 if "of step" in reason else 2)
     assert len(passed_over) == 1
-    assert passed_over[0].state.startswith(f"damaged: {reason}")
+    assert passed_over[0].status.startswith(f"damaged: {reason}")
 
 
 def test_any_flipped_bit_of_a_manifest_is_found_or_changes_nothing_that_it_tells(tmp_path: Path) -> None:
     save(solo(tmp_path), 3, metric=0.5)
     manifest = tmp_path / "step-00000003" / "MANIFEST.json"
     content = manifest.read_bytes()
-    told = describe(manifest.parent, None), files_of(manifest.parent)
+    told = read_checkpoint_info(manifest.parent, None), read_file_entries(manifest.parent)
     for place in range(8 * len(content)):
         changed = bytearray(content)
         changed[place // 8] ^= 1 << place % 8
         manifest.write_bytes(changed)
-        if verify(manifest.parent, read_all=False) is None and files_of(manifest.parent) == told[1]:
-            assert describe(manifest.parent, None) == told[0], changed
-        elif verify(manifest.parent) is None:
+        if find_fault(manifest.parent, check_hashes=False) is None and read_file_entries(manifest.parent) == told[1]:
+            assert read_checkpoint_info(manifest.parent, None) == told[0], changed
+        elif find_fault(manifest.parent) is None:
             raise AssertionError(f"not found: {changed!r}")
 
 
@@ -141,7 +143,7 @@ def test_a_file_without_its_hashes_is_not_whole(tmp_path: Path) -> None:
     manifest = json.loads(path.read_text())
     manifest["files"]["rank-00000.dat"]["sha256"] = []
     path.write_text(json.dumps(manifest))
-    assert "names 0 hashes of rank-00000.dat" in (verify(path.parent, read_all=False) or "")
+    assert "names 0 hashes of rank-00000.dat" in (find_fault(path.parent, check_hashes=False) or "")
 
 
 def test_a_hundred_million_steps_are_newer_than_one_less(tmp_path: Path) -> None:
@@ -152,13 +154,13 @@ def test_a_hundred_million_steps_are_newer_than_one_less(tmp_path: Path) -> None
 def test_a_file_that_someone_added_does_no_harm(tmp_path: Path) -> None:
     save(solo(tmp_path), 1)
     (tmp_path / "step-00000001" / "notes.txt").write_text("a good one")
-    assert verify(tmp_path / "step-00000001") is None
+    assert find_fault(tmp_path / "step-00000001") is None
 
 
 def test_a_copy_under_another_name_is_whole(tmp_path: Path) -> None:
     save(solo(tmp_path), 1)
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "copy")
-    assert verify(tmp_path / "copy") is None
+    assert find_fault(tmp_path / "copy") is None
 
 
 def test_a_listing_that_reads_sizes_only_finds_what_is_missing_and_reading_all_finds_a_changed_bit(
@@ -166,8 +168,8 @@ def test_a_listing_that_reads_sizes_only_finds_what_is_missing_and_reading_all_f
 ) -> None:
     save(solo(tmp_path), 1)
     _flip(tmp_path / "step-00000001")
-    assert solo(tmp_path).whole()[0].whole
-    assert "sha256" in solo(tmp_path).whole(read_all=True)[0].state
+    assert solo(tmp_path).list_all()[0].is_complete
+    assert "sha256" in solo(tmp_path).list_all(check_hashes=True)[0].status
 
 
 def test_the_newest_are_kept_and_the_multiples_and_the_best(tmp_path: Path) -> None:
@@ -210,7 +212,7 @@ def test_best_points_to_the_best_metric_and_equals_do_not_move_it(tmp_path: Path
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     checkpoints = solo(tmp_path)
     save(checkpoints, 1)
-    save(checkpoints, 1, by=lambda folder: {"other": write_hashed(folder / "other", b"new")})
+    save(checkpoints, 1, by=lambda folder: {"other": write_hashed_file(folder / "other", b"new")})
     assert steps(tmp_path) == [1]
     assert not (tmp_path / "step-00000001" / "model").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
@@ -223,23 +225,23 @@ def test_what_an_older_partial_left_does_not_get_in(tmp_path: Path) -> None:
     assert not (tmp_path / "step-00000001" / "stale.bin").exists()
 
 
-def write_shard(world: ThreadWorld) -> Callable[[Path], dict[str, Entry]]:
-    def act(folder: Path) -> dict[str, Entry]:
+def write_shard(world: ThreadWorld) -> Callable[[Path], dict[str, FileEntry]]:
+    def act(folder: Path) -> dict[str, FileEntry]:
         name = f"rank-{world.rank:05d}.dat"
-        return {name: write_hashed(folder / name, b"x" * (world.rank + 1))}
+        return {name: write_hashed_file(folder / name, b"x" * (world.rank + 1))}
 
     return act
 
 
 def test_every_rank_writes_and_all_agree_on_the_newest(tmp_path: Path) -> None:
     def act(world: ThreadWorld) -> Any:
-        checkpoints = Checkpoints(folder=tmp_path, world=world)
+        checkpoints = CheckpointManager(folder=tmp_path, world=world)
         save(checkpoints, 1, 2, by=write_shard(world))
         world.barrier()
         if world.rank == 0:
             (tmp_path / "step-00000002" / "rank-00002.dat").write_bytes(b"abc"[::-1])
         world.barrier()
-        return checkpoints.newest()
+        return checkpoints.find_latest_valid()
 
     results = on_ranks(3, act)
     assert all(result == results[0] for result in results)
@@ -257,7 +259,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_the_older_ones(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def act(world: ThreadWorld) -> None:
-        checkpoints = Checkpoints(folder=tmp_path, world=world)
+        checkpoints = CheckpointManager(folder=tmp_path, world=world)
         save(checkpoints, 1, by=write_shard(world))
         if phase != "write" and world.rank == 0:
             monkeypatch.setattr(module, phase, full)
@@ -312,12 +314,12 @@ def test_a_kill_between_any_two_changes_leaves_a_whole_one(
         except Killed:
             killed = True
         kill_at(10**9)
-        info, passed_over = solo(folder).newest()
+        info, passed_over = solo(folder).find_latest_valid()
         assert info is not None, k
         assert info.step in (2, again), k
         assert passed_over == [], k
-        assert all(listing.whole for listing in listed(folder)), k
-        checkpoints.clean()
+        assert all(listing.is_complete for listing in find_checkpoints(folder)), k
+        checkpoints.remove_incomplete()
         assert (folder / best(folder) / "MANIFEST.json").exists(), k
         assert not list(folder.glob("*.*")), k
         save(checkpoints, again + 1, metric=0.3)
@@ -369,7 +371,7 @@ def test_a_kill_at_any_moment_leaves_what_was_saved_last(tmp_path: Path) -> None
         process.stdout.close()
         process.wait()
         told = max(told, *(int(line) for line in lines if line.endswith(b"\n")))
-        info, passed_over = solo(tmp_path).newest()
+        info, passed_over = solo(tmp_path).find_latest_valid()
         assert info is not None
         assert info.step >= told > 0
         assert passed_over == []
@@ -379,8 +381,8 @@ def test_going_back_behind_the_best_chooses_another(tmp_path: Path) -> None:
     checkpoints = solo(tmp_path, keep=9)
     for step, metric in ((1, 0.5), (2, 0.4), (3, 0.1)):
         save(checkpoints, step, metric=metric)
-    (start,) = (info for info in checkpoints.whole() if info.step == 2)
-    assert checkpoints.set_aside_after(start) == ["step-00000003"]
+    (start,) = (info for info in checkpoints.list_all() if info.step == 2)
+    assert checkpoints.supersede_newer(start) == ["step-00000003"]
     assert best(tmp_path) == "step-00000002"
     save(checkpoints, 3)
     assert best(tmp_path) == "step-00000002", "the third was not looked at again"
@@ -393,10 +395,10 @@ def test_a_launch_that_lost_its_folder_neither_writes_nor_removes_anything_there
     (partial / "of the other launch").touch()
 
     def taken() -> None:
-        raise FolderLostError("another launch took the folder")
+        raise RunFolderTakenError("another launch took the folder")
 
     lost = replace(solo(tmp_path), owned=taken)
-    with pytest.raises(FolderLostError, match=r"^another launch took the folder$"):
+    with pytest.raises(RunFolderTakenError, match=r"^another launch took the folder$"):
         save(lost, 3)
     assert [path.name for path in partial.iterdir()] == ["of the other launch"]
 
@@ -412,7 +414,7 @@ def test_a_manifest_says_its_format_and_one_without_is_read(tmp_path: Path) -> N
     folder = tmp_path / "step-00000001"
     assert json.loads((folder / "MANIFEST.json").read_text())["format"] == 1
     rewrite(folder, lambda manifest: manifest.pop("format"))
-    assert verify(folder) is None
+    assert find_fault(folder) is None
 
 
 def test_another_version_is_no_damage(tmp_path: Path) -> None:
@@ -425,22 +427,22 @@ def test_another_version_is_no_damage(tmp_path: Path) -> None:
 
     rewrite(tmp_path / "step-00000003", lambda manifest: manifest.update(format=2))
     rewrite(tmp_path / "step-00000002", as_before)
-    states = [info.state for info in listed(tmp_path)]
+    states = [info.status for info in find_checkpoints(tmp_path)]
     assert states == [
         "of a later version of dstrain (format 2), which this one does not read",
         "of an earlier version of dstrain, which this one does not read",
         "whole",
     ]
-    assert solo(tmp_path).newest()[0].step == 1  # type: ignore[union-attr]
+    assert solo(tmp_path).find_latest_valid()[0].step == 1  # type: ignore[union-attr]
     rewrite(tmp_path / "step-00000003", lambda manifest: manifest.update(format="new", files={}))
-    assert listed(tmp_path)[0].state == "damaged: MANIFEST.json has the format 'new'"
+    assert find_checkpoints(tmp_path)[0].status == "damaged: MANIFEST.json has the format 'new'"
 
 
 def test_a_damaged_one_says_its_size(tmp_path: Path) -> None:
     save(solo(tmp_path), 1)
     (tmp_path / "step-00000001/rank-00000.dat").write_bytes(b"abc")
     there = sum(path.stat().st_size for path in (tmp_path / "step-00000001").rglob("*") if path.is_file())
-    assert listed(tmp_path)[0].size == there > 1000
+    assert find_checkpoints(tmp_path)[0].size == there > 1000
 
 
 def test_what_the_user_keeps_there_is_left_alone(tmp_path: Path) -> None:
@@ -448,7 +450,7 @@ def test_what_the_user_keeps_there_is_left_alone(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000001.partial").mkdir()
     kept = solo(tmp_path)
-    assert kept.clean() == ["step-00000001.partial"]
+    assert kept.remove_incomplete() == ["step-00000001.partial"]
     save(kept, 1)
     assert {"notes.old", "notes.partial", "superseded-mine", "step-1.old"} < {path.name for path in tmp_path.iterdir()}
 
@@ -460,7 +462,7 @@ def superseded(folder: Path) -> list[str]:
 def test_what_was_set_aside_goes_once_its_step_is_saved_again(tmp_path: Path) -> None:
     kept = solo(tmp_path, keep=2)
     save(kept, 10, 20, 30)
-    kept.set_aside_after(listed(tmp_path)[1])
+    kept.supersede_newer(find_checkpoints(tmp_path)[1])
     assert superseded(tmp_path) == ["00000030"]
     save(kept, 25)
     assert superseded(tmp_path) == ["00000030"]
@@ -472,7 +474,7 @@ def test_what_was_set_aside_goes_once_its_step_is_saved_again(tmp_path: Path) ->
 def test_keeping_all_keeps_what_was_set_aside(tmp_path: Path) -> None:
     kept = solo(tmp_path, keep=None)
     save(kept, 10, 20)
-    kept.set_aside_after(listed(tmp_path)[1])
+    kept.supersede_newer(find_checkpoints(tmp_path)[1])
     save(kept, 20)
     assert superseded(tmp_path) == ["00000020"]
 
@@ -483,8 +485,10 @@ def test_a_save_reads_no_more_manifests_the_more_there_are(
 ) -> None:
     kept, read = solo(tmp_path, **options), []
     save(kept, *range(1, 40), metric=0.5)
-    monkeypatch.setattr(module, "inspect", lambda path: read.append(path) or describe(path, None))
-    monkeypatch.setattr(manifest, "inspect", lambda path, all=False: read.append(path) or describe(path, None))
+    monkeypatch.setattr(module, "inspect", lambda path: read.append(path) or read_checkpoint_info(path, None))
+    monkeypatch.setattr(
+        manifest, "inspect", lambda path, all=False: read.append(path) or read_checkpoint_info(path, None)
+    )
     save(kept, 40, metric=0.4)
     assert best(tmp_path) == "step-00000040"
     assert len(read) <= 2 + 3

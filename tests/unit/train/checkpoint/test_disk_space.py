@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 
 from dstrain.batch import Progress
-from dstrain.distributed.world import SoloWorld
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
 from dstrain.train.checkpoint import disk_space
-from dstrain.train.checkpoint.checkpoints import Checkpoints
-from dstrain.train.checkpoint.disk_space import Forecast, check_room, make_room, most_at_once
-from dstrain.train.state.hashed_file import write_hashed
-from dstrain.train.state.manifest import listed
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.disk_space import (
+    DiskForecast,
+    check_disk_space,
+    compute_max_checkpoints,
+    ensure_disk_space,
+)
+from dstrain.train.state.hashed_file import write_hashed_file
+from dstrain.train.state.manifest import find_checkpoints
 
 SIZE = 100_000
 
@@ -30,69 +35,69 @@ SIZE = 100_000
     ],
 )
 def test_how_many_lie_there_at_once(saves: int, keep: int | None, every: tuple[int, int | None], wanted: int) -> None:
-    assert most_at_once(saves, keep, every) == wanted
+    assert compute_max_checkpoints(saves, keep, every) == wanted
 
 
 def test_a_disk_that_will_be_full_is_told_before_training() -> None:
     each = 2**30
-    assert check_room(Forecast(each, 5, 6 * each), Path("/runs"), False) is None
-    warning = check_room(Forecast(each, 5, 4 * each), Path("/runs"), False)
+    assert check_disk_space(DiskForecast(each, 5, 6 * each), Path("/runs"), False) is None
+    warning = check_disk_space(DiskForecast(each, 5, 4 * each), Path("/runs"), False)
     assert warning is not None
     assert "1.0 GiB each, at most 5 at a time take 5.0 GiB; 4.0 GiB are free: the 5. would not fit" in warning
-    assert check_room(Forecast(each, 5, 4 * each), Path("/runs"), True) is None
+    assert check_disk_space(DiskForecast(each, 5, 4 * each), Path("/runs"), True) is None
     with pytest.raises(CheckpointError, match=r"a checkpoint takes 1\.0 GiB, and /runs has 0 B free; free some"):
-        check_room(Forecast(each, 5, 0), Path("/runs"), True)
+        check_disk_space(DiskForecast(each, 5, 0), Path("/runs"), True)
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Checkpoints:
+def kept(tmp_path: Path) -> CheckpointManager:
     """Three checkpoints, of which the first is the best."""
-    checkpoints = Checkpoints(folder=tmp_path, world=SoloWorld(), keep=9)
+    checkpoints = CheckpointManager(folder=tmp_path, world=SingleProcessWorld(), keep=9)
     for step, metric in ((1, 0.1), (2, 0.5), (3, 0.4)):
         checkpoints.save(
-            lambda folder: {"x": write_hashed(folder / "x", bytes(SIZE))}, Progress(step, step), {}, metric
+            lambda folder: {"x": write_hashed_file(folder / "x", bytes(SIZE))}, Progress(step, step), {}, metric
         )
     return checkpoints
 
 
 @pytest.fixture
-def disk(kept: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def disk(kept: CheckpointManager, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """[size of the disk]: free is what the checkpoints leave."""
     size = [10**9]
-    used = lambda: sum(info.size for info in listed(kept.folder) if info.whole)  # noqa: E731
+    used = lambda: sum(info.size for info in find_checkpoints(kept.folder) if info.is_complete)  # noqa: E731
     monkeypatch.setattr(disk_space, "free_bytes", lambda folder: size[0] - used())
     return size
 
 
-def steps(kept: Checkpoints) -> list[int]:
-    return [info.step for info in kept.whole()]
+def steps(kept: CheckpointManager) -> list[int]:
+    return [info.step for info in kept.list_all()]
 
 
-def test_with_room_nothing_is_removed(kept: Checkpoints, disk: list[int]) -> None:
-    make_room(kept, SIZE, True, lambda *_, **__: None)
+def test_with_room_nothing_is_removed(kept: CheckpointManager, disk: list[int]) -> None:
+    ensure_disk_space(kept, SIZE, True, lambda *_, **__: None)
     assert steps(kept) == [3, 2, 1]
 
 
-def test_without_leave_nothing_is_removed(kept: Checkpoints, disk: list[int]) -> None:
+def test_without_leave_nothing_is_removed(kept: CheckpointManager, disk: list[int]) -> None:
     disk[0] = 350_000
     with pytest.raises(CheckpointError, match=r"free some, lower save\.keep or set save\.prune_when_full"):
-        make_room(kept, SIZE, False, lambda *_, **__: None)
+        ensure_disk_space(kept, SIZE, False, lambda *_, **__: None)
     assert steps(kept) == [3, 2, 1]
 
 
 def test_with_leave_the_oldest_goes_first_the_best_last_and_the_newest_never(
-    kept: Checkpoints, disk: list[int]
+    kept: CheckpointManager, disk: list[int]
 ) -> None:
     told: list[Any] = []
     tell = lambda event, **about: told.append((event, about["checkpoint"]))  # noqa: E731
     disk[0] = 350_000
-    make_room(kept, SIZE, True, tell)
+    ensure_disk_space(kept, SIZE, True, tell)
     assert steps(kept) == [3, 1], "the best is step 1"
     disk[0] = 250_000
-    make_room(kept, SIZE, True, tell)
+    ensure_disk_space(kept, SIZE, True, tell)
     assert steps(kept) == [3]
     assert told == [("checkpoint_removed", "step-00000002"), ("checkpoint_removed", "step-00000001")]
     disk[0] = 150_000
     with pytest.raises(CheckpointError, match=r"takes 100\.3 KiB, and \S+ has \S+ KiB free: free some\);"):
-        make_room(kept, SIZE, True, tell)
+        ensure_disk_space(kept, SIZE, True, tell)
     assert steps(kept) == [3]

@@ -12,31 +12,31 @@ from typing import Any
 import pytest
 
 from dstrain.batch import Progress
-from dstrain.distributed.world import SoloWorld
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
 from dstrain.report.run_log import sync_folder
-from dstrain.train.checkpoint.checkpoints import Checkpoints, discard
-from dstrain.train.checkpoint.select import best_name, find_checkpoint
+from dstrain.train.checkpoint.checkpoints import CheckpointManager, remove_checkpoint
+from dstrain.train.checkpoint.select import read_best_name, select_checkpoint
 from dstrain.train.run_dir import replace_folder
-from dstrain.train.state.hashed_file import Entry, write_hashed
-from dstrain.train.state.manifest import listed
+from dstrain.train.state.hashed_file import FileEntry, write_hashed_file
+from dstrain.train.state.manifest import find_checkpoints
 
 
-def solo(folder: Path, **options: Any) -> Checkpoints:
-    return Checkpoints(folder=folder, world=SoloWorld(), **options)
+def solo(folder: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(folder=folder, world=SingleProcessWorld(), **options)
 
 
-def write(folder: Path) -> dict[str, Entry]:
-    return {"rank-00000.dat": write_hashed(folder / "rank-00000.dat", b"o" * 10)}
+def write(folder: Path) -> dict[str, FileEntry]:
+    return {"rank-00000.dat": write_hashed_file(folder / "rank-00000.dat", b"o" * 10)}
 
 
-def save(checkpoints: Checkpoints, *steps: int, metric: float | None = None) -> None:
+def save(checkpoints: CheckpointManager, *steps: int, metric: float | None = None) -> None:
     for step in steps:
         checkpoints.save(write, Progress(step, 64 * step), {"zero_stage": 2, "preset": "zero2"}, metric)
 
 
 def steps(folder: Path) -> list[int]:
-    return [info.step for info in listed(folder, read_all=True) if info.whole]
+    return [info.step for info in find_checkpoints(folder, check_hashes=True) if info.is_complete]
 
 
 def refuse(code: int) -> Callable[..., None]:
@@ -56,11 +56,11 @@ def test_without_symbolic_links_best_is_a_file_that_names_the_checkpoint(
     for step in (2, 3, 4):
         save(kept, step, metric=0.5)
     assert (folder / "best").read_text() == "step-00000001\n"
-    assert best_name(folder) == "step-00000001"
+    assert read_best_name(folder) == "step-00000001"
     assert steps(folder) == [4, 3, 1]
-    assert find_checkpoint(tmp_path, "best").step == 1
+    assert select_checkpoint(tmp_path, "best").step == 1
     save(kept, 5, metric=0.1)
-    assert find_checkpoint(tmp_path, "best").step == 5
+    assert select_checkpoint(tmp_path, "best").step == 5
     before = (folder / "best").stat().st_mtime_ns
     save(solo(folder, keep=2), 6, metric=0.2)
     assert (folder / "best").stat().st_mtime_ns == before
@@ -117,8 +117,8 @@ def test_what_a_reader_holds_open_keeps_no_start_from_going_on(tmp_path: Path) -
     save(kept, 1, 2)
     assert steps(tmp_path) == [2]
     assert [path.name for path in tmp_path.glob("*.partial")] == ["step-00000001.partial"]
-    assert kept.clean() == []
-    assert kept.clean() == []
+    assert kept.remove_incomplete() == []
+    assert kept.remove_incomplete() == []
 
 
 @pytest.mark.usefixtures("held")
@@ -128,7 +128,7 @@ def test_what_a_reader_holds_open_keeps_no_step_from_being_saved_again(tmp_path:
         save(kept, 1)
     assert steps(tmp_path) == [1]
     for _ in range(2):
-        discard(tmp_path / "step-00000001")
+        remove_checkpoint(tmp_path / "step-00000001")
         save(kept, 1)
     assert steps(tmp_path) == [1]
 
@@ -140,7 +140,7 @@ def test_what_was_held_open_goes_once_nobody_holds_it(
     for _ in range(3):
         save(kept, 1)
     monkeypatch.undo()
-    assert len(kept.clean()) == 2
+    assert len(kept.remove_incomplete()) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 

@@ -12,45 +12,50 @@ import pytest
 import torch
 
 from dstrain.batch import Progress
-from dstrain.distributed.world import SoloWorld
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
-from dstrain.train.checkpoint.checkpoints import Checkpoints
-from dstrain.train.checkpoint.saver import Saving
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.saver import CheckpointSaver
 from dstrain.train.state import files
-from dstrain.train.state.files import Shard, StoredState
+from dstrain.train.state.files import CheckpointReader, StateFile
 
 
 class Weights:
     """An engine of one tensor."""
 
-    world = SoloWorld()
+    world = SingleProcessWorld()
 
     def __init__(self) -> None:
         self.values = torch.zeros(1000)
 
-    def shards(self) -> Iterator[Shard]:
-        yield Shard("rank-00000-000.safetensors", [("w/weight@0", self.values)])
+    def state_files(self) -> Iterator[StateFile]:
+        yield StateFile("rank-00000-000.safetensors", [("w/weight@0", self.values)])
 
-    def about(self) -> dict[str, Any]:
+    def state_metadata(self) -> dict[str, Any]:
         return {"shapes": {"w": [1000]}, "optimizer": "sgd"}
 
 
-def saving(folder: Path, engine: Any, told: list[Any], **options: Any) -> Saving:
+def saving(folder: Path, engine: Any, told: list[Any], **options: Any) -> CheckpointSaver:
     def tell(event: str, **about: Any) -> None:
         told.append((event, about))
 
-    checkpoints = Checkpoints(folder=folder, world=SoloWorld())
-    return Saving(
-        checkpoints=checkpoints, engine=engine, record={}, tell=tell, size=4000, **{"background": True, **options}
+    checkpoints = CheckpointManager(folder=folder, world=SingleProcessWorld())
+    return CheckpointSaver(
+        checkpoints=checkpoints,
+        engine=engine,
+        run_info={},
+        log_event=tell,
+        checkpoint_size=4000,
+        **{"background": True, **options},
     )
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is written before it is set."""
-    event, write = threading.Event(), files.write_shard
+    event, write = threading.Event(), files.write_state_file
 
-    def wait(folder: Path, shard: Shard) -> Any:
+    def wait(folder: Path, shard: StateFile) -> Any:
         assert event.wait(30)
         return write(folder, shard)
 
@@ -63,25 +68,25 @@ def test_training_goes_on_and_the_checkpoint_holds_what_was_there(tmp_path: Path
     kept = saving(tmp_path, engine, told)
     engine.values.fill_(1)
     kept.save(Progress(1, 1), None)
-    assert not kept.landed
+    assert not kept.is_finished
     assert not list(tmp_path.glob("step-*1/MANIFEST.json"))
     engine.values.fill_(2)  # training
     gate.set()
     kept.save(Progress(2, 2), None)  # waits for the first
     assert [event for event, _ in told] == ["saved"]
-    kept.settle()
+    kept.wait()
     for step in (1, 2):
-        assert set(StoredState(tmp_path / f"step-{step:08d}").whole("w").tolist()) == {float(step)}
+        assert set(CheckpointReader(tmp_path / f"step-{step:08d}").read_tensor("w").tolist()) == {float(step)}
     assert all(0 < about["stall_seconds"] < about["seconds"] for _, about in told)
-    spent = kept.take_spent()
+    spent = kept.pop_timings()
     assert 0 < spent["save_stall_seconds"] < spent["save_seconds"]
-    assert kept.take_spent() == {}
+    assert kept.pop_timings() == {}
 
 
 def test_the_last_one_is_there_on_return(tmp_path: Path) -> None:
     told: list[Any] = []
     kept = saving(tmp_path, Weights(), told)
-    kept.save(Progress(1, 1), None, last=True)
+    kept.save(Progress(1, 1), None, is_last=True)
     assert [about["step"] for _, about in told] == [1]
     assert told[0][1]["stall_seconds"] == told[0][1]["seconds"]
 
@@ -92,11 +97,11 @@ def test_a_failure_is_raised_where_training_asks_for_it(tmp_path: Path, monkeypa
 
     kept = saving(tmp_path, Weights(), [])
     kept.save(Progress(1, 1), None)
-    kept.settle()
+    kept.wait()
     monkeypatch.setattr(files, "write_shard", full)
     kept.save(Progress(2, 2), None)
     with pytest.raises(CheckpointError, match="No space left on device"):
-        kept.settle()
+        kept.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 

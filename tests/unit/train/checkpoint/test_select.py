@@ -11,22 +11,24 @@ from typing import Any
 import pytest
 
 from dstrain.batch import Progress
-from dstrain.train.checkpoint.checkpoints import Checkpoints
-from dstrain.train.checkpoint.select import find_checkpoint
-from dstrain.train.state.hashed_file import Entry, write_hashed
-from dstrain.train.state.manifest import listed
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.select import select_checkpoint
+from dstrain.train.state.hashed_file import FileEntry, write_hashed_file
+from dstrain.train.state.manifest import find_checkpoints
 from tests.unit.distributed.thread_world import ThreadWorld
 
 
-def solo(folder: Path, **options: Any) -> Checkpoints:
-    return Checkpoints(folder=folder, world=ThreadWorld(0, 1, [None], threading.Barrier(1)), best="max", **options)
+def solo(folder: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(
+        folder=folder, world=ThreadWorld(0, 1, [None], threading.Barrier(1)), best_mode="max", **options
+    )
 
 
-def write(folder: Path) -> dict[str, Entry]:
-    return {"rank-00000.dat": write_hashed(folder / "rank-00000.dat", b"o" * 10)}
+def write(folder: Path) -> dict[str, FileEntry]:
+    return {"rank-00000.dat": write_hashed_file(folder / "rank-00000.dat", b"o" * 10)}
 
 
-def save(checkpoints: Checkpoints, step: int, metric: float | None) -> None:
+def save(checkpoints: CheckpointManager, step: int, metric: float | None) -> None:
     checkpoints.save(write, Progress(step, 64 * step), {"zero_stage": 2, "preset": "zero2"}, metric)
 
 
@@ -46,17 +48,17 @@ def aside(folder: Path) -> list[str]:
 
 
 def test_a_copy_whose_checkpoint_is_not_beside_it_is_that_checkpoint_again(folder: Path) -> None:
-    assert find_checkpoint(folder.parent, "best").metric == 0.9
+    assert select_checkpoint(folder.parent, "best").metric == 0.9
     save(solo(folder), 4, 0.7)
     assert os.readlink(folder / "best") == "step-00000001"
-    assert find_checkpoint(folder.parent, "best").metric == 0.9
-    assert [info.step for info in listed(folder, read_all=True) if info.whole] == [4, 3, 1]
+    assert select_checkpoint(folder.parent, "best").metric == 0.9
+    assert [info.step for info in find_checkpoints(folder, check_hashes=True) if info.is_complete] == [4, 3, 1]
 
 
 def test_a_better_one_takes_its_place_and_it_is_kept_as_any_other(folder: Path) -> None:
     save(solo(folder), 4, 0.95)
     assert os.readlink(folder / "best") == "step-00000004"
-    assert [info.metric for info in listed(folder)] == [0.95, 0.8, 0.9]
+    assert [info.metric for info in find_checkpoints(folder)] == [0.95, 0.8, 0.9]
     assert not aside(folder)
 
 
@@ -72,7 +74,7 @@ def test_a_copy_takes_the_place_of_a_damaged_checkpoint(folder: Path) -> None:
     shutil.copytree(folder / "best", folder / "step-00000001")
     (folder / "step-00000001/rank-00000.dat").unlink()
     save(solo(folder), 4, 0.7)
-    assert find_checkpoint(folder.parent, "best").metric == 0.9
+    assert select_checkpoint(folder.parent, "best").metric == 0.9
     assert os.readlink(folder / "best") == "step-00000001"
     assert [path.name[:14] for path in folder.iterdir() if len(path.name) > 20] == ["step-00000001-"], "set aside"
 
@@ -92,13 +94,13 @@ def test_a_copy_of_a_later_step_than_the_run_goes_on_from_is_set_aside(saved: in
     (folder / "best").unlink()
     os.rename(folder / "step-00000009", folder / "best")
     checkpoints = solo(folder)
-    start, _ = checkpoints.newest()
+    start, _ = checkpoints.find_latest_valid()
     assert start is not None
-    checkpoints.set_aside_after(start)
+    checkpoints.supersede_newer(start)
     save(checkpoints, saved, 0.7)
     save(checkpoints, 12, 0.7)
     assert os.readlink(folder / "best") == "step-00000003"
-    assert [info.step for info in listed(folder)] == [12, saved, 3]
+    assert [info.step for info in find_checkpoints(folder)] == [12, saved, 3]
     assert [(folder / name / "MANIFEST.json").is_file() for name in aside(folder)] == [True]
 
 

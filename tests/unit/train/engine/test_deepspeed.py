@@ -12,19 +12,19 @@ import torch
 from dstrain.config.schema import OptimConfig, RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.errors import RunError
-from dstrain.models.params.freeze import parameter_groups
+from dstrain.models.params.freeze import build_param_groups
 from dstrain.tasks import make_task
 from dstrain.tasks.rm import RewardModel
-from dstrain.train.build_model import build_objective
+from dstrain.train.build_model import build_train_module
 from dstrain.train.engine.deepspeed import TorchEngine
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_step_that_weighs_nothing_names_its_samples(weight: float, tmp_path: Path) -> None:
     task = make_task(RunConfig.model_validate(RewardModel.tiny(tmp_path)))
-    objective = build_objective(task)
+    objective = build_train_module(task)
     optim = OptimConfig(name="sgd")
-    engine = TorchEngine(objective, parameter_groups(objective.model, optim), optim, torch.device("cpu"))
+    engine = TorchEngine(objective, build_param_groups(objective.model, optim), optim, torch.device("cpu"))
     examples: Any = task.examples("train")
     batches = [replace(make_batch(examples, task.collate, [at], 0), weight=weight) for at in (5, 2)]
     before = [parameter.clone() for parameter in objective.parameters()]

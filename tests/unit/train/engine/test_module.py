@@ -12,8 +12,8 @@ from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.tasks import find_task, make_task
-from dstrain.train.build_model import build_objective
-from dstrain.train.engine.module import Sums, _weighed
+from dstrain.train.build_model import build_train_module
+from dstrain.train.engine.module import StepAccumulator, _with_weights
 
 
 @pytest.mark.parametrize("name", ["sft", "rm", "dpo", "kto"])
@@ -21,10 +21,10 @@ def test_no_number_of_the_host_is_copied_to_the_device(name: str, tmp_path: Path
     """A copy of a number from ordinary memory waits for all work that a GPU was given before."""
     task = make_task(RunConfig.model_validate(find_task(name).tiny(tmp_path)))
     batch = make_batch(task.examples("train"), task.collate, [0, 1, 2], 0)
-    objective = build_objective(task)
-    if task.surveys:
+    objective = build_train_module(task)
+    if task.needs_step_stats:
         answers, totals = objective(batch, survey=True)
-        batch = batch.plus({**answers, **{key: total / weight for key, (total, weight) in totals.items()}})
+        batch = batch.with_tensors({**answers, **{key: total / weight for key, (total, weight) in totals.items()}})
     made: list[Any] = []
 
     class Watch(torch.overrides.TorchFunctionMode):
@@ -35,7 +35,7 @@ def test_no_number_of_the_host_is_copied_to_the_device(name: str, tmp_path: Path
 
     with Watch():
         _, metrics = objective(batch)
-        sums = Sums()
+        sums = StepAccumulator()
         sums.add(torch.zeros(()), metrics)
         sums.add(torch.zeros(()), metrics)
     assert made == []
@@ -47,7 +47,7 @@ def test_no_number_of_the_host_is_copied_to_the_device(name: str, tmp_path: Path
 def test_a_filler_weighs_nothing_on_the_host_and_on_the_device() -> None:
     batch = Batch(tensors={}, weight=2.0, samples=(1,))
     found = {"a": torch.tensor(3.0), "b": (torch.tensor(1), torch.tensor(4)), "c": (torch.tensor(5.0), 6.0)}
-    assert {k: [float(one) for one in pair] for k, pair in _weighed(found, batch).items()} == {
+    assert {k: [float(one) for one in pair] for k, pair in _with_weights(found, batch).items()} == {
         "a": [3.0, 2.0], "b": [1.0, 4.0], "c": [5.0, 6.0],
     }  # fmt: skip
-    assert not any(float(one) for pair in _weighed(found, batch.as_filler()).values() for one in pair)
+    assert not any(float(one) for pair in _with_weights(found, batch.as_filler()).values() for one in pair)

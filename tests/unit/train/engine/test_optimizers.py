@@ -12,10 +12,10 @@ import torch
 from dstrain.config import BatchPlan, RunConfig, read_recipe
 from dstrain.config.schema import OptimConfig
 from dstrain.errors import PresetError, RecipeError
-from dstrain.models.params.freeze import parameter_groups
-from dstrain.models.params.muon import hidden_matrices
+from dstrain.models.params.freeze import build_param_groups
+from dstrain.models.params.muon import muon_param_ids
 from dstrain.preset import Device, Precision, read_preset
-from dstrain.train.ds_config import resolved_ds_config
+from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.optimizers import Lion, make_optimizer
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def test_a_new_optimizer_does_nothing_until_a_step_brings_a_rate(name: str) -> N
     layer = torch.nn.Linear(3, 2)
     before = layer.weight.detach().clone()
     optim = OptimConfig(name=name, lr=0.5, weight_decay=0.5)
-    optimizer = make_optimizer(parameter_groups(layer, optim), optim, None, CPU)
+    optimizer = make_optimizer(build_param_groups(layer, optim), optim, None, CPU)
     for parameter in layer.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -74,7 +74,7 @@ def test_a_new_optimizer_does_nothing_until_a_step_brings_a_rate(name: str) -> N
 
 def test_adafactor_keeps_a_row_and_a_column_of_each_matrix() -> None:
     layer, optim = torch.nn.Linear(30, 20), OptimConfig(name="adafactor")
-    optimizer = make_optimizer(parameter_groups(layer, optim), optim, None, CPU)
+    optimizer = make_optimizer(build_param_groups(layer, optim), optim, None, CPU)
     layer(torch.ones(30)).sum().backward()
     optimizer.step()
     kept = {name: value.numel() for name, value in optimizer.state[layer.weight].items() if torch.is_tensor(value)}
@@ -93,7 +93,7 @@ def test_adafactor_keeps_a_row_and_a_column_of_each_matrix() -> None:
 )
 def test_the_matrices_of_the_body_are_muons(kind: str, auto: str, wanted: int) -> None:
     made = model(kind, auto)
-    chosen = hidden_matrices(made)
+    chosen = muon_param_ids(made)
     names = [name for name, parameter in made.named_parameters() if id(parameter) in chosen]
     assert len(names) == wanted
     others = ("emb", "wte", "wpe", "score", "head", "norm", "bias")
@@ -103,8 +103,8 @@ def test_the_matrices_of_the_body_are_muons(kind: str, auto: str, wanted: int) -
 
 def test_a_tied_head_is_the_embedding_and_not_muons() -> None:
     made = model("llama", "AutoModelForCausalLM", tie_word_embeddings=True)
-    assert id(made.get_input_embeddings().weight) not in hidden_matrices(made)
-    assert len(hidden_matrices(made)) == 14
+    assert id(made.get_input_embeddings().weight) not in muon_param_ids(made)
+    assert len(muon_param_ids(made)) == 14
 
 
 def test_adapters_are_muons_and_the_head_beside_them_is_not() -> None:
@@ -114,7 +114,7 @@ def test_adapters_are_muons_and_the_head_beside_them_is_not() -> None:
         model("llama", "AutoModelForSequenceClassification"),
         LoraConfig(target_modules=["q_proj"], modules_to_save=["score"]),
     )
-    chosen = hidden_matrices(made)
+    chosen = muon_param_ids(made)
     names = {name for name, p in made.named_parameters() if p.requires_grad and id(p) in chosen}
     assert len(names) == 4
     assert all("lora_" in name for name in names)
@@ -122,7 +122,7 @@ def test_adapters_are_muons_and_the_head_beside_them_is_not() -> None:
 
 def test_a_position_table_and_a_state_matrix_are_not_muons() -> None:
     made = model("mamba", "AutoModelForCausalLM", state_size=4)
-    names = [name for name, parameter in made.named_parameters() if id(parameter) in hidden_matrices(made)]
+    names = [name for name, parameter in made.named_parameters() if id(parameter) in muon_param_ids(made)]
     assert names
     assert not any("A_log" in name for name in names)
 
@@ -131,7 +131,7 @@ def test_one_rate_serves_muon_and_adamw_and_the_decay_stays_the_same() -> None:
     """Rate times decay, as AdamW has it; rate times 0.2 sqrt(max(rows, columns)) / sqrt(max(1, rows / columns))."""
     body = torch.nn.ModuleDict({"tall": torch.nn.Linear(4, 9), "wide": torch.nn.Linear(16, 9)})
     optim = OptimConfig(name="muon", lr=1e-3, weight_decay=0.1)
-    groups = {(g.orthogonal, g.params[0].shape[-1]): g for g in parameter_groups(body, optim)}
+    groups = {(g.use_muon, g.params[0].shape[-1]): g for g in build_param_groups(body, optim)}
     assert sorted(groups) == [(False, 9), (True, 4), (True, 16)]
     assert groups[True, 4].lr_scale == pytest.approx(0.2 * 9**0.5 / (9 / 4) ** 0.5)
     assert groups[True, 16].lr_scale == pytest.approx(0.2 * 16**0.5)
@@ -141,14 +141,14 @@ def test_one_rate_serves_muon_and_adamw_and_the_decay_stays_the_same() -> None:
 def test_a_group_may_be_left_to_adamw() -> None:
     body = torch.nn.ModuleDict({"tower": torch.nn.Linear(4, 9), "head": torch.nn.Linear(9, 2)})
     optim = OptimConfig(name="muon", lr=1e-3, groups={"head": {"muon": False, "lr": 1e-4}})
-    chosen = [p for group in parameter_groups(body, optim) if group.orthogonal for p in group.params]
+    chosen = [p for group in build_param_groups(body, optim) if group.use_muon for p in group.params]
     assert [id(p) for p in chosen] == [id(body["tower"].weight)]
 
 
 def test_muon_without_a_matrix_is_refused() -> None:
     norms = torch.nn.ModuleDict({"table": torch.nn.Embedding(4, 8), "norm": torch.nn.LayerNorm(8)})
     with pytest.raises(RecipeError, match="muon finds no hidden matrix that learns, and would be AdamW; write adamw"):
-        parameter_groups(norms, OptimConfig(name="muon"))
+        build_param_groups(norms, OptimConfig(name="muon"))
 
 
 def test_each_optimizer_has_its_own_defaults_and_what_is_written_counts() -> None:
@@ -164,7 +164,7 @@ def resolved(name: str, preset: str, precision: str = "fp32", optim: dict[str, A
     zero = {**found.block["zero_optimization"], **keys.pop("zero", {})}
     made = replace(found, block={**found.block, **keys, "zero_optimization": zero})
     machine = (2, Device("cuda" if precision == "fp16" else "cpu", True))
-    return resolved_ds_config(recipe, made, BatchPlan(4, 1, 2), machine, Path("/tmp/run"))
+    return resolve_ds_config(recipe, made, BatchPlan(4, 1, 2), machine, Path("/tmp/run"))
 
 
 @pytest.mark.parametrize("preset", ["zero1", "zero2", "zero2_offload", "zero3"])

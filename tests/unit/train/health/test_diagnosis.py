@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.train.health.diagnosis import Roll, Verdict, Word, judge, name_ranks
+from dstrain.train.health.diagnosis import Diagnosis, RankStatus, StatusReport, diagnose, format_ranks_by_host
 
 HOSTS = {0: "host1", 1: "host2", 2: "host2", 3: "host3"}
 
@@ -17,15 +17,19 @@ def line(entered: int, left: int | None = None, *names: str, seconds: float = 20
     return {"entered": entered, "left": left, "seconds": seconds, "names": list(known), "ranks": list(range(ranks))}
 
 
-def word(rank: int, kind: Any = "alive", text: str = "", quiet: float = 20.0, **lines: Any) -> Word:
+def word(rank: int, kind: Any = "alive", text: str = "", quiet: float = 20.0, **lines: Any) -> RankStatus:
     where = {"rank": rank, "host": HOSTS[rank], "place": HOSTS[rank], "pid": 1}
-    return Word(**where, kind=kind, doing="step 13", step=13, quiet=quiet, lines=lines, text=text)  # type: ignore[arg-type]
+    return RankStatus(**where, kind=kind, doing="step 13", step=13, quiet=quiet, lines=lines, text=text)  # type: ignore[arg-type]
 
 
-def judged(words: list[Word], missing: dict[int, str] | None = None, why: str = "") -> Verdict:
+def judged(words: list[RankStatus], missing: dict[int, str] | None = None, why: str = "") -> Diagnosis:
     absent = missing or {}
     answered = frozenset(word.rank for word in words if word.rank not in absent)
-    return judge(Roll(words={word.rank: word for word in words}, answered=answered, states=absent, why=why))
+    return diagnose(
+        StatusReport(
+            statuses={word.rank: word for word in words}, answered_ranks=answered, process_states=absent, reason=why
+        )
+    )
 
 
 WAITS = line(45, 44)
@@ -46,16 +50,16 @@ WAITS = line(45, 44)
 def test_who_does_not_answer_is_named(missing: dict[int, str], why: str, says: str) -> None:
     words = [word(rank, world=WAITS) if rank not in missing else word(rank, "ready") for rank in range(4)]
     verdict = judged(words, missing, why)
-    assert verdict.what.startswith(says)
+    assert verdict.message.startswith(says)
     assert verdict.ranks == tuple(missing)
-    assert f"logs/rank-{min(missing):05d}.log" in verdict.what or missing == {1: "D"}
+    assert f"logs/rank-{min(missing):05d}.log" in verdict.message or missing == {1: "D"}
 
 
 def test_the_rank_that_did_not_enter_is_named_with_what_it_did_not_enter() -> None:
     behind = word(2, world=line(44, 44, "barrier"), quiet=21.0)
     verdict = judged([word(0, "lost", world=WAITS), word(1, world=WAITS), behind, word(3, world=WAITS)])
     assert verdict.ranks == (2,)
-    assert verdict.what == (
+    assert verdict.message == (
         "rank 2 on host2 did not enter all_reduce no. 45 that 3 of 4 ranks waited in for 20 s: it is in step 13, where "
         "nothing moved for 21 s; see logs/stacks/rank-00002.txt"
     )
@@ -64,12 +68,12 @@ def test_the_rank_that_did_not_enter_is_named_with_what_it_did_not_enter() -> No
 def test_on_a_gpu_nobody_stays_in_a_collective_and_the_others_are_far_ahead() -> None:
     ahead = line(47, 47, "all_reduce", "barrier", "reduce", "all_gather")
     verdict = judged([word(0, world=ahead), word(1, world=line(44)), word(2, world=ahead), word(3, world=ahead)])
-    assert verdict.what.startswith("rank 1 on host2 did not enter barrier no. 45 that 3 of 4 ranks waited in")
+    assert verdict.message.startswith("rank 1 on host2 did not enter barrier no. 45 that 3 of 4 ranks waited in")
 
 
 def test_a_rank_that_never_entered_anything_in_a_group_is_behind() -> None:
     verdict = judged([word(0, world=line(1, 0)), word(1), word(2, world=line(1, 0)), word(3, world=line(1, 0))])
-    assert verdict.what.startswith("rank 1 on host2 did not enter all_reduce no. 1 that 3 of 4")
+    assert verdict.message.startswith("rank 1 on host2 did not enter all_reduce no. 1 that 3 of 4")
 
 
 def test_only_members_of_a_group_are_compared() -> None:
@@ -91,30 +95,30 @@ def test_the_longest_wait_counts_not_the_busiest_group() -> None:
 def test_a_rank_with_an_error_of_its_own_is_the_one_to_blame() -> None:
     words = [word(0, "lost", world=WAITS), word(1, "failed", "ValueError: no"), word(2, world=WAITS), word(3, "ready")]
     verdict = judged(words, {3: ""}, "Connection closed by peer")
-    assert verdict.what == "rank 1 on host2 failed: ValueError: no; logs/rank-00001.log says more"
+    assert verdict.message == "rank 1 on host2 failed: ValueError: no; logs/rank-00001.log says more"
 
 
 def test_ranks_that_go_different_ways_are_told_apart() -> None:
     other = line(45, 44, "barrier")
     verdict = judged([word(0, world=WAITS), word(1, world=other), word(2, world=WAITS), word(3, world=WAITS)])
-    assert verdict.what == (
+    assert verdict.message == (
         "the ranks went different ways at collective no. 45: ranks 0, 2 and 3 entered all_reduce, rank 1 entered barrier"
     )
 
 
 def test_where_all_are_alike_the_network_is_to_blame() -> None:
     verdict = judged([word(rank, "lost", world=WAITS) for rank in range(4)], why="Connection timed out")
-    assert verdict.what.startswith(
+    assert verdict.message.startswith(
         "all ranks answer, but cannot reach each other (Connection timed out): 4 of 4 ranks waited"
     )
-    assert verdict.what.endswith("look at the network between the hosts")
+    assert verdict.message.endswith("look at the network between the hosts")
 
 
 def test_where_nothing_is_known_the_sentence_says_so() -> None:
-    assert judged([word(0)]).what == "no rank moved for 20 s, and none is behind; see logs/stacks"
+    assert judged([word(0)]).message == "no rank moved for 20 s, and none is behind; see logs/stacks"
 
 
 def test_many_ranks_are_named_in_short() -> None:
-    words = {rank: Word(rank=rank, host="big", place="", pid=1) for rank in range(12)}
-    assert name_ranks(range(3, 12), words) == "ranks 3 to 11 on big"
-    assert name_ranks([1, 4, 5], words) == "ranks 1, 4 and 5 on big"
+    words = {rank: RankStatus(rank=rank, host="big", place="", pid=1) for rank in range(12)}
+    assert format_ranks_by_host(range(3, 12), words) == "ranks 3 to 11 on big"
+    assert format_ranks_by_host([1, 4, 5], words) == "ranks 1, 4 and 5 on big"

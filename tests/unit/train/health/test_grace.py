@@ -7,21 +7,21 @@ from unittest import mock
 
 import pytest
 
-from dstrain.train.health.grace import Grace
+from dstrain.train.health.grace import GracePeriod
 
 
 def told(seconds: float | None, step: float, saves: list[float]) -> list[dict[str, Any]]:
     """The events of a run whose steps and saves take so long."""
     events: list[dict[str, Any]] = []
-    grace = Grace(seconds, lambda event, **about: events.append({"event": event, **about}), says=True)
+    grace = GracePeriod(seconds, lambda event, **about: events.append({"event": event, **about}), has_terminal=True)
     clock = [0.0, step, 100.0, 100.0 + step, 200.0, 200.0 + 50 * step]
     with mock.patch("time.monotonic", side_effect=clock):
         for _ in range(3):
-            grace.begin()
-            grace.stepped()
+            grace.begin_step()
+            grace.end_step()
     for save in saves:
-        grace.saved(save)
-        assert grace.expected() == save
+        grace.record_save(save)
+        assert grace.expected_stop_seconds() == save
     return events
 
 
@@ -43,4 +43,4 @@ def test_where_the_grace_is_not_known_nothing_is_said() -> None:
 
 
 def test_before_the_first_save_nobody_knows() -> None:
-    assert Grace(30.0).expected() is None
+    assert GracePeriod(30.0).expected_stop_seconds() is None

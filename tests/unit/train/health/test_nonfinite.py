@@ -18,9 +18,9 @@ SCALING = {"applied": False, "loss_is_finite": True}
 def after(results: list[dict[str, Any]], before: int = 0, fp16: bool = False, policy: str = "stop") -> NonFiniteGuard:
     guard, progress = NonFiniteGuard(policy, fp16, lambda name, **_: None), Progress(before)
     for result in results:
-        progress = progress.after(2)
-        guard.watch(StepResult(loss=torch.tensor(0.0), weight=1.0, **result), progress)
-    guard.end(progress)
+        progress = progress.advance(2)
+        guard.check_step(StepResult(loss=torch.tensor(0.0), weight=1.0, **result), progress)
+    guard.check_run(progress)
     return guard
 
 
@@ -41,10 +41,10 @@ def test_so_is_one_that_only_looked_for_its_loss_scale() -> None:
 
 
 def test_one_step_is_enough_and_others_are_counted() -> None:
-    assert after([LEFT_OUT, {}, LEFT_OUT]).skipped == 2
-    assert after([{}, {}]).skipped == 0
-    assert after([SCALING, {}], fp16=True).skipped == 0
+    assert after([LEFT_OUT, {}, LEFT_OUT]).num_skipped == 2
+    assert after([{}, {}]).num_skipped == 0
+    assert after([SCALING, {}], fp16=True).num_skipped == 0
 
 
 def test_the_end_of_a_run_that_was_resumed_is_as_without_the_stop() -> None:
-    assert after([LEFT_OUT], before=7).skipped == 1
+    assert after([LEFT_OUT], before=7).num_skipped == 1

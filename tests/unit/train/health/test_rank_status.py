@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from dstrain.distributed.world import SoloWorld
-from dstrain.train.health.diagnosis import Verdict
-from dstrain.train.health.rank_status import RollCall, within
+from dstrain.distributed.world import SingleProcessWorld
+from dstrain.train.health.diagnosis import Diagnosis
+from dstrain.train.health.rank_status import RankStatusBoard, call_with_timeout
 
 
-class Two(SoloWorld):
+class Two(SingleProcessWorld):
     """A world of two whose other rank is a stranger's process, or one that never says anything."""
 
     def __init__(self, other: tuple[str, str, int]) -> None:
@@ -28,44 +28,44 @@ class Two(SoloWorld):
 
 
 def test_a_rank_of_another_host_that_says_nothing_is_waited_for_and_named(tmp_path: Path) -> None:
-    roll = RollCall(tmp_path, Two(("far", "far 1", os.getpid())))
+    roll = RankStatusBoard(tmp_path, Two(("far", "far 1", os.getpid())))
     start = time.monotonic()
-    verdict = roll.name("Timed out", patience=0.5)
+    verdict = roll.request_diagnosis("Timed out", timeout=0.5)
     assert 0.4 < time.monotonic() - start < 3
     assert verdict.ranks == (1,)
-    assert verdict.what.startswith("rank 1 on far went silent")
+    assert verdict.message.startswith("rank 1 on far went silent")
 
 
 def test_a_folder_that_is_gone_costs_the_name_and_nothing_else(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    roll = RollCall(folder, Two(("far", "far 1", 1)))
+    roll = RankStatusBoard(folder, Two(("far", "far 1", 1)))
     for path in (folder / ".workers").iterdir():
         path.unlink()
     (folder / ".workers").rmdir()
-    roll.answer()
-    roll.leave("failed", "no")
-    assert "another process has ended or does not answer (Timed out)" in roll.name("Timed out").what
+    roll.answer_request()
+    roll.sign_off("failed", "no")
+    assert "another process has ended or does not answer (Timed out)" in roll.request_diagnosis("Timed out").message
 
 
 def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    roll = RollCall(tmp_path, Two(("far", "far 1", 1)))
+    roll = RankStatusBoard(tmp_path, Two(("far", "far 1", 1)))
     monkeypatch.setattr(roll, "_call", lambda *_: threading.Event().wait())
     monkeypatch.setattr("dstrain.train.health.rank_status.PATIENCE_SECONDS", 0.2)
     start = time.monotonic()
-    assert isinstance(roll.name("Timed out", patience=0.2), Verdict)
+    assert isinstance(roll.request_diagnosis("Timed out", timeout=0.2), Diagnosis)
     assert time.monotonic() - start < 3
 
 
 def test_what_takes_too_long_or_fails_gives_the_other_value() -> None:
-    assert within(lambda: 1 // 0, 7, 1.0) == 7
-    assert within(lambda: threading.Event().wait() and 1, 7, 0.1) == 7
-    assert within(lambda: 3, 7, 1.0) == 3
+    assert call_with_timeout(lambda: 1 // 0, 7, 1.0) == 7
+    assert call_with_timeout(lambda: threading.Event().wait() and 1, 7, 0.1) == 7
+    assert call_with_timeout(lambda: 3, 7, 1.0) == 3
 
 
 def test_only_this_launchs_files_are_kept(tmp_path: Path) -> None:
-    first = RollCall(tmp_path, Two(("far", "far 1", 1)))
-    first.leave("failed", "of the first launch")
-    second = RollCall(tmp_path, Two(("far", "far 1", 1)))
-    assert "first launch" not in second.name("Timed out", patience=0.2).what
+    first = RankStatusBoard(tmp_path, Two(("far", "far 1", 1)))
+    first.sign_off("failed", "of the first launch")
+    second = RankStatusBoard(tmp_path, Two(("far", "far 1", 1)))
+    assert "first launch" not in second.request_diagnosis("Timed out", timeout=0.2).message
     assert len({path.name.split("-")[1] for path in (tmp_path / ".workers").iterdir()}) == 1

@@ -14,34 +14,34 @@ import pytest
 
 from dstrain.errors import RunError
 from dstrain.train.health import signals as module
-from dstrain.train.health.signals import SIGNALS, Interrupt, Interrupted, stoppable
+from dstrain.train.health.signals import STOP_SIGNALS, SignalHandler, StoppedBySignal, run_with_signals
 from tests.workers import ROOT
 
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
-    assert {number: signal.getsignal(number) for number in SIGNALS} == before
+    assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
 
 
 def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_in_training_a_signal_is_noted(number: signal.Signals) -> None:
-    with Interrupt() as interrupt:
-        interrupt.begin()
+    with SignalHandler() as interrupt:
+        interrupt.begin_training()
         send(number)
-        assert interrupt.received == number.name
+        assert interrupt.received_signal == number.name
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_before_the_first_step_it_ends_the_work_and_75_means_that_there_is_a_checkpoint(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def work(interrupt: Interrupt) -> int:
+    def work(interrupt: SignalHandler) -> int:
         try:
             send(number)
         except Exception:
@@ -50,44 +50,44 @@ def test_before_the_first_step_it_ends_the_work_and_75_means_that_there_is_a_che
 
     said = f"stopped by {number.name} before the first step; rerun the same command"
     with pytest.raises(RunError) as raised:
-        stoppable(work, Interrupt(), tmp_path)
+        run_with_signals(work, SignalHandler(), tmp_path)
     assert str(raised.value) == said
     monkeypatch.setattr(
         module, "newest_whole", lambda folder: mock.Mock() if folder == tmp_path / "checkpoints" else None
     )
-    assert stoppable(work, Interrupt(), tmp_path) == 75
+    assert run_with_signals(work, SignalHandler(), tmp_path) == 75
     assert capsys.readouterr().out == said + "\n"
 
 
 def test_a_signal_that_something_swallowed_still_stops_before_the_first_step() -> None:
-    with Interrupt() as interrupt:
-        with pytest.raises(Interrupted):
+    with SignalHandler() as interrupt:
+        with pytest.raises(StoppedBySignal):
             send(signal.SIGTERM)
-        with pytest.raises(Interrupted):
-            interrupt.begin()
+        with pytest.raises(StoppedBySignal):
+            interrupt.begin_training()
 
 
 def test_after_the_work_a_signal_ends_nothing(tmp_path: Path) -> None:
-    with Interrupt() as interrupt:
-        assert stoppable(lambda _: 0, interrupt, tmp_path) == 0
+    with SignalHandler() as interrupt:
+        assert run_with_signals(lambda _: 0, interrupt, tmp_path) == 0
         send(signal.SIGTERM)
 
 
 def test_the_same_request_twice_is_one() -> None:
-    with Interrupt() as interrupt:
-        interrupt.begin()
+    with SignalHandler() as interrupt:
+        interrupt.begin_training()
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             send(number)
-        assert interrupt.received == "SIGTERM"
+        assert interrupt.received_signal == "SIGTERM"
 
 
 def test_a_term_after_usr1_or_hup_is_the_first() -> None:
     """Slurm sends USR1 ahead of the time limit and SIGTERM at it; a save may be under way."""
-    with Interrupt() as interrupt, mock.patch.object(module, "SAME_SECONDS", 0.0):
-        interrupt.begin()
+    with SignalHandler() as interrupt, mock.patch.object(module, "SAME_SECONDS", 0.0):
+        interrupt.begin_training()
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
             send(number)
-        assert interrupt.received == "SIGUSR1"
+        assert interrupt.received_signal == "SIGUSR1"
 
 
 SECOND = """
@@ -111,18 +111,18 @@ def test_a_second_term_or_ctrl_c_ends_at_once() -> None:
 def test_nohup_is_respected() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Interrupt() as interrupt:
-            interrupt.begin()
+        with SignalHandler() as interrupt:
+            interrupt.begin_training()
             send(signal.SIGHUP)
-            assert interrupt.received is None
+            assert interrupt.received_signal is None
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 def test_entered_twice_it_stays_until_the_outer_is_left() -> None:
-    with Interrupt() as interrupt:
+    with SignalHandler() as interrupt:
         with interrupt:
             pass
-        interrupt.begin()
+        interrupt.begin_training()
         send(signal.SIGTERM)
-        assert interrupt.received == "SIGTERM"
+        assert interrupt.received_signal == "SIGTERM"

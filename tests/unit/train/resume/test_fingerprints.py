@@ -14,19 +14,19 @@ import yaml
 from dstrain import cache_dir
 from dstrain.batch import Progress
 from dstrain.cache_dir import file_digest
-from dstrain.commands.recipe_args import Wish, resolve_wish
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import RunConfig
 from dstrain.config.schema import ModelConfig
-from dstrain.distributed.world import SoloWorld
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import ResumeError
 from dstrain.launch.topology import Worker
 from dstrain.models.weights import fingerprint as module
 from dstrain.tasks import Task, make_task
-from dstrain.train.checkpoint.checkpoints import Checkpoints
-from dstrain.train.plan import Plan, make_plan
-from dstrain.train.resume.fingerprints import check_fingerprints, fingerprints
-from dstrain.train.run_dir import Resume
-from dstrain.train.state.hashed_file import write_hashed
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.plan import RunPlan, make_plan
+from dstrain.train.resume.fingerprints import check_fingerprints, fingerprint_weights
+from dstrain.train.run_dir import ResumeOptions
+from dstrain.train.state.hashed_file import write_hashed_file
 from dstrain.train.state.manifest import CheckpointInfo
 from tests.contract.lora_cases import save_base
 from tests.seeing import named_recipe
@@ -53,18 +53,18 @@ def task(path: Path, kind: str = "dpo", lora: bool = False, **options: Any) -> T
 
 
 def saved(folder: Path, record: dict[str, Any]) -> CheckpointInfo:
-    kept = Checkpoints(folder=folder, world=SoloWorld())
-    kept.save(lambda place: {"w.dat": write_hashed(place / "w.dat", b"x")}, Progress(2, 8), record, None)
-    return kept.whole()[0]
+    kept = CheckpointManager(folder=folder, world=SingleProcessWorld())
+    kept.save(lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), record, None)
+    return kept.list_all()[0]
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_another_reference_is_refused_by_name_unless_it_is_allowed(kind: str, tmp_path: Path) -> None:
     made = task(weights(tmp_path / "base"), kind)
-    start = saved(tmp_path / "run", fingerprints(made, PLAIN))
-    check_fingerprints(start, fingerprints(made, PLAIN), made, ())
+    start = saved(tmp_path / "run", fingerprint_weights(made, PLAIN))
+    check_fingerprints(start, fingerprint_weights(made, PLAIN), made, ())
     weights(tmp_path / "base", b"other")
-    now = fingerprints(made, PLAIN)
+    now = fingerprint_weights(made, PLAIN)
     wanted = (
         r"step-00000002: the run compares its model with a reference, .* model\.path .* --allow-change model\.path$"
     )
@@ -77,35 +77,35 @@ def test_another_reference_is_refused_by_name_unless_it_is_allowed(kind: str, tm
 
 def test_a_reference_of_its_own_is_named_by_its_own_key(tmp_path: Path) -> None:
     made = task(weights(tmp_path / "base"), ref_model=str(weights(tmp_path / "other")), lora=True)
-    start = saved(tmp_path / "run", fingerprints(made, PLAIN))
-    assert {"base", "reference"} <= start.record().keys()
+    start = saved(tmp_path / "run", fingerprint_weights(made, PLAIN))
+    assert {"base", "reference"} <= start.read_run_info().keys()
     weights(tmp_path / "other", b"newer")
     with pytest.raises(ResumeError, match=r"--allow-change options\.ref_model$"):
-        check_fingerprints(start, fingerprints(made, PLAIN), made, ("model.path",))
-    check_fingerprints(start, fingerprints(made, PLAIN), made, ("options.ref_model",))
+        check_fingerprints(start, fingerprint_weights(made, PLAIN), made, ("model.path",))
+    check_fingerprints(start, fingerprint_weights(made, PLAIN), made, ("options.ref_model",))
     weights(tmp_path / "base", b"newer")
     with pytest.raises(ResumeError, match="its adapters were trained on other weights"):
-        check_fingerprints(start, fingerprints(made, PLAIN), made, ("options.ref_model", "model"))
+        check_fingerprints(start, fingerprint_weights(made, PLAIN), made, ("options.ref_model", "model"))
 
 
 def test_checkpoints_of_before_go_on_and_runs_without_a_reference_have_none(tmp_path: Path) -> None:
     made = task(weights(tmp_path / "base"))
-    check_fingerprints(saved(tmp_path / "run", {}), fingerprints(made, PLAIN), made, ())
+    check_fingerprints(saved(tmp_path / "run", {}), fingerprint_weights(made, PLAIN), made, ())
     for other in (task(tmp_path / "base", "rm"), task(tmp_path / "base", loss_type="simpo")):
-        assert fingerprints(other, PLAIN) == {}
-    assert fingerprints(task(tmp_path / "base", lora=True), PLAIN).keys() == {"base"}
+        assert fingerprint_weights(other, PLAIN) == {}
+    assert fingerprint_weights(task(tmp_path / "base", lora=True), PLAIN).keys() == {"base"}
     remembered = task(tmp_path / "base", precompute_ref_log_probs=True)
-    assert fingerprints(remembered, PLAIN) == fingerprints(made, PLAIN), "another one would be asked anew"
+    assert fingerprint_weights(remembered, PLAIN) == fingerprint_weights(made, PLAIN), "another one would be asked anew"
 
 
 def test_a_hub_name_that_moved_is_another_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, revision = task(Path("org/name")), ["a" * 40]
     monkeypatch.setattr(module, "_revision", lambda name: revision[0])
-    start = saved(tmp_path / "run", fingerprints(made, PLAIN))
-    check_fingerprints(start, fingerprints(made, PLAIN), made, ())
+    start = saved(tmp_path / "run", fingerprint_weights(made, PLAIN))
+    check_fingerprints(start, fingerprint_weights(made, PLAIN), made, ())
     revision[0] = "b" * 40
     with pytest.raises(ResumeError, match=r"model\.path"):
-        check_fingerprints(start, fingerprints(made, PLAIN), made, ())
+        check_fingerprints(start, fingerprint_weights(made, PLAIN), made, ())
 
 
 def test_a_base_that_was_written_anew_is_refused_before_any_process_group(tmp_path: Path) -> None:
@@ -113,12 +113,14 @@ def test_a_base_that_was_written_anew_is_refused_before_any_process_group(tmp_pa
     save_base(str(tmp_path / "model"), values)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values | {"model": {"path": str(tmp_path / "model")}}))
 
-    def plan(*allowed: str) -> Plan:
-        wish = Wish(recipe=str(tmp_path / "recipe.yaml"))
-        return make_plan(resolve_wish(wish), tmp_path / "run", Resume("auto", allowed), Worker(0, 0, 1, "tests", 1))
+    def plan(*allowed: str) -> RunPlan:
+        wish = TrainRequest(recipe=str(tmp_path / "recipe.yaml"))
+        return make_plan(
+            resolve_recipe(wish), tmp_path / "run", ResumeOptions("auto", allowed), Worker(0, 0, 1, "tests", 1)
+        )
 
     saved(tmp_path / "run/checkpoints", dict(plan().fingerprints))
-    assert plan().resume.wanted == "auto"
+    assert plan().resume.source == "auto"
     file = tmp_path / "model/model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x40")
     with pytest.raises(ResumeError, match=r"a reference, whose weights are not those that model\.path names now"):
@@ -135,18 +137,18 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_are_read_at_the_first_start_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settled(monkeypatch)
     made = ModelConfig(path=str(weights(tmp_path / "base")))
-    first = module.fingerprint(made, 0)
+    first = module.weights_fingerprint(made, 0)
     for again in (False, True):
-        module._read.cache_clear()  # another process
+        module._cached_digest.cache_clear()  # another process
         with mock.patch.object(cache_dir.hashlib, "file_digest", side_effect=AssertionError("read again")):
-            assert module.fingerprint(made, 0) == first
+            assert module.weights_fingerprint(made, 0) == first
         if not again:
             times = (tmp_path / "base/model.safetensors").stat()
             os.utime(tmp_path / "base/model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))  # the same content
-            module._read.cache_clear()
-            assert module.fingerprint(made, 0) == first
+            module._cached_digest.cache_clear()
+            assert module.weights_fingerprint(made, 0) == first
     weights(tmp_path / "base", b"other")
-    assert module.fingerprint(made, 0) != first
+    assert module.weights_fingerprint(made, 0) != first
 
 
 def test_a_file_is_read_again_where_it_changed_or_was_just_written(

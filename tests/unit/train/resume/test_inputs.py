@@ -14,15 +14,15 @@ from click.testing import CliRunner
 
 from dstrain.batch import Progress
 from dstrain.cli import main
-from dstrain.commands.recipe_args import Wish, resolve_wish
-from dstrain.distributed.world import SoloWorld
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import ResumeError, RunError
 from dstrain.launch.topology import Worker
-from dstrain.train.checkpoint.checkpoints import Checkpoints
-from dstrain.train.plan import Plan, make_plan
-from dstrain.train.resume.changes import changes
-from dstrain.train.run_dir import Resume, recorded_recipe, replace_folder, set_run_aside, write_start
-from dstrain.train.state.hashed_file import write_hashed
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.plan import RunPlan, make_plan
+from dstrain.train.resume.changes import iter_resume_changes
+from dstrain.train.run_dir import ResumeOptions, archive_previous_run, dump_recipe, replace_folder, write_run_config
+from dstrain.train.state.hashed_file import write_hashed_file
 from dstrain.train.state.manifest import CheckpointInfo
 from tests.seeing import named_recipe
 
@@ -50,9 +50,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
 
 
-def plan(folder: Path, sets: Sequence[str] = (), *allowed: str) -> Plan:
-    wish = Wish(recipe=str(folder / "recipe.yaml"), sets=sets)
-    return make_plan(resolve_wish(wish), folder / "run", Resume("auto", allowed), Worker(0, 0, 1, "tests", 1))
+def plan(folder: Path, sets: Sequence[str] = (), *allowed: str) -> RunPlan:
+    wish = TrainRequest(recipe=str(folder / "recipe.yaml"), overrides=sets)
+    return make_plan(resolve_recipe(wish), folder / "run", ResumeOptions("auto", allowed), Worker(0, 0, 1, "tests", 1))
 
 
 def begun(folder: Path, kind: str = "rm") -> dict[str, Any]:
@@ -66,12 +66,12 @@ def begun(folder: Path, kind: str = "rm") -> dict[str, Any]:
 def save(folder: Path, *more: str) -> CheckpointInfo:
     made = plan(folder, more)
     run = folder / "run"
-    write_start(run, made.config, made.ds_config, {})
+    write_run_config(run, made.config, made.ds_config, {})
     made.task.save_extras(run / "tokenizer")
-    record = {"recipe": recorded_recipe(made.config), "steps": made.steps, **made.fingerprints}
-    kept = Checkpoints(folder=run / "checkpoints", world=SoloWorld())
-    kept.save(lambda place: {"w.dat": write_hashed(place / "w.dat", b"x")}, Progress(2, 8), record, None)
-    return kept.whole()[0]
+    record = {"recipe": dump_recipe(made.config), "steps": made.steps, **made.fingerprints}
+    kept = CheckpointManager(folder=run / "checkpoints", world=SingleProcessWorld())
+    kept.save(lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), record, None)
+    return kept.list_all()[0]
 
 
 def file_of(values: dict[str, Any], key: str = "train") -> Path:
@@ -88,11 +88,11 @@ def test_nothing_is_refused_where_nothing_changed(kind: str, tmp_path: Path) -> 
     begun(tmp_path, kind)
     shutil.rmtree(tmp_path / "cache")
     made = plan(tmp_path)
-    assert not list(changes(save_info(tmp_path), made, made.fingerprints["inputs"]))
+    assert not list(iter_resume_changes(save_info(tmp_path), made, made.fingerprints["inputs"]))
 
 
 def save_info(folder: Path) -> CheckpointInfo:
-    return Checkpoints(folder=folder / "run/checkpoints", world=SoloWorld()).whole()[0]
+    return CheckpointManager(folder=folder / "run/checkpoints", world=SingleProcessWorld()).list_all()[0]
 
 
 @pytest.mark.parametrize("key", ["train", "eval"])
@@ -105,8 +105,8 @@ def test_data_of_other_content_is_refused_by_name(key: str, tmp_path: Path) -> N
         plan(tmp_path, (), "optim.lr")
     for allowed in (f"data.{key}", "data"):
         made = plan(tmp_path, (), allowed)
-        told = list(changes(save_info(tmp_path), made, made.fingerprints["inputs"]))
-        assert [(change.kind, change.about["key"]) for change in told] == [("changed", f"data.{key}")]
+        told = list(iter_resume_changes(save_info(tmp_path), made, made.fingerprints["inputs"]))
+        assert [(change.event_name, change.event_fields["key"]) for change in told] == [("changed", f"data.{key}")]
 
 
 def test_all_that_changed_is_told_at_once(tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_another_evaluation_file_is_the_users_word_and_told(tmp_path: Path) -> N
     other = tmp_path / "other.jsonl"
     other.write_text(file_of(values).read_text())
     made = plan(tmp_path, [f"data.eval={other}"])
-    (told,) = changes(save_info(tmp_path), made, made.fingerprints["inputs"])
-    assert "held-out numbers of the two do not compare" in told.line
+    (told,) = iter_resume_changes(save_info(tmp_path), made, made.fingerprints["inputs"])
+    assert "held-out numbers of the two do not compare" in told.message
 
 
 def test_a_run_keeps_the_tokenizer_that_it_trained(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_task_file_of_other_content_is_refused(tmp_path: Path) -> None:
         "precision": "fp32",
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert save(tmp_path).record()["inputs"].keys() == {"task", "data.train"}
+    assert save(tmp_path).read_run_info()["inputs"].keys() == {"task", "data.train"}
     plan(tmp_path)
     (tmp_path / "halves.py").write_text(TASK + "# changed\n")
     with pytest.raises(ResumeError, match=r"^task: .*put the old task file back.* --allow-change task$"):
@@ -177,8 +177,8 @@ def test_another_number_of_samples_is_refused_unless_a_key_that_may_change_it_is
     record = json.loads(file.read_text())
     record["inputs"]["data.train"]["samples"] += 1
     shutil.rmtree(start.path)
-    kept = Checkpoints(folder=tmp_path / "run/checkpoints", world=SoloWorld())
-    kept.save(lambda place: {"w.dat": write_hashed(place / "w.dat", b"x")}, Progress(2, 8), record, None)
+    kept = CheckpointManager(folder=tmp_path / "run/checkpoints", world=SingleProcessWorld())
+    kept.save(lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), record, None)
     with pytest.raises(ResumeError, match=r"^data\.train: gives \d+ samples, and the run learns from \d+ "):
         plan(tmp_path)
     plan(tmp_path, (), "data.max_length")
@@ -190,10 +190,10 @@ def test_the_recipe_is_compared_with_what_the_checkpoint_learned_by(tmp_path: Pa
     with pytest.raises(ResumeError, match=r"^seed: is 7"):
         plan(tmp_path, ["seed=7"])
     made = plan(tmp_path)
-    (told,) = changes(save_info(tmp_path), made, made.fingerprints["inputs"])
-    assert "recipe.yaml is missing" in told.line
+    (told,) = iter_resume_changes(save_info(tmp_path), made, made.fingerprints["inputs"])
+    assert "recipe.yaml is missing" in told.message
     # An allowed change writes recipe.yaml before a step is taken; until a checkpoint is written, nothing learned by it.
-    write_start(tmp_path / "run", plan(tmp_path, ["optim.lr=0.5"], "optim.lr").config, {}, {})
+    write_run_config(tmp_path / "run", plan(tmp_path, ["optim.lr=0.5"], "optim.lr").config, {}, {})
     plan(tmp_path)
     with pytest.raises(ResumeError, match=r"optim\.lr: is 0\.5"):
         plan(tmp_path, ["optim.lr=0.5"])
@@ -202,7 +202,7 @@ def test_the_recipe_is_compared_with_what_the_checkpoint_learned_by(tmp_path: Pa
 def test_other_steps_are_told_with_the_rate_that_follows(tmp_path: Path) -> None:
     begun(tmp_path)
     made = plan(tmp_path, ["steps=44", "epochs=null"], "steps", "epochs")
-    told = [change.line for change in changes(save_info(tmp_path), made, made.fingerprints["inputs"])]
+    told = [change.message for change in iter_resume_changes(save_info(tmp_path), made, made.fingerprints["inputs"])]
     assert "steps: 44 from step 2 on" in told[-2]
     assert "the learning rate is that of a run of 44 steps from here on" in told[-1]
 
@@ -222,7 +222,7 @@ def test_never_moves_what_a_run_wrote_and_nothing_of_the_users(tmp_path: Path) -
     begun(tmp_path)
     (tmp_path / "run/data").mkdir()
     (tmp_path / "run/notes.txt").touch()
-    set_run_aside(tmp_path / "run", Resume("never"), SoloWorld())
+    archive_previous_run(tmp_path / "run", ResumeOptions("never"), SingleProcessWorld())
     assert (tmp_path / "run/data").is_dir()
     assert (tmp_path / "run/notes.txt").is_file()
     assert not (tmp_path / "run/checkpoints").exists()
@@ -236,7 +236,7 @@ def test_what_cannot_be_moved_aside_is_a_sentence(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr("os.rename", refuse)
     with pytest.raises(RunError, match=r"--resume never: .* cannot be moved aside \(Permission denied\)"):
-        set_run_aside(tmp_path / "run", Resume("never"), SoloWorld())
+        archive_previous_run(tmp_path / "run", ResumeOptions("never"), SingleProcessWorld())
 
 
 def test_a_tokenizer_whose_replacement_was_cut_short_is_found_again(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_never_moves_the_earlier_run_into_a_run_folder_of_its_own(tmp_path: Path
     begun(tmp_path)
     (tmp_path / "run/logs").mkdir()
     for number in (1, 2):
-        set_run_aside(tmp_path / "run", Resume("never"), SoloWorld())
+        archive_previous_run(tmp_path / "run", ResumeOptions("never"), SingleProcessWorld())
         moved = tmp_path / f"run/previous-{number}"
         assert {path.name for path in moved.iterdir()} == {
             "checkpoints",
@@ -280,5 +280,5 @@ def test_never_moves_the_earlier_run_into_a_run_folder_of_its_own(tmp_path: Path
             *(f"previous-{n + 1}" for n in range(number)),
         }
         save(tmp_path)
-    set_run_aside(tmp_path / "run", Resume("auto"), SoloWorld())
+    archive_previous_run(tmp_path / "run", ResumeOptions("auto"), SingleProcessWorld())
     assert (tmp_path / "run/checkpoints").is_dir()

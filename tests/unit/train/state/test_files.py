@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from dstrain.batch import Progress
-from dstrain.distributed.world import SoloWorld
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
-from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
 from dstrain.train.state import files as shards
-from dstrain.train.state.files import Shard, StoredState, check_complete, take, write_state
-from dstrain.train.state.hashed_file import write_hashed
-from dstrain.train.state.layout import Part, Place
-from dstrain.train.state.manifest import verify
+from dstrain.train.state.files import CheckpointReader, StateFile, check_state_complete, iter_state_files, write_state
+from dstrain.train.state.hashed_file import write_hashed_file
+from dstrain.train.state.layout import ParamRange, StateSlice
+from dstrain.train.state.manifest import find_fault
 
 
-def kept(folder: Path, *ranks: Sequence[Shard], shapes: dict[str, list[int]]) -> Path:
+def kept(folder: Path, *ranks: Sequence[StateFile], shapes: dict[str, list[int]]) -> Path:
     """A checkpoint of what these ranks wrote."""
     about = {"shapes": shapes, "optimizer": "adamw"}
 
@@ -35,14 +35,20 @@ def kept(folder: Path, *ranks: Sequence[Shard], shapes: dict[str, list[int]]) ->
             found |= write_state(place, own, about if not index else None)
         return found
 
-    return Checkpoints(folder=folder, world=SoloWorld()).save(write, Progress(1, 1), {})
+    return CheckpointManager(folder=folder, world=SingleProcessWorld()).save(write, Progress(1, 1), {})
 
 
-def flat_cuts(values: torch.Tensor, ends: Sequence[int]) -> list[list[Shard]]:
+def flat_cuts(values: torch.Tensor, ends: Sequence[int]) -> list[list[StateFile]]:
     """A parameter in stretches that end there, each of another rank."""
     starts = [0, *ends[:-1]]
     return [
-        [*take([[Part(values[a:b].clone(), [Place("w", a, b - a, 0)], everywhere=False)]], rank, len(ends))]
+        [
+            *iter_state_files(
+                [[StateSlice(values[a:b].clone(), [ParamRange("w", a, b - a, 0)], is_replicated=False)]],
+                rank,
+                len(ends),
+            )
+        ]
         for rank, (a, b) in enumerate(zip(starts, ends, strict=True))
     ]
 
@@ -53,21 +59,28 @@ def test_any_stretch_is_read_whatever_the_cut_was(cuts: list[int], start: int, l
 
     values = torch.randn(100)
     with tempfile.TemporaryDirectory() as folder:
-        stored = StoredState(kept(Path(folder), *flat_cuts(values, [*sorted({*cuts}), 100]), shapes={"w": [20, 5]}))
+        stored = CheckpointReader(
+            kept(Path(folder), *flat_cuts(values, [*sorted({*cuts}), 100]), shapes={"w": [20, 5]})
+        )
         end = min(100, start + length)
         into = torch.empty(end - start)
-        stored.read("w", "weight", into, start)
+        stored.read_into("w", "weight", into, start)
         assert torch.equal(into, values[start:end])
-        assert torch.equal(stored.whole("w"), values.view(20, 5))
+        assert torch.equal(stored.read_tensor("w"), values.view(20, 5))
 
 
 def test_what_all_hold_is_written_once_in_equal_shares(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(7, 3), "b": torch.randn(4), "c": torch.arange(5)}
-    parts = [Part(value, [Place(name, 0, value.numel(), 0)], everywhere=True) for name, value in tensors.items()]
-    ranks = [[*take([parts], rank, 3)] for rank in range(3)]
+    parts = [
+        StateSlice(value, [ParamRange(name, 0, value.numel(), 0)], is_replicated=True)
+        for name, value in tensors.items()
+    ]
+    ranks = [[*iter_state_files([parts], rank, 3)] for rank in range(3)]
     assert sorted(sum(values.numel() for shard in own for _, values in shard.tensors) for own in ranks) == [10, 10, 10]
-    stored = StoredState(kept(tmp_path, *ranks, shapes={name: list(value.shape) for name, value in tensors.items()}))
-    assert all(torch.equal(stored.whole(name), value) for name, value in tensors.items())
+    stored = CheckpointReader(
+        kept(tmp_path, *ranks, shapes={name: list(value.shape) for name, value in tensors.items()})
+    )
+    assert all(torch.equal(stored.read_tensor(name), value) for name, value in tensors.items())
 
 
 def test_what_an_optimizer_keeps_comes_back_by_key(tmp_path: Path) -> None:
@@ -75,12 +88,18 @@ def test_what_an_optimizer_keeps_comes_back_by_key(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW([weight])
     weight.grad = torch.randn(6, 4)
     optimizer.step()
-    part = Part(weight, [Place("w", 0, 24, 0)], everywhere=True, optimizer=optimizer, group=optimizer.param_groups[0])
-    stored = StoredState(kept(tmp_path, [*take([[part]], 0, 1)], shapes={"w": [6, 4]}))
-    assert stored.keys("w") == {"weight", "exp_avg", "exp_avg_sq"}
-    assert stored.numbers("w") == {"step": 1.0}
+    part = StateSlice(
+        weight,
+        [ParamRange("w", 0, 24, 0)],
+        is_replicated=True,
+        optimizer=optimizer,
+        param_group=optimizer.param_groups[0],
+    )
+    stored = CheckpointReader(kept(tmp_path, [*iter_state_files([[part]], 0, 1)], shapes={"w": [6, 4]}))
+    assert stored.state_keys("w") == {"weight", "exp_avg", "exp_avg_sq"}
+    assert stored.scalars("w") == {"step": 1.0}
     for key in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(stored.whole("w", key), optimizer.state[weight][key])
+        assert torch.equal(stored.read_tensor("w", key), optimizer.state[weight][key])
 
 
 def test_any_reader_of_safetensors_reads_the_files(tmp_path: Path) -> None:
@@ -94,12 +113,12 @@ def test_any_reader_of_safetensors_reads_the_files(tmp_path: Path) -> None:
     assert torch.equal(found["w/weight@4"], values[4:])
 
 
-@pytest.mark.parametrize("dtype", shards.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", shards.SAFETENSORS_DTYPES, ids=str)
 def test_values_of_any_type_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
     bits = torch.arange(8 * dtype.itemsize, dtype=torch.uint8).remainder(2 if dtype == torch.bool else 60)
     values = bits.view(dtype) if dtype != torch.bool else bits.bool()
-    part = Part(values, [Place("b", 0, 8, 0)], everywhere=True)
-    found = StoredState(kept(tmp_path, [*take([[part]], 0, 1)], shapes={"b": [2, 4]})).whole("b")
+    part = StateSlice(values, [ParamRange("b", 0, 8, 0)], is_replicated=True)
+    found = CheckpointReader(kept(tmp_path, [*iter_state_files([[part]], 0, 1)], shapes={"b": [2, 4]})).read_tensor("b")
     assert found.dtype == dtype
     assert torch.equal(found.view(-1).view(torch.uint8), values.view(torch.uint8))
 
@@ -107,7 +126,7 @@ def test_values_of_any_type_come_back(dtype: torch.dtype, tmp_path: Path) -> Non
 def test_a_missing_stretch_is_named(tmp_path: Path) -> None:
     place = kept(tmp_path, *flat_cuts(torch.randn(10), [4, 10])[:1], shapes={"w": [10]})
     with pytest.raises(CheckpointError, match="holds no weight of w from value 4 on"):
-        StoredState(place).whole("w")
+        CheckpointReader(place).read_tensor("w")
 
 
 def broken_header(change: Callable[[dict[str, Any]], object]) -> bytes:
@@ -138,10 +157,10 @@ def broken_header(change: Callable[[dict[str, Any]], object]) -> bytes:
 def test_a_table_that_cannot_be_is_refused(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its hash is right: someone made it so."""
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "write_shard", lambda folder, shard: write_hashed(folder / shard.name, content))
-        place = kept(tmp_path, [Shard("rank-00000-000.safetensors", [])], shapes={"w": [4]})
+        patch.setattr(shards, "write_shard", lambda folder, shard: write_hashed_file(folder / shard.name, content))
+        place = kept(tmp_path, [StateFile("rank-00000-000.safetensors", [])], shapes={"w": [4]})
     with pytest.raises(CheckpointError, match="choose another checkpoint"):
-        StoredState(place).whole("w")
+        CheckpointReader(place).read_tensor("w")
 
 
 @pytest.mark.parametrize(
@@ -157,34 +176,34 @@ def test_a_table_that_cannot_be_is_refused(content: bytes, tmp_path: Path, monke
 )
 def test_an_account_that_cannot_be_is_refused(about: Any, tmp_path: Path) -> None:
     own = flat_cuts(torch.randn(10), [10])[0]
-    checkpoints = Checkpoints(folder=tmp_path, world=SoloWorld())
+    checkpoints = CheckpointManager(folder=tmp_path, world=SingleProcessWorld())
     place = checkpoints.save(lambda folder: write_state(folder, own, about), Progress(1, 1), {})
-    assert verify(place) is None, "its hash is right"
+    assert find_fault(place) is None, "its hash is right"
     with pytest.raises(CheckpointError, match="choose another checkpoint"):
-        StoredState(place).whole("w")
+        CheckpointReader(place).read_tensor("w")
 
 
 def test_a_hole_between_two_stretches_is_named_and_an_overlap_is_none(tmp_path: Path) -> None:
     values = torch.randn(10)
 
-    def stretches(*bounds: tuple[int, int]) -> list[Shard]:
+    def stretches(*bounds: tuple[int, int]) -> list[StateFile]:
         return [
-            Shard(f"rank-00000-{index:03d}.safetensors", [(f"w/weight@{low}", values[low:high])])
+            StateFile(f"rank-00000-{index:03d}.safetensors", [(f"w/weight@{low}", values[low:high])])
             for index, (low, high) in enumerate(bounds)
         ]
 
     hole = kept(tmp_path / "hole", stretches((0, 4), (5, 10)), shapes={"w": [10]})
     with pytest.raises(CheckpointError, match="holds no weight of w from value 4 on"):
-        StoredState(hole).whole("w")
+        CheckpointReader(hole).read_tensor("w")
     overlap = kept(tmp_path / "overlap", stretches((0, 6), (2, 5), (3, 10)), shapes={"w": [10]})
-    assert torch.equal(StoredState(overlap).whole("w"), values)
+    assert torch.equal(CheckpointReader(overlap).read_tensor("w"), values)
 
 
 def test_a_checkpoint_without_this_state_is_refused(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(folder=tmp_path, world=SoloWorld())
-    place = checkpoints.save(lambda folder: {"x": write_hashed(folder / "x", b"")}, Progress(1, 1), {})
+    checkpoints = CheckpointManager(folder=tmp_path, world=SingleProcessWorld())
+    place = checkpoints.save(lambda folder: {"x": write_hashed_file(folder / "x", b"")}, Progress(1, 1), {})
     with pytest.raises(CheckpointError, match="holds no state that this version reads"):
-        StoredState(place)
+        CheckpointReader(place)
 
 
 class Evil:
@@ -202,14 +221,14 @@ class Evil:
 def test_a_planted_pickle_is_refused_by_name_and_not_run(name: str, in_manifest: bool, tmp_path: Path) -> None:
     content, trace = pickle.dumps(Evil(tmp_path / "trace")), tmp_path / "trace"
     place = kept(tmp_path / "run", *flat_cuts(torch.randn(10), [10]), shapes={"w": [10]})
-    entry = write_hashed(place / name, content)
+    entry = write_hashed_file(place / name, content)
     if in_manifest:
         manifest = json.loads((place / "MANIFEST.json").read_text())
         manifest["files"][name] = entry
         (place / "MANIFEST.json").write_text(json.dumps(manifest))
-        assert verify(place) is None, "its hash is right"
+        assert find_fault(place) is None, "its hash is right"
     with pytest.raises(CheckpointError, match=rf"{name} may be a pickle, which runs code when it is read"):
-        StoredState(place)
+        CheckpointReader(place)
     assert not trace.exists()
     pickle.loads(content)  # noqa: S301  it would have
     assert trace.exists()
@@ -217,19 +236,21 @@ def test_a_planted_pickle_is_refused_by_name_and_not_run(name: str, in_manifest:
 
 def test_a_checkpoint_without_a_value_it_names_is_refused_before_it_gets_its_name(tmp_path: Path) -> None:
     whole, named = flat_cuts(torch.randn(10), [4, 10]), {"w": [10]}
-    check_complete(kept(tmp_path / "whole", *whole, shapes=named))
+    check_state_complete(kept(tmp_path / "whole", *whole, shapes=named))
     for reason, ranks, shapes in (
         ("no weight of lost from value 0", whole, named | {"lost": [3]}),
         ("no weight of w from value 4", whole[:1], named),
         ("no weight of w from value 10", whole, {"w": [11]}),
     ):
         with pytest.raises(CheckpointError, match=reason):
-            check_complete(kept(tmp_path / reason.replace(" ", "-"), *ranks, shapes=shapes))
+            check_state_complete(kept(tmp_path / reason.replace(" ", "-"), *ranks, shapes=shapes))
 
     def write(place: Path) -> Any:
         return write_state(place, whole[0], {"shapes": named, "optimizer": "adamw"})
 
-    checkpoints = Checkpoints(folder=tmp_path / "run", world=SoloWorld(), check=check_complete)
+    checkpoints = CheckpointManager(
+        folder=tmp_path / "run", world=SingleProcessWorld(), check_usable=check_state_complete
+    )
     with pytest.raises(CheckpointError, match="no weight of w from value 4"):
         checkpoints.save(write, Progress(1, 1), {})
     assert not [*(tmp_path / "run").iterdir()], "nothing that looks like a checkpoint"
@@ -240,16 +261,22 @@ def test_what_an_optimizer_keeps_must_be_whole_too(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW([weight])
     weight.grad = torch.randn(6, 4)
     optimizer.step()
-    part = Part(weight, [Place("w", 0, 24, 0)], everywhere=True, optimizer=optimizer, group=optimizer.param_groups[0])
-    (shard,) = take([[part]], 0, 1)
+    part = StateSlice(
+        weight,
+        [ParamRange("w", 0, 24, 0)],
+        is_replicated=True,
+        optimizer=optimizer,
+        param_group=optimizer.param_groups[0],
+    )
+    (shard,) = iter_state_files([[part]], 0, 1)
     cut = [(name, values[:-1] if "exp_avg_sq" in name else values) for name, values in shard.tensors]
     with pytest.raises(CheckpointError, match="no exp_avg_sq of w from value 23"):
-        check_complete(kept(tmp_path, [Shard(shard.name, cut, shard.numbers)], shapes={"w": [6, 4]}))
+        check_state_complete(kept(tmp_path, [StateFile(shard.name, cut, shard.scalars)], shapes={"w": [6, 4]}))
 
 
 def test_a_name_without_values_is_not_held(tmp_path: Path) -> None:
     """Checkpoints of LoRA with frozen adapters named those too (tasks dpo and kto): without them they can be read."""
-    stored = StoredState(
+    stored = CheckpointReader(
         kept(tmp_path, *flat_cuts(torch.randn(10), [10]), shapes={"w": [10], "frozen": [4], "none": [0]})
     )
     assert stored.shapes == {"w": (10,), "none": (0,)}

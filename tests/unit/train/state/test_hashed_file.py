@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dstrain.errors import CheckpointError
 from dstrain.train.state import hashed_file
-from dstrain.train.state.hashed_file import BlockFile, HashedFile, refuse_pickles, write_hashed
+from dstrain.train.state.hashed_file import HashedFileReader, HashedFileWriter, check_no_pickles, write_hashed_file
 
 
 @pytest.fixture(autouse=True)
@@ -25,11 +25,11 @@ def content(size: int) -> bytes:
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 100])
 @pytest.mark.parametrize("step", [1, 5, 8, 100])
 def test_a_file_is_hashed_block_by_block_however_it_is_written(size: int, step: int, tmp_path: Path) -> None:
-    with HashedFile(tmp_path / "deep/file") as file:
+    with HashedFileWriter(tmp_path / "deep/file") as file:
         for start in range(0, size, step):
             file.write(content(size)[start : start + step])
     assert (tmp_path / "deep/file").read_bytes() == content(size)
-    assert file.entry == write_hashed(tmp_path / "other", content(size))
+    assert file.entry == write_hashed_file(tmp_path / "other", content(size))
     assert len(file.entry["sha256"]) == max(1, -(-size // 8))
 
 
@@ -38,8 +38,8 @@ def test_any_stretch_is_read(begin: int, length: int) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        hashed_file.BLOCK = 8
-        opened = BlockFile(Path(folder) / "file", write_hashed(Path(folder) / "file", content(60)))
+        hashed_file.BLOCK_BYTES = 8
+        opened = HashedFileReader(Path(folder) / "file", write_hashed_file(Path(folder) / "file", content(60)))
         if begin + length <= 60:
             assert opened.read(begin, length) == content(60)[begin : begin + length]
         else:
@@ -49,30 +49,30 @@ def test_any_stretch_is_read(begin: int, length: int) -> None:
 
 @pytest.mark.parametrize("place", [0, 8, 29])
 def test_a_changed_bit_is_found_where_it_is_read_and_only_there(place: int, tmp_path: Path) -> None:
-    entry = write_hashed(tmp_path / "file", content(30))
+    entry = write_hashed_file(tmp_path / "file", content(30))
     damaged = bytearray(content(30))
     damaged[place] ^= 1
     (tmp_path / "file").write_bytes(damaged)
     with pytest.raises(CheckpointError, match=r"file: is not what was written, the sha256 of bytes"):
-        BlockFile(tmp_path / "file", entry).read(place, 1)
+        HashedFileReader(tmp_path / "file", entry).read(place, 1)
     elsewhere = 16 if place < 16 else 0
-    assert BlockFile(tmp_path / "file", entry).read(elsewhere, 1) == content(30)[elsewhere : elsewhere + 1]
+    assert HashedFileReader(tmp_path / "file", entry).read(elsewhere, 1) == content(30)[elsewhere : elsewhere + 1]
 
 
 def test_a_file_cut_after_the_check_of_sizes_is_found(tmp_path: Path) -> None:
-    entry = write_hashed(tmp_path / "file", content(30))
+    entry = write_hashed_file(tmp_path / "file", content(30))
     (tmp_path / "file").write_bytes(content(20))
     with pytest.raises(CheckpointError, match="is not what was written"):
-        BlockFile(tmp_path / "file", entry).read(16, 10)
+        HashedFileReader(tmp_path / "file", entry).read(16, 10)
     (tmp_path / "file").unlink()
     with pytest.raises(CheckpointError, match=r"file: cannot be read \(No such file"):
-        BlockFile(tmp_path / "file", entry).read(0, 1)
+        HashedFileReader(tmp_path / "file", entry).read(0, 1)
 
 
 @pytest.mark.parametrize("name", ["evil.pt", "state/pytorch_model.bin", "state/rank-00000.pkl"])
 def test_a_file_that_may_run_code_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    write_hashed(tmp_path / "state/rank-00000-000.safetensors", b"")
-    refuse_pickles(tmp_path)
-    write_hashed(tmp_path / name, b"")
+    write_hashed_file(tmp_path / "state/rank-00000-000.safetensors", b"")
+    check_no_pickles(tmp_path)
+    write_hashed_file(tmp_path / name, b"")
     with pytest.raises(CheckpointError, match=rf"{name} may be a pickle, which runs code when it is read"):
-        refuse_pickles(tmp_path)
+        check_no_pickles(tmp_path)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dstrain.config.schema import OptimConfig
-from dstrain.models.params.freeze import Group
+from dstrain.models.params.freeze import ParamGroup
 from dstrain.train.engine.optimizers import make_optimizer
-from dstrain.train.state.layout import Part, Place
+from dstrain.train.state.layout import ParamRange, StateSlice
 
 
 @pytest.mark.parametrize(
@@ -17,12 +17,16 @@ from dstrain.train.state.layout import Part, Place
 @pytest.mark.parametrize("shape", [(1000,), (40, 25), ()])
 def test_an_optimizer_makes_what_it_keeps_without_learning(name: str, kept: set[str], shape: tuple[int, ...]) -> None:
     learns, beside = (torch.nn.Parameter(torch.ones(size)) for size in (shape, (7,)))
-    optimizer = make_optimizer([Group([learns, beside], 1.0, 0.1)], OptimConfig(name=name), None, torch.device("cpu"))
+    optimizer = make_optimizer(
+        [ParamGroup([learns, beside], 1.0, 0.1)], OptimConfig(name=name), None, torch.device("cpu")
+    )
     groups = optimizer.param_groups
-    part = Part(learns, [Place("weight", 0, learns.numel(), 0)], True, optimizer, groups[0])
-    part.wake()
-    assert {key: value.shape for key, value in part.state.items() if key != "step"} == dict.fromkeys(kept, learns.shape)
-    assert all(not value.any() for key, value in part.state.items() if key != "step")
+    part = StateSlice(learns, [ParamRange("weight", 0, learns.numel(), 0)], True, optimizer, groups[0])
+    part.init_optimizer_state()
+    assert {key: value.shape for key, value in part.optimizer_state.items() if key != "step"} == dict.fromkeys(
+        kept, learns.shape
+    )
+    assert all(not value.any() for key, value in part.optimizer_state.items() if key != "step")
     assert optimizer.param_groups is groups
     assert set(optimizer.state) <= {learns}, "nothing of what it stepped on stays"
     assert learns.grad is None

@@ -40,7 +40,7 @@ def passes(model: torch.nn.Module, batch: Batch, masked: bool) -> torch.Tensor:
     """(), the loss, its gradient left in the model."""
     model.zero_grad(set_to_none=True)
     with mock.patch.object(
-        attention_mask, "NEED_NO_MASK", frozenset() if masked else attention_mask.NO_MASK_MODEL_TYPES
+        attention_mask, "NO_MASK_MODEL_TYPES", frozenset() if masked else attention_mask.NO_MASK_MODEL_TYPES
     ):
         loss = -score_answers(model, batch)[0].sum()
     loss.backward()

@@ -41,9 +41,9 @@ def measure(
     folder = Path(tempfile.mkdtemp(prefix="dstrain-bench-"))
     task = made_task(folder, photos, (width, height), side)
     copies, files = task.examples("train"), task.examples("train")
-    album = files.store.album
-    assert all(one.copy for one in album._pictures), "every photo has a smaller copy"
-    album._pictures = [replace(one, copy=None, width=width, height=height) for one in album._pictures]
+    album = files.store.image_index
+    assert all(one.copy for one in album._entries), "every photo has a smaller copy"
+    album._entries = [replace(one, copy=None, width=width, height=height) for one in album._entries]
     ids = [[*range(first, min(first + micro, photos))] for first in range(0, photos, micro)]
     for chunk in ids:
         one, other = (make_batch(examples, task.collate, chunk, 0) for examples in (files, copies))

@@ -59,7 +59,7 @@ def all_logits(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    with mock.patch.object(ops, "_parameters", return_value=frozenset()):
+    with mock.patch.object(ops, "_parameter_names", return_value=frozenset()):
         yield
 
 

@@ -51,7 +51,10 @@ def made_store(task: Any, source: ConcatSource, folder: Path, count: int, thread
     """The store, made again by so many processes; `threads`: of the library tokenizers, which one process uses."""
     shutil.rmtree(folder, ignore_errors=True)
     env = {"DSTRAIN_CACHE": str(folder), "TOKENIZERS_PARALLELISM": str(threads).lower()}
-    with patch.dict(os.environ, env), patch("dstrain.tasks.common.bad_record_policy.cores_here", lambda: count):
+    with (
+        patch.dict(os.environ, env),
+        patch("dstrain.tasks.common.bad_record_policy.count_available_cores", lambda: count),
+    ):
         return task.tokens(source)
 
 

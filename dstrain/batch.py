@@ -31,7 +31,7 @@ class Batch:
 
     def as_filler(self) -> Batch:
         """The same tensors, weighing nothing."""
-        return replace(self, weight=0.0, samples=(), tokens=0, filler=True)
+        return replace(self, weight=0.0, samples=(), tokens=0, is_filler=True)
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
         """The same batch with more tensors."""

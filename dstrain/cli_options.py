@@ -44,7 +44,7 @@ RECIPE_OPTIONS = (
     click.argument("recipe", required=False),
     click.option("--task", help="A packaged task, a file path, or a dotted module."),
     click.option("--ds-config", "--ds_config", metavar="NAME|PATH|auto", help="Preset or DeepSpeed JSON."),
-    click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a key: optim.lr=2e-5"),
+    click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key: optim.lr=2e-5"),
 )
 FOLDER_TASK_OPTION = click.option(
     "--task", help="The task: a packaged one, or the task file it was trained with, which no folder runs by itself."
@@ -53,14 +53,14 @@ MODEL_OPTIONS = (
     click.argument("run_or_model", type=click.Path(exists=True, path_type=Path)),
     FOLDER_TASK_OPTION,
     click.option("--step", default="best", metavar="N|best|last", show_default=True, help="Checkpoint of a run; last where none is best."),
-    click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a key: batch.micro=8"),
+    click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key: batch.micro=8"),
     click.option(
         "--ds-config", "--ds_config", metavar="NAME|PATH",
         help="Preset or DeepSpeed JSON that says how to hold the model, such as zero3 (in shards). Default: as trained; in one process whole.",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
 )  # fmt: skip
-MODEL_OPTION_NAMES = ("task", "step", "sets", "ds_config")
+MODEL_OPTION_NAMES = ("task", "step", "overrides", "ds_config")
 SAMPLING_OPTIONS = (
     click.option("--max-new-tokens", "--max_new_tokens", default=256, type=click.IntRange(1), show_default=True, help="Most tokens of an answer."),
     click.option("--temperature", default=0.0, type=click.FloatRange(0), help="Sampling temperature; 0, the default: always the likeliest token."),

@@ -26,7 +26,7 @@ def check_file(file: str, task: str, overrides: Sequence[str]) -> tuple[Validati
     """What the file holds, and in a sentence what is cut of it. Raises TaskError for a task that reads records by itself."""
     config = read_recipe(None, overrides, task).config
     made = make_task(config)
-    convert = getattr(made, "convert", None)
+    convert = getattr(made, "parse_record", None)
     if convert is None:
         raise TaskError(f"--task {task}: reads its records by itself, so there is no format to check them against")
     found = check_records(file, config.data.columns, convert, count_available_cores())

@@ -19,7 +19,7 @@ def list_presets(name: str | None) -> str:
     return describe_preset(name)
 
 
-def convert_preset(path: Path) -> tuple[str, list[str]]:
+def convert_preset_file(path: Path) -> tuple[str, list[str]]:
     """(one of ours made from a public DeepSpeed JSON, what went where). Raises PresetError for what a person must decide."""
     adopted = convert_preset(path)
     if adopted.faults:

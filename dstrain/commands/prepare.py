@@ -97,14 +97,16 @@ def _summarize_split(examples: Sequence[Any]) -> dict[str, Any]:
     about: dict[str, Any] = {"samples": len(examples)}
     store, rows = getattr(examples, "store", None), getattr(examples, "rows", None)
     if store is not None and rows is not None:
-        lengths = [store.lengths(name)[rows] for name in store.sequences if name not in ("learnt", "images")]
+        lengths = [store.lengths(name)[rows] for name in store.ragged_columns if name not in ("learnt", "images")]
         about |= {
             "tokens": int(sum(column.sum() for column in lengths)),
             "longest": int(max(column.max() for column in lengths)),
             "tokens_folder": str(store.folder),
         }
-        shown = {image for row in rows.tolist() for image in store[row].get("images", ())} if store.album else set()
-        about |= {"images": len(shown), "copies": sum(image.copied for image in shown)} if shown else {}
+        shown = (
+            {image for row in rows.tolist() for image in store[row].get("images", ())} if store.image_index else set()
+        )
+        about |= {"images": len(shown), "copies": sum(image.has_copy for image in shown)} if shown else {}
     return about | getattr(examples, "report", {})
 
 

@@ -131,7 +131,7 @@ def train_worker(worker: Worker, request: TrainRequest) -> int:
 
         together = Rendezvous(worker, timeout)
         plan = make_plan(recipe, run_dir, ResumeOptions(request.resume, request.allowed_changes), worker, together)
-        return run_training(replace(plan, launch=lease.launch_id), screen, interrupt, together.store)
+        return run_training(replace(plan, launch_id=lease.launch_id), screen, interrupt, together.store)
 
     timeout = timedelta(minutes=recipe.config.timeout_minutes)
     with Lease(run_dir, os.environ.get(LAUNCH_ID_ENV)) as lease:

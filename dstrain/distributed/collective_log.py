@@ -139,7 +139,7 @@ def patch_collectives(timeout: timedelta) -> None:
     from torch.distributed import distributed_c10d as c10d
 
     _DefaultTimeout.value = timeout
-    if hasattr(dist.all_reduce, "counted"):
+    if hasattr(dist.all_reduce, "is_logged"):
         return
     for name in LOGGED_COLLECTIVES:
         if hasattr(dist, name):
@@ -165,7 +165,7 @@ def _log_calls(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         line.last_activity = now()
         return result
 
-    wrapper.counted = True  # type: ignore[attr-defined]
+    wrapper.is_logged = True  # type: ignore[attr-defined]
     return wrapper
 
 

@@ -65,7 +65,7 @@ def assign(tensor: torch.Tensor, read: Callable[[], torch.Tensor] | None) -> Non
     """Put the values that `read` gives into a parameter or buffer; None leaves it. Into shards, rank 0's go. Collective."""
     import torch
 
-    with gathered([cast("torch.nn.Parameter", tensor)], change=True), torch.no_grad():
+    with gathered([cast("torch.nn.Parameter", tensor)], modify=True), torch.no_grad():
         if read is not None and is_source_rank(tensor):
             tensor.copy_(read())
 

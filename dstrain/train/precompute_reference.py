@@ -71,7 +71,7 @@ def add_reference_outputs(job: ReferenceJob, splits: Sequence[Sequence[Any] | No
 def _with_outputs(split: Sequence[Any] | None, columns: Mapping[Path, OutputColumns]) -> Sequence[Any] | None:
     if not isinstance(split, TokenizedDataset):
         return split
-    return cast("Sequence[Any]", replace(split, answers=columns[split.store.folder]))
+    return cast("Sequence[Any]", replace(split, reference_columns=columns[split.store.folder]))
 
 
 def _weights_fingerprint(task: Task) -> str:

@@ -79,7 +79,7 @@ def get_run_dir(checkpoint: CheckpointInfo) -> Path:
     return checkpoint.path.parent.parent
 
 
-def dump_recipe(config: RunConfig) -> dict[str, Any]:
+def dump_training_recipe(config: RunConfig) -> dict[str, Any]:
     """What a checkpoint records of the recipe: all but how it was launched and what it told."""
     return config.model_dump(mode="json", exclude={"launch", "log", "profile"})
 

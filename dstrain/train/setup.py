@@ -45,7 +45,7 @@ from dstrain.train.run import Run
 from dstrain.train.run_dir import (
     archive_previous_run,
     check_run_dir_shared,
-    dump_recipe,
+    dump_training_recipe,
     find_checkpoint_at,
     get_library_versions,
     get_run_dir,
@@ -113,7 +113,7 @@ def with_reference_outputs(plan: RunPlan, world: World) -> RunPlan:
     asking = ReferenceJob(task=plan.task, ds_config=plan.ds_config, micro_batch_size=plan.batch.micro, world=world)
     train, test = add_reference_outputs(asking, (plan.train_dataset, plan.eval_dataset))
     assert train is not None
-    return replace(plan, train=train, test=test)
+    return replace(plan, train_dataset=train, eval_dataset=test)
 
 
 def build_run(
@@ -219,7 +219,7 @@ def _interval_in_steps(plan: RunPlan, every: int | str) -> int:
 def _checkpoint_metadata(plan: RunPlan) -> dict[str, Any]:
     """What each checkpoint says of its run."""
     preset = plan.preset
-    about: dict[str, Any] = {"recipe": dump_recipe(plan.config)}
+    about: dict[str, Any] = {"recipe": dump_training_recipe(plan.config)}
     about |= {
         "preset": preset.name,
         "zero_stage": preset.stage,

@@ -204,7 +204,7 @@ def test_data_check_shows_a_terminal_the_first_ten_of_each_kind(
     (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
     words = ["data", "check", str(tmp_path / "pairs.jsonl"), "--task", "rm"]
     assert len(call(*words).stdout.splitlines()) == 2001, "a script gets every one"
-    monkeypatch.setattr("dstrain.cli.on_terminal", lambda: True)
+    monkeypatch.setattr("dstrain.cli.is_terminal", lambda: True)
     told = call(*words).stdout.splitlines()
     assert len(told) == 10 + 1 + 1 + 1
     assert told[10] == f"… and 1990 more like {tmp_path}/pairs.jsonl:10"

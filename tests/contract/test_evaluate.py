@@ -147,7 +147,7 @@ def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.Mon
     from tests.contract.test_cli import call
 
     told: list[Any] = []
-    monkeypatch.setattr("dstrain.commands.run_job.spread", lambda *args: told.append(args) or JobResult(0))
+    monkeypatch.setattr("dstrain.commands.run_job.run_job", lambda *args: told.append(args) or JobResult(0))
     asked = [
         "--data",
         "evil.jsonl",

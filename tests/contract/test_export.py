@@ -134,7 +134,7 @@ def test_a_run_in_fp16_is_exported_in_fp16(lora: dict[str, Any] | None, tmp_path
 
 
 def test_a_model_in_several_files_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "FILE_SIZE", "20KB")
+    monkeypatch.setattr(command, "MAX_SHARD_SIZE", "20KB")
     run = make_run(tmp_path / "it", "sft")
     export_model(run, "last", tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
@@ -193,7 +193,7 @@ def test_what_was_loaded_is_compared_too(
 ) -> None:
     """Where the files were not looked at: transformers draws what is missing at random, with a warning."""
     spoil(monkeypatch, change)
-    monkeypatch.setattr(command, "check_files", lambda *args: None)
+    monkeypatch.setattr(command, "check_exported_files", lambda *args: None)
     with pytest.raises(CheckpointError, match=words):
         export_model(run, "last", tmp_path / "out")
     assert not left_in(tmp_path)
@@ -211,7 +211,7 @@ def test_a_model_that_is_not_the_checkpoint_is_refused(
         with torch.no_grad():
             tensors[NAME][3, 4] += 1e-4
 
-    monkeypatch.setattr(restore, "_fill_whole", fill_but_one)
+    monkeypatch.setattr(restore, "_load_unsharded", fill_but_one)
     with pytest.raises(CheckpointError, match=f"the model has other values of {NAME} than it holds"):
         export_model(run, "last", tmp_path / "out")
     assert not left_in(tmp_path)

@@ -131,7 +131,7 @@ def test_an_answer_needs_room(trained: Any) -> None:
 
 def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr("dstrain.commands.run_job.spread", lambda *args: told.append(args) or JobResult(0))
+    monkeypatch.setattr("dstrain.commands.run_job.run_job", lambda *args: told.append(args) or JobResult(0))
     prompts = ["--prompt", "\n\nHuman: 'hi'\n\nAssistant:", "--prompt", "--dashes"]
     sampling = ["--max_new_tokens", "7", "--temperature", "0.5", "--top-p", "0.9", "--seed", "3", "--batch", "2"]
     assert call("generate", str(tmp_path), *prompts, *sampling, "--step", "last").exit_code == 0

@@ -192,7 +192,7 @@ def test_images_within_a_parquet_file_are_kept_in_the_cache(tmp_path: Path, monk
     made = examples(values)
     shown = [made[row]["images"][0] for row in range(3)]
     assert [image.index for image in shown] == [0, 1, 0]
-    assert all(image.copied for image in shown)
+    assert all(image.has_copy for image in shown)
     first, second, third = (image.load() for image in shown)
     assert first.tobytes() == third.tobytes() != second.tobytes()
 

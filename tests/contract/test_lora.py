@@ -142,7 +142,7 @@ def test_what_is_not_the_adapters_is_refused_by_name(
     change, words = SABOTAGE[name]
     spoil(monkeypatch, change, PeftModel)
     if not looked_at:
-        monkeypatch.setattr("dstrain.commands.export.check_files", lambda *args: None)
+        monkeypatch.setattr("dstrain.commands.export.check_exported_files", lambda *args: None)
         words = "the reloaded model has other values of|the exported folder cannot be loaded"
         if name == "added":
             pytest.skip("what nobody loads only the files tell")

@@ -118,7 +118,7 @@ def test_several_processes_are_started_for_a_reference_alone(tmp_path: Path) -> 
 
 def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr("dstrain.commands.run_job.spread", lambda *args: told.append(args) or JobResult(0))
+    monkeypatch.setattr("dstrain.commands.run_job.run_job", lambda *args: told.append(args) or JobResult(0))
     recipe = written(tmp_path)
     words = ["--task", "rm", "--ds-config", "zero1", "--set", "seed=1", "--set", "steps=2"]
     assert call("prepare", recipe, *words, "--num-gpus", "2").exit_code == 0

@@ -49,7 +49,7 @@ def handed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(handed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("dstrain.commands.checks.untrusted_folder.PATTERN_SECONDS", 1)
+    monkeypatch.setattr("dstrain.commands.checks.untrusted_folder.PATTERN_TIMEOUT_SECONDS", 1)
     shutil.copytree(handed, tmp_path / "got", symlinks=True)
     return tmp_path / "got"
 
@@ -194,7 +194,7 @@ def test_a_launch_does_not_import_from_the_working_folder(folder: Path, monkeypa
         seen.update(made.environment)
         return run_job.JobResult(0)
 
-    monkeypatch.setattr(run_job, "_launched", launched)
+    monkeypatch.setattr(run_job, "_launch_workers", launched)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     job = EvaluateJob(selector=ModelSelector(folder=folder / "run"), data=str(folder / "eval.jsonl"))

@@ -145,7 +145,7 @@ class Scene:
     def state(self) -> str:
         """Hash of what all ranks hold."""
         digest = hashlib.sha256()
-        for shard in self.engine.shards():
+        for shard in self.engine.state_files():
             for name, tensor in shard.tensors:
                 digest.update(name.encode() + tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
             digest.update(repr(sorted(shard.numbers.items())).encode())

@@ -52,7 +52,7 @@ def losses(
             told += course.look(run, step)
             result = run.engine.step(course.batches(run, step), lr=run.task.recipe.optim.lr)
             told.append(float(np.divide(*run.engine.world.sum([float(result.loss), result.weight]))))
-    held = run.engine.objective.reference
+    held = run.engine.train_module.reference_model
     return {
         "losses": told,
         "sharded reference": held is not None and all(hasattr(one, "ds_id") for one in held.parameters()),
@@ -64,7 +64,7 @@ def without_blank_images() -> AbstractContextManager[Any]:
     """Inside, a batch has images where its samples have."""
     into = VisionProcessor.attach_images
     return mock.patch.object(
-        VisionProcessor, "into", lambda sight, batch, images: into(sight, batch, images) if images else batch
+        VisionProcessor, "attach_images", lambda sight, batch, images: into(sight, batch, images) if images else batch
     )
 
 

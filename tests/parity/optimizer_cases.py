@@ -120,7 +120,7 @@ def take(engine: Any, numbers: Sequence[int], poison: int | None = None) -> list
         chunks = np.array_split(samples, ranks.size * 2)[ranks.rank * 2 : ranks.rank * 2 + 2]
         batches = [task.collate(chunk.tolist()) for chunk in chunks]
         if number == poison and ranks.rank == 0:
-            batches[0] = batches[0].plus({"signs": batches[0].tensors["signs"] * float("inf")})
+            batches[0] = batches[0].with_tensors({"signs": batches[0].tensors["signs"] * float("inf")})
         norms.append(engine.step(batches, RATES[number % len(RATES)]).grad_norm)
     return norms
 

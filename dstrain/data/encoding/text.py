@@ -39,7 +39,7 @@ class SpecialTokens:
         So have the ids of `apply_chat_template(tokenize=True)`, of servers and of TRL. Processors of models that see images
         (`views`) add a BOS of their own (transformers, ProcessorMixin.apply_chat_template), and a BERT its CLS.
         """
-        return replace(self, start=()) if used_chat_template and expansion is None and not self.has_sep else self
+        return replace(self, prefix_ids=()) if used_chat_template and expansion is None and not self.has_sep else self
 
 
 def get_special_tokens(tokenizer: Any) -> SpecialTokens:

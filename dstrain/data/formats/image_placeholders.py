@@ -25,7 +25,7 @@ _IMAGE_CHAR_PATTERN = re.compile(f"[{IMAGE_PLACEHOLDER}{chr(_INDEXED_BASE)}-{chr
 IMAGE_KEYS = ("image", "images")
 _IMAGE_PART_TYPES = ("image", "image_url")
 
-ParsedT = TypeVar("Read", Conversation, PromptCompletion, Preference, ParsedPrompt, Conversation | PromptCompletion)
+ParsedT = TypeVar("ParsedT", Conversation, PromptCompletion, Preference, ParsedPrompt, Conversation | PromptCompletion)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class PlaceholderExpansion:
             if isinstance(sample, BadRecord):
                 return sample
             text, grown = self._expand_images(index, sample.text)
-            return replace(sample, text=text, spans=tuple(_shift_spans(sample.trained_spans, grown)))
+            return replace(sample, text=text, trained_spans=tuple(_shift_spans(sample.trained_spans, grown)))
         except BadRecord as fault:
             return fault
 

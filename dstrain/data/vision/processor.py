@@ -171,7 +171,7 @@ class VisionProcessor:
         """
         tensors = batch.tensors if images else self._append_blank_row(batch.tensors)
         vision = {**self.image_inputs(images), MM_TOKEN_TYPE_IDS: self.token_type_ids(tensors["input_ids"])}
-        return replace(batch, tensors=tensors, vision=vision, blank_rows=0 if images else 1)
+        return replace(batch, tensors=tensors, vision=vision, dummy_rows=0 if images else 1)
 
     def attach_no_images(self, batch: Batch) -> Batch:
         """The batch of data that has no image at all, where the tower rests on every rank."""

@@ -38,7 +38,7 @@ def _merge_sharded(model: Any) -> PreTrainedModel:
 
     for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
         base = layer.get_base_layer()
-        with gathered(base.parameters(recurse=False), change=True), torch.no_grad():
+        with gathered(base.parameters(recurse=False), modify=True), torch.no_grad():
             if is_source_rank(base.weight):
                 layer._move_adapter_to_device_of_base_layer("default")
                 layer.merge()

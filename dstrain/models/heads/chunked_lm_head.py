@@ -191,7 +191,7 @@ class _ChunkedScores(torch.autograd.Function):
         rows, targets = ctx.saved_tensors
         kind, dtype, enabled = ctx.autocast
         with (
-            _fork_rng(ctx.random if ctx.plan.drops else None),
+            _fork_rng(ctx.random if ctx.plan.has_dropout else None),
             torch.enable_grad(),
             torch.autocast(kind, dtype, enabled=enabled),
         ):
@@ -208,7 +208,7 @@ def _chunk_gradients(
     sums: list[torch.Tensor | None] = [None] * len(ctx.learning)
     for chunk, wanted, factor in zip(*(one.split(plan.size) for one in (rows, targets, grad_output)), strict=True):
         chunk = chunk.detach().requires_grad_(needed)
-        log_probs = plan.of_chunk(chunk, wanted).log_probs
+        log_probs = plan.score_chunk(chunk, wanted).log_probs
         inputs = [*ctx.learning, *[chunk][:needed]]
         found = [*torch.autograd.grad(log_probs, inputs, factor, allow_unused=True)]
         if needed:

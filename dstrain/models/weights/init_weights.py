@@ -155,7 +155,7 @@ def _check_shapes(
             faults.append(Fault(INIT_KEY, problem, "give weights that are not quantized"))
     if len(faults) > 1:
         first = faults[0]
-        raise RecipeError(Fault(INIT_KEY, f"{first.problem}, and {len(faults) - 1} more do not fit", first.mend))
+        raise RecipeError(Fault(INIT_KEY, f"{first.problem}, and {len(faults) - 1} more do not fit", first.fix))
     if faults:
         raise RecipeError(faults)
 

@@ -131,5 +131,5 @@ def _digest_source(source: DatasetConfig) -> str:
 
 def _image_digest(examples: Any) -> dict[str, str]:
     """A hash of the images of a token store, by their content."""
-    album = getattr(getattr(examples, "store", None), "album", None)
+    album = getattr(getattr(examples, "store", None), "image_index", None)
     return {} if album is None else {"images": album.digest}

@@ -63,7 +63,7 @@ def test_a_folder_that_was_kept_or_is_somebody_elses_stays(tmp_path, monkeypatch
 
 
 def test_only_so_many_are_removed_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(temp_dirs, "_MOST_REMOVED", 2)
+    monkeypatch.setattr(temp_dirs, "_MAX_REMOVED", 2)
     for index in range(3):
         place = tmp_path / f"dstrain-{index:016x}"
         place.mkdir()

@@ -94,9 +94,9 @@ def test_a_child_that_says_nothing_is_lost(code: int) -> None:
 
 def test_a_large_file_may_take_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """As much as half of what is free: rows of gigabytes are read where there is room. A small file may not."""
-    monkeypatch.setattr(parquet, "free_memory", lambda: 100 << 30)
+    monkeypatch.setattr(parquet, "get_available_memory", lambda: 100 << 30)
     assert [parquet.decode_memory_limit(size) >> 30 for size in (400, 128 << 20, 1 << 40)] == [4, 8, 50]
-    monkeypatch.setattr(parquet, "free_memory", lambda: 1 << 30)
+    monkeypatch.setattr(parquet, "get_available_memory", lambda: 1 << 30)
     assert parquet.decode_memory_limit(1 << 40) == 4 << 30
 
 
@@ -122,7 +122,7 @@ def test_memory_of_a_cgroup_is_free_below_its_limit(
     for name, text in held.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(free_memory, "CGROUPS", tmp_path)
-    monkeypatch.setattr(free_memory, "OWN", tmp_path / "own")
+    monkeypatch.setattr(free_memory, "CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(free_memory, "OWN_CGROUP_FILE", tmp_path / "own")
     assert (free_memory.get_available_memory() < 1 << 20) == (free is not None)
     assert min(free_memory._iter_available_in_cgroups(), default=None) == free

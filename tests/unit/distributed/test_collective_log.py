@@ -15,7 +15,7 @@ from dstrain.errors import PeerFailureError
 @pytest.fixture
 def ledger(monkeypatch: pytest.MonkeyPatch) -> CollectiveLog:
     ledger = CollectiveLog()
-    monkeypatch.setattr(collective_log, "LEDGER", ledger)
+    monkeypatch.setattr(collective_log, "COLLECTIVE_LOG", ledger)
     ledger._group_logs.update({None: GroupLog((0, 1)), "pair": GroupLog((0, 1))})
     return ledger
 

@@ -52,7 +52,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
         def gathered(ready: Any, run_dir: Path) -> Iterator[Any]:
             yield LocalJob(LauncherSpec([], {}), run_dir, ())
 
-        monkeypatch.setattr("dstrain.launch.multihost.job.gathered", gathered)
+        monkeypatch.setattr("dstrain.launch.multihost.job.open_job", gathered)
         monkeypatch.setattr("dstrain.launch.supervise.supervise", lambda crew: work(crew.run_dir))
         words = ("train", str(tmp_path / "recipe.yaml"), "--run-dir", str(tmp_path / "run"), "--num-gpus", "2", *words)
         told = CliRunner().invoke(main, words)
@@ -91,7 +91,7 @@ def test_a_refused_launch_leaves_no_folder_and_one_that_trained_keeps_it(
 def test_records_are_looked_at_once(
     launch: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dstrain.cache_dir.SETTLED_NS", -1_000_000_000_000)
+    monkeypatch.setattr("dstrain.cache_dir.RACY_WINDOW_NS", -1_000_000_000_000)
     looked: list[int] = []
     monkeypatch.setattr(preflight, "_check_records", lambda config: looked.append(1))
     for _ in range(2):
@@ -99,7 +99,7 @@ def test_records_are_looked_at_once(
     assert looked == [1]
     launch(lambda run_dir: 1, "--set", "data.on_error=fail")
     assert looked == [1, 1]
-    monkeypatch.setattr(preflight, "MOST_BYTES", 10)
+    monkeypatch.setattr(preflight, "MAX_CHECKED_BYTES", 10)
     launch(lambda run_dir: 1, "--set", "data.max_length=47")
     assert looked == [1, 1], "large files are left to the ranks"
 

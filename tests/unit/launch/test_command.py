@@ -53,7 +53,7 @@ def test_torchrun_takes_the_same_arguments():
 
 
 def launch(monkeypatch, present: int, env: dict[str, str] | None = None, **options):
-    monkeypatch.setattr(command, "gpus_present", lambda: present)
+    monkeypatch.setattr(command, "count_gpus", lambda: present)
     return plan_local_launch(LaunchOptions(**options), ["train"], env or {})
 
 

@@ -26,7 +26,7 @@ def age(path: Path, seconds: float) -> None:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_locks, "LOCAL", set())
+    monkeypatch.setattr(kernel_locks, "LOCAL_FILESYSTEMS", set())
 
 
 def test_the_lock_of_a_dead_build_is_removed_at_once(lock: Path, tmp_path: Path) -> None:

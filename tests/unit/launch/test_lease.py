@@ -26,7 +26,7 @@ from dstrain.launch.processes import start_time
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.02)
 
 

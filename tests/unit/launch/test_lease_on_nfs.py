@@ -21,7 +21,7 @@ from dstrain.launch.lease_file import read_latest_lease
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.02)
 
 
@@ -90,7 +90,7 @@ def test_a_file_that_another_host_removes_while_it_is_read_is_looked_for_again(
 def test_a_listing_that_names_a_removed_file_without_end_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease_file, "STALE_SECONDS", 0.2)
+    monkeypatch.setattr(lease_file, "STALE_LISTING_SECONDS", 0.2)
     monkeypatch.setattr(os, "listdir", lambda _: ["lease-00000007.json"])
     with pytest.raises(OSError, match="Stale file handle"):
         read_latest_lease(tmp_path)

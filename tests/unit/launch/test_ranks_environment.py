@@ -83,7 +83,7 @@ def worker(world: int, local: int) -> Worker:
 def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host on two networks, with the default route over the first; it takes its own name for loopback."""
     ways = {"10.0.0.9": "eth0", "10.1.0.9": "ib0", probe._EXTERNAL_ADDRESS: "eth0", "127.0.1.1": ""}
-    monkeypatch.setattr(probe, "interface_towards", ways.__getitem__)
+    monkeypatch.setattr(probe, "find_route_interface", ways.__getitem__)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_gloo_is_told_the_way_to_other_hosts(
 
 
 def test_every_launcher_tells_gloo_the_way(start: Callable[..., torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "interface_towards", lambda address: {"node1": "eth1"}[address])
+    monkeypatch.setattr(probe, "find_route_interface", lambda address: {"node1": "eth1"}[address])
     start(SLURM)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
     start({**SLURM, "GLOO_SOCKET_IFNAME": "ib0"})

@@ -336,7 +336,7 @@ class Gone:
 
 
 def test_who_was_ended_by_us_is_not_to_blame(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(supervision, "KILLED_SECONDS", 0.1)
+    monkeypatch.setattr(supervision, "KILLED_GRACE_SECONDS", 0.1)
     (tmp_path / "launcher.log").write_text("no module named dstrain\n")
     assert supervision.supervise(Gone(tmp_path)) == 1
     said = capfd.readouterr().err

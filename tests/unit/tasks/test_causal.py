@@ -62,7 +62,7 @@ def test_no_answer_sees_itself(name: str, training: bool) -> None:
 def test_prompts_end_where_the_first_learnt_token_stands() -> None:
     _, batch = of_paligemma()
     assert prefix_token_types(batch).tolist() == [[0] * 6 + [1] * 4]
-    blank = replace(batch, tensors={**batch.tensors, "input_ids": torch.zeros(2, 10, dtype=torch.long)}, blank_rows=1)
+    blank = replace(batch, tensors={**batch.tensors, "input_ids": torch.zeros(2, 10, dtype=torch.long)}, dummy_rows=1)
     assert prefix_token_types(blank)[1].tolist() == [0] * 10
     asked = {name: value for name, value in batch.tensors.items() if name != "learnt"}
     assert not prefix_token_types(replace(batch, tensors=asked)).any(), "a prompt, and a reward model's text"

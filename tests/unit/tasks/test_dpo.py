@@ -181,7 +181,7 @@ def test_with_kept_answers_no_reference_is_built(tmp_path: Path, monkeypatch: py
 
 
 def test_answers_that_were_broken_off_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dstrain.train.precompute_reference, "ROWS", 10)
+    monkeypatch.setattr(dstrain.train.precompute_reference, "ROWS_PER_FILE", 10)
     task = made(tmp_path, {"precompute_ref_log_probs": True})
     asked: list[int] = []
     refer = DPO.reference_outputs
@@ -192,15 +192,15 @@ def test_answers_that_were_broken_off_are_gone_on_with(tmp_path: Path, monkeypat
             raise KeyboardInterrupt
         return refer(self, model, batch)
 
-    monkeypatch.setattr(DPO, "refer", counted)
+    monkeypatch.setattr(DPO, "reference_outputs", counted)
     with pytest.raises(KeyboardInterrupt):
         add_reference_outputs(asking(task), [task.examples("train")])
-    monkeypatch.setattr(DPO, "refer", refer)
+    monkeypatch.setattr(DPO, "reference_outputs", refer)
     kept = set(asked[:40])
     asked.clear()
     monkeypatch.setattr(
         DPO,
-        "refer",
+        "reference_outputs",
         lambda self, model, batch: asked.extend(batch.samples) or refer(self, model, batch),
     )
     broken, whole = add_reference_outputs(asking(task), [task.examples("train"), None])[0], made(tmp_path)
@@ -250,7 +250,7 @@ def test_what_changes_the_answers_changes_their_key(tmp_path: Path) -> None:
 def test_a_reference_without_numbers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         DPO,
-        "refer",
+        "reference_outputs",
         lambda self, model, batch: {"ref_chosen_logps": torch.full((int(batch.weight),), np.nan)},
     )
     task = made(tmp_path, {"precompute_ref_log_probs": True})

@@ -205,7 +205,7 @@ def test_the_reference_is_asked_once_in_a_step(tmp_path: Path, monkeypatch: pyte
     asked: list[int] = []
     refer = KTO.reference_outputs
     monkeypatch.setattr(
-        KTO, "refer", lambda self, model, batch: asked.extend(batch.samples) or refer(self, model, batch)
+        KTO, "reference_outputs", lambda self, model, batch: asked.extend(batch.samples) or refer(self, model, batch)
     )
     task = made(tmp_path)
     take(build_train_module(task), read(task, [3, 9]), read(task, [4]))

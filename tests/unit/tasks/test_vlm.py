@@ -104,7 +104,7 @@ def test_images_are_altered_in_training_alone(tmp_path: Path) -> None:
 def test_images_may_be_seen_by_their_own_colours(tmp_path: Path) -> None:
     task = task_on(asked(tmp_path), model={"processor": {"normalize": "data"}})
     pixels = np.concatenate([np.asarray(picture(image, (20, 20))).reshape(-1, 3) for image in range(6)]) / 255
-    processor = task.sight.processor.image_processor
+    processor = task.vision_processor.processor.image_processor
     assert np.allclose(processor.image_mean, pixels.mean(0), atol=1e-5)
     assert np.allclose(processor.image_std, pixels.std(0), atol=1e-5)
 
@@ -121,7 +121,7 @@ def test_text_among_images_is_learnt_too_and_data_without_any_needs_no_blank(tmp
     assert not batches[1].vision[MM_TOKEN_TYPE_IDS].any()
     model, blank = mixed.build_model().eval(), batches[0]
     rows = {name: value if name == "loss_positions" else value[:1] for name, value in blank.tensors.items()}
-    alone = replace(blank, vision={}, blank_rows=0, tensors=rows)
+    alone = replace(blank, vision={}, dummy_rows=0, tensors=rows)
     losses = [float(mixed.loss(model, batch).total.detach()) for batch in (blank, alone)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 

@@ -47,7 +47,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
                 return error
             return None
 
-        monkeypatch.setattr(rendezvous, "meet", meet)
+        monkeypatch.setattr(rendezvous, "rendezvous_over_store", meet)
         with ThreadPoolExecutor(size) as pool:
             return list(pool.map(live, range(size)))
 

@@ -50,7 +50,7 @@ def built(
 ) -> tuple[TokenizedDataset, list[str]]:
     """The examples, made in a cache of their own, and which thread decoded each image."""
     monkeypatch.setenv("DSTRAIN_CACHE", str(cache))
-    monkeypatch.setattr("dstrain.tasks.common.text.cores_here", lambda: threads)
+    monkeypatch.setattr("dstrain.tasks.common.text.count_available_cores", lambda: threads)
     decoded: list[str] = []
     real = image_index.decode_image
 

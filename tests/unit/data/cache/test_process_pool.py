@@ -34,9 +34,9 @@ SETTINGS = EncodingConfig(max_length=60)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few records are shared by several processes."""
-    monkeypatch.setattr(process_pool, "FEWEST", 1)
-    monkeypatch.setattr(build, "SHARED", 3)
-    monkeypatch.setattr(build, "CHUNK", 7)
+    monkeypatch.setattr(process_pool, "MIN_PARALLEL_RECORDS", 1)
+    monkeypatch.setattr(build, "PARALLEL_CHUNK_SIZE", 3)
+    monkeypatch.setattr(build, "CHUNK_SIZE", 7)
 
 
 def record(at: int) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def test_few_records_and_one_core_start_no_process(tmp_path: Path, monkeypatch: 
     mine = lambda rows: [{"ids": [os.getpid()]} for _ in rows]  # noqa: E731
     assert {row["ids"][0] for row in encode_all(source, mine, ProcessPoolConfig())} == {os.getpid()}
     assert os.getpid() not in {row["ids"][0] for row in encode_all(source, mine)}
-    monkeypatch.setattr(process_pool, "FEWEST", len(source) + 1)
+    monkeypatch.setattr(process_pool, "MIN_PARALLEL_RECORDS", len(source) + 1)
     assert {row["ids"][0] for row in encode_all(source, mine)} == {os.getpid()}
 
 

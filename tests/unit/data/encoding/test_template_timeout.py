@@ -48,7 +48,7 @@ def tokenizer_with(template: str) -> Any:
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_that_does_not_end_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_timeout, "SECONDS", 1)
+    monkeypatch.setattr(template_timeout, "MAX_CPU_SECONDS", 1)
     began = time.monotonic()
     with pytest.raises(RecipeError, match=r"model\.chat_template: the chat template of .* does not end: .*; set model"):
         render_conversation(tokenizer_with(ENDLESS[name]), ASKED)
@@ -96,17 +96,17 @@ def test_a_template_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_template_of_which_nothing_is_known_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that hangs on a lock of the one that was forked says nothing of the template."""
-    monkeypatch.setattr(template_timeout, "PATIENCE", 0.5)
+    monkeypatch.setattr(template_timeout, "MAX_WALL_SECONDS", 0.5)
     limits, tried = [], [SubprocessResult("lost"), SubprocessResult("done")]
-    monkeypatch.setattr(template_timeout, "attempt", lambda work, within: limits.append(within) or tried.pop(0))
+    monkeypatch.setattr(template_timeout, "run_limited", lambda work, within: limits.append(within) or tried.pop(0))
     check_template_terminates(tokenizer_with("{{ messages }} waits"), ASKED)
-    assert [within.patience for within in limits] == [0.5, 0.5]
+    assert [within.wall_seconds for within in limits] == [0.5, 0.5]
 
 
 def test_a_template_that_could_not_be_tried_is_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be rendered without limits."""
-    monkeypatch.setattr(template_timeout, "PATIENCE", 0.5)
-    monkeypatch.setattr(template_timeout, "_render", lambda *_: time.sleep(60))
+    monkeypatch.setattr(template_timeout, "MAX_WALL_SECONDS", 0.5)
+    monkeypatch.setattr(template_timeout, "_render_all", lambda *_: time.sleep(60))
     for _ in range(2):
         with pytest.raises(RecipeError, match=r"could not be tried: the process .* was ended from outside, or did not"):
             check_template_terminates(tokenizer_with("{{ messages }} waits for ever"), ASKED)

@@ -77,7 +77,7 @@ def test_a_full_cache_is_said_and_nothing_is_left_there(
         load_or_train_tokenizer(source, texts, 270, tmp_path / "cache")
     monkeypatch.setattr("dstrain.data.encoding.train_tokenizer.shutil.rmtree", remove)
     assert len([*(tmp_path / "cache/tokenizers").glob("*.partial")]) == 1
-    monkeypatch.setattr("dstrain.cache_dir._lives", lambda pid: False)
+    monkeypatch.setattr("dstrain.cache_dir._is_alive", lambda pid: False)
     with pytest.raises(
         DataError, match=r"the tokenizer cannot be written into the cache \(.*No space left.*set DSTRAIN_CACHE"
     ):

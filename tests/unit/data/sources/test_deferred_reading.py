@@ -31,7 +31,7 @@ ROWS = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(
 def settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of its own, and files that need not be two seconds old to be known again."""
     monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache_dir, "SETTLED_NS", -1_000_000_000_000)
+    monkeypatch.setattr(cache_dir, "RACY_WINDOW_NS", -1_000_000_000_000)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         def refuse(path: Path, columns: Any) -> Any:
             raise AssertionError(f"{path} was opened")
 
-        monkeypatch.setattr(open, "KINDS", dict.fromkeys(open.SOURCE_TYPES, refuse))
+        monkeypatch.setattr(open, "SOURCE_TYPES", dict.fromkeys(open.SOURCE_TYPES, refuse))
 
     return no_more
 
@@ -172,7 +172,7 @@ def test_reading_parquet_in_order_decodes_each_row_once(tmp_path: Path, monkeypa
             decoded.append(start)
             yield start, batch
 
-    monkeypatch.setattr(read, "_decode", count)
+    monkeypatch.setattr(read, "_iter_batches", count)
     assert [read[index]["n"] for index in range(200)] == list(range(200))
     assert decoded == list(range(0, 200, 10))
     assert len(read._cached_batches) == parquet.MAX_CACHED_BATCHES
@@ -190,7 +190,7 @@ def test_the_images_of_a_store_are_looked_at_once(tmp_path: Path, monkeypatch: p
     config = RunConfig.model_validate(values)
     make_task(config).examples("train")
     looks, changed = [], ImageIndex.find_change
-    monkeypatch.setattr(ImageIndex, "changed", lambda album: looks.append(1) or changed(album))
+    monkeypatch.setattr(ImageIndex, "find_change", lambda album: looks.append(1) or changed(album))
     for _ in range(2):
         make_task(config).examples("train")
     assert len(looks) == 2, "each time where nobody says that it is one start"

@@ -123,7 +123,7 @@ def test_a_packed_file_fills_no_more_than_its_share_of_the_disk(
 
 
 def test_a_line_without_end_is_one_bad_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LONGEST_LINE", 100)
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 100)
     lines = [
         b'{"a": 1}\n',
         b'{"a": "' + b"x" * 1000 + b'"}\n',
@@ -226,7 +226,7 @@ def test_an_image_that_claims_to_be_huge_is_refused_before_it_is_decoded(form: s
         import unittest.mock
 
         with (
-            unittest.mock.patch("dstrain.data.vision.image_io.MOST_PIXELS", 1000),
+            unittest.mock.patch("dstrain.data.vision.image_io.MAX_PIXELS", 1000),
             pytest.raises(BadRecord, match="pixels, more than the 1000 that are decoded"),
         ):
             read_image(bytes(content))
@@ -249,11 +249,11 @@ def test_a_table_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, monkeypatc
     path = tmp_path / "bomb.parquet"
     table.write_table(pyarrow.table({"text": column}), path, compression="zstd", store_schema=False)
     assert path.stat().st_size < 1000
-    monkeypatch.setattr(parquet, "MOST_MEMORY", 256 << 20)
+    monkeypatch.setattr(parquet, "MAX_DECODE_BYTES", 256 << 20)
     with pytest.raises(DataError, match=r"a few of its rows take more than 256\.0 MiB of memory; write it again with"):
         open_source(path)
-    monkeypatch.setattr(parquet, "MOST_MEMORY", 8 << 30)
-    monkeypatch.setattr(parquet, "MOST_UNPACKED", 100 << 20)
+    monkeypatch.setattr(parquet, "MAX_DECODE_BYTES", 8 << 30)
+    monkeypatch.setattr(parquet, "MAX_UNPACKED_BYTES", 100 << 20)
     with pytest.raises(DataError, match="it unpacks to more than 10000 times its size"):
         open_source(path)
 
@@ -261,10 +261,10 @@ def test_a_table_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, monkeypatc
 def test_batches_in_memory_are_few_where_they_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     table = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(parquet, "KEPT_BYTES", 1 << 20)
+    monkeypatch.setattr(parquet, "MAX_CACHED_BYTES", 1 << 20)
     monkeypatch.setattr(parquet, "BATCH_ROWS", 2)
     rows = [{"a": str(number) * 400_000} for number in range(8)]
     table.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     source = open_source(tmp_path / "a.parquet")
     assert [source[at] for at in (0, 7, 3, 1)] == [rows[at] for at in (0, 7, 3, 1)]
-    assert sum(batch.nbytes for _, batch in source._batches) < 2 << 20  # type: ignore[attr-defined]
+    assert sum(batch.nbytes for _, batch in source._cached_batches) < 2 << 20  # type: ignore[attr-defined]

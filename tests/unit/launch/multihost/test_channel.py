@@ -78,7 +78,7 @@ def test_noise_is_no_sign_of_life(pair):
 def test_a_line_without_end_is_not_kept(pair):
     for _ in range(50):
         pair.comes(b"y" * 100_000)
-    assert len(pair.line._in) < 10
+    assert len(pair.line._read_buffer) < 10
 
 
 def test_a_long_message_comes_in_parts(pair):

@@ -60,8 +60,8 @@ def test_a_stopped_agent_and_its_ranks_are_ended_over_another_session(stopped, l
 def test_the_end_of_the_starter_is_none_of_the_session_that_cleans_up(launch, tmp_path):
     """It ends whatever this process started since: DeepSpeed's runner, pdsh and what they left."""
     with open_job(launch("here slots=1\n"), tmp_path) as crew:
-        crew._starter = LocalJob(LauncherSpec(["sleep", "60"], dict(os.environ)), tmp_path, ())
-        crew._starter.start()
+        crew._runner = LocalJob(LauncherSpec(["sleep", "60"], dict(os.environ)), tmp_path, ())
+        crew._runner.start()
         agent = stop_agent(crew)
         crew.kill()
         assert over(agent)
@@ -70,10 +70,10 @@ def test_the_end_of_the_starter_is_none_of_the_session_that_cleans_up(launch, tm
 
 def test_a_starter_that_does_not_end_with_the_ranks_is_not_waited_for(launch, tmp_path, monkeypatch):
     """A login script's own process holds the session open that pdsh waits for."""
-    monkeypatch.setattr("dstrain.launch.multihost.job.STARTER_SECONDS", 0.3)
+    monkeypatch.setattr("dstrain.launch.multihost.job.RUNNER_EXIT_SECONDS", 0.3)
     with open_job(launch("here slots=1\n"), tmp_path) as crew:
-        crew._starter = LocalJob(LauncherSpec(["sleep", "60"], dict(os.environ)), tmp_path, ())
-        crew._starter.start()
+        crew._runner = LocalJob(LauncherSpec(["sleep", "60"], dict(os.environ)), tmp_path, ())
+        crew._runner.start()
         began = time.monotonic()
         while time.monotonic() - began < 0.5:
             assert crew.poll_launcher() is None
@@ -100,7 +100,7 @@ def test_where_ssh_does_not_answer_the_sentence_says_so(launch, tmp_path):
 
 
 def test_a_host_that_never_answers_is_not_waited_for_without_end(launch, tmp_path, monkeypatch):
-    monkeypatch.setattr(cleanup, "CLEANUP_SECONDS", 0.5)
+    monkeypatch.setattr(cleanup, "CLEANUP_TIMEOUT_SECONDS", 0.5)
     with open_job(launch("here slots=1\n"), tmp_path) as crew:
         agent = stop_agent(crew)
         (tmp_path / "bin/ssh").write_text("#!/bin/sh\nwhile :; do echo y; done\n")
@@ -112,10 +112,10 @@ def test_a_host_that_never_answers_is_not_waited_for_without_end(launch, tmp_pat
 
 
 def test_an_agent_that_is_stopped_only_at_the_end_is_ended_too(launch, tmp_path, monkeypatch):
-    monkeypatch.setattr("dstrain.launch.multihost.job.END_SECONDS", 0.5)
+    monkeypatch.setattr("dstrain.launch.multihost.job.KILL_TIMEOUT_SECONDS", 0.5)
     with open_job(launch("here slots=1\n"), tmp_path) as crew:
-        crew._started = True
-        agent = agent_of(crew._peers[0].nonce)
+        crew._has_started = True
+        agent = agent_of(crew._clients[0].nonce)
         agent.suspend()
         assert crew.kill() == []
         assert over(agent)
@@ -124,9 +124,9 @@ def test_an_agent_that_is_stopped_only_at_the_end_is_ended_too(launch, tmp_path,
 
 def test_a_process_that_stood_still_itself_says_so(launch, tmp_path):
     with open_job(launch("here slots=1\n"), tmp_path) as crew:
-        crew._looked_at -= 7.0
+        crew._last_poll_at -= 7.0
         crew.poll()
-        agent_of(crew._peers[0].nonce).kill()
+        agent_of(crew._clients[0].nonce).kill()
         while not crew.abort_reason:
             crew.poll()
         assert (

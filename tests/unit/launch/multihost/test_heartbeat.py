@@ -106,7 +106,7 @@ def test_another_user_is_told_nothing(monkeypatch):
     beats.set_environment({"HF_TOKEN": "secret"})
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(f"\0{beats.socket_name}")
-        monkeypatch.setattr(heartbeat, "_user", lambda peer: os.geteuid() + 1)
+        monkeypatch.setattr(heartbeat, "_get_peer_uid", lambda peer: os.geteuid() + 1)
         beats.send_heartbeats()
         stranger.settimeout(1.0)
         assert stranger.recv(1 << 10) == b""

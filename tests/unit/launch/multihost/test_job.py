@@ -73,7 +73,7 @@ def test_more_slots_than_gpus_are_refused(tmp_path):
     peer = type("Peer", (), {})()
     peer.host = parse_hostfile("host1 slots=4\n", "F")[0]
     versions = {"dstrain": "0.0", "Python": "3.11", "torch": "2.13.0"}
-    peer.facts = {"machine": "a", "sees": False, "has_cwd": True, "versions": versions, "digests": {}, "gpus": 2}
+    peer.host_info = {"machine": "a", "sees": False, "has_cwd": True, "versions": versions, "digests": {}, "gpus": 2}
     said = [str(fault) for fault in preflight._iter_host_faults([peer], tmp_path)]
     assert [line.split(";")[0].removeprefix("F:1 host1: ") for line in said] == [
         f"does not see {tmp_path}", "has dstrain 0.0, this host has " + __version__,
@@ -194,14 +194,14 @@ def test_a_port_stays_reserved_for_rank_0_until_it_listens():
 
 
 def test_what_a_host_reaches_it_names_the_way_of(monkeypatch):
-    monkeypatch.setattr(probe, "addresses", lambda: {"127.0.0.1": "eth1", "10.0.0.1": "eth0"})
+    monkeypatch.setattr(probe, "get_interfaces_by_address", lambda: {"127.0.0.1": "eth1", "10.0.0.1": "eth0"})
     assert probe.find_route_interface("127.0.0.1") == probe.find_route_interface("localhost") == "eth1"
-    monkeypatch.setattr(probe, "addresses", lambda: {"10.0.0.1": "eth0", "fd00::1": "eth0"})
+    monkeypatch.setattr(probe, "get_interfaces_by_address", lambda: {"10.0.0.1": "eth0", "fd00::1": "eth0"})
     assert probe.find_route_interface("127.0.1.1") == "eth0", "its own name, on Debian: the only interface there is"
 
 
 def test_a_host_that_is_not_there_is_said_to_be_silent(monkeypatch):
-    monkeypatch.setattr(probe, "addresses", lambda: {"10.0.0.1": "eth0", "10.1.0.1": "eth1"})
+    monkeypatch.setattr(probe, "get_interfaces_by_address", lambda: {"10.0.0.1": "eth0", "10.1.0.1": "eth1"})
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert probe.try_connect("127.0.0.1", port) == {"interface": ""}  # loopback is no interface to others

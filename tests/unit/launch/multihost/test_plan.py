@@ -161,7 +161,7 @@ def test_a_dry_run_says_what_it_would_ask_the_hosts(plan):
 
 
 def test_more_processes_than_cores_are_warned_of(monkeypatch):
-    monkeypatch.setattr(several, "cores_here", lambda: 2)
+    monkeypatch.setattr(several, "count_available_cores", lambda: 2)
     made = {count: LocalLaunch([], {"DS_ACCELERATOR": "cpu"}, count) for count in (2, 99)}
     assert (
         several.cpu_overload_warning(made[2])

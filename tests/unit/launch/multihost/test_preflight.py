@@ -65,7 +65,7 @@ def test_a_login_script_that_ends_the_shell_is_named(script, launch, login_scrip
 
 
 def test_a_login_script_that_does_not_end_is_named(launch, login_script, tmp_path, monkeypatch):
-    monkeypatch.setattr(agent_client, "ANSWER_SECONDS", 1.5)
+    monkeypatch.setattr(agent_client, "REQUEST_TIMEOUT_SECONDS", 1.5)
     login_script.write_text("while :; do echo y; done\n")
     (said,) = refused(launch("login slots=2\n"), tmp_path)
     assert said.startswith("F:1 login: no answer from its agent in 1.5 s, only other output (of its login shell, or ")
@@ -81,7 +81,7 @@ def test_the_reason_is_what_ssh_said_and_not_the_host(launch, tmp_path):
 
 def test_agents_wait_while_the_data_are_looked_at(launch, tmp_path):
     """Between the hosts' answers and the start of the ranks lies a check that may take longer than launch.silence_seconds."""
-    with open_job(replace(launch("here slots=2\n"), silence=1.0), tmp_path) as crew:
+    with open_job(replace(launch("here slots=2\n"), heartbeat_timeout=1.0), tmp_path) as crew:
         time.sleep(2.5)
         crew.poll()
         assert crew.abort_reason == ""
@@ -91,7 +91,7 @@ def peer(name: str, **facts):
     made = type("Peer", (), {})()
     made.host = parse_hostfile(f"{name} slots=1\n", "F")[0]
     own = {"versions": read_package_versions(), "digests": hash_source_files()}
-    made.facts = {"machine": name, "sees": True, "has_cwd": True, "gpus": 0, **own, **facts}
+    made.host_info = {"machine": name, "sees": True, "has_cwd": True, "gpus": 0, **own, **facts}
     return made
 
 

@@ -102,7 +102,7 @@ def test_adapters_of_heads_and_of_tied_embeddings_learn_the_same(
     log_probs, _ = losses.score_answers(model, given)
     found = gradients(model, log_probs)
     if "dropout" in lora:  # drawn chunk by chunk: the same with autograd through all chunks
-        monkeypatch.setattr(chunked_lm_head, "_Chunks", Unchunked)
+        monkeypatch.setattr(chunked_lm_head, "_ChunkedScores", Unchunked)
     else:
         monkeypatch.setitem(MAX_CHUNK_BYTES, "cpu", 2**26)
     torch.manual_seed(7)
@@ -117,7 +117,7 @@ class Unchunked:
     @staticmethod
     def apply(plan: Any, rows: torch.Tensor, targets: torch.Tensor, *_: Any) -> Any:
         chunks = zip(rows.split(plan.size), targets.split(plan.size), strict=True)
-        return [torch.cat(column) for column in zip(*(plan.of_chunk(*chunk) for chunk in chunks), strict=True)]
+        return [torch.cat(column) for column in zip(*(plan.score_chunk(*chunk) for chunk in chunks), strict=True)]
 
 
 @pytest.mark.usefixtures("chunks")
@@ -125,7 +125,7 @@ def test_logits_of_all_rows_are_never_held(monkeypatch: pytest.MonkeyPatch) -> N
     seen = []
     score = chunked_lm_head.score_logits
     monkeypatch.setattr(
-        chunked_lm_head, "score", lambda logits, targets: (seen.append(logits.shape), score(logits, targets))[1]
+        chunked_lm_head, "score_logits", lambda logits, targets: (seen.append(logits.shape), score(logits, targets))[1]
     )
     model, given = made("granite"), batch()
     learnt = int(given.tensors["learnt"].sum())
@@ -142,7 +142,7 @@ def test_logits_of_all_rows_are_never_held(monkeypatch: pytest.MonkeyPatch) -> N
 def test_one_chunk_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     score = chunked_lm_head.score_logits
-    monkeypatch.setattr(chunked_lm_head, "score", lambda *given: (calls.append(1), score(*given))[1])
+    monkeypatch.setattr(chunked_lm_head, "score_logits", lambda *given: (calls.append(1), score(*given))[1])
     log_probs, _ = losses.score_answers(made("llama"), batch())
     log_probs.sum().backward()
     assert len(calls) == 1

@@ -397,7 +397,7 @@ def test_a_launch_that_lost_its_folder_neither_writes_nor_removes_anything_there
     def taken() -> None:
         raise RunFolderTakenError("another launch took the folder")
 
-    lost = replace(solo(tmp_path), owned=taken)
+    lost = replace(solo(tmp_path), check_owner=taken)
     with pytest.raises(RunFolderTakenError, match=r"^another launch took the folder$"):
         save(lost, 3)
     assert [path.name for path in partial.iterdir()] == ["of the other launch"]
@@ -485,9 +485,11 @@ def test_a_save_reads_no_more_manifests_the_more_there_are(
 ) -> None:
     kept, read = solo(tmp_path, **options), []
     save(kept, *range(1, 40), metric=0.5)
-    monkeypatch.setattr(module, "inspect", lambda path: read.append(path) or read_checkpoint_info(path, None))
     monkeypatch.setattr(
-        manifest, "inspect", lambda path, all=False: read.append(path) or read_checkpoint_info(path, None)
+        module, "inspect_checkpoint", lambda path: read.append(path) or read_checkpoint_info(path, None)
+    )
+    monkeypatch.setattr(
+        manifest, "inspect_checkpoint", lambda path, all=False: read.append(path) or read_checkpoint_info(path, None)
     )
     save(kept, 40, metric=0.4)
     assert best(tmp_path) == "step-00000040"

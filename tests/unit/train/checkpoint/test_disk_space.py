@@ -65,7 +65,7 @@ def disk(kept: CheckpointManager, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """[size of the disk]: free is what the checkpoints leave."""
     size = [10**9]
     used = lambda: sum(info.size for info in find_checkpoints(kept.folder) if info.is_complete)  # noqa: E731
-    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: size[0] - used())
+    monkeypatch.setattr(disk_space, "get_free_bytes", lambda folder: size[0] - used())
     return size
 
 

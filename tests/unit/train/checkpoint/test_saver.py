@@ -59,7 +59,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         assert event.wait(30)
         return write(folder, shard)
 
-    monkeypatch.setattr(files, "write_shard", wait)
+    monkeypatch.setattr(files, "write_state_file", wait)
     return event
 
 
@@ -98,7 +98,7 @@ def test_a_failure_is_raised_where_training_asks_for_it(tmp_path: Path, monkeypa
     kept = saving(tmp_path, Weights(), [])
     kept.save(Progress(1, 1), None)
     kept.wait()
-    monkeypatch.setattr(files, "write_shard", full)
+    monkeypatch.setattr(files, "write_state_file", full)
     kept.save(Progress(2, 2), None)
     with pytest.raises(CheckpointError, match="No space left on device"):
         kept.wait()

@@ -53,7 +53,7 @@ def test_before_the_first_step_it_ends_the_work_and_75_means_that_there_is_a_che
         run_with_signals(work, SignalHandler(), tmp_path)
     assert str(raised.value) == said
     monkeypatch.setattr(
-        module, "newest_whole", lambda folder: mock.Mock() if folder == tmp_path / "checkpoints" else None
+        module, "find_latest_complete", lambda folder: mock.Mock() if folder == tmp_path / "checkpoints" else None
     )
     assert run_with_signals(work, SignalHandler(), tmp_path) == 75
     assert capsys.readouterr().out == said + "\n"
@@ -83,7 +83,7 @@ def test_the_same_request_twice_is_one() -> None:
 
 def test_a_term_after_usr1_or_hup_is_the_first() -> None:
     """Slurm sends USR1 ahead of the time limit and SIGTERM at it; a save may be under way."""
-    with SignalHandler() as interrupt, mock.patch.object(module, "SAME_SECONDS", 0.0):
+    with SignalHandler() as interrupt, mock.patch.object(module, "DUPLICATE_SIGNAL_SECONDS", 0.0):
         interrupt.begin_training()
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
             send(number)

@@ -100,7 +100,7 @@ def test_checkpoints_of_before_go_on_and_runs_without_a_reference_have_none(tmp_
 
 def test_a_hub_name_that_moved_is_another_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, revision = task(Path("org/name")), ["a" * 40]
-    monkeypatch.setattr(module, "_revision", lambda name: revision[0])
+    monkeypatch.setattr(module, "_get_hub_revision", lambda name: revision[0])
     start = saved(tmp_path / "run", fingerprint_weights(made, PLAIN))
     check_fingerprints(start, fingerprint_weights(made, PLAIN), made, ())
     revision[0] = "b" * 40
@@ -131,7 +131,7 @@ def test_a_base_that_was_written_anew_is_refused_before_any_process_group(tmp_pa
 
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every file were old enough for its state to tell a change."""
-    monkeypatch.setattr(cache_dir, "SETTLED_NS", -1_000_000_000_000)
+    monkeypatch.setattr(cache_dir, "RACY_WINDOW_NS", -1_000_000_000_000)
 
 
 def test_weights_are_read_at_the_first_start_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

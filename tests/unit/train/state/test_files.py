@@ -157,7 +157,7 @@ def broken_header(change: Callable[[dict[str, Any]], object]) -> bytes:
 def test_a_table_that_cannot_be_is_refused(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its hash is right: someone made it so."""
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "write_shard", lambda folder, shard: write_hashed_file(folder / shard.name, content))
+        patch.setattr(shards, "write_state_file", lambda folder, shard: write_hashed_file(folder / shard.name, content))
         place = kept(tmp_path, [StateFile("rank-00000-000.safetensors", [])], shapes={"w": [4]})
     with pytest.raises(CheckpointError, match="choose another checkpoint"):
         CheckpointReader(place).read_tensor("w")

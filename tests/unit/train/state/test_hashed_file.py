@@ -15,7 +15,7 @@ from dstrain.train.state.hashed_file import HashedFileReader, HashedFileWriter, 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashed_file, "BLOCK", 8)
+    monkeypatch.setattr(hashed_file, "BLOCK_BYTES", 8)
 
 
 def content(size: int) -> bytes:

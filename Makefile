@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_RUN := runs/demo-rm
 PYTEST_ARGS ?=
+# Whole files, in their order: what a file prepares is prepared once, and no worker holds more processes than it needs.
+PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 # Two processes cannot share one GPU; on a CPU two are started, so that there is something to distribute.
 PROCESSES = $$($(BIN)/python -c 'import os; from dstrain.launch.topology import visible_gpus as seen; print(1 if seen(os.environ) == 1 else 2)')
 
@@ -15,7 +17,7 @@ demo: $(VENV)/.installed
 	$(BIN)/dstrain train demo-rm --num-gpus $(PROCESSES) --run-dir $(DEMO_RUN)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow and not gpu and not hosts" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not hosts" $(PARALLEL) $(PYTEST_ARGS)
 
 smoke: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "hosts and not slow" -rs --durations 0 --durations-min 1 $(PYTEST_ARGS)

@@ -29,7 +29,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
     path = f"{ROOT / 'launchers'}:{BIN}:{os.environ['PATH']}"
-    return subprocess.run(command, env={**os.environ, "PATH": path, **env}, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, env={**os.environ, "PATH": path, **env}, capture_output=True, text=True, timeout=400)
 
 
 def losses(run_dir: Path) -> list[Any]:

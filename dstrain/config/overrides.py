@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dstrain.config.source_map import KeyPath, SourceMap, lookup
-
-FROM_COMMAND_LINE = "--set"
-"""What `Written.places` says of a key that --set wrote."""
+from dstrain.config.read_yaml import COMMAND_LINE
+from dstrain.source_map import KeyPath, SourceMap, lookup
 
 EXCLUSIVE_KEYS: tuple[tuple[KeyPath, KeyPath], ...] = (
     (("steps",), ("epochs",)),
@@ -45,7 +43,7 @@ def _is_overridden(source: SourceMap, key: KeyPath, other: KeyPath) -> bool:
 
 def _is_from_command_line(source: SourceMap, key: KeyPath) -> bool:
     """Whether the command line set the key, or a block with it."""
-    return any(source.locations.get(key[:end]) == FROM_COMMAND_LINE for end in range(len(key), 0, -1))
+    return any(source.locations.get(key[:end]) == COMMAND_LINE for end in range(len(key), 0, -1))
 
 
 def _drop_key(source: SourceMap, key: KeyPath) -> None:

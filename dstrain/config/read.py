@@ -15,19 +15,11 @@ from pydantic_core import ErrorDetails
 from dstrain.config.aliases import KEY_ALIASES, UNSUPPORTED_KEYS, UNSUPPORTED_VALUES
 from dstrain.config.field_types import hide_secret
 from dstrain.config.overrides import resolve_overrides
+from dstrain.config.read_yaml import COMMAND_LINE, apply_override, format_value, normalize_key, read_yaml
 from dstrain.config.rules import check_cross_fields
 from dstrain.config.schema import RunConfig
-from dstrain.config.source_map import (
-    KeyPath,
-    SourceMap,
-    apply_override,
-    dotted_name,
-    format_value,
-    lookup,
-    normalize_key,
-    read_yaml,
-)
 from dstrain.errors import Fault, RecipeError, suggest_name
+from dstrain.source_map import KeyPath, SourceMap, dotted_name, lookup
 
 
 @dataclass(frozen=True)
@@ -50,7 +42,7 @@ def read_recipe(
     Raises RecipeError with every fault found: unknown keys (did you mean), wrong types and ranges,
     keys that clash, and keys whose feature does not exist yet.
     """
-    written = read_yaml(path) if path else SourceMap(name="--set")
+    written = read_yaml(path) if path else SourceMap(COMMAND_LINE)
     for text in overrides:
         apply_override(written, text)
     resolve_overrides(written)

@@ -127,7 +127,7 @@ def test_aliases_of_aliases_are_not_followed_for_ever(tmp_path: Path) -> None:
 
 
 def test_set_into_something_that_is_no_block_says_what_to_write() -> None:
-    with pytest.raises(RecipeError, match="batch is no block of keys in --set; write it as --set batch=VALUE"):
+    with pytest.raises(RecipeError, match="batch is not a block of keys in --set; write it as --set batch=VALUE"):
         read_recipe(None, ["batch=true", "batch.micro=1"], "rm")
 
 

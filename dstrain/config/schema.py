@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
+from dstrain.config.aliases import find_deprecations, rename_options
 from dstrain.config.field_types import EnvVar, Fraction, NonNegativeFloat, PositiveInt, SplitName
 from dstrain.config.model_section import LoraConfig, ModelConfig, ProcessorConfig, Section, TokenizerConfig
 
@@ -251,3 +252,19 @@ class RunConfig(Section):
     """Steps to look at closely: a trace, DeepSpeed's flops table, the memory."""
     launch: LaunchConfig = LaunchConfig()
     """What launchers need to know."""
+
+    _deprecations: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def deprecations(self) -> tuple[str, ...]:
+        """Messages about old names in the recipe as written."""
+        return self._deprecations
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _accept_old_names(cls, values: Any, handler: ModelWrapValidatorHandler[RunConfig]) -> RunConfig:
+        if not isinstance(values, dict):
+            return handler(values)
+        config = handler(rename_options(values))
+        config._deprecations = tuple(find_deprecations(values))
+        return config

@@ -99,7 +99,7 @@ def test_a_skeleton_has_every_name_and_no_memory() -> None:
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
-        ({"model_type": "lama"}, r"model_type: 'lama' is none of transformers'.*'llama'"),
+        ({"model_type": "lama"}, r"transformers has no model type 'lama'.*'llama'"),
         ({"hiden_size": 8, "vocabsize": 9}, r"hiden_size.*'hidden_size'(?s:.)*vocabsize.*'vocab_size'"),
         ({"num_attention_heads": 3}, r"model\.config: .*not a multiple of the number of attention heads"),
         ({"hidden_size": [1]}, r"model\.config: .*'hidden_size' expected int"),

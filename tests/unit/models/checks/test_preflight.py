@@ -155,7 +155,7 @@ def test_what_another_task_needs_is_told_of_its_own_key(tmp_path: Path) -> None:
     seeing = folder(tmp_path / "llava", model_type="llava", vision_config={})
     assert not faults(seeing, "vlm")
     assert faults(tmp_path / "llama", "dpo", ref_model="./nowhere").startswith(
-        "options.ref_model: './nowhere' is no folder"
+        "options.ref_model: './nowhere' is not a folder"
     )
     (tmp_path / "file").write_text("")
     assert "is a file, not a folder" in faults(tmp_path / "file")

@@ -412,7 +412,7 @@ WORKER_TABLE: dict[str, tuple[list[str], Callable[[Path], None] | None, str]] = 
     "a folder without weights": (["model.config=null", "model.path=./model"], without_weights, r"model\.path.*holds no weights"),
     "weights that git left behind": (["model.config=null", "model.path=./model"], damaged, r"model/model\.safetensors is damaged.*git lfs pull"),
     "a shard that is missing": (["model.config=null", "model.path=./model"], without_a_shard, r"00002-of-00002\.safetensors is not there.*download it again"),
-    "a model that gives no score": (["model.config=null", "model.path=./model", "model.tokenizer={vocab_size: 300}"], of_pictures, r"model: transformers has no reward model of the vit family.*take a model of another family"),
+    "a model that gives no score": (["model.config=null", "model.path=./model", "model.tokenizer={vocab_size: 300}"], of_pictures, r"model: transformers has no reward model of the vit family.*use a model of another family"),
     "a folder whose config cannot be": (["model.config=null", "model.path=./model"], without_heads, r"model\.path: .* cannot be loaded \(ZeroDivisionError"),
     "a config that cannot be": (["model.config.num_attention_heads=0"], None, r"model\.config: ZeroDivisionError.*correct the value"),
     "attention that is not installed": (["model.attention=flash_attention_2"], None, r"model\.attention: the model cannot be built.*take sdpa"),

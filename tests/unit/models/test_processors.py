@@ -147,9 +147,7 @@ def test_a_folder_gives_its_chat_template_and_a_pad_token_to_its_tokenizer(tmp_p
 
 def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
     train_tokenizer(TEXTS, 300).save_pretrained(str(tmp_path))
-    with pytest.raises(
-        RecipeError, match=r"model\.path: .* not a processor of texts and images; set model\.processor"
-    ):
+    with pytest.raises(RecipeError, match=r"model\.path: .* not a processor of texts and images; set model\.processor"):
         read_processor(str(tmp_path), "model.path")
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "dstrain"
 FLOORS = (
     ("errors", "units", "resources", "process_setup"),
-    ("distributed",),
+    ("distributed", "source_map"),
     ("batch", "cache_dir", "schedule", "config", "preset"),
     ("data", "models", "report", "planner", "launch"),
     ("tasks",),
@@ -35,7 +35,7 @@ DOORS = {
         "train/engine/inference.py",
         "train/engine/optimizers.py",
         "train/profiler.py",
-        "models/zero3.py",
+        "models/params/zero3.py",
     ),
     "torch.distributed": (
         "distributed/world.py",
@@ -53,6 +53,7 @@ CONTROL_PLANE = (
     "units",
     "resources",
     "process_setup",
+    "source_map",
     "batch",
     "distributed",
     "cache_dir",

@@ -1,4 +1,4 @@
-"""A transformers model, loaded or made from scratch, the same at every ZeRO stage."""
+"""Loading and from-scratch construction of transformers models, configs and tokenizers."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError, suggest_name
-from dstrain.models.adapters.folder import merge_adapter, read_adapter, resolve_base_model
-from dstrain.models.checks.hub_code import check_hub_code
+from dstrain.models.adapters.load import merge_adapter
+from dstrain.models.folder.adapter_config import read_adapter, resolve_base_model
+from dstrain.models.folder.hub_code import check_hub_code
+from dstrain.models.folder.location import check_local_folder
+from dstrain.models.folder.tokenizer_files import find_tokenizer_files
 from dstrain.models.padding import clear_padding_idx
 from dstrain.models.weights.check_files import has_weights
-from dstrain.models.weights.check_keys import load_report_disabled
+from dstrain.models.weights.load_report import load_report_disabled
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
-    "sentencepiece.bpe.model", "sentencepiece.model", "tekken.json", "processor_config.json",
-)  # fmt: skip
-"""One of them lies in every folder that transformers reads a tokenizer from."""
-MISSING_MODEL = Fault("model", "has neither path nor config", "set model.path, or model.config to start anew")
+MISSING_MODEL = Fault("model", "has neither path nor config", "set model.path, or model.config to train from scratch")
 
 
 def read_config(model: ModelConfig) -> PretrainedConfig:
-    """The model's transformers config. Raises RecipeError where it cannot be had."""
+    """Return the model's transformers config. Raises RecipeError where it cannot be read or is invalid."""
     from transformers import AutoConfig
 
     if model.path is not None:
@@ -41,37 +39,32 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
     if model.config is None:
         raise RecipeError(MISSING_MODEL)
     values = dict(model.config)
-    kind = str(values.pop("model_type"))
+    model_type = str(values.pop("model_type"))
     try:
-        default = AutoConfig.for_model(kind)
+        default = AutoConfig.for_model(model_type)
     except ValueError:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-        near = suggest_name(kind, [*CONFIG_MAPPING_NAMES])  # hundreds, where none is near
-        mend = near if near.startswith("did you mean") else "take the one in the config.json of a model of its kind"
-        raise RecipeError(Fault("model.config.model_type", f"'{kind}' is none of transformers' models", mend)) from None
+        near = suggest_name(model_type, [*CONFIG_MAPPING_NAMES])  # lists hundreds of names where none is near
+        fix = near if near.startswith("did you mean") else "copy it from the config.json of a model of this family"
+        problem = f"transformers has no model type '{model_type}'"
+        raise RecipeError(Fault("model.config.model_type", problem, fix)) from None
     known = {*default.to_dict(), *default.attribute_map}
     faults = [
-        Fault(f"model.config.{key}", f"is no setting of a {kind} model", suggest_name(key, sorted(known)))
+        Fault(f"model.config.{key}", f"is not a setting of a {model_type} model", suggest_name(key, sorted(known)))
         for key in values
         if key not in known
     ]
     if faults:
         raise RecipeError(faults)
     try:
-        return AutoConfig.for_model(kind, **values)
-    except Exception as error:  # transformers checks some values itself, and trips over others
+        return AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # transformers validates some values, and fails with any error on others
         raise RecipeError(Fault("model.config", _error_reason(error), "correct the value")) from error
 
 
-def find_tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a folder that a tokenizer may be read from."""
-    named = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    return named + [file for pattern in ("*.tiktoken", "*.spm", "tokenizer.model.v*") for file in folder.glob(pattern)]
-
-
 def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer in a folder or on the hub. Raises RecipeError where it cannot be had."""
+    """Return the tokenizer in a folder or on the Hub. Raises RecipeError where it cannot be loaded."""
     from transformers import AutoTokenizer
 
     try:
@@ -82,41 +75,31 @@ def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
         cause = error.__cause__
         reason = _error_reason(cause) if isinstance(cause, Exception) else "unknown"
         if not find_tokenizer_files(Path(name).expanduser()):
-            mend = "set model.tokenizer to a folder or hub id that has one"
-            raise RecipeError(Fault(key, f"there is no tokenizer in '{name}'", mend)) from error
-        mend = "replace its tokenizer files, or set model.tokenizer to a folder or hub id that has whole ones"
-        raise RecipeError(Fault(key, f"the tokenizer in '{name}' cannot be read ({reason})", mend)) from error
+            fix = "set model.tokenizer to a folder or hub id that has one"
+            raise RecipeError(Fault(key, f"there is no tokenizer in '{name}'", fix)) from error
+        fix = "replace its tokenizer files, or set model.tokenizer to a folder or hub id with complete ones"
+        raise RecipeError(Fault(key, f"the tokenizer in '{name}' cannot be read ({reason})", fix)) from error
 
 
 def load_pretrained(auto_class: Any, name: str, key: str, trust_remote_code: bool) -> Any:
-    """What one of transformers' Auto classes makes of a folder or a hub id. Raises RecipeError for the recipe's `key`."""
+    """Load a folder or Hub id with one of transformers' Auto classes. Raises RecipeError for the recipe's `key`."""
     place = str(Path(name).expanduser()) if check_local_folder(name, key) else name
     try:
         return auto_class.from_pretrained(place, trust_remote_code=trust_remote_code)
-    except Exception as error:  # its own checks, and whatever a config that cannot be trips over
+    except Exception as error:  # transformers' checks, or any error that an invalid config causes
         reason = _error_reason(error)
         if "trust_remote_code" in str(error):
-            mend = "add --set model.trust_remote_code=true if you trust the Python that comes with it"
+            fix = "add --set model.trust_remote_code=true if you trust the Python code that comes with it"
         elif "torchvision" in str(error).lower():
-            reason = reason.partition(". ")[0]  # what follows is where to find it for every system
-            mend = "install torchvision (pip install torchvision), which a processor with a part for videos needs"
+            reason = reason.partition(". ")[0]  # the rest is installation advice for every system
+            fix = "install torchvision (pip install torchvision); processors that support videos need it"
         else:
-            mend = "give a folder that transformers can load, or a hub id that this machine can reach"
-        raise RecipeError(Fault(key, f"'{name}' cannot be loaded ({reason})", mend)) from error
-
-
-def check_local_folder(name: str, key: str) -> bool:
-    """Whether a name means a folder of this machine. Raises RecipeError where it does, and there is none."""
-    if not (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        return False
-    if not Path(name).expanduser().is_dir():
-        mend = f"give an existing folder or a hub id (we are in {Path.cwd()})"
-        raise RecipeError(Fault(key, f"'{name}' is no folder", mend))
-    return True
+            fix = "give a folder that transformers can load, or a hub id that this machine can reach"
+        raise RecipeError(Fault(key, f"'{name}' cannot be loaded ({reason})", fix)) from error
 
 
 def _error_reason(error: Exception) -> str:
-    """What a library says of a config in one line; the kind of error too where it did not mean to say anything."""
+    """Return a library's error message in one line, with the error's type where the error was not raised on purpose."""
     from huggingface_hub.errors import StrictDataclassError
 
     if isinstance(error, (OSError, ValueError)) and str(error).strip():
@@ -126,62 +109,65 @@ def _error_reason(error: Exception) -> str:
 
 
 def check_vocab_size(model: ModelConfig, config: PretrainedConfig, tokenizer_size: int, is_multimodal: bool) -> None:
-    """Raise RecipeError where the tokenizer has more entries than the model."""
+    """Raise RecipeError where the tokenizer has more entries than the model's vocabulary."""
     size = getattr(config.get_text_config(), "vocab_size", None)
     if size is None or tokenizer_size <= size:
         return
     inside = "text_config." if is_multimodal else ""
     where = f"model.config.{inside}vocab_size" if model.config else "model.tokenizer"
-    problem = f"the tokenizer has {tokenizer_size} entries, the model {size}"
+    problem = f"the tokenizer has {tokenizer_size} entries, the model's vocabulary {size}"
     raise RecipeError(Fault(where, problem, "give the model at least as many"))
 
 
 def load_model(auto_class: Any, model: ModelConfig, config: PretrainedConfig, seed: int) -> PreTrainedModel:
-    """The model with weights from `model.path`, or drawn from `seed`.
+    """Return the model with weights from `model.path`, or initialized from `seed`.
 
-    Weights that the files lack (a new head) are drawn from the seed as well. Inside `sharded_construction`
-    the parameters come in shards, with the same values as without. Collective there. Inside `no_values` no
+    Weights that are missing from the files (a new head) are initialized from the seed too. Inside `zero3_init` the
+    parameters are sharded, with the same values as without; the call is then collective. Inside `meta_parameters` no
     weights are read.
     """
     import torch
 
     from dstrain.models.weights.meta_init import allow_random_init, is_meta_init
 
-    settings = _model_kwargs(model)
+    kwargs = _model_kwargs(model)
     dtype, base = getattr(torch, model.dtype or "float32"), resolve_base_model(model).path or ""
     torch.manual_seed(seed)
     if model.path is None:
-        made = _init_from_scratch(auto_class, config, dtype, settings)
+        loaded = _init_from_scratch(auto_class, config, dtype, kwargs)
     elif not is_meta_init() and not has_weights(Path(base).expanduser()) and allow_random_init(base):
-        made = _init_from_scratch(auto_class, config, dtype, settings)
-        _load_generation_config(made, base)
+        loaded = _init_from_scratch(auto_class, config, dtype, kwargs)
+        _load_generation_config(loaded, base)
     elif is_meta_init():
-        made = auto_class.from_config(config, dtype=dtype, **settings)
-        _load_generation_config(made, base)
+        loaded = auto_class.from_config(config, dtype=dtype, **kwargs)
+        _load_generation_config(loaded, base)
     else:
-        made = _load_from_files(auto_class, model, config, {"dtype": dtype, **settings})
-    clear_padding_idx(made)
-    return made
+        loaded = _load_from_files(auto_class, model, config, {"dtype": dtype, **kwargs})
+    clear_padding_idx(loaded)
+    return loaded
 
 
 def _load_from_files(
     auto_class: Any, model: ModelConfig, config: PretrainedConfig, model_kwargs: Mapping[str, Any]
 ) -> PreTrainedModel:
-    """The weights of a folder or of the hub, with an adapter merged into them where the folder is one. Raises RecipeError."""
+    """Load a model from a folder or the Hub; of an adapter folder, its base model with the adapter merged.
+
+    Raises RecipeError where shapes in the files differ from the config's.
+    """
     adapter, name = read_adapter(model.path), resolve_base_model(model).path or ""
     try:
         with load_report_disabled():
-            made = auto_class.from_pretrained(str(Path(name).expanduser()), config=config, **model_kwargs)
+            loaded = auto_class.from_pretrained(str(Path(name).expanduser()), config=config, **model_kwargs)
     except RuntimeError as error:
         if "mismatched" not in str(error):
             raise
-        problem = f"weights of '{name}' have other shapes than its config says"
+        problem = f"weights in '{name}' differ in shape from its config.json"
         raise RecipeError(Fault("model.path", problem, "download the model again")) from error
-    return made if adapter is None else merge_adapter(made, adapter)
+    return loaded if adapter is None else merge_adapter(loaded, adapter)
 
 
 def build_meta_model(auto_class: Any, model: ModelConfig, config: PretrainedConfig) -> PreTrainedModel:
-    """The model's parts and shapes, without memory for its weights. Raises RecipeError where it cannot be built."""
+    """Build the model on the meta device, without memory for weights. Raises RecipeError where it cannot be built."""
     import torch
 
     try:
@@ -189,27 +175,27 @@ def build_meta_model(auto_class: Any, model: ModelConfig, config: PretrainedConf
             return auto_class.from_config(copy.deepcopy(config), **_model_kwargs(model))
     except RecipeError:
         raise
-    except Exception as error:  # whatever the family's code trips over
-        key, mend = ("model.path", "name another model") if model.path else ("model.config", "correct the value")
+    except Exception as error:  # any error of the family's code
+        key, fix = ("model.path", "name another model") if model.path else ("model.config", "correct the value")
         if isinstance(error, ImportError) and model.attention != "auto":
-            key, mend = "model.attention", "install what it needs, or take sdpa or eager"
-        raise RecipeError(Fault(key, f"the model cannot be built ({_error_reason(error)})", mend)) from error
+            key, fix = "model.attention", "install the package it needs, or use sdpa or eager"
+        raise RecipeError(Fault(key, f"the model cannot be built ({_error_reason(error)})", fix)) from error
 
 
 def _model_kwargs(model: ModelConfig) -> dict[str, Any]:
-    """What a model is built with beside its config."""
-    own = {} if model.attention == "auto" else {"attn_implementation": model.attention}
-    return {"trust_remote_code": model.trust_remote_code, **own}
+    """Return the keyword arguments of `from_pretrained` and `from_config`, besides config and dtype."""
+    attention = {} if model.attention == "auto" else {"attn_implementation": model.attention}
+    return {"trust_remote_code": model.trust_remote_code, **attention}
 
 
 def _init_from_scratch(
     auto_class: Any, config: PretrainedConfig, dtype: Any, model_kwargs: dict[str, Any]
 ) -> PreTrainedModel:
-    """Weights drawn module by module in one fixed order.
+    """Initialize the weights module by module, with the same random numbers at every ZeRO stage.
 
-    transformers draws torch's default weights first and its own afterwards, but under ZeRO-3 only its own:
-    leaving out the first makes the numbers equal at every stage. In 16 bits other numbers would be drawn than
-    DeepSpeed has after casting: they are drawn in 32 and cast. (Under ZeRO-3 DeepSpeed draws in 16 bits itself.)
+    transformers runs torch's default initialization first and its own afterwards, but under ZeRO-3 only its own; so
+    the first is left out everywhere. Drawing in 16 bits would give other numbers than DeepSpeed's cast from fp32, so
+    the weights are drawn in fp32 and cast. (Under ZeRO-3 they are drawn in 16 bits by DeepSpeed itself.)
     """
     import torch
     from transformers import initialization
@@ -218,45 +204,47 @@ def _init_from_scratch(
     if is_deepspeed_zero3_enabled():
         return auto_class.from_config(config, dtype=dtype, **model_kwargs)
     with initialization.no_init_weights():
-        made = auto_class.from_config(config, dtype=torch.float32, **model_kwargs)
-    made.initialize_weights()
-    made.tie_weights()
+        model = auto_class.from_config(config, dtype=torch.float32, **model_kwargs)
+    model.initialize_weights()
+    model.tie_weights()
     if dtype != torch.float32:
-        for tensor in made.state_dict(keep_vars=True).values():  # what is not saved (rotary frequencies) stays exact
+        for tensor in model.state_dict(keep_vars=True).values():  # buffers not saved (rotary frequencies) stay fp32
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
-        made.config.dtype = dtype
-    return made
+        model.config.dtype = dtype
+    return model
 
 
 def _load_generation_config(model: PreTrainedModel, name: str) -> None:
-    """Have a model that was built of its config generate as its folder says, as `from_pretrained` has it."""
+    """Set the generation config of a model built by `from_config`, as `from_pretrained` does."""
     from transformers import GenerationConfig
 
     if not model.can_generate():
         return
     folder = str(Path(name).expanduser())
     try:
-        found = GenerationConfig.from_pretrained(folder)
-    except OSError:  # it has none: then it follows from the model's config
-        found = GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
-    model.generation_config = found
+        generation_config = GenerationConfig.from_pretrained(folder)
+    except OSError:  # no generation_config.json: transformers derives it from config.json
+        generation_config = GenerationConfig.from_pretrained(
+            folder, config_file_name="config.json", _from_model_config=True
+        )
+    model.generation_config = generation_config
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass, where the family supports it."""
+    """Recompute activations in the backward pass, if the model supports it."""
     if getattr(model, "supports_gradient_checkpointing", False):
-        with warnings.catch_warnings():  # transformers 6 will call it activation_checkpointing_enable
+        with warnings.catch_warnings():  # transformers 6 renames it activation_checkpointing_enable
             warnings.simplefilter("ignore", FutureWarning)
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def offload_activation_checkpoints(model: PreTrainedModel | torch.nn.Module, pin_memory: bool) -> int:
-    """Keep what recomputation starts from, the input of each layer, in host memory. Returns how many modules do so.
+    """Keep the input of each checkpointed layer in host memory. Return the number of such layers.
 
-    torch's checkpoint saves its inputs before its own hooks are set, so hooks around it get the inputs and nothing else
-    (torch/utils/checkpoint.py, _NoopSaveInputs). Call it after `switch_on_checkpointing`. `pin`: in page-locked memory, which is
-    copied beside the computation. Raises RecipeError where no module recomputes.
+    torch's checkpoint saves its inputs before its own hooks are set, so hooks around it get the inputs and nothing
+    else (torch/utils/checkpoint.py, _NoopSaveInputs). Call it after `enable_gradient_checkpointing`. `pin_memory`: use
+    page-locked memory, which is copied in parallel to computation. Raises RecipeError where no layer is checkpointed.
     """
     import torch
 
@@ -267,11 +255,11 @@ def offload_activation_checkpoints(model: PreTrainedModel | torch.nn.Module, pin
 
         return checkpoint
 
-    found = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    found = [module for module in found if hasattr(module, "_gradient_checkpointing_func")]
-    if not found:
-        problem = "the model recomputes no layer, so there is nothing to keep in host memory"
+    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    layers = [layer for layer in layers if hasattr(layer, "_gradient_checkpointing_func")]
+    if not layers:
+        problem = "the model checkpoints no layer, so there are no inputs to keep in host memory"
         raise RecipeError(Fault("activation_checkpointing.cpu_checkpointing", problem, "remove it from the preset"))
-    for module in found:
-        module._gradient_checkpointing_func = offload_inputs(module._gradient_checkpointing_func)
-    return len(found)
+    for layer in layers:
+        layer._gradient_checkpointing_func = offload_inputs(layer._gradient_checkpointing_func)
+    return len(layers)

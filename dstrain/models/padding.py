@@ -1,4 +1,4 @@
-"""The token that fills up rows: one that no text becomes, where the tokenizer has one."""
+"""Pad-token selection for tokenizers without one."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>")
-"""How families write a pad token that their tokenizer has and does not name; the last is Llama 3.1's."""
+"""Pad tokens that are in a vocabulary but not set as `pad_token`; the last is Llama 3.1's."""
 RESERVED_TOKEN = re.compile(r"\W*(reserved|unused|dummy|placeholder|control|special)\D*\d+\W*", re.IGNORECASE)
-"""Special tokens that a family keeps for its users: <|reserved_special_token_0|> (Llama 3), <unused7> (Gemma),
-[control_8] (Mistral v3), <|placeholder1|> (Phi 3), <|dummy_85|> (Phi 4, whose pad token it is)."""
+"""Special tokens reserved for users: <|reserved_special_token_0|> (Llama 3), <unused7> (Gemma), [control_8] (Mistral
+v3), <|placeholder1|> (Phi 3), <|dummy_85|> (Phi 4, whose pad token it is)."""
 PRIVATE_CHARACTER = "\U0010fffd"
-"""A private letter: a tokenizer that has an unknown token for anything has it for this."""
+"""Private-use character: a tokenizer that maps anything to its unknown token maps this to it."""
 
 
 def set_pad_token(tokenizer: Any, key: str, used_tokens: Collection[str] = ()) -> None:
-    """Give a tokenizer without a pad token one; a tokenizer that names one keeps it, also where that is its EOS.
+    """Set the pad token of a tokenizer without one. A pad token that is set stays, even if it is EOS.
 
-    The first that there is of: a pad token that it has and does not name, a special token kept for its users, an
-    unknown token that no text becomes, EOS. With EOS, reward models of transformers, which read a score at the last
-    token that is not padding, cannot read it at the EOS of an answer. `used`: special tokens that mean something.
-    Raises RecipeError where it has not even an EOS.
+    The first available one is used: a known pad token in the vocabulary, a reserved special token, an unknown token
+    that no text is encoded to, EOS. EOS is the last choice because reward models of transformers read the score at the
+    last non-pad token, which then cannot be the EOS of an answer. `used_tokens`: special tokens with a meaning.
+    Raises RecipeError for a tokenizer without EOS.
     """
     if tokenizer.pad_token is not None:
         return
@@ -36,16 +36,16 @@ def set_pad_token(tokenizer: Any, key: str, used_tokens: Collection[str] = ()) -
 
 
 def replace_eos_pad_token(tokenizer: Any) -> None:
-    """Give a tokenizer that names its EOS as pad token one that no text becomes, where it has one: for a new score head.
+    """Replace a pad token that equals EOS by an unused token, if there is one. For a new score head.
 
-    Recipes of fine-tuning often save a tokenizer so, and the score of an answer would be read in front of its EOS.
+    Fine-tuning scripts often save tokenizers with pad = EOS; the score would then be read before the answer's EOS.
     """
     if tokenizer.pad_token is not None and tokenizer.pad_token == tokenizer.eos_token:
         tokenizer.pad_token = next(_unused_tokens(tokenizer, ()), tokenizer.eos_token)
 
 
 def _unused_tokens(tokenizer: Any, used_tokens: Collection[str]) -> Iterator[str]:
-    """Tokens that can fill up rows, the best first."""
+    """Yield tokens that can serve as padding, best first."""
     added = tokenizer.added_tokens_decoder  # id -> AddedToken
     special = [str(added[number].content) for number in sorted(added) if added[number].special]
     roles = {tokenizer.bos_token, tokenizer.eos_token, getattr(tokenizer, "image_token", None), *used_tokens}
@@ -62,10 +62,11 @@ def _unused_tokens(tokenizer: Any, used_tokens: Collection[str]) -> Iterator[str
 
 
 def clear_padding_idx(model: PreTrainedModel) -> None:
-    """Let every row of the embedding learn.
+    """Train every row of the embedding.
 
-    Families hand the config's pad token to torch.nn.Embedding as `padding_idx`, whose row gets no gradient: where EOS or
-    BOS is the pad token too, it would stay as it was. Padding itself gets none either way: no loss looks at it.
+    Models pass the config's pad token to torch.nn.Embedding as `padding_idx`, whose row gets no gradient. Where EOS or
+    BOS is also the pad token, it would never be trained. Padding itself gets no gradient either way, as no loss
+    depends on it.
     """
     embedding = model.get_input_embeddings()
     if getattr(embedding, "padding_idx", None) is not None:

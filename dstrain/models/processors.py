@@ -1,4 +1,4 @@
-"""Processors: what turns a text with marks and its images into a model's inputs. Read from a folder, or made for a family."""
+"""Vision-language processors, read from a folder or built for a model family."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 VISION_CONFIG_KEYS = ("vision_config", "vq_config")
-"""Settings under which configs keep the part that sees."""
+"""Config settings that hold the vision tower's config."""
 TOKEN_ID_KEYS = (
     "image_token_id",
     "boi_token_id",
@@ -24,20 +24,20 @@ TOKEN_ID_KEYS = (
     "vision_start_token_id",
     "vision_end_token_id",
 )
-"""Settings of configs that name tokens of the processor's."""
+"""Config settings with ids of the processor's special tokens."""
 UNSUPPORTED_PROCESSORS = {
     "MllamaProcessor": (
         "the family Llama 3.2 Vision (mllama)",
-        "its masks over images follow from each text as a whole",
+        "its cross-attention masks depend on the complete text",
     ),
 }
-"""Processors whose inputs for images cannot be made apart from the text -> family, reason."""
+"""Processors whose image inputs depend on the text -> family, reason."""
 PROCESSOR_KEY = "model.processor"
 PROCESSOR_FOLDER_FIX = "give a folder with its processor"
 
 
 def is_multimodal(config: PretrainedConfig) -> bool:
-    """Whether a model with this config reads images and writes text."""
+    """Return True for a config of a model that reads images and writes text."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     known = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -45,51 +45,53 @@ def is_multimodal(config: PretrainedConfig) -> bool:
 
 
 def read_processor(name: str, key: str, trust_remote_code: bool = False) -> Any:
-    """The processor in a folder or on the hub; its tokenizer gets its chat template and a pad token where it has none.
+    """Load a processor from a folder or the Hub; its tokenizer gets its chat template, and a pad token if it has none.
 
-    Raises RecipeError where it cannot be had, is a tokenizer alone, or is one of UNSUPPORTED.
+    Raises RecipeError where it cannot be loaded, is only a tokenizer, or is one of UNSUPPORTED_PROCESSORS.
     """
     from transformers import AutoProcessor
 
     processor = load_pretrained(AutoProcessor, name, key, trust_remote_code)
     if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
-        problem = f"'{name}' holds a {type(processor).__name__} and no processor of texts and images"
+        problem = f"'{name}' holds a {type(processor).__name__}, not a processor of texts and images"
         raise RecipeError(Fault(key, problem, f"set {PROCESSOR_KEY} to a folder or hub id that has one"))
     if type(processor).__name__ in UNSUPPORTED_PROCESSORS:
         family, why = UNSUPPORTED_PROCESSORS[type(processor).__name__]
-        mend = "name a model of another family (LLaVA, Gemma 3, Idefics 3, Qwen2.5-VL …)"
-        raise RecipeError(Fault(key, f"'{name}' is a model of {family}, which is not supported: {why}", mend))
+        fix = "use a model of another family (LLaVA, Gemma 3, Idefics 3, Qwen2.5-VL …)"
+        raise RecipeError(Fault(key, f"'{name}' is a model of {family}, which is not supported: {why}", fix))
     tokenizer = processor.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         tokenizer.chat_template = getattr(processor, "chat_template", None)
-    named = {value for name, value in vars(processor).items() if name.endswith("_token") and isinstance(value, str)}
-    set_pad_token(tokenizer, key, named)
+    used_tokens = {
+        value for name, value in vars(processor).items() if name.endswith("_token") and isinstance(value, str)
+    }
+    set_pad_token(tokenizer, key, used_tokens)
     return processor
 
 
 def build_processor(
     config: PretrainedConfig, tokenizer: Any, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
 ) -> Any:
-    """A processor for a model made from this config, around this tokenizer, which gets the family's special tokens.
+    """Build a processor for a model made from this config. The tokenizer gets the family's special tokens.
 
-    Images become squares of the tower's size. `mean`, `std`: of the images per channel, in shares of the brightest;
-    None: the family's own. Raises RecipeError for a family or a tower whose processor must come from a folder.
+    Images become squares of the tower's size. `mean`, `std`: per channel, of values in 0–1; None: the family's own.
+    Raises RecipeError for a family or a tower whose processor must come from a folder.
     """
     family = _get_family(config)
     _add_special_tokens(tokenizer, family.special_tokens)
-    given = {"image_mean": mean, "image_std": std}
-    return family.build(config, tokenizer, {name: [*values] for name, values in given.items() if values is not None})
+    stats = {"image_mean": mean, "image_std": std}
+    return family.build(config, tokenizer, {name: [*values] for name, values in stats.items() if values is not None})
 
 
 def count_special_tokens(config: PretrainedConfig) -> int:
-    """How many entries `make_processor` may add to a tokenizer. Raises RecipeError as it does."""
+    """Return how many entries `build_processor` may add to a tokenizer. Raises RecipeError for an unknown family."""
     return len(_get_family(config).special_tokens)
 
 
 def sync_config_with_processor(config: PretrainedConfig, processor: Any) -> None:
-    """Write the ids of a processor's tokens, and the counts that follow from the tower's size, into a model's config.
+    """Write the ids of a processor's tokens, and the token counts that follow from the tower's size, into a config.
 
-    For a model made from `model.config`, whose defaults are another tokenizer's; the processor may be made or read.
+    For a model built from `model.config`, whose default ids belong to another tokenizer.
     """
     tokenizer = processor.tokenizer
     for name in TOKEN_ID_KEYS:
@@ -106,46 +108,47 @@ def sync_config_with_processor(config: PretrainedConfig, processor: Any) -> None
 
 @dataclass(frozen=True, kw_only=True)
 class _ProcessorFamily:
+    """Special tokens and builder of one family's processors."""
+
     special_tokens: Mapping[str, str]
-    """Name of a special token, an attribute of the tokenizer -> how it is written."""
+    """Name of a special token, an attribute of the tokenizer -> its text."""
     build: Callable[[Any, Any, Mapping[str, list[float]]], Any]
-    """(config, tokenizer, mean and deviation) -> processor."""
+    """(config, tokenizer, image mean and standard deviation) -> processor."""
 
 
 def _get_family(config: PretrainedConfig) -> _ProcessorFamily:
     if config.model_type not in PROCESSOR_BUILDERS:
-        problem = f"none can be made for a {config.model_type} model (only for {', '.join(PROCESSOR_BUILDERS)})"
+        problem = f"none can be built for a {config.model_type} model (only for {', '.join(PROCESSOR_BUILDERS)})"
         raise RecipeError(Fault(PROCESSOR_KEY, problem, PROCESSOR_FOLDER_FIX))
     return PROCESSOR_BUILDERS[config.model_type]
 
 
 def _add_special_tokens(tokenizer: Any, tokens: Mapping[str, str]) -> None:
-    """Give the tokenizer the tokens, each also as an attribute; those that it has stay what they are."""
+    """Add the tokens to the tokenizer, each also as an attribute. Existing tokens stay as they are."""
     from transformers import AddedToken
 
     tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in tokens.values()], True)
     new = {name: text for name, text in tokens.items() if name not in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
-    tokenizer._set_model_specific_special_tokens(new)  # no public way once it is made; its constructor takes them too
+    tokenizer._set_model_specific_special_tokens(new)  # no public API after construction
 
 
 def _build_image_processor(class_name: str, **settings: Any) -> Any:
-    """Of the kind that AutoProcessor takes for a folder with one: torchvision's where that is installed."""
+    """Return an image processor of the backend that AutoProcessor would choose: torchvision if it is installed."""
     import transformers
     from transformers.models.auto.image_processing_auto import DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS
     from transformers.utils import is_torchvision_available
 
-    plain = not is_torchvision_available() or class_name in DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS
-    return getattr(transformers, f"{class_name}Pil" if plain else class_name)(**settings)
+    use_pil = not is_torchvision_available() or class_name in DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS
+    return getattr(transformers, f"{class_name}Pil" if use_pil else class_name)(**settings)
 
 
 def _get_image_size(config: Any) -> int:
-    """Pixels of a side of the tower's images."""
+    """Return the side of the tower's images in pixels. Raises RecipeError where they are not square."""
     size = config.vision_config.image_size
     sides = {size} if isinstance(size, int) else {*size}
     if len(sides) != 1:
-        raise RecipeError(
-            Fault(PROCESSOR_KEY, f"none can be made for images of {size}, which are no squares", PROCESSOR_FOLDER_FIX)
-        )
+        problem = f"none can be built for images of {size}, which are not square"
+        raise RecipeError(Fault(PROCESSOR_KEY, problem, PROCESSOR_FOLDER_FIX))
     return int(sides.pop())
 
 
@@ -153,42 +156,42 @@ LLAVA_TOWERS: Mapping[str, tuple[str, int]] = {
     "clip_vision_model": ("CLIPImageProcessor", 1),
     "siglip_vision_model": ("SiglipImageProcessor", 0),
 }
-"""Kind of a LLaVA's tower -> its image processor, and how many features stand before those of the patches (CLS)."""
+"""Model type of a LLaVA's tower -> its image processor, and the number of features before the patches' (CLS)."""
 
 
 def _build_llava(config: Any, tokenizer: Any, normalization: Mapping[str, list[float]]) -> Any:
-    """Liu et al. (arXiv 2310.03744), section 3.3: the features of all patches, of which the CLS is left out by default."""
+    """Build a LLaVA processor: one token per patch, without CLS by default (Liu et al., arXiv 2310.03744, section 3.3)."""
     from transformers import LlavaProcessor
 
-    kind, before = _get_tower(config)
+    class_name, num_extra = _get_tower(config)
     side = _get_image_size(config)
     square = {"height": side, "width": side}
-    sizes = {"size": {"shortest_edge": side}, "crop_size": square} if before else {"size": square}
+    sizes = {"size": {"shortest_edge": side}, "crop_size": square} if num_extra else {"size": square}
     return LlavaProcessor(
-        _build_image_processor(kind, **sizes, **normalization),
+        _build_image_processor(class_name, **sizes, **normalization),
         tokenizer,
         patch_size=config.vision_config.patch_size,
         vision_feature_select_strategy=config.vision_feature_select_strategy,
-        num_additional_image_tokens=before,
+        num_additional_image_tokens=num_extra,
     )
 
 
 def _get_tower(config: Any) -> tuple[str, int]:
-    kind = config.vision_config.model_type
-    if kind not in LLAVA_TOWERS:
-        problem = f"none can be made for a llava model with a {kind} (only with {' or '.join(LLAVA_TOWERS)})"
+    model_type = config.vision_config.model_type
+    if model_type not in LLAVA_TOWERS:
+        problem = f"none can be built for a llava model with a {model_type} (only with {' or '.join(LLAVA_TOWERS)})"
         raise RecipeError(Fault(PROCESSOR_KEY, problem, PROCESSOR_FOLDER_FIX))
-    return LLAVA_TOWERS[kind]
+    return LLAVA_TOWERS[model_type]
 
 
 def _count_llava_tokens(config: Any) -> int:
-    """Features of an image, which `default` takes the first from."""
-    whole = (_get_image_size(config) // config.vision_config.patch_size) ** 2 + _get_tower(config)[1]
-    return int(whole - (config.vision_feature_select_strategy == "default"))
+    """Return the tokens of an image. The strategy `default` drops the first feature (CLS)."""
+    num_features = (_get_image_size(config) // config.vision_config.patch_size) ** 2 + _get_tower(config)[1]
+    return int(num_features - (config.vision_feature_select_strategy == "default"))
 
 
 def _build_gemma3(config: Any, tokenizer: Any, normalization: Mapping[str, list[float]]) -> Any:
-    """Gemma 3 (arXiv 2503.19786), section 2.1: a square of patches, pooled to a smaller one."""
+    """Build a Gemma 3 processor: a square of patches, pooled to a smaller one (arXiv 2503.19786, section 2.1)."""
     from transformers import Gemma3Processor
 
     side = _get_image_size(config)
@@ -197,16 +200,16 @@ def _build_gemma3(config: Any, tokenizer: Any, normalization: Mapping[str, list[
 
 
 def _count_pooled_tokens(config: Any) -> int:
-    """Tokens of an image: `mm_tokens_per_image`, or what the model's pooling of whole patches makes of that number."""
-    patches = _get_image_size(config) // config.vision_config.patch_size
-    wanted = max(1, min(isqrt(config.mm_tokens_per_image), patches))
-    return int((patches // (patches // wanted)) ** 2)
+    """Return the tokens of an image: `mm_tokens_per_image`, rounded to what pooling whole patches can give."""
+    patches = _get_image_size(config) // config.vision_config.patch_size  # per side
+    tokens = max(1, min(isqrt(config.mm_tokens_per_image), patches))
+    return int((patches // (patches // tokens)) ** 2)
 
 
 def _build_idefics3(config: Any, tokenizer: Any, normalization: Mapping[str, list[float]]) -> Any:
-    """Idefics 3 (arXiv 2408.12637), section 2.2: pixel shuffle makes one token of scale_factor^2 patches.
+    """Build an Idefics 3 processor: pixel shuffle merges scale_factor² patches (arXiv 2408.12637, section 2.2).
 
-    An image is shown whole, not in tiles as well, which would take a token for each place a tile can have.
+    Images are not split into tiles, which would need a special token for each position of a tile.
     """
     from transformers import Idefics3Processor
 
@@ -238,4 +241,4 @@ PROCESSOR_BUILDERS: Mapping[str, _ProcessorFamily] = {
         build=_build_idefics3,
     ),
 }
-"""Kind of a model -> how its processor is made."""
+"""Model type -> special tokens and builder of its processors."""

@@ -314,7 +314,7 @@ def test_pickles_are_never_run(run: Path, tmp_path: Path, monkeypatch: pytest.Mo
     sets = [f"data.train={tmp_path}/none.jsonl"]
     assert load_trained_model(tmp_path / "out", "best", sets, "sft"), "beside safetensors nobody reads it"
     (tmp_path / "out/model.safetensors").unlink()
-    with pytest.raises(UsageError, match=r"pytorch_model\.bin.* holds more than tensors.* nothing of it was run"):
+    with pytest.raises(UsageError, match=r"pytorch_model\.bin.* holds more than tensors.* so it was not read"):
         load_trained_model(tmp_path / "out", "best", sets, "sft")
     assert "evil-was-here" not in left_in(tmp_path)
     torch.save(whole, tmp_path / "out/pytorch_model.bin")

@@ -57,7 +57,7 @@ def test_a_run_is_used_without_the_model_that_it_began_with(task: str, tmp_path:
         return
     said = call("evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl"))
     assert said.exit_code == 2
-    assert f"options.ref_model: '{base}' is no folder" in said.output
+    assert f"options.ref_model: '{base}' is not a folder" in said.output
     again = call(
         "evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl"), "--set", f"model.path={tmp_path}/elsewhere"
     )
@@ -110,10 +110,10 @@ def test_the_values_are_the_checkpoints(tmp_path: Path) -> None:
 def test_a_reference_that_is_not_there_is_called_by_its_name(tmp_path: Path) -> None:
     run, _ = run_from_base(tmp_path, "dpo")
     said = call("evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl"), "--set", "options.ref_model=/nowhere")
-    assert (said.exit_code, "options.ref_model: '/nowhere' is no folder" in said.output) == (2, True), said.output
+    assert (said.exit_code, "options.ref_model: '/nowhere' is not a folder" in said.output) == (2, True), said.output
     words = ["--task", "dpo", "--set", f"model.path={tmp_path}/base", "--set", f"data.train={tmp_path}/it/eval.jsonl"]
     said = call("train", *words, "--set", "options.ref_model=/nowhere", "--dry-run")
-    assert (said.exit_code, "options.ref_model: '/nowhere' is no folder" in said.output) == (2, True), said.output
+    assert (said.exit_code, "options.ref_model: '/nowhere' is not a folder" in said.output) == (2, True), said.output
 
 
 def test_an_image_for_a_model_that_takes_none(tmp_path: Path) -> None:

@@ -83,17 +83,17 @@ SEEN_BY_A_WORKER: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a trap": (
         "w.pt",
         lambda folder: torch.save({"model": Planted()}, "w.pt"),
-        r"'posix\.system' would have to be run",
+        r"reading it would run 'posix\.system'",
     ),
     "another size": (
         "w.safetensors",
         lambda folder: save_file({"model.norm.weight": torch.zeros(33)}, "w.safetensors"),
-        r"'model\.norm\.weight' is \(33,\) in .*w\.safetensors and \(32,\) in the model; the model's hidden_size is 32",
+        r"'model\.norm\.weight' is \(33,\) in .*w\.safetensors and \(32,\) in the model; set the model's hidden_size to 33 instead of 32",
     ),
     "another model": (
         "w.safetensors",
         lambda folder: save_file({"a": torch.zeros(1)}, "w.safetensors"),
-        r"no name in .*w\.safetensors is one of the model's: there a, here model\.embed_tokens\.weight",
+        r"no key in .*w\.safetensors matches the model \(keys of the file: a; keys of the model: model\.embed_tokens\.weight",
     ),
 }
 

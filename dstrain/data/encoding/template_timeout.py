@@ -50,7 +50,7 @@ def check_template_terminates(tokenizer: Any, messages: Sequence[Any]) -> None:
     }.get(tried.status)
     if problem is not None:
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
-        mend = "set model.chat_template to another one, or to the word turns"
+        mend = "set model.chat_template to another one, or to human_assistant"
         raise RecipeError(Fault("model.chat_template", f"the chat template of {name} {problem}", mend))
     _CHECKED_TEMPLATES.add(template)
 

@@ -1,4 +1,4 @@
-"""Whether a folder has files of weights, and whole ones."""
+"""Checks for missing or damaged weight files in a model folder."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError
-from dstrain.models.adapters.folder import resolve_base_model
+from dstrain.models.folder.adapter_config import resolve_base_model
 from dstrain.models.weights.files import find_file_problem, open_tensors, read_shard_index
 
 
 def check_weight_files(model: ModelConfig, open_pickles: bool = True) -> None:
-    """Raise RecipeError where a local folder holds no weights, or not whole ones: only beginnings of files are read.
+    """Raise RecipeError where a local folder has missing or damaged weight files. Reads only the headers of files.
 
-    `pickles`: also look into pytorch_model*.bin, which needs torch.
+    `open_pickles`: also check pytorch_model*.bin, which needs torch.
     """
     name = resolve_base_model(model).path
     folder = Path(name).expanduser() if name else None
     if folder is None or not folder.is_dir():
         return
     try:
-        os.listdir(folder)  # which glob takes for empty where it may not be read
+        os.listdir(folder)  # glob takes an unreadable folder for an empty one
     except OSError as error:
         problem = f"'{name}' cannot be read ({error.strerror})"
         raise RecipeError(Fault("model.path", problem, "check the permissions of the folder")) from None
@@ -31,7 +31,7 @@ def check_weight_files(model: ModelConfig, open_pickles: bool = True) -> None:
             Fault(
                 "model.path",
                 f"'{name}' holds no weights",
-                "put *.safetensors there, or use model.config to start anew",
+                "put *.safetensors there, or use model.config to train from scratch",
             )
         )
     shards = read_shard_index(folder / "model.safetensors.index.json", "model.path")
@@ -47,7 +47,7 @@ def check_weight_files(model: ModelConfig, open_pickles: bool = True) -> None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a local folder has files of weights; True for a name on the hub."""
+    """Return True for a local folder with weight files, and for any Hub id."""
     if not folder.is_dir():
         return True
     return any(path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern))
@@ -56,11 +56,11 @@ def has_weights(folder: Path) -> bool:
 def _suggest_fix(problem: str) -> str:
     if problem.startswith("cannot be read"):
         return "check the permissions of the file"
-    return "download it again; `git lfs pull` where git left a pointer"
+    return "download it again (`git lfs pull` if git left a pointer)"
 
 
 def _check_pickles(files: Sequence[Path]) -> None:
-    """Raise RecipeError for a file that holds more than tensors, in the words of model.init. Values stay on the disk."""
+    """Raise RecipeError for a pickle that holds more than tensors. Values stay on disk."""
     try:
         for file in files:
             open_tensors([file])

@@ -1,4 +1,4 @@
-"""Weights in files: which files, which names and shapes, and the values one by one when they are asked for."""
+"""Weight files (safetensors, torch pickles) as lazily read tensors."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ if TYPE_CHECKING:
 INIT_KEY = "model.init"
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin")
 STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict", "module")
-"""Keys under which training scripts keep the state dict beside their optimizer's."""
+"""Keys under which training scripts save the state dict next to the optimizer's."""
 ACCEPTED_FORMATS = "a .safetensors file, a .pt, .pth or .bin file with a state dict, or a folder with *.safetensors or pytorch_model*.bin"
 WEIGHT_FILE_PATTERNS = (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "pytorch_model*.bin"))
-"""A folder's weights in one file, and in several."""
+"""Names of a folder's weights: in one file, and in several."""
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor in a file."""
+    """A tensor in a file, read on demand."""
 
     shape: tuple[int, ...]
     dtype: str
     is_float: bool
-    """True for 16 bits or more; float8 means nothing without its scales."""
+    """True for floats of 16 bits or more. Not for float8, which needs scales."""
     read: Callable[[], torch.Tensor]
-    """Its values, on the host."""
+    """Returns the values, on the host."""
 
 
 def find_init_files(name: str) -> list[Path]:
-    """The files that `model.init` means. Reads only beginnings of files, and needs no torch. Raises RecipeError."""
+    """Return the files that `model.init` names. Reads only headers, without torch. Raises RecipeError."""
     path = Path(name).expanduser()
-    if not os.path.exists(path):  # False, where Path would raise, for a name too long
-        there = f"{name!r} is neither a file nor a folder (we are in {Path.cwd()})"
-        raise RecipeError(Fault(INIT_KEY, there, f"give {ACCEPTED_FORMATS}; names from the hub are for model.path"))
+    if not os.path.exists(path):  # Path.exists would raise OSError for a name that is too long
+        problem = f"{name!r} is neither a file nor a folder (working directory: {Path.cwd()})"
+        raise RecipeError(Fault(INIT_KEY, problem, f"give {ACCEPTED_FORMATS}; Hub ids are for model.path"))
     files = find_weight_files(path, INIT_KEY) if path.is_dir() else [path]
     if not files or (path.is_file() and path.suffix not in (".safetensors", *PICKLE_SUFFIXES)):
         problem = "holds no weights" if path.is_dir() else f"ends in '{path.suffix}'"
         raise RecipeError(Fault(INIT_KEY, f"{name!r} {problem}", f"give {ACCEPTED_FORMATS}"))
     faults = [
-        Fault(INIT_KEY, f"{file} {fault}", "fetch or save it again")
+        Fault(INIT_KEY, f"{file} {fault}", "download or save it again")
         for file in files
         if (fault := find_file_problem(file))
     ]
@@ -59,7 +59,7 @@ def find_init_files(name: str) -> list[Path]:
 
 
 def find_weight_files(folder: Path, key: str) -> list[Path]:
-    """The files that transformers would take, safetensors first. Raises RecipeError for the recipe's `key`."""
+    """Return the files that transformers would load, safetensors first. Raises RecipeError for the recipe's `key`."""
     for one, many in WEIGHT_FILE_PATTERNS:
         files = [folder / one] if (folder / one).is_file() else read_shard_index(folder / f"{one}.index.json", key)
         files = files or sorted(folder.glob(many))
@@ -69,7 +69,7 @@ def find_weight_files(folder: Path, key: str) -> list[Path]:
 
 
 def read_shard_index(index: Path, key: str) -> list[Path]:
-    """The files that an index of shards names; none where there is no index. Raises RecipeError."""
+    """Return the files in a shard index; an empty list without an index. Raises RecipeError for a bad index."""
     if not index.is_file():
         return []
     try:
@@ -85,13 +85,13 @@ def read_shard_index(index: Path, key: str) -> list[Path]:
 
 
 def find_file_problem(file: Path) -> str:
-    """What is wrong with a file of weights by its header and size; empty where nothing is."""
+    """Return the problem of a weight file, by its header and size; an empty string for a good one."""
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
-        return "is not there, though the index of shards names it"
+        return "is missing, but the shard index names it"
     try:
-        with file.open("rb"):  # safetensors says "No such file" of one that may not be read
+        with file.open("rb"):  # safetensors reports "No such file" for an unreadable one
             pass
     except OSError as error:
         return f"cannot be read ({error.strerror})"
@@ -105,19 +105,18 @@ def find_file_problem(file: Path) -> str:
 
 
 def open_tensors(files: Sequence[Path]) -> dict[str, LazyTensor]:
-    """Every tensor in the files, by name. Nothing in a file is ever run. Raises RecipeError.
+    """Return every tensor in the files, by key. Code in a file is never run. Raises RecipeError.
 
-    Values of safetensors, and of what torch.save wrote since its release 1.6, stay on the disk until they are read.
+    Values in safetensors, and in files of torch.save since torch 1.6, stay on disk until they are read.
     """
-    found: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     for file in files:
-        own = _open_safetensors(file) if file.suffix == ".safetensors" else _open_pickle(file)
-        if twice := sorted(found.keys() & own.keys()):
-            raise RecipeError(
-                Fault(INIT_KEY, f"{file} and a file beside it both hold '{twice[0]}'", "name one of the files")
-            )
-        found |= own
-    return found
+        new = _open_safetensors(file) if file.suffix == ".safetensors" else _open_pickle(file)
+        if repeated := sorted(tensors.keys() & new.keys()):
+            problem = f"{file} and another file in its folder both hold '{repeated[0]}'"
+            raise RecipeError(Fault(INIT_KEY, problem, "name one of the files"))
+        tensors |= new
+    return tensors
 
 
 def _open_safetensors(file: Path) -> dict[str, LazyTensor]:
@@ -125,7 +124,7 @@ def _open_safetensors(file: Path) -> dict[str, LazyTensor]:
 
     opened = safe_open(str(file), framework="pt")
     found = {}
-    for name in opened.keys():  # noqa: SIM118  it is no dict
+    for name in opened.keys():  # noqa: SIM118  not a dict
         part = opened.get_slice(name)
         dtype = part.get_dtype()
         is_float = dtype in ("F64", "F32", "F16", "BF16")
@@ -134,11 +133,12 @@ def _open_safetensors(file: Path) -> dict[str, LazyTensor]:
 
 
 def _open_pickle(file: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of a torch.save file. Raises RecipeError for one that holds more than tensors."""
     import torch
 
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # whatever a file of any bytes makes of it
+    except Exception as error:  # any error, for a file with any content
         raise RecipeError(_pickle_fault(file, error)) from None
     return {
         name: LazyTensor(
@@ -152,35 +152,33 @@ def _open_pickle(file: Path) -> dict[str, LazyTensor]:
 
 
 def _pickle_fault(file: Path, error: Exception) -> Fault:
-    words = str(error)
-    asked = re.search(r"GLOBAL (\S+)", words)
-    if asked:
-        return Fault(
-            INIT_KEY,
-            f"{file} holds more than tensors: to read it, '{asked[1]}' would have to be run, and nothing of it was run",
-            "where you trust the file, save its weights alone: torch.save(model.state_dict(), FILE), or as safetensors",
-        )
-    lines = words.rpartition("WeightsUnpickler error: ")[2].strip().splitlines() or ["it ends too early"]
+    message = str(error)
+    forbidden = re.search(r"GLOBAL (\S+)", message)
+    if forbidden:
+        problem = f"{file} holds more than tensors: reading it would run '{forbidden[1]}', so it was not read"
+        fix = "if you trust the file, save only its weights: torch.save(model.state_dict(), FILE), or as safetensors"
+        return Fault(INIT_KEY, problem, fix)
+    lines = message.rpartition("WeightsUnpickler error: ")[2].strip().splitlines() or ["it is truncated"]
     return Fault(INIT_KEY, f"{file} cannot be read ({type(error).__name__}: {lines[0]})", f"give {ACCEPTED_FORMATS}")
 
 
 def _find_state_dict(loaded: Any, file: Path) -> Mapping[str, torch.Tensor]:
-    """The tensors by name, bare or under one of WRAPPERS, which may lie in one another."""
+    """Return the tensors of a loaded pickle, bare or nested under STATE_DICT_KEYS. Raises RecipeError without any."""
     import torch
 
-    place: Any = loaded
-    while isinstance(place, Mapping):
-        inner = [place[key] for key in STATE_DICT_KEYS if isinstance(place.get(key), Mapping) and place[key]]
+    block: Any = loaded
+    while isinstance(block, Mapping):
+        inner = [block[key] for key in STATE_DICT_KEYS if isinstance(block.get(key), Mapping) and block[key]]
         if not inner:
             break
-        place = inner[0]
+        block = inner[0]
     tensors = {}
-    if isinstance(place, Mapping):
-        tensors = {name: value for name, value in place.items() if isinstance(value, torch.Tensor)}
+    if isinstance(block, Mapping):
+        tensors = {name: value for name, value in block.items() if isinstance(value, torch.Tensor)}
     if not tensors or not all(isinstance(name, str) for name in tensors):
-        held = (
-            f"a dict of {', '.join(map(str, [*loaded][:8]))}" if isinstance(loaded, Mapping) else type(loaded).__name__
-        )
-        mend = f"give a state dict, bare or under one of the keys {', '.join(STATE_DICT_KEYS)}"
-        raise RecipeError(Fault(INIT_KEY, f"{file} holds no state dict but {held}", mend))
+        content = type(loaded).__name__
+        if isinstance(loaded, Mapping):
+            content = f"a dict of {', '.join(map(str, [*loaded][:8]))}"
+        fix = f"give a state dict, bare or under one of the keys {', '.join(STATE_DICT_KEYS)}"
+        raise RecipeError(Fault(INIT_KEY, f"{file} holds {content}, not a state dict", fix))
     return tensors

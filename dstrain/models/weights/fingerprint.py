@@ -1,4 +1,4 @@
-"""What weights are, in one word: two models with the same fingerprint answer alike."""
+"""Hashes of initial weights, for cache keys and resume checks."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from pathlib import Path
 from dstrain.cache_dir import file_digest, file_state
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError
-from dstrain.models.adapters.folder import read_adapter
+from dstrain.models.folder.adapter_config import read_adapter
 from dstrain.models.weights.files import find_init_files
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-"""A folder's weights; the second kind counts where there is none of the first."""
+"""Weight files of a folder; the second pattern counts only where the first matches nothing."""
 CONFIG_FILES = ("config.json", "adapter_config.json")
-"""Other files of a folder that decide what its model answers."""
+"""Other files of a folder that affect the model's outputs."""
 HASH_THREADS = 8
 
 BASE_CHANGED_MESSAGE = (
-    "its adapters were trained on other weights than those the recipe names now; "
-    "put the old ones back under model.path, model.config or model.init, or start a new run"
+    "its adapters were trained on other weights than those that the recipe names now; "
+    "restore the old model.path, model.config or model.init, or start a new run"
 )
 
 
 def weights_fingerprint(model: ModelConfig, seed: int, half_precision_init: bool = False) -> str:
-    """A hash of the weights that `model` starts from: of its files, or of config and seed where they are drawn.
+    """Return a hash of the initial weights of `model`: of its files, or of config and seed for random weights.
 
-    Nothing that lies on top of them (adapters, frozen parts, precision) is counted. Drawn weights hang on the random
-    numbers of torch and on the order in which transformers draws them, so their versions count too. The seed counts
-    only there: a policy's files hold all of its weights, and a head that files lack is drawn to be trained, never to
-    be asked. `coarse`: they are drawn in 16 bits, as DeepSpeed does in shards, which gives other numbers. Every byte of
-    the files is read once; later starts find the files' hashes in the cache. Raises RecipeError where the weights are not there.
+    New adapters, freezing and precision are not included. Random weights depend on torch's generator and on
+    transformers' order of initialization, so their versions are included too. The seed counts only there: the files of
+    a policy hold all of its weights, and a head missing from them never serves as a reference. `half_precision_init`:
+    the weights are drawn in 16 bits, as under ZeRO-3, which gives other numbers. Every byte of the files is read once;
+    later starts take the files' hashes from the cache. Raises RecipeError for missing weights.
     """
     if model.path is not None:
         base = _hash_model(model.path, model.trust_remote_code)
@@ -49,7 +49,7 @@ def weights_fingerprint(model: ModelConfig, seed: int, half_precision_init: bool
 
 
 def _hash_model(name_or_path: str, with_code: bool) -> str:
-    """Hashes of what lies in a folder, or the revision that a hub name stands for today."""
+    """Return the hashes of a folder's files, or the current revision of a Hub id."""
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
         return f"{name_or_path} {_get_hub_revision(name_or_path)}"
@@ -61,15 +61,15 @@ def _hash_model(name_or_path: str, with_code: bool) -> str:
 
 
 def _get_hub_revision(name: str) -> str:
-    """The commit of a hub repository, which stands for all its bytes; in offline mode the one in the cache."""
+    """Return the commit of a Hub repository, which identifies all its files; in offline mode the cached one."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=["config.json"])).name
-    except Exception as error:  # its own errors, and those of the network beneath
+    except Exception as error:  # huggingface_hub's own errors, and those of the network
         reason = " ".join(str(error).split())[:200]
-        problem = f"'{name}' is neither a folder nor a hub id that can be reached ({type(error).__name__}: {reason})"
-        raise RecipeError(Fault("model.path", problem, "put the model back, or say where it is now")) from error
+        problem = f"'{name}' is neither a folder nor a reachable hub id ({type(error).__name__}: {reason})"
+        raise RecipeError(Fault("model.path", problem, "restore the model, or write its new path")) from error
 
 
 def _hash_files(files: Sequence[Path]) -> str:
@@ -85,5 +85,5 @@ def _hash_file(file: Path) -> str:
 
 @cache
 def _cached_digest(file: Path, file_stat: tuple[int, ...]) -> str:
-    """Its size, number and times are part of the question, so that a file written anew is read anew."""
+    """Return the digest of a file. Size, inode and times are arguments, so that a rewritten file is read again."""
     return file_digest(file)

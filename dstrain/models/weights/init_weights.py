@@ -1,48 +1,47 @@
-"""Weights to start from, out of files that something else wrote."""
+"""Initial weights from a foreign checkpoint file (model.init)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.errors import Fault, RecipeError
+from dstrain.errors import Fault, RecipeError, first_names
+from dstrain.models.params.zero3 import assign, full_shape
 from dstrain.models.weights.files import INIT_KEY, LazyTensor, find_init_files, open_tensors
 from dstrain.models.weights.key_matching import diff_prefix, match_keys
-from dstrain.models.zero3 import assign, full_shape
 
 if TYPE_CHECKING:
     import torch
 
-MAX_NAMES_IN_EVENT, MAX_NAMES_IN_MESSAGE = 50, 3
+MAX_NAMES_IN_EVENT = 50
 SHAPE_SETTINGS = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "num_labels")
-"""Settings of transformers' configs that decide shapes."""
+"""Config settings that determine shapes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitReport:
-    """Which weights came from the file."""
+    """Result of loading model.init: matched, missing and unexpected keys."""
 
     file: str
     """The file or folder."""
     total: int
-    """Weights and saved buffers of the model; tied ones count once."""
+    """Number of weights and saved buffers of the model; tied ones count once."""
     matched: int
-    """How many of them the file brought."""
+    """Number of these that were loaded from the file."""
     missing: tuple[str, ...]
-    """The model's that the file lacks: they stay as they were loaded or drawn."""
+    """Keys of the model that are not in the file: these weights stay as they were."""
     unexpected: tuple[str, ...]
-    """The file's, by its own names, that the model has no place for: they are left out."""
+    """Keys of the file that are not in the model: these tensors are ignored."""
     removed_prefix: str
-    """What was taken off the file's names, such as `module.`."""
+    """Prefix removed from the file's keys, such as `module.`."""
     added_prefix: str
-    """What was put before them, such as `model.`."""
+    """Prefix added to the file's keys, such as `model.`."""
 
     def as_event(self) -> dict[str, Any]:
-        """For events.jsonl: counts, and the first names."""
+        """Return counts and the first keys, for events.jsonl."""
         return {
             "file": self.file,
             "total": self.total,
@@ -56,102 +55,109 @@ class InitReport:
         }
 
     def __str__(self) -> str:
-        changes = [f"'{self.removed_prefix}' taken off its names"] if self.removed_prefix else []
-        changes += [f"'{self.added_prefix}' put before them"] if self.added_prefix else []
-        said = [f"{self.matched} of {self.total} weights from {Path(self.file).name}"]
-        said[0] += f" ({', '.join(changes)})" if changes else ""
-        said += [f"missing: {_first_names(self.missing)}"] if self.missing else []
-        said += [f"unexpected: {_first_names(self.unexpected)}"] if self.unexpected else []
-        return f"{INIT_KEY}: {'; '.join(said)}"
+        changes = [f"'{self.removed_prefix}' removed from its keys"] if self.removed_prefix else []
+        changes += [f"'{self.added_prefix}' added to its keys"] if self.added_prefix else []
+        parts = [f"{self.matched} of {self.total} weights from {Path(self.file).name}"]
+        parts[0] += f" ({', '.join(changes)})" if changes else ""
+        parts += [f"missing keys: {first_names(self.missing)}"] if self.missing else []
+        parts += [f"unexpected keys: {first_names(self.unexpected)}"] if self.unexpected else []
+        return f"{INIT_KEY}: {'; '.join(parts)}"
 
 
 def load_init(model: torch.nn.Module, path: str) -> InitReport:
-    """Put the weights of a file or folder into the model, as far as their names are the model's.
+    """Load the weights of a file or folder whose keys match the model's.
 
-    What DistributedDataParallel and torch.compile put into names (`module.`, `_orig_mod.`) is taken off, and
-    transformers' `base_model_prefix` is put before them or taken off where that reaches more weights. Values are cast
-    to the model's dtype. Raises RecipeError where nothing matches or a shape differs. Collective under ZeRO-3.
+    Prefixes of DistributedDataParallel and torch.compile (`module.`, `_orig_mod.`) are removed, and transformers'
+    `base_model_prefix` is added or removed where that matches more weights. Values are cast to the model's dtype.
+    Raises RecipeError where nothing matches or a shape differs. Collective under ZeRO-3.
     """
-    fit = _match_weights(model, path)
-    for name, tensor in fit.targets.items():  # every one on every rank, whatever that rank finds in its file
-        stored = fit.tensors.get(name)
+    match = _match_weights(model, path)
+    for name, tensor in match.targets.items():  # every tensor on every rank: assign is collective
+        stored = match.tensors.get(name)
         assign(tensor, None if stored is None else stored.read)
-    return fit.report
+    return match.report
 
 
 def check_init(model: torch.nn.Module, path: str) -> None:
-    """Raise RecipeError where `load_init` would. A skeleton of the model will do."""
+    """Raise RecipeError where `load_init` would. The model may be on the meta device."""
     _match_weights(model, path)
 
 
 @dataclass(frozen=True)
 class _WeightMatch:
+    """Tensors of the model and of the file, by the model's keys."""
+
     targets: Mapping[str, torch.Tensor]
-    """The model's weights and saved buffers, each under its first name."""
+    """Weights and saved buffers of the model, each under its first key."""
     tensors: Mapping[str, LazyTensor]
-    """By the same names, as far as the file has them."""
+    """Tensors of the file, by the same keys."""
     report: InitReport
 
 
 def _match_weights(model: torch.nn.Module, path: str) -> _WeightMatch:
-    """What belongs where; nothing is changed, and of the values only tied ones are read."""
+    """Match the file's tensors to the model's. Changes nothing; reads only values of tied tensors."""
     import torch
 
     stored = open_tensors(find_init_files(path))
     state = model.state_dict(keep_vars=True)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    firsts: dict[int, str] = {}
-    known = {name: firsts.setdefault(id(tensor), name) for name, tensor in tensors.items()}  # tied: one tensor
-    renamed = match_keys(stored, known, str(getattr(model, "base_model_prefix", "")))
-    sources = _group_by_target(renamed, known, path)
-    places = {name: tensors[name] for name in firsts.values()}
-    found = {first: stored[min(names, key=lambda name: renamed[name] != first)] for first, names in sources.items()}
-    _check_shapes(model, places, found, path)
+    first_keys: dict[int, str] = {}
+    # tied: several keys of one tensor
+    canonical = {name: first_keys.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+    key_map = match_keys(stored, canonical, str(getattr(model, "base_model_prefix", "")))
+    sources = _group_by_target(key_map, canonical, path)
+    targets = {name: tensors[name] for name in first_keys.values()}
+    found = {first: stored[min(names, key=lambda name: key_map[name] != first)] for first, names in sources.items()}
+    _check_shapes(model, targets, found, path)
     _check_tied(stored, sources, path)
-    changes = Counter(diff_prefix(name, renamed[name]) for names in sources.values() for name in names)
+    changes = Counter(diff_prefix(name, key_map[name]) for names in sources.values() for name in names)
     removed, added = changes.most_common(1)[0][0]
     report = InitReport(
         file=path,
-        total=len(places),
+        total=len(targets),
         matched=len(found),
-        missing=tuple(name for name in places if name not in found),
-        unexpected=tuple(name for name, target in renamed.items() if target not in known),
+        missing=tuple(name for name in targets if name not in found),
+        unexpected=tuple(name for name, target in key_map.items() if target not in canonical),
         removed_prefix=removed,
         added_prefix=added,
     )
-    return _WeightMatch(places, found, report)
+    return _WeightMatch(targets, found, report)
 
 
 def _group_by_target(key_map: Mapping[str, str], canonical_keys: Mapping[str, str], path: str) -> dict[str, list[str]]:
-    """First name of a tensor in the model -> the file's names of it: several only where it is tied. Raises RecipeError."""
+    """Return first key of a tensor in the model -> the file's keys for it, several only if it is tied.
+
+    Raises RecipeError where two keys map to one, and where nothing matches.
+    """
     sources: dict[str, list[str]] = {}
     taken: dict[str, str] = {}
     for name, target in key_map.items():
         if target in taken and target in canonical_keys:
             problem = f"'{taken[target]}' and '{name}' in {path} would both become the model's '{target}'"
-            raise RecipeError(Fault(INIT_KEY, problem, "take one of them out of the file"))
+            raise RecipeError(Fault(INIT_KEY, problem, "remove one of them from the file"))
         taken[target] = name
         if target in canonical_keys:
             sources.setdefault(canonical_keys[target], []).append(name)
     if not sources:
-        problem = f"no name in {path} is one of the model's: there {_first_names(key_map)}, here {_first_names(canonical_keys)}"
-        raise RecipeError(Fault(INIT_KEY, problem, "give weights of a model of this kind"))
+        keys = f"keys of the file: {first_names(key_map)}; keys of the model: {first_names(canonical_keys)}"
+        problem = f"no key in {path} matches the model ({keys})"
+        raise RecipeError(Fault(INIT_KEY, problem, "give weights of this architecture"))
     return sources
 
 
 def _check_shapes(
     model: torch.nn.Module, targets: Mapping[str, torch.Tensor], tensors: Mapping[str, LazyTensor], path: str
 ) -> None:
-    """Raise RecipeError where a tensor of the file does not fit its place."""
+    """Raise RecipeError where a tensor of the file differs in shape or kind of dtype from the model's."""
     faults = []
     for name, stored in tensors.items():
-        place, shape = targets[name], full_shape(targets[name])
+        target, shape = targets[name], full_shape(targets[name])
         if stored.shape != shape:
-            mend = _suggest_shape_fix(model, shape, stored.shape)
-            faults.append(Fault(INIT_KEY, f"'{name}' is {stored.shape} in {path} and {shape} in the model", mend))
-        elif stored.is_float != place.is_floating_point():
-            kind = str(place.dtype).removeprefix("torch.")
-            problem = f"'{name}' is {stored.dtype} in {path}, which cannot become the model's {kind}"
+            fix = _suggest_shape_fix(model, shape, stored.shape)
+            faults.append(Fault(INIT_KEY, f"'{name}' is {stored.shape} in {path} and {shape} in the model", fix))
+        elif stored.is_float != target.is_floating_point():
+            dtype = str(target.dtype).removeprefix("torch.")
+            problem = f"'{name}' is {stored.dtype} in {path}, which cannot be cast to the model's {dtype}"
             faults.append(Fault(INIT_KEY, problem, "give weights that are not quantized"))
     if len(faults) > 1:
         first = faults[0]
@@ -161,18 +167,18 @@ def _check_shapes(
 
 
 def _suggest_shape_fix(model: torch.nn.Module, model_shape: tuple[int, ...], file_shape: tuple[int, ...]) -> str:
-    """What to do about a shape, by the setting of the model's config that it follows, where one is known."""
+    """Return the fix for a shape mismatch, with the config setting that determines the shape, if it is known."""
     config = getattr(model, "config", None)
     if len(model_shape) == len(file_shape):
         for one, other in zip(model_shape, file_shape, strict=True):
             names = [name for name in SHAPE_SETTINGS if one != other and getattr(config, name, None) == one]
             if names:
-                return f"the model's {names[0]} is {one} and would have to be {other}, or leave it out of the file"
-    return "give weights of a model of this size, or leave it out of the file"
+                return f"set the model's {names[0]} to {other} instead of {one}, or remove the tensor from the file"
+    return "give weights of a model of this size, or remove the tensor from the file"
 
 
 def _check_tied(tensors: Mapping[str, LazyTensor], sources: Mapping[str, list[str]], path: str) -> None:
-    """Raise RecipeError where the file has several values for what is one tensor in the model."""
+    """Raise RecipeError where the file has different values for keys that are tied in the model."""
     import torch
 
     for names in sources.values():
@@ -180,11 +186,6 @@ def _check_tied(tensors: Mapping[str, LazyTensor], sources: Mapping[str, list[st
         for name in names[1:]:
             other = tensors[name]
             if first.shape != other.shape or not torch.equal(first.read(), other.read().to(first.read().dtype)):
-                problem = f"'{names[0]}' and '{name}' differ in {path}, and in the model they are tied"
-                mend = "set tie_word_embeddings to false in the model's config, or take one of them out of the file"
-                raise RecipeError(Fault(INIT_KEY, problem, mend))
-
-
-def _first_names(names: Collection[str]) -> str:
-    more = len(names) - MAX_NAMES_IN_MESSAGE
-    return (", ".join(islice(names, MAX_NAMES_IN_MESSAGE)) or "nothing") + (f" and {more} more" if more > 0 else "")
+                problem = f"'{names[0]}' and '{name}' differ in {path}, but are tied in the model"
+                fix = "set tie_word_embeddings to false in the model's config, or remove one of them from the file"
+                raise RecipeError(Fault(INIT_KEY, problem, fix))

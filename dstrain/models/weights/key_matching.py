@@ -1,20 +1,21 @@
-"""Which name in a file of weights is which of a model's."""
+"""Matching of state-dict keys between a weight file and a model."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
 COMPILE_PREFIX = "_orig_mod"
-"""The word that torch.compile puts into names."""
+"""Part that torch.compile inserts into keys."""
 WRAPPER_PREFIX = "module"
-"""The word that DistributedDataParallel and DataParallel put before names."""
+"""Part that DistributedDataParallel and DataParallel put before keys."""
 
 
 def match_keys(keys: Collection[str], canonical_keys: Mapping[str, str], base_prefix: str) -> dict[str, str]:
-    """File's name -> model's name, in the one way of reading all names that reaches most weights; the plainest of equals.
+    """Return file key -> model key, by the one transformation of all keys that matches most weights.
 
-    `known`: every name in the model -> the first name of that tensor, which tied ones share. `base`: the name of the
-    part that transformers calls the base model. Names that the model has not are in the answer too.
+    Of equally good transformations the simplest wins. `canonical_keys`: every key of the model -> the first key of that
+    tensor, which tied tensors share. `base_prefix`: the name of transformers' base model. Keys that are not in the
+    model are returned too.
     """
 
     def count_matches(key_map: Mapping[str, str]) -> int:
@@ -26,10 +27,13 @@ def match_keys(keys: Collection[str], canonical_keys: Mapping[str, str], base_pr
 def _iter_key_maps(
     keys: Collection[str], canonical_keys: Mapping[str, str], base_prefix: str
 ) -> Iterator[dict[str, str]]:
-    """The plainest first: as they are, then without 1, 2, ... wrappers; each also with `base` put before or taken off."""
-    deepest = max((_wrapper_depth(_split_key(name)) for name in keys), default=0)
-    for way in range(-1, deepest + 1):
-        plain = {name: name if way < 0 else _strip_wrappers(_split_key(name), way) for name in keys}
+    """Yield the transformations, simplest first: unchanged, then without 1, 2, … wrappers.
+
+    Each is followed by the same with `base_prefix` added, and with `base_prefix` removed.
+    """
+    max_depth = max((_wrapper_depth(_split_key(name)) for name in keys), default=0)
+    for depth in range(-1, max_depth + 1):
+        plain = {name: name if depth < 0 else _strip_wrappers(_split_key(name), depth) for name in keys}
         yield plain
         if base_prefix != ".":
             yield {
@@ -44,7 +48,7 @@ def _split_key(key: str) -> list[str]:
 
 
 def _wrapper_depth(parts: list[str]) -> int:
-    """How many wrappers the name is in."""
+    """Return the number of leading wrapper parts."""
     return next((index for index, word in enumerate(parts) if word != WRAPPER_PREFIX), 0)
 
 
@@ -53,10 +57,10 @@ def _strip_wrappers(parts: list[str], depth: int) -> str:
 
 
 def diff_prefix(key: str, target: str) -> tuple[str, str]:
-    """What is taken off a name, and what put there, to make the other: `module.a.b`, `a.b` -> (`module.`, "")."""
-    one, other = key.split("."), target.split(".")
-    while one and other and one[-1] == other[-1]:
-        one, other = one[:-1], other[:-1]
-    while one and other and one[0] == other[0]:
-        one, other = one[1:], other[1:]
-    return "".join(f"{word}." for word in one), "".join(f"{word}." for word in other)
+    """Return the prefixes removed and added to turn `key` into `target`: `module.a.b`, `a.b` -> (`module.`, "")."""
+    removed, added = key.split("."), target.split(".")
+    while removed and added and removed[-1] == added[-1]:
+        removed, added = removed[:-1], added[:-1]
+    while removed and added and removed[0] == added[0]:
+        removed, added = removed[1:], added[1:]
+    return "".join(f"{part}." for part in removed), "".join(f"{part}." for part in added)

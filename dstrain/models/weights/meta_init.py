@@ -1,4 +1,4 @@
-"""Models without values in their parameters, for weights that come from elsewhere: nothing is drawn, nothing is held twice."""
+"""Meta-device initialization: model construction without allocating or initializing parameters."""
 
 from __future__ import annotations
 
@@ -8,44 +8,43 @@ from contextvars import ContextVar
 
 import torch
 
-_META_INIT = ContextVar("_EMPTY", default=False)
-_RANDOM_INIT_FOLDERS: ContextVar[list[str] | None] = ContextVar("_FOLLOW", default=None)
+_META_INIT = ContextVar("_META_INIT", default=False)
+_RANDOM_INIT_FOLDERS: ContextVar[list[str] | None] = ContextVar("_RANDOM_INIT_FOLDERS", default=None)
 
 
 def is_meta_init() -> bool:
-    """Whether `no_values` is around this call."""
+    """Return True inside `meta_parameters`."""
     return _META_INIT.get()
 
 
 def allow_random_init(folder: str) -> bool:
-    """Whether `all_values_follow` is around this call; notes that the weights of this folder are drawn."""
-    drawn = _RANDOM_INIT_FOLDERS.get()
-    if drawn is not None:
-        drawn.append(folder)
-    return drawn is not None
+    """Return True inside `weights_loaded_later`, and record that the weights of this folder are initialized."""
+    folders = _RANDOM_INIT_FOLDERS.get()
+    if folders is not None:
+        folders.append(folder)
+    return folders is not None
 
 
 @contextmanager
 def weights_loaded_later() -> Iterator[list[str]]:
-    """Inside, `load_model` may draw the weights of a folder that has a config and no weights: all of them are about to be
-    replaced by a checkpoint's. Yields the folders of which it did so.
+    """Let `load_model` initialize the weights of a folder that has a config but no weights, inside the context.
+
+    For models whose weights are all replaced by a checkpoint's afterwards. Yields the list of these folders.
     """
-    drawn: list[str] = []
-    token = _RANDOM_INIT_FOLDERS.set(drawn)
+    folders: list[str] = []
+    token = _RANDOM_INIT_FOLDERS.set(folders)
     try:
-        yield drawn
+        yield folders
     finally:
         _RANDOM_INIT_FOLDERS.reset(token)
 
 
 @contextmanager
 def meta_parameters() -> Iterator[None]:
-    """Inside, modules get parameters on the meta device, which take no memory; buffers are what they are.
+    """Create parameters on the meta device inside the context, so that they take no memory; buffers are not affected.
 
-    `load_model` then reads no weights of a folder, but its config.
-
-    For one thread. Parameters that two modules share stay one, where the second gets what the first has; accelerate's
-    `init_empty_weights` (1.15) makes a new one for each module and so takes ties apart.
+    `load_model` then reads only the config of a folder, no weights. Not thread-safe. Tied parameters stay tied;
+    accelerate's `init_empty_weights` (1.15) creates a new parameter for each module, and so unties them.
     """
     register = torch.nn.Module.register_parameter
 
@@ -64,12 +63,12 @@ def meta_parameters() -> Iterator[None]:
 
 
 def materialize(model: torch.nn.Module) -> None:
-    """Give every parameter that is on the meta device memory on the host, with whatever lies there."""
-    made: dict[int, torch.nn.Parameter] = {}  # what is shared stays shared
+    """Allocate uninitialized host memory for every parameter on the meta device."""
+    new: dict[int, torch.nn.Parameter] = {}  # by id of the old one, so that tied parameters stay tied
     for module in model.modules():
         for name, old in module._parameters.items():
             if old is not None and old.device.type == "meta":
-                if id(old) not in made:
-                    room = torch.empty_like(old, device="cpu")
-                    made[id(old)] = torch.nn.Parameter(room, requires_grad=old.requires_grad)
-                module._parameters[name] = made[id(old)]
+                if id(old) not in new:
+                    values = torch.empty_like(old, device="cpu")
+                    new[id(old)] = torch.nn.Parameter(values, requires_grad=old.requires_grad)
+                module._parameters[name] = new[id(old)]

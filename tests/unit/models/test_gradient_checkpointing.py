@@ -64,6 +64,6 @@ def test_gradients_are_the_same_and_each_layers_input_goes_to_the_host(
 
 def test_without_recomputation_there_is_nothing_to_keep(tmp_path: Path) -> None:
     with pytest.raises(
-        RecipeError, match=r"activation_checkpointing\.cpu_checkpointing: the model recomputes no layer"
+        RecipeError, match=r"activation_checkpointing\.cpu_checkpointing: the model checkpoints no layer"
     ):
         gradients(tmp_path, True, {"gradient_checkpointing": False})

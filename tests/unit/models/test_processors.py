@@ -112,7 +112,7 @@ def test_a_tokenizer_keeps_the_tokens_it_has() -> None:
 @pytest.mark.parametrize(
     ("values", "wanted"),
     [
-        ({"model_type": "paligemma"}, r"model\.processor: none can be made for a paligemma model \(only for llava"),
+        ({"model_type": "paligemma"}, r"model\.processor: none can be built for a paligemma model \(only for llava"),
         (llava("dinov2"), r"a llava model with a dinov2 \(only with clip_vision_model or siglip"),
         (llava(vision_config={"model_type": "pixtral"}), r"with a pixtral .*give a folder with its processor"),
     ],
@@ -147,9 +147,7 @@ def test_a_folder_gives_its_chat_template_and_a_pad_token_to_its_tokenizer(tmp_p
 
 def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
     train_tokenizer(TEXTS, 300).save_pretrained(str(tmp_path))
-    with pytest.raises(
-        RecipeError, match=r"model\.path: .* and no processor of texts and images; set model\.processor"
-    ):
+    with pytest.raises(RecipeError, match=r"model\.path: .* not a processor of texts and images; set model\.processor"):
         read_processor(str(tmp_path), "model.path")
 
 

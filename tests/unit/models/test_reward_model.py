@@ -21,8 +21,8 @@ from dstrain.config.schema import LoraConfig, ModelConfig, RunConfig
 from dstrain.errors import RecipeError, TaskError, UsageError
 from dstrain.models.adapters.lora import add_adapters
 from dstrain.models.adapters.merge import merge_adapters
-from dstrain.models.components import components_by_id
 from dstrain.models.load import build_meta_model, enable_gradient_checkpointing, load_model, read_config
+from dstrain.models.params.components import components_by_id
 from dstrain.models.params.freeze import freeze
 from dstrain.models.reward_model import SCORE_HEAD_FILE, AutoRewardModel, get_reward_model_class
 from dstrain.tasks import find_task, make_task
@@ -209,7 +209,7 @@ def test_merged_adapters_are_saved_as_a_base_model_and_a_head(tmp_path: Path) ->
     values = batch("llava")
     said = asked(adapted.eval(), values)
     adapted.save_pretrained(str(tmp_path / "adapters"))
-    with pytest.raises(UsageError, match="holds adapters alone; export the run with --merge-lora"):
+    with pytest.raises(UsageError, match="holds only adapters; export the run with --merge-lora"):
         dstrain.load_reward_model(tmp_path / "adapters")
     merged = merge_adapters(adapted)
     merged.save_pretrained(str(tmp_path / "merged"))
@@ -305,5 +305,5 @@ def test_a_head_of_another_size_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["llama4", "florence2", "blip-2", "kosmos-2", "clip"])
 def test_families_whose_base_model_gives_no_states_are_refused(kind: str) -> None:
-    with pytest.raises(RecipeError, match=f"no reward model of the {kind} family, and none can be made"):
+    with pytest.raises(RecipeError, match=f"no reward model of the {kind} family, and no causal base model"):
         get_reward_model_class(AutoConfig.for_model(kind))

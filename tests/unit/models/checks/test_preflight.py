@@ -15,14 +15,14 @@ import transformers
 
 from dstrain.config.schema import RunConfig
 from dstrain.errors import RecipeError
-from dstrain.models.checks.config_json import (
+from dstrain.models.checks.max_positions import max_positions
+from dstrain.models.checks.preflight import check_model
+from dstrain.models.folder.model_types import (
     BIDIRECTIONAL_TYPES,
     LEARNED_POSITION_TYPES,
     PAD_OFFSET_TYPES,
     max_learned_positions,
 )
-from dstrain.models.checks.max_positions import max_positions
-from dstrain.models.checks.preflight import check_model
 from dstrain.tasks import make_task
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
@@ -155,7 +155,7 @@ def test_what_another_task_needs_is_told_of_its_own_key(tmp_path: Path) -> None:
     seeing = folder(tmp_path / "llava", model_type="llava", vision_config={})
     assert not faults(seeing, "vlm")
     assert faults(tmp_path / "llama", "dpo", ref_model="./nowhere").startswith(
-        "options.ref_model: './nowhere' is no folder"
+        "options.ref_model: './nowhere' is not a folder"
     )
     (tmp_path / "file").write_text("")
     assert "is a file, not a folder" in faults(tmp_path / "file")

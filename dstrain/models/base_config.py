@@ -1,4 +1,4 @@
-"""What a run keeps of the model that it began with."""
+"""Saved base-model config of a checkpoint that holds all weights."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from dstrain.models.load import read_config
 
 
 def save_base_config(model: ModelConfig, folder: Path) -> None:
-    """Write what a model of `model.path` is built from, for a checkpoint that has all its weights. Not of adapters' base.
+    """Write config.json and generation_config.json of `model.path` into a checkpoint that holds all weights.
 
-    Nothing where another's Python builds it, and where a task of its own means something else by `model.path`.
+    With them the checkpoint can be read after `model.path` is gone. Nothing is written for adapters (their base is
+    needed anyway), for models with code of their own, and where a custom task gives `model.path` another meaning.
     """
     from transformers import GenerationConfig
 
@@ -21,5 +22,5 @@ def save_base_config(model: ModelConfig, folder: Path) -> None:
         return
     with contextlib.suppress(RecipeError):
         read_config(model).save_pretrained(str(folder))
-        with contextlib.suppress(OSError):  # it has none
+        with contextlib.suppress(OSError):  # no generation_config.json
             GenerationConfig.from_pretrained(str(Path(model.path).expanduser())).save_pretrained(str(folder))

@@ -68,7 +68,7 @@ def renamed(at: Path) -> None:
         (RewardModel, AutoModelForCausalLM, told({"num_hidden_layers": 3}), r"lacks model\.layers\.2"),
         (SFT, AutoModelForSequenceClassification, told({}), r"lacks lm_head\.weight of a LlamaForCausalLM, which would be drawn at random; .*LlamaForSequenceClassification"),
         (SFT, AutoModel, told({}), r"lacks lm_head\.weight of a LlamaForCausalLM"),
-        (RewardModel, AutoModelForSequenceClassification, told({}), r"'score\.weight' is \(2, 16\) in its files, and the task needs \(1, 16\)"),
+        (RewardModel, AutoModelForSequenceClassification, told({}), r"'score\.weight' is \(2, 16\) in its files, but the task needs \(1, 16\)"),
         (RewardModel, AutoModelForCausalLM, renamed, r"lacks model\.embed_tokens\.weight"),
         (RewardModel, AutoModelForCausalLM, stored_as(torch.float8_e4m3fn), r"is stored as F8_E4M3, and its config\.json has no quantization_config"),
         (SFT, AutoModelForCausalLM, stored_as(torch.int8), r"is stored as I8"),

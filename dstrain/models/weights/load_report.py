@@ -1,4 +1,4 @@
-"""Whether the files of a model hold what its class needs: names and shapes are compared before any value is read."""
+"""Load report: missing, unexpected and mismatched keys, found before any value is read."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError
-from dstrain.models.adapters.folder import resolve_base_model
+from dstrain.models.folder.adapter_config import resolve_base_model
 from dstrain.models.weights.files import find_weight_files, open_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAX_NAMES = 3
-"""How many names a sentence holds."""
+"""Mismatches reported at most."""
 
 QUANTIZED_DTYPE = re.compile(r"(F8|I8|U8|I4|F4|float8|int8|uint8)\w*")
-"""Types of values that mean nothing without their scales."""
+"""Dtypes of quantized values, which need scales."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What transformers finds when it loads files into a class."""
+    """Differences between a model's state-dict keys and those of its files."""
 
     missing: tuple[str, ...]
-    """The model's that the files lack: they are drawn."""
+    """Keys of the model that are not in the files: these weights are newly initialized."""
     unexpected: tuple[str, ...]
-    """The files' that the model has no place for: they are left out."""
+    """Keys of the files that are not in the model: these weights are ignored."""
     mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     """(name, shape in the files, shape in the model)."""
 
 
 def build_load_report(meta_model: PreTrainedModel, model: ModelConfig) -> LoadReport | None:
-    """What loading `model` into the class of `bones` (a skeleton) would find; no value is read.
+    """Return the report of loading `model` into the class of `meta_model`, without reading values.
 
-    transformers' own renaming decides, run on tensors without memory. None for a hub id, for quantized weights, and where the
-    class cannot be loaded that way: then loading itself tells. Raises RecipeError for files that cannot be read.
+    transformers itself renames and compares the keys, on meta tensors. None for a Hub id, for quantized weights, and
+    where the class cannot be loaded that way: then the load itself reports. Raises RecipeError for unreadable files.
     """
     folder = Path(resolve_base_model(model).path or "").expanduser()
     if model.path is None or not folder.is_dir() or getattr(meta_model.config, "quantization_config", None) is not None:
@@ -53,31 +53,31 @@ def build_load_report(meta_model: PreTrainedModel, model: ModelConfig) -> LoadRe
                 None, config=meta_model.config, state_dict=stored, device_map={"": "meta"}, output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )  # fmt: skip
-    except Exception:  # code that came with the model, or a family that draws on values while it loads
+    except Exception:  # custom code, or a family that needs real values while loading
         return None
     return _to_load_report(info, _score_head_keys(folder))
 
 
 def _read_meta_state_dict(folder: Path) -> dict[str, Any]:
+    """Return the keys and shapes of a folder's weights as meta tensors. Raises RecipeError for quantized ones."""
     import torch
 
     try:
-        found = open_tensors(
-            [file for file in find_weight_files(folder, "model.path") if file.name not in SCORE_HEAD_FILES]
-        )
+        files = [file for file in find_weight_files(folder, "model.path") if file.name not in SCORE_HEAD_FILES]
+        tensors = open_tensors(files)
     except RecipeError as error:
         raise RecipeError([replace(fault, where="model.path") for fault in error.faults]) from None
-    odd = [name for name, tensor in found.items() if len(tensor.shape) == 2 and QUANTIZED_DTYPE.fullmatch(tensor.dtype)]
-    if odd:
-        problem = (
-            f"'{odd[0]}' in {folder} is stored as {found[odd[0]].dtype}, and its config.json has no quantization_config"
-        )
-        raise RecipeError(Fault("model.path", problem, "give weights in 16 or 32 bits"))
-    return {name: torch.empty(tensor.shape, device="meta") for name, tensor in found.items()}
+    for name, tensor in tensors.items():
+        if len(tensor.shape) == 2 and QUANTIZED_DTYPE.fullmatch(tensor.dtype):
+            problem = (
+                f"'{name}' in {folder} is stored as {tensor.dtype}, but its config.json has no quantization_config"
+            )
+            raise RecipeError(Fault("model.path", problem, "give weights in 16 or 32 bits"))
+    return {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
 
 
 SCORE_HEAD_FILES = ("score.safetensors",)
-"""Files of a head that lies beside a base model (`dstrain.models.reward_model`)."""
+"""Head files next to a base model. Named here too, because `dstrain.models.reward_model` imports torch."""
 
 
 def _score_head_keys(folder: Path) -> set[str]:
@@ -94,21 +94,21 @@ def _to_load_report(info: Mapping[str, Any], head_keys: Collection[str]) -> Load
 
 @contextmanager
 def _progress_bar_disabled() -> Iterator[None]:
-    """Inside, transformers shows no progress."""
-    from transformers.utils import logging as settings
+    """Hide transformers' progress bars inside the context."""
+    from transformers.utils import logging as transformers_logging
 
-    shown = settings.is_progress_bar_enabled()
-    settings.disable_progress_bar()
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
-            settings.enable_progress_bar()
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
 
 
 @contextmanager
 def load_report_disabled() -> Iterator[None]:
-    """Inside, transformers does not print its LOAD REPORT: `check_fit` says what matters of it."""
+    """Hide transformers' LOAD REPORT inside the context: ModelValidator reports what matters of it."""
     log = logging.getLogger("transformers.modeling_utils")
 
     def keep_record(record: logging.LogRecord) -> bool:
@@ -122,22 +122,16 @@ def load_report_disabled() -> Iterator[None]:
 
 
 def shape_fault(mismatch: tuple[str, tuple[int, ...], tuple[int, ...]], heads: Sequence[str]) -> Fault:
-    name, there, here = mismatch
-    problem = f"'{name}' is {there} in its files and {here} in the model that its config.json describes"
-    mend = "give the config.json that belongs to these weights"
+    """Return the fault of a shape mismatch. `heads`: names of modules that may be new."""
+    name, file_shape, model_shape = mismatch
+    problem = f"'{name}' is {file_shape} in its files and {model_shape} in the model that its config.json describes"
+    fix = "give the config.json that belongs to these weights"
     if is_head_key(name, heads):
-        problem, mend = (
-            f"'{name}' is {there} in its files, and the task needs {here}",
-            "name a model with a head of one score",
-        )
-    return Fault("model.path", problem, mend)
+        problem = f"'{name}' is {file_shape} in its files, but the task needs {model_shape}"
+        fix = "use a model whose head has one score"
+    return Fault("model.path", problem, fix)
 
 
 def is_head_key(name: str, heads: Sequence[str]) -> bool:
+    """Return True for a key inside one of the modules `heads`."""
     return any(part in heads for part in name.split("."))
-
-
-def first_names(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = len(names) - MAX_NAMES
-    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

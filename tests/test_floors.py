@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "dstrain"
 FLOORS = (
-    ("errors", "units", "resources", "process_setup"),
+    ("errors", "units", "resources", "process_setup", "console"),
     ("distributed",),
     ("batch", "cache_dir", "schedule", "config", "preset"),
     ("data", "models", "report", "planner", "launch"),
@@ -53,6 +53,7 @@ CONTROL_PLANE = (
     "units",
     "resources",
     "process_setup",
+    "console",
     "batch",
     "distributed",
     "cache_dir",

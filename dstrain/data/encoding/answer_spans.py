@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from dstrain.data.encoding.rendering import common_prefix_length, render_conversation, to_template_messages
 from dstrain.data.formats.conversations import Conversation, PromptCompletion, Sample, get_message_field
-from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.transcripts import Message
+from dstrain.data.records import BadRecord
 
 Span = tuple[int, int]
 """Where a part of a text begins and where it ends, in letters."""

@@ -14,7 +14,7 @@ from dstrain.data.encoding.rendering import common_prefix_length
 from dstrain.data.encoding.text import SpecialTokens, get_special_tokens, has_suffix, split_bos
 from dstrain.data.encoding.truncation import LastTurnFinder, TokenBudget, count_tokens_before, describe_limits
 from dstrain.data.formats.conversations import PromptCompletion, Sample
-from dstrain.data.formats.messages import BadRecord
+from dstrain.data.records import BadRecord
 from dstrain.errors import DataError
 
 if TYPE_CHECKING:

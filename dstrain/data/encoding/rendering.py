@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from dstrain.data.encoding.template_timeout import check_template_terminates
-from dstrain.data.formats.preferences import BadRecord, Response
+from dstrain.data.formats.preferences import Response
 from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER, Message, messages_to_transcript, to_content_parts
+from dstrain.data.records import BadRecord
 from dstrain.errors import DataError
 
 Prompt = str | list[Message]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from dstrain.data.encoding.rendering import RenderedPrompt, common_prefix_length, render_prompt
 from dstrain.data.encoding.truncation import LastTurnFinder, TokenBudget, count_tokens_before, describe_limits
-from dstrain.data.formats.preferences import BadRecord, Preference
+from dstrain.data.formats.preferences import Preference
+from dstrain.data.records import BadRecord
 from dstrain.errors import DataError
 
 if TYPE_CHECKING:

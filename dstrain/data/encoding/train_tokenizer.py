@@ -11,8 +11,8 @@ from typing import Any
 from dstrain.cache_dir import hash_key, partial_path, remove_stale_partials
 from dstrain.config.rules import MIN_VOCAB_SIZE
 from dstrain.data.encoding.text import Alphabet, train_tokenizer
-from dstrain.data.formats.preferences import BadRecord
-from dstrain.data.sources.open import Source
+from dstrain.data.records import BadRecord
+from dstrain.data.sources.base import Source
 from dstrain.errors import DataError
 
 MAX_TRAINING_RECORDS = 200_000

@@ -15,8 +15,8 @@ import numpy as np
 
 from dstrain.data.encoding.answer_spans import ANSWER_SENTINEL, with_sentinel
 from dstrain.data.encoding.rendering import Prompt, common_prefix_length, render_conversation
-from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.transcripts import HUMAN_PREFIX
+from dstrain.data.records import BadRecord
 
 CUT_COLUMNS = ("response_cut", "prompt_cut", "last_turn_cut")
 """The names under which cuts are counted."""

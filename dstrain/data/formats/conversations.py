@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from dstrain.data.formats.messages import (
-    BadRecord,
     maybe_parse_json,
     read_instruction,
     read_messages,
@@ -24,6 +23,7 @@ from dstrain.data.formats.transcripts import (
     parse_transcript,
     turns_to_messages,
 )
+from dstrain.data.records import BadRecord
 
 EXTRA_MESSAGE_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking", "weight")
 """Keys of a message that chat templates know beside role and content; a weight of 0: the turn is not learnt."""

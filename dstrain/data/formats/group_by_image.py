@@ -10,9 +10,9 @@ from typing import Any
 
 from dstrain.data.formats.conversations import Conversation, Sample, read_conversation
 from dstrain.data.formats.image_placeholders import read_with_images
-from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER
-from dstrain.data.sources.open import BadRow, Source
+from dstrain.data.records import BadRecord, BadRow
+from dstrain.data.sources.base import Source
 
 
 class GroupByImageSource:

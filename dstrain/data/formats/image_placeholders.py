@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from dstrain.data.formats.conversations import Conversation, PromptCompletion
-from dstrain.data.formats.messages import BadRecord, json_type_name
+from dstrain.data.formats.messages import json_type_name
 from dstrain.data.formats.preferences import Preference, Response
 from dstrain.data.formats.prompts import ParsedPrompt
 from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER, Message
+from dstrain.data.records import BadRecord
 
 _INDEXED_BASE = 0xE100
 """The letter of image 0 among those that stand for one image of a record; image k has the k-th behind it."""

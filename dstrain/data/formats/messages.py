@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dstrain.data.formats.transcripts import Message
-from dstrain.errors import one_line
+from dstrain.data.records import BadRecord
 
 ROLE_ALIASES = {
     "system": "system",
@@ -24,14 +24,6 @@ ROLE_ALIASES = {
     "function": "tool",
     "ipython": "tool",
 }
-
-
-class BadRecord(ValueError):
-    """A record that cannot be used: the reason names the key and what to do."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = one_line(reason)
 
 
 def read_messages(value: Any, key: str) -> list[Message]:

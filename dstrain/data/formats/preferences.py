@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dstrain.data.formats.messages import (
-    ROLE_ALIASES,
-    BadRecord,
     json_type_name,
     read_instruction,
     read_message,
     read_messages,
     read_system,
-    read_text,
     read_tools,
 )
 from dstrain.data.formats.transcripts import (
@@ -27,18 +24,8 @@ from dstrain.data.formats.transcripts import (
     parse_transcript,
     turns_to_messages,
 )
+from dstrain.data.records import BadRecord
 from dstrain.errors import suggest_name
-
-__all__ = [
-    "ROLE_ALIASES",
-    "BadRecord",
-    "Preference",
-    "Response",
-    "read_messages",
-    "read_preference",
-    "read_system",
-    "read_text",
-]
 
 Response = str | list[Message]
 """An answer; a list of messages where the dialogs part before their last turn."""

@@ -10,8 +10,8 @@ from dstrain.data.encoding.answer_spans import ANSWER_SENTINEL
 from dstrain.data.encoding.rendering import render_prompt
 from dstrain.data.encoding.text import get_special_tokens, split_bos
 from dstrain.data.formats.conversations import PromptCompletion, read_conversation
-from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER, Message, parse_prompt_transcript
+from dstrain.data.records import BadRecord
 
 if TYPE_CHECKING:
     from dstrain.data.vision.expansion import PlaceholderExpansion

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dstrain.data.cache.build import EncodeResult
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.encoding.rendering import Prompt
 from dstrain.data.formats.conversations import (
@@ -17,9 +16,9 @@ from dstrain.data.formats.conversations import (
     get_message_field,
     read_conversation,
 )
-from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.preferences import Response, read_preference
 from dstrain.data.formats.transcripts import Message
+from dstrain.data.records import BadRecord, EncodeResult
 from dstrain.errors import suggest_name
 
 LABEL_KEYS = ("label", "kto_tag")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dstrain.data.formats.messages import BadRecord
+from dstrain.data.records import BadRecord
 from dstrain.data.vision.processor import VisionProcessor
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import pytest
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.encoding.text import encode_preference, encode_preferences
 from dstrain.data.formats.conversations import read_conversation
-from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.preferences import Preference, read_preference
 from dstrain.data.formats.prompts import EncodedPrompt, encode_prompts, read_prompt
+from dstrain.data.records import BadRecord
 from tests.chats import KINDS, PAIRS, TEMPLATES, TEXTS, chat, said, tokenizer_of
 from tests.unit.data.encoding.test_conversations import Slow
 from tests.unit.data.encoding.test_preferences import with_frame

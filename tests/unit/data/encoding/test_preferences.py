@@ -12,7 +12,8 @@ from dstrain.data.encoding.text import (
     render_prompt,
     train_tokenizer,
 )
-from dstrain.data.formats.preferences import BadRecord, Preference, read_preference
+from dstrain.data.formats.preferences import Preference, read_preference
+from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError
 

@@ -11,9 +11,9 @@ from dstrain.data.encoding.conversations import EncodingConfig, encode_conversat
 from dstrain.data.encoding.text import encode_preferences
 from dstrain.data.encoding.truncation import TokenBudget, describe_cuts
 from dstrain.data.formats.conversations import PromptCompletion, read_conversation
-from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.preferences import Preference, read_preference
 from dstrain.data.formats.unpaired import make_unpaired_encoder, read_unpaired
+from dstrain.data.records import BadRecord
 from tests.chats import EARLIER, KINDS, QUESTION, SYSTEM, TEMPLATES, chat, said, tokenizer_of
 from tests.unit.data.encoding.test_conversations import TEMPLATES as SHAPES
 from tests.unit.data.encoding.test_preferences import bert  # noqa: F401  a fixture

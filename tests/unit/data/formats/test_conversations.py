@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dstrain.data.formats.conversations import Conversation, PromptCompletion, read_conversation
-from dstrain.data.formats.messages import BadRecord
+from dstrain.data.records import BadRecord
 
 ASKED = {"role": "user", "content": "2+2?"}
 SAID = {"role": "assistant", "content": "4"}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrain.data.formats.preferences import BadRecord, read_preference
+from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.transcripts import (
     common_word_prefix_length,
     is_transcript,
@@ -16,6 +16,7 @@ from dstrain.data.formats.transcripts import (
     parse_transcript,
     render_transcript,
 )
+from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 
 PIECES = st.sampled_from(["\n\nHuman:", "\n\nAssistant:", "Human:", "Assistant:", " ", "\n", "\n\n", "hi", "é", "yes."])

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from dstrain.data.encoding.text import encode_preference
-from dstrain.data.formats.preferences import BadRecord, read_preference
+from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.prompts import ParsedPrompt, encode_prompts, read_prompt, stop_token_ids
+from dstrain.data.records import BadRecord
 
 FOX = [{"role": "user", "content": "the fox"}]
 LATER = [*FOX, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "the dog"}]

@@ -13,8 +13,8 @@ from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.encoding.conversations import EncodingConfig
 from dstrain.data.encoding.text import train_tokenizer
 from dstrain.data.formats.conversations import Conversation, PromptCompletion
-from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.unpaired import UnpairedPreference, make_unpaired_encoder, mismatched_indices, read_unpaired
+from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 
 

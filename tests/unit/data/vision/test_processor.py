@@ -13,8 +13,9 @@ from dstrain.config.schema import ModelConfig
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.encoding.text import encode_preferences, train_tokenizer
 from dstrain.data.formats.conversations import Conversation
-from dstrain.data.formats.preferences import BadRecord, Preference
+from dstrain.data.formats.preferences import Preference
 from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER
+from dstrain.data.records import BadRecord
 from dstrain.data.vision.expansion import PlaceholderExpansion
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.models.load import read_config

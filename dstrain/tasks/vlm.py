@@ -18,12 +18,25 @@ from dstrain.data.sources.base import Source
 from dstrain.data.vision.augment import ImageAugmentation
 from dstrain.errors import RecipeError
 from dstrain.models.checks.preflight import text_only_fault
+from dstrain.tasks.common.text import TextChecks
 from dstrain.tasks.common.tiny import tiny_recipe
 from dstrain.tasks.sft import SFT
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLMChecks(TextChecks):
+    """The checks of a text task; the model has to be a vision-language model."""
+
+    def run(self) -> None:
+        super().run()
+        model, source = self.task.recipe.model, self.task.model_source
+        if not source.is_multimodal:
+            key = "model.path" if model.path else "model.config"
+            raise RecipeError(text_only_fault(key, source.config.model_type))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +48,7 @@ class VLM(SFT):
     """
 
     metric_names = ("token_accuracy", "exact_match")
+    checks_class = VLMChecks
 
     one_sample_per_image: bool = False
     """Make the training records of a file that follow one another about the same images the turns of one dialog."""
@@ -47,24 +61,12 @@ class VLM(SFT):
         if not 0 <= self.flip <= 1:
             raise ValueError(f"flip is {self.flip:g}, but a chance lies from 0 to 1")
 
-    def check(self) -> None:
-        super().check()
-        if not self.is_multimodal:
-            raise RecipeError(
-                text_only_fault(
-                    "model.path" if self.recipe.model.path else "model.config", self.model_config.model_type
-                )
-            )
-
     def parse_with_images(
         self, record: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Any]
     ) -> RecordWithImages[Any]:
-        """The same where no model is named: whichever it is, it sees."""
-        return (
-            super().parse_with_images(record, parse)
-            if self.recipe.model.path or self.recipe.model.config
-            else read_with_images(record, parse)
-        )
+        if not self.model_source.is_named:
+            return read_with_images(record, parse)
+        return super().parse_with_images(record, parse)
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         sample = self.parse_record(record).parsed
@@ -85,7 +87,7 @@ class VLM(SFT):
         return ImageAugmentation(random_translate=self.shift, flip_probability=self.flip, seed=self.recipe.seed)
 
     def extra_metrics(self, is_correct: torch.Tensor, loss_mask: torch.Tensor) -> Mapping[str, Any]:
-        from dstrain.tasks.common.losses import count_exact_answers
+        from dstrain.tasks.common.forward import count_exact_answers
 
         return {"exact_match": count_exact_answers(is_correct, loss_mask)}
 

@@ -32,7 +32,7 @@ def check_launch(
     """Check the recipe, the preset and the run folder. Returns the DeepSpeed JSON. Raises UsageError."""
     config = recipe.config
     task = make_task(config)
-    task.check_required_keys()
+    task.checks.required_keys()
     preset = read_preset(config.ds_config)
     start = find_compatible_checkpoint(run_dir, resume, config)
     asked = with_saved_batch_total(config.batch, start, resume.allowed_keys)

@@ -187,8 +187,8 @@ def is_module_export(folder: Path) -> bool:
 
 def check_head(task: Task, folder: Path) -> None:
     """Raise UsageError where the answers of an exported model would be those of a head that is drawn at random."""
-    if isinstance(task, TextTask) and task.model_validator.newly_initialized:
-        name = task.model_validator.newly_initialized[0]
+    if isinstance(task, TextTask) and task.checks.validator.newly_initialized:
+        name = task.checks.validator.newly_initialized[0]
         raise UsageError(
             f"{folder}: its files hold no {name}, which task {task.recipe.task} needs; give a trained model's folder"
         )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from dstrain.cache_dir import cache_root
 from dstrain.data.cache.bad_record_summary import format_bad_rows, group_by_reason
@@ -25,16 +25,48 @@ MAX_BAD_FRACTION = 0.01
 """Bad records up to this share are skipped where `data.on_error` says nothing."""
 
 
+EncodeItems = Callable[[list[Any]], Sequence[EncodeResult | list[EncodeResult]]]
+"""Parsed records -> the example or the fault of each, or a list of them."""
+
+
+@runtime_checkable
+class SequentialEncoder(Protocol):
+    """An encoder whose examples depend on records of earlier chunks."""
+
+    def __call__(self, items: list[Any]) -> Sequence[EncodeResult | list[EncodeResult]]: ...
+
+    def restore_context(self, previous: Iterable[Any]) -> None:
+        """Continue as if the parsed records in `previous`, the last one first, had been encoded."""
+
+
 @dataclass(frozen=True)
-class StatefulEncode:
-    """An `Encode` that needs to know what came before a chunk."""
+class RecordEncode:
+    """An `Encode` that parses records and encodes the valid ones of a chunk together."""
 
-    encode: Encode
-    restore_context: Callable[[Iterator[dict[str, Any]]], None]
-    """Given the records before a chunk, the last one first: has `make` go on as if it had encoded them."""
+    parse: Callable[[dict[str, Any]], Any]
+    """Raises BadRecord."""
+    encode: EncodeItems
 
-    def __call__(self, rows: list[tuple[int, dict[str, Any]]]) -> Sequence[EncodeResult | list[EncodeResult]]:
-        return self.encode(rows)
+    def __call__(self, rows: list[tuple[int, dict[str, Any]]]) -> list[EncodeResult | list[EncodeResult]]:
+        return encode_valid([try_parse(self.parse, record) for _, record in rows], self.encode)
+
+
+@dataclass(frozen=True)
+class SequentialEncode(RecordEncode):
+    """A `RecordEncode` around a `SequentialEncoder`, for processes that start in mid-file."""
+
+    encode: SequentialEncoder
+
+    def restore_context(self, previous: Iterator[dict[str, Any]]) -> None:
+        """Continue as if the records in `previous`, the last one first, had been encoded."""
+        parsed = (try_parse(self.parse, record) for record in previous)
+        self.encode.restore_context(item for item in parsed if not isinstance(item, BadRecord))
+
+
+def encode_valid(items: Sequence[Any], encode: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
+    """Return `encode` of the valid items, with each BadRecord left in its place."""
+    encoded = iter(encode([item for item in items if not isinstance(item, BadRecord)]))
+    return [item if isinstance(item, BadRecord) else next(encoded) for item in items]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +78,6 @@ class PreparePolicy:
     on_error: str | None = None
     """skip: leave them out; fail: refuse any; None: refuse more than 1 %."""
     processes: ProcessPoolConfig = SINGLE_PROCESS
-
-
-def compose_encode(
-    parse: Callable[[dict[str, Any]], Any], encode: Callable[[list[Any]], Sequence[EncodeResult | list[EncodeResult]]]
-) -> Encode:
-    """An `Encode` that reads every record and encodes those that can be read together; the others keep their fault."""
-
-    def encode_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[EncodeResult | list[EncodeResult]]:
-        found = [try_parse(parse, record) for _, record in rows]
-        coded = iter(encode([item for item in found if not isinstance(item, BadRecord)]))
-        return [item if isinstance(item, BadRecord) else next(coded) for item in found]
-
-    return encode_rows
 
 
 def prepare(
@@ -97,7 +116,9 @@ def iter_encoded(
     report.sizes = list(getattr(source, "sizes", ()))
     report.bad.extend(source.bad_rows)
     count = processes.num_processes_for(len(source))
-    size = min(chunk_size, PARALLEL_CHUNK_SIZE) if count > 1 and not isinstance(encode, StatefulEncode) else chunk_size
+    size = (
+        min(chunk_size, PARALLEL_CHUNK_SIZE) if count > 1 and not isinstance(encode, SequentialEncode) else chunk_size
+    )
     spans = [(start, min(start + size, len(source))) for start in range(0, len(source), size)]
     if count > 1:
         pieces = map_chunks(partial(_encode_range, source, encode, True), spans, processes)
@@ -113,7 +134,7 @@ def iter_encoded(
 
 def _encode_range(source: Source, encode: Encode, is_parallel: bool, start: int, stop: int) -> EncodedChunk:
     """The records from `start` to `stop`; `apart`: another process may have encoded those before them."""
-    if is_parallel and isinstance(encode, StatefulEncode):
+    if is_parallel and isinstance(encode, SequentialEncode):
         encode.restore_context(source[index] for index in reversed(range(start)))
     rows = [(index, source[index]) for index in range(start, stop)]
     piece = EncodedChunk()

@@ -117,6 +117,21 @@ class TokenStore:
         sizes = [column[rows] - start for column, start in zip(ends, starts, strict=True)]
         return np.max([np.zeros(len(rows), dtype=np.int64), *sizes], axis=0)
 
+    def summarize(self, rows: np.ndarray) -> dict[str, Any]:
+        """Return the number of tokens, the longest sequence and the images of these rows, (N,)."""
+        names = [name for name in self._ragged if name not in ("learnt", "images")]
+        lengths = [self.column_lengths(name)[rows] for name in names]
+        summary: dict[str, Any] = {
+            "tokens": int(sum(column.sum() for column in lengths)),
+            "longest": int(max(column.max() for column in lengths)),
+            "tokens_folder": str(self.folder),
+        }
+        if self.image_index is None:
+            return summary
+        images = {image for row in rows.tolist() for image in self[row].get("images", ())}
+        copies = sum(image.has_copy for image in images)
+        return summary | ({"images": len(images), "copies": copies} if images else {})
+
     def count_per_source(self, source_sizes: Sequence[int]) -> tuple[int, ...]:
         """How many examples each of the joined sources, of these sizes, left in the store."""
         ends = np.searchsorted(self.record_indices, np.cumsum((0, *source_sizes)))

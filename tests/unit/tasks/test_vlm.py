@@ -17,7 +17,7 @@ from dstrain.data.loading.loader import make_batch
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
 from dstrain.errors import DataError, RecipeError, TaskError
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.common import losses as ops
+from dstrain.tasks.common import forward
 from dstrain.tasks.vlm import TINY_CONFIG
 from tests.seeing import picture
 
@@ -48,7 +48,7 @@ def task_on(file: str, options: dict[str, Any] | None = None, model: dict[str, A
 def test_exact_answers_by_hand() -> None:
     learnt = torch.tensor([[1, 1, 0, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 0, 1]])
     right = torch.tensor([[1, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1]]).bool()
-    exact, count = ops.count_exact_answers(right & (learnt != 0), learnt)
+    exact, count = forward.count_exact_answers(right & (learnt != 0), learnt)
     assert (int(exact), int(count)) == (1 + 1 + 2, 2 + 1 + 3)
 
 

@@ -13,7 +13,6 @@ from dstrain.config.schema import LoraConfig, ModelConfig
 from dstrain.models.adapters.lora import add_adapters
 from dstrain.models.attention_mask import NO_MASK_MODEL_TYPES, needs_attention_mask
 from dstrain.models.load import read_config
-from dstrain.tasks.common import forward
 from tests.families import FAMILIES, family
 
 LENGTHS = (70, 50, 9, 33)

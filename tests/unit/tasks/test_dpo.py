@@ -149,7 +149,7 @@ def test_answers_kept_are_those_asked_online(name: str, tmp_path: Path) -> None:
     _, recipe = named_recipe(name, tmp_path)
     other = make_task(RunConfig.model_validate(recipe | {"seed": 7}))
     other.build_model().save_pretrained(tmp_path / "other")
-    other.save_extras(tmp_path / "other")
+    other.export.save_extras(tmp_path / "other")
     ids = [5, 17, 60, 2]
     online, kept = (
         look(

@@ -15,14 +15,14 @@ import psutil
 import pytest
 
 from dstrain.data.cache import build, process_pool
-from dstrain.data.cache.build import PreparePolicy, StatefulEncode, compose_encode
+from dstrain.data.cache.build import PreparePolicy, RecordEncode, SequentialEncode
 from dstrain.data.cache.process_pool import ProcessPoolConfig
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.encoding.text import encode_preferences
 from dstrain.data.formats.conversations import read_conversation
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import make_unpaired_encoder, read_unpaired
-from dstrain.data.records import BadRecord, Encode, try_parse
+from dstrain.data.records import BadRecord, Encode
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, RunError
 from dstrain.launch.worker import set_parent_death_signal
@@ -54,16 +54,12 @@ def encoders() -> dict[str, Encode]:
     tokenizer = chat("zephyr", "metaspace")
     kto = make_unpaired_encoder(tokenizer, SETTINGS, True)
 
-    def seek(before: Any) -> None:
-        found = (try_parse(read_unpaired, record) for record in before)
-        kto.restore_context(items for items in found if not isinstance(items, BadRecord))
-
     return {
-        "pairs": compose_encode(read_preference, lambda items: encode_preferences(tokenizer, items, 60)),
-        "conversations": compose_encode(
+        "pairs": RecordEncode(read_preference, lambda items: encode_preferences(tokenizer, items, 60)),
+        "conversations": RecordEncode(
             read_conversation, lambda items: encode_conversations(tokenizer, items, SETTINGS)
         ),
-        "labelled": StatefulEncode(compose_encode(read_unpaired, kto), seek),
+        "labelled": SequentialEncode(read_unpaired, kto),
     }
 
 

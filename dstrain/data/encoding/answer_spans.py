@@ -119,7 +119,7 @@ class TemplateAligner:
     def _generation_prompt(self, index: int) -> str:
         """What the model sees before it answers; empty where the template writes no such dialog."""
         try:
-            return self.render_fn(self.messages[:index], opened=True)
+            return self.render_fn(self.messages[:index], add_generation_prompt=True)
         except BadRecord:  # no turn at all, say
             return ""
 

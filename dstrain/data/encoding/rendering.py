@@ -116,7 +116,7 @@ def _render_with_template(render_fn: Callable[..., str], prompt: Prompt, answers
     before = _to_messages(prompt, "user")
     if isinstance(prompt, str):  # split at a space, which belongs to no message
         answers = [answer.removeprefix(" ") if isinstance(answer, str) else answer for answer in answers]
-    opening = render_fn(before, opened=True)
+    opening = render_fn(before, add_generation_prompt=True)
     whole = [render_fn(before + _to_messages(answer, "assistant")) for answer in answers]
     # Some templates open the answer with what they later leave out, such as an empty block of thoughts.
     start = common_prefix_length([opening, *whole])

@@ -115,7 +115,7 @@ class LastTurnFinder:
         said = with_sentinel(self.prompt[index - 1])  # type: ignore[arg-type]  # messages, as last_turn has seen
         before, after = self.prompt[: index - 1], self.prompt[index:]
         try:
-            _, _, tail = self._render_fn([*before, said, *after], opened=self.add_generation_prompt).partition(
+            _, _, tail = self._render_fn([*before, said, *after], add_generation_prompt=self.add_generation_prompt).partition(
                 ANSWER_SENTINEL
             )
             _, _, ending = self._render_fn([*before, said]).partition(ANSWER_SENTINEL)

@@ -12,8 +12,9 @@ from dstrain.batch import Batch
 from dstrain.data.cache.build import StatefulEncode, compose_encode, prepare
 from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.encoding.conversations import EncodingConfig
+from dstrain.data.encoding.unpaired import UnpairedEncoder
 from dstrain.data.fingerprint import tokenizer_fingerprint
-from dstrain.data.formats.unpaired import UnpairedPreference, make_unpaired_encoder, read_unpaired
+from dstrain.data.formats.unpaired import UnpairedPreference, read_unpaired
 from dstrain.data.records import BadRecord, try_parse
 from dstrain.data.sources.open import ConcatSource
 from dstrain.tasks.common.bad_record_policy import policy_of
@@ -82,7 +83,7 @@ class KTO(ReferenceTask):
             "mismatched": self.needs_step_stats,
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
         }
-        encode = make_unpaired_encoder(self.tokenizer, settings, self.needs_step_stats)
+        encode = UnpairedEncoder(self.tokenizer, settings, self.needs_step_stats)
 
         def seek(previous_records: Iterator[dict[str, Any]]) -> None:
             found = (try_parse(read_unpaired, record) for record in previous_records)

@@ -3,10 +3,9 @@ from __future__ import annotations
 import copy
 
 import pytest
-from dstrain.data.encoding.text import render_prompt
 
 from dstrain.data.encoding.preferences import encode_preferences
-from dstrain.data.encoding.rendering import render_conversation
+from dstrain.data.encoding.rendering import render_conversation, render_prompt
 from dstrain.data.encoding.special_tokens import get_special_tokens
 from dstrain.data.encoding.train_tokenizer import train_tokenizer
 from dstrain.data.formats.preferences import Preference, read_preference

@@ -15,8 +15,9 @@ from dstrain.config import RunConfig
 from dstrain.console import log_stderr
 from dstrain.data.cache.build import PreparePolicy, check_bad_records, iter_encoded
 from dstrain.data.cache.token_store import BuildReport
+from dstrain.data.encoding.prompts import EncodedPrompt
 from dstrain.data.formats.image_placeholders import RecordWithImages
-from dstrain.data.formats.prompts import EncodedPrompt, ParsedPrompt
+from dstrain.data.formats.prompts import ParsedPrompt
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import HeadSource, open_source
 from dstrain.errors import DataError, TaskError, UsageError

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from dstrain.errors import one_line
 
+ParsedT = TypeVar("ParsedT")
+EncodedT = TypeVar("EncodedT")
 Example = Mapping[str, Any]
 """A row of the token cache: sequences of token ids, numbers, and `sample`, the index of its record."""
 
@@ -33,9 +35,17 @@ Encode = Callable[[list[tuple[int, dict[str, Any]]]], Sequence[EncodeResult | li
 """(index, record) pairs -> for each, in the same order, an example, a `BadRecord`, or a list of them."""
 
 
-def try_parse(parse: Callable[[dict[str, Any]], Any], record: dict[str, Any]) -> Any:
-    """Return `parse(record)`, or the BadRecord that it raises."""
+def try_parse(parse: Callable[..., ParsedT], *args: Any) -> ParsedT | BadRecord:
+    """Return `parse(*args)`, or the BadRecord that it raises."""
     try:
-        return parse(record)
+        return parse(*args)
     except BadRecord as fault:
         return fault
+
+
+def encode_valid(
+    items: Sequence[ParsedT | BadRecord], encode: Callable[[list[ParsedT]], Sequence[EncodedT]]
+) -> list[EncodedT | BadRecord]:
+    """Encode all items that are not BadRecords in one call; BadRecords stay in their places."""
+    encoded = iter(encode([item for item in items if not isinstance(item, BadRecord)]))
+    return [item if isinstance(item, BadRecord) else next(encoded) for item in items]

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from dstrain.batch import Batch
 from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.encoding.conversations import EncodingConfig
+from dstrain.data.encoding.unpaired import UnpairedEncoder
 from dstrain.data.formats.image_placeholders import RecordWithImages
-from dstrain.data.formats.unpaired import UnpairedEncoder, UnpairedPreference, make_unpaired_encoder, read_unpaired
+from dstrain.data.formats.unpaired import UnpairedPreference, read_unpaired
 from dstrain.data.sources.open import ConcatSource
 from dstrain.old_paths import moved_names
 from dstrain.tasks.common.reference import ReferenceChecks, ReferenceTask
@@ -82,7 +83,7 @@ class KTO(ReferenceTask):
     @property
     def encode(self) -> UnpairedEncoder:  # type: ignore[override]
         """A new encoder: it holds the last answer of a chunk for the next one."""
-        return make_unpaired_encoder(self.tokenizer, self._encoding_config, self.needs_step_stats)
+        return UnpairedEncoder(self.tokenizer, self._encoding_config, self.needs_step_stats)
 
     def encode_key(self) -> dict[str, Any]:
         config = asdict(self._encoding_config)

@@ -12,7 +12,7 @@ import numpy as np
 
 from dstrain.batch import Batch
 from dstrain.data.dataset import Samples
-from dstrain.data.encoding.text import encode_preferences
+from dstrain.data.encoding.preferences import encode_preferences
 from dstrain.data.formats.preferences import Preference, Response, read_preference
 from dstrain.data.records import BadRecord, EncodeResult
 from dstrain.data.vision.expansion import PlaceholderExpansion

@@ -18,7 +18,7 @@ from dstrain.data.cache.dataset import (
     split_examples,
 )
 from dstrain.data.cache.token_store import TokenStore
-from dstrain.data.encoding.default_template import describe_missing_template
+from dstrain.data.encoding.chat_template import describe_missing_template
 from dstrain.data.formats.image_placeholders import RecordWithImages, has_images, read_with_images
 from dstrain.data.records import BadRecord, EncodeResult
 from dstrain.data.sources.base import Source

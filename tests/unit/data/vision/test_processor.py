@@ -11,7 +11,8 @@ from transformers import AutoModelForImageTextToText
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
-from dstrain.data.encoding.text import encode_preferences, train_tokenizer
+from dstrain.data.encoding.preferences import encode_preferences
+from dstrain.data.encoding.train_tokenizer import train_tokenizer
 from dstrain.data.formats.conversations import Conversation
 from dstrain.data.formats.preferences import Preference
 from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER

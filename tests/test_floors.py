@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "dstrain"
 FLOORS = (
     ("errors", "old_paths", "units", "resources", "process_setup", "console"),
-    ("distributed",),
+    ("distributed", "source_map"),
     ("batch", "cache_dir", "schedule", "config", "preset"),
     ("data", "models", "report", "planner", "launch"),
     ("tasks",),
@@ -49,7 +49,7 @@ DOORS = {
         "train/engine/inference.py",
         "train/engine/optimizers.py",
         "train/profiler.py",
-        "models/zero3.py",
+        "models/params/zero3.py",
     ),
     "torch.distributed": (
         "distributed/world.py",
@@ -69,6 +69,7 @@ CONTROL_PLANE = (
     "resources",
     "process_setup",
     "console",
+    "source_map",
     "batch",
     "distributed",
     "cache_dir",

@@ -50,16 +50,16 @@ class VLM(SFT):
     metric_names = ("token_accuracy", "exact_match")
     checks_class = VLMChecks
 
-    one_sample_per_image: bool = False
-    """Make the training records of a file that follow one another about the same images the turns of one dialog."""
-    flip: float = 0.0
-    """Chance that a training image is mirrored, left for right; a question of left and right must not stand beside it."""
-    shift: bool = False
-    """Move what a training image shows on a plain background to a random place, whole within the frame."""
+    group_by_image: bool = False
+    """Group consecutive training records with the same images into one multi-turn conversation."""
+    horizontal_flip: float = 0.0
+    """Probability of a horizontal flip. Keep 0 if questions mention left or right."""
+    random_translate: bool = False
+    """Move the content of a training image on a plain background to a random place, whole within the frame."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.flip <= 1:
-            raise ValueError(f"flip is {self.flip:g}, but a chance lies from 0 to 1")
+        if not 0 <= self.horizontal_flip <= 1:
+            raise ValueError(f"horizontal_flip is {self.horizontal_flip:g}, but a probability is between 0 and 1")
 
     def parse_with_images(
         self, record: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Any]
@@ -76,7 +76,7 @@ class VLM(SFT):
         )  # with what stands between the turns
 
     def wrap_source(self, source: Source, item: DatasetConfig) -> Source:
-        training = self.one_sample_per_image and isinstance(item, TrainDatasetConfig)
+        training = self.group_by_image and isinstance(item, TrainDatasetConfig)
         return GroupByImageSource(source) if training else source
 
     def augment_image(self, image: Image, example: Mapping[str, Any], index: int) -> Image:
@@ -84,7 +84,9 @@ class VLM(SFT):
 
     @cached_property
     def _augment(self) -> ImageAugmentation:
-        return ImageAugmentation(random_translate=self.shift, flip_probability=self.flip, seed=self.recipe.seed)
+        return ImageAugmentation(
+            random_translate=self.random_translate, flip_probability=self.horizontal_flip, seed=self.recipe.seed
+        )
 
     def extra_metrics(self, is_correct: torch.Tensor, loss_mask: torch.Tensor) -> Mapping[str, Any]:
         from dstrain.tasks.common.forward import count_exact_answers

@@ -17,8 +17,8 @@ from dstrain.data.vision.processor import VisionProcessor
 from dstrain.data.vision.statistics import compute_image_stats
 from dstrain.errors import Fault, RecipeError
 from dstrain.launch.threads import count_available_cores
-from dstrain.models.adapters.folder import load_adapters
-from dstrain.models.checks.preflight import find_tokenizer_folder
+from dstrain.models.adapters.load import load_adapters
+from dstrain.models.folder.tokenizer_files import find_tokenizer_folder
 from dstrain.models.load import (
     build_meta_model,
     enable_gradient_checkpointing,

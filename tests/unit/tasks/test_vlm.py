@@ -144,7 +144,7 @@ def test_a_model_that_sees_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="flip is 2"):
+    with pytest.raises(TaskError, match="horizontal_flip is 2, but a probability is between 0 and 1"):
         task_on(asked(tmp_path), {"flip": 2.0})
 
 

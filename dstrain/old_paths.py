@@ -63,6 +63,8 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     "dstrain.tasks.text": {"TextTask": "dstrain.tasks.common.text.TextTask"},
     "dstrain.tasks.pairs": {"PairTask": "dstrain.tasks.common.pairs.PairTask"},
     "dstrain.tasks.policy": {"PolicyTask": "dstrain.tasks.common.reference.ReferenceTask"},
+    "dstrain.tasks.sft": {"SupervisedFineTuning": "dstrain.tasks.sft.SFT"},
+    "dstrain.tasks.vlm": {"VisionLanguage": "dstrain.tasks.vlm.VLM"},
     "dstrain.tasks.dpo": {"PreferenceOptimization": "dstrain.tasks.dpo.DPO"},
     "dstrain.tasks.kto": {"SingleAnswers": "dstrain.tasks.kto.KTO"},
     "dstrain.tasks.find": {

@@ -13,6 +13,7 @@ from dstrain.data.encoding.conversations import EncodingConfig, encode_conversat
 from dstrain.data.formats.conversations import PromptCompletion, Sample, read_conversation
 from dstrain.data.records import EncodeResult
 from dstrain.data.vision.expansion import PlaceholderExpansion
+from dstrain.old_paths import moved_names
 from dstrain.tasks.common.task import Loss
 from dstrain.tasks.common.text import TextExport, TextTask
 from dstrain.tasks.common.tiny import tiny_recipe
@@ -117,3 +118,6 @@ def _tiny_record(split: str, index: int) -> dict[str, Any]:
     if index % 3 == 0:
         turns += [("user", "And now?"), ("assistant", f"Test the {thing}.")]
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+__getattr__ = moved_names(__name__)

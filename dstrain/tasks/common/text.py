@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 TEXTS_CACHE_NAMES = {
     "PairTask.iter_texts": "PairTask.texts",
-    "SFT.iter_texts": "SFT.texts",
-    "VLM.iter_texts": "VLM.texts",
+    "SFT.iter_texts": "SupervisedFineTuning.texts",
+    "VLM.iter_texts": "VisionLanguage.texts",
     "KTO.iter_texts": "SingleAnswers.texts",
 }
 """Names in the cache keys of trained tokenizers: those that the first caches were written with."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dstrain import old_paths
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
 __version__ = "0.1.0"
 
+old_paths.install()
+
 
 def load_reward_model(folder: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The reward model in a folder that `dstrain export` wrote, of texts or of texts and images, in evaluation mode.
+    """Load the reward model of a folder that `dstrain export` wrote, in evaluation mode.
 
     Called with what its tokenizer or processor gives (input_ids, attention_mask, pixel_values, ...), its answer's
     `logits`, (B, 1), are the scores; each is read at the last token that is no padding. `dtype`: of the weights; None: as

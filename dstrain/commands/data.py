@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from dstrain.config import read_recipe
 from dstrain.data.cache.bad_record_summary import MAX_ROWS_PER_REASON, format_bad_rows
 from dstrain.data.cache.check import ValidationReport
 from dstrain.data.cache.check import check_file as check_records
 from dstrain.data.encoding.truncation import describe_cuts
-from dstrain.data.sources.open import BadRow, ConcatSource, open_source
+from dstrain.data.records import BadRow
+from dstrain.data.sources.open import ConcatSource, open_source
 from dstrain.errors import TaskError
 from dstrain.launch.threads import count_available_cores
 from dstrain.tasks import make_task
@@ -26,26 +26,27 @@ def check_file(file: str, task: str, overrides: Sequence[str]) -> tuple[Validati
     """What the file holds, and in a sentence what is cut of it. Raises TaskError for a task that reads records by itself."""
     config = read_recipe(None, overrides, task).config
     made = make_task(config)
-    convert = getattr(made, "parse_record", None)
-    if convert is None:
+    parse = made.checks.parse_record
+    if parse is None:
         raise TaskError(f"--task {task}: reads its records by itself, so there is no format to check them against")
-    found = check_records(file, config.data.columns, convert, count_available_cores())
+    found = check_records(file, config.data.columns, parse, count_available_cores())
     if not isinstance(made, TextTask):
         return found, ""
     if config.model.path is None:
         return found, NO_TOKENIZER_HINT
-    return found, _describe_truncation(
-        file, make_task(read_recipe(None, [*overrides, "data.on_error=skip"], task).config), found
-    )
+    skipping = make_task(read_recipe(None, [*overrides, "data.on_error=skip"], task).config)
+    assert isinstance(skipping, TextTask)
+    return found, _describe_truncation(file, skipping, found)
 
 
-def _describe_truncation(file: str, task: Any, validation: ValidationReport) -> str:
+def _describe_truncation(file: str, task: TextTask, validation: ValidationReport) -> str:
     """What is cut of the good records, as the model's tokenizer counts; those that do not fit join the bad ones."""
     known = {row.location for row in validation.bad}
     if not validation.num_valid:
         return ""
-    report = task.tokens(ConcatSource([open_source(file, task.recipe.data.columns)])).report
-    validation.bad += [row for row in report.bad if row.where not in known]
+    source = ConcatSource([open_source(file, task.recipe.data.columns)])
+    report = task.build_store(source).report
+    validation.bad += [row for row in report.bad if row.location not in known]
     return describe_cuts({"kept": report.kept, "cuts": report.cuts})
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.commands.trained_model import ModelSelector, SavedModel, hash_weights, load_saved_model, quiet_libraries
 from dstrain.config import RunConfig
+from dstrain.data.dataset import Dataset
 from dstrain.data.sources.hub import parse_hub_split
 from dstrain.errors import DataError, UsageError
 from dstrain.preset import Device
 from dstrain.tasks import Task
 from dstrain.tasks.common.reference import ReferenceTask
+from dstrain.tasks.common.task import load_dataset
 
 if TYPE_CHECKING:
     from dstrain.distributed.world import World
@@ -26,7 +28,7 @@ class PreparedEvaluation:
     """What is evaluated, on what."""
 
     saved_model: SavedModel
-    examples: Sequence[Any]
+    examples: Dataset
     ds_config: Mapping[str, Any]
 
 
@@ -54,7 +56,7 @@ class EvaluateJob:
         quiet_libraries()
         found = self._find_model()
         found.check_loadable()
-        examples = found.task.examples("eval")
+        examples = load_dataset(found.task, "eval")
         if not examples:
             raise DataError(f"{self.data}: holds no sample to evaluate on")
         return PreparedEvaluation(found, examples, found.build_ds_config(self.selector.ds_config, world_size, device))
@@ -64,6 +66,7 @@ class EvaluateJob:
 
     def run(self, prepared: PreparedEvaluation, world: World) -> dict[str, Any]:
         from dstrain.models.params.zero3 import zero3_init
+        from dstrain.train.build_model import build_reference
         from dstrain.train.engine.inference import ForwardEngine
         from dstrain.train.engine.module import TrainModule
         from dstrain.train.evaluate import Evaluation
@@ -77,12 +80,12 @@ class EvaluateJob:
         assert examples is not None
         model = load_saved_model(found, prepared.ds_config, world)
         with zero3_init(prepared.ds_config):
-            reference = task.build_reference() if task.reference_kind == "model" else None
+            reference = build_reference(task)
         engine = ForwardEngine(TrainModule(task, model, reference), prepared.ds_config, world)
         row = Evaluation(task, examples, found.micro_batch_size).run(engine)
         rates = {name: row.pop(name) for name in [*row] if name.endswith("_per_second")}
         about = {"file": self.data, "step": found.step, "examples": len(examples)}
-        return {**about, **row, **task.baselines(examples), **rates}
+        return {**about, **row, **task.checks.baselines(examples), **rates}
 
 
 def show_metrics(row: Mapping[str, Any]) -> str:
@@ -113,8 +116,8 @@ def check_reference(saved: SavedModel) -> None:
     task: Task = saved.task
     if isinstance(task, ReferenceTask):
         task.check_reference()
-    if saved.checkpoint is None and task.reference_kind in ("model", "cached"):
-        path = task.reference_config.path
+    if saved.checkpoint is None and task.loss_inputs.reference.kind in ("model", "cached"):
+        path = task.loss_inputs.reference.config.path
         if path is not None and os.path.realpath(Path(path).expanduser()) == os.path.realpath(saved.folder):
             raise UsageError(
                 f"{saved.folder}: a policy cannot be its own reference, and nothing here says whom it was trained "

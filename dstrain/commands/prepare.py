@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from dstrain.cache_dir import cache_root
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.commands.trained_model import DEFAULT_MICRO_BATCH_SIZE, hash_weights, quiet_libraries
 from dstrain.config import RunConfig
 from dstrain.config.resolve import BatchPlan
-from dstrain.data.cache.token_store import cache_root
+from dstrain.data.dataset import Dataset
 from dstrain.data.encoding.truncation import describe_cuts
 from dstrain.errors import DataError
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import Task, make_task
+from dstrain.tasks.common.task import Split, load_dataset
 from dstrain.train.ds_config import resolve_ds_config
 from dstrain.units import format_count
 
@@ -30,7 +32,7 @@ class PreparedData:
     """The samples, and whom a reference is asked with."""
 
     task: Task
-    splits: Mapping[str, Sequence[Any] | None]
+    splits: Mapping[str, Dataset | None]
     micro_batch_size: int
     ds_config: Mapping[str, Any]
 
@@ -44,14 +46,14 @@ class PrepareJob:
     @property
     def is_parallel(self) -> bool:
         """One process makes the tokens while others would wait; a reference is asked by all."""
-        return make_task(resolve_recipe(self.request).config).reference_kind == "cached"
+        return make_task(resolve_recipe(self.request).config).loss_inputs.reference.kind == "cached"
 
     def to_argv(self) -> list[str]:
         return ["prepare", *self.request.recipe_argv()]
 
     def check_recipe(self) -> RunConfig:
         config = resolve_recipe(self.request).config
-        make_task(config).check_required_keys()
+        make_task(config).checks.required_keys()
         read_preset(config.ds_config)
         return config
 
@@ -67,8 +69,8 @@ class PrepareJob:
             config, preset, BatchPlan(micro * world_size, micro, 1), (world_size, device), cache_root()
         )
         task = make_task(config)
-        task.check()
-        splits = {"train": task.examples("train"), "eval": task.examples("eval")}
+        task.checks.run()
+        splits = {split: load_dataset(task, split) for split in get_args(Split)}
         if not splits["train"]:
             raise DataError("data.train: holds no sample to train on; give a file with records that the task can use")
         return PreparedData(task, splits, micro, with_private_nvme_path(ds_config))
@@ -83,31 +85,13 @@ class PrepareJob:
             task=prepared.task, ds_config=prepared.ds_config, micro_batch_size=prepared.micro_batch_size, world=world
         )
         add_reference_outputs(asking, list(prepared.splits.values()))
-        splits = {name: _summarize_split(split) for name, split in prepared.splits.items() if split is not None}
-        kept = prepared.task.reference_kind == "cached"
+        splits = {name: split.summarize() for name, split in prepared.splits.items() if split is not None}
+        kept = prepared.task.loss_inputs.reference.kind == "cached"
         return {
             "cache": str(cache_root()),
             "splits": splits,
-            "reference": "kept" if kept else prepared.task.reference_kind,
+            "reference": "kept" if kept else prepared.task.loss_inputs.reference.kind,
         }
-
-
-def _summarize_split(examples: Sequence[Any]) -> dict[str, Any]:
-    """What a split holds; of a task's own samples only how many."""
-    about: dict[str, Any] = {"samples": len(examples)}
-    store, rows = getattr(examples, "store", None), getattr(examples, "rows", None)
-    if store is not None and rows is not None:
-        lengths = [store.lengths(name)[rows] for name in store.ragged_columns if name not in ("learnt", "images")]
-        about |= {
-            "tokens": int(sum(column.sum() for column in lengths)),
-            "longest": int(max(column.max() for column in lengths)),
-            "tokens_folder": str(store.folder),
-        }
-        shown = (
-            {image for row in rows.tolist() for image in store[row].get("images", ())} if store.image_index else set()
-        )
-        about |= {"images": len(shown), "copies": sum(image.has_copy for image in shown)} if shown else {}
-    return about | getattr(examples, "report", {})
 
 
 def show_prepared(summary: Mapping[str, Any]) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
-from dstrain.tasks.common.pairs import PairTask, tiny_pair_recipe
-from dstrain.tasks.common.reference import ReferenceTask
+from dstrain.old_paths import moved_names
+from dstrain.tasks.common.pairs import PairChecks, PairTask, tiny_pair_recipe
+from dstrain.tasks.common.reference import ReferenceChecks, ReferenceTask
 from dstrain.tasks.common.task import Loss, ReferenceKind
 
 if TYPE_CHECKING:
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 LossType = Literal["sigmoid", "ipo", "hinge", "robust", "orpo", "simpo"]
 REFERENCE_FREE_LOSSES = ("orpo", "simpo")
 LENGTH_NORMALIZED_LOSSES = ("ipo", "orpo", "simpo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOChecks(PairChecks, ReferenceChecks):
+    """The checks of a task on pairs with a reference."""
+
+    task: DPO
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +38,7 @@ class DPO(PairTask, ReferenceTask):
 
     metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
     ref_columns = ("ref_chosen_logps", "ref_rejected_logps")
+    checks_class = DPOChecks
 
     beta: float = 0.1
     """How strongly the policy is held near its reference; IPO's tau, ORPO's lambda, SimPO's scale."""
@@ -59,7 +68,7 @@ class DPO(PairTask, ReferenceTask):
 
     def reference_outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """(B,) each: log p of the chosen and of the rejected answer under the reference."""
-        from dstrain.tasks.common.losses import answer_log_probs
+        from dstrain.tasks.common.forward import answer_log_probs
 
         chosen, rejected = answer_log_probs(model, batch).sum(-1).chunk(2)
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
@@ -81,7 +90,7 @@ class DPO(PairTask, ReferenceTask):
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         import torch
 
-        from dstrain.tasks.common.losses import answer_log_probs
+        from dstrain.tasks.common.forward import answer_log_probs
 
         sums = answer_log_probs(model, batch).sum(-1)  # (2B,)
         lengths = batch.tensors["learnt"].sum(-1).clamp(min=1)  # (2B,)
@@ -109,23 +118,26 @@ class DPO(PairTask, ReferenceTask):
 
     def _pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
         """(B,) losses of (B,) log-ratios, or of mean log-probabilities where there is no reference."""
-        from dstrain.tasks.common import losses as ops
+        from dstrain.tasks.common import losses
 
         difference = chosen - rejected
         match self.loss_type:
             case "sigmoid":
-                return ops.dpo_sigmoid(difference, self.beta, self.label_smoothing)
+                return losses.dpo_sigmoid(difference, self.beta, self.label_smoothing)
             case "robust":
-                return ops.robust_dpo(difference, self.beta, self.label_smoothing)
+                return losses.robust_dpo(difference, self.beta, self.label_smoothing)
             case "ipo":
-                return ops.ipo(difference, self.beta)
+                return losses.ipo(difference, self.beta)
             case "hinge":
-                return ops.hinge(difference, self.beta)
+                return losses.hinge(difference, self.beta)
             case "simpo":
-                return ops.simpo(difference, self.beta, self.simpo_gamma)
+                return losses.simpo(difference, self.beta, self.simpo_gamma)
             case "orpo":
-                return self.beta * ops.orpo(chosen, rejected)
+                return self.beta * losses.orpo(chosen, rejected)
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
         return tiny_pair_recipe(folder, "dpo")
+
+
+__getattr__ = moved_names(__name__)

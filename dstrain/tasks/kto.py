@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
-from dstrain.data.cache.build import StatefulEncode, compose_encode, prepare, tokenizer_fingerprint, try_parse
 from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.encoding.conversations import EncodingConfig
-from dstrain.data.formats.messages import BadRecord
-from dstrain.data.formats.unpaired import UnpairedPreference, make_unpaired_encoder, read_unpaired
+from dstrain.data.encoding.unpaired import UnpairedEncoder
+from dstrain.data.formats.image_placeholders import RecordWithImages
+from dstrain.data.formats.unpaired import UnpairedPreference, read_unpaired
 from dstrain.data.sources.open import ConcatSource
-from dstrain.tasks.common.bad_record_policy import policy_of
-from dstrain.tasks.common.reference import ReferenceTask
-from dstrain.tasks.common.task import Loss
+from dstrain.old_paths import moved_names
+from dstrain.tasks.common.reference import ReferenceChecks, ReferenceTask
+from dstrain.tasks.common.task import Loss, LossInputs
+from dstrain.tasks.common.text import iter_parts
 from dstrain.tasks.common.tiny import tiny_recipe
 
 if TYPE_CHECKING:
@@ -62,37 +64,42 @@ class KTO(ReferenceTask):
     def ref_columns(self) -> tuple[str, ...]:  # type: ignore[override]  # the loss decides
         return ("ref_logps", "ref_mismatched_logps") if self.needs_step_stats else ("ref_logps",)
 
-    def parse_record(self, record: dict[str, Any]) -> list[UnpairedPreference]:
+    @property
+    def loss_inputs(self) -> LossInputs:
+        return replace(super().loss_inputs, step_stats=self.step_stats if self.needs_step_stats else None)
+
+    @cached_property
+    def checks(self) -> ReferenceChecks:
+        return ReferenceChecks(parse_record=self.parse, task=self)
+
+    def parse(self, record: Mapping[str, Any]) -> list[UnpairedPreference]:
         return read_unpaired(record)
 
-    def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
-        for item in read_unpaired(record):
-            for part in (item.prompt, item.answer):
-                if isinstance(part, str):
-                    yield part
-                else:
-                    yield from (message["content"] for message in part)
+    def parse_with_images(
+        self, record: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Any]
+    ) -> RecordWithImages[Any]:
+        return RecordWithImages(parse(record))  # `read_unpaired` itself refuses records with images
 
-    def tokenize(self, source: ConcatSource) -> TokenStore:
+    @property
+    def encode(self) -> UnpairedEncoder:  # type: ignore[override]
+        """A new encoder: it holds the last answer of a chunk for the next one."""
+        return UnpairedEncoder(self.tokenizer, self._encoding_config, self.needs_step_stats)
+
+    def encode_key(self) -> dict[str, Any]:
+        config = asdict(self._encoding_config)
+        return {"what": "labelled", "mismatched": self.needs_step_stats, **config}
+
+    @property
+    def _encoding_config(self) -> EncodingConfig:
         data = self.recipe.data
-        settings = EncodingConfig(max_length=data.max_length, max_prompt_length=data.max_prompt_length)
-        key = {
-            "what": "labelled",
-            "mismatched": self.needs_step_stats,
-            "tokenizer": tokenizer_fingerprint(self.tokenizer),
-        }
-        encode = make_unpaired_encoder(self.tokenizer, settings, self.needs_step_stats)
+        return EncodingConfig(max_length=data.max_length, max_prompt_length=data.max_prompt_length)
 
-        def seek(previous_records: Iterator[dict[str, Any]]) -> None:
-            found = (try_parse(read_unpaired, record) for record in previous_records)
-            encode.restore_context(items for items in found if not isinstance(items, BadRecord))
+    def build_store(self, source: ConcatSource) -> TokenStore:
+        return self.store_builder.build(source, self.tokenizer)  # also for a vision-language model
 
-        return prepare(
-            source,
-            StatefulEncode(compose_encode(read_unpaired, encode), seek),
-            key | asdict(settings),
-            policy_of(self.recipe),
-        )
+    def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
+        for item in self.parse(record):
+            yield from iter_parts(item.prompt, item.answer)
 
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
         import torch
@@ -163,7 +170,7 @@ def _mismatched_batch(batch: Batch) -> Batch:
 
 def _sequence_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """(B,) float64: log p of each answer. Two sums of hundreds are compared, and their difference is small."""
-    from dstrain.tasks.common.losses import answer_log_probs
+    from dstrain.tasks.common.forward import answer_log_probs
 
     return answer_log_probs(model, batch).double().sum(-1)
 
@@ -179,3 +186,6 @@ def _tiny_record(split: str, index: int) -> dict[str, Any]:
         "completion": f" Gladly: {ways}." if wanted else f" No idea{', really' * draw.randint(0, 3)}, go away.",
         "label": wanted,
     }
+
+
+__getattr__ = moved_names(__name__)

@@ -9,18 +9,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
-from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.formats.conversations import PromptCompletion, Sample, read_conversation
-from dstrain.data.formats.image_placeholders import RecordWithImages
-from dstrain.data.sources.open import ConcatSource
+from dstrain.data.records import EncodeResult
 from dstrain.data.vision.expansion import PlaceholderExpansion
+from dstrain.old_paths import moved_names
 from dstrain.tasks.common.task import Loss
-from dstrain.tasks.common.text import TextTask
+from dstrain.tasks.common.text import TextExport, TextTask
 from dstrain.tasks.common.tiny import tiny_recipe
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True)
+class SFTExport(TextExport):
+    """Compares the log-probabilities of answers."""
+
+    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        from dstrain.tasks.common.forward import answer_log_probs
+
+        return answer_log_probs(model, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +41,10 @@ class SFT(TextTask):
 
     metric_names: ClassVar[tuple[str, ...]] = ("token_accuracy",)
     learning_rate = 2.0e-5
+    export_class = SFTExport
 
     assistant_only_loss: bool = True
     """Learn what the assistant says, end of turn included; false: every token, whoever says it."""
-
-    def parse_record(self, record: dict[str, Any]) -> RecordWithImages[Sample]:
-        return self.parse_with_images(record, read_conversation)
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         sample = self.parse_record(record).parsed
@@ -46,18 +53,23 @@ class SFT(TextTask):
         else:
             yield from (message["content"] for message in sample.messages)
 
-    def tokenize(self, source: ConcatSource) -> TokenStore:
+    def parse(self, record: Mapping[str, Any]) -> Sample:
+        return read_conversation(record)
+
+    def encode(self, samples: list[Sample], images: PlaceholderExpansion | None) -> Sequence[EncodeResult]:
+        return encode_conversations(self.tokenizer, samples, self._encoding_config, images)
+
+    def encode_key(self) -> dict[str, Any]:
+        return {"what": "conversations", **asdict(self._encoding_config)}
+
+    @property
+    def _encoding_config(self) -> EncodingConfig:
         data = self.recipe.data
-        settings = EncodingConfig(
+        return EncodingConfig(
             max_length=data.max_length,
             max_prompt_length=data.max_prompt_length,
             assistant_only=self.assistant_only_loss,
         )
-
-        def encode(samples: list[Sample], expansion: PlaceholderExpansion | None) -> list[Any]:
-            return encode_conversations(self.tokenizer, samples, settings, expansion)
-
-        return self.build_store(source, read_conversation, encode, {"what": "conversations", **asdict(settings)})
 
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
         from dstrain.data.loading.collate import attention_mask, loss_mask_tail, loss_positions, pad
@@ -79,7 +91,7 @@ class SFT(TextTask):
         return self.with_images(batch, examples)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
-        from dstrain.tasks.common.losses import score_answers
+        from dstrain.tasks.common.forward import score_answers
 
         log_probs, right = score_answers(model, batch)
         beside = self.extra_metrics(right, batch.tensors["learnt"])
@@ -88,11 +100,6 @@ class SFT(TextTask):
     def extra_metrics(self, is_correct: torch.Tensor, loss_mask: torch.Tensor) -> Mapping[str, Any]:
         """More metrics, of which learnt tokens (B, K) the model took for the likeliest."""
         return {}
-
-    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        from dstrain.tasks.common.losses import answer_log_probs
-
-        return answer_log_probs(model, batch)
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
@@ -111,3 +118,6 @@ def _tiny_record(split: str, index: int) -> dict[str, Any]:
     if index % 3 == 0:
         turns += [("user", "And now?"), ("assistant", f"Test the {thing}.")]
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+__getattr__ = moved_names(__name__)

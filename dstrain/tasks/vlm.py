@@ -18,12 +18,26 @@ from dstrain.data.sources.base import Source
 from dstrain.data.vision.augment import ImageAugmentation
 from dstrain.errors import RecipeError
 from dstrain.models.checks.preflight import text_only_fault
+from dstrain.old_paths import moved_names
+from dstrain.tasks.common.text import TextChecks
 from dstrain.tasks.common.tiny import tiny_recipe
 from dstrain.tasks.sft import SFT
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLMChecks(TextChecks):
+    """The checks of a text task; the model has to be a vision-language model."""
+
+    def run(self) -> None:
+        super().run()
+        model, source = self.task.recipe.model, self.task.model_source
+        if not source.is_multimodal:
+            key = "model.path" if model.path else "model.config"
+            raise RecipeError(text_only_fault(key, source.config.model_type))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +49,7 @@ class VLM(SFT):
     """
 
     metric_names = ("token_accuracy", "exact_match")
+    checks_class = VLMChecks
 
     group_by_image: bool = False
     """Group consecutive training records with the same images into one multi-turn conversation."""
@@ -47,24 +62,12 @@ class VLM(SFT):
         if not 0 <= self.horizontal_flip <= 1:
             raise ValueError(f"horizontal_flip is {self.horizontal_flip:g}, but a probability is between 0 and 1")
 
-    def check(self) -> None:
-        super().check()
-        if not self.is_multimodal:
-            raise RecipeError(
-                text_only_fault(
-                    "model.path" if self.recipe.model.path else "model.config", self.model_config.model_type
-                )
-            )
-
     def parse_with_images(
         self, record: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Any]
     ) -> RecordWithImages[Any]:
-        """The same where no model is named: whichever it is, it sees."""
-        return (
-            super().parse_with_images(record, parse)
-            if self.recipe.model.path or self.recipe.model.config
-            else read_with_images(record, parse)
-        )
+        if not self.model_source.is_named:
+            return read_with_images(record, parse)
+        return super().parse_with_images(record, parse)
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         sample = self.parse_record(record).parsed
@@ -87,7 +90,7 @@ class VLM(SFT):
         )
 
     def extra_metrics(self, is_correct: torch.Tensor, loss_mask: torch.Tensor) -> Mapping[str, Any]:
-        from dstrain.tasks.common.losses import count_exact_answers
+        from dstrain.tasks.common.forward import count_exact_answers
 
         return {"exact_match": count_exact_answers(is_correct, loss_mask)}
 
@@ -130,3 +133,6 @@ def _tiny_record(folder: Path, split: str, index: int) -> dict[str, Any]:
         turns = [("user", "<image>" * count + "\nWhich colour?"), ("assistant", " and ".join(names) + ".")]
     messages = [{"role": role, "content": content} for role, content in turns]
     return {"messages": messages, "images": [place.name for place in places]}
+
+
+__getattr__ = moved_names(__name__)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from dstrain.batch import Batch, StepResult
+from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import iter_batches
-from dstrain.data.loading.sampler import eval_micro_batches, get_length_function
+from dstrain.data.loading.sampler import eval_micro_batches
 from dstrain.distributed.collective_log import COLLECTIVE_LOG
 from dstrain.report.meter import Meter
 from dstrain.tasks import Task
@@ -20,7 +20,7 @@ class Evaluation:
     """Held-out samples and how they are cut up."""
 
     task: Task
-    examples: Sequence[Any]
+    examples: Dataset
     micro_batch_size: int
 
     def run(self, engine: EvalEngine) -> dict[str, float]:
@@ -28,7 +28,7 @@ class Evaluation:
         meter = Meter(engine.world)
         ranks = engine.world.size, engine.world.rank
         shares = eval_micro_batches(
-            len(self.examples), self.micro_batch_size, *ranks, get_length_function(self.examples)
+            len(self.examples), self.micro_batch_size, *ranks, self.examples.lengths
         )
         for result in iter_eval_results(
             engine, self.task, lambda: iter_batches(self.examples, self.task.collate, shares)
@@ -45,7 +45,7 @@ def iter_eval_results(
 ) -> Iterator[StepResult]:
     """Sums over each batch, once all have been surveyed where the task asks for that: `read` is then called twice. Collective."""
     batches = load_batches()
-    if task.needs_step_stats:
+    if task.loss_inputs.step_stats is not None:
         told = engine.compute_step_stats(batches)
         batches = (batch.with_tensors(more) for batch, more in zip(load_batches(), told, strict=True))
     for batch in batches:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from dstrain.config import BatchPlan, Recipe, RunConfig, resolve_batch, resolve_steps
-from dstrain.data.loading.sampler import StepSampler, get_length_function
+from dstrain.data.dataset import Dataset
+from dstrain.data.loading.sampler import StepSampler
 from dstrain.errors import DataError
 from dstrain.launch.command import free_port
 from dstrain.launch.kernel_locks import get_extensions_dir, remove_stale_locks
@@ -24,6 +25,7 @@ from dstrain.launch.topology import Worker, is_cpu_requested
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.report.sinks import check_trackers
 from dstrain.tasks import Task, make_task
+from dstrain.tasks.common.task import load_dataset
 from dstrain.tasks.common.text import TextTask
 from dstrain.train.build_model import resolve_model_dtype
 from dstrain.train.ds_config import check_offload_folders, resolve_ds_config
@@ -51,8 +53,8 @@ class RunPlan:
     ds_config: dict[str, Any]
     batch: BatchPlan
     task: Task
-    train_dataset: Sequence[Any]
-    eval_dataset: Sequence[Any] | None
+    train_dataset: Dataset
+    eval_dataset: Dataset | None
     sample_plan: StepSampler
     steps: int
     device: torch.device
@@ -137,16 +139,16 @@ def make_plan(
 
 def _prepare_datasets(
     task: Task, ds_config: Mapping[str, Any], worker: Worker, rendezvous: Rendezvous | None
-) -> tuple[Sequence[Any], Sequence[Any] | None, dict[str, Any]]:
+) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
     """Both splits, and on rank 0 the fingerprints: what may take long where a cache is cold. Raises UsageError."""
-    task.check()
+    task.checks.run()
     if worker.rank == 0:
         check_trackers(task.recipe.log)
     # Of a task whose examples do not come from the cache, each process has to make its own: none need wait.
     with (
         rendezvous.local_main_process_first() if rendezvous and isinstance(task, TextTask) else contextlib.nullcontext()
     ):
-        train, test = task.examples("train"), task.examples("eval")
+        train, test = load_dataset(task, "train"), load_dataset(task, "eval")
     if not train:
         raise DataError("data.train: holds no sample to train on; give a file with records that the task can use")
     if worker.rank > 0:
@@ -161,16 +163,14 @@ def get_preset_device(device: torch.device) -> Device:
     return Device("cuda", torch.cuda.is_bf16_supported(including_emulation=False))
 
 
-def build_sample_plan(
-    config: RunConfig, train_dataset: Sequence[Any], batch: BatchPlan, world_size: int
-) -> StepSampler:
-    """The order of the samples; a task's examples may say how they are made up of weighted sources, and how long they are."""
+def build_sample_plan(config: RunConfig, train_dataset: Dataset, batch: BatchPlan, world_size: int) -> StepSampler:
+    """Return the order of the samples, by sources, weights and lengths of the dataset."""
     return StepSampler(
-        sizes=tuple(getattr(train_dataset, "sizes", (len(train_dataset),))),
-        weights=getattr(train_dataset, "weights", None),
+        sizes=train_dataset.sizes,
+        weights=train_dataset.weights,
         seed=config.seed,
         samples_per_step=batch.total,
         world_size=world_size,
         accumulate=batch.accumulate,
-        lengths=get_length_function(train_dataset),
+        lengths=train_dataset.lengths,
     )

@@ -446,7 +446,7 @@ WORKER_TABLE: dict[str, tuple[list[str], Callable[[Path], None] | None, str]] = 
     "a history that is none": (ONE, records(instruction="q", history=["a", "b"], chosen="a", rejected="b"), r"'history' is no list of pairs; write"),
     "tools that are none": (ONE, records(prompt="q", tools={"name": "f"}, chosen="a", rejected="b"), r"'tools' is no list of functions; write"),
     "tools without a template": (ONE, records(prompt="q", tools=[{"name": "f"}], chosen="a", rejected="b"), r"'tools' need a chat template, and the tokenizer has none; give it one"),
-    "a system text without a prompt": (ONE, records(system="s", chosen="q a", rejected="q b"), r"'system' stands beside whole texts; write 'prompt'"),
+    "a system text without a prompt": (ONE, records(system="s", chosen="q a", rejected="q b"), r"'system' is given with texts that contain the prompt; write 'prompt'"),
     "an unknown speaker": (ONE, records(conversations=[{"from": "alien", "value": "q"}], chosen="a", rejected="b"), r"'conversations\[0\]\.from' is 'alien', no known role; known here"),
     "a margin that is no number": (ONE, records(prompt="q", chosen="a", rejected="b", margin=float("nan")), r"x\.jsonl:1: 'margin' is nan, not a finite number"),
     "all data held out by rounding": (["data.eval=null", "data.eval_fraction=0.9999"], None, r"data\.eval_fraction 0\.9999: holds out all 64 records of source 1 .*; lower it"),

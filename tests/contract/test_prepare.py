@@ -82,7 +82,7 @@ def test_a_check_that_knows_the_model_tells_what_is_cut_and_what_does_not_fit(tm
     recipe = written(tmp_path, "rm")
     task = make_task(RunConfig.model_validate(yaml.safe_load(Path(recipe).read_text())))
     task.tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "model/config.json").write_text(task.model_config.to_json_string())
+    (tmp_path / "model/config.json").write_text(task.model_source.config.to_json_string())
     asked = "\n\nHuman: why? why?\n\nAssistant: so\n\nHuman: why not?\n\nAssistant:"
     rows = [
         {"chosen": f"{asked} because", "rejected": f"{asked} no"},

@@ -21,7 +21,7 @@ from dstrain.commands.checks.untrusted_folder import (
 )
 from dstrain.config import RunConfig, read_recipe
 from dstrain.config.schema import LaunchConfig
-from dstrain.data.cache.token_store import log_stderr
+from dstrain.console import log_stderr
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import Fault, UsageError
 from dstrain.models.folder.adapter_config import read_adapter
@@ -187,8 +187,8 @@ def is_module_export(folder: Path) -> bool:
 
 def check_head(task: Task, folder: Path) -> None:
     """Raise UsageError where the answers of an exported model would be those of a head that is drawn at random."""
-    if isinstance(task, TextTask) and task.model_validator.newly_initialized:
-        name = task.model_validator.newly_initialized[0]
+    if isinstance(task, TextTask) and task.checks.validator.newly_initialized:
+        name = task.checks.validator.newly_initialized[0]
         raise UsageError(
             f"{folder}: its files hold no {name}, which task {task.recipe.task} needs; give a trained model's folder"
         )

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+from dstrain.cache_dir import cache_root
 from dstrain.data.cache.bad_record_summary import format_bad_rows, group_by_reason
 from dstrain.data.cache.process_pool import SINGLE_PROCESS, EncodedChunk, ProcessPoolConfig, map_chunks
-from dstrain.data.cache.token_store import BuildReport, TokenStore, WithExtraFiles, cache_root, load_or_build_store
-from dstrain.data.formats.messages import BadRecord
-from dstrain.data.sources.open import BadRow, Source
+from dstrain.data.cache.token_store import BuildReport, TokenStore, WithExtraFiles, load_or_build_store
+from dstrain.data.records import BadRecord, BadRow, Encode, EncodeResult, try_parse
+from dstrain.data.sources.base import Source
 from dstrain.errors import DataError
 
 CACHE_FORMAT = 5
@@ -25,21 +24,49 @@ CHUNK_SIZE, IMAGE_CHUNK_SIZE, PARALLEL_CHUNK_SIZE = 1000, 200, 250
 MAX_BAD_FRACTION = 0.01
 """Bad records up to this share are skipped where `data.on_error` says nothing."""
 
-EncodeResult = Mapping[str, Any] | BadRecord
-Encode = Callable[[list[tuple[int, dict[str, Any]]]], Sequence[EncodeResult | list[EncodeResult]]]
-"""(index, record) pairs -> an example or the fault of each, or a list of its examples, in the same order."""
+
+EncodeItems = Callable[[list[Any]], Sequence[EncodeResult | list[EncodeResult]]]
+"""Parsed records -> the example or the fault of each, or a list of them."""
+
+
+@runtime_checkable
+class SequentialEncoder(Protocol):
+    """An encoder whose examples depend on records of earlier chunks."""
+
+    def __call__(self, items: list[Any]) -> Sequence[EncodeResult | list[EncodeResult]]: ...
+
+    def restore_context(self, previous: Iterable[Any]) -> None:
+        """Continue as if the parsed records in `previous`, the last one first, had been encoded."""
 
 
 @dataclass(frozen=True)
-class StatefulEncode:
-    """An `Encode` that needs to know what came before a chunk."""
+class RecordEncode:
+    """An `Encode` that parses records and encodes the valid ones of a chunk together."""
 
-    encode: Encode
-    restore_context: Callable[[Iterator[dict[str, Any]]], None]
-    """Given the records before a chunk, the last one first: has `make` go on as if it had encoded them."""
+    parse: Callable[[dict[str, Any]], Any]
+    """Raises BadRecord."""
+    encode: EncodeItems
 
-    def __call__(self, rows: list[tuple[int, dict[str, Any]]]) -> Sequence[EncodeResult | list[EncodeResult]]:
-        return self.encode(rows)
+    def __call__(self, rows: list[tuple[int, dict[str, Any]]]) -> list[EncodeResult | list[EncodeResult]]:
+        return encode_valid([try_parse(self.parse, record) for _, record in rows], self.encode)
+
+
+@dataclass(frozen=True)
+class SequentialEncode(RecordEncode):
+    """A `RecordEncode` around a `SequentialEncoder`, for processes that start in mid-file."""
+
+    encode: SequentialEncoder
+
+    def restore_context(self, previous: Iterator[dict[str, Any]]) -> None:
+        """Continue as if the records in `previous`, the last one first, had been encoded."""
+        parsed = (try_parse(self.parse, record) for record in previous)
+        self.encode.restore_context(item for item in parsed if not isinstance(item, BadRecord))
+
+
+def encode_valid(items: Sequence[Any], encode: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
+    """Return `encode` of the valid items, with each BadRecord left in its place."""
+    encoded = iter(encode([item for item in items if not isinstance(item, BadRecord)]))
+    return [item if isinstance(item, BadRecord) else next(encoded) for item in items]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +78,6 @@ class PreparePolicy:
     on_error: str | None = None
     """skip: leave them out; fail: refuse any; None: refuse more than 1 %."""
     processes: ProcessPoolConfig = SINGLE_PROCESS
-
-
-def compose_encode(
-    parse: Callable[[dict[str, Any]], Any], encode: Callable[[list[Any]], Sequence[EncodeResult | list[EncodeResult]]]
-) -> Encode:
-    """An `Encode` that reads every record and encodes those that can be read together; the others keep their fault."""
-
-    def encode_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[EncodeResult | list[EncodeResult]]:
-        found = [try_parse(parse, record) for _, record in rows]
-        coded = iter(encode([item for item in found if not isinstance(item, BadRecord)]))
-        return [item if isinstance(item, BadRecord) else next(coded) for item in found]
-
-    return encode_rows
 
 
 def prepare(
@@ -102,7 +116,9 @@ def iter_encoded(
     report.sizes = list(getattr(source, "sizes", ()))
     report.bad.extend(source.bad_rows)
     count = processes.num_processes_for(len(source))
-    size = min(chunk_size, PARALLEL_CHUNK_SIZE) if count > 1 and not isinstance(encode, StatefulEncode) else chunk_size
+    size = (
+        min(chunk_size, PARALLEL_CHUNK_SIZE) if count > 1 and not isinstance(encode, SequentialEncode) else chunk_size
+    )
     spans = [(start, min(start + size, len(source))) for start in range(0, len(source), size)]
     if count > 1:
         pieces = map_chunks(partial(_encode_range, source, encode, True), spans, processes)
@@ -118,7 +134,7 @@ def iter_encoded(
 
 def _encode_range(source: Source, encode: Encode, is_parallel: bool, start: int, stop: int) -> EncodedChunk:
     """The records from `start` to `stop`; `apart`: another process may have encoded those before them."""
-    if is_parallel and isinstance(encode, StatefulEncode):
+    if is_parallel and isinstance(encode, SequentialEncode):
         encode.restore_context(source[index] for index in reversed(range(start)))
     rows = [(index, source[index]) for index in range(start, stop)]
     piece = EncodedChunk()
@@ -165,25 +181,3 @@ def check_bad_records(report: BuildReport, policy: PreparePolicy) -> None:
             ]
         )
     )
-
-
-def try_parse(parse: Callable[[dict[str, Any]], Any], record: dict[str, Any]) -> Any:
-    """What `convert` makes of the record, or the BadRecord that it raises."""
-    try:
-        return parse(record)
-    except BadRecord as fault:
-        return fault
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A hash of all that decides which ids a text becomes."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        state: Any = sorted(tokenizer.get_vocab().items())
-    else:
-        state = json.loads(backend.to_str())
-        # Left behind by the last call that padded or cut; they decide nothing here.
-        state = {name: value for name, value in state.items() if name not in ("padding", "truncation")}
-    special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
-    parts = [type(tokenizer).__name__, state, special, getattr(tokenizer, "chat_template", None)]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

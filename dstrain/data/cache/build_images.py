@@ -11,12 +11,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.cache.build import Encode, EncodeResult
-from dstrain.data.cache.token_store import WithExtraFiles, cache_root
+from dstrain.cache_dir import cache_root
+from dstrain.data.cache.build import encode_valid
+from dstrain.data.cache.token_store import WithExtraFiles
+from dstrain.data.encoding.prompts import EncodedPrompt, encode_prompts
 from dstrain.data.formats.image_placeholders import RecordWithImages, read_with_images
-from dstrain.data.formats.messages import BadRecord
-from dstrain.data.formats.prompts import EncodedPrompt, ParsedPrompt, encode_prompts
-from dstrain.data.sources.open import Source
+from dstrain.data.formats.prompts import ParsedPrompt
+from dstrain.data.records import BadRecord, Encode, EncodeResult
+from dstrain.data.sources.base import Source
 from dstrain.data.vision.expansion import PlaceholderExpansion
 from dstrain.data.vision.image_index import ImageEntry, ImageIndexWriter
 from dstrain.data.vision.image_io import read_image, resolve_image
@@ -58,24 +60,18 @@ class ImageRecordEncoder:
         pool = ThreadPoolExecutor(self.threads)  # one for all chunks: a thread's copy of the processor is dear
 
         def encode_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[EncodeResult]:
-            found = list(pool.map(look, rows))
-            good = [item for item in found if isinstance(item, LoadedRecord)]
-            coded = iter(
-                encode(
-                    [item.record.parsed for item in good],
-                    PlaceholderExpansion(self.vision_processor, [item.image_texts for item in good]),
-                )
-            )
-            return [
-                self._add_image_positions(next(coded), item.entries) if isinstance(item, LoadedRecord) else item
-                for item in found
-            ]
+            return encode_valid(list(pool.map(look, rows)), partial(self._encode_loaded, encode))
 
         def write_index(folder: Path) -> list[str]:
             pool.shutdown()
             return self.index_writer.write(folder)
 
         return WithExtraFiles(encode_rows, write_index)
+
+    def _encode_loaded(self, encode: EncodeParsed, items: list[LoadedRecord]) -> list[EncodeResult]:
+        images = PlaceholderExpansion(self.vision_processor, [item.image_texts for item in items])
+        examples = encode([item.record.parsed for item in items], images)
+        return [self._add_image_positions(example, item.entries) for example, item in zip(examples, items, strict=True)]
 
     def _load_record(
         self, source: Source, parse: Callable[[Mapping[str, Any]], Any], row: tuple[int, dict[str, Any]]
@@ -113,22 +109,29 @@ def encode_image_prompts(
     max_length: int | None = None,
 ) -> list[EncodedPrompt | BadRecord]:
     """What records ask, with the images that they name; a fault where one of them cannot be used."""
-    found = [_load_prompt(vision_processor, *one) for one in zip(parsed_prompts, folders, strict=True)]
-    good = [one for one in found if not isinstance(one, BadRecord)]
-    views = PlaceholderExpansion(vision_processor, [texts for _, _, texts in good])
-    coded = iter(encode_prompts(vision_processor.tokenizer, [said for said, _, _ in good], max_length, views))
-    prompts: list[EncodedPrompt | BadRecord] = []
-    for one in found:
-        made = one if isinstance(one, BadRecord) else next(coded)
-        prompts.append(
-            made if isinstance(one, BadRecord) or isinstance(made, BadRecord) else replace(made, images=one[1])
-        )
-    return prompts
+    loaded = [_load_prompt(vision_processor, *one) for one in zip(parsed_prompts, folders, strict=True)]
+    return encode_valid(loaded, partial(_encode_loaded_prompts, vision_processor, max_length))
+
+
+LoadedPrompt = tuple[ParsedPrompt, tuple[Path | bytes, ...], list[str]]
+"""A prompt, its images, and the text that stands for each of them."""
+
+
+def _encode_loaded_prompts(
+    vision_processor: VisionProcessor, max_length: int | None, items: list[LoadedPrompt]
+) -> list[EncodedPrompt | BadRecord]:
+    expansion = PlaceholderExpansion(vision_processor, [texts for _, _, texts in items])
+    prompts = [prompt for prompt, _, _ in items]
+    encoded = encode_prompts(vision_processor.tokenizer, prompts, max_length, expansion)
+    return [
+        prompt if isinstance(prompt, BadRecord) else replace(prompt, images=images)
+        for prompt, (_, images, _) in zip(encoded, items, strict=True)
+    ]
 
 
 def _load_prompt(
     vision_processor: VisionProcessor, parsed_prompt: RecordWithImages[ParsedPrompt], folder: Path
-) -> tuple[ParsedPrompt, tuple[Path | bytes, ...], list[str]] | BadRecord:
+) -> LoadedPrompt | BadRecord:
     """What is asked, where its images are, and what stands for them in a text."""
     try:
         images = tuple(resolve_image(value, folder) for value in parsed_prompt.images)

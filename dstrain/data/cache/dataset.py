@@ -41,6 +41,13 @@ class TokenizedDataset:
         return self.store.max_lengths(self.rows[ids])
 
     @property
+    def image_digest(self) -> str | None:
+        return None if self.store.image_index is None else self.store.image_index.digest
+
+    def summarize(self) -> dict[str, Any]:
+        return {"samples": len(self), **self.store.summarize(self.rows), **self.report}
+
+    @property
     def report(self) -> dict[str, Any]:
         """What came of reading the sources, for events.jsonl."""
         report = asdict(self.store.report)

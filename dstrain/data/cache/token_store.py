@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -22,8 +21,9 @@ import numpy as np
 from dstrain.cache_dir import cache_root as cache_root
 from dstrain.cache_dir import hash_key as hash_key
 from dstrain.cache_dir import partial_path, remove_stale_partials
-from dstrain.data.cache.columns import ColumnWriter, Example
-from dstrain.data.sources.open import BadRow
+from dstrain.console import log_stderr
+from dstrain.data.cache.columns import ColumnWriter
+from dstrain.data.records import BadRow, Example
 from dstrain.data.vision.image_index import IMAGE_INDEX_FILE as ALBUM
 from dstrain.data.vision.image_index import ImageIndex
 from dstrain.errors import DataError
@@ -117,6 +117,21 @@ class TokenStore:
         sizes = [column[rows] - start for column, start in zip(ends, starts, strict=True)]
         return np.max([np.zeros(len(rows), dtype=np.int64), *sizes], axis=0)
 
+    def summarize(self, rows: np.ndarray) -> dict[str, Any]:
+        """Return the number of tokens, the longest sequence and the images of these rows, (N,)."""
+        names = [name for name in self._ragged if name not in ("learnt", "images")]
+        lengths = [self.column_lengths(name)[rows] for name in names]
+        summary: dict[str, Any] = {
+            "tokens": int(sum(column.sum() for column in lengths)),
+            "longest": int(max(column.max() for column in lengths)),
+            "tokens_folder": str(self.folder),
+        }
+        if self.image_index is None:
+            return summary
+        images = {image for row in rows.tolist() for image in self[row].get("images", ())}
+        copies = sum(image.has_copy for image in images)
+        return summary | ({"images": len(images), "copies": copies} if images else {})
+
     def count_per_source(self, source_sizes: Sequence[int]) -> tuple[int, ...]:
         """How many examples each of the joined sources, of these sizes, left in the store."""
         ends = np.searchsorted(self.record_indices, np.cumsum((0, *source_sizes)))
@@ -142,11 +157,6 @@ def write_store(folder: Path, key: Mapping[str, Any], build: Build) -> None:
         json.dump(meta, file, ensure_ascii=False)
         file.flush()
         os.fsync(file.fileno())
-
-
-def log_stderr(message: str) -> None:
-    """To stderr, at once: stdout belongs to what was asked for."""
-    print(message, file=sys.stderr, flush=True)
 
 
 def load_or_build_store(

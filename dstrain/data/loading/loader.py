@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dstrain.batch import Batch
+from dstrain.data.dataset import Samples
 from dstrain.data.loading.sampler import StepSampler
 from dstrain.errors import RunError
 
@@ -20,7 +21,7 @@ Collate = Callable[[list[Any]], Batch]
 class Loader:
     """This rank's batches of every step, in the plan's order."""
 
-    examples: Sequence[Any]
+    examples: Samples
     """What the plan's ids index; read from several threads at once."""
     collate: Collate
     sampler: StepSampler
@@ -92,7 +93,7 @@ class Loader:
 
 
 def make_batch(
-    examples: Sequence[Any], collate: Collate, ids: list[int], filler_id: int, positions: Sequence[int] = ()
+    examples: Samples, collate: Collate, ids: list[int], filler_id: int, positions: Sequence[int] = ()
 ) -> Batch:
     """The batch of these ids; of the stand-in, weighing nothing, where there are none.
 
@@ -116,7 +117,7 @@ def _with_position(example: Any, position: int) -> Any:
     return {**example, "place": position} if isinstance(example, Mapping) else example
 
 
-def iter_batches(examples: Sequence[Any], collate: Collate, micro_batches: Sequence[list[int]]) -> Iterator[Batch]:
+def iter_batches(examples: Samples, collate: Collate, micro_batches: Sequence[list[int]]) -> Iterator[Batch]:
     """The batches of `eval_share`, fillers included."""
     for ids in micro_batches:
         yield make_batch(examples, collate, ids, 0)

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from dstrain.data.dataset import LengthFunction
+from dstrain.data.rng import EPOCH_STREAM, RECORD_STREAM, make_random_state
 from dstrain.errors import DataError
-
-LengthFunction = Callable[[np.ndarray], np.ndarray]
-"""(N,) ids -> (N,) tokens of the longest sequence of each."""
-
-# Streams that share a seed but not their numbers.
-_RECORD_STREAM, _EPOCH_STREAM = 1, 2
-IMAGE_STREAM = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +102,7 @@ class StepSampler:
             starts = np.cumsum((0, *self.sizes))[:-1]
             order = np.concatenate([start + self._source_ids(source, epoch) for source, start in enumerate(starts)])
             if self.shuffle:
-                order = order[_make_permutation(len(order), (self.seed, _EPOCH_STREAM, epoch))]
+                order = order[_make_permutation(len(order), (self.seed, EPOCH_STREAM, epoch))]
             while len(self._epoch_orders) > 1:
                 self._epoch_orders.pop(next(iter(self._epoch_orders)))
             self._epoch_orders[epoch] = order
@@ -122,7 +116,7 @@ class StepSampler:
         while place < stop:
             lap, start = divmod(place, size)
             order = (
-                _make_permutation(size, (self.seed, _RECORD_STREAM, source, lap)) if self.shuffle else np.arange(size)
+                _make_permutation(size, (self.seed, RECORD_STREAM, source, lap)) if self.shuffle else np.arange(size)
             )
             parts.append(order[start : start + stop - place])
             place += len(parts[-1])
@@ -132,17 +126,6 @@ class StepSampler:
 def _make_permutation(size: int, key: Sequence[int]) -> np.ndarray:
     """A permutation fixed by the key."""
     return make_random_state(key).permutation(size).astype(np.int64)
-
-
-def make_random_state(key: Sequence[int]) -> np.random.RandomState:
-    """Fixed by the key. RandomState, because NEP 19 freezes its stream for all versions of numpy."""
-    return np.random.RandomState([word for number in key for word in (number % 2**32, number // 2**32 % 2**32)])
-
-
-def get_length_function(examples: Any) -> LengthFunction | None:
-    """The method `lengths` of a task's examples, where they have one."""
-    found = getattr(examples, "lengths", None)
-    return found if callable(found) else None
 
 
 def sort_longest_first(lengths: np.ndarray) -> np.ndarray:

@@ -17,7 +17,9 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from dstrain.data.sources.base import BadRow, BaseSource, Source, display_path
+from dstrain.data.paths import display_path
+from dstrain.data.records import BadRow
+from dstrain.data.sources.base import BaseSource, Source
 from dstrain.data.sources.decode import (
     BOM,
     check_record,

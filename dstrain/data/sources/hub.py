@@ -105,7 +105,7 @@ def _load_split(hub_split: HubSplit) -> Any:
     except ImportError as fault:
         problem = f"{hub_split.dataset} is no file here, and to read it from the hub the library `datasets` is needed"
         raise DataError(f'{problem}; run pip install "dstrain[hub]"') from fault
-    from dstrain.data.cache.token_store import log_stderr
+    from dstrain.console import log_stderr
 
     revision = None
     if not _is_offline():

@@ -15,12 +15,12 @@ from typing import Any, cast
 
 from dstrain.cache_dir import file_state, load_file_result, save_file_result
 from dstrain.config.schema import DatasetConfig
-from dstrain.data.sources.base import BadRow, Source, display_path, not_file_reason
+from dstrain.data.paths import display_path, not_file_reason
+from dstrain.data.records import BadRow
+from dstrain.data.sources.base import Source
 from dstrain.data.sources.files import SOURCE_TYPES, file_extension
 from dstrain.data.sources.hub import HubSource, HubSplit, is_hub_name, parse_hub_split
 from dstrain.errors import DataError
-
-__all__ = ["BadRow", "ConcatSource", "HeadSource", "LazySource", "Source", "display_path", "open_source"]
 
 READER_VERSION = 2
 """Raise it when the same file would give other records, or another digest: what is known of files is then forgotten."""

@@ -13,7 +13,8 @@ from typing import Any
 from dstrain.cache_dir import file_digest
 from dstrain.data.free_memory import get_available_memory
 from dstrain.data.limited_process import ResourceLimits, run_limited
-from dstrain.data.sources.base import BaseSource, display_path
+from dstrain.data.paths import display_path
+from dstrain.data.sources.base import BaseSource
 from dstrain.errors import DataError
 from dstrain.units import format_bytes
 

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.data.formats.messages import BadRecord
-from dstrain.data.sources.base import display_path
+from dstrain.data.paths import display_path
+from dstrain.data.records import BadRecord
 from dstrain.data.vision.image_io import decode_image, read_content, read_image, resolve_image
 from dstrain.errors import DataError
 

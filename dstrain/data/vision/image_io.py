@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.data.formats.messages import BadRecord, json_type_name
-from dstrain.data.sources.base import NOT_REGULAR, display_path, open_regular_file
+from dstrain.data.formats.messages import json_type_name
+from dstrain.data.paths import NOT_REGULAR, display_path, open_regular_file
+from dstrain.data.records import BadRecord
 from dstrain.data.vision.file_type import describe_content
 from dstrain.errors import DataError
 

@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dstrain.batch import Batch
-from dstrain.data.cache.build import tokenizer_fingerprint
-from dstrain.data.formats.messages import BadRecord
+from dstrain.data.fingerprint import tokenizer_fingerprint
 from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER
+from dstrain.data.records import BadRecord
 from dstrain.errors import Fault, RecipeError
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import numpy as np
 
 from dstrain.cache_dir import atomic_write_text, hash_key
 from dstrain.data.formats.image_placeholders import RecordWithImages
-from dstrain.data.formats.messages import BadRecord
-from dstrain.data.sources.open import Source
+from dstrain.data.records import BadRecord
+from dstrain.data.sources.base import Source
 from dstrain.data.vision.image_io import read_image, resolve_image
 from dstrain.errors import DataError
 

@@ -22,6 +22,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dstrain.config.schema import RunConfig
 from dstrain.errors import Fault, TaskError, suggest_name
+from dstrain.tasks.common.old_names import accept_old_names
 from dstrain.tasks.common.task import Task
 
 
@@ -61,6 +62,8 @@ def find_task(name: str) -> type[Task]:
         raise TaskError(
             f"--task {name}: {found[0].__name__} is no dataclass; write @dataclass(frozen=True, kw_only=True) above it"
         )
+    if name not in builtin_tasks():
+        accept_old_names(found[0])
     return found[0]
 
 

@@ -30,7 +30,7 @@ class ReferenceModel(torch.nn.Module):
     @torch.no_grad()
     def forward(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Column -> (B, …), what the task asks of its reference."""
-        return self.task.reference_outputs(self.model, batch)
+        return self.task.loss_inputs.reference.outputs(self.model, batch)
 
 
 class TrainModule(torch.nn.Module):
@@ -57,20 +57,22 @@ class TrainModule(torch.nn.Module):
         """
         if stats_only:
             answers = self._reference_outputs(batch)
-            return answers, _with_weights(self.task.step_stats(self.model, batch.with_tensors(answers)), batch)
-        answers = {} if self.task.needs_step_stats else self._reference_outputs(batch)  # the survey has asked already
+            step_stats = self.task.loss_inputs.step_stats
+            assert step_stats is not None, "only asked of a task that needs them"
+            return answers, _with_weights(step_stats(self.model, batch.with_tensors(answers)), batch)
+        answers = {} if self.task.loss_inputs.step_stats else self._reference_outputs(batch)  # the survey has asked already
         loss = self.task.loss(self.model, batch.with_tensors(answers))
         return loss.total.float() * _batch_factor(batch), _with_weights(loss.metrics, batch)
 
     def _reference_outputs(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         if self.reference_model is not None:
             return self.reference_model(batch)
-        if self.task.reference_kind != "adapter":
+        if self.task.loss_inputs.reference.kind != "adapter":
             return {}
         training, model = self.model.training, self.model
         model.eval()
         with torch.no_grad(), adapters_disabled(model):
-            found = self.task.reference_outputs(model, batch)
+            found = self.task.loss_inputs.reference.outputs(model, batch)
         model.train(training)
         return found
 
@@ -147,7 +149,7 @@ def compute_step_stats(
 
 def with_step_stats(module: torch.nn.Module, task: Task, batches: Sequence[Batch], world: World) -> Sequence[Batch]:
     """The batches of a step, each with what the task must know of all of them. Collective where the task surveys."""
-    if not task.needs_step_stats:
+    if task.loss_inputs.step_stats is None:
         return batches
     return [
         batch.with_tensors(more)

@@ -16,7 +16,8 @@ from typing import Any
 
 from dstrain.cache_dir import file_digest
 from dstrain.config.schema import DatasetConfig
-from dstrain.data.cache.build import tokenizer_fingerprint
+from dstrain.data.dataset import Dataset
+from dstrain.data.fingerprint import tokenizer_fingerprint
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, Fault, ResumeError
 from dstrain.tasks import Task
@@ -51,20 +52,21 @@ def digest_input_files(task: Task) -> dict[str, dict[str, Any]]:
 
 
 def digest_inputs(
-    task: Task, train_dataset: Sequence[Any], eval_dataset: Sequence[Any] | None
+    task: Task, train_dataset: Dataset, eval_dataset: Dataset | None
 ) -> dict[str, dict[str, Any]]:
     """All of it, for a checkpoint's run.json. `train` and `test`: the task's examples."""
     found = digest_input_files(task)
     for key, examples in (("data.train", train_dataset), ("data.eval", eval_dataset)):
         if examples is not None and key in found:
-            found[key] |= {"samples": len(examples)} | _image_digest(examples)
+            found[key] |= {"samples": len(examples)}
+            found[key] |= {"images": examples.image_digest} if examples.image_digest else {}
     if "data.train" not in found:
         found["data.train"] = {"samples": len(train_dataset)}
     if isinstance(task, TextTask):
         digest = (
             tokenizer_fingerprint(task.tokenizer)
-            if task.vision_processor is None
-            else task.vision_processor.fingerprint
+            if task.model_source.vision_processor is None
+            else task.model_source.vision_processor.fingerprint
         )
         found["model.tokenizer"] = {"digest": digest}
     return found
@@ -127,9 +129,3 @@ def _digest_source(source: DatasetConfig) -> str:
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); check the path and its permissions") from error
     return open_source(source).digest
-
-
-def _image_digest(examples: Any) -> dict[str, str]:
-    """A hash of the images of a token store, by their content."""
-    album = getattr(getattr(examples, "store", None), "image_index", None)
-    return {} if album is None else {"images": album.digest}

@@ -57,10 +57,10 @@ def run(script: str, *words: str) -> str:
 def test_an_ignored_sigchld_loses_no_answer() -> None:
     script = """
         import time
-        from dstrain.data.limited_process import Limits, attempt
-        limits = Limits(1 << 30, 10, 1.0)
+        from dstrain.data.limited_process import ResourceLimits, run_limited
+        limits = ResourceLimits(1 << 30, 10, 1.0)
         for work in (lambda: "fine", lambda: 1 / 0, lambda: bytearray(1 << 40), lambda: time.sleep(60)):
-            print(attempt(work, limits).how)
+            print(run_limited(work, limits).status)
     """
     assert run(script).split() == ["done", "raised", "memory", "lost"]
 

@@ -11,12 +11,12 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.utils import is_torchvision_available
 
 from dstrain.batch import Batch
-from dstrain.data.encoding.text import train_tokenizer
+from dstrain.data.encoding.train_tokenizer import train_tokenizer
 from dstrain.data.loading.collate import attention_mask, pad
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.models.params.components import components_by_id
 from dstrain.models.processors import is_multimodal
-from dstrain.tasks.common.losses import forward_logits
+from dstrain.tasks.common.forward import forward_logits
 from tests.seeing import picture
 
 TOKENS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "start": "<|vision_start|>", "end": "<|vision_end|>"}

@@ -19,7 +19,7 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError, TaskError
 from dstrain.models.heads.chunked_lm_head import MAX_CHUNK_BYTES
 from dstrain.tasks import Task, make_task
-from dstrain.tasks.common import losses
+from dstrain.tasks.common import forward, losses
 from dstrain.tasks.dpo import DPO
 from dstrain.train.build_model import build_train_module
 from dstrain.train.precompute_reference import ReferenceJob, add_reference_outputs, build_cache_key
@@ -91,7 +91,7 @@ def test_log_probs_are_those_of_the_softmax_in_whatever_pieces(count: int, monke
     targets = torch.randint(11, (2, 5))
     wanted = logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
     monkeypatch.setitem(MAX_CHUNK_BYTES, "cpu", 4 * 11 * count)
-    found, _ = losses.score_tokens(logits, targets, torch.ones_like(targets))
+    found, _ = forward.score_tokens(logits, targets, torch.ones_like(targets))
     torch.testing.assert_close(found, wanted)
     grads = [torch.autograd.grad((value * torch.arange(5)).sum(), logits)[0] for value in (found, wanted)]
     torch.testing.assert_close(*grads)
@@ -149,7 +149,7 @@ def test_answers_kept_are_those_asked_online(name: str, tmp_path: Path) -> None:
     _, recipe = named_recipe(name, tmp_path)
     other = make_task(RunConfig.model_validate(recipe | {"seed": 7}))
     other.build_model().save_pretrained(tmp_path / "other")
-    other.save_extras(tmp_path / "other")
+    other.export.save_extras(tmp_path / "other")
     ids = [5, 17, 60, 2]
     online, kept = (
         look(

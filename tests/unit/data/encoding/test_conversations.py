@@ -13,7 +13,7 @@ import pytest
 from dstrain.data.encoding.answer_spans import render_sample
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.formats.conversations import Conversation, PromptCompletion, read_conversation
-from dstrain.data.formats.messages import BadRecord
+from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError
 from tests.unit.data.encoding.test_preferences import with_frame

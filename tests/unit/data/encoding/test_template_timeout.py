@@ -17,9 +17,9 @@ from dstrain.data import limited_process
 from dstrain.data.encoding import template_timeout
 from dstrain.data.encoding.rendering import render_conversation
 from dstrain.data.encoding.template_timeout import check_template_terminates
-from dstrain.data.encoding.text import train_tokenizer
-from dstrain.data.formats.messages import BadRecord
+from dstrain.data.encoding.train_tokenizer import train_tokenizer
 from dstrain.data.limited_process import SubprocessResult
+from dstrain.data.records import BadRecord
 from dstrain.errors import RecipeError
 from tests.workers import ROOT
 

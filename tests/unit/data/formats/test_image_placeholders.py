@@ -8,10 +8,10 @@ import pytest
 
 from dstrain.data.formats.conversations import read_conversation
 from dstrain.data.formats.image_placeholders import has_images, read_with_images
-from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.preferences import Preference, read_preference
 from dstrain.data.formats.prompts import read_prompt
 from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER, to_content_parts
+from dstrain.data.records import BadRecord
 
 OK = {"role": "assistant", "content": "ok"}
 

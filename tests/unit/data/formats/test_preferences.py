@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrain.data.formats.preferences import BadRecord, read_preference
+from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.transcripts import (
     common_word_prefix_length,
     is_transcript,
     messages_to_transcript,
     parse_transcript,
-    render_transcript,
 )
+from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 
 PIECES = st.sampled_from(["\n\nHuman:", "\n\nAssistant:", "Human:", "Assistant:", " ", "\n", "\n\n", "hi", "é", "yes."])
@@ -29,7 +29,7 @@ def said(role: str, content: str) -> dict[str, str]:
 @given(st.lists(PIECES, max_size=20).map("".join))
 def test_parsing_a_dialog_loses_nothing(text):
     turns = parse_transcript(text)
-    assert render_transcript(turns) == text
+    assert "".join(turn.prefix + turn.text for turn in turns) == text
     assert all(left.role != right.role for left, right in pairwise(turns))
 
 
@@ -263,7 +263,10 @@ BAD = [
     ({"messages": [], "chosen": FOUR, "rejected": FIVE}, "prompt has no messages"),
     ({"messages": [], "chosen": FOUR, "rejected": FIVE, "system": "s"}, "ends with the turn of the system"),
     ({"prompt": "p", "chosen": "a", "rejected": "b", "system": ["s"]}, "'system' is a list, not text"),
-    ({"chosen": "q a", "rejected": "q b", "system": "s"}, "'system' stands beside whole texts; write 'prompt'"),
+    (
+        {"chosen": "q a", "rejected": "q b", "system": "s"},
+        "'system' is given with texts that contain the prompt; write 'prompt'",
+    ),
     ({"prompt": "p", "chosen": "a", "rejected": "b", "tools": "add"}, "'tools' is no list of functions"),
     ({"prompt": "p", "chosen": "a", "rejected": "b", "tools": [{"parameters": {}}]}, "'tools' names no function"),
     ({"\n": 1}, r"no 'chosen' \(known here: \\n\)"),

@@ -11,7 +11,7 @@ from PIL import Image
 
 from dstrain.data.cache.build import PreparePolicy, prepare
 from dstrain.data.cache.token_store import WithExtraFiles, load_or_build_store
-from dstrain.data.formats.messages import BadRecord
+from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.data.vision import image_index as module
 from dstrain.data.vision.image_index import ImageIndex, ImageIndexWriter

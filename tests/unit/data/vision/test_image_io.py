@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from dstrain.data.formats.messages import BadRecord
+from dstrain.data.records import BadRecord
 from dstrain.data.vision.image_io import MAX_PIXELS, describe_conversions, read_image, resolve_image
 from dstrain.errors import DataError
 

@@ -37,8 +37,7 @@ from dstrain.launch.lease_file import (
     parse_lease_number,
     read_latest_lease,
 )
-from dstrain.launch.multihost.probe import get_host_id
-from dstrain.launch.processes import is_process_alive, start_time
+from dstrain.launch.processes import get_host_id, is_process_alive, start_time
 from dstrain.launch.worker import get_workers_dir
 
 HEARTBEAT_SECONDS = 3.0

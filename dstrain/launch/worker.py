@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dstrain.errors import DstrainError, mask_passwords
-from dstrain.launch.multihost.heartbeat import watch_heartbeat
+from dstrain.launch.heartbeat import watch_heartbeat
 
 SUPERVISOR_ENV = "DSTRAIN_SUPERVISOR"
 """`HOST PID` of what supervises this launch on this host: the `dstrain` command, or its agent."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.launch.multihost.heartbeat import RANK_TIMEOUT_FACTOR
+from dstrain.launch.heartbeat import RANK_TIMEOUT_FACTOR
 from dstrain.launch.worker import log_path
 from tests.hosts.faults import AGENT, HARM_AT, LAUNCH, SECRET, Fault, Outcome, differences, go_on, judge
 from tests.hosts.lab import PATH, Lab, wait_for

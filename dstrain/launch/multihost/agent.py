@@ -20,9 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dstrain.launch.heartbeat import HeartbeatServer
 from dstrain.launch.job import LauncherSpec, LocalJob
 from dstrain.launch.multihost.channel import Channel
-from dstrain.launch.multihost.heartbeat import HeartbeatServer
 from dstrain.launch.multihost.probe import ReservedPort, collect_host_info, try_connect
 from dstrain.launch.processes import find_marked, kill_processes
 from dstrain.launch.rank_monitor import RankMonitor

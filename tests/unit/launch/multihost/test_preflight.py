@@ -15,7 +15,7 @@ from dstrain.errors import UsageError
 from dstrain.launch.multihost import agent_client, preflight
 from dstrain.launch.multihost.hostfile import parse_hostfile
 from dstrain.launch.multihost.job import MultiHostJob, open_job, remove_launch_files
-from dstrain.launch.versions import (
+from dstrain.launch.multihost.versions import (
     find_source_diff,
     hash_source_files,
     hash_source_tree,
@@ -126,7 +126,7 @@ def test_versions_are_told_without_importing_anything_heavy():
     assert list(iter_version_diffs({"a": "1", "b": "2"}, {"a": "1"})) == [("b", "2", "none")]
     assert find_source_diff({"x": "1", "y": "2"}, {"y": "2", "z": "3"}) == ("x", 2)
     assert find_source_diff(hash_source_files(), dict(hash_source_files())) == ("", 0)
-    assert {"launch/versions.py", "ds_configs/zero2.json"} <= hash_source_files().keys()
+    assert {"launch/multihost/versions.py", "ds_configs/zero2.json"} <= hash_source_files().keys()
     assert not [name for name in hash_source_files() if name.startswith("launchers/")]
     assert len(hash_source_tree()) == 12
 

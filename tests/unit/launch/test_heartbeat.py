@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from dstrain.launch import heartbeat
 from dstrain.launch.heartbeat import HEARTBEAT_ENV, HeartbeatServer, fetch_environment
-from dstrain.launch.multihost import heartbeat
 from tests.workers import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract socket names are Linux's")

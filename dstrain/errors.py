@@ -22,8 +22,9 @@ import difflib
 import errno
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 URL_PASSWORD = re.compile(r"(://[^\s/@:]*:)[^\s/@]+@")
 
@@ -134,6 +135,12 @@ def suggest_name(name: str, known: Sequence[str]) -> str:
     if near:
         return f"did you mean '{one_line(near[0])}'?"
     return f"known here: {one_line(', '.join(sorted(known)))}" if known else "remove it"
+
+
+def first_names(names: Collection[str], limit: int = 3) -> str:
+    """Return the first names, comma-separated, and how many more there are; `none` where there are none."""
+    more = len(names) - limit
+    return (", ".join(islice(names, limit)) or "none") + (f" and {more} more" if more > 0 else "")
 
 
 def explain_system_error(error: Exception) -> DstrainError | None:

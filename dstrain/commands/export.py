@@ -20,8 +20,8 @@ from dstrain.commands.checks.untrusted_recipe import check_probe_data
 from dstrain.commands.trained_model import EXPORT_RECIPE, LoadedModel, load_trained_model
 from dstrain.config import dump_recipe
 from dstrain.errors import CheckpointError, DstrainError, UsageError
-from dstrain.models.adapters.folder import read_adapter
 from dstrain.models.adapters.merge import merge_adapters
+from dstrain.models.folder.adapter_config import read_adapter
 from dstrain.models.weights.module_file import save_module
 from dstrain.report.run_log import sync_folder
 from dstrain.tasks import Task

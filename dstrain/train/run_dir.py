@@ -21,7 +21,7 @@ from dstrain.config import RunConfig, check_learning_changes, dump_recipe, read_
 from dstrain.config.schema import BatchConfig
 from dstrain.distributed.world import World
 from dstrain.errors import ResumeError, RunError, UsageError
-from dstrain.models.model_copy import save_base_config
+from dstrain.models.base_config import save_base_config
 from dstrain.train.resume.inputs import is_change_allowed
 from dstrain.train.state.manifest import CheckpointInfo, find_fault, find_latest_complete, read_checkpoint_info
 

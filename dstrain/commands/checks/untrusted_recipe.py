@@ -24,7 +24,7 @@ from dstrain.config.schema import LaunchConfig
 from dstrain.data.cache.token_store import log_stderr
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import Fault, UsageError
-from dstrain.models.adapters.folder import read_adapter
+from dstrain.models.folder.adapter_config import read_adapter
 from dstrain.tasks import Task, builtin_tasks, find_task
 from dstrain.tasks.common.reference import ReferenceTask
 from dstrain.tasks.common.text import TextTask

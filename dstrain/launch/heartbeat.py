@@ -134,7 +134,7 @@ def _watch(socket_name: str, heartbeat_timeout: float) -> None:
                     missed = 0
                 else:  # it has ended
                     break
-    except OSError:
+    except OSError:  # the agent has ended, or cannot be reached: this process ends below, as after silence
         pass
     if silent:
         print_error(

@@ -22,15 +22,15 @@ from tests.workers import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract socket names are Linux's")
 SILENCE = 0.6
-RANK = "import time\nfrom dstrain.launch.heartbeat import follow_heartbeat\nfollow_heartbeat()\nprint('on', flush=True)\ntime.sleep(60)"
+RANK = "import time\nfrom dstrain.launch.heartbeat import watch_heartbeat\nwatch_heartbeat()\nprint('on', flush=True)\ntime.sleep(60)"
 AGENT = """
 import sys, time
-from dstrain.launch.heartbeat import Heartbeat
-beats = Heartbeat(float(sys.argv[1]))
-beats.hand_out({"HF_TOKEN": "secret"})
-print(beats.name, flush=True)
+from dstrain.launch.heartbeat import HeartbeatServer
+beats = HeartbeatServer(float(sys.argv[1]))
+beats.set_environment({"HF_TOKEN": "secret"})
+print(beats.socket_name, flush=True)
 while True:
-    beats.beat()
+    beats.send_heartbeats()
     time.sleep(0.02)
 """
 
@@ -117,7 +117,7 @@ def test_another_user_is_told_nothing(monkeypatch):
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_another_user_is_told_nothing_by_the_kernels_word(tmp_path):
     become = "import os, sys\nos.setuid(65534)\n"
-    ask = "import sys\nfrom dstrain.launch.heartbeat import environment_from\nprint(environment_from(sys.argv[1], sys.argv[2], 5))"
+    ask = "import sys\nfrom dstrain.launch.heartbeat import fetch_environment\nprint(fetch_environment(sys.argv[1], sys.argv[2], 5))"
     beats = HeartbeatServer(1.0)
     beats.set_environment({"HF_TOKEN": "secret"})
     with (

@@ -145,13 +145,13 @@ def test_the_environment_is_in_no_file_of_a_launch(launch, tmp_path):
 RANK = """
 import json, os, sys
 from pathlib import Path
-from dstrain.launch import rank
+from dstrain.launch.multihost import rank_main
 def become(path, command, environment):
     keep = {name: environment.get(name) for name in ("HF_TOKEN", "DSTRAIN_LAUNCH", "DSTRAIN_HEARTBEAT")}
     Path(sys.argv[2]).write_text(json.dumps([command[3:], keep]))
     sys.exit(0)
 os.execve = become
-rank.main(sys.argv[1])
+rank_main.main(sys.argv[1])
 """
 
 

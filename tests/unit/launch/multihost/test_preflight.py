@@ -80,7 +80,7 @@ def test_the_reason_is_what_ssh_said_and_not_the_host(launch, tmp_path):
 
 
 def test_agents_wait_while_the_data_are_looked_at(launch, tmp_path):
-    """Between the hosts' answers and the start of the ranks lies a check that may take longer than launch.silence_seconds."""
+    """Between the hosts' answers and the start of the ranks lies a check that may take longer than launch.heartbeat_timeout_seconds."""
     with open_job(replace(launch("here slots=2\n"), heartbeat_timeout=1.0), tmp_path) as crew:
         time.sleep(2.5)
         crew.poll()

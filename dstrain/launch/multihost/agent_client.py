@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-import select
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 from dstrain.errors import Fault, UsageError, one_line
 from dstrain.launch.multihost.channel import Channel
 from dstrain.launch.multihost.hostfile import Host
+from dstrain.launch.rank_monitor import wait_readable
 from dstrain.launch.worker import set_parent_death_signal
 
 REQUEST_TIMEOUT_SECONDS = 60.0
@@ -169,14 +169,6 @@ def request(
     if waiting:
         raise UsageError([peer.connection_fault() for peer in waiting])
     return found
-
-
-def wait_readable(fds: Iterable[int], timeout: float) -> None:
-    """Sleep, but wake when something can be read."""
-    poll = select.poll()
-    for descriptor in fds:
-        poll.register(descriptor, select.POLLIN)
-    poll.poll(1000 * timeout)
 
 
 @contextlib.contextmanager

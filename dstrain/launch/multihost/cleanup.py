@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dstrain.launch.multihost.agent_client import AgentClient, start_session, wait_readable
+from dstrain.launch.multihost.agent_client import AgentClient, start_session
 from dstrain.launch.multihost.plan import remote_command
 from dstrain.launch.processes import find_processes, has_marker, kill_processes
+from dstrain.launch.rank_monitor import wait_readable
 from dstrain.launch.worker import LAUNCH_FILE_ENV
 
 CLEANUP_TIMEOUT_SECONDS = 15.0

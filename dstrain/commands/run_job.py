@@ -186,15 +186,15 @@ def _run_as_worker(job: Job, worker: Worker, scratch_dir: Path) -> int:
 def _launch_workers(launch: LocalLaunch | MultiHostLaunch, scratch_dir: Path) -> JobResult:
     """Start the workers and wait for them; their logs are kept where they failed."""
     from dstrain.launch.exit_code import EXIT_DONE, EXIT_FAILED
-    from dstrain.launch.multihost.job import open_job
+    from dstrain.launch.multihost.worker_group import open_worker_group
     from dstrain.launch.supervise import StopState, supervise
 
     make_scratch(scratch_dir)
     watch = StopState(saves_checkpoint=False)
     code, value = EXIT_FAILED, None
     try:
-        with redirect_stdout_to_stderr(), open_job(launch, scratch_dir) as crew:
-            code = supervise(crew, watch)
+        with redirect_stdout_to_stderr(), open_worker_group(launch, scratch_dir) as group:
+            code = supervise(group, watch)
         if code == EXIT_DONE:
             value = json.loads((scratch_dir / RESULT_FILE).read_text(encoding="utf-8"))
     finally:

@@ -61,7 +61,7 @@ def _launch_training(
     launch: LocalLaunch | MultiHostLaunch, recipe: Recipe, run_dir: Path, resume: ResumeOptions
 ) -> int:
     """Start the processes and watch over them, while the run folder is held for this launch. Returns the exit code."""
-    from dstrain.launch.multihost.job import MultiHostJob, open_job
+    from dstrain.launch.multihost.worker_group import MultiHostWorkerGroup, open_worker_group
     from dstrain.launch.supervise import supervise
     from dstrain.launch.worker import LAUNCH_ID_ENV, remove_port_files, remove_rank_records
 
@@ -79,13 +79,13 @@ def _launch_training(
         launch = replace(launch, environment={**launch.environment, LAUNCH_ID_ENV: lease.launch_id})
         code = UsageError.exit_code
         try:
-            with open_job(launch, run_dir) as crew:
-                lease.on_lost = partial(setattr, crew, "abort_reason")
-                if isinstance(crew, MultiHostJob):  # now that the hosts have said what they have
-                    device = Device("cpu", True) if crew.use_cpu else Device("cuda", crew.supports_bf16)
+            with open_worker_group(launch, run_dir) as group:
+                lease.on_lost = partial(setattr, group, "abort_reason")
+                if isinstance(group, MultiHostWorkerGroup):  # now that the hosts have said what they have
+                    device = Device("cpu", True) if group.use_cpu else Device("cuda", group.supports_bf16)
                     check_launch(recipe, run_dir, resume, launch.world_size, device)
                 code = EXIT_FAILED
-                code = supervise(crew)
+                code = supervise(group)
         finally:
             if made and alone and code == UsageError.exit_code and not has_progress(run_dir):
                 shutil.rmtree(run_dir, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Supervision of a launched job: signal forwarding, grace periods, cleanup and exit code."""
+"""Supervision of a launched group: signal forwarding, grace periods, cleanup and exit code."""
 
 # DeepSpeed's launcher alone leaves the workers running when it gets SIGTERM, gives them 30 s if it forwards the signal,
 # and exits with 0 when its inner process is killed.
@@ -16,8 +16,8 @@ from types import FrameType
 
 from dstrain.launch.exit_code import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, LaunchOutcome, compute_outcome
 from dstrain.launch.heartbeat import print_error
-from dstrain.launch.job import LaunchedJob
 from dstrain.launch.worker import DUPLICATE_SIGNAL_SECONDS, finish_log_copy, log_path, set_child_subreaper
+from dstrain.launch.worker_group import WorkerGroup
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Each of them asks a worker to write a checkpoint and stop."""
@@ -41,15 +41,15 @@ class StopState:
         self.first_signal_at: float | None = None
         """Time at which a signal was first forwarded."""
         self.stop_requested_at: float | None = None
-        """Time of the first SIGTERM or SIGINT: the next one kills the job."""
+        """Time of the first SIGTERM or SIGINT: the next one kills the group."""
         self.failed_at: float | None = None
         """Time at which a failed rank was first seen."""
         self.killed = False
-        """True if the job was killed on request."""
+        """True if the group was killed on request."""
 
 
-def supervise(job: LaunchedJob, stop_state: StopState | None = None) -> int:
-    """Run a job to its end and return the exit code for the shell.
+def supervise(group: WorkerGroup, stop_state: StopState | None = None) -> int:
+    """Run a group to its end and return the exit code for the shell.
 
     0 done, 2 bad usage, 75 stopped after a checkpoint, 1 everything else. Signals and failures are recorded in
     `stop_state`. Call it from the main thread.
@@ -57,26 +57,26 @@ def supervise(job: LaunchedJob, stop_state: StopState | None = None) -> int:
     stop_state = stop_state or StopState()
     with _capture_signals() as signals, _as_subreaper():
         try:
-            job.start()
-            _wait_for_exit(stop_state, job, signals)
+            group.start()
+            _wait_for_exit(stop_state, group, signals)
         finally:
             # Read before the kill below: these processes ended by themselves.
-            launcher_code, exit_codes, aborted = job.poll_launcher(), dict(job.exit_codes), job.abort_reason
-            remaining = job.kill()
-    job.poll(force=True)
+            launcher_code, exit_codes, aborted = group.poll_launcher(), dict(group.exit_codes), group.abort_reason
+            remaining = group.kill()
+    group.poll(force=True)
     finish_log_copy()
     if remaining:
         _log_stderr(f"these processes could not be ended: {', '.join(remaining)}")
     result = compute_outcome(
-        job.records,
-        exit_codes if stop_state.failed_at else job.exit_codes,
+        group.records,
+        exit_codes if stop_state.failed_at else group.exit_codes,
         EXIT_FAILED if launcher_code is None else launcher_code,
-        job.ranks,
+        group.ranks,
     )
     if aborted and result.code not in (EXIT_DONE, EXIT_STOPPED):
-        _log_stderr(job.abort_reason)  # `kill` has added the state of the lost hosts
+        _log_stderr(group.abort_reason)  # `kill` has added the state of the lost hosts
         return EXIT_FAILED
-    return _report_outcome(stop_state, job, result)
+    return _report_outcome(stop_state, group, result)
 
 
 @contextlib.contextmanager
@@ -107,30 +107,32 @@ def _as_subreaper() -> Iterator[None]:
         set_child_subreaper(False)
 
 
-def _wait_for_exit(stop_state: StopState, job: LaunchedJob, signals: deque[int]) -> None:
+def _wait_for_exit(stop_state: StopState, group: WorkerGroup, signals: deque[int]) -> None:
     """Wait for the launcher to end and, if the workers were asked to stop, for the workers."""
     gone_at: float | None = None
     while not stop_state.killed:
-        job.poll()
+        group.poll()
         while signals:
-            _forward_signal(signals.popleft(), stop_state, job)
-        if job.abort_reason or _is_failure_timeout_over(stop_state, job):
+            _forward_signal(signals.popleft(), stop_state, group)
+        if group.abort_reason or _is_failure_timeout_over(stop_state, group):
             return
-        if job.poll_launcher() is not None:
+        if group.poll_launcher() is not None:
             gone_at = gone_at or time.monotonic()
             waited = time.monotonic() - gone_at
-            saving = stop_state.first_signal_at is not None and waited < CHECKPOINT_TIMEOUT_SECONDS and job.alive_ranks
-            if not job.is_alive() or (waited > EXIT_GRACE_SECONDS and not saving):
+            saving = (
+                stop_state.first_signal_at is not None and waited < CHECKPOINT_TIMEOUT_SECONDS and group.alive_ranks
+            )
+            if not group.is_alive() or (waited > EXIT_GRACE_SECONDS and not saving):
                 return
-        job.wait_for_event(_POLL_SECONDS)
+        group.wait_for_event(_POLL_SECONDS)
 
 
-def _is_failure_timeout_over(stop_state: StopState, job: LaunchedJob) -> bool:
+def _is_failure_timeout_over(stop_state: StopState, group: WorkerGroup) -> bool:
     """Return True if the other ranks had their grace period after a rank failed."""
-    bad = {rank for rank, status in job.exit_codes.items() if status != 0}
+    bad = {rank for rank, status in group.exit_codes.items() if status != 0}
     if not bad:
         return False
-    codes = {rank: record.exit for rank, record in job.records.items() if rank in bad}
+    codes = {rank: record.exit for rank, record in group.records.items() if rank in bad}
     bad -= {
         rank for rank, code in codes.items() if code in (EXIT_DONE, EXIT_STOPPED)
     }  # done, and died in the interpreter's shutdown
@@ -139,8 +141,8 @@ def _is_failure_timeout_over(stop_state: StopState, job: LaunchedJob) -> bool:
     return stop_state.failed_at is not None and time.monotonic() - stop_state.failed_at > patience
 
 
-def _forward_signal(signum: int, stop_state: StopState, job: LaunchedJob) -> None:
-    """Forward a signal to the workers; a second SIGTERM or SIGINT kills the job.
+def _forward_signal(signum: int, stop_state: StopState, group: WorkerGroup) -> None:
+    """Forward a signal to the workers; a second SIGTERM or SIGINT kills the group.
 
     Does not block on a reader of stderr that does not read (`| less`, Ctrl-S).
     """
@@ -153,7 +155,7 @@ def _forward_signal(signum: int, stop_state: StopState, job: LaunchedJob) -> Non
             stop_state.killed = time.monotonic() - stop_state.stop_requested_at > DUPLICATE_SIGNAL_SECONDS
             return
         stop_state.stop_requested_at = time.monotonic()
-    reached = job.send_signal(signum)
+    reached = group.send_signal(signum)
     if not reached:
         stop_state.killed = True
         print_error(f"dstrain: {name}: no worker has started yet, so there is nothing to save")
@@ -165,7 +167,7 @@ def _forward_signal(signum: int, stop_state: StopState, job: LaunchedJob) -> Non
     )
 
 
-def _report_outcome(stop_state: StopState, job: LaunchedJob, outcome: LaunchOutcome) -> int:
+def _report_outcome(stop_state: StopState, group: WorkerGroup, outcome: LaunchOutcome) -> int:
     """Print the error, after the last log lines of the failed rank. Returns the exit code."""
     if stop_state.killed and outcome.code == EXIT_FAILED:
         _log_stderr(
@@ -174,15 +176,15 @@ def _report_outcome(stop_state: StopState, job: LaunchedJob, outcome: LaunchOutc
         return outcome.code
     if not outcome.message:
         return outcome.code
-    if stop_state.first_signal_at is not None and not job.records:
+    if stop_state.first_signal_at is not None and not group.records:
         _log_stderr("the signal came before a worker had begun, so there was nothing to save")
         return outcome.code
-    record = None if outcome.rank is None else job.records.get(outcome.rank)
+    record = None if outcome.rank is None else group.records.get(outcome.rank)
     # Rank 0's output is copied to the terminal: its error is there already.
     is_on_terminal = outcome.rank == 0 and record is not None and record.exit is not None
-    own = None if outcome.rank is None else log_path(job.run_dir, outcome.rank)
+    own = None if outcome.rank is None else log_path(group.run_dir, outcome.rank)
     if not (is_on_terminal or _print_log_tail(own)):
-        _print_log_tail(job.find_launcher_log(outcome.rank))
+        _print_log_tail(group.find_launcher_log(outcome.rank))
     if not (is_on_terminal and outcome.code == EXIT_USAGE):
         _log_stderr(outcome.message)
     return outcome.code

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.launch.heartbeat import HeartbeatServer
-from dstrain.launch.job import LauncherSpec, LocalJob
 from dstrain.launch.multihost.channel import Channel
 from dstrain.launch.multihost.probe import ReservedPort, collect_host_info, try_connect
 from dstrain.launch.processes import find_processes, has_marker, kill_processes
 from dstrain.launch.rank_monitor import RankMonitor
 from dstrain.launch.worker import LAUNCH_FILE_ENV, LAUNCH_ID_ENV, read_rank_records, set_child_subreaper
+from dstrain.launch.worker_group import LauncherSpec, LocalWorkerGroup
 
 _POLL_SECONDS = 0.1
 
@@ -43,7 +43,7 @@ class Agent:
         self._run_dir = Path()
         self._launch_id = ""
         self._monitor = RankMonitor(Path(), ())
-        self._local_job: LocalJob | None = None
+        self._local_group: LocalWorkerGroup | None = None
         self._sent_started: set[int] = set()
         self._sent_exits: set[int] = set()
         self._has_sent_launcher_code = self._is_done = False
@@ -83,8 +83,8 @@ class Agent:
         """SIGKILL every process of the launch on this host. Returns what would not end."""
         if not self._launch_file:
             return []
-        if self._local_job is not None:
-            self._local_job.kill()
+        if self._local_group is not None:
+            self._local_group.kill()
         file = self._launch_file
         return kill_processes(lambda: find_processes(lambda words, env: has_marker(words, env, file, LAUNCH_FILE_ENV)))
 
@@ -101,9 +101,9 @@ class Agent:
         output = os.fdopen(os.dup(2), "wb")
         environment = {**os.environ, **spec["env"], LAUNCH_ID_ENV: self._launch_id}
         program = LauncherSpec(argv, environment, spec["cwd"], output)
-        self._local_job = LocalJob(program, self._run_dir, spec["ranks"])
-        self._local_job.start()
-        self._monitor = self._local_job.monitor
+        self._local_group = LocalWorkerGroup(program, self._run_dir, spec["ranks"])
+        self._local_group.start()
+        self._monitor = self._local_group.monitor
 
     def send_signal(self, signum: int) -> None:
         for pid in self._monitor.alive_pids.values():
@@ -132,7 +132,7 @@ class Agent:
                 self._channel.send(ended=[rank, self._monitor.exit_codes[rank], records.get(rank)])
             self._sent_started.update(started)
             self._sent_exits.update(ended)
-        code = None if self._local_job is None else self._local_job.poll_launcher()
+        code = None if self._local_group is None else self._local_group.poll_launcher()
         if code is not None and not self._has_sent_launcher_code:
             self._has_sent_launcher_code = True
             self._channel.send(launcher=code)

@@ -1,4 +1,4 @@
-"""The launching side of the agents: a peer per host, asked all at once."""
+"""The launching side of the agents: a client per host, asked all at once."""
 
 from __future__ import annotations
 
@@ -150,24 +150,24 @@ class AgentClient:
 def request(
     clients: Iterable[AgentClient], make_message: Callable[[AgentClient], Mapping[str, Any]], reply_key: str
 ) -> dict[AgentClient, Any]:
-    """Each peer's answer to its question. Raises UsageError, with all faults, where some do not answer."""
+    """Each client's answer to its question. Raises UsageError, with all faults, where some do not answer."""
     waiting, found = list(clients), {}
-    for peer in waiting:
-        peer.channel.send(**make_message(peer))
+    for client in waiting:
+        client.channel.send(**make_message(client))
     deadline = time.monotonic() + REQUEST_TIMEOUT_SECONDS
     while waiting and time.monotonic() < deadline:
-        wait_readable([peer.channel.read_fd for peer in waiting if not peer.channel.closed], 0.2)
-        for peer in list(waiting):
-            for message in peer.channel.read_messages():
+        wait_readable([client.channel.read_fd for client in waiting if not client.channel.closed], 0.2)
+        for client in list(waiting):
+            for message in client.channel.read_messages():
                 if reply_key in message:
-                    found[peer] = message[reply_key]
-            peer.channel.send_heartbeat()
-            if peer in found:
-                waiting.remove(peer)
-        if all(peer.channel.closed for peer in waiting):
+                    found[client] = message[reply_key]
+            client.channel.send_heartbeat()
+            if client in found:
+                waiting.remove(client)
+        if all(client.channel.closed for client in waiting):
             break
     if waiting:
-        raise UsageError([peer.connection_fault() for peer in waiting])
+        raise UsageError([client.connection_fault() for client in waiting])
     return found
 
 
@@ -176,12 +176,12 @@ def open_agents(
     hosts: Sequence[Host], make_command: Callable[[Host, str], Sequence[str]], log_dir: Path, heartbeat_timeout: float
 ) -> Iterator[list[AgentClient]]:
     """Sessions to all hosts, closed at the end."""
-    peers: list[AgentClient] = []
+    clients: list[AgentClient] = []
     try:
         for host in hosts:
             log = log_dir / f"host-{re.sub(r'[^A-Za-z0-9_.-]', '_', host.name)}.log"
-            peers.append(AgentClient(host, make_command, log, heartbeat_timeout))
-        yield peers
+            clients.append(AgentClient(host, make_command, log, heartbeat_timeout))
+        yield clients
     finally:
-        for peer in peers:
-            peer.close()
+        for client in clients:
+            client.close()

@@ -32,11 +32,11 @@ class RemoteCleanup:
 
     def __init__(self, clients: Sequence[AgentClient], launch_file: Path, heartbeat_timeout: float) -> None:
         self._deadline = time.monotonic() + CLEANUP_TIMEOUT_SECONDS
-        self._sessions = {peer: _start_session(peer, launch_file, heartbeat_timeout) for peer in clients}
+        self._sessions = {client: _start_session(client, launch_file, heartbeat_timeout) for client in clients}
 
     def wait_for_failures(self) -> list[AgentClient]:
         """Wait for all of them; those where something may be left."""
-        return [peer for peer, session in self._sessions.items() if not self._wait_for_success(peer, session)]
+        return [client for client, session in self._sessions.items() if not self._wait_for_success(client, session)]
 
     def _wait_for_success(self, client: AgentClient, session: subprocess.Popen[bytes]) -> bool:
         assert session.stdout is not None

@@ -28,22 +28,22 @@ def probe_hosts(launch: MultiHostLaunch, clients: list[AgentClient], run_dir: Pa
         )
     finally:
         token.unlink(missing_ok=True)
-    for peer in clients:
-        peer.host_info = answers[peer]
-        peer.use_heartbeat_timeout()
+    for client in clients:
+        client.host_info = answers[client]
+        client.use_heartbeat_timeout()
     if faults := list(_iter_host_faults(clients, run_dir)):
         raise UsageError(faults)
-    if not any(peer.host_info["gpus"] for peer in clients):
-        for peer in clients:
-            if line := format_cpu_overload(len(peer.host.slots), peer.host.name, peer.host_info["cores"]):
+    if not any(client.host_info["gpus"] for client in clients):
+        for client in clients:
+            if line := format_cpu_overload(len(client.host.slots), client.host.name, client.host_info["cores"]):
                 print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def _iter_host_faults(clients: list[AgentClient], run_dir: Path) -> Iterator[Fault]:
     first: dict[str, str] = {}
-    with_gpus = any(peer.host_info["gpus"] for peer in clients)
-    for peer in clients:
-        host, facts, where = peer.host, peer.host_info, f"{peer.host.location} {peer.host.name}"
+    with_gpus = any(client.host_info["gpus"] for client in clients)
+    for client in clients:
+        host, facts, where = client.host, client.host_info, f"{client.host.location} {client.host.name}"
         if (other := first.setdefault(facts["machine"], host.name)) and other != host.name:
             yield Fault(where, f"it is the same machine as {other}", "name it once, with all its slots")
         if not facts["sees"]:
@@ -92,15 +92,15 @@ def choose_master(launch: MultiHostLaunch, clients: list[AgentClient]) -> Master
     first.interface = opening["interface"] if others else ""
     port = opening["port"]
     reached = request(others, lambda _: {"reach": {"address": address, "port": port}}, "reached")
-    for peer in others:
-        peer.interface = reached[peer].get("interface", "")
+    for client in others:
+        client.interface = reached[client].get("interface", "")
     if faults := [
         Fault(
-            f"{peer.host.location} {peer.host.name}",
+            f"{client.host.location} {client.host.name}",
             f"does not reach {first.host.name} at {address}, port {port} ({found['fault']})",
             "open the network between the hosts, or say with --master-addr which of its addresses they reach",
         )
-        for peer, found in reached.items()
+        for client, found in reached.items()
         if "fault" in found
     ]:
         raise UsageError(faults)

@@ -72,9 +72,9 @@ class Run:
         (folder / "launcher.py").write_text(textwrap.dedent(launcher))
         (folder / "main.py").write_text(
             "import os, sys\nfrom pathlib import Path\n"
-            "from dstrain.launch.job import LauncherSpec, LocalJob\nfrom dstrain.launch.supervise import supervise\n"
-            "job = LocalJob(LauncherSpec([sys.executable, 'launcher.py'], os.environ), Path('run'), range(2))\n"
-            "sys.exit(supervise(job))\n"
+            "from dstrain.launch.worker_group import LauncherSpec, LocalWorkerGroup\nfrom dstrain.launch.supervise import supervise\n"
+            "group = LocalWorkerGroup(LauncherSpec([sys.executable, 'launcher.py'], os.environ), Path('run'), range(2))\n"
+            "sys.exit(supervise(group))\n"
         )
         env = {**os.environ, "PYTHONPATH": str(ROOT), "MARK": str(folder)}
         self.process = subprocess.Popen(

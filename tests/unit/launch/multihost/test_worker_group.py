@@ -16,13 +16,13 @@ import pytest
 
 from dstrain import __version__
 from dstrain.errors import UsageError
-from dstrain.launch.multihost import job, preflight, probe
+from dstrain.launch.multihost import preflight, probe, worker_group
 from dstrain.launch.multihost.agent import Agent
 from dstrain.launch.multihost.channel import Channel
 from dstrain.launch.multihost.hostfile import parse_hostfile
-from dstrain.launch.multihost.job import open_job
 from dstrain.launch.multihost.plan import MultiHostLaunch
 from dstrain.launch.multihost.rank_main import rank_environment
+from dstrain.launch.multihost.worker_group import open_worker_group
 from dstrain.launch.worker import get_workers_dir
 from tests.workers import ROOT
 
@@ -32,7 +32,7 @@ NONCE = "a1b2"
 
 
 def faults(launch: MultiHostLaunch, run_dir: Path) -> list[str]:
-    with pytest.raises(UsageError) as caught, open_job(launch, run_dir):
+    with pytest.raises(UsageError) as caught, open_worker_group(launch, run_dir):
         pass
     return str(caught.value).splitlines()
 
@@ -55,10 +55,15 @@ def test_two_names_of_one_machine_are_found(launch, tmp_path):
 
 
 def test_a_host_that_greets_is_understood_and_one_host_meets_with_itself(launch, tmp_path):
-    with open_job(launch("chatty slots=2\n"), tmp_path) as crew:
-        assert isinstance(crew, job.MultiHostJob)
-        assert (crew.use_cpu, crew.poll_launcher(), crew.is_alive(), list(crew.ranks)) == (True, None, False, [0, 1])
-        assert crew.kill() == []
+    with open_worker_group(launch("chatty slots=2\n"), tmp_path) as group:
+        assert isinstance(group, worker_group.MultiHostWorkerGroup)
+        assert (group.use_cpu, group.poll_launcher(), group.is_alive(), list(group.ranks)) == (
+            True,
+            None,
+            False,
+            [0, 1],
+        )
+        assert group.kill() == []
     assert not list(get_workers_dir(tmp_path).glob("seen-*"))
 
 

@@ -1,8 +1,9 @@
-"""Interface of a launched job (launcher and ranks), and its single-host implementation."""
+"""Interface of a worker group (a launcher and its ranks), and its single-host implementation."""
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
@@ -12,26 +13,28 @@ from typing import IO, Protocol
 
 import psutil
 
+from dstrain.launch.command import PORT_FILE_ENV, LocalLaunch
 from dstrain.launch.processes import descendants, find_workers, kill_descendants
 from dstrain.launch.rank_monitor import RankMonitor
 from dstrain.launch.worker import (
     LAUNCH_ID_ENV,
     SUPERVISOR_ENV,
     RankRecord,
+    get_workers_dir,
     read_rank_records,
     remove_rank_records,
     set_parent_death_signal,
 )
 
 
-class LaunchedJob(Protocol):
-    """Launcher and ranks of a job, on one host or several."""
+class WorkerGroup(Protocol):
+    """Launcher and ranks of a launch, on one host or several."""
 
     run_dir: Path
 
     @property
     def ranks(self) -> Collection[int]:
-        """Ranks whose records decide how the job ended."""
+        """Ranks whose records decide how the launch ended."""
 
     @property
     def alive_ranks(self) -> Collection[int]:
@@ -46,7 +49,7 @@ class LaunchedJob(Protocol):
         """Records that the ranks wrote, by rank."""
 
     abort_reason: str
-    """Reason to end the job regardless of its ranks, such as a lost host; empty if there is none."""
+    """Reason to end the launch regardless of its ranks, such as a lost host; empty if there is none."""
 
     def start(self) -> None:
         """Start the launcher."""
@@ -61,16 +64,24 @@ class LaunchedJob(Protocol):
         """Send a signal to the ranks. Returns the number of ranks reached."""
 
     def is_alive(self) -> bool:
-        """Return True if a process of the job runs."""
+        """Return True if a process of the group runs."""
 
     def kill(self) -> list[str]:
-        """SIGKILL all processes of the job. Returns those that did not end."""
+        """SIGKILL all processes of the group. Returns those that did not end."""
 
     def wait_for_event(self, timeout: float) -> None:
         """Sleep until a rank ends or a message arrives, at most `timeout` seconds."""
 
     def find_launcher_log(self, rank: int | None) -> Path | None:
         """Return the log of the launcher that started the rank; None if it writes to the terminal."""
+
+
+def make_local_group(launch: LocalLaunch, run_dir: Path) -> LocalWorkerGroup:
+    """Return the group of a launch on this host, with a new file by which rank 0 announces the port it listens on."""
+    environment = {name: value for name, value in launch.environment.items() if name != PORT_FILE_ENV}
+    if launch.allow_any_port:
+        environment[PORT_FILE_ENV] = str(get_workers_dir(run_dir) / f"port-{secrets.token_hex(8)}")
+    return LocalWorkerGroup(LauncherSpec(launch.argv, environment), run_dir, launch.ranks)
 
 
 @dataclass(frozen=True)
@@ -84,8 +95,8 @@ class LauncherSpec:
     """Output file; stdin is then /dev/null. None: the streams of this process."""
 
 
-class LocalJob:
-    """Job on this host: the launcher, a child of this process, and its descendants."""
+class LocalWorkerGroup:
+    """Worker group on this host: the launcher, a child of this process, and its descendants."""
 
     def __init__(self, spec: LauncherSpec, run_dir: Path, ranks: Collection[int]) -> None:
         self.run_dir, self.ranks, self.abort_reason = run_dir, ranks, ""

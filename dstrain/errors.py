@@ -134,10 +134,10 @@ def describe_decode_error(content: bytes, error: UnicodeDecodeError) -> str:
     return f"not valid UTF-8 (byte {error.start}); re-save the file as UTF-8"
 
 
-def first_names(names: Collection[object], num_names: int = MAX_NAMES) -> str:
+def first_names(names: Collection[object], limit: int = MAX_NAMES) -> str:
     """Return `a, b, c and 3 more`; `none` for no names."""
-    more = len(names) - num_names
-    return (", ".join(map(str, islice(names, num_names))) or "none") + (f" and {more} more" if more > 0 else "")
+    more = len(names) - limit
+    return (", ".join(map(str, islice(names, limit))) or "none") + (f" and {more} more" if more > 0 else "")
 
 
 def describe_key_diff(missing: Collection[str], unexpected: Collection[str]) -> str:

@@ -35,7 +35,7 @@ DOORS = {
         "train/engine/inference.py",
         "train/engine/optimizers.py",
         "train/profiler.py",
-        "models/zero3.py",
+        "models/params/zero3.py",
     ),
     "torch.distributed": (
         "distributed/world.py",

@@ -20,8 +20,8 @@ from dstrain.commands.trained_model import EXPORT_RECIPE, LoadedModel, load_trai
 from dstrain.config import dump_recipe
 from dstrain.errors import CheckpointError, DstrainError, UsageError
 from dstrain.files import atomic_folder, remove_stale_partials, sync_folder
-from dstrain.models.adapters.folder import read_adapter
 from dstrain.models.adapters.merge import merge_adapters
+from dstrain.models.folder.adapter_config import read_adapter
 from dstrain.models.weights.module_file import save_module
 from dstrain.tasks import Task
 from dstrain.tasks.common.registry import copy_task_file

@@ -104,7 +104,7 @@ def run_job(job: Job, launch_options: Mapping[str, Any], scratch_dir: Path | Non
 
 def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
     """The job as this process's share of it. `shared`: a folder that all its processes see, if any. Collective."""
-    from dstrain.models.zero3 import is_zero3
+    from dstrain.models.params.zero3 import is_zero3
     from dstrain.train.engine.inference import remove_private_nvme_path
     from dstrain.train.plan import get_preset_device, set_up_process
     from dstrain.train.rendezvous import Rendezvous

@@ -79,7 +79,7 @@ def _launch_training(
         code = EXIT_USAGE
         try:
             with open_job(launch, run_dir) as crew:
-                lease.on_lost = partial(setattr, crew, "lost")
+                lease.on_lost = partial(setattr, crew, "abort_reason")
                 if isinstance(crew, MultiHostJob):  # now that the hosts have said what they have
                     device = Device("cpu", True) if crew.use_cpu else Device("cuda", crew.supports_bf16)
                     check_launch(recipe, run_dir, resume, launch.world_size, device)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED, DstrainError, mask_passwords
 from dstrain.files import atomic_write
-from dstrain.launch.multihost.heartbeat import watch_heartbeat
+from dstrain.launch.heartbeat import watch_heartbeat
 
 SUPERVISOR_ENV = "DSTRAIN_SUPERVISOR"
 """`HOST PID` of what supervises this launch on this host: the `dstrain` command, or its agent."""

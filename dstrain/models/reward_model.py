@@ -22,9 +22,9 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import cached_file, logging
 
 from dstrain.errors import Fault, RecipeError, TaskError, UsageError, first_names
-from dstrain.models.adapters.folder import read_adapter
-from dstrain.models.checks.hub_code import find_hub_code
-from dstrain.models.zero3 import assign, full_shape, gathered
+from dstrain.models.folder.adapter_config import read_adapter
+from dstrain.models.folder.hub_code import find_hub_code
+from dstrain.models.params.zero3 import assign, full_shape, gathered
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -24,8 +24,8 @@ from dstrain.data.loading.sampler import sort_longest_first, split_for_rank
 from dstrain.distributed.world import World
 from dstrain.errors import DataError, TaskError
 from dstrain.files import atomic_write
+from dstrain.models.params.zero3 import is_zero3, zero3_init
 from dstrain.models.weights.fingerprint import weights_fingerprint
-from dstrain.models.zero3 import is_zero3, zero3_init
 from dstrain.tasks import Task, make_task
 from dstrain.train.build_model import with_training_dtype
 from dstrain.train.engine.inference import ForwardEngine

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from dstrain.config.schema import ProfileConfig
-from dstrain.models.zero3 import full_numel
+from dstrain.models.params.zero3 import full_numel
 from dstrain.train.engine.deepspeed import Engine
 
 log = logging.getLogger(__name__)

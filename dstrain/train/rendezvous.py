@@ -30,8 +30,8 @@ from dstrain.distributed.world import rendezvous_over_store
 from dstrain.errors import EXIT_FAILED, EXIT_USAGE, DstrainError, PeerFailureError, UsageError, first_names, one_line
 from dstrain.files import host_id
 from dstrain.launch.command import PORT_FILE_ENV, describe_port_owner
+from dstrain.launch.multihost.versions import hash_source_tree, iter_version_diffs, read_package_versions
 from dstrain.launch.topology import Worker
-from dstrain.launch.versions import hash_source_tree, iter_version_diffs, read_package_versions
 from dstrain.train.health.rank_status import call_with_timeout
 from dstrain.train.health.signals import StoppedBySignal
 

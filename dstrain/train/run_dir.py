@@ -22,7 +22,7 @@ from dstrain.config.schema import BatchConfig
 from dstrain.distributed.world import World
 from dstrain.errors import ResumeError, RunError, UsageError
 from dstrain.files import atomic_write, remove_stale_partials
-from dstrain.models.model_copy import save_base_config
+from dstrain.models.base_config import save_base_config
 from dstrain.train.resume.inputs import is_change_allowed
 from dstrain.train.state.manifest import CheckpointInfo, find_fault, find_latest_complete, read_checkpoint_info
 

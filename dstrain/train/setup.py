@@ -12,8 +12,9 @@ from dstrain.data.loading.loader import Loader
 from dstrain.distributed.world import TorchWorld, World, destroy_process_groups, init_process_group
 from dstrain.errors import EXIT_STOPPED, CheckpointError, RunError, UsageError
 from dstrain.launch.lease import check_lease
-from dstrain.models.params.freeze import build_param_groups, summarize_components
-from dstrain.models.zero3 import zero3_init
+from dstrain.models.params.groups import build_param_groups
+from dstrain.models.params.summary import summarize_components
+from dstrain.models.params.zero3 import zero3_init
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
 from dstrain.schedule import Every, LRSchedule, scale_lr

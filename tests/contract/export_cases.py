@@ -27,10 +27,10 @@ from dstrain.commands.trained_model import ModelSelector, load_trained_model
 from dstrain.config import dump_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.distributed.world import SingleProcessWorld
-from dstrain.models.model_copy import save_base_config
-from dstrain.models.params.freeze import build_param_groups
+from dstrain.models.base_config import save_base_config
+from dstrain.models.params.groups import build_param_groups
+from dstrain.models.params.zero3 import is_zero3, zero3_init
 from dstrain.models.weights.fingerprint import weights_fingerprint
-from dstrain.models.zero3 import is_zero3, zero3_init
 from dstrain.preset import Device
 from dstrain.tasks import find_task, make_task
 from dstrain.train import precompute_reference

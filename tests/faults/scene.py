@@ -28,8 +28,8 @@ from dstrain.config import BatchPlan, RunConfig
 from dstrain.distributed.collective_log import find_connection_error
 from dstrain.distributed.world import TorchWorld
 from dstrain.errors import DstrainError
-from dstrain.models.params.freeze import build_param_groups
-from dstrain.models.zero3 import zero3_init
+from dstrain.models.params.groups import build_param_groups
+from dstrain.models.params.zero3 import zero3_init
 from dstrain.preset import Device, read_preset
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task

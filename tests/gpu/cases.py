@@ -19,8 +19,8 @@ from benchmarks.loading import anonymous, bf16_task
 from dstrain.batch import Progress
 from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld, TorchWorld, World
-from dstrain.models.params.freeze import ParamGroup
-from dstrain.models.zero3 import gathered
+from dstrain.models.params.groups import ParamGroup
+from dstrain.models.params.zero3 import gathered
 from dstrain.preset import read_preset
 from dstrain.train.engine.deepspeed import TorchEngine
 from dstrain.train.engine.optimizers import make_optimizer

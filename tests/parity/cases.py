@@ -17,8 +17,8 @@ from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld, TorchWorld, World
-from dstrain.models.params.freeze import build_param_groups
-from dstrain.models.zero3 import gathered, zero3_init
+from dstrain.models.params.groups import build_param_groups
+from dstrain.models.params.zero3 import gathered, zero3_init
 from dstrain.preset import RunSettings, complete_preset, read_preset
 from dstrain.tasks import Task, make_task
 from dstrain.train.build_model import build_train_module

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.errors import Fault, RecipeError, first_names
+from dstrain.models.params.zero3 import assign, full_shape
 from dstrain.models.weights.files import INIT_KEY, LazyTensor, find_init_files, open_tensors
 from dstrain.models.weights.key_matching import diff_prefix, match_keys
-from dstrain.models.zero3 import assign, full_shape
 
 if TYPE_CHECKING:
     import torch

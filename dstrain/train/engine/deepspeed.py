@@ -18,8 +18,8 @@ from dstrain.distributed.collective_log import COLLECTIVE_LOG
 from dstrain.distributed.world import SingleProcessWorld, World
 from dstrain.errors import RunError, first_names
 from dstrain.models.load import offload_activation_checkpoints
-from dstrain.models.params.freeze import ParamGroup
-from dstrain.models.zero3 import init_deepspeed
+from dstrain.models.params.groups import ParamGroup
+from dstrain.models.params.zero3 import init_deepspeed
 from dstrain.train.engine.module import (
     StepAccumulator,
     TrainModule,

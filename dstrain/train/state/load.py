@@ -12,7 +12,7 @@ import torch
 
 from dstrain.distributed.world import World
 from dstrain.errors import CheckpointError, describe_key_diff, first_names
-from dstrain.models.zero3 import full_numel, full_shape
+from dstrain.models.params.zero3 import full_numel, full_shape
 from dstrain.train.engine.module import TrainModule
 from dstrain.train.state.files import CheckpointReader
 from dstrain.train.state.layout import WEIGHT_KEY, StateSlice, detect_layout

@@ -14,7 +14,7 @@ from dstrain.config import RunConfig, dump_recipe, read_recipe
 from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import ResumeError
-from dstrain.models.params.freeze import build_param_groups
+from dstrain.models.params.groups import build_param_groups
 from dstrain.tasks import default_learning_rate, find_task, make_task
 from dstrain.tasks.rm import RewardModel
 from dstrain.train.checkpoint.checkpoints import CheckpointStore

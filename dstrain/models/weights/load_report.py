@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError
-from dstrain.models.adapters.folder import resolve_base_model
+from dstrain.models.folder.adapter_config import resolve_base_model
 from dstrain.models.weights.files import find_weight_files, open_tensors
 
 if TYPE_CHECKING:

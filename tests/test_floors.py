@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "dstrain"
 FLOORS = (
-    ("errors", "units", "resources", "process_setup"),
+    ("errors", "files", "units", "resources", "process_setup"),
     ("distributed",),
     ("batch", "cache_dir", "schedule", "config", "preset"),
     ("data", "models", "report", "planner", "launch"),
@@ -50,6 +50,7 @@ DOORS = {
 HEAVY = ("torch", "deepspeed", "transformers", "tokenizers", "peft", "accelerate")
 CONTROL_PLANE = (
     "errors",
+    "files",
     "units",
     "resources",
     "process_setup",

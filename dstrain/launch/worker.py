@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dstrain.errors import EXIT_DONE, EXIT_STOPPED, DstrainError, mask_passwords
+from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, DstrainError, mask_passwords
 from dstrain.files import atomic_write
 from dstrain.launch.heartbeat import watch_heartbeat
 
@@ -93,7 +93,7 @@ def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
     """
     record_start(run_dir, rank)
     redirect_output(log_path(run_dir, rank), copy_to_terminal=rank == 0 and LAUNCH_FILE_ENV not in os.environ)
-    code, error = 1, None
+    code, error = EXIT_FAILED, None
     try:
         code = fn()
     except DstrainError as fault:

@@ -54,7 +54,7 @@ def test_a_stopped_agent_and_its_ranks_are_ended_over_another_session(stopped, l
             assert rank.wait(5) == -signal.SIGKILL
         assert over(agent)
     assert group.abort_reason == (
-        "here said nothing for 0.5 s (power, network, or a process or machine that stands still); rank 0, 1 ran there; "
+        "here sent no message for 0.5 s (power, network, or a suspended process or machine); rank 0, 1 ran there; "
         "nothing of the launch is left there; start the same command again to go on"
     )
 

@@ -71,7 +71,7 @@ def test_a_login_script_that_does_not_end_is_named(launch, login_script, tmp_pat
     login_script.write_text("while :; do echo y; done\n")
     (said,) = refused(launch("login slots=2\n"), tmp_path)
     assert said.startswith("F:1 login: no answer from its agent in 1.5 s, only other output (of its login shell, or ")
-    assert "`ssh login true` must end within that time and ask nothing" in said
+    assert "`ssh login true` must end within that time without a prompt" in said
 
 
 def test_the_reason_is_what_ssh_said_and_not_the_host(launch, tmp_path):

@@ -42,7 +42,7 @@ def test_all_hosts_that_cannot_be_reached_are_named_at_once(launch, tmp_path):
     said = faults(launch("here slots=1\nunknown slots=1\nbare slots=1\n"), tmp_path)
     assert [line.split(": ")[0] for line in said] == ["F:2 unknown", "F:3 bare"]
     assert "Could not resolve hostname" in said[0]
-    assert "`ssh unknown true` must work without a question" in said[0]
+    assert "`ssh unknown true` must work without a prompt" in said[0]
     assert "python: not found" in said[1]
     assert "at the same path on every host" in said[1]
     assert time.monotonic() - began < 40
@@ -50,7 +50,7 @@ def test_all_hosts_that_cannot_be_reached_are_named_at_once(launch, tmp_path):
 
 def test_two_names_of_one_machine_are_found(launch, tmp_path):
     assert faults(launch("here slots=1\nalias slots=1\n"), tmp_path) == [
-        "F:2 alias: it is the same machine as here; name it once, with all its slots"
+        "F:2 alias: is the same machine as here; name it once, with all its slots"
     ]
 
 
@@ -82,7 +82,7 @@ def test_more_slots_than_gpus_are_refused(tmp_path):
     said = [str(fault) for fault in preflight._iter_host_faults([peer], tmp_path)]
     assert [line.split(";")[0].removeprefix("F:1 host1: ") for line in said] == [
         f"does not see {tmp_path}", "has dstrain 0.0, this host has " + __version__,
-        "has 2 GPUs, and slot 3 is asked for",
+        "has 2 GPUs, but slot 3 is requested",
     ]  # fmt: skip
 
 

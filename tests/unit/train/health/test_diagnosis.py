@@ -69,7 +69,7 @@ def test_the_rank_that_did_not_enter_is_named_with_what_it_did_not_enter() -> No
     assert verdict.message == "rank 2 on host2 did not enter all_reduce no. 45; see logs/stacks/rank-00002.txt"
     assert verdict.table.splitlines() == [
         "rank  host   state  doing    last collective             idle seconds",
-        "2     host2  alive  step 13  barrier no. 44             21",
+        "2     host2  alive  step 13  barrier no. 44              21",
         "0     host1  lost   step 13  all_reduce no. 45 (inside)  20",
         "1     host2  alive  step 13  all_reduce no. 45 (inside)  20",
         "3     host3  alive  step 13  all_reduce no. 45 (inside)  20",

@@ -470,7 +470,7 @@ def test_a_run_without_its_tokenizer_gets_no_other_one(folder: Path) -> None:
     """One would be trained on whatever data.train holds now, or be fetched."""
     shutil.rmtree(folder / "run/tokenizer")
     with pytest.raises(
-        UsageError, match=r"run/tokenizer: is not there, and only .*; copy the whole run, or add --set mod"
+        UsageError, match=r"run/tokenizer: does not exist, and only .*; copy the whole run, or add --set mod"
     ):
         find_saved_model(folder / "run", "last")
     assert find_saved_model(folder / "run", "last", [f"model.tokenizer={folder}/exported"])

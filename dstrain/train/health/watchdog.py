@@ -17,6 +17,7 @@ from dstrain.distributed.collective_log import COLLECTIVE_LOG, find_connection_e
 from dstrain.distributed.world import World
 from dstrain.errors import PeerFailureError, one_line
 from dstrain.report.run_log import RunLog, format_current_time
+from dstrain.train.health.diagnosis import Diagnosis
 from dstrain.train.health.rank_status import STATUS_TIMEOUT_SECONDS, RankStatusBoard, unknown_peer_message
 from dstrain.train.health.signals import StoppedBySignal
 
@@ -185,15 +186,19 @@ def peer_watchdog(
         if run_dir is None or status_board is None:
             raise known from error
         _log_error(error, known.phase, status_board.rank, run_dir)
-        diagnosis = status_board.request_diagnosis(reason)
-        if diagnosis.stop_signal:
-            raise StoppedBySignal(diagnosis.stop_signal) from error
-        if diagnosis.table:
-            with contextlib.suppress(OSError, ValueError):  # a full disk or a closed stream
-                print(diagnosis.table, file=sys.stderr, flush=True)
-        raise PeerFailureError(known.phase, diagnosis.message, known.fix) from error
+        raise _name_failed_peer(known, status_board.request_diagnosis(reason)) from error
     finally:
         COLLECTIVE_LOG.record_progress("")
+
+
+def _name_failed_peer(known: PeerFailureError, diagnosis: Diagnosis) -> Exception:
+    """Print the status of all ranks, and return the error that names the failed one."""
+    if diagnosis.stop_signal:
+        return StoppedBySignal(diagnosis.stop_signal)
+    if diagnosis.table:
+        with contextlib.suppress(OSError, ValueError):  # a full disk or a closed stream
+            print(diagnosis.table, file=sys.stderr, flush=True)
+    return PeerFailureError(known.phase, diagnosis.message, known.fix)
 
 
 def _log_error(error: Exception, phase: str, rank: int, run_dir: Path) -> None:

@@ -293,9 +293,9 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "a run folder that is the whole disk": (lambda folder: [RECIPE, "--run-dir", "/"], ["--run-dir /: is a folder of the system", "--run-dir runs/first"]),
     "a run folder that others share": (lambda folder: [RECIPE, "--run-dir", "/usr/../tmp/"], ["is a folder of the system"]),
     "a run folder that is home": (lambda folder: [RECIPE, "--run-dir", "~"], ["--run-dir ~: is a folder of the system"]),
-    "a run folder that is the working folder's path": (lambda folder: [RECIPE, "--run-dir", str(folder)], ["is the working folder or above it"]),
-    "a run folder above": (lambda folder: [RECIPE, "--run-dir", ".."], ["--run-dir ..: is the working folder or above it"]),
-    "a run folder with a recipe of one's own": (beside_recipe, ["--run-dir mine: holds a recipe.yaml that is of no run"]),
+    "a run folder that is the working folder's path": (lambda folder: [RECIPE, "--run-dir", str(folder)], ["is the working directory or above it"]),
+    "a run folder above": (lambda folder: [RECIPE, "--run-dir", ".."], ["--run-dir ..: is the working directory or above it"]),
+    "a run folder with a recipe of one's own": (beside_recipe, ["--run-dir mine: contains a recipe.yaml that is not a run's"]),
     "a run folder whose name is no text": (lambda folder: [RECIPE, "--run-dir", "r\udcff"], ["/r\\xff: the path is not valid UTF-8", "rename the folder"]),
     "a run folder that is a file": (lambda folder: [RECIPE, "--run-dir", RECIPE], ["--run-dir", "cannot be written", "choose another folder"]),
 }  # fmt: skip

@@ -191,7 +191,7 @@ def peer_watchdog(
         COLLECTIVE_LOG.record_progress("")
 
 
-def _name_failed_peer(known: PeerFailureError, diagnosis: Diagnosis) -> Exception:
+def _name_failed_peer(known: PeerFailureError, diagnosis: Diagnosis) -> BaseException:
     """Print the status of all ranks, and return the error that names the failed one."""
     if diagnosis.stop_signal:
         return StoppedBySignal(diagnosis.stop_signal)

@@ -69,7 +69,7 @@ def test_what_needs_the_weights_says_how_to_name_them(tmp_path: Path) -> None:
     assert not (run / "model").exists(), "adapters lie on weights, a config would not do"
     shutil.move(base, tmp_path / "elsewhere")
     wanted = (
-        "model.path: '.*base' is not there any more, and the adapters lie on its weights; .*--set model.path=FOLDER"
+        "model.path: '.*base' does not exist any more, and the adapters need its weights; .*--set model.path=FOLDER"
     )
     with pytest.raises(UsageError, match=wanted):
         find_saved_model(run, "last")

@@ -148,7 +148,7 @@ class Scene:
         for shard in self.engine.state_files():
             for name, tensor in shard.tensors:
                 digest.update(name.encode() + tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-            digest.update(repr(sorted(shard.numbers.items())).encode())
+            digest.update(repr(sorted(shard.scalars.items())).encode())
         return hashlib.sha256(repr(self.world.gather(digest.hexdigest())).encode()).hexdigest()[:16]
 
     def saving(self, background: bool = False) -> CheckpointSaver:

@@ -72,7 +72,7 @@ class LazyLogits(torch.Tensor):
         kwargs = kwargs or {}
         first, *rest = args or [None]
         if function is torch.Tensor.detach:  # DeepSpeed's hooks, of what a module returns
-            return LazyLogits.create(first.row, first.recorder, first.states, first.steps)
+            return LazyLogits.create(first.template_row, first.recorder, first.hidden_states, first.steps)
         if function in _SHAPE_FUNCTIONS or getattr(function, "__name__", "") == "__get__":
             with torch._C.DisableTorchFunctionSubclass():
                 about = function(*args, **kwargs)

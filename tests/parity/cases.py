@@ -44,7 +44,7 @@ def tiny_task(name: str, changes: dict[str, Any] | None = None) -> Task:
 
 def ds_config(preset: str, settings: dict[str, Any]) -> dict[str, Any]:
     values = {"precision": "fp32", "micro": 1, "accumulate": 1, "world_size": 1, "clip": 0.0, "device_kind": "cpu",
-              "foreign_optimizer": True, "nvme_path": tempfile.gettempdir()} | settings  # fmt: skip
+              "uses_custom_optimizer": True, "nvme_path": tempfile.gettempdir()} | settings  # fmt: skip
     return complete_preset(read_preset(preset), settings=RunSettings(**values))
 
 

@@ -153,7 +153,7 @@ class FlopsTable:
     def __init__(self, engine: Any, step: int) -> None:
         from deepspeed.profiling.flops_profiler import profiler
 
-        objective, self._step = engine.train_module, step
+        objective, self._step = engine.objective, step
         self._profiler = profiler.FlopsProfiler(objective, getattr(engine, "engine", None))
         with _skip_count_errors(profiler):
             self._profiler.start_profile()

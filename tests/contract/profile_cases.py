@@ -46,7 +46,7 @@ def table_of_calls_by_name(path: str) -> tuple[bool, str]:
     torch.manual_seed(0)
     model, x = ByName(), torch.randn(2, 3, 4)
     before, linear = model(x), F.linear
-    table = profiler.FlopsTable(SimpleNamespace(train_module=model), 7)
+    table = profiler.FlopsTable(SimpleNamespace(objective=model), 7)
     assert F.linear is not linear, "counting"
     during = model(x)
     assert F.linear is linear, "one forward pass is counted"

@@ -206,9 +206,7 @@ def _chunk_gradients(
     plan, needed = ctx.plan, ctx.needs_input_grad[1]
     of_rows: list[torch.Tensor] = []
     sums: list[torch.Tensor | None] = [None] * len(ctx.learning)
-    for chunk, wanted, factor in zip(
-        *(one.split(plan.chunk_size) for one in (rows, targets, grad_output)), strict=True
-    ):
+    for chunk, wanted, factor in zip(*(one.split(plan.size) for one in (rows, targets, grad_output)), strict=True):
         chunk = chunk.detach().requires_grad_(needed)
         log_probs = plan.score_chunk(chunk, wanted).log_probs
         inputs = [*ctx.learning, *[chunk][:needed]]

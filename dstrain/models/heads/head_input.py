@@ -16,7 +16,7 @@ class HeadRecorder(torch.nn.Module):
 
     def __init__(self, head: torch.nn.Module) -> None:
         super().__init__()
-        self.__dict__.update(head=head, is_head_used=False)
+        self.__dict__.update(head=head, asked=False)
 
     is_head_used: bool
     """Whether the head was called: something was done with logits that is not repeated on chunks."""
@@ -26,7 +26,7 @@ class HeadRecorder(torch.nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if hidden_states.dim() != 3 or args or kwargs:
-            self.__dict__["is_head_used"] = True
+            self.__dict__["asked"] = True
             return self.head(hidden_states, *args, **kwargs)
         return LazyLogits.create(
             hidden_states.detach().new_zeros(1, 1, self.head.out_features), self, hidden_states, ()
@@ -34,7 +34,7 @@ class HeadRecorder(torch.nn.Module):
 
     def compute_logits(self, hidden_states: torch.Tensor, steps: Sequence[LogitsFunction]) -> torch.Tensor:
         """(B, K, V), made by the head."""
-        self.__dict__["is_head_used"] = True
+        self.__dict__["asked"] = True
         found = self.head(hidden_states)
         for step in steps:
             found = step(found)
@@ -72,7 +72,7 @@ class LazyLogits(torch.Tensor):
         kwargs = kwargs or {}
         first, *rest = args or [None]
         if function is torch.Tensor.detach:  # DeepSpeed's hooks, of what a module returns
-            return LazyLogits.create(first.template_row, first.recorder, first.hidden_states, first.steps)
+            return LazyLogits.create(first.row, first.recorder, first.states, first.steps)
         if function in _SHAPE_FUNCTIONS or getattr(function, "__name__", "") == "__get__":
             with torch._C.DisableTorchFunctionSubclass():
                 about = function(*args, **kwargs)

@@ -29,11 +29,11 @@ def measure(
     engine = made_engine(task, preset, world, precision=precision)
     (batches,) = made_batches(task, 1, 1)
     engine.step(batches, task.recipe.optim.lr)
-    size = estimate_checkpoint_bytes(engine.train_module, "adamw")
+    size = estimate_checkpoint_bytes(engine.objective, "adamw")
     folder = Path(tempfile.mkdtemp(prefix="dstrain-bench-"))
     ways = {
         name: CheckpointSaver(
-            checkpoints=CheckpointManager(folder=folder / name, world=world.new_group(), keep=1),
+            checkpoints=CheckpointManager(folder=folder / name, world=world.apart(), keep=1),
             engine=engine, run_info={}, log_event=lambda *_, **__: None, checkpoint_size=size, background=name == "behind",
         )
         for name in ("waiting", "behind")

@@ -62,7 +62,7 @@ def main(address: str) -> None:
         torch.cuda.set_device(device())
     with patch.object(
         dstrain.distributed.world,
-        "init_process_group",
+        "join",
         lambda _, timeout, *store: join(device(), timeout or timedelta(minutes=4), *store),
     ):
         serve(address)

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "dstrain"
 FLOORS = (
-    ("errors", "old_paths", "units", "resources", "process_setup", "console"),
+    ("errors", "files", "old_paths", "units", "resources", "process_setup", "console"),
     ("distributed", "source_map"),
     ("batch", "cache_dir", "schedule", "config", "preset"),
     ("data", "models", "report", "planner", "launch"),
@@ -65,6 +65,7 @@ HEAVY = ("torch", "deepspeed", "transformers", "tokenizers", "peft", "accelerate
 CONTROL_PLANE = (
     "errors",
     "old_paths",
+    "files",
     "units",
     "resources",
     "process_setup",

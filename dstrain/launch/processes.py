@@ -1,18 +1,19 @@
-"""The processes below this one: which live, which are workers, how they ended; and an end to all of them."""
+"""Process lookup by descent or marker, exit status from /proc, and killing."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 
 def descendants(excluded_pids: set[int]) -> list[psutil.Process]:
-    """All living processes below this one, but for the children it had before the launch."""
+    """Return all running descendants, except the children in `excluded_pids`, which are older than the launch."""
     found = []
     for child in psutil.Process().children():
         if child.pid not in excluded_pids:
@@ -22,7 +23,7 @@ def descendants(excluded_pids: set[int]) -> list[psutil.Process]:
 
 
 def find_workers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Those that a launcher gave a rank; not what they started themselves, which inherits it."""
+    """Return the processes that a launcher gave a rank, without their children, which inherit it."""
     ranked = {process.pid: process for process in processes if _has_rank(process)}
     found = []
     for process in ranked.values():
@@ -40,14 +41,25 @@ def _has_rank(process: psutil.Process) -> bool:
     return ("RANK" in names and "LOCAL_RANK" in names) or "OMPI_COMM_WORLD_RANK" in names
 
 
+def get_host_id() -> str:
+    """Return a string that is equal where process ids mean the same: same host name, boot and pid namespace."""
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        try:
+            parts.append(os.readlink(path) if path.endswith("pid") else Path(path).read_text().strip())
+        except OSError:
+            parts.append("")
+    return " ".join(parts)
+
+
 def process_state(pid: int) -> str:
-    """The kernel's letter (Z: it ended and nobody has asked how yet), or `gone`."""
+    """Return the kernel's state letter (Z: ended, not yet waited for), or `gone`."""
     fields = _read_stat(pid)
     return fields[0] if fields else "gone"
 
 
 def exit_status(pid: int) -> int | None:
-    """How a zombie ended, as subprocess tells it: its code, or minus the signal. None where the kernel will not say."""
+    """Return a zombie's exit code, or minus its signal, as subprocess does. None if it is not a zombie."""
     fields = _read_stat(pid)
     if not fields or fields[0] != "Z":
         return None
@@ -56,13 +68,13 @@ def exit_status(pid: int) -> int | None:
 
 
 def start_time(pid: int) -> str:
-    """When the process started, in clock ticks after boot (field 22 in proc(5)); empty where the kernel will not say."""
+    """Return the start time in clock ticks after boot (field 22 in proc(5)); '' if it cannot be read."""
     fields = _read_stat(pid)
     return fields[19] if fields else ""
 
 
 def is_process_alive(pid: int, started_at: str) -> bool | None:
-    """Whether the process with this `start_time` lives on this host; None where that cannot be seen (hidepid in proc(5))."""
+    """Return True if the process with this start time runs on this host; None if unknown (hidepid in proc(5))."""
     if process_state(pid) == "Z":
         return False
     try:
@@ -70,33 +82,41 @@ def is_process_alive(pid: int, started_at: str) -> bool | None:
     except (ProcessLookupError, OverflowError, ValueError):
         return False
     except PermissionError:
-        pass
+        pass  # another user's process has the pid: its start time, below, tells if it is the one
     now = start_time(pid)
     return now == started_at if now and started_at else None
 
 
 def _read_stat(pid: int) -> list[str]:
-    """/proc/PID/stat from the state on: the name before it may hold blanks and brackets."""
+    """Return the fields of /proc/PID/stat from the state on: the name before it may contain blanks and brackets."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
 
 
-def find_marked(marker: str, variable: str) -> list[psutil.Process]:
-    """All living processes of this host that have `mark` in their command line or in the variable `name`, but for this one."""
+def find_processes(matches: Callable[[Sequence[str], Callable[[], Mapping[str, str]]], bool]) -> list[psutil.Process]:
+    """Return this host's running processes, except this one, for which `matches(command line, get_environ)` is true."""
     found = []
     for process in psutil.process_iter():
+        # Suppressed: it has ended, or belongs to another user, whose environment cannot be read.
         with contextlib.suppress(psutil.Error, OSError):
-            words = process.cmdline()
-            ours = any(marker in word for word in words) or process.environ().get(variable) == marker
-            if ours and process.pid != os.getpid() and process_state(process.pid) not in ("gone", "Z"):
+            ours = process.pid != os.getpid() and matches(process.cmdline(), process.environ)
+            if ours and process_state(process.pid) not in ("gone", "Z"):
                 found.append(process)
     return found
 
 
+def has_marker(words: Sequence[str], env: Callable[[], Mapping[str, str]], marker: str, variable: str) -> bool:
+    """Return True if `marker` is part of the command line or the value of the variable."""
+    return any(marker in word for word in words) or env().get(variable) == marker
+
+
 def kill_descendants(excluded_pids: set[int], launcher_pid: int) -> list[int]:
-    """SIGKILL whatever is left below this process and reap the orphans; the launcher is left to be waited for."""
+    """SIGKILL all descendants and reap the orphans, but not the launcher: its exit code is read later.
+
+    Returns the pids that did not end.
+    """
 
     def reap() -> None:
         for child in psutil.Process().children():
@@ -108,7 +128,7 @@ def kill_descendants(excluded_pids: set[int], launcher_pid: int) -> list[int]:
 
 
 def kill_processes(find: Callable[[], list[psutil.Process]], reap: Callable[[], None] = lambda: None) -> list[int]:
-    """SIGKILL what `find` gives until it gives nothing, for at most 10 s. Returns what would not end."""
+    """SIGKILL what `find` returns until it returns nothing, for at most 10 s. Returns the pids that did not end."""
     deadline = time.monotonic() + 10
     while True:
         left = find()

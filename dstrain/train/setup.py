@@ -10,8 +10,7 @@ from typing import Any, TextIO
 
 from dstrain.data.loading.loader import Loader
 from dstrain.distributed.world import TorchWorld, World, destroy_process_groups, init_process_group
-from dstrain.errors import CheckpointError, RunError, UsageError
-from dstrain.launch.exit_code import EXIT_STOPPED
+from dstrain.errors import EXIT_STOPPED, CheckpointError, RunError, UsageError
 from dstrain.launch.lease import check_lease
 from dstrain.models.params.groups import build_param_groups
 from dstrain.models.params.summary import summarize_components
@@ -21,7 +20,7 @@ from dstrain.report.run_log import RunLog
 from dstrain.schedule import Every, LRSchedule, scale_lr
 from dstrain.tasks.common.registry import copy_task_file
 from dstrain.train.build_model import batch_norm_warnings, build_train_module, count_parameters
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.disk_space import (
     DiskForecast,
     check_disk_space,
@@ -123,7 +122,7 @@ def build_run(
     """Build model, engine and everything around them. Collective."""
     config, run_dir, save = plan.config, plan.run_dir, plan.config.save
     apart = world.new_group() if save.background else world
-    checkpoints = CheckpointManager(
+    checkpoints = CheckpointStore(
         folder=run_dir / "checkpoints", world=apart, keep=save.keep, keep_every=save.keep_every, best_mode=config.eval.best,
         check_usable=check_state_complete, check_owner=partial(check_lease, run_dir, plan.launch_id),
     )  # fmt: skip
@@ -181,7 +180,7 @@ def _write_run_files(plan: RunPlan, world: World, start: CheckpointInfo | None) 
 def _build_saver(
     plan: RunPlan,
     engine: DeepSpeedEngine,
-    checkpoints: CheckpointManager,
+    checkpoints: CheckpointStore,
     run_log: RunLog,
     fingerprints: Mapping[str, Any],
 ) -> CheckpointSaver:
@@ -231,7 +230,7 @@ def _checkpoint_metadata(plan: RunPlan) -> dict[str, Any]:
 
 
 def find_start_checkpoint(
-    plan: RunPlan, checkpoints: CheckpointManager, run_log: RunLog, world: World
+    plan: RunPlan, checkpoints: CheckpointStore, run_log: RunLog, world: World
 ) -> CheckpointInfo | None:
     """The checkpoint to go on from; metrics.jsonl is cut back to its step. Collective."""
     removed = checkpoints.remove_incomplete()
@@ -269,7 +268,9 @@ def _build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngi
     total, trained = count_parameters(objective.model)
     parts = summarize_components(objective.model, plan.config.optim, _scaled_lr(plan, 1.0))
     about = {"parts": [asdict(part) for part in parts]} if parts else {}
-    run_log.log_event("model", parameters=total, trainable=trained, reference=plan.task.loss_inputs.reference.kind, **about)
+    run_log.log_event(
+        "model", parameters=total, trainable=trained, reference=plan.task.loss_inputs.reference.kind, **about
+    )
     report_warnings(batch_norm_warnings(objective.model), run_log, world)
     if world.rank == 0:
         print(f"model: {format_count(total)} parameters, {format_count(trained)} of them trained", flush=True)

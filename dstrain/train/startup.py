@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from dstrain.config import dump_recipe
 from dstrain.data.encoding.truncation import describe_cuts
 from dstrain.distributed.world import World
+from dstrain.errors import EXIT_STOPPED
 from dstrain.report.run_log import RunLog, read_rows
 from dstrain.report.sinks import ConsoleSink, RunLogSink, Sink, TensorBoardSink, format_row
 from dstrain.report.wandb import WandbSink
@@ -68,7 +69,10 @@ def report_start(plan: RunPlan, run_log: RunLog, world: World, start: Checkpoint
             f"preset {plan.preset.name}" + (f", going on from step {start.step}" if start else ""),
             flush=True,
         )
-        told = [*describe_truncation(reports), *filter(None, [REFERENCE_MESSAGES.get(plan.task.loss_inputs.reference.kind)])]
+        told = [
+            *describe_truncation(reports),
+            *filter(None, [REFERENCE_MESSAGES.get(plan.task.loss_inputs.reference.kind)]),
+        ]
         print("".join(f"{line}\n" for line in told), end="", flush=True)
     for line in plan.task.checks.info_messages():
         run_log.log_event("notice", what=line)
@@ -143,7 +147,7 @@ def finish_run(run: Run, step: int, resume_option: str = "auto") -> int:
             if resume_option == "auto"
             else f"without `--resume {resume_option}` the same command goes on"
         )
-        line, code = f"stopped at step {step} of {run.total_steps}; {how} from there", 75
+        line, code = f"stopped at step {step} of {run.total_steps}; {how} from there", EXIT_STOPPED
     elif run.start_checkpoint is not None and run.start_checkpoint.step >= run.total_steps:
         run.run_log.log_event("already_finished", step=step)
         line, code = f"this run is finished already: all {run.total_steps} steps are done", 0

@@ -46,7 +46,9 @@ def test_it_is_written_and_read_again(changes: dict[str, Any] | None, merge: boo
     after = load_saved_model(found, WHOLE, SingleProcessWorld()).eval()
     batch = found.task.collate(found.task.examples("eval") or [])
     with torch.no_grad():
-        assert torch.allclose(before.task.export.outputs(before.model, batch), found.task.export.outputs(after, batch), rtol=1e-6)
+        assert torch.allclose(
+            before.task.export.outputs(before.model, batch), found.task.export.outputs(after, batch), rtol=1e-6
+        )
     assert "table" in dict(after.named_buffers())
 
 
@@ -57,7 +59,7 @@ def test_its_code_runs_where_the_user_names_it_alone(tmp_path: Path) -> None:
 
 
 def test_adapters_of_a_module_are_merged(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"a module of your own.*add --merge-lora"):
+    with pytest.raises(UsageError, match=r"a custom module.*add --merge-lora"):
         exported(tmp_path, LORA)
 
 

@@ -7,7 +7,6 @@ steps is seen.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import resource
 import signal
@@ -35,7 +34,7 @@ from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
 from dstrain.train.build_model import build_train_module
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.saver import CheckpointSaver
 from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
@@ -45,6 +44,7 @@ from dstrain.train.setup import find_start_checkpoint
 from dstrain.train.state.load import open_checkpoint
 from dstrain.train.state.manifest import find_checkpoints
 from tests.faults.points import Points
+from tests.vocabulary import read_jsonl
 
 WIDTH = 48
 SAMPLES = 4
@@ -116,7 +116,7 @@ class Scene:
         self.folder, self._task = folder, Squares(recipe=_recipe())
         self.engine = self._engine(engine)
         self.journal = RunLog(folder, rank)
-        self.checkpoints = CheckpointManager(folder=folder / "checkpoints", world=self.world, keep=KEEP)
+        self.checkpoints = CheckpointStore(folder=folder / "checkpoints", world=self.world, keep=KEEP)
 
     def _engine(self, kind: str) -> Any:
         recipe, size = self._task.recipe, self.world.size
@@ -148,12 +148,12 @@ class Scene:
         for shard in self.engine.state_files():
             for name, tensor in shard.tensors:
                 digest.update(name.encode() + tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-            digest.update(repr(sorted(shard.numbers.items())).encode())
+            digest.update(repr(sorted(shard.scalars.items())).encode())
         return hashlib.sha256(repr(self.world.gather(digest.hexdigest())).encode()).hexdigest()[:16]
 
     def saving(self, background: bool = False) -> CheckpointSaver:
         size = 12 * 3 * WIDTH * WIDTH
-        checkpoints = CheckpointManager(
+        checkpoints = CheckpointStore(
             folder=self.checkpoints.folder, world=self.world.new_group() if background else self.world, keep=KEEP
         )
         record = {"zero_stage": 0, "preset": "tests"}
@@ -282,4 +282,4 @@ def start_anew(store: str, rank: int, size: int, folder: str, engine: str = "tor
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return read_jsonl(folder / "events.jsonl")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ import pytest
 
 from dstrain.launch.command import free_port
 from dstrain.launch.worker import log_path, read_rank_records
+from tests.vocabulary import read_jsonl
 from tests.workers import ROOT
 
 HOST = socket.gethostname()
@@ -86,7 +86,7 @@ def test_a_rank_that_hangs_is_named_with_the_collective_and_shows_where(tmp_path
     assert "hang_here" in stacks
     assert "step 3: nothing moved for 3 s" in stacks
     assert "last collectives: all_reduce no. 3 of group 0, all_reduce no. " in stacks
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    events = read_jsonl(tmp_path / "events.jsonl")
     assert [(event["event"], event["step"], event["ranks"]) for event in events] == [("stalled", 3, [1])]
     assert f"stalled: step 3: rank 1 on {HOST} did not enter all_reduce" in log_path(tmp_path, 0).read_text()
 

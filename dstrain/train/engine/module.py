@@ -60,7 +60,9 @@ class TrainModule(torch.nn.Module):
             step_stats = self.task.loss_inputs.step_stats
             assert step_stats is not None, "only asked of a task that needs them"
             return answers, _with_weights(step_stats(self.model, batch.with_tensors(answers)), batch)
-        answers = {} if self.task.loss_inputs.step_stats else self._reference_outputs(batch)  # the survey has asked already
+        answers = (
+            {} if self.task.loss_inputs.step_stats else self._reference_outputs(batch)
+        )  # the survey has asked already
         loss = self.task.loss(self.model, batch.with_tensors(answers))
         return loss.total.float() * _batch_factor(batch), _with_weights(loss.metrics, batch)
 
@@ -138,7 +140,7 @@ def compute_step_stats(
     """
     told, sums = [], StepAccumulator()
     for batch in batches:
-        answers, totals = module(batch.to(world.device), survey=True)
+        answers, totals = module(batch.to(world.device), stats_only=True)
         told.append(answers)
         sums.add_metrics(totals)
     of_all = world.sum(to_floats([value for name in sorted(sums.metrics) for value in sums.metrics[name]]))

@@ -51,9 +51,7 @@ def digest_input_files(task: Task) -> dict[str, dict[str, Any]]:
     return found
 
 
-def digest_inputs(
-    task: Task, train_dataset: Dataset, eval_dataset: Dataset | None
-) -> dict[str, dict[str, Any]]:
+def digest_inputs(task: Task, train_dataset: Dataset, eval_dataset: Dataset | None) -> dict[str, dict[str, Any]]:
     """All of it, for a checkpoint's run.json. `train` and `test`: the task's examples."""
     found = digest_input_files(task)
     for key, examples in (("data.train", train_dataset), ("data.eval", eval_dataset)):

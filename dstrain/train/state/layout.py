@@ -144,7 +144,7 @@ class ReplicatedLayout:
         for name, parameter in self._model.named_parameters():
             tensor = self._master_weights.get(id(parameter), parameter)
             group = self._param_groups.get(id(tensor))
-            learnt = {} if group is None else {"optimizer": self._optimizer, "group": group}
+            learnt = {} if group is None else {"optimizer": self._optimizer, "param_group": group}
             yield StateSlice(tensor, [ParamRange(name, 0, tensor.numel(), 0)], is_replicated=True, **learnt)
         yield from _iter_buffer_slices(self._model)
 

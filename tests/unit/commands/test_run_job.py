@@ -18,13 +18,13 @@ from tests.workers import ROOT
 WORKER = """
 import json, sys, time
 from pathlib import Path
-from dstrain.launch.worker import live
+from dstrain.launch.worker import run_worker
 place = Path(sys.argv[1])
 def work():
     {}
     (place / "result.json").write_text(json.dumps({{"loss": 0.5}}))
     return 0
-sys.exit(live(place, 0, work))
+sys.exit(run_worker(place, 0, work))
 """
 
 
@@ -48,7 +48,7 @@ def test_bad_usage_leaves_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[s
 @pytest.mark.parametrize("work", ["raise RuntimeError('out of luck')", "import os; os.kill(os.getpid(), 9)"])
 def test_the_logs_of_a_failure_are_kept_and_named(work: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert _launch_workers(launch(work, tmp_path / "place"), tmp_path / "place") == JobResult(1)
-    assert f"is kept in {tmp_path / 'place' / 'logs'}" in capfd.readouterr().err
+    assert f"are kept in {tmp_path / 'place' / 'logs'}" in capfd.readouterr().err
     assert (tmp_path / "place/logs/rank-00000.log").is_file()
 
 
@@ -57,10 +57,10 @@ def test_a_signal_ends_it_at_once(tmp_path: Path) -> None:
     main = f"""
         import sys
         from pathlib import Path
-        from dstrain.commands.run_job import _launched
+        from dstrain.commands.run_job import _launch_workers
         from tests.unit.commands.test_run_job import launch
         place = Path({str(tmp_path / "place")!r})
-        sys.exit(_launched(launch({work!r}, place), place).code)
+        sys.exit(_launch_workers(launch({work!r}, place), place).exit_code)
     """
     started = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(main)], cwd=ROOT, stderr=subprocess.PIPE, text=True

@@ -163,3 +163,10 @@ def test_an_option_under_both_names_and_an_own_tasks_option_stay_as_written() ->
     both = read_recipe(None, ["options.flip=0.5", "options.horizontal_flip=0.1"], "vlm").config
     assert both.options == {"flip": 0.5, "horizontal_flip": 0.1}, "the task refuses the old name"
     assert read_recipe(None, ["options.flip=0.5"], "mine.py").config.options == {"flip": 0.5}
+
+
+def test_the_old_name_of_the_heartbeat_timeout_is_read(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("task: rm\nlaunch: {silence_seconds: 7}\n")
+    assert read_recipe(tmp_path / "recipe.yaml").config.launch.heartbeat_timeout_seconds == 7.0
+    with pytest.raises(RecipeError, match="silence_seconds"):
+        read_recipe(tmp_path / "recipe.yaml", ["launch.heartbeat_timeout_seconds=8"])

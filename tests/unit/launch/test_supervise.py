@@ -45,12 +45,12 @@ sys.exit(max(worker.returncode for worker in workers) % 256)
 WORKER = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from dstrain.launch.worker import follow_parent, record_end, record_start, redirect_output
+from dstrain.launch.worker import exit_with_parent, record_end, record_start, redirect_output
 rank, run = int(os.environ["RANK"]), Path("run")
 asked = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, lambda n, f: asked.append(n))
-follow_parent()
+exit_with_parent()
 record_start(run, rank)
 def end(code, error=None):
     record_end(run, rank, code, error)
@@ -72,9 +72,9 @@ class Run:
         (folder / "launcher.py").write_text(textwrap.dedent(launcher))
         (folder / "main.py").write_text(
             "import os, sys\nfrom pathlib import Path\n"
-            "from dstrain.launch.job import LocalCrew, Program\nfrom dstrain.launch.supervise import supervise\n"
-            "crew = LocalCrew(Program([sys.executable, 'launcher.py'], os.environ), Path('run'), range(2))\n"
-            "sys.exit(supervise(crew))\n"
+            "from dstrain.launch.worker_group import LauncherSpec, LocalWorkerGroup\nfrom dstrain.launch.supervise import supervise\n"
+            "group = LocalWorkerGroup(LauncherSpec([sys.executable, 'launcher.py'], os.environ), Path('run'), range(2))\n"
+            "sys.exit(supervise(group))\n"
         )
         env = {**os.environ, "PYTHONPATH": str(ROOT), "MARK": str(folder)}
         self.process = subprocess.Popen(
@@ -147,7 +147,7 @@ def test_one_rank_with_a_usage_error_is_2(run):
 def test_a_failed_rank_is_1_and_named_after_the_end_of_its_log(run):
     code, said = run("""
         if rank == 1:
-            redirect_output(run / "logs" / "rank-00001.log", terminal=False)
+            redirect_output(run / "logs" / "rank-00001.log", copy_to_terminal=False)
             for line in range(30):
                 print("line", line)
             end(1, "the loss is nan at step 7")
@@ -178,7 +178,7 @@ def test_a_launcher_that_hides_a_dead_worker_behind_0_is_found_out(run):
 
 def test_no_word_from_any_worker_is_1(run):
     code, said = run("", "raise SystemExit(0)").end()
-    assert (code, "no worker lived to say so; the launcher ended with code 0" in said) == (1, True)
+    assert (code, "no rank reported a result; the launcher ended with code 0; see logs/rank-*.log" in said) == (1, True)
 
 
 def test_a_launcher_that_refuses_its_options_is_2(run):
@@ -187,10 +187,10 @@ def test_a_launcher_that_refuses_its_options_is_2(run):
 
 def test_a_rank_that_stopped_as_asked_may_leave_quietly(run):
     started = run("""
-        from dstrain.launch.worker import code_for_launcher
+        from dstrain.launch.worker import exit_code_for_launcher
         work()
         record_end(run, rank, 75)
-        os._exit(code_for_launcher(75))
+        os._exit(exit_code_for_launcher(75))
     """)
     started.pids()
     started.process.terminate()
@@ -282,7 +282,7 @@ def test_a_worker_that_a_signal_ended_before_it_began_is_no_riddle(run):
     started.process.terminate()
     code, said = started.end()
     assert (code, "before a worker had begun, so there was nothing to save" in said) == (1, True), said
-    assert "no worker lived" not in said
+    assert "no rank reported" not in said
 
 
 def test_a_signal_before_any_worker_ends_at_once(run):
@@ -340,7 +340,7 @@ def test_who_was_ended_by_us_is_not_to_blame(tmp_path, monkeypatch, capfd):
     (tmp_path / "launcher.log").write_text("no module named dstrain\n")
     assert supervision.supervise(Gone(tmp_path)) == 1
     said = capfd.readouterr().err
-    assert "rank 0 on host1 ended before it could say why" in said
+    assert "rank 0 on host1 ended without a report" in said
     assert "| no module named dstrain" in said, "the launcher's words where the rank has none"
 
 
@@ -397,7 +397,7 @@ def records(*codes: int | None) -> dict[int, RankRecord]:
             records(0),
             {0: 0},
             0,
-            LaunchOutcome(1, "rank 1 never said that it started; the launcher ended with code 0", 1),
+            LaunchOutcome(1, "rank 1 did not start; the launcher ended with code 0", 1),
         ),
         (
             records(0, 75),
@@ -413,7 +413,7 @@ def records(*codes: int | None) -> dict[int, RankRecord]:
             records(None, None),
             {1: None},
             255,
-            LaunchOutcome(1, "rank 1 ended before it could say why (killed, or its launcher was)", 1),
+            LaunchOutcome(1, "rank 1 ended without a report (killed, or its launcher was)", 1),
         ),
         (records(75, None), {0: 75, 1: 3}, 3, LaunchOutcome(1, "rank 1 ended with code 3", 1)),
     ],

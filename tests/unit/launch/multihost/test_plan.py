@@ -102,7 +102,7 @@ def test_no_secret_stands_on_a_command_line(plan):
 
 def test_ranks_follow_the_hosts(plan):
     launch = plan()
-    assert (launch.processes, launch.ranks_of(0), launch.ranks_of(1)) == (6, range(2), range(2, 6))
+    assert (launch.world_size, launch.ranks_of(0), launch.ranks_of(1)) == (6, range(2), range(2, 6))
 
 
 def test_without_ssh_a_host_runs_its_share(plan):
@@ -119,7 +119,7 @@ def test_without_ssh_a_host_runs_its_share(plan):
     [
         ({"no_ssh": True}, "add --node-rank K, from 0 on host1 to 1 on host2"),
         ({"no_ssh": True, "node_rank": 2}, "add --node-rank K"),
-        ({"node_rank": 1}, "only with --no-ssh"),
+        ({"node_rank": 1}, "works only with --no-ssh"),
         ({"no_ssh": True, "node_rank": 1, "launcher": "openmpi"}, "use deepspeed or torchrun"),
     ],
 )
@@ -134,7 +134,7 @@ def test_a_missing_program_is_named_with_its_package(plan, monkeypatch):
         UsageError, match=r"pdsh is not installed here; install it \(apt install pdsh\), or add --launcher ssh"
     ):
         plan()
-    assert plan(launcher="ssh").processes == 6
+    assert plan(launcher="ssh").world_size == 6
 
 
 @pytest.mark.parametrize("strange", ["%h", "$x", "a'b", 'a"b', "a;b", "a b"])
@@ -169,7 +169,7 @@ def test_more_processes_than_cores_are_warned_of(monkeypatch):
         == ""
     )
     assert several.cpu_overload_warning(made[99]).startswith(
-        "99 processes are started on this machine, which has 2 CPU cores for them"
+        "99 processes are started on this machine, which has 2 CPU cores: they share"
     )
     assert several.cpu_overload_warning(LocalLaunch([], {"DS_ACCELERATOR": "cpu"}, 99, local_ranks=range(2))) == "", (
         "one host of many"

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "dstrain"
 FLOORS = (
-    ("errors", "files", "units", "resources", "process_setup"),
+    ("errors", "files", "patching", "units", "resources", "process_setup"),
     ("distributed",),
     ("batch", "cache_dir", "schedule", "config", "preset"),
     ("data", "models", "report", "planner", "launch"),
@@ -39,8 +39,10 @@ DOORS = {
     ),
     "torch.distributed": (
         "distributed/world.py",
+        "distributed/store.py",
         "distributed/collective_log.py",
-    ),  # the second counts what goes through the first
+        "distributed/patches.py",
+    ),
     "click": ("cli.py", "cli_options.py"),
     "tensorboard": ("report/sinks.py",),
     "torch.utils.tensorboard": ("report/sinks.py",),
@@ -51,6 +53,7 @@ HEAVY = ("torch", "deepspeed", "transformers", "tokenizers", "peft", "accelerate
 CONTROL_PLANE = (
     "errors",
     "files",
+    "patching",
     "units",
     "resources",
     "process_setup",

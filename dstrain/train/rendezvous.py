@@ -25,8 +25,8 @@ from typing import Any, Self
 
 from dstrain.cache_dir import cache_root
 from dstrain.data.cache.token_store import check_images_once
-from dstrain.distributed.collective_log import find_connection_error
-from dstrain.distributed.world import rendezvous_over_store
+from dstrain.distributed.connection_errors import find_connection_error
+from dstrain.distributed.store import rendezvous_over_store
 from dstrain.errors import EXIT_FAILED, EXIT_USAGE, DstrainError, PeerFailureError, UsageError, first_names, one_line
 from dstrain.files import host_id
 from dstrain.launch.command import PORT_FILE_ENV, describe_port_owner

@@ -8,7 +8,6 @@ from typing import Any
 
 from dstrain.batch import Progress
 from dstrain.data.loading.loader import Loader
-from dstrain.distributed.collective_log import COLLECTIVE_LOG
 from dstrain.report.memory import memory_metrics
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
@@ -125,7 +124,8 @@ class Run:
     def set_phase(self, phase: str, progress: Progress) -> None:
         """Say what comes now, for the case that it does not end: `step`, `evaluation` or `save`; empty: nothing."""
         step = progress.step + (phase == "step")
-        COLLECTIVE_LOG.record_progress({"step": f"step {step}", "": ""}.get(phase, f"{phase} after step {step}"), step)
+        named = {"step": f"step {step}", "": ""}.get(phase, f"{phase} after step {step}")
+        self.engine.world.log.record_progress(named, step)
 
     def _write_row(self, progress: Progress, row: Mapping[str, Any]) -> None:
         where = {

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TextIO
 
 from dstrain.data.loading.loader import Loader
-from dstrain.distributed.world import TorchWorld, World, destroy_process_groups, init_process_group
+from dstrain.distributed.world import World, joined_world
 from dstrain.errors import EXIT_STOPPED, CheckpointError, RunError, UsageError
 from dstrain.launch.lease import check_lease
 from dstrain.models.params.groups import build_param_groups
@@ -67,13 +67,8 @@ def run_training(plan: RunPlan, terminal: TextIO | None, signal_handler: SignalH
     Raises LostError where another process ends or falls silent, Interrupted for a signal before the first step.
     """
     timeout = timedelta(minutes=plan.config.timeout_minutes)
-    init_process_group(plan.device, timeout, store)
-    try:
-        world = TorchWorld(plan.device, timeout)
-        with peer_watchdog(plan.run_dir, world, timeout):
-            return _run_and_close(plan, world, terminal, signal_handler)
-    finally:
-        destroy_process_groups()
+    with joined_world(plan.device, timeout, store) as world, peer_watchdog(plan.run_dir, world, timeout):
+        return _run_and_close(plan, world, terminal, signal_handler)
 
 
 def _run_and_close(plan: RunPlan, world: World, terminal: TextIO | None, signal_handler: SignalHandler) -> int:

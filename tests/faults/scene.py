@@ -25,7 +25,7 @@ from torch import nn
 
 from dstrain.batch import Batch, Progress
 from dstrain.config import BatchPlan, RunConfig
-from dstrain.distributed.collective_log import find_connection_error
+from dstrain.distributed.connection_errors import find_connection_error, unknown_peer_message
 from dstrain.distributed.world import TorchWorld
 from dstrain.errors import DstrainError
 from dstrain.models.params.groups import build_param_groups
@@ -39,7 +39,6 @@ from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.saver import CheckpointSaver
 from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
-from dstrain.train.health.rank_status import unknown_peer_message
 from dstrain.train.run_dir import ResumeOptions
 from dstrain.train.setup import find_start_checkpoint
 from dstrain.train.state.load import open_checkpoint

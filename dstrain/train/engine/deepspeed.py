@@ -14,7 +14,6 @@ import torch
 
 from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import OptimConfig
-from dstrain.distributed.collective_log import COLLECTIVE_LOG
 from dstrain.distributed.world import SingleProcessWorld, World
 from dstrain.errors import RunError, first_names
 from dstrain.models.load import offload_activation_checkpoints
@@ -179,7 +178,7 @@ class DeepSpeedEngine:
         sums = StepAccumulator()
         norm = None
         for index, batch in enumerate(batches):
-            COLLECTIVE_LOG.record_progress()
+            self.world.log.record_progress()
             total, metrics = self.engine(batch.to(self.world.device))
             # The product is a new tensor: the one the engine returned would be divided by the accumulation.
             self.engine.backward(_scale_loss_or_nan(total, scale), scale_wrt_gas=False)

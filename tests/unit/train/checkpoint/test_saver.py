@@ -112,7 +112,7 @@ def test_where_a_copy_cannot_be_made_training_waits_and_it_is_said_once(
     told: list[Any] = []
     if why == "memory":
         monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=100))
-    kept = saving(tmp_path, Weights(), told, on_disk=why == "disk")
+    kept = saving(tmp_path, Weights(), told, is_state_on_nvme=why == "disk")
     for step in (1, 2):
         kept.save(Progress(step, step), None)
     assert [event for event, _ in told] == ["save_waits", "saved", "saved"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dstrain.batch import Progress
-from dstrain.train.engine.deepspeed import seed_step
+from dstrain.train.engine.base import seed_step
 from dstrain.train.run import Run
 
 

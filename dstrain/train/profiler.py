@@ -12,7 +12,7 @@ import torch
 
 from dstrain.config.schema import ProfileConfig
 from dstrain.models.params.zero3 import full_numel
-from dstrain.train.engine.deepspeed import Engine
+from dstrain.train.engine.base import Engine
 
 log = logging.getLogger(__name__)
 

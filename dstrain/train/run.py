@@ -15,7 +15,7 @@ from dstrain.report.sinks import Sink
 from dstrain.schedule import Every, LRSchedule
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.saver import CheckpointSaver
-from dstrain.train.engine.deepspeed import Engine
+from dstrain.train.engine.base import Engine
 from dstrain.train.evaluate import Evaluation
 from dstrain.train.health.nonfinite import NonFiniteGuard
 from dstrain.train.health.signals import STOP_SIGNALS, SignalHandler

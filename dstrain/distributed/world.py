@@ -20,11 +20,19 @@ if TYPE_CHECKING:
     import torch
 
 
-class World(Protocol):
-    """The processes of a run. Host-side, so agreeing on a number never waits for the GPU."""
+class Ranks(Protocol):
+    """Processes that exchange small values, before a process group exists or over one."""
 
     rank: int
     size: int
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's small plain value, by rank, on every rank. Collective."""
+
+
+class World(Ranks, Protocol):
+    """The processes of a run. Host-side, so agreeing on a number never waits for the GPU."""
+
     device: torch.device
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -35,9 +43,6 @@ class World(Protocol):
 
     def barrier(self) -> None:
         """Wait until every rank is here. Collective."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's small plain value, by rank, on every rank. Collective."""
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's plain value, on every rank; what the others give is not looked at. Collective."""

@@ -74,6 +74,7 @@ class RunLog:
     """The two files of a run folder. Only rank 0 writes; on the others every call does nothing."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.folder = folder
         self._is_writer = rank == 0
         if self._is_writer:
             folder.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ import torch
 
 from dstrain.config import BatchPlan, Recipe, RunConfig, resolve_batch, resolve_steps
 from dstrain.data.loading.sampler import StepSampler, get_length_function
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError
 from dstrain.launch.command import free_port
 from dstrain.launch.kernel_locks import get_extensions_dir, remove_stale_locks
@@ -26,17 +27,14 @@ from dstrain.report.sinks import check_trackers
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.text import TextTask
 from dstrain.train.build_model import resolve_model_dtype
+from dstrain.train.checkpoint.checkpoints import CheckpointManager
 from dstrain.train.ds_config import check_offload_folders, resolve_ds_config
 from dstrain.train.rendezvous import Rendezvous
+from dstrain.train.resume.decision import StartDecision, decide_start
 from dstrain.train.resume.fingerprints import check_fingerprints, fingerprint_weights
 from dstrain.train.resume.inputs import check_inputs_unchanged, digest_input_files, digest_inputs
-from dstrain.train.run_dir import (
-    ResumeOptions,
-    check_run_dir_writable,
-    find_compatible_checkpoint,
-    with_saved_batch_total,
-    with_saved_tokenizer,
-)
+from dstrain.train.resume.recorded import ResumeOptions, check_recipe_unchanged, with_saved_batch_total
+from dstrain.train.run_dir import check_run_dir_writable, with_saved_tokenizer
 
 ALLOCATOR_ENV_VARS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Settings of torch's memory on a GPU, read when the first tensor is put there; the second name is known from torch 2.9 on."""
@@ -58,6 +56,8 @@ class RunPlan:
     device: torch.device
     run_dir: Path
     resume: ResumeOptions
+    start: StartDecision
+    """The checkpoint to continue from; all ranks have agreed on it."""
     initial_world_size: int
     """Processes that the run began with: the learning rate goes by them where it goes by processes."""
     local_world_size: int
@@ -112,15 +112,18 @@ def make_plan(
     check_run_dir_writable(run_dir)
     device = set_up_process(worker, config)
     preset = read_preset(config.ds_config)
-    before = find_compatible_checkpoint(run_dir, resume, config)
-    asked = with_saved_batch_total(config.batch, before, resume.allowed_keys)
-    kept = asked is not config.batch
-    batch = resolve_batch(asked, worker.world_size, preset.micro, None if kept else preset.accumulate)
-    ds_config = resolve_ds_config(config, preset, batch, (worker.world_size, get_preset_device(device)), run_dir)
-    check_offload_folders(ds_config, run_dir)
-    task = make_task(with_saved_tokenizer(before, resolve_model_dtype(config, ds_config), resume.allowed_keys))
     with rendezvous or contextlib.nullcontext():
-        if worker.rank == 0 and before is not None:  # before the records are looked at: the cause is told first
+        checkpoints = CheckpointManager(folder=run_dir / "checkpoints", world=rendezvous or SingleProcessWorld())
+        start = decide_start(checkpoints, resume)
+        before = start.checkpoint
+        check_recipe_unchanged(before, config, resume.allowed_keys)
+        asked = with_saved_batch_total(config.batch, before, resume.allowed_keys)
+        kept = asked is not config.batch
+        batch = resolve_batch(asked, worker.world_size, preset.micro, None if kept else preset.accumulate)
+        ds_config = resolve_ds_config(config, preset, batch, (worker.world_size, get_preset_device(device)), run_dir)
+        check_offload_folders(ds_config, run_dir)
+        task = make_task(with_saved_tokenizer(before, resolve_model_dtype(config, ds_config), resume.allowed_keys))
+        if worker.rank == 0 and before is not None:  # before the records are read: a changed file is the cause
             check_inputs_unchanged(before, digest_input_files(task), resume.allowed_keys)
         train, test, weights = _prepare_datasets(task, ds_config, worker, rendezvous)
         if worker.rank == 0 and before is not None:
@@ -129,7 +132,7 @@ def make_plan(
     steps, total = resolve_steps(config, data.samples_per_epoch, batch.total)
     return RunPlan(
         config=config, preset=preset, ds_config=ds_config, batch=batch, task=task, train_dataset=train, eval_dataset=test,
-        sample_plan=replace(data, total_samples=total), steps=steps, device=device, run_dir=run_dir, resume=resume,
+        sample_plan=replace(data, total_samples=total), steps=steps, device=device, run_dir=run_dir, resume=resume, start=start,
         initial_world_size=worker.world_size if before is None else before.read_run_info().get("began_with", worker.world_size),
         local_world_size=worker.local_world_size, fingerprints=weights,
     )  # fmt: skip

@@ -10,78 +10,18 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from dstrain.config import RunConfig, check_learning_changes, dump_recipe, read_recipe
-from dstrain.config.schema import BatchConfig
+from dstrain.config import RunConfig, dump_recipe
 from dstrain.distributed.world import World
-from dstrain.errors import ResumeError, RunError, UsageError
+from dstrain.errors import RunError, UsageError
 from dstrain.models.model_copy import save_base_config
-from dstrain.train.resume.inputs import is_change_allowed
-from dstrain.train.state.manifest import CheckpointInfo, find_fault, find_latest_complete, read_checkpoint_info
+from dstrain.train.resume.recorded import ResumeOptions, get_run_dir, is_change_allowed
+from dstrain.train.state.manifest import CheckpointInfo
 
 LIBRARIES = ("dstrain", "torch", "deepspeed", "transformers", "peft", "tokenizers", "numpy", "safetensors")
-
-
-@dataclass(frozen=True)
-class ResumeOptions:
-    """What --resume and --allow-change ask for."""
-
-    source: str = "auto"
-    """auto, never, or the folder of a run or of a checkpoint."""
-    allowed_keys: Collection[str] = ()
-    """Keys that may differ from the recipe the run was started with."""
-
-
-def find_compatible_checkpoint(run_dir: Path, resume: ResumeOptions, config: RunConfig) -> CheckpointInfo | None:
-    """The checkpoint that the run would go on from, by what is cheap to read. Raises ResumeError where it cannot."""
-    start = find_resume_checkpoint(run_dir, resume)
-    before = None if start is None else read_recorded_recipe(start)
-    if before is not None and (faults := check_learning_changes(before, config, resume.allowed_keys)):
-        raise ResumeError(faults)
-    return start
-
-
-def find_resume_checkpoint(run_dir: Path, resume: ResumeOptions) -> CheckpointInfo | None:
-    """The newest that is whole by its sizes; None where a new run begins. Raises ResumeError."""
-    if resume.source == "never":
-        return None
-    if resume.source != "auto":
-        return find_checkpoint_at(resume.source)
-    return find_latest_complete(run_dir / "checkpoints")
-
-
-def read_recorded_recipe(checkpoint: CheckpointInfo) -> RunConfig | None:
-    """The recipe that a checkpoint learned by; None where nothing tells.
-
-    The checkpoint records it. recipe.yaml of its run folder, which may be edited or lost, counts only for a checkpoint
-    of a version that did not.
-    """
-    if (recorded := checkpoint.read_run_info().get("recipe")) is not None:
-        try:
-            return RunConfig.model_validate(recorded)
-        except ValidationError as error:
-            at = ".".join(map(str, error.errors()[0]["loc"]))
-            raise ResumeError(
-                f"{checkpoint.path}/run.json: its recipe does not fit this version of dstrain ({at}); go on with the one that wrote it"
-            ) from None
-    file = get_run_dir(checkpoint) / "recipe.yaml"
-    return read_recipe(file).config if file.is_file() else None
-
-
-def get_run_dir(checkpoint: CheckpointInfo) -> Path:
-    """The run folder of a checkpoint."""
-    return checkpoint.path.parent.parent
-
-
-def dump_training_recipe(config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint records of the recipe: all but how it was launched and what it told."""
-    return config.model_dump(mode="json", exclude={"launch", "log", "profile"})
 
 
 def with_saved_tokenizer(
@@ -102,32 +42,6 @@ def with_saved_tokenizer(
     else:
         own = {} if isinstance(model.tokenizer, str) else {"tokenizer": str(folder)}
     return config.model_copy(update={"model": model.model_copy(update=own)})
-
-
-def with_saved_batch_total(
-    batch: BatchConfig, checkpoint: CheckpointInfo | None, allowed_keys: Collection[str]
-) -> BatchConfig:
-    """The recipe's batch with the total that the run began with, whatever the number of processes is now."""
-    total = None if checkpoint is None else checkpoint.read_run_info().get("batch_total")
-    if total is None or any(key.split(".")[0] == "batch" for key in allowed_keys):
-        return batch
-    if batch.total is None or (batch.micro is not None and batch.accumulate is not None):
-        return batch.model_copy(update={"total": batch.total or total, "accumulate": None})
-    return batch
-
-
-def find_checkpoint_at(folder: str) -> CheckpointInfo:
-    """The whole checkpoint that `--resume DIR` names: the folder itself, or the newest of a run folder."""
-    path = Path(folder).expanduser().resolve()
-    if (path / "MANIFEST.json").is_file():
-        fault = find_fault(path, check_hashes=False)
-        if fault:
-            raise ResumeError(f"--resume {folder}: the checkpoint is damaged ({fault}); choose another one")
-        return read_checkpoint_info(path, None)
-    whole = find_latest_complete(path / "checkpoints")
-    if whole is None:
-        raise ResumeError(f"--resume {folder}: holds no whole checkpoint; give a run folder or a checkpoint in it")
-    return whole
 
 
 def write_run_config(run_dir: Path, config: RunConfig, ds_config: Mapping[str, Any], extra: Mapping[str, Any]) -> None:

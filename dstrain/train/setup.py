@@ -10,14 +10,14 @@ from typing import Any, TextIO
 
 from dstrain.data.loading.loader import Loader
 from dstrain.distributed.world import TorchWorld, World, destroy_process_groups, init_process_group
-from dstrain.errors import CheckpointError, RunError, UsageError
+from dstrain.errors import RunError, UsageError
 from dstrain.launch.exit_code import EXIT_STOPPED
 from dstrain.launch.lease import check_lease
 from dstrain.models.params.freeze import build_param_groups, summarize_components
 from dstrain.models.zero3 import zero3_init
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
-from dstrain.schedule import Every, LRSchedule, scale_lr
+from dstrain.schedule import Every, LRSchedule, StepSchedule, scale_lr
 from dstrain.tasks.common.registry import copy_task_file
 from dstrain.train.build_model import batch_norm_warnings, build_train_module, count_parameters
 from dstrain.train.checkpoint.checkpoints import CheckpointManager
@@ -36,19 +36,20 @@ from dstrain.train.health.nonfinite import NonFiniteGuard
 from dstrain.train.health.signals import SignalHandler, StoppedBySignal
 from dstrain.train.health.trainability import TrainabilityCheck
 from dstrain.train.health.watchdog import peer_watchdog
+from dstrain.train.loop import train
+from dstrain.train.monitors import StepMonitors
 from dstrain.train.plan import RunPlan
 from dstrain.train.precompute_reference import ReferenceJob, add_reference_outputs
 from dstrain.train.profiler import StepProfiler
 from dstrain.train.resume.changes import iter_resume_changes
+from dstrain.train.resume.decision import StartDecision
 from dstrain.train.resume.fingerprints import check_fingerprints
+from dstrain.train.resume.recorded import dump_training_recipe, get_run_dir
 from dstrain.train.run import Run
 from dstrain.train.run_dir import (
     archive_previous_run,
     check_run_dir_shared,
-    dump_training_recipe,
-    find_checkpoint_at,
     get_library_versions,
-    get_run_dir,
     replace_folder,
     write_run_config,
 )
@@ -100,8 +101,6 @@ def _run_and_close(plan: RunPlan, world: World, terminal: TextIO | None, signal_
 
 def _train_to_end(run: Run) -> int:
     """Train; the step that was reached. What a task finds wrong with its data in mid-training is no bad usage: it exits with 1."""
-    from dstrain.train.loop import train
-
     try:
         return train(run).step
     except UsageError as error:
@@ -128,7 +127,7 @@ def build_run(
     )  # fmt: skip
     journal = RunLog(run_dir, world.rank)
     weights = world.broadcast(plan.fingerprints)
-    start = find_start_checkpoint(plan, checkpoints, journal, world)
+    start = prepare_start(plan.start, checkpoints, journal, save.prune_when_full)
     if start:
         check_fingerprints(start, weights, plan.task, plan.resume.allowed_keys)
         report_changes(iter_resume_changes(start, plan, weights.get("inputs", {})), journal, world)
@@ -136,29 +135,47 @@ def build_run(
         _write_run_files(plan, world, start)
     report_start(plan, journal, world, start)
     engine = _build_engine(plan, world, journal)
+    saver = _build_saver(plan, engine, checkpoints, journal, weights)
     return Run(
         engine=engine,
         loader=_build_loader(plan, world),
-        evaluation=None if plan.eval_dataset is None else Evaluation(plan.task, plan.eval_dataset, plan.batch.micro),
-        checkpoints=checkpoints,
-        saver=_build_saver(plan, engine, checkpoints, journal, weights),
+        evaluation=_build_evaluation(plan),
+        saver=saver,
         start_checkpoint=start,
         run_log=journal,
         sinks=make_sinks(plan, journal, world, start, terminal),
         meter=Meter(world),
-        profiler=StepProfiler(config.profile, run_dir / "profile", engine, plan.steps, journal.log_event),
-        nonfinite_guard=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], journal.log_event),
-        trainability=TrainabilityCheck(engine, engine.train_module, journal.log_event),
+        monitors=_build_monitors(plan, engine, journal, saver.grace),
         signal_handler=signal_handler or SignalHandler(),
-        lr_schedule=LRSchedule(
-            _scaled_lr(plan, config.optim.peak_lr), config.optim.schedule, plan.steps, config.optim.warmup
-        ),
+        schedule=_build_schedule(plan),
         seed=config.seed,
+    )
+
+
+def _build_evaluation(plan: RunPlan) -> Evaluation | None:
+    if plan.eval_dataset is None:
+        return None
+    return Evaluation(plan.task, plan.eval_dataset, plan.batch.micro, plan.config.eval.metric)
+
+
+def _build_monitors(plan: RunPlan, engine: DeepSpeedEngine, run_log: RunLog, grace: GracePeriod) -> StepMonitors:
+    config, log_event = plan.config, run_log.log_event
+    return StepMonitors(
+        profiler=StepProfiler(config.profile, plan.run_dir / "profile", engine, plan.steps, log_event),
+        grace=grace,
+        trainability=TrainabilityCheck(engine, engine.train_module, log_event),
+        nonfinite=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], log_event),
+    )
+
+
+def _build_schedule(plan: RunPlan) -> StepSchedule:
+    config, optim = plan.config, plan.config.optim
+    return StepSchedule(
         total_steps=plan.steps,
-        best_metric=config.eval.metric,
+        lr=LRSchedule(_scaled_lr(plan, optim.peak_lr), optim.schedule, plan.steps, optim.warmup),
         log_every=Every(config.log.every),
         eval_every=Every(_interval_in_steps(plan, config.eval.every)),
-        save_every=Every(_interval_in_steps(plan, save.every)),
+        save_every=Every(_interval_in_steps(plan, config.save.every)),
     )
 
 
@@ -229,36 +246,29 @@ def _checkpoint_metadata(plan: RunPlan) -> dict[str, Any]:
     return about | {"batch_total": plan.batch.total, "began_with": plan.initial_world_size}
 
 
-def find_start_checkpoint(
-    plan: RunPlan, checkpoints: CheckpointManager, run_log: RunLog, world: World
+def prepare_start(
+    start: StartDecision, checkpoints: CheckpointManager, run_log: RunLog, prune_when_full: bool
 ) -> CheckpointInfo | None:
-    """The checkpoint to go on from; metrics.jsonl is cut back to its step. Collective."""
+    """Make the run folder fit the start: no partial or newer checkpoints, no later rows in metrics.jsonl.
+
+    Returns the checkpoint to continue from, None if a new run begins. Collective.
+    """
     removed = checkpoints.remove_incomplete()
-    if plan.resume.source not in ("auto", "never"):
-        chosen = find_checkpoint_at(plan.resume.source)
-        start: CheckpointInfo | None = chosen
-        passed_over: list[CheckpointInfo] = []
-        if fault := checkpoints.find_fault(chosen.path):
-            raise CheckpointError(f"--resume {plan.resume.source}: {chosen.path} is damaged ({fault}); choose another")
-    else:
-        start, passed_over = checkpoints.find_latest_valid()
-        if start is None and passed_over:
-            raise CheckpointError(
-                f"{checkpoints.folder}: none of its {len(passed_over)} checkpoints is whole, {passed_over[0].path.name} is "
-                f"{passed_over[0].status}; put a whole one there, or give a new --run-dir to begin anew"
-            )
-    if start is not None and plan.config.save.prune_when_full:  # metrics.jsonl is about to be written anew
-        ensure_disk_space(checkpoints, start.size, True, run_log.log_event)
+    start = start.after_cleanup(checkpoints)
+    checkpoint = start.checkpoint
+    if checkpoint is not None and prune_when_full:  # metrics.jsonl is about to be rewritten, which takes room
+        ensure_disk_space(checkpoints, checkpoint.size, True, run_log.log_event)
     for name in removed:
         run_log.log_event("partial_checkpoint_removed", checkpoint=name)
-    for info in passed_over:
-        run_log.log_event("checkpoint_passed_over", checkpoint=info.path.name, why=info.status)
-    dropped = run_log.truncate_after(start.step if start else 0)
-    if start:
-        for name in checkpoints.supersede_newer(start):
-            run_log.log_event("checkpoint_set_aside", checkpoint=name, why=f"the run goes on from step {start.step}")
-        run_log.log_event("resumed", step=start.step, checkpoint=str(start.path), rows_dropped=dropped)
-    return start
+    for info in start.skipped:
+        run_log.log_event("checkpoint_skipped", checkpoint=info.path.name, why=info.status)
+    dropped = run_log.truncate_after(start.step)
+    if checkpoint is not None:
+        why = f"the run continues from step {checkpoint.step}"
+        for name in checkpoints.supersede_newer(checkpoint):
+            run_log.log_event("checkpoint_superseded", checkpoint=name, why=why)
+        run_log.log_event("resumed", step=checkpoint.step, checkpoint=str(checkpoint.path), rows_dropped=dropped)
+    return checkpoint
 
 
 def _build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngine:

@@ -76,7 +76,7 @@ def report_start(plan: RunPlan, run_log: RunLog, world: World, start: Checkpoint
     warnings = *ds_config_warnings(plan.ds_config), *batch_warnings(plan.batch, world.size)
     report_warnings((*plan.task.warnings(), *warnings), run_log, world)
     if start is not None and (other := describe_resharding(plan, world.size, start)):
-        run_log.log_event("reshaped", step=start.step, how=other)
+        run_log.log_event("resharded", step=start.step, how=other)
         if world.rank == 0:
             print(other, flush=True)
 
@@ -134,7 +134,7 @@ def describe_resharding(plan: RunPlan, world_size: int, start: CheckpointInfo) -
 
 def finish_run(run: Run, step: int, resume_option: str = "auto") -> int:
     """Say how it ended; the exit code. `resume`: what --resume asked for."""
-    folder = run.checkpoints.folder.parent
+    folder = run.run_log.folder
     if step < run.total_steps:
         run.run_log.log_event("stopped", step=step, signal=run.signal_handler.agreed_signal)
         how = (
@@ -149,8 +149,8 @@ def finish_run(run: Run, step: int, resume_option: str = "auto") -> int:
     else:
         run.run_log.log_event("finished", step=step)
         left_out = (
-            f"; {run.nonfinite_guard.num_skipped} left out, their loss or gradients not finite"
-            if run.nonfinite_guard.num_skipped
+            f"; {run.monitors.nonfinite.num_skipped} left out, their loss or gradients not finite"
+            if run.monitors.nonfinite.num_skipped
             else ""
         )
         line, code = f"finished: {run.total_steps} steps{left_out}", 0

@@ -24,7 +24,8 @@ from dstrain.errors import UsageError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
 from dstrain.train.checkpoint.checkpoints import CheckpointManager
-from dstrain.train.run_dir import ResumeOptions, write_run_config
+from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.run_dir import write_run_config
 from dstrain.train.state.hashed_file import write_hashed_file
 
 Folder = Path

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
+from dstrain.distributed.world import World
 from dstrain.errors import RunError
 from dstrain.launch.exit_code import EXIT_STOPPED
 from dstrain.launch.worker import DUPLICATE_SIGNAL_SECONDS
@@ -48,6 +49,14 @@ class SignalHandler:
         self._depth = 0
         self._is_training = False
         self._previous_handlers: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
+
+    def agree(self, world: World) -> str | None:
+        """Return the signal that any rank got, the same on every rank; None if no rank got one. Collective."""
+        counts = world.sum([float(self.received_signal == number.name) for number in STOP_SIGNALS])
+        agreed = [number.name for number, ranks in zip(STOP_SIGNALS, counts, strict=True) if ranks]
+        if agreed:
+            self.agreed_signal = agreed[0]
+        return agreed[0] if agreed else None
 
     def begin_training(self) -> None:
         """The first step is about to come: from here on signals are noted. Raises Interrupted where one came before."""

@@ -70,7 +70,7 @@ class TrainabilityCheck:
                    if not reached else "raise optim.lr, or look at the task's loss")
             )  # fmt: skip
         if without or still:
-            self._log_event("not_learning", without_gradient=without, not_moved=still)
+            self._log_event("parameters_without_update", without_gradient=without, not_moved=still)
             if world.rank == 0:
                 print("\n".join(self._format_warnings(without, still)), flush=True)
 

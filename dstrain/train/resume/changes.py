@@ -10,7 +10,7 @@ from dstrain.config import RunConfig, find_learning_changes
 from dstrain.schedule import LRSchedule, scale_lr
 from dstrain.train.plan import RunPlan
 from dstrain.train.resume.inputs import iter_input_changes
-from dstrain.train.run_dir import get_run_dir, read_recorded_recipe
+from dstrain.train.resume.recorded import get_run_dir, read_recorded_recipe
 from dstrain.train.state.manifest import CheckpointInfo
 
 _SCHEDULE_KEYS = ("steps", "epochs", "optim")

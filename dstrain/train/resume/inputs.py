@@ -22,6 +22,7 @@ from dstrain.errors import DataError, Fault, ResumeError
 from dstrain.tasks import Task
 from dstrain.tasks.common.registry import find_task_file
 from dstrain.tasks.common.text import TextTask
+from dstrain.train.resume.recorded import is_change_allowed
 from dstrain.train.state.manifest import CheckpointInfo
 
 InputDigests = Mapping[str, Mapping[str, Any]]
@@ -102,11 +103,6 @@ def iter_input_changes(previous: InputDigests, current: InputDigests) -> Iterato
         else:
             if key != "data.eval" and "samples" in was and "samples" in has and was["samples"] != has["samples"]:
                 yield key, f"gives {has['samples']} samples, and the run learns from {was['samples']}"
-
-
-def is_change_allowed(key: str, allowed_keys: Collection[str]) -> bool:
-    """Whether --allow-change names the key or the block that it stands in."""
-    return any(key == name or key.startswith(f"{name}.") for name in allowed_keys)
 
 
 def _digest_sources(task: Task, sources: Sequence[DatasetConfig]) -> str:

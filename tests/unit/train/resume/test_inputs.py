@@ -21,7 +21,8 @@ from dstrain.launch.topology import Worker
 from dstrain.train.checkpoint.checkpoints import CheckpointManager
 from dstrain.train.plan import RunPlan, make_plan
 from dstrain.train.resume.changes import iter_resume_changes
-from dstrain.train.run_dir import ResumeOptions, archive_previous_run, dump_recipe, replace_folder, write_run_config
+from dstrain.train.resume.recorded import ResumeOptions, dump_training_recipe
+from dstrain.train.run_dir import archive_previous_run, replace_folder, write_run_config
 from dstrain.train.state.hashed_file import write_hashed_file
 from dstrain.train.state.manifest import CheckpointInfo
 from tests.seeing import named_recipe
@@ -68,7 +69,7 @@ def save(folder: Path, *more: str) -> CheckpointInfo:
     run = folder / "run"
     write_run_config(run, made.config, made.ds_config, {})
     made.task.save_extras(run / "tokenizer")
-    record = {"recipe": dump_recipe(made.config), "steps": made.steps, **made.fingerprints}
+    record = {"recipe": dump_training_recipe(made.config), "steps": made.steps, **made.fingerprints}
     kept = CheckpointManager(folder=run / "checkpoints", world=SingleProcessWorld())
     kept.save(lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), record, None)
     return kept.list_all()[0]

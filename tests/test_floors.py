@@ -34,7 +34,6 @@ DOORS = {
         "train/engine/deepspeed.py",
         "train/engine/inference.py",
         "train/engine/optimizers.py",
-        "train/profiler.py",
         "models/zero3.py",
     ),
     "torch.distributed": (

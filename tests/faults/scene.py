@@ -274,7 +274,7 @@ def start_anew(store: str, rank: int, size: int, folder: str, engine: str = "tor
         start.step,
         start.progress.samples,
         found,
-        {row["checkpoint"]: row["why"] for row in told if row["event"] == "checkpoint_passed_over"},
+        {row["checkpoint"]: row["why"] for row in told if row["event"] == "checkpoint_skipped"},
         [row["checkpoint"] for row in told if row["event"] == "partial_checkpoint_removed"],
         later,
         sorted(path.name for path in scene.checkpoints.folder.iterdir()),

@@ -60,7 +60,7 @@ def test_a_run_with_a_frozen_tower_goes_on_elsewhere(
     taken, left = whole
     assert by_step(again) == by_step(taken)[3:], "the same samples in each step"
     close(rows(tmp_path), left)
-    (told,) = events(tmp_path, "reshaped")
+    (told,) = events(tmp_path, "resharded")
     assert told["step"] == 3
 
 

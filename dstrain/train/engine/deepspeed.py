@@ -52,6 +52,8 @@ class EvalEngine(Protocol):
 class Engine(EvalEngine, Protocol):
     """What the loop needs."""
 
+    train_module: TrainModule
+
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """One optimizer step over these micro-batches of this rank. Collective."""
 

@@ -125,7 +125,7 @@ def test_another_evaluation_file_is_the_users_word_and_told(tmp_path: Path) -> N
     other.write_text(file_of(values).read_text())
     made = plan(tmp_path, [f"data.eval={other}"])
     (told,) = iter_resume_changes(save_info(tmp_path), made, made.fingerprints["inputs"])
-    assert "held-out numbers of the two do not compare" in told.message
+    assert "evaluation metrics before and after are not comparable" in told.message
 
 
 def test_a_run_keeps_the_tokenizer_that_it_trained(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_other_steps_are_told_with_the_rate_that_follows(tmp_path: Path) -> None
     made = plan(tmp_path, ["steps=44", "epochs=null"], "steps", "epochs")
     told = [change.message for change in iter_resume_changes(save_info(tmp_path), made, made.fingerprints["inputs"])]
     assert "steps: 44 from step 2 on" in told[-2]
-    assert "the learning rate is that of a run of 44 steps from here on" in told[-1]
+    assert "the learning rate follows the schedule of a run of 44 steps from here on" in told[-1]
 
 
 def test_changed_data_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -488,7 +488,7 @@ def test_what_only_a_worker_sees_is_said_before_any_process_group(wrong: str, fo
 @pytest.mark.parametrize(
     ("changes", "resume", "wanted"),
     [
-        ([], ResumeOptions("nowhere"), r"--resume nowhere: holds no whole checkpoint"),
+        ([], ResumeOptions("nowhere"), r"--resume nowhere: holds no complete checkpoint"),
         (
             ["optim.lr=1"],
             ResumeOptions(),

@@ -40,8 +40,8 @@ from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
 from dstrain.train.health.rank_status import unknown_peer_message
 from dstrain.train.resume.decision import decide_start
+from dstrain.train.resume.prepare import prepare_start
 from dstrain.train.resume.recorded import ResumeOptions
-from dstrain.train.setup import prepare_start
 from dstrain.train.state.load import open_checkpoint
 from dstrain.train.state.manifest import find_checkpoints
 from tests.faults.points import Points

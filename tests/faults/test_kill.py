@@ -64,7 +64,7 @@ def test_killing_the_whole_tree_in_mid_run_changes_nothing(tmp_path: Path) -> No
     again = start(recipe, tmp_path / "killed")
     output, _ = again.communicate(timeout=180)
     assert again.returncode == 0, output.decode()[-3000:]
-    assert b"going on from step" in output
+    assert b"continuing from step" in output
     assert told(tmp_path / "killed") == told(tmp_path / "unbroken")
 
 

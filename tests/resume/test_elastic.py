@@ -167,7 +167,7 @@ def test_a_run_goes_on_with_two_processes_one_and_three(
     close(rows(tmp_path / "run"), rows(tmp_path / "whole"))
     told = events(tmp_path / "run", "resharded")
     assert [event["step"] for event in told] == [3, 6]
-    assert "zero3 (ZeRO stage 3) on 2 processes and goes on as zero2_offload (ZeRO stage 2) on 1" in told[0]["how"]
+    assert "zero3 (ZeRO stage 3) on 2 processes and continues with zero2_offload (ZeRO stage 2) on 1" in told[0]["how"]
 
 
 CHAINS = {

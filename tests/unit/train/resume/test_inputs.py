@@ -236,7 +236,7 @@ def test_what_cannot_be_moved_aside_is_a_sentence(tmp_path: Path, monkeypatch: p
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("os.rename", refuse)
-    with pytest.raises(RunError, match=r"--resume never: .* cannot be moved aside \(Permission denied\)"):
+    with pytest.raises(RunError, match=r"--resume never: cannot move .* \(Permission denied\)"):
         archive_previous_run(tmp_path / "run", ResumeOptions("never"), SingleProcessWorld())
 
 

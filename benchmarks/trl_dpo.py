@@ -143,7 +143,7 @@ def with_torch(task: Any) -> list[float]:
     """The losses of the same steps by TorchEngine, without a process of its own."""
     import torch
 
-    from dstrain.models.params.freeze import build_param_groups
+    from dstrain.models.params.groups import build_param_groups
     from dstrain.schedule import LRSchedule
     from dstrain.train.build_model import build_train_module
     from dstrain.train.engine.deepspeed import TorchEngine

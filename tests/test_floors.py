@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "dstrain"
 FLOORS = (
-    ("errors", "units", "resources", "process_setup"),
+    ("errors", "files", "patching", "units", "resources", "process_setup"),
     ("distributed",),
     ("batch", "cache_dir", "schedule", "config", "preset"),
     ("data", "models", "report", "planner", "launch"),
@@ -34,12 +34,14 @@ DOORS = {
         "train/engine/deepspeed.py",
         "train/engine/inference.py",
         "train/engine/optimizers.py",
-        "models/zero3.py",
+        "models/params/zero3.py",
     ),
     "torch.distributed": (
         "distributed/world.py",
+        "distributed/store.py",
         "distributed/collective_log.py",
-    ),  # the second counts what goes through the first
+        "distributed/patches.py",
+    ),
     "click": ("cli.py", "cli_options.py"),
     "tensorboard": ("report/sinks.py",),
     "torch.utils.tensorboard": ("report/sinks.py",),
@@ -49,6 +51,8 @@ DOORS = {
 HEAVY = ("torch", "deepspeed", "transformers", "tokenizers", "peft", "accelerate")
 CONTROL_PLANE = (
     "errors",
+    "files",
+    "patching",
     "units",
     "resources",
     "process_setup",

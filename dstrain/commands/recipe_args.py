@@ -145,6 +145,9 @@ def check_run_dir(request: TrainRequest, name: str) -> None:
         shown = str(folder).encode(errors="surrogateescape").decode(errors="backslashreplace")
         problem = f"--run-dir {shown}: the path is not valid UTF-8, and logs and trackers hold it"
         raise UsageError(f"{problem}; rename the folder, or choose another") from None
+    place = next((path for path in (folder, *folder.parents) if _exists(path)), folder)
+    if _exists(place) and not place.is_dir():
+        raise UsageError(f"--run-dir {folder}: cannot be written ({place} is not a folder); choose another folder")
     checkpoints = folder / "checkpoints"
     if (checkpoints.is_symlink() or _exists(checkpoints)) and not checkpoints.is_dir():
         problem = "is a link to a folder that is not there" if checkpoints.is_symlink() else "is not a folder"

@@ -9,7 +9,6 @@ from typing import Any
 from dstrain.batch import Batch, StepResult
 from dstrain.data.loading.loader import iter_batches
 from dstrain.data.loading.sampler import eval_micro_batches, get_length_function
-from dstrain.distributed.collective_log import COLLECTIVE_LOG
 from dstrain.report.meter import Meter
 from dstrain.tasks import Task
 from dstrain.train.engine.deepspeed import EvalEngine
@@ -36,7 +35,7 @@ class Evaluation:
             engine, self.task, lambda: iter_batches(self.examples, self.task.collate, shares)
         ):
             meter.add(result)
-            COLLECTIVE_LOG.record_progress()
+            engine.world.log.record_progress()
         row = meter.drain()
         row.pop("step_seconds", None)  # a pass is no step
         return row

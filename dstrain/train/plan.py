@@ -27,7 +27,7 @@ from dstrain.report.sinks import check_trackers
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.text import TextTask
 from dstrain.train.build_model import resolve_model_dtype
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.ds_config import check_offload_folders, resolve_ds_config
 from dstrain.train.rendezvous import Rendezvous
 from dstrain.train.resume.decision import StartDecision, decide_start
@@ -116,7 +116,7 @@ def make_plan(
     device = set_up_process(worker, config)
     preset = read_preset(config.ds_config)
     with rendezvous or contextlib.nullcontext():
-        checkpoints = CheckpointManager(folder=run_dir / "checkpoints", world=rendezvous or SingleProcessWorld())
+        checkpoints = CheckpointStore(folder=run_dir / "checkpoints", world=rendezvous or SingleProcessWorld())
         start = decide_start(checkpoints, resume)
         checkpoint = start.checkpoint
         check_recipe_unchanged(checkpoint, config, resume.allowed_keys)

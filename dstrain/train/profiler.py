@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from dstrain.config.schema import ProfileConfig
-from dstrain.models.zero3 import full_numel
+from dstrain.models.params.zero3 import full_numel
 from dstrain.train.engine.deepspeed import Engine
 from dstrain.units import format_count
 

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from dstrain.batch import Progress, StepResult
 from dstrain.data.loading.loader import Loader, Step
-from dstrain.distributed.collective_log import COLLECTIVE_LOG
 from dstrain.report.memory import memory_metrics
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
@@ -77,14 +76,15 @@ class Run:
 
         `progress` is that before a step, and after the step for an evaluation or a save.
         """
-        outer = COLLECTIVE_LOG.phase, COLLECTIVE_LOG.step
+        log = self.engine.world.log
+        outer = log.phase, log.step
         if name == "step":
             step, text = progress.step + 1, f"step {progress.step + 1}"
         else:
             step, text = progress.step, f"{name} after step {progress.step}"
-        COLLECTIVE_LOG.record_progress(text, step)
+        log.record_progress(text, step)
         yield  # not in try/finally: after an error the phase in which it was raised is to be reported
-        COLLECTIVE_LOG.record_progress(*outer)
+        log.record_progress(*outer)
 
     def iter_steps(self, progress: Progress) -> Iterator[Step]:
         """Return this rank's batches of each step after `progress`."""

@@ -17,7 +17,8 @@ from typing import Any
 from dstrain.config import RunConfig, dump_recipe
 from dstrain.distributed.world import World
 from dstrain.errors import RunError, UsageError
-from dstrain.models.model_copy import save_base_config
+from dstrain.files import atomic_write, remove_stale_partials
+from dstrain.models.base_config import save_base_config
 from dstrain.train.resume.recorded import ResumeOptions, get_run_dir, is_change_allowed
 from dstrain.train.state.manifest import CheckpointInfo
 
@@ -52,9 +53,8 @@ def write_run_config(run_dir: Path, config: RunConfig, ds_config: Mapping[str, A
         ("ds_config.json", json.dumps(ds_config, indent=2) + "\n"),
         ("environment.json", json.dumps({**extra, **collect_environment()}, indent=2) + "\n"),
     ):
-        temporary = run_dir / f".{name}.new"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, run_dir / name)
+        remove_stale_partials(run_dir / name)
+        atomic_write(run_dir / name, text)
     save_base_config(config.model, run_dir / "model")
 
 

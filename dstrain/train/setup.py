@@ -9,18 +9,18 @@ from functools import partial
 from typing import Any, TextIO
 
 from dstrain.data.loading.loader import Loader
-from dstrain.distributed.world import TorchWorld, World, destroy_process_groups, init_process_group
-from dstrain.errors import RunError, UsageError
-from dstrain.launch.exit_code import EXIT_STOPPED
+from dstrain.distributed.world import World, joined_world
+from dstrain.errors import EXIT_STOPPED, RunError, UsageError
 from dstrain.launch.lease import check_lease
-from dstrain.models.params.freeze import build_param_groups, summarize_components
-from dstrain.models.zero3 import zero3_init
+from dstrain.models.params.groups import build_param_groups
+from dstrain.models.params.summary import summarize_components
+from dstrain.models.params.zero3 import zero3_init
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
 from dstrain.schedule import Every, LRSchedule, StepSchedule, scale_lr
 from dstrain.tasks.common.registry import copy_task_file
 from dstrain.train.build_model import batch_norm_warnings, build_train_module, count_parameters
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.disk_space import (
     DiskForecast,
     check_disk_space,
@@ -67,13 +67,8 @@ def run_training(plan: RunPlan, terminal: TextIO | None, signal_handler: SignalH
     StoppedBySignal for a signal before the first step.
     """
     timeout = timedelta(minutes=plan.config.timeout_minutes)
-    init_process_group(plan.device, timeout, store)
-    try:
-        world = TorchWorld(plan.device, timeout)
-        with peer_watchdog(plan.run_dir, world, timeout):
-            return _run_and_close(plan, world, terminal, signal_handler)
-    finally:
-        destroy_process_groups()
+    with joined_world(plan.device, timeout, store) as world, peer_watchdog(plan.run_dir, world, timeout):
+        return _run_and_close(plan, world, terminal, signal_handler)
 
 
 def _run_and_close(plan: RunPlan, world: World, terminal: TextIO | None, signal_handler: SignalHandler) -> int:
@@ -125,7 +120,7 @@ def build_run(
     config, run_dir, save = plan.config, plan.run_dir, plan.config.save
     # A background save exchanges values while training does: on one group the two would be mixed up.
     save_world = world.new_group() if save.background else world
-    checkpoints = CheckpointManager(
+    checkpoints = CheckpointStore(
         folder=run_dir / "checkpoints", world=save_world, keep=save.keep, keep_every=save.keep_every, best_mode=config.eval.best,
         check_usable=check_state_complete, check_owner=partial(check_lease, run_dir, plan.launch_id),
     )  # fmt: skip
@@ -201,7 +196,7 @@ def _write_run_files(plan: RunPlan, world: World, start: CheckpointInfo | None) 
 def _build_saver(
     plan: RunPlan,
     engine: DeepSpeedEngine,
-    checkpoints: CheckpointManager,
+    checkpoints: CheckpointStore,
     run_log: RunLog,
     fingerprints: Mapping[str, Any],
 ) -> CheckpointSaver:

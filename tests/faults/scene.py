@@ -24,21 +24,20 @@ from torch import nn
 
 from dstrain.batch import Batch, Progress
 from dstrain.config import BatchPlan, RunConfig
-from dstrain.distributed.collective_log import find_connection_error
+from dstrain.distributed.connection_errors import find_connection_error, unknown_peer_message
 from dstrain.distributed.world import TorchWorld
 from dstrain.errors import DstrainError
-from dstrain.models.params.freeze import build_param_groups
-from dstrain.models.zero3 import zero3_init
+from dstrain.models.params.groups import build_param_groups
+from dstrain.models.params.zero3 import zero3_init
 from dstrain.preset import Device, read_preset
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
 from dstrain.train.build_model import build_train_module
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.saver import CheckpointSaver
 from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
-from dstrain.train.health.rank_status import unknown_peer_message
 from dstrain.train.resume.decision import decide_start
 from dstrain.train.resume.prepare import prepare_start
 from dstrain.train.resume.recorded import ResumeOptions
@@ -116,7 +115,7 @@ class Scene:
         self.folder, self._task = folder, Squares(recipe=_recipe())
         self.engine = self._engine(engine)
         self.journal = RunLog(folder, rank)
-        self.checkpoints = CheckpointManager(folder=folder / "checkpoints", world=self.world, keep=KEEP)
+        self.checkpoints = CheckpointStore(folder=folder / "checkpoints", world=self.world, keep=KEEP)
 
     def _engine(self, kind: str) -> Any:
         recipe, size = self._task.recipe, self.world.size
@@ -153,7 +152,7 @@ class Scene:
 
     def saving(self, background: bool = False) -> CheckpointSaver:
         size = 12 * 3 * WIDTH * WIDTH
-        checkpoints = CheckpointManager(
+        checkpoints = CheckpointStore(
             folder=self.checkpoints.folder, world=self.world.new_group() if background else self.world, keep=KEEP
         )
         record = {"zero_stage": 0, "preset": "tests"}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Mapping
-from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,9 @@ from benchmarks.loader import made_loader
 from benchmarks.loading import anonymous, bf16_task
 from dstrain.batch import Progress
 from dstrain.data.loading.loader import make_batch
-from dstrain.distributed.world import SingleProcessWorld, TorchWorld, World
-from dstrain.models.params.freeze import ParamGroup
-from dstrain.models.zero3 import gathered
+from dstrain.distributed.world import SingleProcessWorld, World
+from dstrain.models.params.groups import ParamGroup
+from dstrain.models.params.zero3 import gathered
 from dstrain.preset import read_preset
 from dstrain.train.engine.deepspeed import TorchEngine
 from dstrain.train.engine.optimizers import make_optimizer
@@ -28,13 +26,13 @@ from dstrain.train.health.nonfinite import NonFiniteGuard
 from tests.gpu.workers import device
 from tests.parity.cases import tiny_task
 from tests.resume import cases as resume_cases
+from tests.workers import worker_world
 
 SAMPLES_PER_STEP = 7  # no even number, so that shares and micro-batches differ
 
 
-@cache
 def world() -> World:
-    return TorchWorld(device(), timedelta(minutes=3))
+    return worker_world()
 
 
 def made(kind: str, task: Any, accumulate: int, precision: str) -> Any:

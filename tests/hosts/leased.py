@@ -22,7 +22,7 @@ HERE = ("--num-gpus", "2")
 
 def started_twice(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
     """The same command from another host, while the first one trains: it ends before anything is touched."""
-    run = Run(folder, launch={"silence_seconds": SILENCE})
+    run = Run(folder, launch={"heartbeat_timeout_seconds": SILENCE})
     job = start(lab, run)
     run.wait_for_step(job, 1)
     begin = time.monotonic()
@@ -43,7 +43,7 @@ def started_twice(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
 
 def taken_over(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
     """A launch stands still, another host takes the run over, and the first wakes up: it ends and writes nothing more."""
-    run = Run(folder, launch={"silence_seconds": SILENCE})
+    run = Run(folder, launch={"heartbeat_timeout_seconds": SILENCE})
     said = "^dstrain: another launch took .* over"
     fault = Fault("the launch stands still, another host goes on, it wakes up", "host1", lambda scene: None, 1, said,
                   within=SILENCE, but=str(run.folder))  # fmt: skip

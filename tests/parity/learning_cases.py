@@ -10,8 +10,8 @@ import torch
 
 from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import RunConfig
-from dstrain.models.params.freeze import build_param_groups
-from dstrain.models.zero3 import zero3_init
+from dstrain.models.params.groups import build_param_groups
+from dstrain.models.params.zero3 import zero3_init
 from dstrain.tasks import Loss, Task
 from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
 from dstrain.train.engine.module import TrainModule

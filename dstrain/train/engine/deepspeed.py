@@ -14,12 +14,11 @@ import torch
 
 from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import OptimConfig
-from dstrain.distributed.collective_log import COLLECTIVE_LOG
 from dstrain.distributed.world import SingleProcessWorld, World
-from dstrain.errors import RunError
+from dstrain.errors import RunError, first_names
 from dstrain.models.load import offload_activation_checkpoints
-from dstrain.models.params.freeze import ParamGroup
-from dstrain.models.zero3 import init_deepspeed
+from dstrain.models.params.groups import ParamGroup
+from dstrain.models.params.zero3 import init_deepspeed
 from dstrain.train.engine.module import (
     StepAccumulator,
     TrainModule,
@@ -181,7 +180,7 @@ class DeepSpeedEngine:
         sums = StepAccumulator()
         norm = None
         for index, batch in enumerate(batches):
-            COLLECTIVE_LOG.record_progress()
+            self.world.log.record_progress()
             total, metrics = self.engine(batch.to(self.world.device))
             # The product is a new tensor: the one the engine returned would be divided by the accumulation.
             self.engine.backward(_scale_loss_or_nan(total, scale), scale_wrt_gas=False)
@@ -256,7 +255,7 @@ def _total_step_weight(batches: Sequence[Batch], world: World) -> float:
         return weight
     everyone = world.gather([sample for batch in batches if not batch.is_filler for sample in batch.samples])
     samples = sorted(sample for of_rank in everyone for sample in of_rank)
-    named = ", ".join(map(str, samples[:16])) + (" …" if len(samples) > 16 else "")
+    named = first_names(samples, 16)
     raise RunError(
         f"the samples of one step, {named}, weigh {weight:g} together, and its loss is divided by that; leave out samples that "
         "hold nothing to learn, or raise batch.total"

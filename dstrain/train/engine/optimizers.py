@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dstrain.config.schema import OptimConfig
-from dstrain.models.params.freeze import ParamGroup
+from dstrain.models.params.groups import ParamGroup
 
 MUON_MOMENTUM = 0.95
 """Muon's, with Nesterov's look ahead: Keller Jordan's (2024)."""

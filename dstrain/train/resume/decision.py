@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dstrain.errors import CheckpointError, ResumeError
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.resume.recorded import ResumeOptions, find_checkpoint_at
 from dstrain.train.state.manifest import CheckpointInfo, read_checkpoint_info
 
@@ -25,7 +25,7 @@ class StartDecision:
         """Optimizer steps that were taken before this start."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
-    def after_cleanup(self, checkpoints: CheckpointManager) -> StartDecision:
+    def after_cleanup(self, checkpoints: CheckpointStore) -> StartDecision:
         """Return the same decision with the names that `remove_incomplete` has restored.
 
         A process killed between the two renames of a commit leaves `step-N.old` without `step-N`.
@@ -38,7 +38,7 @@ class StartDecision:
         )
 
 
-def decide_start(checkpoints: CheckpointManager, options: ResumeOptions) -> StartDecision:
+def decide_start(checkpoints: CheckpointStore, options: ResumeOptions) -> StartDecision:
     """Choose the checkpoint to continue from; every byte of it is verified, each rank reads a share.
 
     Rank 0 lists the folder, since another host may see an old listing over NFS, and the faults of all
@@ -63,7 +63,7 @@ def decide_start(checkpoints: CheckpointManager, options: ResumeOptions) -> Star
     return StartDecision(checkpoint=newest, skipped=tuple(skipped))
 
 
-def _find_requested(checkpoints: CheckpointManager, source: str) -> CheckpointInfo:
+def _find_requested(checkpoints: CheckpointStore, source: str) -> CheckpointInfo:
     """Return the checkpoint that rank 0 finds at `--resume DIR`. Raises its ResumeError on every rank. Collective."""
     path = fault = ""
     if checkpoints.world.rank == 0:
@@ -77,7 +77,7 @@ def _find_requested(checkpoints: CheckpointManager, source: str) -> CheckpointIn
     return read_checkpoint_info(Path(path), None)
 
 
-def _with_restored_name(info: CheckpointInfo, checkpoints: CheckpointManager) -> CheckpointInfo:
+def _with_restored_name(info: CheckpointInfo, checkpoints: CheckpointStore) -> CheckpointInfo:
     if info.path.suffix != ".old" or info.path.parent.resolve() != checkpoints.folder.resolve():
         return info
     return replace(info, path=info.path.with_suffix(""))

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from dstrain.errors import ResumeError
+from dstrain.models.params.zero3 import is_zero3
 from dstrain.models.weights.fingerprint import BASE_CHANGED_MESSAGE, weights_fingerprint
-from dstrain.models.zero3 import is_zero3
 from dstrain.tasks import Task
 from dstrain.train.resume.inputs import check_inputs_unchanged
 from dstrain.train.resume.recorded import is_change_allowed

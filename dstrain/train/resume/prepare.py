@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dstrain.report.run_log import RunLog
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.disk_space import ensure_disk_space
 from dstrain.train.resume.decision import StartDecision
 from dstrain.train.state.manifest import CheckpointInfo
 
 
 def prepare_start(
-    start: StartDecision, checkpoints: CheckpointManager, run_log: RunLog, prune_when_full: bool
+    start: StartDecision, checkpoints: CheckpointStore, run_log: RunLog, prune_when_full: bool
 ) -> CheckpointInfo | None:
     """Make the run folder fit the start: no partial or newer checkpoints, no later rows in metrics.jsonl.
 

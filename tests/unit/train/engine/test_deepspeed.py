@@ -12,7 +12,7 @@ import torch
 from dstrain.config.schema import OptimConfig, RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.errors import RunError
-from dstrain.models.params.freeze import build_param_groups
+from dstrain.models.params.groups import build_param_groups
 from dstrain.tasks import make_task
 from dstrain.tasks.rm import RewardModel
 from dstrain.train.build_model import build_train_module

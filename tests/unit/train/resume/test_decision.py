@@ -15,7 +15,7 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError, ResumeError
 from dstrain.launch.topology import Worker
 from dstrain.report.run_log import RunLog
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.plan import RunPlan, make_plan
 from dstrain.train.resume.decision import StartDecision, decide_start
 from dstrain.train.resume.prepare import prepare_start
@@ -31,7 +31,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(folder: Path, step: int, **record: Any) -> Path:
-    manager = CheckpointManager(folder=folder / "checkpoints", world=SingleProcessWorld(), keep=None)
+    manager = CheckpointStore(folder=folder / "checkpoints", world=SingleProcessWorld(), keep=None)
     return manager.save(
         lambda place: {"state": write_hashed_file(place / "state", b"values")}, Progress(step, step), record
     )
@@ -47,7 +47,7 @@ def plan_run(folder: Path, resume: str = "auto") -> RunPlan:
 
 
 def decide(folder: Path, resume: str = "auto", world: Any = None) -> StartDecision:
-    checkpoints = CheckpointManager(folder=folder / "checkpoints", world=world or SingleProcessWorld())
+    checkpoints = CheckpointStore(folder=folder / "checkpoints", world=world or SingleProcessWorld())
     return decide_start(checkpoints, ResumeOptions(resume))
 
 
@@ -60,7 +60,7 @@ def test_plan_and_run_continue_from_the_same_checkpoint_if_the_newest_is_damaged
     flip_byte(save(tmp_path / "run", 2, recipe=recipe, batch_total=8, began_with=5))
     plan = plan_run(tmp_path)
     assert (plan.batch.total, plan.initial_world_size, plan.start.step) == (4, 3, 1)
-    checkpoints = CheckpointManager(folder=tmp_path / "run" / "checkpoints", world=SingleProcessWorld())
+    checkpoints = CheckpointStore(folder=tmp_path / "run" / "checkpoints", world=SingleProcessWorld())
     start = prepare_start(plan.start, checkpoints, RunLog(tmp_path / "run"), prune_when_full=False)
     assert start is not None
     assert start.step == 1
@@ -83,7 +83,7 @@ def test_a_decision_changes_nothing_and_survives_the_cleanup(tmp_path: Path) -> 
     decision = decide(tmp_path)
     assert decision.checkpoint is not None
     assert decision.checkpoint.path.is_dir()
-    checkpoints = CheckpointManager(folder=tmp_path / "checkpoints", world=SingleProcessWorld())
+    checkpoints = CheckpointStore(folder=tmp_path / "checkpoints", world=SingleProcessWorld())
     checkpoints.remove_incomplete()
     assert decision.after_cleanup(checkpoints) == replace(decision, checkpoint=replace(decision.checkpoint, path=path))
 

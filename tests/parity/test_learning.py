@@ -22,5 +22,5 @@ def test_the_look_waits_for_steps_that_could_move_something(two: Workers) -> Non
 
 
 def test_where_nothing_moves_the_run_ends(one: Workers) -> None:
-    with pytest.raises(WorkerError, match=r"none of the 6 parameters that should learn moved in the first 3 steps"):
+    with pytest.raises(WorkerError, match=r"none of the 6 trainable parameters changed in the first 3 steps"):
         one(LOOK, kind="torch", rates=(1e-30,) * 3)

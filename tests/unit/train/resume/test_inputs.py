@@ -166,7 +166,7 @@ def test_a_task_file_of_other_content_is_refused(tmp_path: Path) -> None:
     assert save(tmp_path).read_run_info()["inputs"].keys() == {"task", "data.train"}
     plan(tmp_path)
     (tmp_path / "halves.py").write_text(TASK + "# changed\n")
-    with pytest.raises(ResumeError, match=r"^task: .*put the old task file back.* --allow-change task$"):
+    with pytest.raises(ResumeError, match=r"^task: .*restore the old task file.* --allow-change task$"):
         plan(tmp_path)
     plan(tmp_path, (), "task")
 
@@ -180,7 +180,7 @@ def test_another_number_of_samples_is_refused_unless_a_key_that_may_change_it_is
     shutil.rmtree(start.path)
     kept = CheckpointStore(folder=tmp_path / "run/checkpoints", world=SingleProcessWorld())
     kept.save(lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), record, None)
-    with pytest.raises(ResumeError, match=r"^data\.train: gives \d+ samples, and the run learns from \d+ "):
+    with pytest.raises(ResumeError, match=r"^data\.train: gives \d+ samples, but the run is trained on \d+ "):
         plan(tmp_path)
     plan(tmp_path, (), "data.max_length")
 

@@ -35,7 +35,6 @@ DOORS = {
         "train/engine/deepspeed.py",
         "train/engine/inference.py",
         "train/engine/optimizers.py",
-        "train/profiler.py",
         "models/params/zero3.py",
     ),
     "torch.distributed": (

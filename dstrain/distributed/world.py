@@ -18,11 +18,19 @@ if TYPE_CHECKING:
     import torch
 
 
-class World(Protocol):
-    """Processes of a run. Values go over host memory, so agreeing on a number never waits for the GPU."""
+class Ranks(Protocol):
+    """Processes that exchange small values, before a process group exists or over one."""
 
     rank: int
     size: int
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's small picklable value, by rank, on every rank. Collective."""
+
+
+class World(Ranks, Protocol):
+    """Processes of a run. Values go over host memory, so agreeing on a number never waits for the GPU."""
+
     device: torch.device
     log: CollectiveLog
     """Activity of this process: its collectives and its progress."""
@@ -35,9 +43,6 @@ class World(Protocol):
 
     def barrier(self) -> None:
         """Wait until every rank is here. Collective."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's small picklable value, by rank, on every rank. Collective."""
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's picklable value on every rank; the values of other ranks are ignored. Collective."""

@@ -21,6 +21,8 @@ class Evaluation:
     task: Task
     examples: Sequence[Any]
     micro_batch_size: int
+    best_metric: str = "loss"
+    """The metric that `best` compares."""
 
     def run(self, engine: EvalEngine) -> dict[str, float]:
         """Loss and metrics: each one sum over all ranks, divided once. Collective."""

@@ -143,7 +143,7 @@ def fused_and_plain(count: int) -> float:
     )
     assert here.type != "cuda" or first.defaults["fused"]
     for _ in range(count):
-        for a, b in zip(ours, plain, strict=True):
+        for a, b in zip(ours.batches, plain.batches, strict=True):
             gradient = torch.randn(a.shape, generator=draw).to(here)
             a.grad, b.grad = gradient.clone(), gradient.clone()
         first.step()
@@ -158,7 +158,7 @@ def pinned(workers: int) -> dict[str, Any]:
     both = [made_loader(task, workers, 0.0, (2, 2, 4), pin).iter_steps(0) for pin in (True, False)]
     locked, same = [], []
     for ours, plain in zip(*both, strict=True):
-        for a, b in zip(ours, plain, strict=True):
+        for a, b in zip(ours.batches, plain.batches, strict=True):
             there = a.to(device())
             locked += [tensor.is_pinned() for tensor in a.tensors.values()]
             same += [torch.equal(there.tensors[name].cpu(), b.tensors[name]) for name in b.tensors]

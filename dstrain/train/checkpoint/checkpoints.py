@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from dstrain.batch import Progress
 from dstrain.distributed.connection_errors import find_connection_error, unknown_peer_message
-from dstrain.distributed.world import World
+from dstrain.distributed.world import Ranks
 from dstrain.errors import CheckpointError, PeerFailureError, RunFolderTakenError
 from dstrain.files import sync_folder
 from dstrain.report.run_log import format_current_time
@@ -51,7 +51,7 @@ class CheckpointStore:
 
     folder: Path
     """`checkpoints` in the run folder; shared by all hosts."""
-    world: World
+    world: Ranks
     keep: int | None = 3
     """Newest checkpoints to keep; null for all."""
     keep_every: int | None = None

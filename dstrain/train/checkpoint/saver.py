@@ -78,6 +78,17 @@ class CheckpointSaver:
             flight.thread.join()
             self._finish_save(flight)
 
+    def poll(self) -> None:
+        """Commit a background save once every rank has written it. Collective while one is in flight.
+
+        Raises on every rank an error that kept any rank from writing it.
+        """
+        if self._async_save is None:  # the same on every rank: saves begin and end together
+            return
+        failed, writing = self.engine.world.sum([self.has_failed, not self.is_finished])
+        if failed or not writing:
+            self.wait()
+
     @property
     def is_finished(self) -> bool:
         """Whether a checkpoint was in flight and is no more, well or not."""
@@ -123,7 +134,7 @@ class CheckpointSaver:
             where = f"a copy of {format_bytes(needed)} does not fit into host memory, {format_bytes(free)} are free"
             why = "the optimizer's state lies on a disk" if self.is_state_on_nvme else where
             if not self._reason_logged:
-                self.log_event("save_waits", why=why)
+                self.log_event("async_save_unavailable", why=why)
             self._reason_logged = True
             return False
         return True

@@ -10,6 +10,7 @@ import torch
 
 from dstrain.batch import Batch, StepResult
 from dstrain.distributed.world import World
+from dstrain.train.engine.module import TrainModule
 from dstrain.train.state.files import CheckpointReader, StateFile
 from dstrain.train.state.slices import StateSlice
 
@@ -28,6 +29,8 @@ class EvalEngine(Protocol):
 
 class Engine(EvalEngine, Protocol):
     """Engine with an optimizer: all that the training loop needs."""
+
+    train_module: TrainModule
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """Take one optimizer step over these micro-batches of this rank. Collective."""

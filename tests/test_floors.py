@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "dstrain"
 FLOORS = (
-    ("errors", "files", "old_paths", "units", "resources", "process_setup", "console"),
+    ("errors", "files", "old_paths", "patching", "units", "resources", "process_setup", "console"),
     ("distributed", "source_map"),
     ("batch", "cache_dir", "schedule", "config", "preset"),
     ("data", "models", "report", "planner", "launch"),
@@ -45,16 +45,18 @@ NO_FLOORS_YET = ("commands", "launch", "models", "train")
 """Packages that have subpackages and no row in FLOORS_WITHIN."""
 DOORS = {
     "deepspeed": (
+        "distributed/deepspeed_patches.py",
         "train/engine/deepspeed.py",
         "train/engine/inference.py",
         "train/engine/optimizers.py",
-        "train/profiler.py",
         "models/params/zero3.py",
     ),
     "torch.distributed": (
         "distributed/world.py",
+        "distributed/store.py",
         "distributed/collective_log.py",
-    ),  # the second counts what goes through the first
+        "distributed/patches.py",
+    ),
     "click": ("cli.py", "cli_options.py"),
     "tensorboard": ("report/sinks.py",),
     "torch.utils.tensorboard": ("report/sinks.py",),
@@ -66,6 +68,7 @@ CONTROL_PLANE = (
     "errors",
     "old_paths",
     "files",
+    "patching",
     "units",
     "resources",
     "process_setup",

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from dstrain.data.store import TokenStore
 
-from tests.contract.test_cli import call
+from tests.vocabulary import invoke
 from tests.workers import ROOT
 
 EARLIER = ROOT / "tests" / "fixtures" / "8f49f80"
@@ -184,7 +184,7 @@ def test_an_old_store_shows_its_images(untouched: Path) -> None:
 
 def test_old_checkpoints_are_whole(untouched: Path) -> None:
     for task, step in CUT_AT.items():
-        result = call("checkpoints", str(untouched / task / "run"), "--verify", "--json")
+        result = invoke("checkpoints", str(untouched / task / "run"), "--verify", "--json")
         assert result.exit_code == 0, result.output
         (found,) = json.loads(result.stdout)
         assert (found["step"], found["state"], found["world_size"]) == (step, "whole", 2)
@@ -194,7 +194,7 @@ def test_old_checkpoints_are_whole(untouched: Path) -> None:
 def test_an_old_model_is_judged_as_it_was(which: str, untouched: Path) -> None:
     task, _, kind = which.partition("/")
     data = str(untouched / task / "eval.jsonl")
-    result = call("evaluate", str(untouched / which), "--data", data, "--json")
+    result = invoke("evaluate", str(untouched / which), "--data", data, "--json")
     assert result.exit_code == 0, result.output
     found, wanted = json.loads(result.stdout), read(EARLIER / task / f"evaluated-{kind}.json")
     assert learnt(found) == pytest.approx(learnt(wanted), **CLOSE)
@@ -203,7 +203,7 @@ def test_an_old_model_is_judged_as_it_was(which: str, untouched: Path) -> None:
 
 def test_an_old_policy_answers_as_it_did(untouched: Path) -> None:
     data = str(untouched / "vlm/eval.jsonl")
-    result = call("generate", str(untouched / "vlm/run"), "--data", data, "--max-new-tokens", "8", "--json")
+    result = invoke("generate", str(untouched / "vlm/run"), "--data", data, "--max-new-tokens", "8", "--json")
     assert result.exit_code == 0, result.output
     found = [json.loads(line) for line in result.stdout.splitlines()]
     for one, other in zip(found, rows(EARLIER / "vlm/generated.jsonl"), strict=True):
@@ -215,7 +215,7 @@ def test_an_old_run_is_exported_as_it_was(untouched: Path) -> None:
     from safetensors.torch import load_file
 
     again = untouched / "again"
-    result = call("export", str(untouched / "rm/run"), "--to", str(again))
+    result = invoke("export", str(untouched / "rm/run"), "--to", str(again))
     assert result.exit_code == 0, result.output
     found, wanted = (load_file(folder / "model.safetensors") for folder in (again, untouched / "rm/export"))
     assert found.keys() == wanted.keys()
@@ -229,6 +229,6 @@ def test_a_token_cache_of_this_format_is_used(untouched: Path, tmp_path: Path, m
     cache = put(LATER / "cache", tmp_path / "later")
     monkeypatch.setenv("DSTRAIN_CACHE", str(cache))
     before = states(cache)
-    result = call("prepare", str(untouched / "rm/recipe.yaml"))
+    result = invoke("prepare", str(untouched / "rm/recipe.yaml"))
     assert result.exit_code == 0, result.output
     assert states(cache) == before

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.contract.test_cli import call
+from tests.vocabulary import invoke
 from tests.workers import ROOT
 
 FIXTURE = ROOT / "tests" / "fixtures" / "8f49f80"
@@ -71,7 +71,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def prepare(recipe: str) -> None:
-    result = call("prepare", recipe)
+    result = invoke("prepare", recipe)
     assert result.exit_code == 0, result.output
 
 

@@ -21,7 +21,7 @@ from tests.vocabulary import read_jsonl
 from tests.workers import ROOT
 
 HOST = socket.gethostname()
-MEND = "fix the cause and start again: the run goes on from its newest whole checkpoint"
+MEND = "fix the cause and start again: the run resumes from its latest complete checkpoint"
 
 
 @contextlib.contextmanager
@@ -113,7 +113,7 @@ def test_a_rank_that_holds_the_interpreter_still_shows_its_stack(tmp_path: Path)
 def test_the_error_of_a_rank_is_told_by_the_others(tmp_path: Path) -> None:
     code, line = ended(tmp_path, "raise", timeout=60.0)
     assert code == 1
-    assert f"rank 1 on {HOST} failed: ValueError: of its own; logs/rank-00001.log says more" in line
+    assert f"rank 1 on {HOST} failed: ValueError: of its own; see logs/rank-00001.log" in line
 
 
 def test_all_ranks_leave_alike_where_one_was_stopped_before_the_first_step(tmp_path: Path) -> None:

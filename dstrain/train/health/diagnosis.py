@@ -72,7 +72,7 @@ def diagnose(report: StatusReport) -> Diagnosis:
     by_kind = {status.kind: status for _, status in sorted(statuses.items(), reverse=True)}
     stop_signal = ""
     if status := by_kind.get("failed"):
-        ranks, what = [status.rank], f"failed: {status.text}; logs/rank-{status.rank:05d}.log says more"
+        ranks, what = [status.rank], f"failed: {status.text}; see logs/rank-{status.rank:05d}.log"
     elif status := by_kind.get("stopped"):
         ranks, what, stop_signal = [status.rank], f"was stopped by {status.text}", status.text
     elif missing:

@@ -176,7 +176,7 @@ def call_with_timeout(function: Callable[[], T], fallback: T, timeout: float) ->
 
 def unknown_peer_message(reason: str) -> str:
     """Return the message for a failed peer whose rank is not known."""
-    return f"another process has ended or does not answer ({reason}), its log says why"
+    return f"another process has ended or does not answer ({reason}); see its log"
 
 
 @cache

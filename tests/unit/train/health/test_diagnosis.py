@@ -106,7 +106,7 @@ def test_the_longest_wait_counts_not_the_busiest_group() -> None:
 def test_a_rank_with_an_error_of_its_own_is_the_one_to_blame() -> None:
     words = [word(0, "lost", world=WAITS), word(1, "failed", "ValueError: no"), word(2, world=WAITS), word(3, "ready")]
     verdict = judged(words, {3: ""}, "Connection closed by peer")
-    assert verdict.message == "rank 1 on host2 failed: ValueError: no; logs/rank-00001.log says more"
+    assert verdict.message == "rank 1 on host2 failed: ValueError: no; see logs/rank-00001.log"
 
 
 def test_ranks_that_go_different_ways_are_told_apart() -> None:

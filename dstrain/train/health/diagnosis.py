@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dstrain.errors import first_names
+
 FINAL_KINDS = ("lost", "failed", "stopped", "done")
 """Kinds of a rank's last status: it is about to exit and writes no other."""
 MAX_TABLE_ROWS = 32
@@ -123,7 +125,7 @@ def format_ranks_by_host(ranks: Sequence[int], statuses: Mapping[int, RankStatus
     for rank in ranks:
         by_host.setdefault(statuses[rank].host, []).append(rank)
     return " and ".join(
-        f"{'ranks' if len(several) > 1 else 'rank'} {', '.join(map(str, several))} on {host}"
+        f"{'ranks' if len(several) > 1 else 'rank'} {first_names(several, 8)} on {host}"
         for host, several in by_host.items()
     )
 

@@ -1,4 +1,4 @@
-"""A host that was given up and answers ssh all the same: what is left of the launch there is ended before anything is said."""
+"""Cleanup over ssh on a host whose agent does not answer."""
 
 from __future__ import annotations
 

@@ -131,6 +131,7 @@ def test_where_nothing_is_known_the_sentence_says_so() -> None:
 def test_many_ranks_are_named_in_short() -> None:
     statuses = {rank: RankStatus(rank=rank, host="big", place="", pid=1) for rank in range(40)}
     assert format_ranks_by_host([1, 4, 5], statuses) == "ranks 1, 4, 5 on big"
+    assert format_ranks_by_host(range(3, 40), statuses) == "ranks 3, 4, 5, 6, 7, 8, 9, 10 and 29 more on big"
     report = StatusReport(statuses=statuses, answered_ranks=frozenset(statuses), process_states={})
     table = format_status_table(report, [39]).splitlines()
     assert table[1].startswith("39    big")

@@ -117,7 +117,7 @@ def made_engine(task: Any, preset: str, world: Any, **settings: Any) -> Any:
     known = read_preset(preset)
     values = {"precision": "fp32", "micro": 1, "accumulate": 1, "world_size": world.size, "clip": task.recipe.optim.clip,
               "device_kind": world.device.type, "nvme_path": tempfile.gettempdir(),
-              "foreign_optimizer": task.recipe.optim.name != "adamw" or known.offload_optimizer is None} | settings  # fmt: skip
+              "uses_custom_optimizer": task.recipe.optim.name != "adamw" or known.offload_optimizer is None} | settings  # fmt: skip
     config = complete_preset(known, settings=RunSettings(**values))
     objective, groups = made_model(task, config)
     return DeepSpeedEngine(objective, groups, task.recipe.optim, config, world)

@@ -7,6 +7,8 @@ import json
 from functools import cache
 from typing import Any
 
+from tests.vocabulary import message
+
 ZEPHYR = (  # HuggingFaceH4/zephyr-7b-beta: no BOS, which its tokenizer adds
     "{% for message in messages %}\n{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + message['content'] + eos_token }}\n"
     "{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' + message['content'] + eos_token }}\n"
@@ -39,12 +41,8 @@ SPECIAL = [
 WORDS = "Sure, here is a fox. the quick brown fox jumps over the lazy dog; user assistant system You are Qwen. river "
 
 
-def said(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-SYSTEM, QUESTION = said("system", "You are a fox."), said("user", "where is the dog?")
-EARLIER = [said("user", "the quick brown fox"), said("assistant", "jumps over the lazy dog")]
+SYSTEM, QUESTION = message("system", "You are a fox."), message("user", "where is the dog?")
+EARLIER = [message("user", "the quick brown fox"), message("assistant", "jumps over the lazy dog")]
 LONG = "Sure, here is a fox" + " and a river" * 12 + "."
 PAIRS: dict[str, dict[str, Any]] = {
     "one turn": {"prompt": [QUESTION], "chosen": "Sure, here.", "rejected": "the river"},

@@ -13,7 +13,8 @@ from dstrain.data.encoding.rendering import to_template_messages
 from dstrain.data.encoding.text import encode_preferences
 from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.preferences import read_preference
-from tests.chats import KINDS, PAIRS, TEMPLATES, TEXTS, chat, said, tokenizer_of
+from tests.chats import KINDS, PAIRS, TEMPLATES, TEXTS, chat, tokenizer_of
+from tests.vocabulary import message
 
 pytest.importorskip("trl", reason="TRL is not installed; pip install trl==1.16.0")
 
@@ -32,7 +33,7 @@ def theirs(tokenizer: Any, record: dict[str, Any], max_length: int | None = None
     """`chosen`, `rejected` and `prompt_length` by TRL's own preparation and collator; None where it leaves the pair out."""
     given = dict(record)
     if not isinstance(record["prompt"], str) and isinstance(record["chosen"], str):
-        given |= {side: [said("assistant", record[side])] for side in ("chosen", "rejected")}
+        given |= {side: [message("assistant", record[side])] for side in ("chosen", "rejected")}
     settings = SimpleNamespace(dataset_num_proc=None, max_length=max_length, truncation_mode="keep_start")
     trainer = SimpleNamespace(_tokenizer=tokenizer)
     made = DPOTrainer._prepare_dataset(trainer, Dataset.from_list([given]), tokenizer, settings, "train")
@@ -117,7 +118,7 @@ def test_every_template_that_trl_ships_gives_its_ids_and_keeps_the_last_turn(tem
     record = PAIRS["a long answer"]
     parts = [{**turn, "content": to_template_messages(tokenizer, [turn])[0]["content"]} for turn in record["prompt"]]
     said_so = {
-        side: to_template_messages(tokenizer, [said("assistant", record[side])]) for side in ("chosen", "rejected")
+        side: to_template_messages(tokenizer, [message("assistant", record[side])]) for side in ("chosen", "rejected")
     }
     given = {"prompt": parts, **said_so}
     whole = ours(tokenizer, record)
@@ -133,6 +134,6 @@ def test_every_template_that_trl_ships_gives_its_ids_and_keeps_the_last_turn(tem
 @pytest.mark.parametrize("kind", KINDS)
 def test_by_design_a_plain_prompt_is_a_users_turn_where_there_is_a_template(kind: str) -> None:
     tokenizer = chat("qwen", kind)
-    dialog = {**TEXTS["plain"], "prompt": [said("user", TEXTS["plain"]["prompt"])]}
+    dialog = {**TEXTS["plain"], "prompt": [message("user", TEXTS["plain"]["prompt"])]}
     dialog |= {side: TEXTS["plain"][side].removeprefix(" ") for side in ("chosen", "rejected")}
     assert ours(tokenizer, TEXTS["plain"]) == theirs(tokenizer, dialog) != theirs(tokenizer, TEXTS["plain"])

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from safetensors.torch import load_file
 
 from dstrain.commands.trained_model import find_saved_model
@@ -14,7 +13,7 @@ from dstrain.errors import UsageError
 from dstrain.tasks import find_task
 from tests.contract.best_cases import sums
 from tests.contract.export_cases import make_run, stored
-from tests.resume.test_resume import events
+from tests.vocabulary import read_events, write_recipe
 from tests.workers import Workers
 
 CASES = "tests.contract.best_cases:"
@@ -26,7 +25,7 @@ def trained(tmp_path: Path, preset: str, workers: Workers, **changes: Any) -> Pa
     """A run of six steps that keeps the newest, each fourth and the best."""
     values = find_task("rm").tiny(tmp_path) | {"ds_config": preset, "steps": 6, "batch": {"total": 6, "micro": 2}}
     values |= {"eval": {"every": 1}, "save": {"every": 1, "keep": 1, "keep_every": 4}} | changes
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(tmp_path, values)
     workers(CASES + "run_told", recipe=str(tmp_path / "recipe.yaml"), run_dir=str(tmp_path / "run"), told=TOLD)
     return tmp_path / "run"
 
@@ -77,7 +76,7 @@ def test_going_on_from_the_best_begins_with_its_weights(
     asked = {"recipe": str(tmp_path / "recipe.yaml"), "run_dir": str(run), "sets": [f"ds_config={other}"]}
     for told in two(CASES + "resumed", **asked, resume=str(run / "checkpoints/best")):
         assert told == {"step": 3, "weights": best}
-    (event,) = [event for event in events(run, "resumed") if event["step"] == 3]
+    (event,) = [event for event in read_events(run, "resumed") if event["step"] == 3]
     assert event["checkpoint"] == str((run / "checkpoints/step-00000003").resolve()), "not the link, which may move"
     aside = [name.rpartition("-step-")[2] for name in kept(run) if name.startswith("superseded-")]
     assert sorted(aside) == ["00000004", "00000006"]
@@ -103,7 +102,7 @@ def test_a_higher_metric_is_the_best_where_the_recipe_says_so(tmp_path: Path, on
 def test_without_a_metric_best_is_the_last(tmp_path: Path, one: Workers) -> None:
     values = find_task("rm").tiny(tmp_path) | {"steps": 2, "save": {"every": 1}}
     values["data"] = {"train": values["data"]["train"], "max_length": 48}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(tmp_path, values)
     one("tests.resume.cases:run", recipe=str(tmp_path / "recipe.yaml"), run_dir=str(tmp_path / "run"))
     assert kept(tmp_path / "run") == ["step-00000001", "step-00000002"]
     assert find_saved_model(tmp_path / "run", "best").step == 2

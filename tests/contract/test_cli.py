@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 import pytest
 import yaml
-from click.testing import CliRunner, Result
 
 from dstrain.batch import Progress
 from dstrain.cli import main
@@ -22,18 +21,12 @@ from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import builtin_tasks, find_task, task_options
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.state.hashed_file import write_hashed_file
-
-
-def call(*arguments: str) -> Result:
-    result = CliRunner().invoke(main, list(arguments))
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+from tests.vocabulary import invoke
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in main.commands), ["data", "check"]], ids=" ".join)
 def test_every_command_helps(command: list[str]) -> None:
-    result = call(*command, "--help")
+    result = invoke(*command, "--help")
     assert result.exit_code == 0
     assert "Usage:" in result.output
 
@@ -47,25 +40,25 @@ def test_every_option_of_every_command_has_help() -> None:
 
 def test_launch_options_stand_apart() -> None:
     for name in ("train", "evaluate", "generate", "prepare"):
-        own, _, launch = call(name, "--help").output.partition("Launch options:")
+        own, _, launch = invoke(name, "--help").output.partition("Launch options:")
         assert set(re.findall(r"^  --([\w-]+)", launch, re.M)) == {
             option.replace("_", "-") for option in LAUNCH_OPTION_NAMES
         }
         assert "--set" in own
         assert not re.findall(r"^  \[?RECIPE|^  RUN_OR_MODEL", own, re.M), "an argument is no option"
-    assert "Launch options" not in call("export", "--help").output
+    assert "Launch options" not in invoke("export", "--help").output
 
 
 def test_an_option_may_have_underscores() -> None:
     for option in main.commands["train"].params:
-        if isinstance(option, click.Option) and option.name not in ("sets", "allowed", "dry_run"):
+        if isinstance(option, click.Option) and option.name not in ("overrides", "allowed", "dry_run"):
             assert f"--{option.name}" in option.opts
 
 
 @pytest.mark.parametrize("task", builtin_tasks())
 def test_a_task_prints_its_options_with_their_help(task: str) -> None:
-    assert task in call("tasks").output
-    printed = call("tasks", task).output
+    assert task in invoke("tasks").output
+    printed = invoke("tasks", task).output
     for option in task_options(find_task(task)):
         assert f"  {option.name}: {option.type} = {option.default!r}\n      {option.help}" in printed
         assert option.help
@@ -104,7 +97,7 @@ def hollow(folder: Path) -> None:
         ("export run --to out", "holds no whole checkpoint"),
         ("export run --to file", "is a file; choose another name"),
         ("export run --to run", "exists and is not empty"),
-        ("export model --to out", "say with --task"),
+        ("export model --to out", "name its task"),
         ("evaluate run --data pairs.jsonl", "holds no whole checkpoint"),
         ("evaluate model --data pairs.jsonl --task rm", "holds no weights"),
         ("trian", "No such command 'trian'"),
@@ -113,28 +106,28 @@ def hollow(folder: Path) -> None:
 def test_commands_say_what_is_wrong(command: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     hollow(tmp_path)
-    result = call(*command.split())
+    result = invoke(*command.split())
     assert result.exit_code == 2, result.output
     assert wanted in result.output
     assert not (tmp_path / "out").exists()
 
 
 def test_deepspeed_may_put_its_rank_before_the_command() -> None:
-    assert call("--local_rank=1", "tasks").exit_code == 0
-    assert "local_rank" not in call("--help").output
+    assert invoke("--local_rank=1", "tasks").exit_code == 0
+    assert "local_rank" not in invoke("--help").output
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_prints(name: str) -> None:
-    assert name in call("presets").output
-    assert "zero_optimization" in call("presets", name).output
+    assert name in invoke("presets").output
+    assert "zero_optimization" in invoke("presets", name).output
 
 
 def test_an_adopted_preset_reads_clean(tmp_path: Path) -> None:
     public = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "gradient_clipping": "auto",
               "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}  # fmt: skip
     (tmp_path / "public.json").write_text(json.dumps(public))
-    result = call("presets", "--adopt", str(tmp_path / "public.json"))
+    result = invoke("presets", "--adopt", str(tmp_path / "public.json"))
     assert result.exit_code == 0
     (tmp_path / "ours.json").write_text(result.stdout)
     assert read_preset(str(tmp_path / "ours.json")).stage == 3
@@ -142,25 +135,25 @@ def test_an_adopted_preset_reads_clean(tmp_path: Path) -> None:
 
 
 def test_presets_are_listed_with_a_sentence_each() -> None:
-    lines = call("presets").output.splitlines()[: len(preset_names())]
+    lines = invoke("presets").output.splitlines()[: len(preset_names())]
     assert [line.split()[0] for line in lines] == preset_names()
     assert all(len(line.split()) > 3 for line in lines), lines
 
 
 @pytest.mark.parametrize("name", list_packaged_recipes())
 def test_every_recipe_reads_clean(name: str) -> None:
-    assert name in call("recipes").output
-    assert yaml.safe_load(call("recipes", name).output)["task"] in builtin_tasks()
+    assert name in invoke("recipes").output
+    assert yaml.safe_load(invoke("recipes", name).output)["task"] in builtin_tasks()
     assert resolve_recipe(TrainRequest(recipe=name)).config.task
 
 
 @pytest.mark.parametrize("task", builtin_tasks())
 def test_a_starter_recipe_reads_clean_and_explains_itself(task: str, tmp_path: Path) -> None:
-    assert call("init", task, "--to", str(tmp_path / "new.yaml")).exit_code == 0
+    assert invoke("init", task, "--to", str(tmp_path / "new.yaml")).exit_code == 0
     text = (tmp_path / "new.yaml").read_text()
     assert read_recipe(tmp_path / "new.yaml").config.task == task
     assert all("#" in line for line in text.splitlines() if line.startswith("  ")), "a comment beside every key"
-    assert call("init", task, "--to", str(tmp_path / "new.yaml")).exit_code == 2
+    assert invoke("init", task, "--to", str(tmp_path / "new.yaml")).exit_code == 2
     assert (tmp_path / "new.yaml").read_text() == text
 
 
@@ -170,7 +163,7 @@ def test_a_starter_recipe_reads_clean_and_explains_itself(task: str, tmp_path: P
 def test_a_starter_recipe_has_the_rate_and_the_metric_of_its_task(
     task: str, metric: str, best: str, tmp_path: Path
 ) -> None:
-    text = call("init", task).output
+    text = invoke("init", task).output
     told = yaml.safe_load(text)
     assert (told["eval"]["metric"], told["eval"]["best"]) == (metric, best)
     assert told["optim"]["lr"] == find_task(task).learning_rate
@@ -186,12 +179,12 @@ def test_data_check_names_every_bad_record(tmp_path: Path) -> None:
         '{"chosen": 3}',
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
-    bad = call("data", "check", str(tmp_path / "pairs.jsonl"), "--task", "rm")
+    bad = invoke("data", "check", str(tmp_path / "pairs.jsonl"), "--task", "rm")
     assert bad.exit_code == 2
     for line in (2, 3, 4):
         assert f"pairs.jsonl:{line}: " in bad.output
     (tmp_path / "good.jsonl").write_text(rows[0])
-    good = call("data", "check", str(tmp_path / "good.jsonl"), "--task", "rm")
+    good = invoke("data", "check", str(tmp_path / "good.jsonl"), "--task", "rm")
     assert (good.exit_code, good.output) == (0, f"1 good records, 0 bad\n{NO_TOKENIZER_HINT}\n")
 
 
@@ -203,14 +196,14 @@ def test_data_check_shows_a_terminal_the_first_ten_of_each_kind(
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
     words = ["data", "check", str(tmp_path / "pairs.jsonl"), "--task", "rm"]
-    assert len(call(*words).stdout.splitlines()) == 2001, "a script gets every one"
+    assert len(invoke(*words).stdout.splitlines()) == 2001, "a script gets every one"
     monkeypatch.setattr("dstrain.cli.is_terminal", lambda: True)
-    told = call(*words).stdout.splitlines()
+    told = invoke(*words).stdout.splitlines()
     assert len(told) == 10 + 1 + 1 + 1
     assert told[10] == f"… and 1990 more like {tmp_path}/pairs.jsonl:10"
     assert told[11].startswith(f"{tmp_path}/pairs.jsonl:2001: 'prompt' is null")
     assert told[12] == "`--all` lists every one"
-    assert len(call(*words, "--all").stdout.splitlines()) == 2001
+    assert len(invoke(*words, "--all").stdout.splitlines()) == 2001
 
 
 def test_data_check_of_images_says_what_training_says(tmp_path: Path) -> None:
@@ -221,7 +214,7 @@ def test_data_check_of_images_says_what_training_says(tmp_path: Path) -> None:
         {"question": "q", "answer": "a", "image": None},
     ]
     (tmp_path / "seen.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    told = call("data", "check", str(tmp_path / "seen.jsonl"), "--task", "vlm")
+    told = invoke("data", "check", str(tmp_path / "seen.jsonl"), "--task", "vlm")
     assert told.exit_code == 2
     for words in (
         "seen.jsonl:1: 1 mark (<image>) and 0 images: more marks than images",
@@ -242,14 +235,14 @@ def test_checkpoints_tells_whole_from_damaged(tmp_path: Path) -> None:
             metric,
         )
     (tmp_path / "checkpoints/step-00000020/w.dat").write_bytes(b"y" * 100)
-    verified = call("checkpoints", str(tmp_path), "--verify", "--json")
+    verified = invoke("checkpoints", str(tmp_path), "--verify", "--json")
     assert verified.exit_code == 1, "damage was found"
     rows = json.loads(verified.stdout)
     assert all(row["bytes"] > 100 for row in rows)
     assert [(row["step"], row["best"]) for row in rows] == [(20, False), (10, True)]
     assert rows[0]["state"].startswith("damaged: w.dat")
     assert rows[1]["state"] == "whole"
-    listed = call("checkpoints", str(tmp_path))
+    listed = invoke("checkpoints", str(tmp_path))
     assert "whole, best" in listed.output
     assert listed.exit_code == 0, "sizes alone find nothing"
 
@@ -275,7 +268,7 @@ def test_the_later_saying_counts(tmp_path: Path) -> None:
 def test_a_dry_run_prints_all_and_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    result = call("train", "demo-rm", "--dry-run", "--num_gpus", "2")
+    result = invoke("train", "demo-rm", "--dry-run", "--num_gpus", "2")
     assert result.exit_code == 0
     for words in (
         "# recipe",
@@ -293,7 +286,7 @@ def test_a_dry_run_prints_all_and_starts_nothing(tmp_path: Path, monkeypatch: py
 def test_a_dry_run_warns_of_more_processes_than_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    result = call("train", "demo-rm", "--dry-run", "--num-gpus", "9999", "--set", "batch.total=9999")
+    result = invoke("train", "demo-rm", "--dry-run", "--num-gpus", "9999", "--set", "batch.total=9999")
     assert result.exit_code == 0
     assert "warning: 9999 processes are started on this machine, which has " in result.output
 
@@ -302,7 +295,7 @@ def test_a_dry_run_shows_the_batch_that_is_trained(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     wanted = ["--set", "batch={total: 16, micro: 8}", "--num-gpus", "8"]
-    printed = call("train", "demo-rm", "--dry-run", *wanted).output
+    printed = invoke("train", "demo-rm", "--dry-run", *wanted).output
     assert '"train_batch_size": 16' in printed
     assert "steps of 16 samples (8 processes x 1 forward pass x 2 samples)" in printed
     assert "warning: batch.micro is 8, but" in printed

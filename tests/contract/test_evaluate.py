@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from dstrain.commands.evaluate import EvaluateJob, check_reference, make_eval_source
 from dstrain.commands.run_job import JobResult
@@ -19,7 +18,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.errors import UsageError
 from dstrain.launch.command import free_port
 from dstrain.tasks import find_task, make_task
-from tests.resume.test_resume import RUN
+from tests.vocabulary import RUN, read_jsonl, write_recipe
 from tests.workers import Workers
 
 CASES = "tests.contract.export_cases:"
@@ -49,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, two: Workers) -> Any:
             values = find_task(task).tiny(folder) | {"options": options, "ds_config": preset, "eval": {"every": 4}}
             values["model"]["config"] |= {"tie_word_embeddings": "tied" in name}
             values["model"] |= model
-            (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+            write_recipe(folder, values)
             two(RUN, recipe=str(folder / "recipe.yaml"), run_dir=str(folder / "run"))
             made[name] = folder
         return made[name]
@@ -62,7 +61,7 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
 
 
 def logged(folder: Path, names: Any) -> dict[str, float]:
-    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(folder / "run/metrics.jsonl")
     last = [row for row in rows if row["split"] == "eval"][-1]
     return {name: last[name] for name in names if name in last}
 
@@ -104,7 +103,7 @@ def test_exported_adapters_are_judged_in_shards_too(name: str, tmp_path: Path, o
     values = find_task(task).tiny(tmp_path)
     one("tests.contract.lora_cases:save_base", folder=str(tmp_path / "base"), recipe=values)
     values |= {"model": {"path": str(tmp_path / "base"), **model}, "ds_config": "zero2"}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(tmp_path, values)
     two(RUN, recipe=str(tmp_path / "recipe.yaml"), run_dir=str(tmp_path / "run"))
     one("tests.contract.export_cases:export_only", run=str(tmp_path / "run"), to=str(tmp_path / "out"))
     data = str(tmp_path / "eval.jsonl")
@@ -144,7 +143,7 @@ def test_what_data_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.contract.test_cli import call
+    from tests.vocabulary import invoke
 
     told: list[Any] = []
     monkeypatch.setattr("dstrain.commands.run_job.run_job", lambda *args: told.append(args) or JobResult(0))
@@ -162,10 +161,10 @@ def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.Mon
         "--ds-config",
         "zero3",
     ]
-    assert call("evaluate", str(tmp_path), *asked, "--num-gpus", "2").exit_code == 0
+    assert invoke("evaluate", str(tmp_path), *asked, "--num-gpus", "2").exit_code == 0
     first: EvaluateJob = told[0][0]
     assert told[0][1]["num_gpus"] == 2
-    assert call(*first.to_argv(), "--scratch", str(tmp_path)).exit_code == 0
+    assert invoke(*first.to_argv(), "--scratch", str(tmp_path)).exit_code == 0
     assert told[1][0] == first
     assert told[1][2] == tmp_path
     wanted = ModelSelector(

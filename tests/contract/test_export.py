@@ -25,7 +25,7 @@ from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task
 from tests.contract.export_cases import Change, make_run, read_as_a_stranger, spoil, stored
 from tests.contract.lora_cases import save_base
-from tests.resume.test_resume import RUN, rows
+from tests.vocabulary import RUN, metric_rows, write_recipe
 from tests.workers import ROOT, Workers
 
 CASES = "tests.contract.export_cases:"
@@ -37,7 +37,7 @@ def recipe(tmp_path: Path) -> str:
         "eval": {"every": 2, "metric": "accuracy", "best": "max"},
         "save": {"every": 2},
     }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(tmp_path, values)
     return str(tmp_path / "recipe.yaml")
 
 
@@ -252,7 +252,7 @@ STALLING = """
 import sys, time
 from pathlib import Path
 from dstrain.commands import export
-export._reload = lambda said, folder: (print("written", flush=True), time.sleep(60))
+export._verify_reload = lambda said, folder: (print("written", flush=True), time.sleep(60))
 export.export_model(Path(sys.argv[1]), "last", Path(sys.argv[2]))
 """
 
@@ -367,7 +367,7 @@ def test_an_export_scores_as_the_run_does(
     assert told["difference"] <= (1e-5 if precision == "fp32" else 1e-2)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(told["files"])
 
-    in_run = [row for row in rows(tmp_path / "run") if row["split"] == "eval"][-1]
+    in_run = [row for row in metric_rows(tmp_path / "run") if row["split"] == "eval"][-1]
     data = str(tmp_path / "eval.jsonl")
     of_run = one(CASES + "evaluate", folder=str(tmp_path / "run"), data=data)[0]
     of_export = one(CASES + "evaluate", folder=str(tmp_path / "out"), data=data)[0]
@@ -395,7 +395,7 @@ def test_whoever_wrote_the_checkpoint_its_export_holds_it(
     """Of one, two and three processes."""
     values = find_task(task[:3].strip(",")).tiny(tmp_path) | (TIED if "tied" in task else {}) | {"steps": 2}
     values |= {"batch": {"total": 6, "micro": 2}, "ds_config": preset, "precision": precision, "save": {"every": 1}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(tmp_path, values)
     one: Workers = request.getfixturevalue("one")
     for name in ("one", "two", "three"):
         run = tmp_path / name

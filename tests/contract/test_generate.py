@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from dstrain.commands.generate import GenerateJob, show_answers
 from dstrain.commands.run_job import JobResult
 from dstrain.commands.trained_model import ModelSelector
 from dstrain.tasks import find_task
-from tests.contract.test_cli import call
 from tests.contract.test_evaluate import start
-from tests.resume.test_resume import RUN
+from tests.vocabulary import RUN, invoke, write_recipe
 from tests.workers import Workers
 
 GENERATE = "tests.contract.export_cases:generate"
@@ -41,7 +39,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, two: Workers) -> Any:
             values["data"] |= {"max_length": 120}  # long enough for every answer to end
             values["model"]["config"] |= {"tie_word_embeddings": "tied" in name, "max_position_embeddings": 128}
             values["model"] |= model
-            (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+            write_recipe(folder, values)
             two(RUN, recipe=str(folder / "recipe.yaml"), run_dir=str(folder / "run"))
             made[name] = folder
         return made[name]
@@ -118,13 +116,13 @@ def test_what_cannot_be_answered_is_refused_before_anything_starts(
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     words = words if "--task" in words else [*words, "--task", "sft"]
-    result = call("generate", str(tmp_path), *words, "--num-gpus", "2")
+    result = invoke("generate", str(tmp_path), *words, "--num-gpus", "2")
     assert result.exit_code == 2
     assert wanted in result.output
 
 
 def test_an_answer_needs_room(trained: Any) -> None:
-    result = call("generate", str(trained("sft") / "run"), "--prompt", "hi", "--max-new-tokens", "128")
+    result = invoke("generate", str(trained("sft") / "run"), "--prompt", "hi", "--max-new-tokens", "128")
     assert result.exit_code == 2
     assert "the model has 128 positions, prompt included" in result.output
 
@@ -134,9 +132,9 @@ def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("dstrain.commands.run_job.run_job", lambda *args: told.append(args) or JobResult(0))
     prompts = ["--prompt", "\n\nHuman: 'hi'\n\nAssistant:", "--prompt", "--dashes"]
     sampling = ["--max_new_tokens", "7", "--temperature", "0.5", "--top-p", "0.9", "--seed", "3", "--batch", "2"]
-    assert call("generate", str(tmp_path), *prompts, *sampling, "--step", "last").exit_code == 0
+    assert invoke("generate", str(tmp_path), *prompts, *sampling, "--step", "last").exit_code == 0
     first: GenerateJob = told[0][0]
-    assert call(*first.to_argv()).exit_code == 0
+    assert invoke(*first.to_argv()).exit_code == 0
     assert told[1][0] == first
     assert first.selector == ModelSelector(folder=tmp_path, step="last")
     assert first.sampling == {"max_new_tokens": 7, "temperature": 0.5, "top_p": 0.9, "seed": 3, "batch": 2}

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.contract.test_generate import GENERATE
-from tests.resume.test_resume import RUN
 from tests.seeing import named_recipe
+from tests.vocabulary import RUN, write_recipe
 from tests.workers import Workers
 
 SECONDS = 60.0
@@ -23,7 +22,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, two: Workers) -> Path:
     folder = tmp_path_factory.mktemp("run")
     _, values = named_recipe("vlm", folder)
     values |= {"steps": 60, "optim": {"lr": 1e-2}, "batch": {"total": 8, "micro": 4}}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(folder, values)
     two(RUN, recipe=str(folder / "recipe.yaml"), run_dir=str(folder / "run"))
     return folder
 

@@ -20,7 +20,7 @@ from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task
 from tests.contract.export_cases import make_run, stored
 from tests.contract.lora_cases import save_base
-from tests.contract.test_cli import call
+from tests.vocabulary import invoke
 
 SAMPLING: dict[str, Any] = {"max_new_tokens": 3, "temperature": 0.0, "top_p": 1.0, "seed": 0, "batch": 1}
 
@@ -55,10 +55,10 @@ def test_a_run_is_used_without_the_model_that_it_began_with(task: str, tmp_path:
         row = run_in_process(EvaluateJob(selector=choice, data=str(tmp_path / "it/eval.jsonl")), SINGLE_WORKER, None)
         assert row["loss"] > 0
         return
-    said = call("evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl"))
+    said = invoke("evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl"))
     assert said.exit_code == 2
     assert f"options.ref_model: '{base}' is no folder" in said.output
-    again = call(
+    again = invoke(
         "evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl"), "--set", f"model.path={tmp_path}/elsewhere"
     )
     assert again.exit_code == 0, again.output
@@ -69,7 +69,7 @@ def test_what_needs_the_weights_says_how_to_name_them(tmp_path: Path) -> None:
     assert not (run / "model").exists(), "adapters lie on weights, a config would not do"
     shutil.move(base, tmp_path / "elsewhere")
     wanted = (
-        "model.path: '.*base' is not there any more, and the adapters lie on its weights; .*--set model.path=FOLDER"
+        "model.path: '.*base' does not exist any more, and the adapters need its weights; .*--set model.path=FOLDER"
     )
     with pytest.raises(UsageError, match=wanted):
         find_saved_model(run, "last")
@@ -94,7 +94,7 @@ def test_ties_that_the_weights_took_apart_are_not_guessed(tmp_path: Path) -> Non
     (base / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
     run = make_run(tmp_path / "it", "sft", {"model": {"path": str(base), "config": None}})
     shutil.rmtree(base)
-    with pytest.raises(CheckpointError, match="two values for weights that the model's config ties"):
+    with pytest.raises(CheckpointError, match="two values for weights that the config ties"):
         load_trained_model(run, "last")
 
 
@@ -109,27 +109,29 @@ def test_the_values_are_the_checkpoints(tmp_path: Path) -> None:
 
 def test_a_reference_that_is_not_there_is_called_by_its_name(tmp_path: Path) -> None:
     run, _ = run_from_base(tmp_path, "dpo")
-    said = call("evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl"), "--set", "options.ref_model=/nowhere")
+    said = invoke(
+        "evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl"), "--set", "options.ref_model=/nowhere"
+    )
     assert (said.exit_code, "options.ref_model: '/nowhere' is no folder" in said.output) == (2, True), said.output
     words = ["--task", "dpo", "--set", f"model.path={tmp_path}/base", "--set", f"data.train={tmp_path}/it/eval.jsonl"]
-    said = call("train", *words, "--set", "options.ref_model=/nowhere", "--dry-run")
+    said = invoke("train", *words, "--set", "options.ref_model=/nowhere", "--dry-run")
     assert (said.exit_code, "options.ref_model: '/nowhere' is no folder" in said.output) == (2, True), said.output
 
 
 def test_an_image_for_a_model_that_takes_none(tmp_path: Path) -> None:
     run, _ = run_from_base(tmp_path, "sft")
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
-    said = call("generate", str(run), "--prompt", "hi", "--image", str(tmp_path / "a.png"))
+    said = invoke("generate", str(run), "--prompt", "hi", "--image", str(tmp_path / "a.png"))
     assert said.exit_code == 2
     assert "--image: this model takes no images (llama reads text only); leave the option out" in said.output
 
 
 def test_export_of_another_projects_folder_says_what_to_do(tmp_path: Path) -> None:
     _, base = run_from_base(tmp_path, "sft")
-    said = call("export", str(base), "--to", str(tmp_path / "out"))
+    said = invoke("export", str(base), "--to", str(tmp_path / "out"))
     assert said.exit_code == 2
-    assert "is an exported model; say with --task what it was trained for" in said.output
+    assert "is an exported model without a recipe; name its task" in said.output
     assert (
         "There is no such option"
-        not in call("export", str(base), "--to", str(tmp_path / "out"), "--task", "sft").output
+        not in invoke("export", str(base), "--to", str(tmp_path / "out"), "--task", "sft").output
     )

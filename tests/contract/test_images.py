@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 
 from dstrain.commands.data import NO_TOKENIZER_HINT
@@ -27,9 +26,9 @@ from dstrain.tasks import find_task, make_task
 from dstrain.train.plan import make_plan
 from dstrain.train.precompute_reference import ReferenceJob, build_cache_key
 from dstrain.train.resume.recorded import ResumeOptions
-from tests.contract.test_cli import call
 from tests.contract.test_evaluate import start
 from tests.seeing import picture
+from tests.vocabulary import invoke, read_jsonl, write_recipe
 from tests.workers import ROOT, Workers
 
 RUN = "tests.resume.cases:run"
@@ -128,7 +127,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
 def test_every_image_that_is_bad_or_unusual_is_named_with_its_line(task: str, written: Any) -> None:
     record = dialog if task == "vlm" else pair
     said = written(GOOD | UNUSUAL | BAD, record, "x.jsonl")
-    found = call("data", "check", "x.jsonl", "--task", task)
+    found = invoke("data", "check", "x.jsonl", "--task", task)
     assert found.exit_code == 2
     told = found.stdout.splitlines()
     assert len(told) == len(said) == len(BAD) + len(UNUSUAL)
@@ -140,7 +139,7 @@ def test_every_image_that_is_bad_or_unusual_is_named_with_its_line(task: str, wr
     )
 
     said = written(GOOD | UNUSUAL, record, "good.jsonl")
-    found = call("data", "check", "good.jsonl", "--task", task)
+    found = invoke("data", "check", "good.jsonl", "--task", task)
     assert found.exit_code == 0
     assert found.stdout.splitlines() == [
         *said,
@@ -158,7 +157,7 @@ def test_the_records_of_the_docs_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     for number in (1, 2):
         picture(number).save(f"cats/{number}.jpg")
     Path("cats.jsonl").write_text("".join(blocks))
-    found = call(*command.split())
+    found = invoke(*command.split())
     assert (found.exit_code, found.stdout) == (
         0,
         f"{len(''.join(blocks).splitlines())} good records, 0 bad\n{NO_TOKENIZER_HINT}\n",
@@ -184,7 +183,7 @@ def test_images_within_a_parquet_file_are_kept_in_the_cache(tmp_path: Path, monk
     asked = [f"<image>What is {number}?" for number in range(4)]
     columns = {"image": held, "question": asked, "answer": ["A thing."] * 4}
     parquet.write_table(arrow.table(columns), "x.parquet")
-    found = call("data", "check", "x.parquet", "--task", "vlm")
+    found = invoke("data", "check", "x.parquet", "--task", "vlm")
     assert (found.exit_code, found.stderr) == (2, f"3 good records, 1 bad\n{NO_TOKENIZER_HINT}\n")
     assert found.stdout.startswith("x.parquet[3]: an image of 200 bytes is damaged or cut off")
     values = recipe(tmp_path, on_error="skip")
@@ -201,7 +200,7 @@ def test_a_record_that_is_bad_twice_is_named_twice_and_counted_once(written: Any
     written(GOOD, dialog, "x.jsonl")
     images = ["missing.png", "good.png", "gone.png"]
     Path("x.jsonl").write_text(json.dumps(dialog("<image>" * 3, "") | {"images": images}) + "\n[]\n")
-    found = call("data", "check", "x.jsonl", "--task", "vlm")
+    found = invoke("data", "check", "x.jsonl", "--task", "vlm")
     assert [line.split(";")[0] for line in found.stdout.splitlines()] == [
         "x.jsonl:1: image not found: missing.png (paths are relative to the data file)",
         "x.jsonl:1: image not found: gone.png (paths are relative to the data file)",
@@ -226,7 +225,7 @@ def examples(values: dict[str, Any]) -> TokenizedDataset:
 
 def plan(values: dict[str, Any], folder: Path) -> None:
     """Plan a run as a worker does before it joins the others."""
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(folder, values)
     try:
         wish = resolve_recipe(TrainRequest(recipe=str(folder / "recipe.yaml")))
         make_plan(wish, folder / "run", ResumeOptions(), Worker(0, 0, 1, "tests", 1))
@@ -267,13 +266,13 @@ def test_training_goes_on_without_bad_images_and_with_texts_among_the_good(writt
     written(GOOD | UNUSUAL | BAD, dialog, "x.jsonl")
     text = json.dumps(dialog("What is the sky?", ""))
     Path("x.jsonl").write_text(Path("x.jsonl").read_text() + f"{text}\n" * 5)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(tmp_path, on_error="skip")))
+    write_recipe(tmp_path, recipe(tmp_path, on_error="skip"))
     done = start(["dstrain", "train", "recipe.yaml", "--num-gpus", "1", "--run-dir", "run"], tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in rows if row["split"] == "train"] == [1, 2]
     assert all(np.isfinite(row["loss"]) for row in rows)
-    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    events = read_jsonl(tmp_path / "run/events.jsonl")
     (told,) = [event for event in events if event["event"] == "data"]
     assert (told["read"], told["kept"], told["skipped"]) == (21, 10, 11)
     assert "x.jsonl:6: image not found: missing.png" in told["skipped_records"][0]
@@ -305,8 +304,8 @@ def test_an_image_that_changed_since_the_data_were_prepared_is_noticed(
     written(GOOD, dialog, "x.jsonl")
     for name in GOOD:
         picture(1, (16, 16)).save(name)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(tmp_path)))
-    prepared = call("prepare", "recipe.yaml", "--json")
+    write_recipe(tmp_path, recipe(tmp_path))
+    prepared = invoke("prepare", "recipe.yaml", "--json")
     row = json.loads(prepared.stdout)["splits"]["train"]
     assert (row["samples"], row["images"], row["copies"], row["longest"] < 48) == (2, 2, 0, True)
     if harm == "deleted":
@@ -319,7 +318,7 @@ def test_an_image_that_changed_since_the_data_were_prepared_is_noticed(
     if harm == "replaced":
         one(RUN, **run)
         assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
-        again = json.loads(call("prepare", "recipe.yaml", "--json").stdout)["splits"]["train"]
+        again = json.loads(invoke("prepare", "recipe.yaml", "--json").stdout)["splits"]["train"]
         assert (again["images"], again["copies"]) == (2, 1)
         return
     with pytest.raises(UsageError, match=r"(?s)1 of 2 records .*x\.jsonl:1: .*good\.png"):
@@ -369,13 +368,13 @@ def test_what_a_reference_said_is_kept_apart_by_what_the_images_show(written: An
 
 def test_prepare_tells_how_many_images_there_are(written: Any, tmp_path: Path) -> None:
     written(GOOD | UNUSUAL, dialog, "x.jsonl")
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(tmp_path)))
-    told = call("prepare", "recipe.yaml").stdout
+    write_recipe(tmp_path, recipe(tmp_path))
+    told = invoke("prepare", "recipe.yaml").stdout
     assert "train: 5 samples" in told
     assert "5 images, 5 of them as copies in the cache" in told
-    row = json.loads(call("prepare", "recipe.yaml", "--json").stdout)["splits"]["train"]
+    row = json.loads(invoke("prepare", "recipe.yaml", "--json").stdout)["splits"]["train"]
     assert (row["images"], row["copies"]) == (5, 5)
     store = examples(recipe(tmp_path)).store
     assert row["tokens"] == store.column_lengths("input_ids").sum()
-    parts = json.loads(call("prepare", "recipe.yaml", "--json", "--set", "data.eval_fraction=0.4").stdout)["splits"]
+    parts = json.loads(invoke("prepare", "recipe.yaml", "--json", "--set", "data.eval_fraction=0.4").stdout)["splits"]
     assert [parts[name]["images"] for name in ("train", "eval")] == [3, 2]

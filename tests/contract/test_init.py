@@ -24,7 +24,7 @@ from dstrain.tasks import Task, find_task, make_task
 from dstrain.train.build_model import build_model
 from dstrain.train.engine.module import TrainModule
 from tests.contract.test_bad_input import RECIPE, plan
-from tests.resume.test_resume import RUN, events, rows
+from tests.vocabulary import RUN, metric_rows, read_events
 from tests.workers import ROOT, Workers
 
 
@@ -140,7 +140,7 @@ def test_a_run_starts_where_the_old_one_ended(preset: str, folder: Path, two: Wo
     found = {}
     for name, more in (("fresh", []), ("old", ["model.init=old.pt"])):
         seen = two(RUN, recipe=str(folder / RECIPE), run_dir=str(folder / name), sets=[*sets, *more])
-        found[name] = rows(folder / name)[0]["loss"]
+        found[name] = metric_rows(folder / name)[0]["loss"]
 
     task = task_of()
     examples: Any = task.examples("train")
@@ -149,8 +149,8 @@ def test_a_run_starts_where_the_old_one_ended(preset: str, folder: Path, two: Wo
         total, _ = TrainModule(task, old.eval())(make_batch(examples, task.collate, ids, ids[0]))
     assert found["old"] == pytest.approx(float(total) / len(ids), rel=1e-5)
     assert abs(found["fresh"] - found["old"]) > 0.01
-    assert not events(folder / "fresh", "init")
-    event = events(folder / "old", "init")[0]
+    assert not read_events(folder / "fresh", "init")
+    event = read_events(folder / "old", "init")[0]
     assert (event["file"], event["removed"]) == (str(folder / "old.pt"), "module.")
     assert event["matched"] == event["total"] == len(old.state_dict())
     assert event["missing"] == event["unexpected"] == 0

@@ -16,7 +16,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import yaml
 from click.testing import CliRunner, Result
 
 from dstrain.cli import main
@@ -26,6 +25,7 @@ from dstrain.launch import tee_log
 from dstrain.launch.lease import Lease
 from dstrain.tasks import find_task
 from dstrain.train.run_dir import check_run_dir_writable
+from tests.vocabulary import write_recipe
 from tests.workers import ROOT
 
 
@@ -35,7 +35,7 @@ def call(*arguments: str) -> Result:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(find_task("rm").tiny(tmp_path)))
+    write_recipe(tmp_path, find_task("rm").tiny(tmp_path))
     return tmp_path / "recipe.yaml"
 
 

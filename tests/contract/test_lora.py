@@ -16,7 +16,7 @@ from dstrain.errors import CheckpointError
 from dstrain.tasks import find_task
 from tests.contract.export_cases import make_run, read_as_a_stranger, spoil, stored
 from tests.contract.lora_cases import save_base
-from tests.resume.test_resume import RUN
+from tests.vocabulary import RUN, write_recipe
 from tests.workers import WorkerError, Workers
 
 CASES = "tests.contract.lora_cases:"
@@ -31,7 +31,7 @@ def test_adapters_and_the_merged_model_say_the_same(
     one(CASES + "save_base", folder=base, recipe=values)
     lora = {"rank": 4, "alpha": 16.0, "dora": dora}
     values |= {"model": {"path": base, "lora": lora}, "ds_config": preset, "optim": {"lr": 1e-2}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(tmp_path, values)
     two(RUN, recipe=str(tmp_path / "recipe.yaml"), run_dir=str(tmp_path / "run"))
     apart = one(CASES + "export", run=str(tmp_path / "run"), to=str(tmp_path / "apart"), merge=False)[0]
     merged = one(CASES + "export", run=str(tmp_path / "run"), to=str(tmp_path / "merged"), merge=True)[0]
@@ -52,7 +52,7 @@ def test_adapters_and_the_merged_model_say_the_same(
 def test_adapters_on_drawn_weights_are_merged_or_not_written(tmp_path: Path, one: Workers, two: Workers) -> None:
     values = find_task("dpo").tiny(tmp_path)
     values["model"] |= {"lora": {"rank": 2}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values | {"steps": 1}))
+    write_recipe(tmp_path, values | {"steps": 1})
     two(RUN, recipe=str(tmp_path / "recipe.yaml"), run_dir=str(tmp_path / "run"))
     with pytest.raises(WorkerError, match="add --merge-lora"):
         one(CASES + "export", run=str(tmp_path / "run"), to=str(tmp_path / "out"), merge=False)

@@ -16,8 +16,8 @@ from dstrain.commands.run_job import JobResult
 from dstrain.config import RunConfig
 from dstrain.tasks import find_task, make_task
 from dstrain.train.startup import describe_truncation
-from tests.contract.test_cli import call
 from tests.contract.test_evaluate import start
+from tests.vocabulary import invoke, write_recipe
 from tests.workers import Workers
 
 CASES = "tests.contract.export_cases:"
@@ -25,7 +25,7 @@ CASES = "tests.contract.export_cases:"
 
 def written(folder: Path, task: str = "dpo", **values: Any) -> str:
     recipe = find_task(task).tiny(folder) | values
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    write_recipe(folder, recipe)
     return str(folder / "recipe.yaml")
 
 
@@ -38,14 +38,14 @@ def test_training_asks_no_reference_after_prepare(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     recipe = written(tmp_path, **REMEMBERED)
-    result = call("prepare", recipe)
+    result = invoke("prepare", recipe)
     assert result.exit_code == 0
     assert "train: 64 samples" in result.stdout
     assert "its answers to all samples are kept" in result.stdout
     assert "reference: 64 samples to ask for" in result.stderr
     assert not list((tmp_path / "here").iterdir())
     assert two(CASES + "train_counting", recipe=recipe, run_dir=str(tmp_path / "run")) == [0, 0]
-    assert "to ask for" not in call("prepare", recipe).stderr
+    assert "to ask for" not in invoke("prepare", recipe).stderr
     other = written(tmp_path, **REMEMBERED | {"seed": 78})
     assert two(CASES + "train_counting", recipe=other, run_dir=str(tmp_path / "other")) == [1, 1]
 
@@ -64,16 +64,16 @@ def test_what_was_cut_and_skipped_is_told(tmp_path: Path) -> None:
     lines = f"{good}\nno json\n{good.replace('because', '')}\n{good}\n"
     recipe = written(tmp_path, "rm", data={"train": str(tmp_path / "train.jsonl"), "max_length": 48})
     (tmp_path / "train.jsonl").write_text(lines)
-    refused = call("prepare", recipe)
+    refused = invoke("prepare", recipe)
     assert refused.exit_code == 2
     assert "2 of 4 records (50.0%) cannot be used" in refused.stderr
-    told = call("prepare", recipe, "--set", "data.on_error=skip")
+    told = invoke("prepare", recipe, "--set", "data.on_error=skip")
     assert told.exit_code == 0, told.stderr
     assert "2 of 4 records skipped" in told.stdout
     assert "train.jsonl:2:" in told.stdout
     assert "  of 2 samples, 0 had an answer cut and 2 their prompt, none its last user turn\n" in told.stdout
     assert "reference: none is needed" in told.stdout
-    row = json.loads(call("prepare", recipe, "--set", "data.on_error=skip", "--json").stdout)
+    row = json.loads(invoke("prepare", recipe, "--set", "data.on_error=skip", "--json").stdout)
     assert row["splits"]["train"]["samples"] == 2
     assert row["splits"]["train"]["longest"] == 48
 
@@ -90,9 +90,9 @@ def test_a_check_that_knows_the_model_tells_what_is_cut_and_what_does_not_fit(tm
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["data", "check", str(tmp_path / "pairs.jsonl"), "--task", "rm"]
-    plain = call(*words)
+    plain = invoke(*words)
     assert (plain.exit_code, plain.stdout) == (0, f"2 good records, 0 bad\n{NO_TOKENIZER_HINT}\n")
-    known = call(*words, "--set", f"model.path={tmp_path / 'model'}", "--set", "data.max_length=48")
+    known = invoke(*words, "--set", f"model.path={tmp_path / 'model'}", "--set", "data.max_length=48")
     assert known.exit_code == 2
     assert "pairs.jsonl:2: its last user turn and what opens the answer take " in known.stdout
     assert (
@@ -121,9 +121,9 @@ def test_a_worker_is_told_what_was_asked(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("dstrain.commands.run_job.run_job", lambda *args: told.append(args) or JobResult(0))
     recipe = written(tmp_path)
     words = ["--task", "rm", "--ds-config", "zero1", "--set", "seed=1", "--set", "steps=2"]
-    assert call("prepare", recipe, *words, "--num-gpus", "2").exit_code == 0
+    assert invoke("prepare", recipe, *words, "--num-gpus", "2").exit_code == 0
     first: PrepareJob = told[0][0]
-    assert call(*first.to_argv()).exit_code == 0
+    assert invoke(*first.to_argv()).exit_code == 0
     assert told[1][0] == first
 
 

@@ -6,11 +6,10 @@ import ctypes.util
 from pathlib import Path
 
 import pytest
-import yaml
 
 from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import find_task
-from tests.resume.test_resume import RUN, rows
+from tests.vocabulary import RUN, metric_rows, write_recipe
 from tests.workers import Workers
 
 SETS = ["steps=3", "eval.every=100", "batch.total=7"]
@@ -19,7 +18,7 @@ SETS = ["steps=3", "eval.every=100", "batch.total=7"]
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("presets")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(find_task("rm").tiny(folder)))
+    write_recipe(folder, find_task("rm").tiny(folder))
     return str(folder / "recipe.yaml")
 
 
@@ -28,7 +27,7 @@ def plain(recipe: str, tmp_path_factory: pytest.TempPathFactory, two: Workers) -
     """Losses without ZeRO, in fp32."""
     folder = tmp_path_factory.mktemp("plain")
     two(RUN, recipe=recipe, run_dir=str(folder), sets=[*SETS, "ds_config=zero0"])
-    return [row["loss"] for row in rows(folder)]
+    return [row["loss"] for row in metric_rows(folder)]
 
 
 CASES = [(name, precision) for name in preset_names() for precision in ("fp32", "bf16")]
@@ -48,5 +47,5 @@ def test_a_preset_trains_as_plain_training_does(
     if "nvme" in (preset.offload_optimizer, preset.offload_param):
         two.close()  # DeepSpeed keeps gigabytes of pinned buffers; the next test starts anew
     assert [result["code"] for result in told] == [0, 0]
-    found = [row["loss"] for row in rows(tmp_path)]
+    found = [row["loss"] for row in metric_rows(tmp_path)]
     assert found == pytest.approx(plain, rel=1e-5 if precision == "fp32" else 2e-2)

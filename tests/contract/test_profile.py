@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from dstrain.tasks import find_task
 from dstrain.train import profiler
 from dstrain.train.profiler import MAX_ALLOCATIONS, MemoryHistory
+from tests.vocabulary import read_events, read_jsonl, write_recipe
 from tests.workers import Workers
 
 RUN = "tests.resume.cases:run"
@@ -31,18 +31,13 @@ def recipe(tmp_path: Path) -> str:
         "profile": {"steps": [2, 4], "memory": True},
     }
     values["model"]["config"]["attention_dropout"] = 0.1
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(tmp_path, values)
     return str(tmp_path / "recipe.yaml")
 
 
 def losses(run_dir: Path) -> list[tuple[Any, ...]]:
-    told = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    told = read_jsonl(run_dir / "metrics.jsonl")
     return [(row["step"], row["split"], row["loss"], row.get("grad_norm")) for row in told]
-
-
-def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    told = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    return [event for event in told if event["event"] == name]
 
 
 def trace(path: Path) -> list[dict[str, Any]]:
@@ -71,7 +66,7 @@ def test_profiling_changes_no_loss(preset: str, recipe: str, tmp_path: Path, two
     assert losses(with_it) == losses(without), "bit for bit"
     assert not (without / "profile").exists()
     traces = [f"trace-rank-0000{rank}-steps-2-4.json.gz" for rank in (0, 1)]
-    (told,) = events(with_it, "profiled")
+    (told,) = read_events(with_it, "profiled")
     assert (told["steps"], told["files"]) == ([2, 4], ["flops.txt", *traces])
     assert sorted(path.name for path in (with_it / "profile").iterdir()) == told["files"]
     for name in traces:
@@ -93,7 +88,7 @@ def test_a_run_may_stop_and_go_on_within_the_steps(recipe: str, tmp_path: Path, 
     assert [result["code"] for result in stopped] == [75, 75]
     again = two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"))
     assert [result["code"] for result in again] == [0, 0]
-    assert [event["steps"] for event in events(tmp_path / "run", "profiled")] == [[2, 3], [4, 4]]
+    assert [event["steps"] for event in read_events(tmp_path / "run", "profiled")] == [[2, 3], [4, 4]]
     folder = tmp_path / "run" / "profile"
     assert steps_in(folder / "trace-rank-00001-steps-2-3.json.gz") == ["step 2", "step 3"]
     assert steps_in(folder / "trace-rank-00001-steps-4-4.json.gz") == ["step 4"]
@@ -101,9 +96,9 @@ def test_a_run_may_stop_and_go_on_within_the_steps(recipe: str, tmp_path: Path, 
 
 def test_steps_after_the_end_of_the_run_are_said_to_be_missing(recipe: str, tmp_path: Path, two: Workers) -> None:
     two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=["profile.steps=[6, 9]", "profile.memory=false"])
-    (warning,) = events(tmp_path / "run", "warning")
+    (warning,) = read_events(tmp_path / "run", "warning")
     assert warning["what"] == "profile.steps is [6, 9], but the run ends with step 6"
-    (told,) = events(tmp_path / "run", "profiled")
+    (told,) = read_events(tmp_path / "run", "profiled")
     assert told["steps"] == [6, 6]
     seen = trace(tmp_path / "run" / "profile" / "trace-rank-00000-steps-6-6.json.gz")
     assert not any(event.get("name") == "[memory]" for event in seen), "it was not asked for"
@@ -112,9 +107,9 @@ def test_steps_after_the_end_of_the_run_are_said_to_be_missing(recipe: str, tmp_
 def test_a_profiler_that_fails_never_stops_the_run(recipe: str, tmp_path: Path, two: Workers) -> None:
     done = two(f"{CASES}:run_with_broken_profilers", recipe=recipe, run_dir=str(tmp_path / "run"))
     assert [result["code"] for result in done] == [0, 0]
-    failed = [(event["rank"], event["why"]) for event in events(tmp_path / "run", "profile_failed")]
+    failed = [(event["rank"], event["why"]) for event in read_events(tmp_path / "run", "profile_failed")]
     assert failed == [(0, "flops.txt: no room"), (1, "trace-rank-00001-steps-2-4.json.gz: no room")]
-    (told,) = events(tmp_path / "run", "profiled")
+    (told,) = read_events(tmp_path / "run", "profiled")
     assert told["files"] == ["trace-rank-00000-steps-2-4.json.gz"]
 
 

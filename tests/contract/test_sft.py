@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner
 
 from dstrain.cli import main
 from dstrain.config.schema import RunConfig
 from dstrain.tasks import find_task, make_task
 from tests.contract.test_export import CASES as EXPORT_CASES
-from tests.resume.test_resume import RUN
+from tests.vocabulary import RUN, read_jsonl, write_recipe
 from tests.workers import Workers
 
 TEMPLATE = (
@@ -35,7 +34,7 @@ def written(folder: Path, templated: bool) -> str:
         task.tokenizer.save_pretrained(str(folder / "tokenizer"))
         values["model"]["config"] |= {"vocab_size": len(task.tokenizer)}
         values["model"]["tokenizer"] = str(folder / "tokenizer")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(folder, values)
     return str(folder / "recipe.yaml")
 
 
@@ -47,7 +46,7 @@ def test_answers_are_learnt_and_an_export_knows_them(
 ) -> None:
     recipe, run, data = written(tmp_path, templated), str(tmp_path / "run"), str(tmp_path / "eval.jsonl")
     two(RUN, recipe=recipe, run_dir=run, sets=[f"ds_config={preset}", "precision=fp32"])
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(tmp_path / "run/metrics.jsonl")
     first, *_, last = [row for row in rows if row["split"] == "eval"]
     assert last["loss"] < 0.8 * first["loss"]
     assert 1 >= last["token_accuracy"] > first["token_accuracy"] > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from dstrain.errors import TaskError
 from dstrain.tasks import Task, builtin_tasks, find_task, make_task, task_options
 from dstrain.train.build_model import build_model
 from dstrain.train.engine.module import TrainModule, with_step_stats
+from tests.vocabulary import read_jsonl, write_recipe
 
 TINY = str(Path(__file__).with_name("tiny.py"))
 
@@ -123,7 +123,7 @@ def test_a_task_of_one_file_trains_with_two_processes(tmp_path: Path) -> None:
         [*command, *(word for pair in sets for word in ("--set", pair))], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
     train = [row["loss"] for row in rows if row["split"] == "train"]
     assert len(train) == 8
     assert train[-1] < train[0]
@@ -132,7 +132,7 @@ def test_a_task_of_one_file_trains_with_two_processes(tmp_path: Path) -> None:
 def test_zero3_trains_with_two_processes_that_have_done_nothing_before(tmp_path: Path) -> None:
     """DeepSpeed's own communication must stand before the first sharded model is built."""
     recipe = find_task("dpo").tiny(tmp_path) | {"ds_config": "zero3", "steps": 2}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    write_recipe(tmp_path, recipe)
     command = [sys.executable, "-m", "dstrain", "train", str(tmp_path / "recipe.yaml"), "--num-gpus", "2"]
     done = subprocess.run([*command, "--run-dir", str(tmp_path / "run")], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

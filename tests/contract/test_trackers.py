@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,10 +12,10 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from dstrain.tasks import find_task
 from tests.unit.report.wandb_files import files, only, rows
+from tests.vocabulary import read_jsonl, write_recipe
 from tests.workers import Workers
 
 KEY = "fedcba9876543210" * 3
@@ -27,7 +26,7 @@ def recipe(tmp_path: Path) -> Path:
     """The tiny reward model with both trackers on."""
     values = find_task("rm").tiny(tmp_path) | {"steps": 60, "save": {"every": 4}, "eval": {"every": 5}}
     values["log"] = {"every": 1, "tensorboard": True, "wandb": {"project": "p", "mode": "offline"}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(tmp_path, values)
     return tmp_path / "recipe.yaml"
 
 
@@ -41,7 +40,7 @@ def start(recipe: Path, *sets: str, **environment: str) -> subprocess.Popen[str]
 
 
 def told(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return read_jsonl(run_dir / "metrics.jsonl")
 
 
 def wait_for_step(run_dir: Path, step: int) -> None:

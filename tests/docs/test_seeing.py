@@ -21,7 +21,7 @@ from dstrain.models.params.freeze import freeze
 from dstrain.models.params.summary import summarize_components
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.vlm import TINY_CONFIG
-from tests.contract.test_cli import call
+from tests.vocabulary import invoke, read_jsonl
 from tests.workers import ROOT
 
 BIN = Path(sys.executable).parent
@@ -36,7 +36,7 @@ def test_a_recipe_to_fill_in_says_what_is_missing_and_starts_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dstrain.launch.supervise.supervise", None)
-    found = call(*command, name)
+    found = invoke(*command, name)
     assert found.exit_code == 2
     assert found.stderr.splitlines() == [
         "error: model: has neither path nor config; set model.path, or model.config to start anew",
@@ -96,13 +96,13 @@ def test_the_demo_says_what_is_there(tmp_path: Path) -> None:
     assert max(row["exact_match"] for row in held_out) > 0.9
     image = str(RECIPES_DIR / "demo-vlm/images/eval-0.png")
     told = run(["dstrain", "generate", "run", "--image", image, "--prompt", "What is there?", "--json"], tmp_path, 120)
-    records = [json.loads(line) for line in (RECIPES_DIR / "demo-vlm/eval.jsonl").read_text().splitlines()]
+    records = read_jsonl(RECIPES_DIR / "demo-vlm/eval.jsonl")
     (wanted,) = [one["answer"] for one in records if one["image"] in image and one["question"] == "What is there?"]
     assert json.loads(told)["answer"].strip() == wanted
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_jsonl(folder / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module", params=["zero2", "zero3"])

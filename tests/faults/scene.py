@@ -7,7 +7,6 @@ steps is seen.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import resource
 import signal
@@ -45,6 +44,7 @@ from dstrain.train.resume.recorded import ResumeOptions
 from dstrain.train.state.load import open_checkpoint
 from dstrain.train.state.manifest import find_checkpoints
 from tests.faults.points import Points
+from tests.vocabulary import read_jsonl
 
 WIDTH = 48
 SAMPLES = 4
@@ -148,7 +148,7 @@ class Scene:
         for shard in self.engine.state_files():
             for name, tensor in shard.tensors:
                 digest.update(name.encode() + tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-            digest.update(repr(sorted(shard.numbers.items())).encode())
+            digest.update(repr(sorted(shard.scalars.items())).encode())
         return hashlib.sha256(repr(self.world.gather(digest.hexdigest())).encode()).hexdigest()[:16]
 
     def saving(self, background: bool = False) -> CheckpointSaver:
@@ -282,4 +282,4 @@ def start_anew(store: str, rank: int, size: int, folder: str, engine: str = "tor
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return read_jsonl(folder / "events.jsonl")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -17,6 +16,7 @@ import yaml
 
 from dstrain.tasks import find_task
 from dstrain.train.state.manifest import find_checkpoints
+from tests.vocabulary import read_jsonl
 
 
 def start(recipe: Path, run_dir: Path) -> subprocess.Popen[bytes]:
@@ -42,7 +42,7 @@ def wait_for_step(run_dir: Path, step: int) -> None:
 
 
 def told(run_dir: Path) -> list[tuple[object, ...]]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(run_dir / "metrics.jsonl")
     return [(row["split"], row["step"], row["samples"], row["loss"], row.get("lr")) for row in rows]
 
 
@@ -105,7 +105,7 @@ def test_a_save_killed_twenty_times_at_random_moments_is_resumed_twenty_times(tm
     last = start(recipe, run_dir)
     output, _ = last.communicate(timeout=180)
     assert last.returncode == 0, output.decode()[-3000:]
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    events = read_jsonl(run_dir / "events.jsonl")
     assert [event["step"] for event in events if event["event"] == "resumed"] == resumed
     assert not [event for event in events if event["event"] == "checkpoint_skipped"]
     unbroken = start(recipe, tmp_path / "unbroken")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -13,10 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 from dstrain.tasks import find_task
 from dstrain.train.state.manifest import find_checkpoints
+from tests.vocabulary import read_jsonl, write_recipe
 from tests.workers import ROOT
 
 AT_THE_SHARD_OF_STEP_3 = """
@@ -53,7 +52,7 @@ def test_all_ranks_end_with_code_1_and_a_sentence_that_says_what_to_do(
     fault: str, rank: int, says: list[int], sentence: str, tmp_path: Path
 ) -> None:
     values = find_task("rm").tiny(tmp_path) | {"steps": 6, "save": {"every": 1}, "timeout_minutes": 0.1}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(tmp_path, values)
     (tmp_path / "sitecustomize.py").write_text(AT_THE_SHARD_OF_STEP_3)
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "FAULT": fault, "FAULTY_RANK": str(rank)}
     command = [sys.executable, "-m", "dstrain", "train", str(tmp_path / "recipe.yaml"), "--num-gpus", "2"]
@@ -89,7 +88,7 @@ if os.environ.get("RANK") == "1":
 @pytest.mark.slow
 def test_a_rank_that_hangs_in_a_step_is_named_and_shows_where(tmp_path: Path) -> None:
     values = find_task("rm").tiny(tmp_path) | {"steps": 6, "timeout_minutes": 0.1}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(tmp_path, values)
     (tmp_path / "sitecustomize.py").write_text(HANG_IN_STEP_3)
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-m", "dstrain", "train", str(tmp_path / "recipe.yaml"), "--num-gpus", "2"]
@@ -100,7 +99,7 @@ def test_a_rank_that_hangs_in_a_step_is_named_and_shows_where(tmp_path: Path) ->
     assert f"stalled: step 3: {who}" in log
     assert log.splitlines()[-1].startswith(f"error: step 3: {who}")
     assert "hang_here" in (tmp_path / "run/logs/stacks/rank-00001.txt").read_text()
-    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    events = read_jsonl(tmp_path / "run/events.jsonl")
     assert [(event["step"], event["ranks"]) for event in events if event["event"] == "stalled"] == [(3, [1])]
     assert not [process for process in psutil.process_iter() if str(tmp_path) in _words(process)], "a process is left"
 
@@ -108,7 +107,7 @@ def test_a_rank_that_hangs_in_a_step_is_named_and_shows_where(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_signal_writes_the_checkpoint_although_nobody_reads_the_output_any_more(tmp_path: Path) -> None:
     values = find_task("rm").tiny(tmp_path) | {"steps": 100_000, "save": {"every": 50_000}, "log": {"every": 1}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(tmp_path, values)
     run = tmp_path / "run"
     command = [sys.executable, "-m", "dstrain", "train", str(tmp_path / "recipe.yaml"), "--num-gpus", "2"]
     train = subprocess.Popen(
@@ -123,7 +122,7 @@ def test_a_signal_writes_the_checkpoint_although_nobody_reads_the_output_any_mor
     train.send_signal(signal.SIGHUP)
     assert train.wait(timeout=60) == 75
     (step,) = [info.step for info in find_checkpoints(run / "checkpoints", check_hashes=True) if info.is_complete]
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    events = read_jsonl(run / "events.jsonl")
     told = [(event["event"], event["step"], event["signal"]) for event in events if event["event"].startswith("stop")]
     assert told == [("stopping", step, "SIGHUP"), ("stopped", step, "SIGHUP")]
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from benchmarks.common import SHAPES
 from dstrain.tasks import find_task
 from tests.gpu.workers import REHEARSAL, GpuWorkers
-from tests.resume.test_resume import events, rows
+from tests.vocabulary import metric_rows, read_events, read_jsonl, write_recipe
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +22,7 @@ def written(folder: Path, **changes: Any) -> str:
     values = find_task("rm").tiny(folder)
     for key, value in changes.items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(folder, values)
     return str(folder / "recipe.yaml")
 
 
@@ -55,13 +53,13 @@ def test_a_deterministic_run_resumes_bit_for_bit(preset: str, precision: str, gp
     gpus(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), sets=sets, crash_at=7)
     rest = gpus(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), sets=sets)
     assert all(result["code"] == 0 for result in (*whole, *rest))
-    assert [event["step"] for event in events(tmp_path / "broken", "resumed")] == [4]
-    assert rows(tmp_path / "broken") == rows(tmp_path / "whole"), "bit for bit"
+    assert [event["step"] for event in read_events(tmp_path / "broken", "resumed")] == [4]
+    assert metric_rows(tmp_path / "broken") == metric_rows(tmp_path / "whole"), "bit for bit"
 
 
 def test_a_run_tells_what_the_device_holds(gpus: GpuWorkers, only_gpu: None, tmp_path: Path) -> None:
     gpus(RUN, recipe=written(tmp_path), run_dir=str(tmp_path / "run"), sets=["steps=3"])
-    told = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    told = read_jsonl(tmp_path / "run/metrics.jsonl")
     train = [row for row in told if row["split"] == "train"]
     assert all(0 < row["peak_memory_gib"] < 10 for row in train)
     assert all(row["tokens_per_second"] > 0 for row in train)
@@ -78,11 +76,11 @@ def test_a_reward_model_of_100_million_parameters_learns(gpus: GpuWorkers, tmp_p
     )  # fmt: skip
     result = gpus(RUN, recipe=recipe, run_dir=str(tmp_path / "run"))
     assert [each["code"] for each in result] == [0] * len(result)
-    told = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    told = read_jsonl(tmp_path / "run/metrics.jsonl")
     train, test = ([row for row in told if row["split"] == split] for split in ("train", "eval"))
     assert train[-1]["loss"] < 0.5 * train[0]["loss"]
     assert test[-1]["accuracy"] >= 0.9
     assert (tmp_path / "run/checkpoints/best").exists()
     wanted = None if REHEARSAL else 100e6
-    made = events(tmp_path / "run", "model")[0]["parameters"]
+    made = read_events(tmp_path / "run", "model")[0]["parameters"]
     assert wanted is None or made > wanted

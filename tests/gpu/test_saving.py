@@ -10,7 +10,7 @@ from tests.gpu.test_run import RUN, written
 from tests.gpu.workers import GpuWorkers
 from tests.resume.test_background import hashes
 from tests.resume.test_elastic import close
-from tests.resume.test_resume import events, rows
+from tests.vocabulary import metric_rows, read_events
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +30,7 @@ def test_what_is_written_behind_training_is_what_training_would_have_waited_for(
         del one["state/about.json"], other["state/about.json"]
         assert "state/rank-00000-000.safetensors" in one
         assert one == other
-    assert not events(tmp_path / "behind", "async_save_unavailable")
+    assert not read_events(tmp_path / "behind", "async_save_unavailable")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -49,9 +49,9 @@ def test_a_run_goes_on_at_every_stage_and_with_offloading(precision: str, gpus: 
     ):
         sets = [f"ds_config={preset}"]
         gpus(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets, crash_at=crash)
-    assert [event["step"] for event in events(tmp_path / "run", "resharded")] == [2, 4, 6, 8, 10]
-    assert [row["step"] for row in rows(tmp_path / "run") if row["split"] == "train"] == list(range(1, 13))
-    close(rows(tmp_path / "run"), rows(tmp_path / "whole"), 2e-2 if precision == "bf16" else 1e-4)
+    assert [event["step"] for event in read_events(tmp_path / "run", "resharded")] == [2, 4, 6, 8, 10]
+    assert [row["step"] for row in metric_rows(tmp_path / "run") if row["split"] == "train"] == list(range(1, 13))
+    close(metric_rows(tmp_path / "run"), metric_rows(tmp_path / "whole"), 2e-2 if precision == "bf16" else 1e-4)
 
 
 def test_the_search_for_a_loss_scale_goes_on_where_it_stood(gpus: GpuWorkers, only_gpu: None, tmp_path: Path) -> None:
@@ -62,4 +62,4 @@ def test_the_search_for_a_loss_scale_goes_on_where_it_stood(gpus: GpuWorkers, on
     gpus(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=sets)
     gpus(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), sets=sets, crash_at=5)
     gpus(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), sets=sets)
-    assert rows(tmp_path / "broken") == rows(tmp_path / "whole"), "bit for bit"
+    assert metric_rows(tmp_path / "broken") == metric_rows(tmp_path / "whole"), "bit for bit"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from dstrain.tasks import find_task
 from dstrain.tasks.vlm import TINY_CONFIG
@@ -15,6 +14,7 @@ from tests.gpu.workers import REHEARSAL, GpuWorkers
 from tests.resume.test_tasks import rows
 from tests.seeing import GEMMA3, IDEFICS3
 from tests.seeing import recipe as seeing_recipe
+from tests.vocabulary import write_recipe
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +49,7 @@ def train(gpus: GpuWorkers, case: str, folder: Path, preset: str, precision: str
         "precision": precision,
         "save": {"every": 6},
     } | more
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(folder, values)
     told = gpus(RUN, recipe=str(folder / "recipe.yaml"), run_dir=str(folder / preset))
     assert all(result["code"] == 0 for result in told)
     return [row for row in rows(folder / preset) if row["split"] == "train"]

@@ -1,8 +1,7 @@
-"""Two real launches into one run folder: one trains, the other says who does."""
+"""Two launches into one run folder: one trains, the other is refused and names it."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,10 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from dstrain.launch.command import free_port
 from dstrain.tasks import find_task
+from tests.vocabulary import read_jsonl, write_recipe
 from tests.workers import ROOT
 
 pytestmark = pytest.mark.slow
@@ -32,7 +31,7 @@ WAYS = {
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start("dstrain", "steps=9")`: a launch of two processes into the same run folder."""
     values = find_task("rm").tiny(tmp_path) | {"save": {"every": 5}, "log": {"every": 1, "tensorboard": False}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(tmp_path, values)
     started: list[subprocess.Popen[str]] = []
 
     def begin(way: str, *sets: str) -> subprocess.Popen[str]:
@@ -60,7 +59,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def steps(run: Path) -> list[int]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(run / "metrics.jsonl")
     return [row["step"] for row in rows if row["split"] == "train"]
 
 

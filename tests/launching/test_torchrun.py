@@ -1,4 +1,4 @@
-"""launchers/torchrun.sh: several machines by hand, a rank that dies, a stop."""
+"""launchers/torchrun.sh: several machines, a rank that dies, a stop."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from dstrain.launch.command import free_port
 from dstrain.tasks import find_task
 from tests.launching.test_ways import losses
-from tests.resume.test_resume import events
+from tests.vocabulary import read_events, write_recipe
 from tests.workers import ROOT
 
 pytestmark = pytest.mark.slow
@@ -29,7 +28,7 @@ Start = Callable[..., subprocess.Popen[str]]
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start("run", sets, NODES="2")`: the script over the tiny reward model, into a run folder of this name."""
     values = find_task("rm").tiny(tmp_path) | {"steps": 6, "save": {"every": 50}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(tmp_path, values)
     started: list[subprocess.Popen[str]] = []
 
     def begin(run: str, *sets: str, **env: str) -> subprocess.Popen[str]:
@@ -75,9 +74,9 @@ def test_ranks_start_again_where_one_was_killed(start: Start, tmp_path: Path) ->
     wait_for(tmp_path / "run/checkpoints/step-00000050", child)
     os.kill(json.loads((tmp_path / "run/.workers/rank-00001.json").read_text())["pid"], signal.SIGKILL)
     assert child.wait(200) == 0
-    (resumed,) = events(tmp_path / "run", "resumed")
+    (resumed,) = read_events(tmp_path / "run", "resumed")
     assert resumed["step"] >= 50
-    assert [event["step"] for event in events(tmp_path / "run", "finished")] == [400]
+    assert [event["step"] for event in read_events(tmp_path / "run", "finished")] == [400]
 
 
 def test_a_stop_leaves_a_checkpoint(start: Start, tmp_path: Path) -> None:
@@ -85,7 +84,7 @@ def test_a_stop_leaves_a_checkpoint(start: Start, tmp_path: Path) -> None:
     wait_for(tmp_path / "run/checkpoints/step-00000050", child)
     child.send_signal(signal.SIGTERM)
     assert child.wait(100) == 1, "torchrun's own"
-    (stopped,) = events(tmp_path / "run", "stopped")
+    (stopped,) = read_events(tmp_path / "run", "stopped")
     assert (tmp_path / f"run/checkpoints/step-{stopped['step']:08d}/MANIFEST.json").is_file()
     for rank in range(2):
         assert json.loads((tmp_path / f"run/.workers/rank-{rank:05d}.json").read_text())["exit"] == 75

@@ -1,8 +1,7 @@
-"""Four ways into the same run: same losses, same files."""
+"""Four ways to start the same run: same losses, same files."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from dstrain.launch.command import free_port
 from dstrain.tasks import find_task
+from tests.vocabulary import read_jsonl, write_recipe
 from tests.workers import ROOT
 
 BIN = Path(sys.executable).parent
@@ -23,7 +22,7 @@ BIN = Path(sys.executable).parent
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recipe")
     values = find_task("rm").tiny(folder) | {"steps": 5}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(folder, values)
     return folder / "recipe.yaml"
 
 
@@ -33,7 +32,7 @@ def start(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def losses(run_dir: Path) -> list[Any]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(run_dir / "metrics.jsonl")
     return [(row["step"], row["split"], row["loss"], row.get("grad_norm")) for row in rows]
 
 

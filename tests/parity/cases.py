@@ -43,7 +43,7 @@ def tiny_task(name: str, changes: dict[str, Any] | None = None) -> Task:
 
 def ds_config(preset: str, settings: dict[str, Any]) -> dict[str, Any]:
     values = {"precision": "fp32", "micro": 1, "accumulate": 1, "world_size": 1, "clip": 0.0, "device_kind": "cpu",
-              "foreign_optimizer": True, "nvme_path": tempfile.gettempdir()} | settings  # fmt: skip
+              "uses_custom_optimizer": True, "nvme_path": tempfile.gettempdir()} | settings  # fmt: skip
     return complete_preset(read_preset(preset), settings=RunSettings(**values))
 
 
@@ -57,7 +57,7 @@ class Made:
 
     @property
     def model(self) -> torch.nn.Module:
-        return self.engine.objective.model
+        return self.engine.train_module.model
 
     def batches(self, samples: list[int], accumulate: int) -> list[Batch]:
         """This rank's share of the samples, as the plan cuts it."""
@@ -95,7 +95,7 @@ def move(model: torch.nn.Module) -> None:
     noise = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            with gathered([parameter], change=True), torch.no_grad():
+            with gathered([parameter], modify=True), torch.no_grad():
                 parameter.add_(
                     torch.randn(parameter.shape, generator=noise, dtype=torch.float64).to(parameter), alpha=0.02
                 )

@@ -29,7 +29,7 @@ def trained(task: str, kind: str, dtype: str, changes: dict[str, Any], steps: in
         result = run.engine.step(run.batches(list(range(8 * step, 8 * step + 8)), 2), lr=1e-3)
         told += [float(result.loss), float(result.grad_norm)]
     found = hashlib.sha256()
-    for parts in run.engine.parts():
+    for parts in run.engine.state_slices():
         for part in parts:
             found.update(_bytes(part.tensor))
     tensors = {**dict(run.model.named_parameters()), **dict(run.model.named_buffers())}

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from dstrain.tasks import find_task
-from tests.resume.test_resume import RUN, rows
+from tests.vocabulary import RUN, metric_rows
 from tests.workers import Workers
 
 CASES = "tests.parity.optimizer_cases"
@@ -169,7 +169,7 @@ def test_resuming_a_run_changes_nothing(name: str, tmp_path: Path, two: Workers)
     two(RUN, recipe=str(recipe), run_dir=str(tmp_path / "broken"), crash_at=7)
     again = two(RUN, recipe=str(recipe), run_dir=str(tmp_path / "broken"))
     assert [result["code"] for result in again] == [0, 0]
-    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
+    assert metric_rows(tmp_path / "broken") == metric_rows(tmp_path / "whole")
 
 
 def orthogonal(matrix: np.ndarray) -> np.ndarray:

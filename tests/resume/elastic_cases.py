@@ -241,7 +241,7 @@ def target(checkpoint: str, first: int = BEFORE, to: str | None = None, **made: 
 def refused(checkpoint: str, fails: str | None = None, **made: Any) -> str:
     """What going on from a checkpoint is refused with; `fails`: what rank 1 alone cannot do. Collective."""
     goes_on = engine(**made)
-    broken = {"open": ("__init__", OSError("stale file handle")), "read": ("read", KeyError("no such stretch"))}
+    broken = {"open": ("__init__", OSError("stale file handle")), "read": ("read_into", KeyError("no such stretch"))}
     name, error = broken[fails or "open"]
     here = fails is not None and goes_on.world.rank == 1
     with mock.patch.object(CheckpointReader, name, side_effect=error) if here else nullcontext():

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from dstrain.tasks import find_task
-from tests.resume.test_resume import events, rows
+from tests.vocabulary import metric_rows, read_events, write_recipe
 from tests.workers import WorkerError, Workers
 
 RUN = "tests.resume.cases:run"
@@ -20,7 +19,7 @@ RUN = "tests.resume.cases:run"
 def recipe(tmp_path: Path) -> str:
     values = find_task("rm").tiny(tmp_path)
     values |= {"steps": 9, "batch": {"total": 6, "micro": 2}, "save": {"every": 2, "keep": 9, "background": True}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(tmp_path, values)
     return str(tmp_path / "recipe.yaml")
 
 
@@ -38,12 +37,12 @@ def test_what_is_written_behind_training_is_what_training_would_have_waited_for(
     two(RUN, recipe=recipe, run_dir=str(tmp_path / "waits"), sets=[*sets, "save.background=false"])
     two(RUN, recipe=recipe, run_dir=str(tmp_path / "behind"), sets=sets, crash_at=8)
     two(RUN, recipe=recipe, run_dir=str(tmp_path / "behind"), sets=sets)
-    assert rows(tmp_path / "behind") == rows(tmp_path / "waits")
+    assert metric_rows(tmp_path / "behind") == metric_rows(tmp_path / "waits")
     for step in (2, 4, 6, 8, 9):
         one, other = (hashes(tmp_path / run / f"checkpoints/step-{step:08d}") for run in ("waits", "behind"))
         assert {"state/about.json", "state/rank-00000-000.safetensors"} <= one.keys()
         assert one == other
-    told = events(tmp_path / "behind", "saved")
+    told = read_events(tmp_path / "behind", "saved")
     # Whether 6 landed, and 8 was begun, before the crash in step 8 depends on the machine.
     assert [event["step"] for event in told if event["step"] not in (6, 8)] == [2, 4, 9]
     assert all(0 < event["stall_seconds"] <= event["seconds"] for event in told)
@@ -66,6 +65,8 @@ def test_where_one_rank_cannot_write_all_ranks_stop(
 
 def test_where_a_copy_does_not_fit_training_waits_and_says_why(recipe: str, tmp_path: Path, one: Workers) -> None:
     one(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=["steps=5"], memory=0)
-    (why,) = events(tmp_path / "run", "async_save_unavailable")
+    (why,) = read_events(tmp_path / "run", "async_save_unavailable")
     assert "does not fit into host memory" in why["why"]
-    assert [event["stall_seconds"] == event["seconds"] for event in events(tmp_path / "run", "saved")] == [True] * 3
+    assert [event["stall_seconds"] == event["seconds"] for event in read_events(tmp_path / "run", "saved")] == [
+        True
+    ] * 3

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from dstrain.tasks import find_task
 from tests.resume.elastic_cases import KINDS, NVME, SHAPE, save_model
-from tests.resume.test_resume import events, rows
+from tests.vocabulary import metric_rows, read_events, write_recipe
 from tests.workers import ROOT, WorkerError, Workers
 
 RUN = "tests.resume.cases:run"
@@ -77,7 +76,7 @@ def recipe(tmp_path: Path) -> str:
     """The tiny reward model without dropout, 64 pairs, 6 samples per step."""
     values = find_task("rm").tiny(tmp_path)
     values |= {"steps": 9, "batch": {"total": 6, "micro": 2}, "save": {"every": 3, "keep": 9}, "precision": "fp32"}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(tmp_path, values)
     return str(tmp_path / "recipe.yaml")
 
 
@@ -164,8 +163,8 @@ def test_a_run_goes_on_with_two_processes_one_and_three(
     two(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"))
     for workers, preset, crash in ((two, "zero3", 5), (one, "zero2_offload", 8), (three, "zero1", None)):
         workers(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=[f"ds_config={preset}"], crash_at=crash)
-    close(rows(tmp_path / "run"), rows(tmp_path / "whole"))
-    told = events(tmp_path / "run", "resharded")
+    close(metric_rows(tmp_path / "run"), metric_rows(tmp_path / "whole"))
+    told = read_events(tmp_path / "run", "resharded")
     assert [event["step"] for event in told] == [3, 6]
     assert "zero3 (ZeRO stage 3) on 2 processes and continues with zero2_offload (ZeRO stage 2) on 1" in told[0]["how"]
 
@@ -245,7 +244,7 @@ def test_what_is_learnt_stays(claim: str, recipe: str, tmp_path: Path, workers: 
     whole = workers[2](RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=sets)
     workers[2](RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets, crash_at=5)
     again = workers[3](RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=[*sets, "ds_config=zero3"])
-    close(rows(tmp_path / "run"), rows(tmp_path / "whole"))
+    close(metric_rows(tmp_path / "run"), metric_rows(tmp_path / "whole"))
     assert by_step(again) == by_step(whole)[3:], "the same samples in each step"
 
 
@@ -264,10 +263,10 @@ def test_another_optimizer_begins_anew_and_says_so(recipe: str, tmp_path: Path, 
     with pytest.raises(WorkerError, match=r"optim\.name: is 'lion', but the run was started with 'adamw'"):
         workers[1](RUN, **other)
     workers[1](RUN, **other, allowed=["optim.name", "optim.betas"])
-    ours, theirs = rows(tmp_path / "run"), rows(tmp_path / "whole")
+    ours, theirs = metric_rows(tmp_path / "run"), metric_rows(tmp_path / "whole")
     assert ours[3]["loss"] == pytest.approx(theirs[3]["loss"], rel=1e-6), "the weights go on"
     assert ours[5]["loss"] != pytest.approx(theirs[5]["loss"], rel=1e-6), "and learn in another way"
-    (told,) = events(tmp_path / "run", "optimizer_state_reset")
+    (told,) = read_events(tmp_path / "run", "optimizer_state_reset")
     assert "was adamw and is lion" in told["what"]
     assert told["step"] == 3
 
@@ -284,10 +283,10 @@ def test_frozen_weights_may_thaw(
     workers[before[1]](RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=[f"ds_config={before[0]}", *frozen])
     workers[before[1]](RUN, **run, sets=[f"ds_config={before[0]}", *frozen], crash_at=5)
     workers[after[1]](RUN, **run, sets=[f"ds_config={after[0]}"], allowed=["model.freeze"])
-    ours, theirs = rows(tmp_path / "run"), rows(tmp_path / "whole")
+    ours, theirs = metric_rows(tmp_path / "run"), metric_rows(tmp_path / "whole")
     assert ours[3]["loss"] == pytest.approx(theirs[3]["loss"], rel=1e-6), "the weights go on"
     assert ours[3]["grad_norm"] > theirs[3]["grad_norm"] * 1.0001, "more of them learn"
-    (told,) = events(tmp_path / "run", "optimizer_state_reset")
+    (told,) = read_events(tmp_path / "run", "optimizer_state_reset")
     assert "model.layers.0" in told["what"]
 
 
@@ -325,10 +324,10 @@ def test_the_run_of_the_docs_goes_on_as_they_say(data: Path, tmp_path: Path, wor
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run = tmp_path / "out/elastic"
-    assert [event["step"] for event in events(run, "resumed")] == [20, 40]
-    assert [event["world_size"] for event in events(run, "started")] == [2, 1, 3]
-    assert len(rows(run)) == 60
-    close(rows(run), rows(tmp_path / "out/unbroken"))
+    assert [event["step"] for event in read_events(run, "resumed")] == [20, 40]
+    assert [event["world_size"] for event in read_events(run, "started")] == [2, 1, 3]
+    assert len(metric_rows(run)) == 60
+    close(metric_rows(run), metric_rows(tmp_path / "out/unbroken"))
 
 
 @pytest.mark.slow
@@ -342,4 +341,4 @@ def test_the_run_of_the_docs_takes_the_same_samples(data: Path, tmp_path: Path, 
         told = workers[processes](RUN, **recipe, run_dir=str(tmp_path / "run"), sets=sets, crash_at=crash)
         taken += by_step(told)[: 20 if crash else None]
     assert taken == whole
-    close(rows(tmp_path / "run"), rows(tmp_path / "whole"))
+    close(metric_rows(tmp_path / "run"), metric_rows(tmp_path / "whole"))

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import Loader
 from dstrain.data.loading.sampler import StepSampler
 from dstrain.tasks import Task, make_task
 from tests.resume.test_elastic import RUN, by_step, close
-from tests.resume.test_resume import events, rows
 from tests.seeing import named_recipe
+from tests.vocabulary import metric_rows, read_events, write_recipe
 from tests.workers import Workers
 
 ALTERED = {"flip": 0.5, "shift": True}
@@ -38,7 +37,7 @@ def workers(one: Workers, two: Workers, three: Workers) -> Mapping[int, Workers]
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("recipe")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(seeing(folder, **ALTERED)))
+    write_recipe(folder, seeing(folder, **ALTERED))
     return str(folder / "recipe.yaml")
 
 
@@ -46,7 +45,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
 def whole(recipe: str, tmp_path_factory: pytest.TempPathFactory, two: Workers) -> tuple[Any, list[dict[str, Any]]]:
     """What an unbroken run took and left, by stage 3 on two processes."""
     folder = tmp_path_factory.mktemp("whole")
-    return two(RUN, recipe=recipe, run_dir=str(folder), sets=["ds_config=zero3"]), rows(folder)
+    return two(RUN, recipe=recipe, run_dir=str(folder), sets=["ds_config=zero3"]), metric_rows(folder)
 
 
 @pytest.mark.slow
@@ -59,8 +58,8 @@ def test_a_run_with_a_frozen_tower_goes_on_elsewhere(
     again = workers[processes](RUN, **run, sets=[f"ds_config={preset}"])
     taken, left = whole
     assert by_step(again) == by_step(taken)[3:], "the same samples in each step"
-    close(rows(tmp_path), left)
-    (told,) = events(tmp_path, "resharded")
+    close(metric_rows(tmp_path), left)
+    (told,) = read_events(tmp_path, "resharded")
     assert told["step"] == 3
 
 
@@ -70,7 +69,7 @@ def test_altered_images_leave_other_losses(recipe: str, whole: Any, tmp_path: Pa
     for option in ("flip", "shift"):
         sets = ["ds_config=zero3", f"options.{option}=false" if option == "shift" else "options.flip=0"]
         two(RUN, recipe=recipe, run_dir=str(tmp_path / option), sets=sets)
-        ours = [row["loss"] for row in rows(tmp_path / option)]
+        ours = [row["loss"] for row in metric_rows(tmp_path / option)]
         assert ours != pytest.approx([row["loss"] for row in whole[1]], rel=1e-4), option
 
 

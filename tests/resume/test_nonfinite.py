@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.resume.test_resume import RUN, events, recipe, rows  # noqa: F401  recipe is a fixture
+from tests.resume.test_resume import recipe  # noqa: F401  recipe is a fixture
+from tests.vocabulary import RUN, metric_rows, read_events
 from tests.workers import WorkerError, Workers
 
 
@@ -15,11 +16,11 @@ def test_a_bad_step_is_left_out_and_its_samples_named(preset: str, recipe: str, 
     sets = [f"ds_config={preset}", "steps=8", "eval.every=100"]
     told = two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets, poison=[11])
     assert [result["code"] for result in told] == [0, 0]
-    skipped = events(tmp_path / "run", "step_skipped")
+    skipped = read_events(tmp_path / "run", "step_skipped")
     assert len(skipped) == 1
     assert 11 in skipped[0]["samples"]
     assert len(skipped[0]["samples"]) <= 2, "the micro-batch, not the whole step"
-    train = [row for row in rows(tmp_path / "run") if row["split"] == "train"]
+    train = [row for row in metric_rows(tmp_path / "run") if row["split"] == "train"]
     assert all(row.get("loss") is not None for row in train if row["step"] != skipped[0]["step"])
     assert "loss" not in next(row for row in train if row["step"] == skipped[0]["step"])
 
@@ -34,4 +35,4 @@ def test_skip_goes_on_however_many_there_are(recipe: str, tmp_path: Path, two: W
     sets = ["on_nonfinite=skip", "steps=5"]
     told = two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets, poison=list(range(64)))
     assert [result["code"] for result in told] == [0, 0]
-    assert len(events(tmp_path / "run", "step_skipped")) == 5
+    assert len(read_events(tmp_path / "run", "step_skipped")) == 5

@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 
 from dstrain.tasks import find_task
 from tests.resume.elastic_cases import SHAPE, save_model
+from tests.vocabulary import write_recipe
 from tests.workers import WorkerError, Workers
 
 CASES = "tests.resume.elastic_cases:"
@@ -82,7 +82,7 @@ def test_a_checkpoint_of_before_this_format_is_refused_with_a_sentence(
 
 def test_another_model_in_the_recipe_is_refused_by_the_key(tmp_path: Path, two: Workers) -> None:
     values = find_task("rm").tiny(tmp_path) | {"precision": "fp32", "save": {"every": 2}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(tmp_path, values)
     run = {"recipe": str(tmp_path / "recipe.yaml"), "run_dir": str(tmp_path / "run")}
     two(RUN, **run, sets=["model.lora={rank: 2}"], crash_at=4)
     with pytest.raises(WorkerError, match=r"ResumeError: model\.lora: is .*'rank': 3"):

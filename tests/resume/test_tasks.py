@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.resume.test_resume import RUN
 from tests.seeing import named_recipe
+from tests.vocabulary import RUN, read_jsonl, write_recipe
 from tests.workers import WorkerError, Workers
 
 LORA = {"rank": 4, "dropout": 0.1}
@@ -56,12 +55,12 @@ def written(folder: Path, case: str) -> str:
         "eval": {"every": 4},
     }
     values |= {"model": values["model"] | model, "ds_config": preset}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(folder, values)
     return str(folder / "recipe.yaml")
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
-    told = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    told = read_jsonl(run_dir / "metrics.jsonl")
     clocks = ("time", "memory", "seconds", "second", "waited", "utilization")
     return [{name: row[name] for name in row if not any(word in name for word in clocks)} for row in told]
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from dstrain.tasks import find_task
-from tests.resume.test_resume import RUN
 from tests.resume.test_tasks import rows
+from tests.vocabulary import RUN, write_recipe
 from tests.workers import Workers
 
 CASES = "tests.contract.export_cases:"
@@ -42,7 +41,7 @@ def written(folder: Path, task: str, trained: str, preset: str) -> str:
     model["freeze"] = [*values["model"].get("freeze", []), *TRAINED[trained].get("freeze", [])]
     values |= {"model": model, "ds_config": preset, "optim": {"lr": 1e-2, "clip": 0.05}}
     values |= {"steps": 4, "save": {"every": 2}, "eval": {"every": 2}}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(folder, values)
     return str(folder / "recipe.yaml")
 
 

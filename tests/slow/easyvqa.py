@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, certificate, table
+from tests.vocabulary import read_jsonl, run_dstrain
 
 RECIPE = ROOT / "docs" / "examples" / "easyvqa.yaml"
 SHAPES = ("circle", "rectangle", "triangle")
@@ -46,13 +45,6 @@ def shares(answers: Sequence[str], test: Sequence[Record]) -> dict[str, float]:
     return {"all": sum(right) / len(right), "what shape": sum(of_shapes) / len(of_shapes)}
 
 
-def dstrain(*words: str) -> str:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-m", "dstrain", *words], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
 def _seconds(row: Record) -> float:
     return datetime.fromisoformat(row["time"]).timestamp()
 
@@ -61,7 +53,7 @@ def measure(data: Path, run: Path, processes: int) -> dict[str, Any]:
     """Train, write answers, count. Data is the folder of easy-VQA."""
     files = {name: data / f"{name}.jsonl" for name in ("train", "test")}
     sets = [f"data.train={json.dumps(str(files['train']))}", f"data.eval={json.dumps(str(files['test']))}"]
-    dstrain(
+    run_dstrain(
         "train",
         str(RECIPE),
         "--run-dir",
@@ -71,7 +63,7 @@ def measure(data: Path, run: Path, processes: int) -> dict[str, Any]:
         *(w for s in sets for w in ("--set", s)),
     )
     train, test = read(files["train"]), read(files["test"])
-    written = dstrain(
+    written = run_dstrain(
         "generate",
         str(run),
         "--data",
@@ -85,8 +77,8 @@ def measure(data: Path, run: Path, processes: int) -> dict[str, Any]:
         "64",
     )
     answers = [json.loads(line)["answer"] for line in written.splitlines()]
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    rows = read_jsonl(run / "metrics.jsonl")
+    events = read_jsonl(run / "events.jsonl")
     began, ended = (
         next(_seconds(event) for event in events if event["event"] == name) for name in ("started", "finished")
     )

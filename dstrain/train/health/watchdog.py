@@ -18,12 +18,13 @@ from dstrain.distributed.connection_errors import find_connection_error, unknown
 from dstrain.distributed.world import World
 from dstrain.errors import PeerFailureError, one_line
 from dstrain.report.run_log import RunLog, format_current_time
+from dstrain.train.health.diagnosis import Diagnosis
 from dstrain.train.health.rank_status import STATUS_TIMEOUT_SECONDS, RankStatusBoard
 from dstrain.train.health.signals import StoppedBySignal
 
 STALL_FRACTION = 0.8
 """Share of the process groups' timeout after which a run without progress is reported."""
-RESTART_HINT = "fix the cause and start again: the run goes on from its newest whole checkpoint"
+RESTART_HINT = "fix the cause and start again: the run resumes from its latest complete checkpoint"
 
 
 class Watchdog:
@@ -188,15 +189,19 @@ def peer_watchdog(
         if run_dir is None or status_board is None:
             raise known from error
         _log_error(error, known.phase, status_board, run_dir)
-        diagnosis = status_board.request_diagnosis(reason)
-        if diagnosis.stop_signal:
-            raise StoppedBySignal(diagnosis.stop_signal) from error
-        if diagnosis.table:
-            with contextlib.suppress(OSError, ValueError):  # a full disk or a closed stream
-                print(diagnosis.table, file=sys.stderr, flush=True)
-        raise PeerFailureError(known.phase, diagnosis.message, known.fix) from error
+        raise _name_failed_peer(known, status_board.request_diagnosis(reason)) from error
     finally:
         world.log.record_progress("")
+
+
+def _name_failed_peer(known: PeerFailureError, diagnosis: Diagnosis) -> BaseException:
+    """Print the status of all ranks, and return the error that names the failed one."""
+    if diagnosis.stop_signal:
+        return StoppedBySignal(diagnosis.stop_signal)
+    if diagnosis.table:
+        with contextlib.suppress(OSError, ValueError):  # a full disk or a closed stream
+            print(diagnosis.table, file=sys.stderr, flush=True)
+    return PeerFailureError(known.phase, diagnosis.message, known.fix)
 
 
 def _log_error(error: Exception, phase: str, status_board: RankStatusBoard, run_dir: Path) -> None:

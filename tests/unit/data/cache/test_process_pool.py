@@ -25,7 +25,8 @@ from dstrain.data.formats.unpaired import make_unpaired_encoder, read_unpaired
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, RunError
 from dstrain.launch.worker import set_parent_death_signal
-from tests.chats import EARLIER, QUESTION, chat, said
+from tests.chats import EARLIER, QUESTION, chat
+from tests.vocabulary import message
 
 THREE = ProcessPoolConfig(3, set_parent_death_signal)
 SETTINGS = EncodingConfig(max_length=60)
@@ -42,9 +43,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def record(at: int) -> dict[str, Any]:
     if at % 11 == 5:
         return {"prompt": [QUESTION], "chosen": "", "rejected": "b", "label": True}
-    prompt = [*EARLIER * (at % 4), said("user", f"where is fox {at // 3 if at > 20 else 0}?")]
+    prompt = [*EARLIER * (at % 4), message("user", f"where is fox {at // 3 if at > 20 else 0}?")]
     both = {"chosen": f"over river {at}", "rejected": "no fox " * (at % 17)}
-    return {"prompt": prompt, "completion": [said("assistant", both["chosen"])], "label": at % 2 == 0} | (
+    return {"prompt": prompt, "completion": [message("assistant", both["chosen"])], "label": at % 2 == 0} | (
         both if at % 17 else {"chosen": both["chosen"], "rejected": "dog"}
     )
 

@@ -13,9 +13,10 @@ from dstrain.data.formats.conversations import read_conversation
 from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.preferences import Preference, read_preference
 from dstrain.data.formats.prompts import EncodedPrompt, encode_prompts, read_prompt
-from tests.chats import KINDS, PAIRS, TEMPLATES, TEXTS, chat, said, tokenizer_of
+from tests.chats import KINDS, PAIRS, TEMPLATES, TEXTS, chat, tokenizer_of
 from tests.unit.data.encoding.test_conversations import Slow
 from tests.unit.data.encoding.test_preferences import with_frame
+from tests.vocabulary import message
 
 GOLDEN = {
     ("llama3", "byte-level"): [
@@ -93,7 +94,9 @@ def test_rows_are_the_templates_ids_and_begin_as_generation_does(
     assert isinstance(asked, EncodedPrompt)
     assert asked.ids[: example["prompt_length"]] == example["chosen"][: example["prompt_length"]]
     for side in ("chosen", "rejected"):
-        whole = tokenizer.apply_chat_template([*record["prompt"], said("assistant", record[side])], return_dict=False)
+        whole = tokenizer.apply_chat_template(
+            [*record["prompt"], message("assistant", record[side])], return_dict=False
+        )
         assert example[side] == whole, "BOS where the template writes it, once, whatever the tokenizer adds by itself"
 
 

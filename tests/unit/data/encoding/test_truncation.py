@@ -14,9 +14,10 @@ from dstrain.data.formats.conversations import PromptCompletion, read_conversati
 from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.preferences import Preference, read_preference
 from dstrain.data.formats.unpaired import make_unpaired_encoder, read_unpaired
-from tests.chats import EARLIER, KINDS, QUESTION, SYSTEM, TEMPLATES, chat, said, tokenizer_of
+from tests.chats import EARLIER, KINDS, QUESTION, SYSTEM, TEMPLATES, chat, tokenizer_of
 from tests.unit.data.encoding.test_conversations import TEMPLATES as SHAPES
 from tests.unit.data.encoding.test_preferences import bert  # noqa: F401  a fixture
+from tests.vocabulary import message
 
 ANSWERS = ("over the river and a fox jumps over it", "no fox, a river, a river, a river, a river, a river, a river")
 RECORD = {"prompt": [SYSTEM, *EARLIER, QUESTION], "chosen": ANSWERS[0], "rejected": ANSWERS[1]}
@@ -97,8 +98,8 @@ def test_conversations_and_single_answers_keep_the_question_before_the_first_ans
     family: str, kind: str, how: str
 ) -> None:
     tokenizer = chat(family, kind)
-    record = {"prompt": RECORD["prompt"], "completion": [said("assistant", ANSWERS[1]), *EARLIER]}
-    single = {"messages": [*RECORD["prompt"], said("assistant", ANSWERS[1])], "label": True}
+    record = {"prompt": RECORD["prompt"], "completion": [message("assistant", ANSWERS[1]), *EARLIER]}
+    single = {"messages": [*RECORD["prompt"], message("assistant", ANSWERS[1])], "label": True}
     seen = set()
     for length in range(8, 90, 3):
         settings = EncodingConfig(max_length=length)
@@ -118,7 +119,7 @@ def test_conversations_and_single_answers_keep_the_question_before_the_first_ans
     assert {"bad", (1, 1)} <= seen
 
 
-THINKING = [QUESTION, said("assistant", "<think>\nhm\n</think>\n\njumps"), said("user", "and the fox?")]
+THINKING = [QUESTION, message("assistant", "<think>\nhm\n</think>\n\njumps"), message("user", "and the fox?")]
 TURNED = "{% set system = messages[0].content %}{% set messages = messages[1:] %}" + SHAPES["brackets"].replace(
     "[INST] ", "[INST] {% if loop.last %}{{ system }}\n\n{% endif %}"
 )
@@ -142,7 +143,7 @@ def test_families_that_write_beginnings_otherwise_keep_their_last_turn_too(name:
     tokenizer = copy.deepcopy(tokenizer_of("byte-level"))
     tokenizer.chat_template = template or None
     record = Preference(prompt, "a fox " * 30, "a dog " * 30)
-    taught = read_conversation({"prompt": prompt, "completion": [said("assistant", "a fox " * 30)]})
+    taught = read_conversation({"prompt": prompt, "completion": [message("assistant", "a fox " * 30)]})
     kinds: dict[str, Any] = {
         "pair": lambda length: pair(tokenizer, record, length),
         "sft": lambda length: encode_conversations(tokenizer, [taught], EncodingConfig(max_length=length))[0],

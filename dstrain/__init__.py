@@ -1,4 +1,4 @@
-"""dstrain: training of reward models, policies and vision-language models with DeepSpeed."""
+"""dstrain: train reward models, policies and vision-language models on DeepSpeed."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def _watch(socket_name: str, heartbeat_timeout: float) -> None:
         print_error(
             f"error: the agent of this host has sent no heartbeat for "
             f"{RANK_TIMEOUT_FACTOR * heartbeat_timeout:g} s: it is stopped, or it hangs. "
-            "This rank is no longer supervised, so it ends itself; start the same command again to go on"
+            "This rank is no longer supervised, so it ends itself; start the same command again to resume"
         )
     os.kill(os.getpid(), signal.SIGKILL)
 

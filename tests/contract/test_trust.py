@@ -94,7 +94,7 @@ def test_a_folders_task_of_its_own_does_not_run(
     change(recipe_of(folder, kind), task=str(evil) if named == "a file" else "package.own")
     said = dstrain(*COMMANDS[command](folder, folder / kind))
     assert said.exit_code == 2, said.output
-    assert "nothing runs because a folder says so; add --task" in said.output
+    assert "code that only the folder names is not run; add --task" in said.output
     if named == "a file":
         assert f"--task {shlex.quote(str(evil))} if you trust that file" in said.output
     assert not mark.exists()
@@ -150,7 +150,7 @@ def test_a_folders_trust_in_remote_code_is_none(kind: str, folder: Path) -> None
     change(recipe_of(folder, kind), model__trust_remote_code=True)
     said = dstrain(*asked)
     assert said.exit_code == 2
-    assert "model.trust_remote_code: is true, and nothing runs because a folder says so; " in said.output
+    assert "model.trust_remote_code: is true, and code that only the folder names is not run; " in said.output
     assert "add --set model.trust_remote_code=true if you trust that code" in said.output
     assert not mark.exists()
     if kind == "exported":

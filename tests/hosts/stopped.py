@@ -1,4 +1,4 @@
-"""Heads of a launch that are stopped, not dead: the agent of a host, or `dstrain` itself. Nothing goes on without them."""
+"""Suspended, not dead, supervisors of a launch: the agent of a host, or `dstrain` itself."""
 
 from __future__ import annotations
 

@@ -35,8 +35,10 @@ def check_launch(
     task.checks.required_keys()
     preset = read_preset(config.ds_config)
     start = find_compatible_candidate(run_dir, resume, config)
-    asked = with_saved_batch_total(config.batch, start, resume.allowed_keys)
-    batch = resolve_batch(asked, world_size, preset.micro, None if asked is not config.batch else preset.accumulate)
+    batch_config = with_saved_batch_total(config.batch, start, resume.allowed_keys)
+    batch = resolve_batch(
+        batch_config, world_size, preset.micro, None if batch_config is not config.batch else preset.accumulate
+    )
     return resolve_ds_config(config, preset, batch, (world_size, device), run_dir)
 
 

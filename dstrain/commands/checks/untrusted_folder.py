@@ -19,7 +19,7 @@ from dstrain.preset import Preset, check_ds_config
 FORWARD_KEYS = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "communication_data_type")
 """Keys of a run's DeepSpeed JSON that apply to forward passes; others are ignored."""
 WEIGHT_SUFFIXES = (".safetensors",)
-NO_CODE_REASON = "nothing runs because a folder says so"
+NO_CODE_REASON = "code that only the folder names is not run"
 MAX_JSON_BYTES = 64 << 20
 """Largest JSON file that is read; a config has some thousand bytes."""
 PATTERN_TIMEOUT_SECONDS = 5

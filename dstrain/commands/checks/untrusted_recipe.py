@@ -29,7 +29,7 @@ from dstrain.tasks import Task, builtin_tasks, find_task
 from dstrain.tasks.common.reference import ReferenceTask
 from dstrain.tasks.common.text import TextTask
 
-NO_FETCH_REASON = "and nothing is fetched because a folder says so"
+NO_FETCH_REASON = "and is not downloaded, since only the folder names it"
 
 
 def load_folder_recipe(

@@ -252,13 +252,13 @@ class MultiHostWorkerGroup:
         if not self._has_failed_host:
             return
         if not failed_clients:
-            self.abort_reason += "; nothing of the launch is left there; start the same command again to go on"
+            self.abort_reason += "; nothing of the launch is left there; start the same command again to resume"
             return
         there = " and ".join(f"{self._format_ranks(client)} on {client.host.name}" for client in failed_clients)
         seconds = (RANK_TIMEOUT_FACTOR + 1) * self._launch.heartbeat_timeout
         self.abort_reason += (
             f"; {there} cannot be ended from here: where it still runs, it ends by itself within {seconds:g} s; "
-            "wait for that, then start the same command again to go on"
+            "wait for that, then start the same command again to resume"
         )
 
     def wait_for_event(self, timeout: float) -> None:

@@ -8,6 +8,8 @@ from contextvars import ContextVar
 
 import torch
 
+from dstrain.models.patches import parameters_on_meta
+
 _META_INIT = ContextVar("_META_INIT", default=False)
 _RANDOM_INIT_FOLDERS: ContextVar[list[str] | None] = ContextVar("_RANDOM_INIT_FOLDERS", default=None)
 
@@ -46,20 +48,12 @@ def meta_parameters() -> Iterator[None]:
     `load_model` then reads only the config of a folder, no weights. Not thread-safe. Tied parameters stay tied;
     accelerate's `init_empty_weights` (1.15) creates a new parameter for each module, and so unties them.
     """
-    register = torch.nn.Module.register_parameter
-
-    def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta":
-            parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    torch.nn.Module.register_parameter = register_on_meta
     token = _META_INIT.set(True)
     try:
-        yield
+        with parameters_on_meta():
+            yield
     finally:
         _META_INIT.reset(token)
-        torch.nn.Module.register_parameter = register
 
 
 def materialize(model: torch.nn.Module) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dstrain.errors import first_names
+
 FINAL_KINDS = ("lost", "failed", "stopped", "done")
 """Kinds of a rank's last status: it is about to exit and writes no other."""
 MAX_TABLE_ROWS = 32
@@ -72,7 +74,7 @@ def diagnose(report: StatusReport) -> Diagnosis:
     by_kind = {status.kind: status for _, status in sorted(statuses.items(), reverse=True)}
     stop_signal = ""
     if status := by_kind.get("failed"):
-        ranks, what = [status.rank], f"failed: {status.text}; logs/rank-{status.rank:05d}.log says more"
+        ranks, what = [status.rank], f"failed: {status.text}; see logs/rank-{status.rank:05d}.log"
     elif status := by_kind.get("stopped"):
         ranks, what, stop_signal = [status.rank], f"was stopped by {status.text}", status.text
     elif missing:
@@ -123,7 +125,7 @@ def format_ranks_by_host(ranks: Sequence[int], statuses: Mapping[int, RankStatus
     for rank in ranks:
         by_host.setdefault(statuses[rank].host, []).append(rank)
     return " and ".join(
-        f"{'ranks' if len(several) > 1 else 'rank'} {', '.join(map(str, several))} on {host}"
+        f"{'ranks' if len(several) > 1 else 'rank'} {first_names(several, 8)} on {host}"
         for host, several in by_host.items()
     )
 

@@ -24,7 +24,7 @@ from dstrain.train.health.signals import StoppedBySignal
 
 STALL_FRACTION = 0.8
 """Share of the process groups' timeout after which a run without progress is reported."""
-RESTART_HINT = "fix the cause and start again: the run goes on from its newest whole checkpoint"
+RESTART_HINT = "fix the cause and start again: the run resumes from its latest complete checkpoint"
 
 
 class Watchdog:

@@ -1,4 +1,4 @@
-"""What comes of a launch is printed by the process that asked, and its folder is kept only where someone must look."""
+"""Jobs in several processes: their result, and when their folder is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `dstrain train` does around its launch: look at the data once, and leave no folder of a launch that was refused."""
+"""Checks of `dstrain train` around its launch: data read once, no folder left by a refused launch."""
 
 from __future__ import annotations
 

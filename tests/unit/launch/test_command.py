@@ -1,4 +1,4 @@
-"""The command lines, word by word."""
+"""Command lines of a launch on one host, word by word."""
 
 from __future__ import annotations
 

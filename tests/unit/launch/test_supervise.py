@@ -1,4 +1,4 @@
-"""Supervision, tried on launchers of a few lines that start workers of a few lines."""
+"""Supervision, tested with launchers and workers of a few lines."""
 
 from __future__ import annotations
 

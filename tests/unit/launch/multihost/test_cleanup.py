@@ -1,4 +1,4 @@
-"""A host that was given up and answers ssh all the same: what is left of the launch there is ended before anything is said."""
+"""Cleanup over ssh on a host whose agent does not answer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_stopped_agent_and_its_ranks_are_ended_over_another_session(stopped, l
         assert over(agent)
     assert group.abort_reason == (
         "here sent no message for 0.5 s (power, network, or a suspended process or machine); rank 0, 1 ran there; "
-        "nothing of the launch is left there; start the same command again to go on"
+        "nothing of the launch is left there; start the same command again to resume"
     )
 
 
@@ -67,7 +67,7 @@ def test_the_end_of_the_starter_is_none_of_the_session_that_cleans_up(launch, tm
         agent = stop_agent(group)
         group.kill()
         assert over(agent)
-    assert group.abort_reason.endswith("; nothing of the launch is left there; start the same command again to go on")
+    assert group.abort_reason.endswith("; nothing of the launch is left there; start the same command again to resume")
 
 
 def test_a_starter_that_does_not_end_with_the_ranks_is_not_waited_for(launch, tmp_path, monkeypatch):
@@ -106,7 +106,7 @@ def test_where_ssh_does_not_answer_the_sentence_says_so(launch, tmp_path):
     ):
         assert group.abort_reason.endswith(
             "; rank 0, 1 ran there; rank 0, 1 on here cannot be ended from here: where it still runs, it ends by itself "
-            "within 20 s; wait for that, then start the same command again to go on"
+            "within 20 s; wait for that, then start the same command again to resume"
         )
 
 

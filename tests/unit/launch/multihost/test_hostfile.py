@@ -1,4 +1,4 @@
-"""On which hosts: hostfiles and the options that choose from them."""
+"""Hostfiles, and the options that select hosts."""
 
 from __future__ import annotations
 

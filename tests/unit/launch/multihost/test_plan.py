@@ -1,4 +1,4 @@
-"""The command lines for several hosts, word by word."""
+"""Command lines for several hosts, word by word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hosts are asked before a launch, what they are refused for, and login scripts that print."""
+"""Checks of hosts before a launch, their errors, and login scripts that print."""
 
 from __future__ import annotations
 

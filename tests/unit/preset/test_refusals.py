@@ -55,7 +55,11 @@ BAD = {
         "wandb",
         'write log.wandb: {"project": "p"} in the recipe',
     ),
-    "elasticity": ({"elasticity": {"enabled": True}}, "elasticity", "batch.total stays the same with any number of processes"),
+    "elasticity": (
+        {"elasticity": {"enabled": True}},
+        "elasticity",
+        "batch.total stays the same with any number of processes",
+    ),
     "amp": ({"amp": {"enabled": True}}, "amp", "use `fp16` or `bf16`"),
     "removed key": (zero(3, mics_shard_size=2), "zero_optimization.mics_shard_size", "use zero_hpz_partition_size"),
     "autotuning": ({"autotuning": {"enabled": True}}, "autotuning", "presets are chosen by hand"),

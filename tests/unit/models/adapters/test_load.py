@@ -85,9 +85,7 @@ def test_a_task_says_what_it_is_and_trains_on_it(task: Any, tmp_path: Path) -> N
     made.check_required_keys()
     made.check()
     said = made.info_messages()
-    assert (
-        f"{at} is a LoRA adapter of {tmp_path / 'base'}: it is merged into these weights when they are loaded" in said
-    )
+    assert f"{at} is a LoRA adapter of {tmp_path / 'base'}: it is merged into these weights on loading" in said
     assert any("newly initialized from seed 0: score.weight" in line for line in said) == (task is RewardModel)
     model: Any = made.build_model()
     wanted = merged_by_peft(at).model.state_dict()
@@ -111,7 +109,7 @@ def lose(at: Path) -> None:
     ("spoil", "wanted"),
     [
         (change("r", 8), r"q_proj\.lora_A\.weight is \(4, 16\) in its file and \(8, 16\) in the model"),
-        (change("target_modules", ["nowhere"]), "the model has none of the modules that it changes"),
+        (change("target_modules", ["nowhere"]), "the model has none of the modules that it adapts"),
         (change("target_modules", ["q_proj"]), "missing keys: none; unexpected keys: model.layers.0"),
         (lose, "missing keys: base_model.model"),
     ],

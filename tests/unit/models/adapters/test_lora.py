@@ -42,7 +42,7 @@ def test_asking_the_reference_trains_no_frozen_adapter(task: str, dora: bool, tm
     assert not any(".layers.0." in name for name in before)
     batch = made.task.collate([made.task.examples("train")[index] for index in range(2)])
     made.train()
-    made(batch, survey=made.task.needs_step_stats)
+    made(batch, stats_only=made.task.needs_step_stats)
     assert trained(made.model) == before
     assert set(get_stored_shapes(made)) == names
 

@@ -78,7 +78,7 @@ ODD: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda at: (at / "config.json").unlink(), r"holds no config\.json"),
     "cut JSON": (write("config.json", "{"), r"config\.json is not valid JSON"),
     "a list": (write("config.json", "[]"), r"config\.json holds no JSON object"),
-    "a pointer": (write("config.json", LFS), r"pointer of Git LFS"),
+    "a pointer": (write("config.json", LFS), r"Git LFS pointer"),
     "no type": (write("config.json", "{}"), r"has no model_type in its config\.json"),
     "an unknown type": (write("config.json", '{"model_type": "lama"}'), r"'lama', which transformers .* did you mean 'llama'"),
     "no tokenizer": (lambda at: (at / "tokenizer.json").unlink(), r"model\.path: there is no tokenizer in '.*'; set model\.tokenizer"),
@@ -90,7 +90,7 @@ ODD: dict[str, tuple[Callable[[Path], None], str]] = {
         r"names a file outside its folder: '\.\./other/model\.safetensors'",
     ),
     "an index that names what is not there": (
-        write("model.safetensors.index.json", '{"weight_map": {"a": "model-1.safetensors"}}'), r"model-1\.safetensors is not there",
+        write("model.safetensors.index.json", '{"weight_map": {"a": "model-1.safetensors"}}'), r"model-1\.safetensors is missing",
     ),
     "a run folder": (lambda at: (only("recipe.yaml", "")(at), (at / "checkpoints").mkdir())[1], r"is a run folder.* dstrain export"),
     "GGUF": (only("m.gguf", "GGUF"), r"holds GGUF files"),
@@ -100,7 +100,7 @@ ODD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "RoBERTa": (
         write("config.json", '{"model_type": "roberta", "max_position_embeddings": 40, "pad_token_id": 1, "is_decoder": true}'),
-        r"learned 38 positions; write 38 or less",
+        r"only 38 learned positions; write 38 or less",
     ),
     "adapters of another kind": (only("adapter_config.json", json.dumps({**ADAPTER, "peft_type": "IA3"})), r"is a IA3 adapter of org/base, which"),
     "an adapter without weights": (only("adapter_config.json", json.dumps(ADAPTER)), r"a LoRA adapter of org/base, but adapter_model"),
@@ -137,7 +137,7 @@ def test_an_adapter_stands_on_its_base(tmp_path: Path) -> None:
     for base, wanted in (
         (tmp_path / "gone", "is a LoRA adapter of .*gone, which does not exist"),
         (at, "which is an adapter as well"),
-        (folder(tmp_path / "small", model_type="gpt2", n_positions=32), "learned 32 positions"),
+        (folder(tmp_path / "small", model_type="gpt2", n_positions=32), "only 32 learned positions"),
     ):
         (at / "adapter_config.json").write_text(json.dumps({**ADAPTER, "base_model_name_or_path": str(base)}))
         import re

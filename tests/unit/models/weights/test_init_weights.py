@@ -195,7 +195,7 @@ def test_a_language_model_goes_into_a_reward_model(put: Callable[..., str]) -> N
     report = both(model, put(wanted), kind="rm")
     assert all(torch.equal(value, wanted[f"model.{name}"]) for name, value in model.model.state_dict().items())
     assert str(report) == (
-        f"model.init: {len(wanted) - 1} of {len(wanted)} weights from old.pt; missing keys: score.weight;  "
+        f"model.init: {len(wanted) - 1} of {len(wanted)} weights from old.pt; missing keys: score.weight; "
         "unexpected keys: lm_head.weight"
     )
 

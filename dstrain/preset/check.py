@@ -22,7 +22,7 @@ IssueKind = Literal["unknown", "auto", "learning", "refused", "renamed", "type",
 
 @dataclass(frozen=True)
 class Issue:
-    """One problem of one key."""
+    """A problem of a key, with its fix."""
 
     path: KeyPath
     kind: IssueKind

@@ -113,7 +113,7 @@ def _accumulates_in_fp32(preset: Preset, settings: RunSettings) -> bool:
     """Return True where the gradients of bf16 micro-batches are summed in fp32.
 
     In bf16 a sum of 64 is off by 1 % (docs/memory.md). Not at stage 0, where DeepSpeed cannot; not where the preset
-    keeps gradients in bf16 on purpose, or sets a dtype; not where it changes Muon's update (`_is_muon_dtype_sensitive`).
+    keeps gradients in bf16 on purpose, or sets a dtype; not if it changes Muon's update (`_is_muon_dtype_sensitive`).
     """
     if settings.precision != "bf16" or settings.accumulate == 1 or preset.stage == 0:
         return False

@@ -48,7 +48,7 @@ LEARNING_KEYS = {
 
 @dataclass(frozen=True)
 class ConvertedKey:
-    """One value of the JSON, and the recipe key for it."""
+    """A value of the JSON, and the recipe key for it."""
 
     path: str
     value: Any

@@ -1,4 +1,4 @@
-"""The adapter_config.json of a LoRA adapter folder: reading and validation, without torch."""
+"""Reading and validation of a LoRA adapter folder's adapter_config.json, without torch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def read_adapter(name: str | None, key: str = "model.path") -> Adapter | None:
 
 
 def resolve_base_model(model: ModelConfig) -> ModelConfig:
-    """Return the model config with the base model's path if `model.path` is an adapter folder, else the config itself."""
+    """Return the config with its base model as path if `model.path` is an adapter folder, else the config itself."""
     adapter = read_adapter(model.path)
     return model if adapter is None else model.model_copy(update={"path": adapter.base_model})
 

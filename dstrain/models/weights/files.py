@@ -21,7 +21,10 @@ INIT_KEY = "model.init"
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin")
 STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict", "module")
 """Keys under which training scripts save the state dict next to the optimizer's."""
-ACCEPTED_FORMATS = "a .safetensors file, a .pt, .pth or .bin file with a state dict, or a folder with *.safetensors or pytorch_model*.bin"
+ACCEPTED_FORMATS = (
+    "a .safetensors file, a .pt, .pth or .bin file with a state dict, "
+    "or a folder with *.safetensors or pytorch_model*.bin"
+)
 WEIGHT_FILE_PATTERNS = (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "pytorch_model*.bin"))
 """Names of a folder's weights: in one file, and in several."""
 

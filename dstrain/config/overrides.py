@@ -61,7 +61,7 @@ def _drop_trained_tokenizer(source: SourceMap) -> None:
 
 
 def _resolve_batch_override(source: SourceMap) -> None:
-    """Where all three batch keys are set, drop the first one of BATCH_KEYS that comes from the file.
+    """If all three batch keys are set, drop the first one of BATCH_KEYS that comes from the file.
 
     With accumulate alone on the command line it is unclear which of the other two should change, so all three stay.
     """

@@ -60,7 +60,7 @@ class DataConfig(Section):
     eval_fraction: Fraction = 0.0
     """Alternative to `eval`: fraction of the training records to hold out, chosen by the seed."""
     max_length: Annotated[PositiveInt, Field(ge=2)] = 1024
-    """Maximum tokens per sequence. Longer ones lose older turns first, then the end of answers; the last user turn stays."""
+    """Maximum tokens per sequence. Longer ones lose older turns, then the end of answers; the last user turn stays."""
     max_prompt_length: PositiveInt | None = None
     """Maximum tokens of the prompt; longer prompts are cut from the left, also within the last user turn."""
     max_samples: PositiveInt | None = None
@@ -104,8 +104,8 @@ class GroupConfig(Section):
 
 
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {"lion": {"betas": (0.9, 0.99)}, "muon": {"clip": 0.0}}
-"""Lion's betas are from its paper (arXiv 2302.06675, section 5). Muon needs no clipping: the norm of its update does not
-depend on the gradient's."""
+"""Lion's betas are from its paper (arXiv 2302.06675, section 5). Muon needs no clipping: the norm of its update does
+not depend on the gradient's."""
 
 
 class OptimConfig(Section):

@@ -11,8 +11,8 @@ NO_MASK_MODEL_TYPES = frozenset(
     {"cohere2", "deepseek_v3", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "llama", "mistral", "mixtral",
      "olmoe", "phi3", "qwen2", "qwen3", "smollm3"}
 )  # fmt: skip
-"""Model types in which every layer is causal and positions count from the start of the row, so that padding on the right
-changes nothing before it. tests/unit/models/test_attention_mask.py checks that their logits are bit-identical. Others
+"""Model types in which every layer is causal and positions count from the start of the row, so that padding on the
+right changes nothing before it. tests/unit/models/test_attention_mask.py checks that their logits are bit-identical. Others
 keep their mask: vision-language models (Gemma 3 and PaliGemma attend to images in both directions, Qwen2-VL counts
 positions by the mask), models with a recurrent state that padding would change (Mamba 2, LFM2, Qwen3-Next), encoders.
 """

@@ -161,7 +161,7 @@ LLAVA_TOWERS: Mapping[str, tuple[str, int]] = {
 
 
 def _build_llava(config: Any, tokenizer: Any, normalization: Mapping[str, list[float]]) -> Any:
-    """Build a LLaVA processor: one token per patch, without CLS by default (Liu et al., arXiv 2310.03744, section 3.3)."""
+    """Build a LLaVA processor: one token per patch, by default without CLS (arXiv 2310.03744, section 3.3)."""
     from transformers import LlavaProcessor
 
     class_name, num_extra = _get_tower(config)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -19,13 +18,14 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
 )
-from transformers.utils import cached_file, logging
+from transformers.utils import cached_file
 
 from dstrain.errors import Fault, RecipeError, TaskError, UsageError, first_names
 from dstrain.models.folder.adapter_config import CONFIG_FILE as ADAPTER_CONFIG
 from dstrain.models.folder.adapter_config import read_adapter
 from dstrain.models.folder.hub_code import find_hub_code
 from dstrain.models.params.zero3 import assign, full_shape, gathered
+from dstrain.models.weights.load_report import transformers_silenced
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -165,7 +165,7 @@ class AutoRewardModel:
         )
         head = _find_score_head(name) if issubclass(auto, RewardModelMixin) else None
         start = torch.get_rng_state()
-        with _logging_disabled() if head else nullcontext():  # it would warn of the missing head
+        with transformers_silenced(warnings=head is not None):  # else it warns of the missing head
             model, info = auto.from_pretrained(name, config=config, output_loading_info=True, **settings)
         if head is not None:
             _load_score_head(model, head, info["missing_keys"])
@@ -199,17 +199,6 @@ def _find_score_head(name: str) -> str | None:
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-
-
-@contextmanager
-def _logging_disabled() -> Iterator[None]:
-    """Silence transformers' warnings inside the context."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
 
 
 def _init_score_head(model: Any, rng_state: torch.Tensor) -> None:

@@ -1,7 +1,4 @@
-"""Presets: DeepSpeed JSONs that own memory and nothing else.
-
-`read_preset` refuses what a preset does not own, `complete` adds what the recipe decides, `adopt` takes a public JSON over.
-"""
+"""DeepSpeed presets: JSON files that configure memory and nothing else."""
 
 from dstrain.preset.complete import Device, Precision, RunSettings, complete_preset, resolve_precision
 from dstrain.preset.convert import ConvertedPreset, convert_preset

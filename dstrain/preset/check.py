@@ -1,8 +1,4 @@
-"""Is every key of a DeepSpeed JSON known, ours to take, and of the right type?
-
-DeepSpeed ignores an unknown key at the top level, so `zero_optimisation` would train ZeRO-0. Here nothing passes that the
-table does not name.
-"""
+"""Validation of DeepSpeed JSON keys and values against the key schema."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dstrain.errors import suggest_name
-from dstrain.preset import migrate
+from dstrain.preset import key_conversion
 from dstrain.preset.key_schema import (
     KeyPath,
     KeySpec,
@@ -26,7 +22,7 @@ IssueKind = Literal["unknown", "auto", "learning", "refused", "renamed", "type",
 
 @dataclass(frozen=True)
 class Issue:
-    """One thing wrong at one key."""
+    """A problem of a key, with its fix."""
 
     path: KeyPath
     kind: IssueKind
@@ -35,100 +31,107 @@ class Issue:
 
 
 REJECTED_KEYS = {
-    "csv_monitor": ("DeepSpeed would write its own numbers; every run has metrics.jsonl", "remove it"),
-    "comet": ("where numbers are written belongs to the recipe (log)", "remove it"),
+    "csv_monitor": ("DeepSpeed would log its own metrics; every run has metrics.jsonl", "remove it"),
+    "comet": ("logging is configured in the recipe (log)", "remove it"),
     "datastates_ckpt": ("dstrain writes and verifies its checkpoints itself", "remove it; see the recipe's `save`"),
     "tensor_parallel": ("dstrain shards with ZeRO, not by tensor", "remove it; zero3 shards the weights"),
     "expert_parallel": ("dstrain shards with ZeRO, not by expert", "remove it; zero3 shards the weights"),
     "use_data_before_expert_parallelism": ("dstrain shards with ZeRO, not by expert", "remove it"),
     "sequence_parallel_size": ("dstrain does not split sequences over processes", "remove it"),
     "pipeline": ("dstrain shards with ZeRO, not by layer", "remove it; zero3 shards the weights"),
-    "hybrid_engine": ("the hybrid engine serves generation inside RLHF, which dstrain does not do", "remove it"),
-    "autotuning": ("presets are chosen by hand: docs/presets.md says which fits what", "remove it"),
+    "hybrid_engine": ("the hybrid engine is for generation in RLHF, which dstrain does not support", "remove it"),
+    "autotuning": ("presets are chosen by hand: see docs/presets.md", "remove it"),
     "weight_quantization": ("this block quantizes for inference", "remove it and use the recipe's model.quantize"),
 }
-"""Keys DeepSpeed acts on and dstrain does not take -> why, and what to do."""
+"""Keys that DeepSpeed supports and dstrain rejects -> (reason, fix)."""
 
 REQUIRED_VALUES: dict[KeyPath, tuple[Any, str]] = {
-    ("zero_allow_untested_optimizer",): (True, "dstrain hands its own optimizers to DeepSpeed"),
+    ("zero_allow_untested_optimizer",): (True, "dstrain passes its own optimizers to DeepSpeed"),
     ("zero_force_ds_cpu_optimizer",): (False, "dstrain chooses the optimizer for offloading itself"),
     ("managed_gradient_accumulation",): (True, "dstrain lets DeepSpeed count the micro-batches"),
     ("gradient_allreduce_op",): ("mean", "dstrain scales its sums for a mean over the processes"),
     ("dataloader_drop_last",): (False, "dstrain loads the data itself and drops nothing"),
     ("checkpoint", "load_universal"): (False, "dstrain restores checkpoints itself"),
-    ("checkpoint", "use_node_local_storage"): (False, "a checkpoint lies in the run folder, which all hosts share"),
-    ("checkpoint", "checkpoint_serialization"): (True, "dstrain verifies what it wrote"),
-    ("checkpoint", "writer"): (None, "another writer can lose a save without a word"),
-    ("torch_autocast", "enabled"): (False, "dstrain's precision is fp32, bf16 or fp16 throughout"),
+    ("checkpoint", "use_node_local_storage"): (
+        False,
+        "checkpoints are written to the run folder, which all hosts share",
+    ),
+    ("checkpoint", "checkpoint_serialization"): (True, "dstrain verifies the checkpoints it writes"),
+    ("checkpoint", "writer"): (None, "another writer can lose a checkpoint without an error"),
+    ("torch_autocast", "enabled"): (False, "dstrain trains in fp32, bf16 or fp16, without autocast"),
     ("data_types", "param_dtype"): (None, "the precision of the weights is `fp16`, `bf16` or the recipe's `precision`"),
-    ("zero_optimization", "compute_grad_norm"): (True, "dstrain logs and checks the norm of the gradients"),
-    ("zero_optimization", "zenflow"): (None, "ZenFlow applies gradients late, so one step would not be one step"),
+    ("zero_optimization", "compute_grad_norm"): (True, "dstrain logs and checks the gradient norm"),
+    ("zero_optimization", "zenflow"): (None, "ZenFlow applies gradients late, so a step would not be one step"),
     ("zero_optimization", "elastic_checkpoint"): (False, "dstrain restores checkpoints itself"),
-    ("zero_optimization", "legacy_stage1"): (False, "DeepSpeed stops on it"),
+    ("zero_optimization", "legacy_stage1"): (False, "DeepSpeed raises an error for it"),
 }
-"""Keys with one value that fits dstrain -> that value, and why. Any other value is refused."""
+"""Keys that dstrain supports with one value only -> (that value, reason). Other values are rejected."""
 
 _REMOVED_KEY_FIXES = {
-    "elasticity": "remove it; the recipe's batch.total holds at any number of processes, also on resume",
+    "elasticity": "remove it; the recipe's batch.total stays the same with any number of processes, also on resume",
     "amp": "use `fp16` or `bf16`",
     "quantize_training": "remove it; the recipe has model.quantize",
     "zero_optimization.mics_shard_size": "use zero_hpz_partition_size",
 }
 _AUTO_REPLACEMENTS = {
-    "fp16.enabled": "the recipe's `precision` says it",
-    "bf16.enabled": "the recipe's `precision` says it",
-    "train_micro_batch_size_per_gpu": "the recipe's batch.micro says it",
-    "gradient_accumulation_steps": "the recipe's batch.accumulate says it",
+    "fp16.enabled": "the recipe's `precision` sets it",
+    "bf16.enabled": "the recipe's `precision` sets it",
+    "train_micro_batch_size_per_gpu": "the recipe's batch.micro sets it",
+    "gradient_accumulation_steps": "the recipe's batch.accumulate sets it",
 }
 
 
 def check_schema(block: dict[str, Any]) -> list[Issue]:
-    """Every finding, key by key."""
+    """Return every issue, key by key.
+
+    DeepSpeed ignores unknown keys at the top level, so `zero_optimisation` would train with ZeRO stage 0. Here every
+    key that is not in the schema is an issue.
+    """
     return list(_iter_issues(block, load_key_schema()["keys"], ()))
 
 
 def describe_auto_default(path: KeyPath, spec: KeySpec) -> str:
-    """What holds once an "auto" is left out."""
-    said = _AUTO_REPLACEMENTS.get(".".join(path))
+    """Return the value that applies once an "auto" is removed."""
+    replacement = _AUTO_REPLACEMENTS.get(".".join(path))
     default = "" if spec.get("default") is None else " " + format_json(spec["default"])
-    return said or f"DeepSpeed's default{default} holds"
+    return replacement or f"DeepSpeed's default{default} applies"
 
 
 def _iter_issues(block: dict[str, Any], specs: dict[str, KeySpec], parent: KeyPath) -> Iterator[Issue]:
     for name, value in block.items():
         path = (*parent, name)
-        finding = _check_rejected(path, value) or _check_unknown(path, specs) or _check_value(path, specs[name], value)
-        if finding is not None:
-            yield finding
+        issue = _check_rejected(path, value) or _check_unknown(path, specs) or _check_value(path, specs[name], value)
+        if issue is not None:
+            yield issue
         elif isinstance(value, dict) and "keys" in specs[name]:
             yield from _iter_issues(value, specs[name]["keys"], path)
 
 
 def _check_rejected(path: KeyPath, value: Any) -> Issue | None:
-    """Learning, and what DeepSpeed or dstrain does not have."""
+    """Return the issue of a training key, or of a key that DeepSpeed or dstrain does not support."""
     dotted, idle = ".".join(path), isinstance(value, dict) and value.get("enabled") is False
     removed = dotted in load_key_schema()["removed"]
-    if dotted in migrate.LEARNING_KEYS and (removed or not idle):
-        return Issue(path, "learning", migrate.LEARNING_KEYS[dotted], migrate.suggest_fix(dotted, value))
+    if dotted in key_conversion.LEARNING_KEYS and (removed or not idle):
+        return Issue(path, "learning", key_conversion.LEARNING_KEYS[dotted], key_conversion.suggest_fix(dotted, value))
     if removed:
-        problem = f"DeepSpeed {load_key_schema()['deepspeed']} has removed it and stops on it"
+        problem = f"DeepSpeed {load_key_schema()['deepspeed']} has removed this key and raises an error for it"
         return Issue(path, "refused", problem, _REMOVED_KEY_FIXES.get(dotted, "remove it"))
     if dotted in REJECTED_KEYS and not idle:
         return Issue(path, "refused", *REJECTED_KEYS[dotted])
     if path in REQUIRED_VALUES and value != REQUIRED_VALUES[path][0] and value != "auto":
         needed, why = REQUIRED_VALUES[path]
-        mend = "remove it" if needed is None else f"remove it; dstrain sets {format_json(needed)}"
-        return Issue(path, "refused", f"the value is {format_json(value)}, but {why}", mend)
+        fix = "remove it" if needed is None else f"remove it; dstrain sets {format_json(needed)}"
+        return Issue(path, "refused", f"the value is {format_json(value)}, but {why}", fix)
     return None
 
 
 def _check_unknown(path: KeyPath, specs: dict[str, KeySpec]) -> Issue | None:
     if path[-1] in specs:
         return None
-    version, places = load_key_schema()["deepspeed"], find_parent_blocks(path[-1])
+    version, parents = load_key_schema()["deepspeed"], find_parent_blocks(path[-1])
     problem = f"DeepSpeed {version} knows no such key here"
-    if places:
-        return Issue(path, "unknown", problem, f"move it into {' or '.join(f'`{place}`' for place in places)}")
+    if parents:
+        return Issue(path, "unknown", problem, f"move it into {' or '.join(f'`{parent}`' for parent in parents)}")
     return Issue(path, "unknown", problem, suggest_name(path[-1], _current_names(specs)))
 
 
@@ -137,12 +140,12 @@ def _check_value(path: KeyPath, spec: KeySpec, value: Any) -> Issue | None:
         problem = '"auto" is filled in by the Hugging Face Trainer, not by DeepSpeed'
         return Issue(path, "auto", problem, f"leave the key out: {describe_auto_default(path, spec)}")
     if "deprecated" in spec:
-        problem = "this is another name, or an old one, of a key"
+        problem = "this is an alias or an old name of a key"
         return Issue(path, "renamed", problem, f"write `{spec['deprecated']}`")
-    wrong = find_value_problem(spec, value)
-    return Issue(path, "type", *wrong) if wrong else None
+    problem_and_fix = find_value_problem(spec, value)
+    return Issue(path, "type", *problem_and_fix) if problem_and_fix else None
 
 
 def _current_names(specs: dict[str, KeySpec]) -> list[str]:
-    """Names worth proposing: no deprecated ones."""
+    """Return the names that are not deprecated, for suggestions."""
     return [name for name, key in specs.items() if "deprecated" not in key]

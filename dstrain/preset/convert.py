@@ -1,4 +1,4 @@
-"""Turns a public DeepSpeed JSON, with "auto" and learning keys, into a preset, and says what went where."""
+"""Conversion of a public DeepSpeed JSON into a preset."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import Fault
-from dstrain.preset import migrate
+from dstrain.preset import key_conversion
 from dstrain.preset.check import Issue, check_schema, describe_auto_default
 from dstrain.preset.key_schema import KeyPath, cast_integers, find_key, format_json
 from dstrain.preset.read_json import read_json
@@ -21,60 +21,57 @@ _DEPRECATED_OFFLOAD_KEYS = {"cpu_offload": "offload_optimizer", "cpu_offload_par
 
 @dataclass(frozen=True)
 class ConvertedPreset:
-    """A foreign JSON made into one of ours."""
+    """Result of converting a public DeepSpeed JSON."""
 
     block: dict[str, Any]
-    """What is left: memory only. Write `json` to a file."""
+    """The preset: memory settings only."""
     messages: list[str]
-    """What went where, one line for each value that was moved, renamed or dropped."""
+    """One line for each value that was moved, renamed or dropped."""
     faults: list[Fault]
-    """What a person must decide; empty where the JSON reads clean."""
+    """Problems that the user must decide; empty for a clean conversion."""
     recipe_values: dict[str, Any]
-    """The learning it held, as recipe keys: `{"optim.lr": 2e-05}`."""
+    """Training settings of the JSON, as recipe keys: `{"optim.lr": 2e-05}`."""
 
     @property
     def json_text(self) -> str:
-        """The file's text."""
+        """Return the text of the preset's file."""
         return json.dumps(self.block, indent=2) + "\n"
 
 
 def convert_preset(path: str | Path) -> ConvertedPreset:
-    """The preset hidden in a public DeepSpeed JSON. PresetError where the file is no JSON object."""
+    """Convert a public DeepSpeed JSON, with "auto" and training keys. Raises PresetError for an invalid file."""
     return convert_source(read_json(Path(path)))
 
 
 def convert_source(source: SourceMap) -> ConvertedPreset:
-    """As adopt, of a text already read."""
+    """Convert a JSON that was already read."""
     block, lines = copy.deepcopy(source.values), []
     recipe: dict[str, Any] = {}
     if isinstance(block.get(ZERO_BLOCK), bool):
         lines.append(f'{ZERO_BLOCK} {format_json(block[ZERO_BLOCK])} -> {{"stage": {int(block[ZERO_BLOCK])}}}')
         block[ZERO_BLOCK] = {"stage": int(block[ZERO_BLOCK])}
-    while findings := _removable_issues(block):
-        for finding in findings:
-            value = _pop_path(block, finding.path)
-            lines += _convert_value(block, finding, value)
-            if finding.kind == "learning":
-                recipe |= {
-                    m.recipe_key: m.recipe_value for m in migrate.convert_key(finding.path[0], value) if m.recipe_key
-                }
+    while issues := _removable_issues(block):  # again, because removing one key can cause an issue of another
+        for issue in issues:
+            value = _pop_path(block, issue.path)
+            lines += _convert_value(block, issue, value)
+            if issue.kind == "learning":
+                converted = key_conversion.convert_key(issue.path[0], value)
+                recipe |= {key.recipe_key: key.recipe_value for key in converted if key.recipe_key}
     left = [Fault(source.get_location(f.path), f.problem, f.fix) for f in check_schema(block) + check_conflicts(block)]
     return ConvertedPreset(cast_integers(block), lines, left, recipe)
 
 
 def _removable_issues(block: dict[str, Any]) -> list[Issue]:
-    """What needs no decision: one finding for each key."""
-    findings = [
-        finding for finding in check_schema(block) + check_conflicts(block) if finding.kind not in ("type", "clash")
-    ]
-    return list({finding.path: finding for finding in reversed(findings)}.values())[::-1]
+    """Return the issues that need no decision of the user, the first of each key."""
+    issues = [issue for issue in check_schema(block) + check_conflicts(block) if issue.kind not in ("type", "clash")]
+    return list({issue.path: issue for issue in reversed(issues)}.values())[::-1]
 
 
 def _convert_value(block: dict[str, Any], issue: Issue, value: Any) -> list[str]:
-    """The lines that say where a value went; a renamed one is put back under its new name."""
+    """Return the messages about a removed value; a renamed key is written back under its new name."""
     dotted = ".".join(issue.path)
     if issue.kind == "learning":
-        return [str(move) for move in migrate.convert_key(dotted, value)]
+        return [str(key) for key in key_conversion.convert_key(dotted, value)]
     if issue.kind == "auto":
         return [f'"auto" at {dotted} -> dropped, {describe_auto_default(issue.path, find_key(issue.path) or {})}']
     if issue.kind == "renamed":
@@ -84,23 +81,23 @@ def _convert_value(block: dict[str, Any], issue: Issue, value: Any) -> list[str]
 
 
 def _rename_key(block: dict[str, Any], path: KeyPath, value: Any) -> str:
-    """Writes a value under the name DeepSpeed documents, unless that name has a value already."""
+    """Write a value under the name that DeepSpeed documents, unless that key is set already."""
     key, home = find_key(path) or {}, get_nested(block, *path[:-1], default=None) if len(path) > 1 else block
     dotted, name = f"{'.'.join(path)} {format_json(value)}", str(key.get("deprecated"))
     if path[-1] in _DEPRECATED_OFFLOAD_KEYS:
         name, value = _DEPRECATED_OFFLOAD_KEYS[path[-1]], {"device": "cpu"} if value is True else None
     if value is None or find_key((*path[:-1], name)) is None:
-        return f"{dotted} -> dropped, it asks for nothing"
+        return f"{dotted} -> dropped, it has no effect"
     if home is None:
         home = block[path[0]] = {}
     if name in home:
-        return f"{dotted} -> dropped, `{name}` says it"
+        return f"{dotted} -> dropped, `{name}` is set already"
     home[name] = value
     return f"{dotted} -> {'.'.join((*path[:-1], name))} {format_json(value)}"
 
 
 def _pop_path(block: dict[str, Any], path: KeyPath) -> Any:
-    """Takes the value at a path out, and the blocks that are empty without it."""
+    """Remove the value at a path, and blocks that become empty, and return the value."""
     if len(path) == 1:
         return block.pop(path[0])
     value = _pop_path(block[path[0]], path[1:])

@@ -1,8 +1,4 @@
-"""Keys of a DeepSpeed JSON that only make sense together.
-
-Each rule was read in DeepSpeed 0.19.8: it either stops there after the process group has started, or does something else
-than asked without a word.
-"""
+"""Conflicts between DeepSpeed keys."""
 
 from __future__ import annotations
 
@@ -12,6 +8,9 @@ from typing import Any
 from dstrain.preset.check import Issue
 from dstrain.preset.key_schema import KeyPath, find_key
 from dstrain.preset.no_effect_keys import UNUSED_KEYS, check_unused_keys
+
+# Each rule is from reading DeepSpeed 0.19.8, which either raises an error after the process group has started, or
+# silently does something else than the JSON says.
 
 ZERO_BLOCK = "zero_optimization"
 _STAGE_3_ONLY = (
@@ -28,7 +27,7 @@ _STAGE_3_ONLY = (
 
 
 def get_nested(block: dict[str, Any], *path: str, default: Any = None) -> Any:
-    """The value at a path, or the default where it, or a block above it, is missing."""
+    """Return the value at a path, or the default where it, or a block above it, is missing."""
     value: Any = block
     for name in path:
         if not isinstance(value, dict) or name not in value:
@@ -38,24 +37,24 @@ def get_nested(block: dict[str, Any], *path: str, default: Any = None) -> Any:
 
 
 def get_zero_stage(block: dict[str, Any]) -> int:
-    """The ZeRO stage, 0 where the JSON does not say."""
+    """Return the ZeRO stage, 0 if it is not set."""
     stage = get_nested(block, ZERO_BLOCK, "stage", default=0)
     return int(stage) if isinstance(stage, (int, float)) else 0
 
 
 def get_offload_device(block: dict[str, Any], name: str) -> str | None:
-    """Where `offload_optimizer` or `offload_param` puts things: None, cpu or nvme."""
+    """Return the device of `offload_optimizer` or `offload_param`: None, cpu or nvme."""
     device = get_nested(block, ZERO_BLOCK, name, "device", default="none")
     return device if device in ("cpu", "nvme") else None
 
 
 def check_conflicts(block: dict[str, Any]) -> list[Issue]:
-    """Every clash between keys."""
+    """Return every conflict between keys."""
     stage = get_nested(block, ZERO_BLOCK, "stage", default=0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        return list(check_unused_keys(block))  # every other rule asks for the stage, which has a finding of its own
+        return list(check_unused_keys(block))  # all other rules need the stage, which has an issue of its own
     rules = (_check_stage_3_keys, _check_offload, _check_precision, _check_gradients, check_unused_keys)
-    return [finding for rule in rules for finding in rule(block)]
+    return [issue for rule in rules for issue in rule(block)]
 
 
 def _conflict(path: KeyPath, problem: str, fix: str) -> Issue:
@@ -128,7 +127,7 @@ def _check_precision(block: dict[str, Any]) -> Iterator[Issue]:
         yield _conflict(states, f"{states[1]} needs {master[1]}", f"set {master[1]} to true, or remove it")
     offloaded = get_offload_device(block, "offload_optimizer") is not None
     if get_nested(block, *states) is True and offloaded:
-        yield _conflict(states, f"{states[1]} with offload_optimizer needs a CPU Adam of another kind", "remove it")
+        yield _conflict(states, f"{states[1]} is not supported by the CPU Adam of offload_optimizer", "remove it")
     elif get_nested(block, *master) is True and get_nested(block, *states) is not True and not offloaded:
         problem = f"{master[1]} needs {states[1]}, or the optimizer to be offloaded"
         yield _conflict(master, problem, f"set {states[1]} to true, or remove it")
@@ -139,18 +138,16 @@ def _check_precision(block: dict[str, Any]) -> Iterator[Issue]:
 
 def _check_gradients(block: dict[str, Any]) -> Iterator[Issue]:
     if get_zero_stage(block) == 2 and get_nested(block, ZERO_BLOCK, "reduce_scatter", default=True) is True:
-        mend = "remove it, or set zero_optimization.reduce_scatter to false"
+        fix = "remove it, or set zero_optimization.reduce_scatter to false"
         if get_nested(block, "prescale_gradients") is True:
-            yield _conflict(("prescale_gradients",), "stage 2 with reduce_scatter cannot scale beforehand", mend)
+            yield _conflict(("prescale_gradients",), "stage 2 with reduce_scatter cannot scale beforehand", fix)
         if get_nested(block, "gradient_predivide_factor", default=1) != 1:
-            yield _conflict(
-                ("gradient_predivide_factor",), "stage 2 with reduce_scatter cannot divide beforehand", mend
-            )
+            yield _conflict(("gradient_predivide_factor",), "stage 2 with reduce_scatter cannot divide beforehand", fix)
     bucket = get_nested(block, ZERO_BLOCK, "allgather_bucket_size", default=0)
     if get_zero_stage(block) in (1, 2) and isinstance(bucket, (int, float)) and bucket % 2:
         path = (ZERO_BLOCK, "allgather_bucket_size")
         yield _conflict(
-            path, f"allgather_bucket_size {bucket} is odd, and DeepSpeed stops on that", "write an even number"
+            path, f"allgather_bucket_size {bucket} is odd, and DeepSpeed raises an error for it", "write an even number"
         )
     quantized = get_nested(block, ZERO_BLOCK, "zero_quantized_gradients") is True
     if quantized and get_zero_stage(block) == 3 and get_nested(block, ZERO_BLOCK, "reduce_scatter") is False:

@@ -338,7 +338,7 @@ def test_a_model_that_sees_nothing_refuses_records_with_images(written: Any, tmp
     with pytest.raises(UsageError, match=wanted):
         plan(values, tmp_path)
     vlm = recipe(tmp_path) | {"model": values["model"]}
-    with pytest.raises(UsageError, match=r"model\.config.*llama is a text-only model, and task vlm needs"):
+    with pytest.raises(UsageError, match=r"model\.config.*llama is a text-only model; task vlm needs"):
         plan(vlm, tmp_path)
 
 

@@ -300,9 +300,9 @@ def test_a_folder_of_the_hubs_cache_is_read(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "values", "problem"),
     [
-        ("config.json", {"attn_implementation": "evil/kernel"}, "attn_implementation names code on the hub"),
-        ("config.json", {"_attn_implementation": {"": "evil/kernel"}}, "names code on the hub"),
-        ("config.json", {"text_config": {"attn_implementation": "evil/kernel"}}, "names code on the hub"),
+        ("config.json", {"attn_implementation": "evil/kernel"}, "attn_implementation names code on the Hub"),
+        ("config.json", {"_attn_implementation": {"": "evil/kernel"}}, "names code on the Hub"),
+        ("config.json", {"text_config": {"attn_implementation": "evil/kernel"}}, "names code on the Hub"),
         ("adapter_config.json", {"megatron_config": {"a": 1}, "megatron_core": "evil"}, "a module to import"),
         ("adapter_config.json", {"peft_type": "XLORA"}, "peft_type is 'XLORA'"),
         ("adapter_config.json", [], "is not a JSON object"),
@@ -340,7 +340,7 @@ def test_a_recipes_targets_end(folder: Path) -> None:
 
 def test_a_model_config_names_no_kernel(folder: Path) -> None:
     change(recipe_of(folder, "run"), model__config={"model_type": "llama", "_attn_implementation": "evil/kernel"})
-    with pytest.raises(UsageError, match="names code on the hub"):
+    with pytest.raises(UsageError, match="names code on the Hub"):
         find_saved_model(folder / "run", "last")
 
 
@@ -359,7 +359,7 @@ def test_no_model_that_a_recipe_names_brings_a_kernel(key: str, kind: str, folde
     values = {"options__ref_model": str(there)} if section == "options" else {f"model__{name}": str(there)}
     change(recipe_of(folder, "run"), **{"model__config": None, **values} if name == "path" else values)
     with pytest.raises(
-        UsageError, match=r"evil/config.json: _attn_implementation names code on the hub \('evil/kernel"
+        UsageError, match=r"evil/config.json: _attn_implementation names code on the Hub \('evil/kernel"
     ):
         load_folder_recipe(recipe_of(folder, "run"), [], [], "dpo")
     load_folder_recipe(recipe_of(folder, "run"), [], [f"{key}={there}"], "dpo")  # the user's word

@@ -28,8 +28,8 @@ from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, PresetError, RecipeError, UsageError
 from dstrain.preset import Device, Preset, RunSettings, complete_preset, convert_preset, read_preset, resolve_precision
+from dstrain.preset.key_conversion import LEARNING_KEYS
 from dstrain.preset.key_schema import load_key_schema
-from dstrain.preset.migrate import LEARNING_KEYS
 from dstrain.resources import find_resource_dir
 
 Error = TypeVar("Error", bound=Exception)

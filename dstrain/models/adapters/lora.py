@@ -1,4 +1,4 @@
-"""Adapters: thin matrices that learn beside frozen weights, through peft."""
+"""LoRA adapters on a model, through peft."""
 
 from __future__ import annotations
 
@@ -16,48 +16,45 @@ if TYPE_CHECKING:
 
 
 def add_adapters(model: torch.nn.Module, lora: LoraConfig, heads: Sequence[str], seed: int) -> PeftModel:
-    """The model with adapters drawn from the seed; everything but them and the new `heads` is frozen.
+    """Wrap the model with adapters initialized from the seed. All but them and the new `heads` is frozen.
 
-    LoRA (Hu et al., arXiv 2106.09685, section 4.1): W x + alpha / rank * B A x, B zero at first. DoRA
-    (Liu et al., arXiv 2402.09353, eq. 5) learns the length of W's columns beside it. Raises RecipeError
-    where no module has a name in `lora.targets`. Collective under ZeRO-3.
+    LoRA (Hu et al., arXiv 2106.09685, section 4.1): W x + alpha / rank * B A x, with B initially zero. DoRA (Liu et
+    al., arXiv 2402.09353, eq. 5) also trains the norm of W's columns. Raises RecipeError where no module has a name in
+    `lora.targets`. Collective under ZeRO-3.
     """
     import torch
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 
-    there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    module_names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     settings = PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=lora.targets,
         use_dora=lora.dora,
-        modules_to_save=[name for name in heads if name in there] or None,
+        modules_to_save=[name for name in heads if name in module_names] or None,
     )
     torch.manual_seed(seed)
     try:
-        with warnings.catch_warnings():  # transformers 6 will call is_gradient_checkpointing by another name
+        with warnings.catch_warnings():  # transformers 6 renames is_gradient_checkpointing
             warnings.simplefilter("ignore", FutureWarning)
             return get_peft_model(model, settings, autocast_adapter_dtype=False)
     except ValueError as error:
         names = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if not list(part.children())})
-        raise RecipeError(
-            Fault(
-                "model.lora.targets", f"{lora.targets!r}: {str(error).split('.')[0]}", f"known here: {', '.join(names)}"
-            )
-        ) from error
+        problem = f"{lora.targets!r}: {str(error).split('.')[0]}"
+        raise RecipeError(Fault("model.lora.targets", problem, f"known here: {', '.join(names)}")) from error
 
 
 @contextmanager
 def adapters_disabled(model: Any) -> Iterator[None]:
-    """Inside, the model (a PeftModel) answers without its adapters. What is trained stays as it was.
+    """Run the model (a PeftModel) without its adapters inside the context. Leaves `requires_grad` unchanged.
 
-    On leaving, peft's own `disable_adapter` has every adapter trained, also those that `model.freeze` froze
+    peft's own `disable_adapter` makes every adapter trainable on exit, also those that `model.freeze` froze
     (peft/tuners/tuners_utils.py, `enable_adapters` and `set_adapter`).
     """
-    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    saved = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     with model.disable_adapter():
         yield
-    for parameter, trained in before:
-        parameter.requires_grad_(trained)
+    for parameter, requires_grad in saved:
+        parameter.requires_grad_(requires_grad)

@@ -1,4 +1,4 @@
-"""Adapters become part of the weights they lie on."""
+"""Merging of LoRA adapters into base weights, also under ZeRO-3."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 
 def merge_adapters(model: PeftModel) -> PreTrainedModel:
-    """The whole model, each weight changed in place (peft's safe_merge would make each anew). Collective under ZeRO-3.
+    """Merge the adapters into the weights in place and return the base model. Collective under ZeRO-3.
 
-    Adapters on one of two modules that share a weight (tied embeddings) would change the other too: each gets its own.
+    In place, because peft's safe_merge copies each weight. Two modules that share an adapted weight (tied embeddings)
+    are untied first, as the merge would change the other one too. Raises RecipeError for these under ZeRO-3.
     """
     tied, shards = _find_tied_parameters(model), any(hasattr(parameter, "ds_id") for parameter in model.parameters())
     if tied and shards:
-        problem = "the adapter changes embeddings that the model ties, which cannot be taken apart under ZeRO-3"
+        problem = "the adapter changes tied embeddings, which cannot be untied under ZeRO-3"
         raise RecipeError(Fault("model.path", problem, "merge it first (dstrain export RUN --merge-lora --to DIR)"))
     for module, name, parameter in tied:
         module._parameters[name] = torch.nn.Parameter(parameter.detach().clone(), requires_grad=False)
@@ -33,7 +34,7 @@ def merge_adapters(model: PeftModel) -> PreTrainedModel:
 
 
 def _merge_sharded(model: Any) -> PreTrainedModel:
-    """Layer by layer, each whole while it is changed, by the process whose values stay."""
+    """Merge layer by layer: each is gathered, and changed by the rank whose values are partitioned again."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
@@ -46,16 +47,16 @@ def _merge_sharded(model: Any) -> PreTrainedModel:
 
 
 def _find_tied_parameters(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
-    """(Module, name, weight) of what shares a weight that another module's adapters lie on."""
+    """Return (module, attribute, weight) of each module that shares an adapted weight with an earlier module."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module.get_base_layer() for module in model.modules() if isinstance(module, BaseTunerLayer)]
     adapted = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
-    held = [
+    owners = [
         (module, name, parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()
         if id(parameter) in adapted
     ]
-    firsts = {id(parameter): module for module, _, parameter in reversed(held)}
-    return [(module, name, parameter) for module, name, parameter in held if firsts[id(parameter)] is not module]
+    firsts = {id(parameter): module for module, _, parameter in reversed(owners)}
+    return [(module, name, parameter) for module, name, parameter in owners if firsts[id(parameter)] is not module]

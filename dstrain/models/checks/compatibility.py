@@ -1,4 +1,4 @@
-"""Whether a model is what a task needs, by its config and by the names and shapes in its files."""
+"""Validation of a recipe's model against its task, from config and weight-file headers."""
 
 from __future__ import annotations
 
@@ -30,33 +30,32 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelValidator:
-    """Whether a recipe's model, and what its files hold, is what a task needs; asked once, before anything starts."""
+    """Validator of a recipe's model and weight files for a task. `check` runs once, before training starts."""
 
     recipe: RunConfig
     heads: Sequence[str]
-    """Parts of the model that may be new."""
+    """Names of modules that may be new."""
     can_generate: bool
-    """Whether the model writes answers from left to right."""
+    """True for a task whose model generates text."""
     warnings: Sequence[str] = ()
-    """Positions beyond those trained, weights drawn beside a new head, and weights of the model's body that are left out."""
+    """Warnings about positions beyond the trained range, missing keys, and unexpected keys of the model's body."""
     newly_initialized: Sequence[str] = ()
-    """Parts of new heads that no file holds."""
+    """Keys of new heads."""
     info_messages: Sequence[str] = ()
-    """New heads."""
+    """Messages about new heads and merged adapters."""
 
     def check(self, meta_model: PreTrainedModel) -> None:
-        """Raise RecipeError where it is not; `bones` is a skeleton of the model."""
+        """Raise RecipeError where the model does not fit. `meta_model`: the model on the meta device."""
         config, adapter = meta_model.config, read_adapter(self._model.path)
         if self.can_generate and is_bidirectional(config.model_type, getattr(config, "is_decoder", None)):
-            raise RecipeError(
-                bidirectional_fault("model.path" if self._model.path else "model.config", config.model_type)
-            )
+            key = "model.path" if self._model.path else "model.config"
+            raise RecipeError(bidirectional_fault(key, config.model_type))
         check_positions(meta_model, config, self.recipe.data.max_length)
         check_freeze_and_groups(meta_model, self.recipe)
         self._check_files(meta_model)
         if self._model.init is not None:
             check_init(meta_model, self._model.init)
-        if adapter is not None:  # last: the skeleton is of no use afterwards
+        if adapter is not None:  # last: it makes the meta model unusable
             check_adapter(meta_model, adapter)
 
     @property
@@ -67,13 +66,14 @@ class ModelValidator:
         report = build_load_report(meta_model, self._model) or LoadReport((), (), ())
         if faults := [shape_fault(one, self.heads) for one in report.mismatched[:MAX_NAMES]]:
             raise RecipeError(faults)
-        old = [name for name in report.missing if not is_head_key(name, self.heads)]
+        missing = [name for name in report.missing if not is_head_key(name, self.heads)]
         total = len({id(tensor) for tensor in meta_model.state_dict(keep_vars=True).values()})
-        layers = [name for name in old if re.search(r"\.\d+\.", name)]
-        if self._model.init is None and old and (not self.heads or layers or len(old) > total / 2):
-            raise RecipeError(self._missing_weights_fault(meta_model, old))
-        beyond = rope_length_warning(meta_model.config, self.recipe.data.max_length)
-        self.warnings = [*filter(None, [beyond]), *self._iter_warnings(meta_model, report, old)]
+        layers = [name for name in missing if re.search(r"\.\d+\.", name)]
+        # With a new head a few missing weights next to it (a pooler, a norm) are only worth a warning.
+        if self._model.init is None and missing and (not self.heads or layers or len(missing) > total / 2):
+            raise RecipeError(self._missing_weights_fault(meta_model, missing))
+        too_long = rope_length_warning(meta_model.config, self.recipe.data.max_length)
+        self.warnings = [*filter(None, [too_long]), *self._iter_warnings(meta_model, report, missing)]
         adapter = read_adapter(self._model.path)
         saved = () if adapter is None else adapter.modules_to_save
         if self._model.init is None:
@@ -85,27 +85,31 @@ class ModelValidator:
     def _iter_info_messages(self, adapter: Adapter | None) -> Iterator[str]:
         path = self._model.path
         if adapter is not None:
-            yield f"{path} is a LoRA adapter of {adapter.base_model}: it is merged into these weights when they are loaded"
+            yield f"{path} is a LoRA adapter of {adapter.base_model}: it is merged into these weights on loading"
         if self.newly_initialized:
-            yield f"new and drawn from seed {self.recipe.seed}: {first_names(self.newly_initialized)} (the files of {path} have no such head)"
+            keys = f"{first_names(self.newly_initialized)} (the files of {path} have no such head)"
+            yield f"newly initialized from seed {self.recipe.seed}: {keys}"
 
     def _missing_weights_fault(self, meta_model: PreTrainedModel, missing: Sequence[str]) -> Fault:
-        told = ", ".join(meta_model.config.architectures or ()) or "nothing of its class"
-        problem = f"'{self._model.path}' lacks {first_names(missing)} of a {type(meta_model).__name__}, which would be drawn at random"
-        return Fault("model.path", problem, f"name a model of this kind (its config.json says {told})")
+        architectures = ", ".join(meta_model.config.architectures or ()) or "none"
+        keys = f"missing keys: {first_names(missing)}"
+        problem = f"'{self._model.path}' does not hold all weights of a {type(meta_model).__name__} ({keys})"
+        return Fault(
+            "model.path", problem, f"use a model of this class (architectures in its config.json: {architectures})"
+        )
 
     def _iter_warnings(self, meta_model: PreTrainedModel, report: LoadReport, missing: Sequence[str]) -> Iterator[str]:
         body, path = f"{meta_model.base_model_prefix}.", self._model.path
-        left = [name for name in report.unexpected if not self.heads or name.startswith(body)]
+        unexpected = [name for name in report.unexpected if not self.heads or name.startswith(body)]
         if missing and self._model.init is None:
-            yield f"the files of {path} lack {first_names(missing)}: drawn from the seed"
-        if left:
-            yield f"the model has no place for {first_names(left)} in the files of {path}: left out"
+            yield f"missing keys in the files of {path}: {first_names(missing)}; newly initialized from the seed"
+        if unexpected:
+            yield f"unexpected keys in the files of {path}: {first_names(unexpected)}; ignored"
 
 
 def check_trains_on_text(meta_model: PreTrainedModel, model: ModelConfig) -> None:
-    """Raise DataError where nothing learns from records without images. The skeleton's parts are frozen."""
+    """Raise DataError where no trainable parameter takes part in text-only samples. Freezes `meta_model`."""
     freeze(meta_model, model.freeze)
     if not trains_on_text(meta_model):
-        problem = "no record shows an image, and model.freeze leaves nothing that learns from text"
-        raise DataError(Fault("data.train", problem, "name records with images, or freeze less"))
+        problem = "no record has an image, and model.freeze leaves no parameter that text alone can train"
+        raise DataError(Fault("data.train", problem, "give records with images, or freeze less"))

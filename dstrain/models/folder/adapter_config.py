@@ -1,4 +1,4 @@
-"""The adapter_config.json of a LoRA adapter folder: reading and validation, without torch."""
+"""Reading and validation of a LoRA adapter folder's adapter_config.json, without torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LORA_SETTINGS = (
     "r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern",
     "alpha_pattern", "layers_to_transform", "layers_pattern",
 )  # fmt: skip
-"""Settings that decide what an adapter adds to the weights."""
+"""Settings that determine what an adapter adds to the weights."""
 METADATA_SETTINGS = (
     "base_model_name_or_path",
     "bias",
@@ -30,19 +30,19 @@ METADATA_SETTINGS = (
     "modules_to_save",
     "task_type",
 )
-"""Settings that decide how an adapter is held."""
+"""Further settings that peft gets when it loads an exported adapter."""
 IGNORED_SETTINGS = (
     "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core", "modules_to_save",
     "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 )  # fmt: skip
-"""Settings that do not change the sum of weights and adapter. Modules that were saved whole are taken from the file."""
+"""Settings that do not affect the merged weights. Modules in `modules_to_save` are loaded from the file."""
 STRING_SETTINGS, PATTERN_SETTINGS, BOOL_SETTINGS = ("target_modules", "exclude_modules", "layers_pattern"), ("rank_pattern", "alpha_pattern"), (
     "use_rslora", "use_dora", "fan_in_fan_out",
 )  # fmt: skip
-"""Settings that are names, numbers by name, and yes or no."""
+"""Settings by type: names, dicts of numbers, booleans."""
 DOWNLOAD_FIX = "export or download it again"
 SUPPORTED_INITS = (True, False, "gaussian", "orthogonal")
-"""Starts of an adapter that leave the base as it is; others (PiSSA, OLoRA, LoftQ, ...) change it."""
+"""Initializations of an adapter that leave the base weights unchanged; others (PiSSA, OLoRA, LoftQ, …) change them."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Adapter:
 
     folder: Path
     base_model: str
-    """Folder or hub id of the model that it was trained on."""
+    """Folder or Hub id of the model that it was trained on."""
     settings: Mapping[str, Any]
-    """Of USED, for peft's LoraConfig."""
+    """Values of LORA_SETTINGS, for peft's LoraConfig."""
     modules_to_save: tuple[str, ...] = ()
-    """Names of modules that its file holds whole."""
+    """Names of modules that its file holds completely."""
 
     @property
     def weights_file(self) -> Path:
@@ -63,9 +63,9 @@ class Adapter:
 
 
 def read_adapter(name: str | None, key: str = "model.path") -> Adapter | None:
-    """The adapter in a local folder; None where the folder holds none. Raises RecipeError for one that cannot be merged.
+    """Read the adapter in a local folder; None where there is none. Raises RecipeError for one that cannot be merged.
 
-    Needs no torch. Of its JSON only known settings are used, so that nothing in it decides what is imported.
+    Only known settings of its JSON are used, so that the file cannot cause imports.
     """
     folder = Path(name or "").expanduser()
     if not name or not (folder / CONFIG_FILE).is_file():
@@ -80,54 +80,55 @@ def read_adapter(name: str | None, key: str = "model.path") -> Adapter | None:
 
 
 def resolve_base_model(model: ModelConfig) -> ModelConfig:
-    """What the weights under an adapter folder are loaded from; the model itself where its path is none."""
+    """Return the config with its base model as path if `model.path` is an adapter folder, else the config itself."""
     adapter = read_adapter(model.path)
     return model if adapter is None else model.model_copy(update={"path": adapter.base_model})
 
 
 def _peft_type(values: Mapping[str, Any]) -> str:
-    kind = str(values.get("peft_type", "PEFT"))
-    return "LoRA" if kind == "LORA" else kind
+    peft_type = str(values.get("peft_type", "PEFT"))
+    return "LoRA" if peft_type == "LORA" else peft_type
 
 
 def read_json_object(file: Path, key: str) -> dict[str, Any]:
+    """Read a JSON object. Raises RecipeError for the recipe's `key`."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise RecipeError(Fault(key, f"{file} cannot be read ({error})", "export or download it again")) from None
+        raise RecipeError(Fault(key, f"{file} cannot be read ({error})", DOWNLOAD_FIX)) from None
     if not isinstance(values, dict):
-        raise RecipeError(Fault(key, f"{file} holds no JSON object", "export or download it again"))
+        raise RecipeError(Fault(key, f"{file} holds no JSON object", DOWNLOAD_FIX))
     return values
 
 
 def _find_merge_problem(folder: Path, values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """(Why the adapter cannot be merged into its base, what to do); None where it can."""
+    """Return (problem, fix) of an adapter that cannot be merged into its base, None for one that can."""
     others = [file.name for file in folder.glob("*.safetensors") if file.name != WEIGHTS_FILE]
     base = values.get("base_model_name_or_path")
     if (folder / "config.json").is_file() and others:
         return (
-            f"and whole weights ({sorted(others)[0]}) lie beside it",
+            f"but the folder also holds complete weights ({sorted(others)[0]})",
             f"remove one of the two ({CONFIG_FILE} or the weights)",
         )
     if not isinstance(base, str) or not base:
         return (
-            "and does not say of which model (base_model_name_or_path)",
+            "without the name of its base model (base_model_name_or_path)",
             f"write the model's folder into {CONFIG_FILE}",
         )
     if values.get("peft_type") != "LORA":
         return "which cannot be merged into the weights", "name a model, or a LoRA adapter"
-    if wrong := find_invalid_setting(values):
-        return f"and {wrong}", DOWNLOAD_FIX
-    if odd := find_unsupported_setting(values):
-        return f"and its {odd} is not supported here", MERGE_FIX
+    if problem := find_invalid_setting(values):
+        return f"but {problem}", DOWNLOAD_FIX
+    if setting := find_unsupported_setting(values):
+        return f"but its {setting} is not supported here", MERGE_FIX
     if not (folder / WEIGHTS_FILE).is_file():
         return (
-            f"and there is no {WEIGHTS_FILE}",
-            "export or download it again; pickles (adapter_model.bin) are not read",
+            f"but {WEIGHTS_FILE} is missing",
+            f"{DOWNLOAD_FIX}; pickles (adapter_model.bin) are not read",
         )
     if is_local_path(base) and not Path(base).expanduser().is_dir():
         return (
-            "which is not there",
+            "which does not exist",
             f"put the model there, or write its folder into {CONFIG_FILE} (base_model_name_or_path)",
         )
     if (Path(base).expanduser() / CONFIG_FILE).is_file():
@@ -136,7 +137,7 @@ def _find_merge_problem(folder: Path, values: Mapping[str, Any]) -> tuple[str, s
 
 
 def find_unsupported_setting(values: Mapping[str, Any]) -> str:
-    """A setting, with its value, that changes more than `USED` says; empty where there is none."""
+    """Return a setting, with its value, that changes more than LORA_SETTINGS do; an empty string without one."""
     if values.get("bias", "none") != "none":
         return f"bias: {values['bias']}"
     if values.get("init_lora_weights", True) not in SUPPORTED_INITS:
@@ -146,7 +147,7 @@ def find_unsupported_setting(values: Mapping[str, Any]) -> str:
 
 
 def find_invalid_setting(values: Mapping[str, Any]) -> str:
-    """A setting whose value peft could not use, in words; empty where there is none."""
+    """Return the problem of a setting whose value peft could not use; an empty string without one."""
     for name in (*LORA_SETTINGS, "modules_to_save"):
         value = values.get(name)
         if value is not None and not _is_valid_setting(name, value):
@@ -155,17 +156,17 @@ def find_invalid_setting(values: Mapping[str, Any]) -> str:
 
 
 def _is_valid_setting(name: str, value: Any) -> bool:
-    listed = isinstance(value, list)
+    is_list = isinstance(value, list)
     if name in BOOL_SETTINGS:
         return isinstance(value, bool)
     if name in PATTERN_SETTINGS:
         return isinstance(value, dict) and all(_is_number(size) for size in value.values())
     if name in STRING_SETTINGS:
-        return isinstance(value, str) or (listed and all(isinstance(item, str) for item in value))
+        return isinstance(value, str) or (is_list and all(isinstance(item, str) for item in value))
     if name == "modules_to_save":
-        return listed and all(isinstance(item, str) for item in value)
+        return is_list and all(isinstance(item, str) for item in value)
     if name == "layers_to_transform":
-        return all(isinstance(item, int) for item in (value if listed else [value]))
+        return all(isinstance(item, int) for item in (value if is_list else [value]))
     return _is_number(value)
 
 

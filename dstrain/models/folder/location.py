@@ -1,4 +1,4 @@
-"""Local model folders, told apart from hub ids by their names."""
+"""Local model folders, distinguished from Hub ids by their names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dstrain.errors import Fault, RecipeError
 
 
 def is_local_path(name: str) -> bool:
-    """Return True for a name that can only be a path: a hub id has one slash and does not begin with `.`, `/` or `~`."""
+    """Return True for a name that can only be a path: Hub ids have one slash and do not begin with `.`, `/` or `~`."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 

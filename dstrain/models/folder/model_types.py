@@ -1,23 +1,25 @@
-"""What a config.json says of a model's family, without transformers: how far its positions reach, and which way it reads."""
+"""Position limits and attention direction of model types, from config.json alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from dstrain.errors import Fault
+
 POSITION_KEYS = ("max_position_embeddings", "n_positions")
-"""Settings with the number of learned positions."""
+"""Config settings with the number of learned positions."""
 LEARNED_POSITION_TYPES = frozenset({
     "albert", "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small",
     "canine", "codegen", "convbert", "ctrl", "distilbert", "electra", "ernie", "flaubert", "fnet", "gpt-sw3", "gpt2",
     "gpt_bigcode", "gpt_neo", "gptj", "marian", "mbart", "megatron-bert", "mobilebert", "mvp", "openai-gpt", "opt", "pegasus",
     "plbart", "rembert", "roc_bert", "roformer", "squeezebert", "xlm",
 })  # fmt: skip
-"""Families with a table of as many positions as the config says."""
+"""Model types with a learned position table of the configured size."""
 PAD_OFFSET_TYPES = frozenset({
     "camembert", "data2vec-text", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xmod",
 })  # fmt: skip
-"""Families that number positions from behind the pad token (transformers' `create_position_ids_from_input_ids`)."""
+"""Model types whose positions start after the pad token's id (transformers' `create_position_ids_from_input_ids`)."""
 BIDIRECTIONAL_TYPES = frozenset({
     "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "reformer",
     "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
@@ -26,22 +28,28 @@ BIDIRECTIONAL_TYPES = frozenset({
 
 
 def max_learned_positions(config: Mapping[str, Any]) -> int | None:
-    """Tokens that a model with this config.json has learned positions for; None where the file alone does not say.
+    """Return the number of tokens with learned positions; None where config.json alone does not determine it.
 
-    `dstrain.models.checks.max_positions` looks at the model itself, for every family. This one needs no torch.
+    Needs no torch. `dstrain.models.checks.max_positions` inspects the model itself, for every family.
     """
-    kind = config.get("model_type")
-    told = next((config[name] for name in POSITION_KEYS if isinstance(config.get(name), int)), None)
+    model_type = config.get("model_type")
+    size = next((config[name] for name in POSITION_KEYS if isinstance(config.get(name), int)), None)
     if (
-        told is None
-        or kind not in LEARNED_POSITION_TYPES | PAD_OFFSET_TYPES
+        size is None
+        or model_type not in LEARNED_POSITION_TYPES | PAD_OFFSET_TYPES
         or "rotary" in str(config.get("position_embedding_type"))
     ):
         return None
     pad = config.get("pad_token_id", 1)
-    return told - ((pad if isinstance(pad, int) else 1) + 1 if kind in PAD_OFFSET_TYPES else 0)
+    return size - ((pad if isinstance(pad, int) else 1) + 1 if model_type in PAD_OFFSET_TYPES else 0)
+
+
+def max_length_fault(max_length: int, limit: int) -> Fault:
+    """Return the fault of a `data.max_length` above the model's learned positions."""
+    problem = f"is {max_length}, but the model has only {limit} learned positions"
+    return Fault("data.max_length", problem, f"write {limit} or less, or use a model with rotary positions")
 
 
 def is_bidirectional(model_type: str, is_decoder: object) -> bool:
-    """Whether a causal language model of this family sees the tokens that it learns to write."""
+    """Return True where the causal language model of this type attends to later tokens."""
     return model_type in BIDIRECTIONAL_TYPES and is_decoder is not True

@@ -50,7 +50,7 @@ def build_param_groups(model: torch.nn.Module, optim: OptimConfig) -> list[Param
         decay = optim.weight_decay if group is None or group.weight_decay is None else group.weight_decay
         scale = 1.0 if lr is None else lr / optim.peak_lr if optim.peak_lr else 0.0
         use_muon = id(parameter) in matrices and (group is None or group.muon)
-        if len(full_shape(parameter)) < 2:  # under ZeRO-3 the parameter itself is flat: its shape says nothing
+        if len(full_shape(parameter)) < 2:  # not .shape: ZeRO-3 flattens the parameter
             decay = 0.0
         elif use_muon:
             factor = muon_lr_factor(parameter)

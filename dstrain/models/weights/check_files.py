@@ -9,7 +9,7 @@ from pathlib import Path
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.folder.adapter_config import resolve_base_model
-from dstrain.models.weights.files import find_file_problem, open_tensors, read_shard_index
+from dstrain.models.weights.files import WEIGHT_PATTERNS, find_file_problem, open_tensors, read_shard_index
 
 
 def check_weight_files(model: ModelConfig, open_pickles: bool = True) -> None:
@@ -50,7 +50,7 @@ def has_weights(folder: Path) -> bool:
     """Return True for a local folder with weight files, and for any Hub id."""
     if not folder.is_dir():
         return True
-    return any(path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern))
+    return any(path for pattern in WEIGHT_PATTERNS for path in folder.glob(pattern))
 
 
 def _suggest_fix(problem: str) -> str:

@@ -21,9 +21,14 @@ INIT_KEY = "model.init"
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin")
 STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict", "module")
 """Keys under which training scripts save the state dict next to the optimizer's."""
-ACCEPTED_FORMATS = "a .safetensors file, a .pt, .pth or .bin file with a state dict, or a folder with *.safetensors or pytorch_model*.bin"
-WEIGHT_FILE_PATTERNS = (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "pytorch_model*.bin"))
-"""Names of a folder's weights: in one file, and in several."""
+ACCEPTED_FORMATS = (
+    "a .safetensors file, a .pt, .pth or .bin file with a state dict, "
+    "or a folder with *.safetensors or pytorch_model*.bin"
+)
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+"""Patterns of weight files; the second counts only in a folder where the first matches nothing."""
+SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
+"""Names of a complete model in one file, in the order of WEIGHT_PATTERNS."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,10 @@ def find_init_files(name: str) -> list[Path]:
 
 def find_weight_files(folder: Path, key: str) -> list[Path]:
     """Return the files that transformers would load, safetensors first. Raises RecipeError for the recipe's `key`."""
-    for one, many in WEIGHT_FILE_PATTERNS:
-        files = [folder / one] if (folder / one).is_file() else read_shard_index(folder / f"{one}.index.json", key)
-        files = files or sorted(folder.glob(many))
+    for single, pattern in zip(SINGLE_FILES, WEIGHT_PATTERNS, strict=True):
+        file = folder / single
+        files = [file] if file.is_file() else read_shard_index(folder / f"{single}.index.json", key)
+        files = files or sorted(folder.glob(pattern))
         if files:
             return files
     return []

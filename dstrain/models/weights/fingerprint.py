@@ -13,12 +13,11 @@ from pathlib import Path
 from dstrain.cache_dir import file_digest, file_state
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError
+from dstrain.models.folder.adapter_config import CONFIG_FILE as ADAPTER_CONFIG
 from dstrain.models.folder.adapter_config import read_adapter
-from dstrain.models.weights.files import find_init_files
+from dstrain.models.weights.files import WEIGHT_PATTERNS, find_init_files
 
-WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-"""Weight files of a folder; the second pattern counts only where the first matches nothing."""
-CONFIG_FILES = ("config.json", "adapter_config.json")
+CONFIG_FILES = ("config.json", ADAPTER_CONFIG)
 """Other files of a folder that affect the model's outputs."""
 HASH_THREADS = 8
 

@@ -45,7 +45,7 @@ def build_load_report(meta_model: PreTrainedModel, model: ModelConfig) -> LoadRe
         return None
     stored = _read_meta_state_dict(folder)
     try:
-        with load_report_disabled(), _progress_bar_disabled():
+        with load_report_disabled(), transformers_silenced(progress_bar=True):
             _, info = type(meta_model).from_pretrained(
                 None, config=meta_model.config, state_dict=stored, device_map={"": "meta"}, output_loading_info=True,
                 ignore_mismatched_sizes=True,
@@ -90,16 +90,20 @@ def _to_load_report(info: Mapping[str, Any], head_keys: Collection[str]) -> Load
 
 
 @contextmanager
-def _progress_bar_disabled() -> Iterator[None]:
-    """Hide transformers' progress bars inside the context."""
+def transformers_silenced(progress_bar: bool = False, warnings: bool = False) -> Iterator[None]:
+    """Hide transformers' progress bars, its warnings, or both inside the context."""
     from transformers.utils import logging as transformers_logging
 
-    was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    level, was_shown = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    if progress_bar:
+        transformers_logging.disable_progress_bar()
+    if warnings:
+        transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
-        if was_enabled:
+        transformers_logging.set_verbosity(level)
+        if was_shown:
             transformers_logging.enable_progress_bar()
 
 

@@ -212,7 +212,7 @@ def test_a_folders_config_fetches_no_code_from_the_hub(values: dict[str, Any], t
 def test_kernels_of_a_part_of_the_model_are_found(tmp_path: Path) -> None:
     kernels = {"": "sdpa", "text_config": "evil/kernel"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "_attn_implementation": kernels}))
-    with pytest.raises(RecipeError, match=r"_attn_implementation.* names code on the hub \('evil/kernel'\)"):
+    with pytest.raises(RecipeError, match=r"_attn_implementation.* names code on the Hub \('evil/kernel'\)"):
         read_config(ModelConfig(path=str(tmp_path)))
 
 

@@ -161,7 +161,7 @@ def test_where_torchvision_is_what_lacks_it_is_named(tmp_path: Path) -> None:
     )
     (tmp_path / "video_preprocessor_config.json").write_text('{"video_processor_type": "Qwen2VLVideoProcessor"}')
     with pytest.raises(
-        RecipeError, match=r"requires the Torchvision.*\); install torchvision .*, which a processor with"
+        RecipeError, match=r"requires the Torchvision.*\); install torchvision .*; processors that support videos"
     ):
         read_processor(str(tmp_path), "model.processor")
 
@@ -174,6 +174,6 @@ def test_llama_vision_is_refused_by_its_name(tmp_path: Path) -> None:
     words.bos_token = words.eos_token
     MllamaProcessor(MllamaImageProcessor(), words).save_pretrained(str(tmp_path))
     with pytest.raises(
-        RecipeError, match=r"Llama 3\.2 Vision \(mllama\), which is not supported: its masks .* another"
+        RecipeError, match=r"Llama 3\.2 Vision \(mllama\), which is not supported: its cross-attention masks .* another"
     ):
         read_processor(str(tmp_path), "model.path")

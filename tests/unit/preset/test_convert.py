@@ -41,12 +41,18 @@ HF_ZERO3 = """{
 def test_auto_is_refused_with_the_json_that_would_do(tmp_path: Path) -> None:
     message = refusal(tmp_path, HF_ZERO3)
     assert "filled in by the Hugging Face Trainer, not by DeepSpeed" in message
-    printed = message[message.index("would do:\n") + len("would do:\n") : message.rindex("; `dstrain presets --adopt")]
+    printed = message[
+        message.index("would be accepted:\n") + len("would be accepted:\n") : message.rindex(
+            "; `dstrain presets --adopt"
+        )
+    ]
     assert read_preset(str(write(tmp_path, printed))).stage == 3
 
 
 def test_the_json_that_would_do_is_not_printed_over_a_misspelt_block(tmp_path: Path) -> None:
-    assert "would do" not in refusal(tmp_path, {"zero_optimisation": {"stage": 3}, "gradient_clipping": "auto"})
+    assert "would be accepted" not in refusal(
+        tmp_path, {"zero_optimisation": {"stage": 3}, "gradient_clipping": "auto"}
+    )
 
 
 def test_adopting_a_public_json_gives_one_that_reads_clean(tmp_path: Path) -> None:
@@ -64,9 +70,9 @@ def test_adopting_says_what_went_where(tmp_path: Path) -> None:
     adopted = convert_preset(write(tmp_path, HF_ZERO3))
     assert "optimizer.params.lr 2e-05 -> recipe optim.lr: 2.0e-05" in adopted.messages
     assert "scheduler.params.warmup_num_steps 100 -> recipe optim.warmup: 100" in adopted.messages
-    default = '"auto" at zero_optimization.reduce_bucket_size -> dropped, DeepSpeed\'s default 500000000 holds'
+    default = '"auto" at zero_optimization.reduce_bucket_size -> dropped, DeepSpeed\'s default 500000000 applies'
     assert default in adopted.messages
-    assert '"auto" at bf16.enabled -> dropped, the recipe\'s `precision` says it' in adopted.messages
+    assert '"auto" at bf16.enabled -> dropped, the recipe\'s `precision` sets it' in adopted.messages
     assert adopted.recipe_values["optim.name"] == "adamw"
     assert adopted.recipe_values["optim.lr"] == 2e-5
 

@@ -125,12 +125,12 @@ def test_a_json_that_speaks_wins_over_auto(tmp_path: Path) -> None:
 
 def test_a_clash_of_precisions_names_both(tmp_path: Path) -> None:
     preset = read_preset(str(_write(tmp_path, {"bf16": {"enabled": True}})))
-    with pytest.raises(PresetError, match=r"precision: fp16, and this file enables bf16"):
+    with pytest.raises(PresetError, match=r"precision: fp16, but this file enables bf16"):
         resolve_precision(preset, "fp16", GPU)
 
 
 def test_bf16_is_refused_on_a_device_without_it() -> None:
-    with pytest.raises(PresetError, match="this GPU does not compute in it"):
+    with pytest.raises(PresetError, match="this GPU does not support it"):
         resolve_precision(read_preset("zero2"), "bf16", OLD_GPU)
 
 
@@ -168,7 +168,7 @@ def test_completing_keeps_what_the_json_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("zero0", {"precision": "fp16"}, "never scales an fp16 loss"),
+        ("zero0", {"precision": "fp16"}, "does not scale an fp16 loss"),
         ("zero2", {"precision": "fp16", "device_kind": "cpu"}, "fp16 needs a GPU"),
         ("zero3_nvme", {"nvme_path": None}, "needs a folder on a fast local disk"),
     ],
@@ -180,7 +180,7 @@ def test_a_run_that_cannot_be_had_is_refused(name: str, change: dict[str, Any], 
 
 def test_stage_0_cannot_sum_in_another_precision(tmp_path: Path) -> None:
     preset = read_preset(str(_write(tmp_path, {"data_types": {"grad_accum_dtype": "fp32"}})))
-    with pytest.raises(PresetError, match="stage 0 cannot sum gradients in fp32 while it trains in bf16"):
+    with pytest.raises(PresetError, match="stage 0 cannot sum gradients in fp32 while training in bf16"):
         complete_preset(preset, settings=RunSettings(**SETTINGS))
     complete_preset(preset, settings=RunSettings(**{**SETTINGS, "precision": "fp32"}))
 
@@ -218,7 +218,9 @@ def test_a_presets_own_word_on_sums_holds(tmp_path: Path, given: dict[str, Any])
 def test_partial_offloading_needs_deepspeeds_own_adam(tmp_path: Path) -> None:
     preset = read_preset(str(_write(tmp_path, _zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}))))
     complete_preset(preset, settings=RunSettings(**SETTINGS))
-    with pytest.raises(PresetError, match=r"offload_optimizer\.ratio: DeepSpeed takes this only with its own CPU Adam"):
+    with pytest.raises(
+        PresetError, match=r"offload_optimizer\.ratio: DeepSpeed supports this only with its own CPU Adam"
+    ):
         complete_preset(preset, settings=RunSettings(**SETTINGS, uses_custom_optimizer=True))
 
 

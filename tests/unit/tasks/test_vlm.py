@@ -138,7 +138,7 @@ def test_a_model_that_sees_nothing_is_refused(tmp_path: Path) -> None:
         "config": {"model_type": "llama", **{k: v for k, v in TINY_CONFIG["text_config"].items() if k != "model_type"}}
     }
     with pytest.raises(
-        RecipeError, match="llama is a text-only model, and task vlm needs a vision-language model; name one"
+        RecipeError, match="llama is a text-only model; task vlm needs a vision-language model; name one"
     ):
         task_on(asked(tmp_path), model=llama).checks.run()
 

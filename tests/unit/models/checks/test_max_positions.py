@@ -65,7 +65,7 @@ def test_a_task_refuses_what_would_be_out_of_range(length: int, fits: bool, tmp_
         task.checks.run()
         return
     with pytest.raises(
-        RecipeError, match=r"^data\.max_length: is 33, and the model has learned 32 positions; write 32 or"
+        RecipeError, match=r"^data\.max_length: is 33, but the model has only 32 learned positions; write 32 or"
     ):
         task.checks.run()
 

@@ -78,40 +78,40 @@ ODD: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda at: (at / "config.json").unlink(), r"holds no config\.json"),
     "cut JSON": (write("config.json", "{"), r"config\.json is not valid JSON"),
     "a list": (write("config.json", "[]"), r"config\.json holds no JSON object"),
-    "a pointer": (write("config.json", LFS), r"pointer of Git LFS"),
+    "a pointer": (write("config.json", LFS), r"Git LFS pointer"),
     "no type": (write("config.json", "{}"), r"has no model_type in its config\.json"),
     "an unknown type": (write("config.json", '{"model_type": "lama"}'), r"'lama', which transformers .* did you mean 'llama'"),
     "no tokenizer": (lambda at: (at / "tokenizer.json").unlink(), r"model\.path: there is no tokenizer in '.*'; set model\.tokenizer"),
     "an empty tokenizer": (write("tokenizer.json", ""), r"tokenizer\.json is empty"),
-    "a pointer as tokenizer": (write("tokenizer.json", LFS), r"tokenizer\.json is a pointer of Git LFS"),
+    "a pointer as tokenizer": (write("tokenizer.json", LFS), r"tokenizer\.json is a Git LFS pointer"),
     "no weights": (lambda at: (at / "model.safetensors").unlink(), r"holds no weights"),
     "an index that leads outside": (
         write("model.safetensors.index.json", '{"weight_map": {"a": "../other/model.safetensors"}}'),
         r"names a file outside its folder: '\.\./other/model\.safetensors'",
     ),
     "an index that names what is not there": (
-        write("model.safetensors.index.json", '{"weight_map": {"a": "model-1.safetensors"}}'), r"model-1\.safetensors is not there",
+        write("model.safetensors.index.json", '{"weight_map": {"a": "model-1.safetensors"}}'), r"model-1\.safetensors is missing",
     ),
     "a run folder": (lambda at: (only("recipe.yaml", "")(at), (at / "checkpoints").mkdir())[1], r"is a run folder.* dstrain export"),
     "GGUF": (only("m.gguf", "GGUF"), r"holds GGUF files"),
     "an encoder": (write("config.json", '{"model_type": "bert"}'), r"a bert model attends in both directions.*is_decoder"),
     "GPT-2": (
-        write("config.json", '{"model_type": "gpt2", "n_positions": 32}'), r"data\.max_length: is 48, and the model has learned 32 positions",
+        write("config.json", '{"model_type": "gpt2", "n_positions": 32}'), r"data\.max_length: is 48, but the model has only 32 learned positions",
     ),
     "RoBERTa": (
         write("config.json", '{"model_type": "roberta", "max_position_embeddings": 40, "pad_token_id": 1, "is_decoder": true}'),
-        r"learned 38 positions; write 38 or less",
+        r"only 38 learned positions; write 38 or less",
     ),
     "adapters of another kind": (only("adapter_config.json", json.dumps({**ADAPTER, "peft_type": "IA3"})), r"is a IA3 adapter of org/base, which"),
-    "an adapter without weights": (only("adapter_config.json", json.dumps(ADAPTER)), r"a LoRA adapter of org/base, and there is no adapter_model"),
-    "an adapter beside weights": (write("adapter_config.json", json.dumps(ADAPTER)), r"and whole weights \(model\.safetensors\) lie beside it"),
+    "an adapter without weights": (only("adapter_config.json", json.dumps(ADAPTER)), r"a LoRA adapter of org/base, but adapter_model"),
+    "an adapter beside weights": (write("adapter_config.json", json.dumps(ADAPTER)), r"but the folder also holds complete weights \(model\.safetensors\)"),
     "an adapter that changes its base": (
         only("adapter_config.json", json.dumps({**ADAPTER, "init_lora_weights": "pissa"})), r"init_lora_weights: pissa .*--merge-lora",
     ),
     "an adapter with a setting that is not known": (
         only("adapter_config.json", json.dumps({**ADAPTER, "megatron_config": {"a": 1}})), r"its megatron_config: .* is not supported",
     ),
-    "an adapter of nothing": (only("adapter_config.json", '{"peft_type": "LORA"}'), r"does not say of which model"),
+    "an adapter of nothing": (only("adapter_config.json", '{"peft_type": "LORA"}'), r"without the name of its base model"),
     "an adapter that is no JSON": (only("adapter_config.json", "{"), r"adapter_config\.json cannot be read"),
 }  # fmt: skip
 
@@ -135,9 +135,9 @@ def test_an_adapter_stands_on_its_base(tmp_path: Path) -> None:
     at.mkdir()
     (at / "adapter_model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     for base, wanted in (
-        (tmp_path / "gone", "is a LoRA adapter of .*gone, which is not there"),
+        (tmp_path / "gone", "is a LoRA adapter of .*gone, which does not exist"),
         (at, "which is an adapter as well"),
-        (folder(tmp_path / "small", model_type="gpt2", n_positions=32), "learned 32 positions"),
+        (folder(tmp_path / "small", model_type="gpt2", n_positions=32), "only 32 learned positions"),
     ):
         (at / "adapter_config.json").write_text(json.dumps({**ADAPTER, "base_model_name_or_path": str(base)}))
         import re
@@ -151,7 +151,7 @@ def test_an_adapter_stands_on_its_base(tmp_path: Path) -> None:
 
 def test_what_another_task_needs_is_told_of_its_own_key(tmp_path: Path) -> None:
     assert not faults(folder(tmp_path / "bert", model_type="bert"), "rm")
-    assert "llama is a text-only model, and task vlm needs" in faults(folder(tmp_path / "llama"), "vlm")
+    assert "llama is a text-only model; task vlm needs" in faults(folder(tmp_path / "llama"), "vlm")
     seeing = folder(tmp_path / "llava", model_type="llava", vision_config={})
     assert not faults(seeing, "vlm")
     assert faults(tmp_path / "llama", "dpo", ref_model="./nowhere").startswith(
@@ -225,7 +225,7 @@ def test_kernels_of_the_hub_are_found_before_anything_starts(key: str, tmp_path:
         "model": {"path": path},
         "options": options,
     }
-    wanted = f"in the config of '{tmp_path}' _attn_implementation names code on the hub ('evil/kernel')"
+    wanted = f"in the config of '{tmp_path}' _attn_implementation names code on the Hub ('evil/kernel')"
     found = [fault for fault in check_model(RunConfig.model_validate(recipe)) if "names code" in fault.problem]
     assert [(fault.where, fault.problem) for fault in found] == [(key, wanted)]
     recipe["model"]["trust_remote_code"] = True

@@ -116,7 +116,7 @@ class Unchunked:
 
     @staticmethod
     def apply(plan: Any, rows: torch.Tensor, targets: torch.Tensor, *_: Any) -> Any:
-        chunks = zip(rows.split(plan.size), targets.split(plan.size), strict=True)
+        chunks = zip(rows.split(plan.chunk_size), targets.split(plan.chunk_size), strict=True)
         return [torch.cat(column) for column in zip(*(plan.score_chunk(*chunk) for chunk in chunks), strict=True)]
 
 

@@ -135,7 +135,8 @@ def test_files_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_weights_that_are_gone_are_named(folder: Path) -> None:
     with pytest.raises(
-        RecipeError, match=r"model\.path: '/nowhere/model' is neither a folder nor a hub id.*put the model"
+        RecipeError,
+        match=r"model\.path: '/nowhere/model' is neither a folder nor a reachable hub id.*restore the model",
     ):
         of(path="/nowhere/model")
     with pytest.raises(RecipeError, match=r"model\.init: '/nowhere\.pt' is neither a file nor a folder"):

@@ -195,7 +195,7 @@ def test_a_language_model_goes_into_a_reward_model(put: Callable[..., str]) -> N
     report = both(model, put(wanted), kind="rm")
     assert all(torch.equal(value, wanted[f"model.{name}"]) for name, value in model.model.state_dict().items())
     assert str(report) == (
-        f"model.init: {len(wanted) - 1} of {len(wanted)} weights from old.pt; missing keys: score.weight;  "
+        f"model.init: {len(wanted) - 1} of {len(wanted)} weights from old.pt; missing keys: score.weight; "
         "unexpected keys: lm_head.weight"
     )
 
@@ -242,7 +242,7 @@ def test_tied_weights_are_one(names: tuple[str, ...], put: Callable[..., str]) -
 
 def test_two_values_for_tied_weights_are_refused(put: Callable[..., str]) -> None:
     with pytest.raises(
-        RecipeError, match=r"'model\.embed_tokens\.weight' and 'lm_head\.weight' differ.*are tied; set tie"
+        RecipeError, match=r"'model\.embed_tokens\.weight' and 'lm_head\.weight' differ.*are tied in the model; set tie"
     ):
         check_init(build(bones=True, tie_word_embeddings=True), put(old()))
 
@@ -323,7 +323,7 @@ def text(folder: Path, name: str, content: str | bytes) -> str:
 
 Make = Callable[[Path, Callable[..., str]], str]
 WRONG: dict[str, tuple[Make, str]] = {
-    "nothing there": (lambda f, p: str(f / "nowhere.pt"), r"nowhere\.pt' is neither a file nor a folder .*; give a \.safetensors file, a \.pt.*hub are for model\.path"),
+    "nothing there": (lambda f, p: str(f / "nowhere.pt"), r"nowhere\.pt' is neither a file nor a folder .*; give a \.safetensors file, a \.pt.*Hub ids are for model\.path"),
     "a hub id": (lambda f, p: "org/name", r"'org/name' is neither a file nor a folder"),
     "a name without end": (lambda f, p: "x" * 5000, r"is neither a file nor a folder"),
     "another kind": (lambda f, p: text(f, "w.yaml", "a: 1"), r"w\.yaml' ends in '\.yaml'; give a \.safetensors"),
@@ -339,8 +339,8 @@ WRONG: dict[str, tuple[Make, str]] = {
     "a bad index": (lambda f, p: str(Path(text(f, "model.safetensors.index.json", "[]")).parent), r"index\.json cannot be read"),
     "the same weights twice": (lambda f, p: str(Path(p(old(), "a.safetensors")).parent if p(old(), "b.safetensors") else f), r"b\.safetensors and another file in its folder both hold 'lm_head\.weight'; name one"),
     "a tensor": (lambda f, p: p(torch.zeros(2)), r"holds Tensor, not a state dict; give a state dict, bare or under"),
-    "an optimizer alone": (lambda f, p: p({"optimizer": {"state": {}}, "epoch": 1}), r"no state dict but a dict of optimizer, epoch;.*model, state_dict, model_state_dict, module"),
-    "numbers for names": (lambda f, p: p({0: torch.zeros(2)}), r"holds no state dict"),
+    "an optimizer alone": (lambda f, p: p({"optimizer": {"state": {}}, "epoch": 1}), r"holds a dict of optimizer, epoch, not a state dict;.*model, state_dict, model_state_dict, module"),
+    "numbers for names": (lambda f, p: p({0: torch.zeros(2)}), r"holds a dict of 0, not a state dict"),
     "another model": (lambda f, p: p({f"h.{i}.w": torch.zeros(1) for i in range(9)}), r"no key in .*old\.pt matches the model \(keys of the file: h\.0\.w, h\.1\.w, h\.2\.w and 6 more; keys of the model: model\.embed_tokens\.weight, .* and \d+ more\); give weights"),
     "no tensor at all": (lambda f, p: p({}, "w.safetensors"), r"no key in .*w\.safetensors matches the model \(keys of the file: none; keys of the model: model\.embed"),
     "another vocabulary": (lambda f, p: p(old(vocab_size=80)), r"'model\.embed_tokens\.weight' is \(80, 16\) in .*old\.pt and \(64, 16\) in the model, and 1 more do not fit; set the model's vocab_size to 80 instead of 64, or remove"),

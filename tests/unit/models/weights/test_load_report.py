@@ -64,13 +64,13 @@ def renamed(at: Path) -> None:
     ("kind", "auto", "spoil", "wanted"),
     [
         (SFT, AutoModelForCausalLM, told({"hidden_size": 32, "head_dim": 16}), r"'lm_head\.weight' is \(320, 16\) in its files and \(320, 32\) in the model"),
-        (SFT, AutoModelForCausalLM, told({"num_hidden_layers": 3}), r"lacks model\.layers\.2\.input_layernorm\.weight, .* and 6 more of a LlamaForCausalLM"),
-        (RewardModel, AutoModelForCausalLM, told({"num_hidden_layers": 3}), r"lacks model\.layers\.2"),
-        (SFT, AutoModelForSequenceClassification, told({}), r"lacks lm_head\.weight of a LlamaForCausalLM, which would be drawn at random; .*LlamaForSequenceClassification"),
-        (SFT, AutoModel, told({}), r"lacks lm_head\.weight of a LlamaForCausalLM"),
+        (SFT, AutoModelForCausalLM, told({"num_hidden_layers": 3}), r"all weights of a LlamaForCausalLM \(missing keys: model\.layers\.2\.input_layernorm\.weight, .* and 6 more"),
+        (RewardModel, AutoModelForCausalLM, told({"num_hidden_layers": 3}), r"missing keys: model\.layers\.2"),
+        (SFT, AutoModelForSequenceClassification, told({}), r"all weights of a LlamaForCausalLM \(missing keys: lm_head\.weight\); .*LlamaForSequenceClassification"),
+        (SFT, AutoModel, told({}), r"LlamaForCausalLM \(missing keys: lm_head\.weight\)"),
         (RewardModel, AutoModelForSequenceClassification, told({}), r"'score\.weight' is \(2, 16\) in its files, but the task needs \(1, 16\)"),
-        (RewardModel, AutoModelForCausalLM, renamed, r"lacks model\.embed_tokens\.weight"),
-        (RewardModel, AutoModelForCausalLM, stored_as(torch.float8_e4m3fn), r"is stored as F8_E4M3, and its config\.json has no quantization_config"),
+        (RewardModel, AutoModelForCausalLM, renamed, r"missing keys: model\.embed_tokens\.weight"),
+        (RewardModel, AutoModelForCausalLM, stored_as(torch.float8_e4m3fn), r"is stored as F8_E4M3, but its config\.json has no quantization_config"),
         (SFT, AutoModelForCausalLM, stored_as(torch.int8), r"is stored as I8"),
     ],
 )  # fmt: skip
@@ -92,14 +92,13 @@ def test_what_is_allowed_is_said_in_sentences(tmp_path: Path) -> None:
     scored.checks.run()
     assert not scored.checks.warnings()
     assert (
-        f"new and drawn from seed 0: score.weight (the files of {at} have no such head)"
-        in scored.checks.info_messages()
+        f"newly initialized from seed 0: score.weight (the files of {at} have no such head)" in scored.checks.info_messages()
     )
     shutil.rmtree(at)
     tied = saved(at, AutoModelForSequenceClassification, tie_word_embeddings=True, num_labels=1)
     writer = task_on(SFT, tied, tmp_path)
     writer.checks.run()
-    assert writer.checks.warnings() == [f"the model has no place for score.weight in the files of {at}: left out"]
+    assert writer.checks.warnings() == [f"unexpected keys in the files of {at}: score.weight; ignored"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

@@ -214,7 +214,9 @@ def test_muon_refuses_sums_of_gradients_that_deepspeed_would_lose(
     if fine:
         assert resolved("muon", preset, precision, **given)
     else:
-        with pytest.raises(PresetError, match=r"data_types\.grad_accum_dtype: .*Muon takes another step at stage 2"):
+        with pytest.raises(
+            PresetError, match=r"data_types\.grad_accum_dtype: .*Muon computes a wrong update at stage 2"
+        ):
             resolved("muon", preset, precision, **given)
 
 

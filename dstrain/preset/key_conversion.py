@@ -1,4 +1,4 @@
-"""Learning keys of a DeepSpeed JSON, and the recipe keys that say the same."""
+"""Mapping of DeepSpeed training keys to recipe keys."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ _OPTIMIZER_PARAMS = {
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _SCHEDULE_PARAMS = {"warmup_max_lr": "optim.lr", "warmup_num_steps": "optim.warmup", "total_num_steps": "steps"}
 _IGNORED_SCHEDULE_PARAMS = {
-    "warmup_min_lr": "the recipe's warmup begins near 0",
+    "warmup_min_lr": "the recipe's warmup starts near 0",
     "warmup_type": "the recipe's warmup is linear",
 }
 
 LEARNING_KEYS = {
-    "optimizer": "the optimizer is learning, which belongs to the recipe (optim)",
-    "scheduler": "the learning rate's schedule is learning, which belongs to the recipe (optim.schedule, optim.warmup)",
-    "gradient_clipping": "clipping is learning, which belongs to the recipe (optim.clip)",
-    "train_batch_size": "the batch of one step is learning, which belongs to the recipe (batch.total)",
-    "data_efficiency": "the order of the data is learning, which belongs to the recipe (data)",
-    "curriculum_learning": "the order of the data is learning, which belongs to the recipe (data)",
-    "progressive_layer_drop": "dropping layers is learning, which belongs to the recipe; DeepSpeed removed it, too",
-    "compression_training": "compression is learning, which belongs to the recipe; DeepSpeed removed it, too",
-    "tensorboard": "where numbers are written belongs to the recipe (log.tensorboard)",
-    "wandb": "where numbers are written belongs to the recipe (log.wandb)",
+    "optimizer": "the optimizer belongs in the recipe (optim)",
+    "scheduler": "the learning-rate schedule belongs in the recipe (optim.schedule, optim.warmup)",
+    "gradient_clipping": "gradient clipping belongs in the recipe (optim.clip)",
+    "train_batch_size": "the batch size belongs in the recipe (batch.total)",
+    "data_efficiency": "the order of the data belongs in the recipe (data)",
+    "curriculum_learning": "the order of the data belongs in the recipe (data)",
+    "progressive_layer_drop": "layer dropping is a training setting, and DeepSpeed has removed it",
+    "compression_training": "compression is a training setting, and DeepSpeed has removed it",
+    "tensorboard": "logging belongs in the recipe (log.tensorboard)",
+    "wandb": "logging belongs in the recipe (log.wandb)",
 }
-"""Keys that belong to the recipe -> the sentence of the refusal."""
+"""Training keys, which belong in the recipe -> the problem to report."""
 
 
 @dataclass(frozen=True)
 class ConvertedKey:
-    """One value of the JSON and where it went."""
+    """A value of the JSON, and the recipe key for it."""
 
     path: str
     value: Any
     recipe_key: str | None = None
-    """The recipe's key, where it has one."""
+    """The recipe key; None for a dropped value."""
     recipe_value: Any = None
-    """The value to write there."""
+    """The value in the recipe."""
     drop_reason: str = ""
-    """Why the value was dropped, where it was."""
+    """Reason for dropping the value."""
 
     def __str__(self) -> str:
         left = f'"auto" at {self.path}' if self.value == "auto" else f"{self.path} {format_json(self.value)}"
@@ -65,14 +65,14 @@ class ConvertedKey:
 
     @property
     def recipe_line(self) -> str:
-        """`optim.lr: 2.0e-05`, as YAML reads it: to YAML, 2e-05 without a point is a string."""
+        """Return `optim.lr: 2.0e-05`, as YAML reads it: 2e-05 without a point would be a string."""
         text = format_json(self.recipe_value)
-        bare = isinstance(self.recipe_value, float) and "e" in text and "." not in text
-        return f"{self.recipe_key}: {text.replace('e', '.0e') if bare else text}"
+        needs_point = isinstance(self.recipe_value, float) and "e" in text and "." not in text
+        return f"{self.recipe_key}: {text.replace('e', '.0e') if needs_point else text}"
 
 
 def convert_key(name: str, value: Any) -> list[ConvertedKey]:
-    """Every value of a learning key, with the recipe's key for it."""
+    """Return every value of a training key, with the recipe key for it."""
     if name == "optimizer" and isinstance(value, dict):
         return list(_convert_optimizer(value))
     if name == "scheduler" and isinstance(value, dict):
@@ -88,27 +88,26 @@ def convert_key(name: str, value: Any) -> list[ConvertedKey]:
 
 
 def suggest_fix(name: str, value: Any) -> str:
-    """What the refusal of a learning key tells the user to do."""
-    settings = [move.recipe_line for move in convert_key(name, value) if move.recipe_key]
+    """Return the fix for a training key in a preset."""
+    settings = [key.recipe_line for key in convert_key(name, value) if key.recipe_key]
     return f"remove it and write {'; '.join(settings)} in the recipe" if settings else "remove it"
 
 
 def _convert_value(path: str, value: Any, recipe_key: str) -> ConvertedKey:
     if value == "auto":
-        return ConvertedKey(path, value, drop_reason=f"the recipe's {recipe_key} says it")
+        return ConvertedKey(path, value, drop_reason=f"the recipe's {recipe_key} sets it")
     return ConvertedKey(path, value, recipe_key, value)
 
 
 def _convert_optimizer(block: dict[str, Any]) -> Iterator[ConvertedKey]:
-    kind, params = block.get("type"), block.get("params", {})
-    plain_adam = str(kind).lower() == "adam" and isinstance(params, dict) and params.get("adam_w_mode") is False
-    name = None if plain_adam else _OPTIMIZERS.get(str(kind).lower())
+    type_name, params = block.get("type"), block.get("params", {})
+    plain_adam = str(type_name).lower() == "adam" and isinstance(params, dict) and params.get("adam_w_mode") is False
+    name = None if plain_adam else _OPTIMIZERS.get(str(type_name).lower())
     if name:
-        yield ConvertedKey("optimizer.type", kind, "optim.name", name)
+        yield ConvertedKey("optimizer.type", type_name, "optim.name", name)
     elif "type" in block:
-        yield ConvertedKey(
-            "optimizer.type", kind, drop_reason=f"the recipe's optim.name is one of {', '.join(_optimizer_names())}"
-        )
+        reason = f"the recipe's optim.name is one of {', '.join(_optimizer_names())}"
+        yield ConvertedKey("optimizer.type", type_name, drop_reason=reason)
     for key, value in params.items() if isinstance(params, dict) else ():
         path = f"optimizer.params.{key}"
         if key in _OPTIMIZER_PARAMS:
@@ -121,21 +120,19 @@ def _convert_optimizer(block: dict[str, Any]) -> Iterator[ConvertedKey]:
 
 
 def _convert_scheduler(block: dict[str, Any]) -> Iterator[ConvertedKey]:
-    kind, params = block.get("type"), block.get("params", {})
-    if isinstance(kind, str) and kind in _SCHEDULES:
-        yield ConvertedKey("scheduler.type", kind, "optim.schedule", _SCHEDULES[kind])
+    type_name, params = block.get("type"), block.get("params", {})
+    if isinstance(type_name, str) and type_name in _SCHEDULES:
+        yield ConvertedKey("scheduler.type", type_name, "optim.schedule", _SCHEDULES[type_name])
     elif "type" in block:
-        yield ConvertedKey(
-            "scheduler.type", kind, drop_reason="the recipe's optim.schedule is cosine, linear, constant or wsd"
-        )
+        reason = "the recipe's optim.schedule is cosine, linear, constant or wsd"
+        yield ConvertedKey("scheduler.type", type_name, drop_reason=reason)
     for key, value in params.items() if isinstance(params, dict) else ():
         path = f"scheduler.params.{key}"
         if key in _SCHEDULE_PARAMS:
             yield _convert_value(path, value, _SCHEDULE_PARAMS[key])
         else:
-            yield ConvertedKey(
-                path, value, drop_reason=_IGNORED_SCHEDULE_PARAMS.get(key, "the recipe's schedule has no such key")
-            )
+            reason = _IGNORED_SCHEDULE_PARAMS.get(key, "the recipe's schedule has no such key")
+            yield ConvertedKey(path, value, drop_reason=reason)
     for key in block:
         if key not in ("type", "params") or (key == "params" and not isinstance(params, dict)):
             yield ConvertedKey(f"scheduler.{key}", block[key], drop_reason="the recipe's schedule has no such key")

@@ -126,7 +126,7 @@ def test_a_process_that_is_ended_is_named_and_nothing_hangs(how: str, said_so: s
 
     began = time.monotonic()
     with pytest.raises(
-        RunError, match=rf"process \d+, one of 3 that make tokens, was ended \({said_so}\); where memory"
+        RunError, match=rf"process \d+, one of 3 that encode records, was killed \({said_so}\); if memory"
     ):
         encode_all(open_source(written(tmp_path)), ending)
     assert time.monotonic() - began < 10

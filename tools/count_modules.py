@@ -49,7 +49,7 @@ def count(name: str) -> set[str]:
 
     from dstrain.config.schema import RunConfig
     from dstrain.data.loading.loader import Loader
-    from dstrain.models.params.freeze import build_param_groups
+    from dstrain.models.params.groups import build_param_groups
     from dstrain.tasks import make_task
     from dstrain.train.build_model import build_train_module
     from dstrain.train.engine.deepspeed import TorchEngine

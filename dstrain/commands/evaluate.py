@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedEvaluation:
-    """What is evaluated, on what."""
+    """A model, and the dataset that it is evaluated on."""
 
     saved_model: SavedModel
     examples: Dataset
@@ -34,7 +34,7 @@ class PreparedEvaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateJob:
-    """Loss and metrics over a whole file, each a sum divided once."""
+    """A job that computes loss and metrics over a whole file, each a sum divided once."""
 
     selector: ModelSelector
     data: str
@@ -89,7 +89,7 @@ class EvaluateJob:
 
 
 def show_metrics(row: Mapping[str, Any]) -> str:
-    """A line for each number; an exported folder has no step."""
+    """Return a line per metric; an exported folder has no step."""
     row = {name: value for name, value in row.items() if (name, value) != ("step", None)}
     return "\n".join(
         f"{name:24} {value:.6g}" if isinstance(value, float) else f"{name:24} {value}" for name, value in row.items()
@@ -97,12 +97,12 @@ def show_metrics(row: Mapping[str, Any]) -> str:
 
 
 def resolve_data_path(data: str) -> str:
-    """The same file for a process that works elsewhere."""
+    """Return an absolute path of a file, for processes in another working directory."""
     return str(Path(data).expanduser().resolve()) if Path(data).expanduser().exists() else data
 
 
 def make_eval_source(data: str) -> Any:
-    """What `data.eval` is set to. Raises UsageError where `data` is neither a file nor a dataset's name."""
+    """Return the value for `data.eval`. Raises UsageError where `data` is neither a file nor a Hub dataset."""
     part = parse_hub_split(data)
     if Path(data).expanduser().exists():
         return resolve_data_path(data)
@@ -112,7 +112,7 @@ def make_eval_source(data: str) -> Any:
 
 
 def check_reference(saved: SavedModel) -> None:
-    """Raise UsageError where an exported policy would be compared with itself, or its reference is not there."""
+    """Raise UsageError where an exported policy would be its own reference, or its reference is missing."""
     task: Task = saved.task
     if isinstance(task, ReferenceTask):
         task.check_reference()
@@ -120,6 +120,6 @@ def check_reference(saved: SavedModel) -> None:
         path = task.loss_inputs.reference.config.path
         if path is not None and os.path.realpath(Path(path).expanduser()) == os.path.realpath(saved.folder):
             raise UsageError(
-                f"{saved.folder}: a policy cannot be its own reference, and nothing here says whom it was trained "
+                f"{saved.folder}: a policy cannot be its own reference, and the folder does not name the one it was trained "
                 "against; give that model's folder with --set options.ref_model=FOLDER"
             )

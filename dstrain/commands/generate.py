@@ -1,4 +1,4 @@
-"""dstrain generate: answers of a trained policy, to look at what was learnt."""
+"""dstrain generate: answers of a trained policy to prompts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedGeneration:
-    """What is answered."""
+    """A model and the encoded prompts that it answers."""
 
     saved_model: SavedModel
     prompts: Sequence[EncodedPrompt]
@@ -40,17 +40,17 @@ class PreparedGeneration:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateJob:
-    """An answer to each prompt, in order."""
+    """A job that generates an answer to each prompt, in order."""
 
     selector: ModelSelector
     texts: Sequence[str] = ()
     """Prompts from the command line."""
     data: str | None = None
-    """A file, or a dataset on the hub, each record of which asks something."""
+    """A file, or a dataset on the hub, with a prompt in each record."""
     images: Sequence[str] = ()
-    """Files of images that the prompts of the command line ask about."""
+    """Image files for the prompts of the command line."""
     sampling: Mapping[str, Any]
-    """The fields of `dstrain.train.generate.Sampling`."""
+    """The fields of `dstrain.train.generate.SamplingParams`."""
     is_parallel = True
 
     def to_argv(self) -> list[str]:
@@ -61,18 +61,16 @@ class GenerateJob:
 
     def check_recipe(self) -> RunConfig:
         if not self.texts and not self.data:
-            raise UsageError("nothing is asked: give --prompt TEXT, or --data FILE with records that ask something")
+            raise UsageError("no prompt: give --prompt TEXT, or --data FILE with prompts")
         if any(not text.strip() for text in self.texts):
-            raise UsageError("--prompt is empty; write what is asked")
+            raise UsageError("--prompt is empty; write a prompt")
         if self.images and not self.texts:
-            raise UsageError(
-                "--image: no --prompt asks about it; give one, or write image and question into a --data file"
-            )
+            raise UsageError("--image needs a --prompt; give one, or write image and question into a --data file")
         found = self._find_model()
         source = _get_text_task(found).model_source
         if self.images and not source.is_multimodal:
             kind = source.config.model_type
-            raise UsageError(f"--image: this model takes no images ({kind} reads text only); leave the option out")
+            raise UsageError(f"--image: {kind} is a text-only model; leave the option out")
         for text in self.texts:
             self._parse_prompt(_get_text_task(found), text)
         return found.task.recipe
@@ -124,7 +122,7 @@ class GenerateJob:
         ]
 
     def _max_prompt_tokens(self, task: TextTask) -> int | None:
-        """Ids of a prompt at most. Raises UsageError where none is left."""
+        """Return the maximum number of tokens of a prompt. Raises UsageError where none is left."""
         data, places = (
             task.recipe.data,
             getattr(task.model_source.config.get_text_config(), "max_position_embeddings", None),
@@ -146,7 +144,7 @@ class GenerateJob:
 
 
 def show_answers(rows: Sequence[Mapping[str, Any]], as_json: bool) -> str:
-    """One JSON object a line, or each prompt with its answer below."""
+    """Return one JSON object per line, or each prompt with its answer below."""
     if as_json:
         return "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     blocks = [
@@ -157,21 +155,19 @@ def show_answers(rows: Sequence[Mapping[str, Any]], as_json: bool) -> str:
 
 
 def _get_text_task(saved: SavedModel) -> TextTask:
-    """The task. Raises TaskError where its model writes no text."""
+    """Return the model's task. Raises TaskError where it does not generate text."""
     task = saved.task
     if not isinstance(task, TextTask):
-        raise TaskError(
-            f"task {task.recipe.task}: has no text for a model to answer; `dstrain evaluate` shows its metrics"
-        )
+        raise TaskError(f"task {task.recipe.task}: does not generate text; `dstrain evaluate` shows its metrics")
     if not task.model_source.can_generate:
         raise TaskError(
-            f"task {task.recipe.task}: its model gives scores and no answers; `dstrain evaluate` shows how good they are"
+            f"task {task.recipe.task}: a reward model does not generate text; `dstrain evaluate` shows its metrics"
         )
     return task
 
 
 def _read_prompts(task: TextTask, max_tokens: int | None) -> list[EncodedPrompt]:
-    """What the records of `data.eval` ask. Raises DataError for bad ones, as `data.on_error` says."""
+    """Return the prompts of `data.eval`. Raises DataError for more bad records than data.on_error allows."""
     data = task.recipe.data
     assert data.eval is not None
     source = open_source(data.eval, data.columns)
@@ -182,7 +178,7 @@ def _read_prompts(task: TextTask, max_tokens: int | None) -> list[EncodedPrompt]
     check_bad_records(report, PreparePolicy(task=task.recipe.task, on_error=data.on_error))
     if report.bad:
         log_stderr(
-            f"{len(report.bad)} of {report.read} records ask nothing and are left out; "
+            f"{len(report.bad)} of {report.read} records have no usable prompt and are skipped; "
             f"the first: {report.bad[0].reason}"
         )
     return prompts

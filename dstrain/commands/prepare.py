@@ -1,4 +1,4 @@
-"""dstrain prepare: all of a recipe's data made ready, so that training starts at once."""
+"""dstrain prepare: tokenizes a recipe's data and precomputes reference outputs, so that training starts at once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from dstrain.distributed.world import World
 
 MAX_LISTED_RECORDS = 10
-"""Skipped records that are named."""
+"""Skipped records that are listed."""
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The samples, and whom a reference is asked with."""
+    """The datasets, and the settings of the reference's forward passes."""
 
     task: Task
     splits: Mapping[str, Dataset | None]
@@ -39,13 +39,13 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class PrepareJob:
-    """Tokens of every split, and a reference's answers where the recipe has them kept."""
+    """A job that builds the token cache of every split, and the reference's outputs where the recipe precomputes them."""
 
     request: TrainRequest
 
     @property
     def is_parallel(self) -> bool:
-        """One process makes the tokens while others would wait; a reference is asked by all."""
+        """True where a reference runs: on all processes. One process is enough for tokens."""
         return make_task(resolve_recipe(self.request).config).loss_inputs.reference.kind == "cached"
 
     def to_argv(self) -> list[str]:
@@ -63,7 +63,7 @@ class PrepareJob:
         quiet_libraries()
         config = resolve_recipe(self.request).config
         preset = read_preset(config.ds_config)
-        # Not the batches of training, which may be for another number of processes.
+        # The recipe's batch may be for another number of processes than this command has.
         micro = config.batch.micro or preset.micro or DEFAULT_MICRO_BATCH_SIZE
         ds_config = resolve_ds_config(
             config, preset, BatchPlan(micro * world_size, micro, 1), (world_size, device), cache_root()
@@ -81,21 +81,21 @@ class PrepareJob:
     def run(self, prepared: PreparedData, world: World) -> dict[str, Any]:
         from dstrain.train.precompute_reference import ReferenceJob, add_reference_outputs
 
-        asking = ReferenceJob(
+        job = ReferenceJob(
             task=prepared.task, ds_config=prepared.ds_config, micro_batch_size=prepared.micro_batch_size, world=world
         )
-        add_reference_outputs(asking, list(prepared.splits.values()))
+        add_reference_outputs(job, list(prepared.splits.values()))
         splits = {name: split.summarize() for name, split in prepared.splits.items() if split is not None}
-        kept = prepared.task.loss_inputs.reference.kind == "cached"
+        is_cached = prepared.task.loss_inputs.reference.kind == "cached"
         return {
             "cache": str(cache_root()),
             "splits": splits,
-            "reference": "kept" if kept else prepared.task.loss_inputs.reference.kind,
+            "reference": "kept" if is_cached else prepared.task.loss_inputs.reference.kind,
         }
 
 
 def show_prepared(summary: Mapping[str, Any]) -> str:
-    """What is there, for people."""
+    """Return the summary as text."""
     lines = []
     for name, split in summary["splits"].items():
         size = (
@@ -117,8 +117,11 @@ def show_prepared(summary: Mapping[str, Any]) -> str:
                 if split["skipped"] > MAX_LISTED_RECORDS
                 else []
             )
-    said = {"kept": "reference: its answers to all samples are kept", "none": "reference: none is needed"}
+    said = {"kept": "reference: its outputs for all samples are cached", "none": "reference: none is needed"}
     lines.append(
-        said.get(summary["reference"], "reference: asked during training (options.precompute_ref_log_probs keeps it)")
+        said.get(
+            summary["reference"],
+            "reference: runs during training (options.precompute_ref_log_probs caches its outputs)",
+        )
     )
     return "\n".join([*lines, f"cache: {summary['cache']}"])

@@ -1,4 +1,4 @@
-"""Reward model: of two answers, the chosen one shall score higher."""
+"""Reward model: the chosen of two answers should score higher. B pairs, scores of 2B answers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RewardExport(TextExport):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(PairTask):
-    """Reward models: the chosen of two answers shall score higher (Bradley-Terry).
+    """Reward models: the chosen of two answers should score higher (Bradley-Terry).
 
     Christiano et al. (arXiv 1706.03741); the loss is eq. 1 of Ouyang et al. (arXiv 2203.02155), summed over pairs.
     """
@@ -100,7 +100,7 @@ class RewardModel(PairTask):
     center_rewards_coefficient: float = 0.0
     """Weight of (chosen + rejected)^2, which keeps scores around 0; 0.01 is usual (arXiv 2312.09244)."""
     label_smoothing: float = 0.0
-    """Share of pairs whose label is taken for flipped, from 0 to below 0.5."""
+    """Assumed share of flipped labels, from 0 to below 0.5."""
     disable_dropout: bool = True
     """Train without dropout, so that both answers are scored by the same network."""
 
@@ -121,7 +121,7 @@ class RewardModel(PairTask):
         return Loss(pairs.sum(), {"accuracy": (difference > 0).sum(), "margin": difference.sum()})
 
     def scores(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """(2B,) rewards, the chosen ones first, read where an exported model reads them."""
+        """Return rewards, the chosen ones first, (2B,), at the position where an exported model reads them."""
         from dstrain.tasks.common.forward import forward_logits, unwrap_peft
 
         return forward_logits(model, batch, **_no_cache_kwargs(unwrap_peft(model))).squeeze(-1).float()
@@ -132,14 +132,14 @@ class RewardModel(PairTask):
 
 
 def _no_cache_kwargs(model: Any) -> dict[str, bool]:
-    """The setting that keeps a model from keeping keys and values for tokens to come; nothing where it has no such setting."""
+    """Return the argument that switches the KV cache off, where the model's `forward` takes it."""
     from dstrain.models.reward_model import RewardModelMixin
 
     own, inside = (
         inspect.signature(type(one).forward).parameters for one in (model, getattr(model, "base_model", model))
     )
     handed_on, further = (any(one.kind == one.VAR_KEYWORD for one in names.values()) for names in (own, inside))
-    # LLaVA's base model hands it on too. A BERT's would hand it to its attention.
+    # LLaVA's base model passes it on too; a BERT's would pass it to its attention, which fails.
     known = "use_cache" in own or (
         handed_on and ("use_cache" in inside or (further and isinstance(model, RewardModelMixin)))
     )

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: a model learns the answers of conversations, token by token."""
+"""Supervised fine-tuning on the answers of conversations. B rows, L tokens, K targets."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class SFTExport(TextExport):
 
 @dataclass(frozen=True, kw_only=True)
 class SFT(TextTask):
-    """Supervised fine-tuning: a model learns to answer as the assistant of its conversations does.
+    """Supervised fine-tuning on the assistant's answers in conversations.
 
-    The loss is -log p of each learnt token, summed; Ouyang et al. (arXiv 2203.02155), section 3.5, step 1.
+    The loss is -log p of each token that is trained on, summed; Ouyang et al. (arXiv 2203.02155), section 3.5, step 1.
     """
 
     metric_names: ClassVar[tuple[str, ...]] = ("token_accuracy",)
@@ -44,7 +44,7 @@ class SFT(TextTask):
     export_class = SFTExport
 
     assistant_only_loss: bool = True
-    """Learn what the assistant says, end of turn included; false: every token, whoever says it."""
+    """Train on the assistant's turns only, end of turn included; false: on every token of every role."""
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         sample = self.parse_record(record).parsed
@@ -76,13 +76,13 @@ class SFT(TextTask):
 
         sequences = [example["input_ids"] for example in examples]
         ids = pad(sequences, self.tokenizer.pad_token_id)  # (B, L)
-        learnt = loss_mask_tail([example["learnt"] for example in examples])  # (B, K)
+        loss_mask = loss_mask_tail([example["learnt"] for example in examples])  # (B, K)
         batch = Batch(
             tensors={
                 "input_ids": ids,
                 "attention_mask": attention_mask(sequences),
-                "learnt": learnt,
-                "loss_positions": loss_positions(learnt, ids.shape[1]),  # (N, 2)
+                "learnt": loss_mask,
+                "loss_positions": loss_positions(loss_mask, ids.shape[1]),  # (N, 2)
             },
             weight=float(sum(int(example["learnt"].sum()) for example in examples)),
             samples=tuple(example["sample"] for example in examples),
@@ -94,11 +94,11 @@ class SFT(TextTask):
         from dstrain.tasks.common.forward import score_answers
 
         log_probs, right = score_answers(model, batch)
-        beside = self.extra_metrics(right, batch.tensors["learnt"])
-        return Loss(-log_probs.sum(), {"token_accuracy": right.sum(), **beside})
+        more = self.extra_metrics(right, batch.tensors["learnt"])
+        return Loss(-log_probs.sum(), {"token_accuracy": right.sum(), **more})
 
     def extra_metrics(self, is_correct: torch.Tensor, loss_mask: torch.Tensor) -> Mapping[str, Any]:
-        """More metrics, of which learnt tokens (B, K) the model took for the likeliest."""
+        """Return further metrics from which tokens are the argmax, (B, K), and the loss mask, (B, K)."""
         return {}
 
     @classmethod
@@ -107,7 +107,7 @@ class SFT(TextTask):
 
 
 def _tiny_record(split: str, index: int) -> dict[str, Any]:
-    """A made-up dialog of one or two questions, with answers of uneven length."""
+    """Return a made-up conversation of one or two questions, with answers of random length."""
     draw = random.Random(f"{split}/{index}")
     thing = draw.choice(("pump", "valve", "kettle", "lamp", "wheel", "belt"))
     ways = " then ".join(draw.choice(("open it", "clean it", "oil it")) for _ in range(draw.randint(1, 5)))

@@ -1,4 +1,4 @@
-"""Vision-language models: a model that sees images learns to answer questions about them."""
+"""Vision-language models, trained on conversations about images."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class VLMChecks(TextChecks):
 
 @dataclass(frozen=True, kw_only=True)
 class VLM(SFT):
-    """Vision-language models: answers about images, and about texts among them, any number of images in each.
+    """Vision-language models: answers in conversations with any number of images.
 
     The loss is that of task sft; Liu et al. (arXiv 2304.08485), section 4.2, has the two stages: the projector alone on
-    captions, then projector and language model on dialogs (model.freeze and optim.groups name the parts).
+    captions, then projector and language model on conversations (model.freeze and optim.groups name the parts).
     """
 
     metric_names = ("token_accuracy", "exact_match")
@@ -72,9 +72,7 @@ class VLM(SFT):
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         sample = self.parse_record(record).parsed
         dialog = sample.to_conversation() if isinstance(sample, PromptCompletion) else sample
-        yield messages_to_transcript(dialog.messages).replace(
-            IMAGE_PLACEHOLDER, ""
-        )  # with what stands between the turns
+        yield messages_to_transcript(dialog.messages).replace(IMAGE_PLACEHOLDER, "")  # with the text between turns
 
     def wrap_source(self, source: Source, item: DatasetConfig) -> Source:
         training = self.group_by_image and isinstance(item, TrainDatasetConfig)
@@ -97,7 +95,10 @@ class VLM(SFT):
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
         recipe = tiny_recipe(folder, "vlm", lambda split, index: _tiny_record(folder, split, index))
-        recipe["model"] = {"config": TINY_CONFIG, "freeze": ["*.post_layernorm"]}  # which a LLaVA does not look at
+        recipe["model"] = {
+            "config": TINY_CONFIG,
+            "freeze": ["*.post_layernorm"],
+        }  # LLaVA does not use it, so it gets no gradient
         return recipe
 
 
@@ -114,12 +115,12 @@ TINY_CONFIG: dict[str, Any] = {
         "num_hidden_layers": 2, "num_attention_heads": 4, "projection_dim": 24,
     },
 }  # fmt: skip
-"""A LLaVA of seconds: 4 tokens for an image."""
+"""A LLaVA that trains in seconds, with 4 tokens for an image."""
 COLORS = {"red": (220, 30, 30), "green": (30, 200, 60), "blue": (40, 60, 220)}
 
 
 def _tiny_record(folder: Path, split: str, index: int) -> dict[str, Any]:
-    """A made-up question about no image, one or two; all are of one colour."""
+    """Return a made-up question about no image, one or two; each image has one colour."""
     from PIL import Image
 
     draw = random.Random(f"{split}/{index}")

@@ -41,7 +41,7 @@ def test_training_asks_no_reference_after_prepare(
     result = invoke("prepare", recipe)
     assert result.exit_code == 0
     assert "train: 64 samples" in result.stdout
-    assert "its answers to all samples are kept" in result.stdout
+    assert "its outputs for all samples are cached" in result.stdout
     assert "reference: 64 samples to ask for" in result.stderr
     assert not list((tmp_path / "here").iterdir())
     assert two(CASES + "train_counting", recipe=recipe, run_dir=str(tmp_path / "run")) == [0, 0]

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dstrain.data.store import TokenStore
 
+from dstrain.data.cache.token_store import TokenStore
 from tests.vocabulary import invoke
 from tests.workers import ROOT
 

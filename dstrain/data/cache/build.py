@@ -1,4 +1,4 @@
-"""From data files to a token cache: every record read once, the bad ones named, and a verdict on them."""
+"""Preparation of data: from a source to a token store, with the limit on bad records."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dstrain.data.sources.base import Source
 from dstrain.errors import DataError
 
 CACHE_FORMAT = 5
-"""Raise it when the same data would give other examples: old caches are then left alone."""
+"""Part of every key. Increase it when the same data gives other examples, so that old caches are ignored."""
 CHUNK_SIZE, IMAGE_CHUNK_SIZE, PARALLEL_CHUNK_SIZE = 1000, 200, 250
-"""Records in memory at once; those with images may hold their bytes; those that one of several processes takes next."""
+"""Records in memory at once: of text, with images (whose bytes they may hold), for one of several processes."""
 MAX_BAD_FRACTION = 0.01
-"""Bad records up to this share are skipped where `data.on_error` says nothing."""
+"""Share of bad records that is skipped where `data.on_error` is not set."""
 
 
 EncodeItems = Callable[[list[Any]], Sequence[EncodeResult | list[EncodeResult]]]
@@ -71,22 +71,23 @@ def encode_valid(items: Sequence[Any], encode: Callable[[list[Any]], Sequence[An
 
 @dataclass(frozen=True, kw_only=True)
 class PreparePolicy:
-    """By how many processes records are encoded, and what to do about bad ones."""
+    """Number of encoding processes, and what happens to bad records."""
 
     task: str
-    """For the command that the refusal names."""
+    """Task name, for the command in the error message."""
     on_error: str | None = None
-    """skip: leave them out; fail: refuse any; None: refuse more than 1 %."""
+    """skip: leave bad records out; fail: accept none; None: accept up to 1 %."""
     processes: ProcessPoolConfig = SINGLE_PROCESS
 
 
 def prepare(
     source: Source, encode: Encode, key: Mapping[str, Any], policy: PreparePolicy, folder: Path | None = None
 ) -> TokenStore:
-    """The store of a source's examples, from the cache where it is there. Raises DataError for bad records.
+    """Return the store of a source's examples, built first where it is not in the cache.
 
-    `key` names all that `encode` depends on; the data and the format are added to it. The verdict is no part of
-    the cache: another `on_error` needs no new tokens. An `encode` that is `WithFiles` leaves its files in the store.
+    `key` holds everything that `encode` depends on; the data and the format are added to it. `on_error` is not
+    part of the key: another value needs no new tokens. An `encode` that is a `WithExtraFiles` writes its files
+    into the store. Raises DataError for too many bad records.
     """
     full = {"format": CACHE_FORMAT, "data": source.digest, **key}
 
@@ -108,9 +109,10 @@ def iter_encoded(
     chunk_size: int = CHUNK_SIZE,
     processes: ProcessPoolConfig = SINGLE_PROCESS,
 ) -> Iterator[list[Mapping[str, Any]]]:
-    """The examples of all good records, in chunks, with the record's index as `sample`; the report fills up.
+    """Yield the examples of all valid records, in chunks, with the record's index as `sample`.
 
-    A key that ends in `_cut` is counted, not kept. Raises RunError where one of several processes is ended.
+    Fills in the report as it goes. A column that ends in `_cut` is counted there and not stored. Raises RunError
+    where one of several processes is killed.
     """
     report.read = len(source) + len(source.bad_rows)
     report.sizes = list(getattr(source, "sizes", ()))
@@ -133,7 +135,7 @@ def iter_encoded(
 
 
 def _encode_range(source: Source, encode: Encode, is_parallel: bool, start: int, stop: int) -> EncodedChunk:
-    """The records from `start` to `stop`; `apart`: another process may have encoded those before them."""
+    """Encode the records from `start` to `stop`; in parallel, another process may have those before them."""
     if is_parallel and isinstance(encode, SequentialEncode):
         encode.restore_context(source[index] for index in reversed(range(start)))
     rows = [(index, source[index]) for index in range(start, stop)]
@@ -151,7 +153,7 @@ def _encode_range(source: Source, encode: Encode, is_parallel: bool, start: int,
 
 
 def check_bad_records(report: BuildReport, policy: PreparePolicy) -> None:
-    """Nothing where the records may be used as `on_error` says. Raises DataError with the first bad ones of each kind."""
+    """Raise DataError, with the first bad records of each reason, where there are more than `on_error` allows."""
     limit = {"skip": 1.0, "fail": 0.0, None: MAX_BAD_FRACTION}[policy.on_error]
     bad, share = len(report.bad), len(report.bad) / max(report.read, 1)
     if share <= limit and report.kept:

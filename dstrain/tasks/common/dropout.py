@@ -9,14 +9,14 @@ import torch
 
 
 def disable_dropout_in_model(model: torch.nn.Module) -> None:
-    """Set every chance of dropping something (units, paths, whole layers) to 0; the model's own config keeps what it says.
+    """Set every dropout probability (of units, paths, whole layers) to 0; the model's own config stays unchanged.
 
-    Parts that read a chance from their config as they run (Falcon, Hubert) get a copy of it. The noise that routers of
-    experts add (jitter) is no dropout and stays.
+    Modules that read a probability from their config in the forward pass (Falcon, Hubert) get a copy of the config.
+    The jitter of expert routers is not dropout and stays.
     """
     from transformers import PretrainedConfig
 
-    copies: dict[int, Any] = {}  # deepcopy's memo: parts that shared a config share its copy
+    copies: dict[int, Any] = {}  # deepcopy's memo: modules that share a config share its copy
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -28,9 +28,9 @@ def disable_dropout_in_model(model: torch.nn.Module) -> None:
 
 
 def _zero_config_dropout(config: Any) -> Any:
-    """The same config, its chances 0; those inside it too."""
+    """Set the dropout probabilities of a config, and of the configs inside it, to 0. Returns it."""
     for name, value in [*vars(config).items()]:
-        if hasattr(value, "to_diff_dict"):  # a config too
+        if hasattr(value, "to_diff_dict"):  # a nested config
             _zero_config_dropout(value)
         elif isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)

@@ -1,4 +1,4 @@
-"""Forward passes over batches: logits, log-probabilities of answers, and vision inputs."""
+"""Forward passes: logits, log-probabilities of targets, vision inputs. B rows, L tokens, K targets, V vocabulary."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from dstrain.models.heads.chunked_lm_head import capture_head_input, rows_per_ch
 
 
 def score_answers(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """((B, K) log p of the last K tokens of each row, (B, K) whether each is the likeliest); 0 and false where not learnt.
+    """Return log p, and whether it is the argmax, of the last K tokens of each row; both (B, K).
 
-    Only the learnt positions, where `learnt` (B, K) is 1, become logits, and only some of them at once.
+    Both are 0 where the loss mask, the batch's tensor `learnt` (B, K), is 0. Logits are computed only for the
+    positions in the loss, a chunk at a time, since (B, L, V) logits would be the largest tensor of a step.
     """
-    learnt, ids = batch.tensors["learnt"], batch.tensors["input_ids"]  # (B, K), (B + blank rows, L)
-    count, last = learnt.shape
-    assert 0 < last < ids.shape[1], "the first token is nobody's target"
+    loss_mask, ids = batch.tensors["learnt"], batch.tensors["input_ids"]  # (B, K), (B + blank rows, L)
+    count, last = loss_mask.shape
+    assert 0 < last < ids.shape[1], "the first token is never a target"
     found = capture_head_input(unwrap_peft(model), lambda: _target_logits(model, batch, last))
     if isinstance(found, torch.Tensor):
-        return score_tokens(found[:count, -last - 1 : -1], ids[:count, -last:], learnt)
+        return score_tokens(found[:count, -last - 1 : -1], ids[:count, -last:], loss_mask)
     length, kept = ids.shape[1], found.hidden_states.shape[1]
     row, column = _get_loss_positions(batch).unbind(1)  # (N,), (N,)
     before = row * kept + column - 1 - (length - kept)  # (N,) of (B * kept,): the position before each target
@@ -36,14 +37,14 @@ def score_answers(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, t
     targets = ids.flatten().index_select(0, row * length + column)
     at = row * last + column - (length - last)  # (N,) of (B * K,)
     whole = (one.new_zeros(count * last).index_copy(0, at, one) for one in found.score_targets(rows, targets))
-    log_probs, right = (one.view_as(learnt) for one in whole)
+    log_probs, right = (one.view_as(loss_mask) for one in whole)
     return log_probs, right
 
 
 def _get_loss_positions(batch: Batch) -> torch.Tensor:
-    """(N, 2) row and column of each learnt token in `input_ids`.
+    """Return row and column in `input_ids` of each token in the loss, (N, 2).
 
-    Counted on the device, which the host waits for, where the batch does not bring them.
+    Computed here, which synchronizes host and device, only where `collate` has not put them into the batch.
     """
     if "loss_positions" in batch.tensors:
         return batch.tensors["loss_positions"]
@@ -51,16 +52,16 @@ def _get_loss_positions(batch: Batch) -> torch.Tensor:
 
 
 def answer_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """(B, K) log p of the last K tokens of each row, 0 where `learnt` (B, K) is 0."""
+    """Return log p of the last K tokens of each row, (B, K), 0 where the loss mask `learnt` is 0."""
     return score_answers(model, batch)[0]
 
 
 def score_tokens(
     logits: torch.Tensor, targets: torch.Tensor, loss_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as `score_answers`, of logits (B, K, V) that speak of the targets (B, K).
+    """Return what `score_answers` returns, from logits (B, K, V) of the targets (B, K).
 
-    Kept for the backward pass are the logits as they came, and no fp32 copies of them.
+    Checkpointed by chunks: the backward pass needs the logits in their own precision, not fp32 copies of them.
     """
     rows = logits.flatten(0, 1)  # (B * K, V)
     size = rows_per_chunk(rows.shape[-1], rows.device)
@@ -74,13 +75,14 @@ def score_tokens(
 
 
 def count_exact_answers(is_correct: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(answers of which every token is right, answers): of (B, K), where learnt tokens side by side are one answer.
+    """Return the numbers of answers with every token correct, and of answers; from (B, K), (B, K).
 
-    What a model writes greedily begins with such an answer, where those before it in the dialog were given.
+    A run of consecutive tokens in the loss is one answer. Greedy generation gives exactly the correct ones, given
+    the conversation before them.
     """
     loss_mask = loss_mask != 0
     begins = loss_mask & ~torch.nn.functional.pad(loss_mask, (1, 0))[:, :-1]
-    number = begins.flatten().cumsum(0)  # (B * K,): which answer a token belongs to, counted from 1
+    number = begins.flatten().cumsum(0)  # (B * K,): number of a token's answer, from 1
     wrong = torch.zeros(loss_mask.numel() + 1, dtype=torch.long, device=loss_mask.device)
     wrong.index_add_(0, number, (loss_mask & ~is_correct).flatten().long())
     count = begins.sum()
@@ -88,7 +90,7 @@ def count_exact_answers(is_correct: torch.Tensor, loss_mask: torch.Tensor) -> tu
 
 
 def _target_logits(model: torch.nn.Module, batch: Batch, num_targets: int) -> torch.Tensor:
-    """(B + blank rows, …, V) logits of the last K + 1 positions, or of all where the family cannot leave any out."""
+    """Return logits of the last K + 1 positions, or of all where the family has no `logits_to_keep`."""
     keep = (
         {"logits_to_keep": num_targets + 1}
         if "logits_to_keep" in _parameter_names(type(unwrap_peft(model)).forward)
@@ -98,45 +100,45 @@ def _target_logits(model: torch.nn.Module, batch: Batch, num_targets: int) -> to
 
 
 def forward_logits(model: torch.nn.Module, batch: Batch, **model_kwargs: Any) -> torch.Tensor:
-    """(B, …) logits of the batch's rows, its images seen."""
+    """Return the logits of the batch's rows, (B, …), without dummy rows."""
     logits = _forward(model, batch, **model_kwargs).logits
     return logits[: len(logits) - batch.dummy_rows]
 
 
 def _forward(model: torch.nn.Module, batch: Batch, **model_kwargs: Any) -> Any:
-    """What the model returns for the batch's rows and its blank ones, all padded on the right."""
+    """Run the model on the batch's rows and dummy rows, all padded on the right. Returns its output."""
     mask = {"attention_mask": batch.tensors["attention_mask"]} if needs_attention_mask(unwrap_peft(model)) else {}
     return model(input_ids=batch.tensors["input_ids"], **mask, **vision_inputs(model, batch), **model_kwargs)
 
 
 def vision_inputs(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-    """What the model takes of the batch's images, and of which tokens are images or prompt, under its family's names."""
-    seen, core = dict(batch.vision), unwrap_peft(model)
-    kinds, family = seen.pop(MM_TOKEN_TYPE_IDS, None), str(getattr(getattr(core, "config", None), "model_type", ""))
+    """Return the batch's vision tensors and token types, under the names that the model's family takes."""
+    inputs, core = dict(batch.vision), unwrap_peft(model)
+    kinds, family = inputs.pop(MM_TOKEN_TYPE_IDS, None), str(getattr(getattr(core, "config", None), "model_type", ""))
     known = _parameter_names(type(core).forward) | _parameter_names(type(getattr(core, "base_model", core)).forward)
     if family == "paligemma":
-        return {**seen, "token_type_ids": prefix_token_types(batch)}
+        return {**inputs, "token_type_ids": prefix_token_types(batch)}
     if kinds is None:
-        return seen
+        return inputs
     if MM_TOKEN_TYPE_IDS in known:
-        return {**seen, MM_TOKEN_TYPE_IDS: kinds}
-    return {**seen, "token_type_ids": kinds} if family.startswith("gemma3") and "token_type_ids" in known else seen
+        return {**inputs, MM_TOKEN_TYPE_IDS: kinds}
+    return {**inputs, "token_type_ids": kinds} if family.startswith("gemma3") and "token_type_ids" in known else inputs
 
 
 def prefix_token_types(batch: Batch) -> torch.Tensor:
-    """(B + blank rows, L) int64: 1 from the first learnt token of a row on, 0 before it and where nothing is learnt.
+    """Return 1 from the first token in the loss of a row on, else 0; (B + dummy rows, L) int64.
 
-    PaliGemma reads what is 0 both ways and the rest from left to right: Beyer et al. (arXiv 2407.07726), figure 2. Told
-    nothing, transformers' (5.23) reads rows without padding both ways, and would see the answer that it is to predict.
+    PaliGemma attends to the 0s in both directions and to the rest causally: Beyer et al. (arXiv 2407.07726), figure 2.
+    Without token types, transformers (5.23) attends in both directions in rows without padding, targets included.
     """
     ids = batch.tensors["input_ids"]
-    learnt = batch.tensors.get("learnt", ids.new_zeros(0, 1))
-    whole = F.pad(learnt, (ids.shape[1] - learnt.shape[1], 0, 0, len(ids) - len(learnt)))
-    return (whole.cumsum(1) > 0).long()
+    loss_mask = batch.tensors.get("learnt", ids.new_zeros(0, 1))
+    padding = ids.shape[1] - loss_mask.shape[1], 0, 0, len(ids) - len(loss_mask)
+    return (F.pad(loss_mask, padding).cumsum(1) > 0).long()
 
 
 def unwrap_peft(model: torch.nn.Module) -> torch.nn.Module:
-    """The model of transformers inside peft's."""
+    """Return the transformers model inside a peft model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -1,4 +1,4 @@
-"""Losses of papers, on scores and log-probabilities of answers."""
+"""Losses on scores and log-probabilities of answers, each with its paper; B pairs or answers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def bradley_terry(
     label_smoothing: float = 0.0,
     center: float = 0.0,
 ) -> torch.Tensor:
-    """-log sigmoid(chosen - rejected - margin) per pair; (B,), (B,) -> (B,).
+    """Return -log sigmoid(chosen - rejected - margin) per pair; (B,), (B,) -> (B,).
 
     Margin: Llama 2 (arXiv 2307.09288), eq. 2. `center` adds center * (chosen + rejected)^2, which keeps the
-    scores around 0: Eisenstein et al. (arXiv 2312.09244), eq. 2. `label_smoothing` takes this share of the
-    labels for flipped: Mitchell, a note on DPO with noisy preferences (2023), eq. 3, for rewards.
+    scores around 0: Eisenstein et al. (arXiv 2312.09244), eq. 2. `label_smoothing` is the assumed share of
+    flipped labels: Mitchell, a note on DPO with noisy preferences (2023), eq. 3, for rewards.
     """
     difference = chosen - rejected if margin is None else chosen - rejected - margin
     loss = -F.logsigmoid(difference)
@@ -29,7 +29,7 @@ def bradley_terry(
 
 
 def dpo_sigmoid(logits: torch.Tensor, beta: float, label_smoothing: float = 0.0) -> torch.Tensor:
-    """-log sigmoid(beta h) per pair, h the difference of the two log-ratios; (B,) -> (B,).
+    """Return -log sigmoid(beta h) per pair, h the difference of the two log-ratios; (B,) -> (B,).
 
     Rafailov et al. (arXiv 2305.18290), eq. 7; label smoothing: Mitchell (2023), eq. 3.
     """
@@ -40,28 +40,34 @@ def dpo_sigmoid(logits: torch.Tensor, beta: float, label_smoothing: float = 0.0)
 
 
 def robust_dpo(logits: torch.Tensor, beta: float, label_smoothing: float) -> torch.Tensor:
-    """The sigmoid loss, unbiased where a share of the labels is flipped: Chowdhury et al. (arXiv 2403.00409), eq. 12."""
+    """Return the sigmoid loss, unbiased under flipped labels: Chowdhury et al. (arXiv 2403.00409), eq. 12."""
     right, flipped = -F.logsigmoid(beta * logits), -F.logsigmoid(-beta * logits)
     return ((1 - label_smoothing) * right - label_smoothing * flipped) / (1 - 2 * label_smoothing)
 
 
 def ipo(logits: torch.Tensor, beta: float) -> torch.Tensor:
-    """(h - 1 / (2 beta))^2 per pair: Azar et al. (arXiv 2310.12036), eq. 17, beta being its tau."""
+    """Return (h - 1 / (2 beta))^2 per pair: Azar et al. (arXiv 2310.12036), eq. 17, beta being its tau."""
     return (logits - 1 / (2 * beta)).square()
 
 
 def hinge(logits: torch.Tensor, beta: float) -> torch.Tensor:
-    """max(0, 1 - beta h) per pair: SLiC, Zhao et al. (arXiv 2305.10425), eq. 1, with a margin of 1 as in RSO."""
+    """Return max(0, 1 - beta h) per pair: SLiC, Zhao et al. (arXiv 2305.10425), eq. 1, with a margin of 1 as in RSO."""
     return F.relu(1 - beta * logits)
 
 
 def simpo(logits: torch.Tensor, beta: float, gamma: float) -> torch.Tensor:
-    """-log sigmoid(beta h - gamma), h the difference of mean log-probabilities: Meng et al. (arXiv 2405.14734), eq. 6."""
+    """Return -log sigmoid(beta h - gamma), h the difference of mean log-probabilities; (B,) -> (B,).
+
+    Meng et al. (arXiv 2405.14734), eq. 6.
+    """
     return -F.logsigmoid(beta * logits - gamma)
 
 
 def orpo(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """-log sigmoid of the log odds ratio, from mean log-probabilities (B,): Hong et al. (arXiv 2403.07691), eq. 4 and 7."""
+    """Return -log sigmoid of the log odds ratio, from mean log-probabilities; (B,), (B,) -> (B,).
+
+    Hong et al. (arXiv 2403.07691), eq. 4 and 7.
+    """
     odds = [mean - torch.log(-torch.expm1(mean.clamp(max=-1e-7))) for mean in (chosen, rejected)]  # finite at p = 1
     return -F.logsigmoid(odds[0] - odds[1])
 
@@ -69,10 +75,11 @@ def orpo(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
 def kto(
     log_ratio: torch.Tensor, desirable: torch.Tensor, reference_point: torch.Tensor | float, beta: float
 ) -> torch.Tensor:
-    """1 - sigmoid(beta (r - z0)) of a desirable answer, 1 - sigmoid(beta (z0 - r)) of another; (B,), (B,) -> (B,).
+    """Return 1 - sigmoid(beta (r - z0)) of desirable answers, 1 - sigmoid(beta (z0 - r)) of others; (B,) -> (B,).
 
-    `ratio` is r, an answer's log-ratio to the reference, and `anchor` z0: Ethayarajh et al. (arXiv 2402.01306), eq. 8,
-    for weights of 1. With an anchor of 0 it is the unpaired APO-zero: D'Oosterlinck et al. (arXiv 2408.06266).
+    r is `log_ratio`, of an answer's probabilities under policy and reference; z0 is `reference_point`: Ethayarajh
+    et al. (arXiv 2402.01306), eq. 8, for weights of 1. With z0 = 0 it is the unpaired APO-zero: D'Oosterlinck et al.
+    (arXiv 2408.06266).
     """
     sign = desirable.to(log_ratio.dtype) * 2 - 1
     return torch.sigmoid(-sign * beta * (log_ratio - reference_point))

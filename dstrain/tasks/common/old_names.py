@@ -43,6 +43,7 @@ RENAMED = {
 }
 """Old name -> new name of a method that a class of dstrain has."""
 _reported: set[str] = set()
+_accepted: set[type[Task]] = set()
 
 
 class _WithOldNames:
@@ -57,6 +58,9 @@ class _WithOldNames:
 
 def accept_old_names(cls: type[Task]) -> None:
     """Let the members that a user's class has under old names take the place of the new ones."""
+    if cls in _accepted:
+        return
+    _accepted.add(cls)
     own = {name for base in cls.__mro__ if not _is_ours(base) for name in vars(base)}
     for old, new in RENAMED.items():
         if old in own and new not in own and (ours := _find_in_ours(cls, new)) is not None:

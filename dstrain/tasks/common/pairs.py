@@ -1,4 +1,4 @@
-"""What tasks on pairs of answers share: the records, their tokens, and one batch of both answers."""
+"""Base class of tasks on pairs of answers: B pairs, L tokens, a batch of 2B rows."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ class PairTask(TextTask):
         return self.with_images(batch, examples, 2)
 
     def extra_tensors(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """What the loss needs beside the answers."""
+        """Return further tensors that the loss needs."""
         return {}
 
 
 def preference_columns(preference: Preference) -> dict[str, float]:
-    """`margin`, 0 where the record has none, and by how many letters the chosen answer is `longer`, before any cut."""
+    """Return `margin`, 0 by default, and `longer`: the difference of the answers' lengths in characters."""
     return {
         "margin": preference.margin or 0.0,
         "longer": float(_count_characters(preference.chosen) - _count_characters(preference.rejected)),
@@ -99,7 +99,7 @@ def _count_characters(answer: Response) -> int:
 
 
 def tiny_pair_recipe(folder: Path, task: str) -> dict[str, Any]:
-    """A recipe of seconds for a task on pairs, with its data written into the folder."""
+    """Return a recipe that trains in seconds, with its data written into the folder."""
     return tiny_recipe(folder, task, _tiny_record)
 
 

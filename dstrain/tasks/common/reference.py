@@ -52,7 +52,7 @@ class ReferenceExport(TextExport):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceTask(TextTask):
-    """A task that compares how likely answers are under the policy and under a reference."""
+    """A task that compares the log-probabilities of answers under the policy and a reference."""
 
     learning_rate = 1.0e-6
     checks_class: ClassVar[type[TextChecks]] = ReferenceChecks
@@ -62,13 +62,13 @@ class ReferenceTask(TextTask):
     """Names of the tensors that `reference_outputs` returns."""
 
     beta: float = 0.1
-    """How strongly the policy is held near its reference."""
+    """Strength of the penalty on the divergence from the reference."""
     precompute_ref_log_probs: bool = False
-    """Ask the reference once, before training, and keep its answers: no second model in memory."""
+    """Compute the reference's outputs once, before training, and cache them: no second model in memory."""
     ref_model: str | None = None
-    """Folder or hub id of another reference; empty: the policy as it starts."""
+    """Folder or hub id of another reference; empty: the initial policy."""
     disable_dropout: bool = True
-    """Train without dropout, so that policy and reference are compared as they are."""
+    """Train without dropout, so that policy and reference differ by their weights only."""
 
     def __post_init__(self) -> None:
         if not self.beta > 0:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import dstrain.tasks.common.text
+import dstrain.tasks.common.model_source
 import dstrain.train.precompute_reference
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
@@ -104,7 +104,7 @@ def made(folder: Path, options: dict[str, Any] | None = None, **more: Any) -> Ta
 
 
 def asking(task: Task, **more: Any) -> ReferenceJob:
-    return ReferenceJob(**{"task": task, "ds_config": PLAIN, "micro": 3, "world": SingleProcessWorld()} | more)
+    return ReferenceJob(**{"task": task, "ds_config": PLAIN, "micro_batch_size": 3, "world": SingleProcessWorld()} | more)
 
 
 def look(task: Task, ids: list[int]) -> tuple[float, dict[str, float]]:
@@ -165,8 +165,8 @@ def test_answers_kept_are_those_asked_online(name: str, tmp_path: Path) -> None:
 
 def test_with_kept_answers_no_reference_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
-    load = dstrain.tasks.common.text.load_model
-    monkeypatch.setattr(dstrain.tasks.common.text, "load_model", lambda *args: built.append("") or load(*args))
+    load = dstrain.tasks.common.model_source.load_model
+    monkeypatch.setattr(dstrain.tasks.common.model_source, "load_model", lambda *args: built.append("") or load(*args))
     task = made(tmp_path, {"precompute_ref_log_probs": True})
     first = add_reference_outputs(asking(task), [task.examples("train"), task.examples("eval")])
     assert len(built) == 1, "the reference answers for both splits"

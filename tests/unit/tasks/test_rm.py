@@ -137,11 +137,11 @@ def test_a_base_that_pads_with_eos_gets_another_pad_unless_it_gives_scores_alrea
 
     made = without_pad(tmp_path, pad_token="</s>")
     auto = AutoModelForSequenceClassification if scores_already else AutoModelForCausalLM
-    auto.from_config(made.config_for(made.recipe.model)).save_pretrained(str(tmp_path / "base"))
+    auto.from_config(made.model_source.build_config(made.recipe.model)).save_pretrained(str(tmp_path / "base"))
     made.tokenizer.save_pretrained(str(tmp_path / "base"))
     again = task(tmp_path, model={"path": str(tmp_path / "base"), "config": None})
     assert again.tokenizer.pad_token == ("</s>" if scores_already else "<pad>")
-    assert bool(again.warnings()) == scores_already
+    assert bool(again.checks.warnings()) == scores_already
 
 
 def test_no_score_keeps_keys_and_values(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_options_out_of_range_are_refused(options: dict[str, float], tmp_path: P
 
 def test_checking_a_model_changes_nothing_of_it(tmp_path: Path) -> None:
     checked, plain = (task(tmp_path, model={"freeze": ["embed_tokens"]}) for _ in range(2))
-    checked.check()
+    checked.checks.run()
     one, two = checked.build_model(), plain.build_model()
     assert one.config.to_dict() == two.config.to_dict()
     assert all(torch.equal(a, b) and a.requires_grad for a, b in zip(one.parameters(), two.parameters(), strict=True))

@@ -104,7 +104,7 @@ def test_images_are_altered_in_training_alone(tmp_path: Path) -> None:
 def test_images_may_be_seen_by_their_own_colours(tmp_path: Path) -> None:
     task = task_on(asked(tmp_path), model={"processor": {"normalize": "data"}})
     pixels = np.concatenate([np.asarray(picture(image, (20, 20))).reshape(-1, 3) for image in range(6)]) / 255
-    processor = task.model_source.vision_processor.processor.image_processor
+    processor = task.model_source.vision_processor.hf_processor.image_processor
     assert np.allclose(processor.image_mean, pixels.mean(0), atol=1e-5)
     assert np.allclose(processor.image_std, pixels.std(0), atol=1e-5)
 

@@ -50,7 +50,7 @@ def built(
 ) -> tuple[TokenizedDataset, list[str]]:
     """The examples, made in a cache of their own, and which thread decoded each image."""
     monkeypatch.setenv("DSTRAIN_CACHE", str(cache))
-    monkeypatch.setattr("dstrain.tasks.common.text.count_available_cores", lambda: threads)
+    monkeypatch.setattr("dstrain.tasks.common.store_builder.count_available_cores", lambda: threads)
     decoded: list[str] = []
     real = image_index.decode_image
 
@@ -86,7 +86,7 @@ def test_any_number_of_threads_makes_the_same_album_and_the_same_columns(
     assert again.store.image_index is not None
     assert first.store.image_index.digest == again.store.image_index.digest
     shown = [image for row in range(len(first)) for image in first[row].get("images", ())]
-    assert [image.index for image in shown][:1] == [0]
+    assert [image.position for image in shown][:1] == [0]
     assert shown
 
 

@@ -85,6 +85,9 @@ def test_only_a_method_tells_lengths():
     class WithColumn:
         lengths = (3, 1)
 
+        def __len__(self):
+            return 2
+
     assert as_dataset([1, 2]).lengths is None
     assert as_dataset(WithColumn()).lengths is None, "a column of that name, as data sets have"
 

@@ -71,7 +71,7 @@ def read_content(source: Path | bytes) -> tuple[bytes, str]:
         if isinstance(fault, BadRecord):
             raise
         if fault.args == (NOT_REGULAR,):
-            raise BadRecord(f"{name} is no regular file; name an image's file") from fault
+            raise BadRecord(f"{name} is not a regular file; name an image's file") from fault
         cause = getattr(fault, "strerror", None) or fault
         raise BadRecord(f"{name} cannot be read ({cause}); check the path and its permissions") from fault
 

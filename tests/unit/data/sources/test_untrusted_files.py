@@ -66,7 +66,7 @@ def test_nothing_but_a_file_with_bytes_is_read_as_an_image(name: str, tmp_path: 
     reader.start()
     reader.join(10)
     assert told, "it hangs"
-    assert any(word in told[0] for word in ("is no regular file", "is empty", "Permission denied", "not permitted"))
+    assert any(word in told[0] for word in ("is not a regular file", "is empty", "Permission denied", "not permitted"))
 
 
 def test_a_file_that_became_a_fifo_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_a_file_that_became_a_fifo_is_not_waited_for(tmp_path: Path, monkeypatch
     (tmp_path / "a.png").unlink()
     os.mkfifo(tmp_path / "a.png")
     monkeypatch.setattr("dstrain.data.paths.os.stat", lambda path: regular)
-    with pytest.raises(OSError, match="is no regular file"):
+    with pytest.raises(OSError, match="is not a regular file"):
         open_regular_file(tmp_path / "a.png")
 
 
@@ -147,7 +147,7 @@ def test_a_list_that_would_not_fit_the_memory_is_refused(tmp_path: Path, monkeyp
     (tmp_path / "a.json").write_text(json.dumps([{"a": "x" * 1000}]))
     monkeypatch.setattr(files.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2000}))
     with pytest.raises(
-        DataError, match=r"is held in memory whole, and 2\.0 KiB of that are free; write one record per"
+        DataError, match=r"is read into memory, of which 2\.0 KiB are free; write one record per"
     ):
         open_source(tmp_path / "a.json")
 
@@ -155,10 +155,10 @@ def test_a_list_that_would_not_fit_the_memory_is_refused(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda path: os.mkfifo(path), "is no regular file"),
-        (lambda path: path.symlink_to("/dev/null"), "is no regular file"),
-        (lambda path: path.symlink_to(path.name), "is a link that leads back to itself"),
-        (lambda path: path.symlink_to("gone"), "is a link to gone, which is not there"),
+        (lambda path: os.mkfifo(path), "is not a regular file"),
+        (lambda path: path.symlink_to("/dev/null"), "is not a regular file"),
+        (lambda path: path.symlink_to(path.name), "is a link that points to itself"),
+        (lambda path: path.symlink_to("gone"), "is a link to gone, which does not exist"),
     ],
 )
 def test_what_is_there_and_is_no_file_is_called_that(make, why, tmp_path, monkeypatch):

@@ -138,7 +138,7 @@ def test_a_folder_and_what_is_no_regular_file_are_refused_at_once(tmp_path):
     with pytest.raises(BadRecord, match=f"{tmp_path.name} is a folder"):
         read_image(tmp_path)
     os.mkfifo(tmp_path / "pipe.png")
-    with pytest.raises(BadRecord, match=r"pipe\.png is no regular file"):
+    with pytest.raises(BadRecord, match=r"pipe\.png is not a regular file"):
         read_image(tmp_path / "pipe.png")
     for name in ("zero\0byte.png", "a" * 300 + ".png"):
         with pytest.raises(BadRecord, match="cannot be read"):

@@ -135,10 +135,10 @@ def test_an_iterator_left_open_does_not_keep_the_process():
     code = """
 from dstrain.batch import Batch
 from dstrain.data.loading.loader import Loader
-from dstrain.data.loading.sampler import DataPlan
-plan = DataPlan(sizes=(9,), seed=0, samples_per_step=2, world_size=1, accumulate=1)
-steps = Loader(examples=range(9), collate=lambda e: Batch(tensors={}, weight=1, samples=()), plan=plan, workers=2)
-steps = steps.steps(0)
+from dstrain.data.loading.sampler import StepSampler
+plan = StepSampler(sizes=(9,), seed=0, samples_per_step=2, world_size=1, accumulate=1)
+steps = Loader(examples=range(9), collate=lambda e: Batch(tensors={}, weight=1, samples=()), sampler=plan, workers=2)
+steps = steps.iter_steps(0)
 print(len(next(steps)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True)

@@ -29,7 +29,7 @@ from dstrain.errors import DataError
 for what, columns in json.loads(sys.argv[1]):
     try:
         source = open_source(what, columns)
-        said = {"rows": [source[at] for at in range(len(source))], "where": source.where(2), "digest": source.digest}
+        said = {"rows": [source[at] for at in range(len(source))], "where": source.location(2), "digest": source.digest}
     except DataError as fault:
         said = {"error": str(fault)}
     print(json.dumps(said))

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.common import join_alone, made_batches, made_engine, made_task, ratio, run, wait_for
 from dstrain.batch import Progress
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.saver import CheckpointSaver
 from dstrain.train.state.load import estimate_checkpoint_bytes
 
@@ -33,7 +33,7 @@ def measure(
     folder = Path(tempfile.mkdtemp(prefix="dstrain-bench-"))
     ways = {
         name: CheckpointSaver(
-            checkpoints=CheckpointManager(folder=folder / name, world=world.apart(), keep=1),
+            checkpoints=CheckpointStore(folder=folder / name, world=world.apart(), keep=1),
             engine=engine, run_info={}, log_event=lambda *_, **__: None, checkpoint_size=size, background=name == "behind",
         )
         for name in ("waiting", "behind")

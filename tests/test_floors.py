@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "dstrain"
 FLOORS = (
-    ("errors", "units", "resources", "process_setup", "console"),
+    ("errors", "files", "units", "resources", "process_setup", "console"),
     ("distributed",),
     ("batch", "cache_dir", "schedule", "config", "preset"),
     ("data", "models", "report", "planner", "launch"),
@@ -63,6 +63,7 @@ DOORS = {
 HEAVY = ("torch", "deepspeed", "transformers", "tokenizers", "peft", "accelerate")
 CONTROL_PLANE = (
     "errors",
+    "files",
     "units",
     "resources",
     "process_setup",

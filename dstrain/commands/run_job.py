@@ -185,7 +185,7 @@ def _run_as_worker(job: Job, worker: Worker, scratch_dir: Path) -> int:
 
 def _launch_workers(launch: LocalLaunch | MultiHostLaunch, scratch_dir: Path) -> JobResult:
     """Start the workers and wait for them; their logs are kept where they failed."""
-    from dstrain.launch.exit_code import EXIT_DONE, EXIT_FAILED
+    from dstrain.errors import EXIT_DONE, EXIT_FAILED
     from dstrain.launch.multihost.job import open_job
     from dstrain.launch.supervise import StopState, supervise
 

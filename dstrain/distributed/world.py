@@ -15,6 +15,7 @@ import numpy as np
 
 from dstrain.distributed.collective_log import COLLECTIVE_LOG, find_connection_error, patch_collectives
 from dstrain.errors import PeerFailureError, RunError
+from dstrain.files import atomic_write
 
 if TYPE_CHECKING:
     import torch
@@ -151,9 +152,7 @@ def _open_local_store(port_file: Path, timeout: timedelta) -> tuple[Any, int, in
     if rank == 0:
         store = TCPStore("127.0.0.1", 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
         port_file.parent.mkdir(parents=True, exist_ok=True)
-        partial = port_file.with_suffix(".partial")
-        partial.write_text(str(store.port))
-        os.replace(partial, port_file)
+        atomic_write(port_file, str(store.port))
     else:
         until = time.monotonic() + timeout.total_seconds()
         while not port_file.exists():

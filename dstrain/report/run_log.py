@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import RunError
+from dstrain.files import atomic_write, remove_stale_partials
 
 Row = Mapping[str, Any]
 """One log or evaluation: name -> number, word or None."""
@@ -56,18 +57,6 @@ def replace_nonfinite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): replace_nonfinite(item) for key, item in value.items()}
     return [replace_nonfinite(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk, after a rename, where the file system can (some network ones cannot)."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
 
 
 class RunLog:
@@ -141,19 +130,10 @@ class _JsonLinesFile:
         return len(lines) - len(kept), [number for number, row in enumerate(rows, 1) if row is None]
 
     def _rewrite(self, lines: list[bytes]) -> None:
-        temporary = self._path.with_suffix(".tmp")
-        try:
-            with _wrap_os_errors(temporary), temporary.open("wb") as file:
-                file.writelines(lines)
-                file.flush()
-                os.fsync(file.fileno())
-        except RunError:
-            temporary.unlink(missing_ok=True)
-            raise
         with _wrap_os_errors(self._path):
+            remove_stale_partials(self._path)
+            atomic_write(self._path, b"".join(lines), sync=True)
             self._file.close()
-            os.replace(temporary, self._path)
-            sync_folder(self._path.parent)
         self._open()
 
     def close(self) -> None:

@@ -23,11 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dstrain.cache_dir import cache_root, host_id
+from dstrain.cache_dir import cache_root
 from dstrain.data.cache.token_store import check_images_once
 from dstrain.distributed.collective_log import find_connection_error
 from dstrain.distributed.world import rendezvous_over_store
-from dstrain.errors import DstrainError, PeerFailureError, UsageError, one_line
+from dstrain.errors import EXIT_FAILED, EXIT_USAGE, DstrainError, PeerFailureError, UsageError, first_names, one_line
+from dstrain.files import host_id
 from dstrain.launch.command import PORT_FILE_ENV, describe_port_owner
 from dstrain.launch.topology import Worker
 from dstrain.launch.versions import hash_source_tree, iter_version_diffs, read_package_versions
@@ -180,7 +181,7 @@ class Rendezvous:
                 seen = [(beat, now if beat != last else since) for beat, (last, since) in zip(beats, seen, strict=True)]
                 silent = [self._describe_rank(rank) for rank, (_, since) in enumerate(seen) if now - since > limit]
                 if silent:
-                    names = f"{', '.join(silent[:8])}{' and others' * (len(silent) > 8)}"
+                    names = first_names(silent, 8)
                     raise PeerFailureError(
                         ACTION, f"{names} gave no sign of life for {limit:g} s (timeout_minutes)", FIX_HINT
                     )
@@ -199,7 +200,7 @@ class Rendezvous:
             return
         known = isinstance(error, DstrainError)
         text = str(error) if known else one_line(f"{type(error).__name__}: {error}")
-        told = {"rank": self.rank, "exit": getattr(error, "exit_code", 1), "error": text[:4000]}
+        told = {"rank": self.rank, "exit": getattr(error, "exit_code", EXIT_FAILED), "error": text[:4000]}
         if isinstance(error, PeerFailureError):
             told["error"] = text.removeprefix(f"{error.phase}: ").removesuffix(f"; {error.fix}")
         if isinstance(error, StoppedBySignal):
@@ -228,7 +229,7 @@ class Rendezvous:
             if failure.get("lost")
             else f"{self._describe_rank(failure['rank'])} failed: {failure['error']}"
         )
-        return UsageError(what) if failure["exit"] == UsageError.exit_code else PeerFailureError(ACTION, what, FIX_HINT)
+        return UsageError(what) if failure["exit"] == EXIT_USAGE else PeerFailureError(ACTION, what, FIX_HINT)
 
     def _describe_rank(self, rank: int) -> str:
         return f"rank {rank} on {self._members[rank]['host']}"

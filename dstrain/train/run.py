@@ -14,7 +14,7 @@ from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
 from dstrain.report.sinks import Sink
 from dstrain.schedule import Every, LRSchedule
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.saver import CheckpointSaver
 from dstrain.train.engine.deepspeed import Engine
 from dstrain.train.evaluate import Evaluation
@@ -33,7 +33,7 @@ class Run:
     engine: Engine
     loader: Loader
     evaluation: Evaluation | None
-    checkpoints: CheckpointManager
+    checkpoints: CheckpointStore
     saver: CheckpointSaver
     start_checkpoint: CheckpointInfo | None
     """Where to go on from."""

@@ -21,6 +21,7 @@ from dstrain.config import RunConfig, check_learning_changes, dump_recipe, read_
 from dstrain.config.schema import BatchConfig
 from dstrain.distributed.world import World
 from dstrain.errors import ResumeError, RunError, UsageError
+from dstrain.files import atomic_write, remove_stale_partials
 from dstrain.models.model_copy import save_base_config
 from dstrain.train.resume.inputs import is_change_allowed
 from dstrain.train.state.manifest import CheckpointInfo, find_fault, find_latest_complete, read_checkpoint_info
@@ -138,9 +139,8 @@ def write_run_config(run_dir: Path, config: RunConfig, ds_config: Mapping[str, A
         ("ds_config.json", json.dumps(ds_config, indent=2) + "\n"),
         ("environment.json", json.dumps({**extra, **collect_environment()}, indent=2) + "\n"),
     ):
-        temporary = run_dir / f".{name}.new"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, run_dir / name)
+        remove_stale_partials(run_dir / name)
+        atomic_write(run_dir / name, text)
     save_base_config(config.model, run_dir / "model")
 
 

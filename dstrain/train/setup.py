@@ -10,8 +10,7 @@ from typing import Any, TextIO
 
 from dstrain.data.loading.loader import Loader
 from dstrain.distributed.world import TorchWorld, World, destroy_process_groups, init_process_group
-from dstrain.errors import CheckpointError, RunError, UsageError
-from dstrain.launch.exit_code import EXIT_STOPPED
+from dstrain.errors import EXIT_STOPPED, CheckpointError, RunError, UsageError
 from dstrain.launch.lease import check_lease
 from dstrain.models.params.freeze import build_param_groups, summarize_components
 from dstrain.models.zero3 import zero3_init
@@ -20,7 +19,7 @@ from dstrain.report.run_log import RunLog
 from dstrain.schedule import Every, LRSchedule, scale_lr
 from dstrain.tasks.common.registry import copy_task_file
 from dstrain.train.build_model import batch_norm_warnings, build_train_module, count_parameters
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.disk_space import (
     DiskForecast,
     check_disk_space,
@@ -122,7 +121,7 @@ def build_run(
     """Build model, engine and everything around them. Collective."""
     config, run_dir, save = plan.config, plan.run_dir, plan.config.save
     apart = world.new_group() if save.background else world
-    checkpoints = CheckpointManager(
+    checkpoints = CheckpointStore(
         folder=run_dir / "checkpoints", world=apart, keep=save.keep, keep_every=save.keep_every, best_mode=config.eval.best,
         check_usable=check_state_complete, check_owner=partial(check_lease, run_dir, plan.launch_id),
     )  # fmt: skip
@@ -180,7 +179,7 @@ def _write_run_files(plan: RunPlan, world: World, start: CheckpointInfo | None) 
 def _build_saver(
     plan: RunPlan,
     engine: DeepSpeedEngine,
-    checkpoints: CheckpointManager,
+    checkpoints: CheckpointStore,
     run_log: RunLog,
     fingerprints: Mapping[str, Any],
 ) -> CheckpointSaver:
@@ -230,7 +229,7 @@ def _checkpoint_metadata(plan: RunPlan) -> dict[str, Any]:
 
 
 def find_start_checkpoint(
-    plan: RunPlan, checkpoints: CheckpointManager, run_log: RunLog, world: World
+    plan: RunPlan, checkpoints: CheckpointStore, run_log: RunLog, world: World
 ) -> CheckpointInfo | None:
     """The checkpoint to go on from; metrics.jsonl is cut back to its step. Collective."""
     removed = checkpoints.remove_incomplete()

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from dstrain.config import dump_recipe
 from dstrain.data.encoding.truncation import describe_cuts
 from dstrain.distributed.world import World
+from dstrain.errors import EXIT_STOPPED
 from dstrain.report.run_log import RunLog, read_rows
 from dstrain.report.sinks import ConsoleSink, RunLogSink, Sink, TensorBoardSink, format_row
 from dstrain.report.wandb import WandbSink
@@ -142,7 +143,7 @@ def finish_run(run: Run, step: int, resume_option: str = "auto") -> int:
             if resume_option == "auto"
             else f"without `--resume {resume_option}` the same command goes on"
         )
-        line, code = f"stopped at step {step} of {run.total_steps}; {how} from there", 75
+        line, code = f"stopped at step {step} of {run.total_steps}; {how} from there", EXIT_STOPPED
     elif run.start_checkpoint is not None and run.start_checkpoint.step >= run.total_steps:
         run.run_log.log_event("already_finished", step=step)
         line, code = f"this run is finished already: all {run.total_steps} steps are done", 0

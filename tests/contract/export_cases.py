@@ -35,7 +35,7 @@ from dstrain.preset import Device
 from dstrain.tasks import find_task, make_task
 from dstrain.train import precompute_reference
 from dstrain.train.build_model import build_model
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.engine.deepspeed import TorchEngine
 from dstrain.train.engine.module import TrainModule
 from dstrain.train.state.files import CheckpointReader, write_state
@@ -83,7 +83,7 @@ def make_run(folder: Path, task: str, changes: dict[str, Any] | None = None, pre
     groups = build_param_groups(model, made.recipe.optim)
     engine = TorchEngine(TrainModule(made, model), groups, made.recipe.optim, torch.device("cpu"))
     record = {"base": weights_fingerprint(made.recipe.model, made.recipe.seed)} if made.recipe.model.lora else {}
-    checkpoints = CheckpointManager(folder=folder / "run/checkpoints", world=SingleProcessWorld())
+    checkpoints = CheckpointStore(folder=folder / "run/checkpoints", world=SingleProcessWorld())
     checkpoints.save(
         lambda path: write_state(path, engine.state_files(), engine.state_metadata()), Progress(1, 4), record
     )

@@ -23,7 +23,7 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import UsageError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.run_dir import ResumeOptions, write_run_config
 from dstrain.train.state.hashed_file import write_hashed_file
 
@@ -500,7 +500,7 @@ def test_a_run_goes_on_only_as_it_was_begun(
     changes: list[str], resume: ResumeOptions, wanted: str, folder: Path
 ) -> None:
     write_run_config(folder / "run", resolve_recipe(TrainRequest(recipe=RECIPE)).config, {}, {})
-    kept = CheckpointManager(folder=folder / "run/checkpoints", world=SingleProcessWorld())
+    kept = CheckpointStore(folder=folder / "run/checkpoints", world=SingleProcessWorld())
     kept.save(
         lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), {"zero_stage": 2}, None
     )

@@ -35,7 +35,7 @@ from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
 from dstrain.train.build_model import build_train_module
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.saver import CheckpointSaver
 from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
@@ -116,7 +116,7 @@ class Scene:
         self.folder, self._task = folder, Squares(recipe=_recipe())
         self.engine = self._engine(engine)
         self.journal = RunLog(folder, rank)
-        self.checkpoints = CheckpointManager(folder=folder / "checkpoints", world=self.world, keep=KEEP)
+        self.checkpoints = CheckpointStore(folder=folder / "checkpoints", world=self.world, keep=KEEP)
 
     def _engine(self, kind: str) -> Any:
         recipe, size = self._task.recipe, self.world.size
@@ -153,7 +153,7 @@ class Scene:
 
     def saving(self, background: bool = False) -> CheckpointSaver:
         size = 12 * 3 * WIDTH * WIDTH
-        checkpoints = CheckpointManager(
+        checkpoints = CheckpointStore(
             folder=self.checkpoints.folder, world=self.world.new_group() if background else self.world, keep=KEEP
         )
         record = {"zero_stage": 0, "preset": "tests"}

@@ -231,6 +231,4 @@ class _SizeLimitedWriter:
             return self._file.write(chunk)
         size, most = format_bytes(self._path.stat().st_size), format_bytes(self._max_bytes)
         problem = f"{display_path(self._path)} has {size} and unpacks to more than {most}, half of the free space in"
-        raise DataError(
-            f"{problem} {self._temp_dir}; set TMPDIR to a folder with more space, or unpack it yourself"
-        )
+        raise DataError(f"{problem} {self._temp_dir}; set TMPDIR to a folder with more space, or unpack it yourself")

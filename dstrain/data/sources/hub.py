@@ -110,7 +110,9 @@ def _load_split(hub_split: HubSplit) -> Any:
     try:
         import datasets
     except ImportError as fault:
-        problem = f"{hub_split.dataset} is not a local file, and reading it from the hub requires the library `datasets`"
+        problem = (
+            f"{hub_split.dataset} is not a local file, and reading it from the hub requires the library `datasets`"
+        )
         raise DataError(f'{problem}; run pip install "dstrain[hub]"') from fault
     from dstrain.console import log_stderr
 
@@ -183,10 +185,11 @@ def _load_error_message(hub_split: HubSplit, error: Exception, config: Any) -> s
         )
     if "scripts are no longer supported" in first_line:
         return (
-            f"{hub_split.dataset} needs a Python script of its own, which is never run; "
-            "use a copy in parquet or jsonl"
+            f"{hub_split.dataset} needs a Python script of its own, which is never run; use a copy in parquet or jsonl"
         )
-    return f"{hub_split.dataset} cannot be read from the hub ({first_line}); fix that, or download it and name its files"
+    return (
+        f"{hub_split.dataset} cannot be read from the hub ({first_line}); fix that, or download it and name its files"
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dstrain.config.schema import ModelConfig, RunConfig
-from dstrain.errors import DataError, Fault, RecipeError
+from dstrain.errors import MAX_NAMES, DataError, Fault, RecipeError, first_names
 from dstrain.models.adapters.folder import Adapter, check_adapter, read_adapter
 from dstrain.models.checks.config_json import is_bidirectional
 from dstrain.models.checks.max_positions import check_positions, rope_length_warning
 from dstrain.models.checks.preflight import bidirectional_fault
 from dstrain.models.params.freeze import check_freeze_and_groups, freeze, trains_on_text
 from dstrain.models.weights.check_keys import (
-    MAX_NAMES,
     LoadReport,
     build_load_report,
-    first_names,
     is_head_key,
     shape_fault,
 )

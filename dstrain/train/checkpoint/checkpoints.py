@@ -24,7 +24,8 @@ from dstrain.batch import Progress
 from dstrain.distributed.collective_log import find_connection_error
 from dstrain.distributed.world import World
 from dstrain.errors import CheckpointError, PeerFailureError, RunFolderTakenError
-from dstrain.report.run_log import format_current_time, sync_folder
+from dstrain.files import sync_folder
+from dstrain.report.run_log import format_current_time
 from dstrain.train.checkpoint.nfs import clear_path, remove_folder, rename_folder
 from dstrain.train.checkpoint.select import clear_best, read_best_name, restore_best_copy, set_best
 from dstrain.train.health.rank_status import unknown_peer_message
@@ -46,7 +47,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointManager:
+class CheckpointStore:
     """The checkpoints of a run."""
 
     folder: Path

@@ -15,7 +15,7 @@ import torch
 
 from dstrain.batch import Progress
 from dstrain.distributed.collective_log import COLLECTIVE_LOG
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.disk_space import ensure_disk_space
 from dstrain.train.engine.deepspeed import Engine
 from dstrain.train.health.grace import GracePeriod
@@ -30,7 +30,7 @@ HOST_MEMORY_FRACTION = 0.9
 class CheckpointSaver:
     """Writes checkpoints. At most one is in flight; whoever comes next waits for it."""
 
-    checkpoints: CheckpointManager
+    checkpoints: CheckpointStore
     """With a process group of its own, where `background`."""
     engine: Engine
     run_info: Mapping[str, Any]

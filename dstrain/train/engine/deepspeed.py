@@ -16,7 +16,7 @@ from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import OptimConfig
 from dstrain.distributed.collective_log import COLLECTIVE_LOG
 from dstrain.distributed.world import SingleProcessWorld, World
-from dstrain.errors import RunError
+from dstrain.errors import RunError, first_names
 from dstrain.models.load import offload_activation_checkpoints
 from dstrain.models.params.freeze import ParamGroup
 from dstrain.models.zero3 import init_deepspeed
@@ -254,7 +254,7 @@ def _total_step_weight(batches: Sequence[Batch], world: World) -> float:
         return weight
     everyone = world.gather([sample for batch in batches if not batch.is_filler for sample in batch.samples])
     samples = sorted(sample for of_rank in everyone for sample in of_rank)
-    named = ", ".join(map(str, samples[:16])) + (" …" if len(samples) > 16 else "")
+    named = first_names(samples, 16)
     raise RunError(
         f"the samples of one step, {named}, weigh {weight:g} together, and its loss is divided by that; leave out samples that "
         "hold nothing to learn, or raise batch.total"

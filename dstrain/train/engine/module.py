@@ -136,7 +136,7 @@ def compute_step_stats(
     """
     told, sums = [], StepAccumulator()
     for batch in batches:
-        answers, totals = module(batch.to(world.device), survey=True)
+        answers, totals = module(batch.to(world.device), stats_only=True)
         told.append(answers)
         sums.add_metrics(totals)
     of_all = world.sum(to_floats([value for name in sorted(sums.metrics) for value in sums.metrics[name]]))

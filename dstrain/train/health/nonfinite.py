@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dstrain.batch import Progress, StepResult
-from dstrain.errors import NonFiniteError
+from dstrain.errors import NonFiniteError, first_names
 
 MAX_NONFINITE_STEPS = 3
 
@@ -35,9 +35,7 @@ class NonFiniteGuard:
         what = "gradients" if result.loss_is_finite else "loss"
         self._log_event("step_skipped", step=progress.step, why=f"{what} not finite", samples=list(result.suspects))
         if self._policy == "stop" and self._num_consecutive >= MAX_NONFINITE_STEPS:
-            named = ", ".join(str(sample) for sample in result.suspects[:16]) + (
-                " …" if len(result.suspects) > 16 else ""
-            )
+            named = first_names(result.suspects, 16)
             raise NonFiniteError(
                 f"step {progress.step}: the {what} of samples {named} is not finite, {MAX_NONFINITE_STEPS} steps in a row, "
                 f"the weights are as before them; lower optim.lr, look at these samples, or set on_nonfinite: skip"

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 
 from dstrain.distributed.collective_log import COLLECTIVE_LOG
 from dstrain.distributed.world import World
+from dstrain.files import atomic_write
 from dstrain.launch.processes import process_state
 from dstrain.launch.worker import LAUNCH_ID_ENV, get_workers_dir, read_rank_records
 from dstrain.train.health.diagnosis import FINAL_KINDS, Diagnosis, RankStatus, StatusReport, diagnose
@@ -130,9 +131,7 @@ class RankStatusBoard:
             }
             said = {"kind": self._last_status[0], "seen": self._requests_seen, "text": text}
             path = self._status_path(self.rank)
-            partial = path.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps(asdict(self._initial_status[self.rank]) | said | now), encoding="utf-8")
-            os.replace(partial, path)
+            atomic_write(path, json.dumps(asdict(self._initial_status[self.rank]) | said | now))
 
     def _read_status(self, rank: int) -> RankStatus | None:
         """What a rank said; where it said nothing, what its record says of how it ended."""

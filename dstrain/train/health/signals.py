@@ -12,8 +12,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from dstrain.errors import RunError
-from dstrain.launch.exit_code import EXIT_STOPPED
+from dstrain.errors import EXIT_STOPPED, RunError
 from dstrain.launch.worker import DUPLICATE_SIGNAL_SECONDS
 from dstrain.train.state.manifest import find_latest_complete
 

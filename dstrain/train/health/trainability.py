@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from dstrain.batch import StepResult
-from dstrain.errors import RunError
+from dstrain.errors import RunError, first_names
 from dstrain.train.engine.deepspeed import Engine
 from dstrain.train.engine.module import TrainModule
 from dstrain.train.state.layout import StateSlice
-from dstrain.train.state.load import first_names
 
 CHECKED_STEPS = 3
 """Steps taken before the look: LoRA's first matrices move only from the second on, as the others begin at zero."""

@@ -11,16 +11,14 @@ from typing import Any
 import torch
 
 from dstrain.distributed.world import World
-from dstrain.errors import CheckpointError
+from dstrain.errors import CheckpointError, describe_key_diff, first_names
 from dstrain.models.zero3 import full_numel, full_shape
 from dstrain.train.engine.module import TrainModule
 from dstrain.train.state.files import CheckpointReader
 from dstrain.train.state.layout import WEIGHT_KEY, StateSlice, detect_layout
 
 STATE_BYTES_PER_PARAM = {"adamw": 8, "muon": 4, "lion": 4, "adafactor": 1, "sgd": 0}
-"""Bytes that an optimizer keeps for each value that learns, about."""
-MAX_NAMES = 4
-"""Names in a message."""
+"""Approximate bytes that an optimizer keeps per trained value."""
 
 
 def get_stored_shapes(train_module: TrainModule) -> dict[str, list[int]]:
@@ -107,7 +105,7 @@ def check_state_names(shapes: Mapping[str, tuple[int, ...]], required: Iterable[
     unexpected = [name for name in reader.shapes if name not in shapes]
     if missing or unexpected:
         raise CheckpointError(
-            f"{reader.checkpoint}: lacks {first_names(missing)} and has {first_names(unexpected)} too much; "
+            f"{reader.checkpoint}: {describe_key_diff(missing, unexpected)}; "
             "the recipe's model is not the one that was trained"
         )
     wrong = [name for name, shape in reader.shapes.items() if shape != shapes[name]]
@@ -116,14 +114,6 @@ def check_state_names(shapes: Mapping[str, tuple[int, ...]], required: Iterable[
             f"{reader.checkpoint}: {first_names(wrong)} has another shape in the recipe's model, "
             "which is not the one that was trained"
         )
-
-
-def first_names(names: Sequence[str]) -> str:
-    """A few of the names, for a message."""
-    return (
-        ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
-        or "nothing"
-    )
 
 
 def load_slices(

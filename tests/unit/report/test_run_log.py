@@ -74,7 +74,7 @@ def test_cutting_back_drops_later_rows_and_no_events(tmp_path: Path) -> None:
     journal.log_metrics({"step": 4})
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     assert len(rows(tmp_path / "events.jsonl")) == 5
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
@@ -113,10 +113,10 @@ def test_a_full_disk_is_named_where_rows_are_cut_back_and_no_row_is_lost(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunError, match=r"cannot write .*metrics\.tmp: No space left on device; make room"):
+    with pytest.raises(RunError, match=r"cannot write .*metrics\.jsonl: No space left on device; make room"):
         journal.truncate_after(1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    assert not (tmp_path / "metrics.tmp").exists()
+    assert not list(tmp_path.glob("*.partial"))
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])

@@ -17,7 +17,7 @@ from dstrain.errors import ResumeError
 from dstrain.models.params.freeze import build_param_groups
 from dstrain.tasks import default_learning_rate, find_task, make_task
 from dstrain.tasks.rm import RewardModel
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.run_dir import ResumeOptions, find_compatible_checkpoint
 from dstrain.train.state.hashed_file import write_hashed_file
 from tests.workers import ROOT
@@ -91,7 +91,7 @@ def started(folder: Path) -> Path:
 
 def began(run_dir: Path, recipe: Path, lr: float) -> None:
     """A run folder with a checkpoint, and the recipe as the run wrote it down."""
-    checkpoints = CheckpointManager(folder=run_dir / "checkpoints", world=SingleProcessWorld())
+    checkpoints = CheckpointStore(folder=run_dir / "checkpoints", world=SingleProcessWorld())
     checkpoints.save(lambda folder: {"x": write_hashed_file(folder / "x", b"values")}, Progress(1, 1), {})
     config = resolve_recipe(TrainRequest(recipe=str(recipe), overrides=[f"optim.lr={lr}"])).config
     (run_dir / "recipe.yaml").write_text(dump_recipe(config))

@@ -155,7 +155,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a video": ({"messages": [ASKED, SAID], "video": "a.mp4"}, "'video' is neither text nor an image"),
     "tools that are no list": ({"messages": [ASKED, SAID], "tools": "add"}, "'tools' is not a list of functions"),
-    "calls that are no list": ({"messages": [ASKED, SAID | {"tool_calls": "add"}]}, "tool_calls' is not a list of calls"),
+    "calls that are no list": (
+        {"messages": [ASKED, SAID | {"tool_calls": "add"}]},
+        "tool_calls' is not a list of calls",
+    ),
     "a call of nothing": ({"messages": [ASKED, {"from": "function_call", "value": "add!"}]}, "names no function"),
 }
 

@@ -229,7 +229,9 @@ def test_a_check_of_a_hub_dataset_ends_with_2_where_it_cannot_be_had(tmp_path: P
     command = [sys.executable, "-m", "dstrain", "data", "check", "org/pairs", "--task", "rm"]
     done = subprocess.run(command, env=told, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: org/pairs is not a local file, and the hub http://127.0.0.1:9 cannot be reached")
+    assert done.stderr.startswith(
+        "error: org/pairs is not a local file, and the hub http://127.0.0.1:9 cannot be reached"
+    )
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

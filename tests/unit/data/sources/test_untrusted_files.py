@@ -146,9 +146,7 @@ def test_a_line_without_end_is_one_bad_record(tmp_path: Path, monkeypatch: pytes
 def test_a_list_that_would_not_fit_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.json").write_text(json.dumps([{"a": "x" * 1000}]))
     monkeypatch.setattr(files.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2000}))
-    with pytest.raises(
-        DataError, match=r"is read into memory, of which 2\.0 KiB are free; write one record per"
-    ):
+    with pytest.raises(DataError, match=r"is read into memory, of which 2\.0 KiB are free; write one record per"):
         open_source(tmp_path / "a.json")
 
 

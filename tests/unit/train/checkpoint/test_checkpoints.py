@@ -22,7 +22,7 @@ import dstrain
 from dstrain.batch import Progress
 from dstrain.errors import CheckpointError, RunFolderTakenError
 from dstrain.train.checkpoint import checkpoints as module
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.state import manifest
 from dstrain.train.state.hashed_file import FileEntry, write_hashed_file
 from dstrain.train.state.manifest import find_checkpoints, find_fault, read_checkpoint_info, read_file_entries
@@ -38,8 +38,8 @@ class OneRank:
         return [value]
 
 
-def solo(folder: Path, **options: Any) -> CheckpointManager:
-    return CheckpointManager(folder=folder, world=OneRank(), **options)  # type: ignore[arg-type]
+def solo(folder: Path, **options: Any) -> CheckpointStore:
+    return CheckpointStore(folder=folder, world=OneRank(), **options)  # type: ignore[arg-type]
 
 
 def write(folder: Path) -> dict[str, FileEntry]:
@@ -48,7 +48,7 @@ def write(folder: Path) -> dict[str, FileEntry]:
 
 
 def save(
-    checkpoints: CheckpointManager, *steps: int, metric: float | None = None, by: Callable[..., Any] = write
+    checkpoints: CheckpointStore, *steps: int, metric: float | None = None, by: Callable[..., Any] = write
 ) -> None:
     for step in steps:
         checkpoints.save(by, Progress(step, 64 * step), {"zero_stage": 2, "preset": "zero2"}, metric)
@@ -235,7 +235,7 @@ def write_shard(world: ThreadWorld) -> Callable[[Path], dict[str, FileEntry]]:
 
 def test_every_rank_writes_and_all_agree_on_the_newest(tmp_path: Path) -> None:
     def act(world: ThreadWorld) -> Any:
-        checkpoints = CheckpointManager(folder=tmp_path, world=world)
+        checkpoints = CheckpointStore(folder=tmp_path, world=world)
         save(checkpoints, 1, 2, by=write_shard(world))
         world.barrier()
         if world.rank == 0:
@@ -259,7 +259,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_the_older_ones(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def act(world: ThreadWorld) -> None:
-        checkpoints = CheckpointManager(folder=tmp_path, world=world)
+        checkpoints = CheckpointStore(folder=tmp_path, world=world)
         save(checkpoints, 1, by=write_shard(world))
         if phase != "write" and world.rank == 0:
             monkeypatch.setattr(module, phase, full)

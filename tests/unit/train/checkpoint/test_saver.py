@@ -14,7 +14,7 @@ import torch
 from dstrain.batch import Progress
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.saver import CheckpointSaver
 from dstrain.train.state import files
 from dstrain.train.state.files import CheckpointReader, StateFile
@@ -39,7 +39,7 @@ def saving(folder: Path, engine: Any, told: list[Any], **options: Any) -> Checkp
     def tell(event: str, **about: Any) -> None:
         told.append((event, about))
 
-    checkpoints = CheckpointManager(folder=folder, world=SingleProcessWorld())
+    checkpoints = CheckpointStore(folder=folder, world=SingleProcessWorld())
     return CheckpointSaver(
         checkpoints=checkpoints,
         engine=engine,

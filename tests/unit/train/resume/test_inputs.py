@@ -18,7 +18,7 @@ from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import ResumeError, RunError
 from dstrain.launch.topology import Worker
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.plan import RunPlan, make_plan
 from dstrain.train.resume.changes import iter_resume_changes
 from dstrain.train.run_dir import ResumeOptions, archive_previous_run, dump_recipe, replace_folder, write_run_config
@@ -69,7 +69,7 @@ def save(folder: Path, *more: str) -> CheckpointInfo:
     write_run_config(run, made.config, made.ds_config, {})
     made.task.save_extras(run / "tokenizer")
     record = {"recipe": dump_recipe(made.config), "steps": made.steps, **made.fingerprints}
-    kept = CheckpointManager(folder=run / "checkpoints", world=SingleProcessWorld())
+    kept = CheckpointStore(folder=run / "checkpoints", world=SingleProcessWorld())
     kept.save(lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), record, None)
     return kept.list_all()[0]
 
@@ -92,7 +92,7 @@ def test_nothing_is_refused_where_nothing_changed(kind: str, tmp_path: Path) -> 
 
 
 def save_info(folder: Path) -> CheckpointInfo:
-    return CheckpointManager(folder=folder / "run/checkpoints", world=SingleProcessWorld()).list_all()[0]
+    return CheckpointStore(folder=folder / "run/checkpoints", world=SingleProcessWorld()).list_all()[0]
 
 
 @pytest.mark.parametrize("key", ["train", "eval"])
@@ -177,7 +177,7 @@ def test_another_number_of_samples_is_refused_unless_a_key_that_may_change_it_is
     record = json.loads(file.read_text())
     record["inputs"]["data.train"]["samples"] += 1
     shutil.rmtree(start.path)
-    kept = CheckpointManager(folder=tmp_path / "run/checkpoints", world=SingleProcessWorld())
+    kept = CheckpointStore(folder=tmp_path / "run/checkpoints", world=SingleProcessWorld())
     kept.save(lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), record, None)
     with pytest.raises(ResumeError, match=r"^data\.train: gives \d+ samples, and the run learns from \d+ "):
         plan(tmp_path)

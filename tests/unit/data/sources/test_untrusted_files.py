@@ -85,15 +85,15 @@ def test_a_file_that_became_a_fifo_is_not_waited_for(tmp_path: Path, monkeypatch
     [
         (b"root:*:20228:0:99999:7:::\n", "it is text"),
         (b"-----BEGIN OPENSSH PRIVATE KEY-----\n", "it is text"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "it is a pointer of Git LFS, `git lfs pull`"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "it is a Git LFS pointer, `git lfs pull`"),
         (b"\xef\xbb\xbf<!DOCTYPE html>", "it is HTML, SVG or XML"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n", "it is PostScript"),
         (b"icns\x00\x00\x01\x00", "it is an Apple icon"),
-        (b"\x7fELF\x02\x01", "its first bytes are of no known kind"),
+        (b"\x7fELF\x02\x01", "its first bytes are unknown"),
     ],
 )
 def test_messages_hold_nothing_of_a_file_that_is_no_image(content: bytes, looks: str) -> None:
-    with pytest.raises(BadRecord, match="is no image that is known here") as said:
+    with pytest.raises(BadRecord, match="is not an image in a known format") as said:
         read_image(content)
     assert looks in str(said.value)
     assert not any(secret in str(said.value) for secret in ("root", "OPENSSH", "DOCTYPE", "ELF"))
@@ -202,7 +202,7 @@ def test_formats_that_run_programs_or_hold_many_sizes_are_not_decoded(form: str,
         file.write(b"8BPS" + b"\0" * 60)
     else:
         image.save(file, form)
-    with pytest.raises(BadRecord, match="is no image that is known here"):
+    with pytest.raises(BadRecord, match="is not an image in a known format"):
         read_image(file.getvalue())
 
 

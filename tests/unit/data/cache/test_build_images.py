@@ -52,7 +52,7 @@ def built(
     monkeypatch.setenv("DSTRAIN_CACHE", str(cache))
     monkeypatch.setattr("dstrain.tasks.common.text.count_available_cores", lambda: threads)
     decoded: list[str] = []
-    real = image_index.decode_image
+    real = image_index_writer.decode_image
 
     def slowly(content: bytes, name: str) -> Image.Image:
         decoded.append(threading.current_thread().name)

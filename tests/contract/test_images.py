@@ -88,9 +88,9 @@ BAD: dict[str, tuple[str, Write | None, str]] = {
     "dot.png": ("<image>?", saved(picture(8, (1, 1))), "dot.png is 1x1 pixels; width and height must be two or more"),
     "text.png": ("<image>?", lambda path: path.write_text("hello"), "text.png is not an image in a known format (it is text; k"),
     "folder.png": ("<image>?", Path.mkdir, "folder.png is a folder, not an image; name a file in it"),
-    "many.png": ("Is it?", saved(picture(9)), "1 mark (<image>) and 2 images: fewer marks than images; write one mark"),
-    "few.png": ("<image>, <image>?", saved(picture(9)), "2 marks (<image>) and 1 image: more marks than images; write"),
-    "answer.png": ("?", saved(picture(9)), "an image is marked in an answer, and only what is asked can hold images; move"),
+    "many.png": ("Is it?", saved(picture(9)), "1 placeholder (<image>) and 2 images: fewer placeholders than images; write one"),
+    "few.png": ("<image>, <image>?", saved(picture(9)), "2 placeholders (<image>) and 1 image: more placeholders than images; write"),
+    "answer.png": ("?", saved(picture(9)), "an answer contains an image placeholder, and only questions can contain images; move"),
     "https://example.org/x.png": ("<image>?", None, "an image is the URL https://example.org/x.png; download it first"),
 }  # fmt: skip
 

@@ -223,7 +223,7 @@ def test_bos_comes_once_and_is_not_learnt(tokenizer: Any, chat: Any) -> None:
 def test_a_template_that_hides_an_answer_is_told(chat: Any) -> None:
     tokenizer = copy.deepcopy(chat("chatml"))
     tokenizer.chat_template = "{% for m in messages | reverse %}{{ m.content }}|{% endfor %}"
-    with pytest.raises(BadRecord, match=r"does not show where turn 2 of the dialog stands; put .*assistant_only_loss"):
+    with pytest.raises(BadRecord, match=r"turn 2 of the dialog cannot be located in .*; put .*assistant_only_loss"):
         encode(tokenizer, dialog("the fox?", "a fox"))
     assert encode(tokenizer, dialog("the fox?", "a fox"), EncodingConfig(max_length=99, assistant_only=False))
 

@@ -242,7 +242,7 @@ BAD = [
     ({"chosen": DIALOG, "rejected": "plain"}, "'rejected' is no dialog"),
     (
         {"chosen": DIALOG + "\n\nHuman: x\n\nAssistant: y", "rejected": DIALOG + "\n\nHuman: z\n\nAssistant: y"},
-        r"'chosen' has no assistant's turn where the dialogs part \(turn 3\)",
+        r"'chosen' has no assistant's turn where the dialogs diverge \(turn 3\)",
     ),
     ({"chosen": FOUR, "rejected": FIVE}, "there is no 'prompt'"),
     ({"instruction": "q", "output": "a"}, r"'output' is text, not two answers; write \[chosen, rejected\]"),

@@ -81,7 +81,7 @@ def test_both_answers_are_to_the_same_image(record: dict[str, Any]) -> None:
             {"images": ["a"], "messages": [user("<image><image>"), OK]},
             r"2 placeholders \(<image>\) and 1 image: more placeholders",
         ),
-        ({"messages": [user("<image>"), OK]}, "1 mark .* and 0 images"),
+        ({"messages": [user("<image>"), OK]}, "1 placeholder .* and 0 images"),
         ({"images": ["a"], "messages": [user("<image2>"), OK]}, "<image2> is used, and there are 1 image"),
         ({"images": ["a", "b"], "messages": [user("<image1> <image1>"), OK]}, "image 2 of 2 has no placeholder"),
         ({"images": ["a", "b"], "messages": [user("<image1> <image>"), OK]}, "numbered .* and some are not"),

@@ -237,7 +237,7 @@ BAD = [
     ({"prompt": [QUESTION, FOUR], "chosen": "a", "rejected": "b"}, "ends with the turn of the assistant"),
     ({"prompt": [QUESTION], "chosen": [QUESTION], "rejected": [FIVE]}, "'chosen' has no messages after the prompt"),
     ({"prompt": [QUESTION], "chosen": [said("user", "other"), FOUR], "rejected": [FIVE]}, "that are not 'prompt'"),
-    ({"chosen": [QUESTION, FOUR], "rejected": [said("user", "3+3?"), FIVE]}, "do not begin with the same turn"),
+    ({"chosen": [QUESTION, FOUR], "rejected": [said("user", "3+3?"), FIVE]}, "do not start with the same turn"),
     ({"chosen": [QUESTION, FOUR, QUESTION], "rejected": [QUESTION, FIVE]}, "'chosen' has the turn of the user"),
     ({"chosen": DIALOG, "rejected": "plain"}, "'rejected' is no dialog"),
     (

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from dstrain.data.store import TokenStore
+
 from tests.contract.test_cli import call
 from tests.workers import ROOT
 

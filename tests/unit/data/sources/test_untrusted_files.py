@@ -117,7 +117,7 @@ def test_a_packed_file_fills_no_more_than_its_share_of_the_disk(
         return len(piece)
 
     monkeypatch.setattr(files._SizeLimitedWriter, "write", count)
-    with pytest.raises(DataError, match=r"unpacks to more than 32\.0 MiB, half of what is free in .*; set TMPDIR"):
+    with pytest.raises(DataError, match=r"unpacks to more than 32\.0 MiB, half of the free space in .*; set TMPDIR"):
         open_source(packed)
     assert wrote <= room // 2
 

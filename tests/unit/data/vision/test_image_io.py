@@ -194,7 +194,7 @@ def test_sixteen_bits_of_grey_are_scaled_not_cut_off(tmp_path, form):
 def test_numbers_of_which_none_is_known_to_be_white_are_refused(tmp_path, number):
     path = save(tmp_path / "depth.tiff", Image.new(number, (8, 8), 3))
     with pytest.raises(
-        BadRecord, match=f"depth.tiff has pixels of a kind .Pillow's {number}. .*; save it with 8 or 16"
+        BadRecord, match=f"depth.tiff has pixels of Pillow's mode {number}, .*; save it with 8 or 16"
     ):
         read_image(path)
 
@@ -251,12 +251,12 @@ def test_a_record_names_a_file_from_the_data_files_folder(tmp_path):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("https://a.b/c.png", "the address https://a.b/c.png; download it first"),
-        ("file:///c.png", "the address file"),
+        ("https://a.b/c.png", "the URL https://a.b/c.png; download it first"),
+        ("file:///c.png", "the URL file"),
         ("data:image/png;base64,iVBORw0KGgo", "a data: URI"),
         ("  ", "an image's path is empty"),
         ({"bytes": None, "path": None}, 'an object without "path" and "bytes"'),
-        ({"path": "s3://a/b.png"}, "fetch it first"),
+        ({"path": "s3://a/b.png"}, "download it first"),
         (7, "an image is a number, not the path of a file"),
         (None, "an image is null"),
         (["a.png"], "an image is a list"),
@@ -278,7 +278,7 @@ def test_an_image_that_was_decoded_already_is_the_same_image(tmp_path):
     turned = Image.open(save(tmp_path / "turned.png", HALVES, exif=exif))
     assert colours(read_image(resolve_image(turned, tmp_path))) == [RED, BLUE]
     assert read_image(resolve_image(turned, tmp_path)).size == (10, 20)
-    with pytest.raises(BadRecord, match="Pillow's kind F"):
+    with pytest.raises(BadRecord, match="Pillow's mode F"):
         resolve_image(Image.new("F", (4, 4)), tmp_path)
     (tmp_path / "cut.jpg").write_bytes(JPEG[: len(JPEG) // 2])
     with pytest.raises(BadRecord, match="a decoded image is damaged"):

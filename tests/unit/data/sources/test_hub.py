@@ -192,12 +192,12 @@ def test_another_revision_has_another_digest(said: dict[str, Any], hub: Hub, hom
 MIX = """
 import json, sys
 from pathlib import Path
-from dstrain.commands.recipe_args import Wish, resolve_wish
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.tasks import find_task, make_task
 model = json.dumps(find_task("rm").tiny(Path.cwd())["model"])
 sources = json.dumps([{"path": "org/pairs"}, {"path": "train.jsonl", "weight": 2}])
 for more in json.loads(sys.argv[1]):
-    config = resolve_wish(Wish(task="rm", sets=[f"model={model}", f"data.train={sources}", *more])).config
+    config = resolve_recipe(TrainRequest(task="rm", overrides=[f"model={model}", f"data.train={sources}", *more])).config
     task = make_task(config)
     train, test = task.examples("train"), task.examples("eval")
     print(json.dumps({

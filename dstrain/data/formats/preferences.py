@@ -70,11 +70,13 @@ def read_preference(record: Mapping[str, Any]) -> Preference:
     else:
         _reject_null_prompt(record, chosen, rejected)
         prompt, chosen, rejected = _split_common_prompt(chosen, rejected)
+    # Checks come after the split, when prompt and answers have the same form in all records.
     prompt = _prepend_system(prompt, record)
     _check_prompt(prompt)
     chosen, rejected = _check_answer(chosen, "chosen"), _check_answer(rejected, "rejected")
     if chosen == rejected:
         raise BadRecord("'chosen' and 'rejected' are the same; remove the record")
+    # Messages can only answer messages.
     if isinstance(prompt, str) and not (isinstance(chosen, str) and isinstance(rejected, str)):
         prompt = [{"role": "user", "content": prompt}]
     return Preference(prompt, chosen, rejected, _read_margin(record), read_tools(record))
@@ -105,7 +107,7 @@ def _reject_null_prompt(record: Mapping[str, Any], chosen: Any, rejected: Any) -
     """
     plain = all(isinstance(answer, str) and not is_transcript(answer) for answer in (chosen, rejected))
     if "prompt" in record and plain:
-        raise BadRecord("'prompt' is null; write it, or leave the key out where the answers hold the whole text")
+        raise BadRecord("'prompt' is null; write it, or leave the key out if the answers contain the full text")
 
 
 def _split_with_prompt(prompt: Any, chosen: Any, rejected: Any) -> PromptChosenRejected:
@@ -113,7 +115,7 @@ def _split_with_prompt(prompt: Any, chosen: Any, rejected: Any) -> PromptChosenR
     answers = _read_answer(chosen, "chosen"), _read_answer(rejected, "rejected")
     if isinstance(prompt, str):
         if not prompt.strip():
-            raise BadRecord("'prompt' is empty; write one, or leave the key out of whole dialogs")
+            raise BadRecord("'prompt' is empty; write one, or leave the key out of full dialogs")
         if all(isinstance(answer, str) for answer in answers):
             return _split_text_prompt(prompt, chosen, rejected)
         before: list[Message] = [{"role": "user", "content": prompt}]
@@ -147,6 +149,7 @@ def _split_full_conversations(prompt: Any, chosen: Response, rejected: Response)
     """Split full conversations whose `prompt` is only their last question, as in UltraFeedback."""
     if isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list):
         common, *answers = _split_messages(chosen, rejected)
+        # The prompt is redundant: accept it only if it is the last question of both.
         if common[-1]["content"].strip() == prompt.strip():
             return common, answers[0], answers[1]
     raise BadRecord(
@@ -181,6 +184,7 @@ def _split_common_prompt(chosen: Any, rejected: Any) -> PromptChosenRejected:
         )
     if chosen == rejected:
         raise BadRecord("'chosen' and 'rejected' are the same; remove the record")
+    # Otherwise the common prefix of a transcript and a plain text would become the prompt.
     if is_transcript(chosen) != is_transcript(rejected):
         plain = "rejected" if is_transcript(chosen) else "chosen"
         raise BadRecord(f"'{plain}' is no dialog and the other is; write \"\\n\\nHuman: … \\n\\nAssistant: …\" in both")
@@ -203,12 +207,12 @@ def _split_messages(chosen: list[Message], rejected: list[Message]) -> tuple[lis
 
 def _check_split(prompt: list[Message], chosen: list[Message], rejected: list[Message]) -> None:
     if not prompt:
-        raise BadRecord("'chosen' and 'rejected' do not begin with the same turn; both must begin with the prompt")
+        raise BadRecord("'chosen' and 'rejected' do not start with the same turn; both must start with the prompt")
     for key, rest in (("chosen", chosen), ("rejected", rejected)):
         if not rest or rest[0]["role"] != "assistant":
             raise BadRecord(
-                f"'{key}' has no assistant's turn where the dialogs part (turn {len(prompt) + 1}); "
-                "both must begin with the same prompt and go on with an answer"
+                f"'{key}' has no assistant's turn where the dialogs diverge (turn {len(prompt) + 1}); "
+                "both must start with the same prompt and continue with an answer"
             )
 
 
@@ -241,8 +245,8 @@ def _check_answer(answer: Response, key: str) -> Response:
         for message in (answer[0], answer[-1]):
             if message["role"] != "assistant":
                 raise BadRecord(
-                    f"'{key}' has the turn of the {message['role']} for an answer; "
-                    "an answer begins and ends with an assistant's turn"
+                    f"'{key}' has a turn of the {message['role']} as answer; "
+                    "an answer must start and end with an assistant's turn"
                 )
     last = answer if isinstance(answer, str) else answer[-1]["content"]
     if not last.strip():
@@ -254,6 +258,7 @@ def _read_margin(record: Mapping[str, Any]) -> float | None:
     margin = record.get("margin")
     if margin is None:
         return None
+    # bool is a subclass of int.
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise BadRecord(f"'margin' is {margin!r}, not a finite number; write a number or remove it")
     return float(margin)

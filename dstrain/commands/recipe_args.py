@@ -121,10 +121,10 @@ def _read_learning_rate(run_dir: Path, resume: str) -> float | None:
 
     A recipe without a rate resumes with it, even if the task's default has changed since.
     """
-    from dstrain.train.run_dir import ResumeOptions, find_resume_checkpoint, read_recorded_recipe
+    from dstrain.train.resume.recorded import ResumeOptions, find_resume_candidate, read_recorded_recipe
 
     try:
-        start = find_resume_checkpoint(run_dir, ResumeOptions(resume))
+        start = find_resume_candidate(run_dir, ResumeOptions(resume))
         before = None if start is None else read_recorded_recipe(start)
         return None if before is None else before.optim.lr
     except UsageError:  # reported in full when the run starts

@@ -141,7 +141,7 @@ def join_world(
     `config_and_store`: the recipe, and the rendezvous store, if any. Raises PeerFailureError if
     another process ends or stops answering; it names that process if there is a `shared_dir`.
     """
-    from dstrain.distributed.world import SingleProcessWorld, TorchWorld, destroy_process_groups, init_process_group
+    from dstrain.distributed.world import SingleProcessWorld, joined_world
     from dstrain.train.health.watchdog import peer_watchdog
 
     if worker is None:
@@ -151,13 +151,11 @@ def join_world(
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     config, store = config_and_store
     timeout = timedelta(minutes=config.timeout_minutes)
-    init_process_group(device, timeout, store)
-    try:
-        world = TorchWorld(device, timeout)
-        with peer_watchdog(shared_dir, world, timeout, "the job", "fix the cause and run the command again"):
-            yield world
-    finally:
-        destroy_process_groups()
+    with (
+        joined_world(device, timeout, store) as world,
+        peer_watchdog(shared_dir, world, timeout, "the job", "fix the cause and run the command again"),
+    ):
+        yield world
 
 
 @contextlib.contextmanager

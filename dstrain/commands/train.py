@@ -23,7 +23,8 @@ from dstrain.launch.multihost.plan import MultiHostLaunch, cpu_overload_warning,
 from dstrain.launch.topology import Worker, gpus_support_bf16, worker_from_env
 from dstrain.preset import Device, read_preset
 from dstrain.train.ds_config import batch_warnings, check_offload_folders
-from dstrain.train.run_dir import ResumeOptions, check_run_dir_writable
+from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.run_dir import check_run_dir_writable
 
 
 def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dry_run: bool) -> int:

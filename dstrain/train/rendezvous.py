@@ -25,8 +25,8 @@ from typing import Any, Self
 
 from dstrain.cache_dir import cache_root
 from dstrain.data.cache.token_store import check_images_once
-from dstrain.distributed.collective_log import find_connection_error
-from dstrain.distributed.world import rendezvous_over_store
+from dstrain.distributed.connection_errors import find_connection_error
+from dstrain.distributed.store import rendezvous_over_store
 from dstrain.errors import EXIT_FAILED, EXIT_USAGE, DstrainError, PeerFailureError, UsageError, first_names, one_line
 from dstrain.files import host_id
 from dstrain.launch.command import PORT_FILE_ENV, describe_port_owner
@@ -53,7 +53,8 @@ class Rendezvous:
 
     def __init__(self, worker: Worker, timeout: timedelta) -> None:
         """Opens nothing yet: MASTER_ADDR and MASTER_PORT have to be in the environment on entering."""
-        self.rank, self.world_size = worker.rank, worker.world_size
+        self.rank, self.size = worker.rank, worker.world_size
+        self._num_gathers = 0
         self._timeout = timeout
         self._store: Any = None
         self._members: list[dict[str, Any]] = []
@@ -68,7 +69,7 @@ class Rendezvous:
         return self._store
 
     def __enter__(self) -> Self:
-        if self.world_size == 1:
+        if self.size == 1:
             return self
         own: dict[str, Any] = {"host": socket.gethostname(), "place": f"{host_id()} {os.path.realpath(cache_root())}"}
         own["software"] = read_package_versions() | {CODE_DIGEST_KEY: hash_source_tree()}
@@ -124,7 +125,7 @@ class Rendezvous:
                 return
             with self._translate_store_errors():
                 self._store.add(_store_key("ready"), 1)
-                self._wait_until(lambda: self._store.add(_store_key("ready"), 0) >= self.world_size)
+                self._wait_until(lambda: self._store.add(_store_key("ready"), 0) >= self.size)
         except BaseException as cause:
             self._report_failure(cause)
             raise
@@ -151,6 +152,19 @@ class Rendezvous:
             with self._translate_store_errors():
                 self._set_key(f"data/{self.rank}", json.dumps(sorted(checked)))
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's JSON value, by rank, on every rank. Collective.
+
+        A rank that is still busy is waited for while its heartbeat counts. Raises PeerFailureError.
+        """
+        if self._store is None:
+            return [value]
+        kind, self._num_gathers = f"gather/{self._num_gathers}", self._num_gathers + 1
+        with self._translate_store_errors():
+            self._set_key(f"{kind}/{self.rank}", json.dumps(value))
+            self._wait_until(lambda: self._store.check(self._rank_keys(kind)))
+            return [json.loads(content) for content in self._store.multi_get(self._rank_keys(kind))]
+
     def _send_heartbeats(self) -> None:
         """In a thread: say that this rank lives, and hear of another's failure."""
         count = 0
@@ -171,7 +185,7 @@ class Rendezvous:
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
         """Until `done`. Raises where another rank failed, or where its heartbeat stands still."""
         limit, look_at = self._timeout.total_seconds(), 0.0
-        seen = [("", time.monotonic())] * self.world_size
+        seen = [("", time.monotonic())] * self.size
         while not is_done():
             if self._failure is not None:
                 raise self._to_exception(self._failure)
@@ -211,10 +225,7 @@ class Rendezvous:
             self._set_key("failed", json.dumps(told | {"lost": isinstance(error, PeerFailureError)}))
             self._store.add(_store_key("failures"), 1)
             while not self._stop_event.is_set():
-                if (
-                    self._store.add(_store_key("heard"), 0) + self._store.add(_store_key("failures"), 0)
-                    >= self.world_size
-                ):
+                if self._store.add(_store_key("heard"), 0) + self._store.add(_store_key("failures"), 0) >= self.size:
                     return
                 time.sleep(0.05)
 
@@ -235,7 +246,7 @@ class Rendezvous:
         return f"rank {rank} on {self._members[rank]['host']}"
 
     def _rank_keys(self, kind: str) -> list[str]:
-        return [_store_key(f"{kind}/{rank}") for rank in range(self.world_size)]
+        return [_store_key(f"{kind}/{rank}") for rank in range(self.size)]
 
     def _set_key(self, name: str, value: str) -> None:
         self._store.set(_store_key(name), value)

@@ -24,7 +24,8 @@ from dstrain.errors import UsageError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.run_dir import ResumeOptions, write_run_config
+from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.run_dir import write_run_config
 from dstrain.train.state.hashed_file import write_hashed_file
 
 Folder = Path
@@ -494,7 +495,7 @@ def test_what_only_a_worker_sees_is_said_before_any_process_group(wrong: str, fo
 @pytest.mark.parametrize(
     ("changes", "resume", "wanted"),
     [
-        ([], ResumeOptions("nowhere"), r"--resume nowhere: holds no whole checkpoint"),
+        ([], ResumeOptions("nowhere"), r"--resume nowhere: holds no complete checkpoint"),
         (
             ["optim.lr=1"],
             ResumeOptions(),

@@ -56,7 +56,7 @@ def taken_over(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
         second = lab.start(2, dstrain(run, *HERE), cwd=run.folder)
         jobs.callback(second.end)
         jobs.callback(lambda: lab.kill(1, OURS, signal.SIGCONT))
-        wait_for(lambda: "going on from step" in second.output(), START_SECONDS, "the second launch does not begin")
+        wait_for(lambda: "continuing from step" in second.output(), START_SECONDS, "the second launch does not begin")
         took = time.monotonic() - begin
         lab.kill(1, OURS, signal.SIGCONT)
         job.signal(signal.SIGCONT)

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from dstrain.distributed.collective_log import COLLECTIVE_LOG
+from dstrain.distributed.connection_errors import unknown_peer_message
 from dstrain.distributed.world import World
 from dstrain.files import atomic_write
 from dstrain.launch.processes import process_state
@@ -44,7 +44,7 @@ class RankStatusBoard:
 
     def __init__(self, run_dir: Path, world: World) -> None:
         """Remove the files of earlier launches and exchange host names and pids. Collective."""
-        self.rank, self.size, self._run_dir = world.rank, world.size, run_dir
+        self.rank, self.size, self.log, self._run_dir = world.rank, world.size, world.log, run_dir
         self._status_dir = get_workers_dir(run_dir)
         self._requests_seen, self._last_status, self._lock = 0, ("ready", ""), threading.Lock()
         token = secrets.token_hex(4)
@@ -135,10 +135,10 @@ class RankStatusBoard:
                 kind, text = self._last_status
             self._last_status = (kind if kind in FINAL_KINDS else "alive", text)
             now = {
-                "quiet": round(COLLECTIVE_LOG.idle_seconds(), 3),
-                "doing": COLLECTIVE_LOG.phase,
-                "step": COLLECTIVE_LOG.step,
-                "lines": COLLECTIVE_LOG.snapshot(),
+                "quiet": round(self.log.idle_seconds(), 3),
+                "doing": self.log.phase,
+                "step": self.log.step,
+                "lines": self.log.snapshot(),
             }
             said = {"kind": self._last_status[0], "seen": self._requests_seen, "text": text}
             path = self._status_path(self.rank)
@@ -181,11 +181,6 @@ def call_with_timeout(function: Callable[[], T], fallback: T, timeout: float) ->
     thread.start()
     thread.join(timeout)
     return result[0]
-
-
-def unknown_peer_message(reason: str) -> str:
-    """Return the message for a failed peer whose rank is not known."""
-    return f"another process has ended or does not answer ({reason}); see its log"
 
 
 @cache

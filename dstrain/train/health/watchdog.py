@@ -13,12 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from dstrain.distributed.collective_log import COLLECTIVE_LOG, find_connection_error
+from dstrain.distributed.collective_log import CollectiveLog
+from dstrain.distributed.connection_errors import find_connection_error, unknown_peer_message
 from dstrain.distributed.world import World
 from dstrain.errors import PeerFailureError, one_line
 from dstrain.report.run_log import RunLog, format_current_time
 from dstrain.train.health.diagnosis import Diagnosis
-from dstrain.train.health.rank_status import STATUS_TIMEOUT_SECONDS, RankStatusBoard, unknown_peer_message
+from dstrain.train.health.rank_status import STATUS_TIMEOUT_SECONDS, RankStatusBoard
 from dstrain.train.health.signals import StoppedBySignal
 
 STALL_FRACTION = 0.8
@@ -28,7 +29,7 @@ RESTART_HINT = "fix the cause and start again: the run resumes from its latest c
 
 class Watchdog:
     """Context manager that answers status requests and watches the phase named by
-    `COLLECTIVE_LOG.phase`.
+    `world.log.phase`.
 
     Two timers: a Python thread can ask other ranks but is blocked while C code holds the GIL;
     faulthandler's C timer is not, but can only dump stacks. The Python thread postpones the C timer
@@ -68,11 +69,12 @@ class Watchdog:
                 self._check_progress()
 
     def _check_progress(self) -> None:
-        idle = COLLECTIVE_LOG.idle_seconds()
+        log = self._status_board.log
+        idle = log.idle_seconds()
         self._reset_faulthandler()
         if idle > 2 * self._poll_seconds:
             self._status_board.answer_request()
-        if not COLLECTIVE_LOG.phase or idle < self._max_idle_seconds:
+        if not log.phase or idle < self._max_idle_seconds:
             self._has_reported = False
         elif not self._has_reported:
             self._has_reported = True
@@ -89,11 +91,12 @@ class Watchdog:
         """Write this rank's stacks; on the lowest rank that answers also print a line and log an
         event.
         """
-        doing, step = COLLECTIVE_LOG.phase, COLLECTIVE_LOG.step
+        log = self._status_board.log
+        doing, step = log.phase, log.step
         if self._stacks_file is not None:
             with contextlib.suppress(OSError):
                 self._stacks_file.write(
-                    f"\n{format_current_time()} {doing}: nothing moved for {idle_seconds:.0f} s; {_format_last_collectives()}\n"
+                    f"\n{format_current_time()} {doing}: nothing moved for {idle_seconds:.0f} s; {_format_last_collectives(log)}\n"
                 )
                 self._stacks_file.flush()
                 faulthandler.dump_traceback(self._stacks_file, all_threads=True)
@@ -103,7 +106,7 @@ class Watchdog:
         if (
             not self._status_board.is_lowest_alive(diagnosis.ranks)
             or self._stop_event.is_set()
-            or COLLECTIVE_LOG.idle_seconds() < self._max_idle_seconds
+            or log.idle_seconds() < self._max_idle_seconds
         ):
             return
         ends = f"it ends after {self._timeout:.0f} s (timeout_minutes)"
@@ -142,9 +145,9 @@ def _remove_if_empty(path: Path) -> None:
         path.parent.rmdir()  # raises if it holds files of other ranks
 
 
-def _format_last_collectives() -> str:
+def _format_last_collectives(log: CollectiveLog) -> str:
     """Return `last collectives: all_reduce no. 45 of group 1 (in it)`."""
-    lines = [(name, line) for name, line in COLLECTIVE_LOG.snapshot().items() if line["entered"]]
+    lines = [(name, line) for name, line in log.snapshot().items() if line["entered"]]
     entries = (
         f"{line['names'][-1]} no. {line['entered']} of group {name}" + " (in it)" * (line["entered"] > line["left"])
         for name, line in lines
@@ -160,7 +163,7 @@ def peer_watchdog(
 
     Raises StoppedBySignal instead if a signal stopped the other rank before the first step. All
     ranks share `run_dir`; with None no rank can be named. `phase` is used while
-    `COLLECTIVE_LOG.phase` is empty; `fix` is the last part of the message. Collective.
+    `world.log.phase` is empty; `fix` is the last part of the message. Collective.
     """
     status_board = None
     try:
@@ -184,14 +187,14 @@ def peer_watchdog(
         known = (
             error
             if isinstance(error, PeerFailureError)
-            else PeerFailureError(COLLECTIVE_LOG.phase or phase, unknown_peer_message(reason), fix)
+            else PeerFailureError(world.log.phase or phase, unknown_peer_message(reason), fix)
         )
         if run_dir is None or status_board is None:
             raise known from error
-        _log_error(error, known.phase, status_board.rank, run_dir)
+        _log_error(error, known.phase, status_board, run_dir)
         raise _name_failed_peer(known, status_board.request_diagnosis(reason)) from error
     finally:
-        COLLECTIVE_LOG.record_progress("")
+        world.log.record_progress("")
 
 
 def _name_failed_peer(known: PeerFailureError, diagnosis: Diagnosis) -> BaseException:
@@ -204,12 +207,13 @@ def _name_failed_peer(known: PeerFailureError, diagnosis: Diagnosis) -> BaseExce
     return PeerFailureError(known.phase, diagnosis.message, known.fix)
 
 
-def _log_error(error: Exception, phase: str, rank: int, run_dir: Path) -> None:
+def _log_error(error: Exception, phase: str, status_board: RankStatusBoard, run_dir: Path) -> None:
     """Print torch's message, and append its traceback to the stacks file."""
     cause = error.__cause__ or error if isinstance(error, PeerFailureError) else error
     with contextlib.suppress(OSError):
-        print(f"rank {rank}: {type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
-        if (stacks := _open_stacks_file(run_dir, rank)) is not None:
-            stacks.write(f"\n{format_current_time()} {phase}: the error came from here; {_format_last_collectives()}\n")
+        print(f"rank {status_board.rank}: {type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
+        if (stacks := _open_stacks_file(run_dir, status_board.rank)) is not None:
+            last = _format_last_collectives(status_board.log)
+            stacks.write(f"\n{format_current_time()} {phase}: the error came from here; {last}\n")
             traceback.print_exception(cause, file=stacks)
             stacks.close()

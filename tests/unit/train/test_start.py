@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dstrain.batch import Progress
-from dstrain.config.schema import RunConfig
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
 from dstrain.report.run_log import RunLog
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.run_dir import ResumeOptions
-from dstrain.train.setup import find_start_checkpoint
+from dstrain.train.resume.decision import decide_start
+from dstrain.train.resume.prepare import prepare_start
+from dstrain.train.resume.recorded import ResumeOptions
 from dstrain.train.state.hashed_file import write_hashed_file
 
 
@@ -29,11 +28,10 @@ def checkpoints(tmp_path: Path) -> CheckpointStore:
 
 
 def start(checkpoints: CheckpointStore) -> Any:
-    plan: Any = SimpleNamespace(resume=ResumeOptions("auto"), config=RunConfig.model_validate({"task": "rm"}))
     journal = RunLog(checkpoints.folder.parent)
     for step in (1, 2, 3):
         journal.log_metrics({"step": step})
-    return find_start_checkpoint(plan, checkpoints, journal, SingleProcessWorld())
+    return prepare_start(decide_start(checkpoints, ResumeOptions("auto")), checkpoints, journal, prune_when_full=False)
 
 
 def damage(checkpoints: CheckpointStore, step: int) -> None:
@@ -49,7 +47,7 @@ def test_a_damaged_one_is_passed_over_and_later_rows_are_cut(checkpoints: Checkp
 def test_where_none_is_whole_nothing_begins_and_nothing_is_cut(checkpoints: CheckpointStore) -> None:
     damage(checkpoints, 1)
     damage(checkpoints, 2)
-    words = r"none of its 2 checkpoints is whole, step-00000002 is damaged: x is not what was written.*new --run-dir"
+    words = r"all of its 2 checkpoints are damaged, step-00000002 is damaged: x is not what was written.*new --run-dir"
     with pytest.raises(CheckpointError, match=words):
         start(checkpoints)
     assert len((checkpoints.folder.parent / "metrics.jsonl").read_text().splitlines()) == 3

@@ -173,7 +173,7 @@ def test_a_listing_that_reads_sizes_only_finds_what_is_missing_and_reading_all_f
 
 
 def test_the_newest_are_kept_and_the_multiples_and_the_best(tmp_path: Path) -> None:
-    checkpoints = solo(tmp_path, keep=2, keep_every=40, best="max")
+    checkpoints = solo(tmp_path, keep=2, keep_every=40, best_mode="max")
     for step in range(10, 110, 10):
         save(checkpoints, step, metric={30: 0.9}.get(step, 0.5))
     assert steps(tmp_path) == [100, 90, 80, 40, 30]
@@ -202,7 +202,7 @@ def test_the_checkpoint_just_written_is_kept_beside_newer_ones(tmp_path: Path) -
 
 @pytest.mark.parametrize(("mode", "expected"), [("min", 2), ("max", 3)])
 def test_best_points_to_the_best_metric_and_equals_do_not_move_it(tmp_path: Path, mode: Any, expected: int) -> None:
-    checkpoints = solo(tmp_path, keep=1, best=mode)
+    checkpoints = solo(tmp_path, keep=1, best_mode=mode)
     for step, metric in enumerate([0.5, 0.1, 0.9, 0.1, 0.9, float("nan"), None], start=1):
         save(checkpoints, step, metric=metric)
     assert best(tmp_path) == f"step-{expected:08d}"
@@ -247,11 +247,11 @@ def test_every_rank_writes_and_all_agree_on_the_newest(tmp_path: Path) -> None:
     assert all(result == results[0] for result in results)
     info, passed_over = results[0]  # type: ignore[misc]
     assert (info.step, info.world_size) == (1, 3)
-    assert "rank-00002.dat is not what was written" in passed_over[0].state
+    assert "rank-00002.dat is not what was written" in passed_over[0].status
     assert json.loads((info.path / "MANIFEST.json").read_text())["files_per_rank"] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("phase", ["write", "seal", "_commit"])
+@pytest.mark.parametrize("phase", ["write", "finalize_checkpoint", "_commit"])
 def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_the_older_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
@@ -333,8 +333,8 @@ SAVE_FOR_EVER = """
 import sys
 from pathlib import Path
 from dstrain.batch import Progress
-from dstrain.train.state.hashed_file import write_hashed
-from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.state.hashed_file import write_hashed_file
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 
 class OneRank:
     rank, size, device = 0, 1, None
@@ -342,11 +342,11 @@ class OneRank:
         return [value]
 
 def write(folder):
-    return {name: write_hashed(folder / name, bytes([rank]) * 200_000) for rank, name in enumerate("abcd")}
+    return {name: write_hashed_file(folder / name, bytes([rank]) * 200_000) for rank, name in enumerate("abcd")}
 
-checkpoints = Checkpoints(folder=Path(sys.argv[1]), world=OneRank(), keep=2)
-checkpoints.clean()
-newest, passed_over = checkpoints.newest()
+checkpoints = CheckpointStore(folder=Path(sys.argv[1]), world=OneRank(), keep=2)
+checkpoints.remove_incomplete()
+newest, passed_over = checkpoints.find_latest_valid()
 assert not passed_over, passed_over
 step = newest.step if newest else 0
 assert "torch" not in sys.modules

@@ -25,7 +25,7 @@ from dstrain.tasks import Task, make_task
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.plan import RunPlan, make_plan
 from dstrain.train.resume.fingerprints import check_fingerprints, fingerprint_weights
-from dstrain.train.run_dir import ResumeOptions
+from dstrain.train.resume.recorded import ResumeOptions
 from dstrain.train.state.hashed_file import write_hashed_file
 from dstrain.train.state.manifest import CheckpointInfo
 from tests.contract.lora_cases import save_base

@@ -19,7 +19,7 @@ from benchmarks.common import ratio, run, take_turns
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.tasks import make_task
-from tests.seeing import llava, picture
+from tests.vision_recipes import llava, picture
 
 
 def made_task(folder: Path, photos: int, size: tuple[int, int], side: int) -> Any:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import run
-from tests.seeing import llava, picture
+from tests.vision_recipes import llava, picture
 from tests.workers import ROOT
 
 START = """

@@ -25,7 +25,7 @@ from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.sources.open import ConcatSource, open_source
 from dstrain.launch.threads import count_available_cores
 from dstrain.tasks import make_task
-from tests.chats import TEMPLATES
+from tests.chat_templates import TEMPLATES
 
 TASKS = {"pairs": "rm", "conversations": "sft", "labelled": "kto"}
 

@@ -20,7 +20,7 @@ from dstrain.commands.train import resume_on_restart
 from dstrain.launch.job import LauncherSpec, LocalJob
 from dstrain.launch.worker import LAUNCH_ID_ENV
 from dstrain.train import setup
-from tests.seeing import named_recipe
+from tests.vision_recipes import named_recipe
 
 OWN = """
 from dataclasses import dataclass

@@ -20,7 +20,7 @@ from dstrain.models.adapters.lora import add_adapters
 from dstrain.models.components import COMPONENTS, components_by_id
 from dstrain.models.load import read_config
 from dstrain.models.params.freeze import build_param_groups, freeze, summarize_components
-from tests.seeing import GEMMA3, TEXT, llava
+from tests.vision_recipes import GEMMA3, TEXT, llava
 
 TOWER = {"model.vision_tower"}
 LANGUAGE = {"model.language_model", "lm_head"}

@@ -24,7 +24,7 @@ from dstrain.train.resume.changes import iter_resume_changes
 from dstrain.train.run_dir import ResumeOptions, archive_previous_run, dump_recipe, replace_folder, write_run_config
 from dstrain.train.state.hashed_file import write_hashed_file
 from dstrain.train.state.manifest import CheckpointInfo
-from tests.seeing import named_recipe
+from tests.vision_recipes import named_recipe
 
 TASK = """
 from dataclasses import dataclass

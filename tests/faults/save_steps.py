@@ -43,7 +43,7 @@ from dstrain.train.run_dir import ResumeOptions
 from dstrain.train.setup import find_start_checkpoint
 from dstrain.train.state.load import open_checkpoint
 from dstrain.train.state.manifest import find_checkpoints
-from tests.faults.points import Points
+from tests.faults.kill_points import Points
 from tests.vocabulary import read_jsonl
 
 WIDTH = 48

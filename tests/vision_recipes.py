@@ -100,13 +100,13 @@ def things(task: str, folder: Path) -> dict[str, Any]:
 
 RECIPES: Mapping[str, Callable[[str, Path], dict[str, Any]]] = {
     "": lambda task, folder: find_task(task).tiny(folder),
-    "seeing": recipe,
+    "with images": recipe,
     "text alone": text_alone,
     "things": things,
 }
 
 
 def named_recipe(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
-    """(task, its recipe) of a name such as `rm` or `rm, seeing`, with its data written into the folder."""
+    """(task, its recipe) of a name such as `rm` or `rm, with images`, with its data written into the folder."""
     task, _, kind = name.partition(", ")
     return task, RECIPES[kind](task, folder)

@@ -1,6 +1,6 @@
 """What a step of a model that sees takes: logits of every token, logits of the answers alone, and checkpointing on top.
 
-    python -m benchmarks.seeing [--shape 3m] [--length 512]
+    python -m benchmarks.vision [--shape 3m] [--length 512]
 
 A LLaVA with a language model of the shape and a tower of its width. Memory is what a step takes on top of what is held before
 it, as in benchmarks/checkpointing.py.
@@ -23,7 +23,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.tasks import make_task
 from dstrain.tasks.common import losses as ops
 from dstrain.train.engine.deepspeed import TorchEngine
-from tests.seeing import picture
+from tests.vision_recipes import picture
 
 SIDE, PATCH = 112, 14
 """Pixels: 64 tokens for an image."""

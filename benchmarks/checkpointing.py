@@ -46,7 +46,9 @@ class Peak:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._held = torch.cuda.memory_allocated(self._device)
             return
-        ctypes.CDLL(None).malloc_trim(0)  # return free memory to the kernel, so that it is counted when it is used again
+        ctypes.CDLL(None).malloc_trim(
+            0
+        )  # return free memory to the kernel, so that it is counted when it is used again
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; man 5 proc
         self._held = _resident("VmRSS")
 

@@ -76,7 +76,7 @@ def join_alone() -> Any:
     """Return a world of one process with a process group, which DeepSpeed requires. TF32 is off."""
     import torch
 
-    from dstrain.distributed.world import TorchWorld, init_process_group
+    from dstrain.distributed.world import TorchWorld
     from dstrain.launch.command import free_port
 
     cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
@@ -92,16 +92,16 @@ def join_alone() -> Any:
         os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_float32_matmul_precision("highest")
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    init_process_group(device, timedelta(minutes=5))
+    world = TorchWorld.join(device, timedelta(minutes=5))
     import deepspeed  # noqa: F401  its log lines and compiled helpers come here, not in a measured step
 
-    return TorchWorld(device, timedelta(minutes=5))
+    return world
 
 
 def made_model(task: Any, ds_config: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
     """Return (train module, parameter groups) with the same weights every time."""
-    from dstrain.models.params.freeze import build_param_groups
-    from dstrain.models.zero3 import zero3_init
+    from dstrain.models.params.groups import build_param_groups
+    from dstrain.models.params.zero3 import zero3_init
     from dstrain.train.build_model import build_train_module
 
     with zero3_init(ds_config or {}):

@@ -176,7 +176,9 @@ def run_and_exit(
 @click.option("--step", default="best", metavar="N|best|last", help="Which checkpoint; last where none is best.")
 @click.option("--to", required=True, type=click.Path(path_type=Path), help="Folder to write.")
 @with_options([FOLDER_TASK_OPTION])
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key: data.eval=FILE to probe with")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key: data.eval=FILE to probe with"
+)
 @click.option("--merge-lora", is_flag=True, help="Write one model instead of base and adapter.")
 def export(run: Path, step: str, to: Path, task: str | None, overrides: tuple[str, ...], merge_lora: bool) -> None:
     """Write a Hugging Face folder that transformers loads, and prove it on a probe batch."""
@@ -255,7 +257,9 @@ def data() -> None:
 @data.command()
 @click.argument("file", type=click.Path())
 @click.option("--task", required=True, help="The task that will read it.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="As for train: data.columns={text: chosen}")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="As for train: data.columns={text: chosen}"
+)
 @click.option("--all", "every", is_flag=True, help="List every bad record on a terminal too.")
 def check(file: str, task: str, overrides: tuple[str, ...], every: bool) -> None:
     """Every bad record of FILE with line and reason; exit 2 if any. A terminal is shown the first ten of each kind."""

@@ -33,6 +33,38 @@ class Every:
         return self.steps is not None and step > 0 and step % self.steps == 0
 
 
+@dataclass(frozen=True)
+class Due:
+    """What has to be done after a step."""
+
+    log: bool
+    eval: bool
+    save: bool
+    is_last: bool
+    """No step follows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSchedule:
+    """When a run logs, evaluates, saves and ends, and its learning rate."""
+
+    total_steps: int
+    lr: LRSchedule
+    log_every: Every
+    eval_every: Every
+    save_every: Every
+
+    def due_after(self, step: int, stop: bool) -> Due:
+        """Return what is due after `step` steps. A run that stops early is logged and saved, not evaluated."""
+        done = step >= self.total_steps
+        return Due(
+            log=self.log_every.is_due(step) or done or stop,
+            eval=done or (self.eval_every.is_due(step) and not stop),
+            save=self.save_every.is_due(step) or done or stop,
+            is_last=done or stop,
+        )
+
+
 def _constant(step: int, decay_steps: int) -> float:
     return 1.0
 

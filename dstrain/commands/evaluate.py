@@ -63,7 +63,7 @@ class EvaluateJob:
         hash_weights(prepared.saved_model.task, prepared.saved_model.checkpoint is not None)
 
     def run(self, prepared: PreparedEvaluation, world: World) -> dict[str, Any]:
-        from dstrain.models.zero3 import zero3_init
+        from dstrain.models.params.zero3 import zero3_init
         from dstrain.train.engine.inference import ForwardEngine
         from dstrain.train.engine.module import TrainModule
         from dstrain.train.evaluate import Evaluation

@@ -225,8 +225,8 @@ def _find_in_run(run_dir: Path, step: str, overrides: Sequence[str], task: str |
 
 def load_saved_model(saved: SavedModel, ds_config: Mapping[str, Any], world: World) -> torch.nn.Module:
     """The task's model with its trained weights, in shards where the JSON says stage 3. Collective."""
+    from dstrain.models.params.zero3 import is_zero3, zero3_init
     from dstrain.models.weights.meta_init import weights_loaded_later
-    from dstrain.models.zero3 import is_zero3, zero3_init
     from dstrain.train.build_model import build_model, build_model_without_init
     from dstrain.train.state.weights import load_weights
 
@@ -253,7 +253,7 @@ def load_saved_model(saved: SavedModel, ds_config: Mapping[str, Any], world: Wor
 
 def _can_build_empty(saved: SavedModel, ds_config: Mapping[str, Any]) -> bool:
     """Whether the model can be built without values: all of them lie in the checkpoint, and none would be read before."""
-    from dstrain.models.zero3 import is_zero3
+    from dstrain.models.params.zero3 import is_zero3
 
     task, model = saved.task, saved.task.recipe.model
     own = isinstance(task, TextTask) and all(

@@ -202,10 +202,19 @@ class LaunchConfig(Section):
     """Environment variables that every rank gets, on every host: NAME as it is where the launch begins, or NAME=value."""
     grace_seconds: NonNegativeFloat | None = 30.0
     """What the scheduler leaves between SIGTERM and SIGKILL; a checkpoint that takes longer is warned of. null: not known."""
-    silence_seconds: Annotated[float, Field(ge=3, le=1e6)] = 30.0
-    """A host that says nothing for this long is given up, and the launch ended everywhere."""
+    heartbeat_timeout_seconds: Annotated[float, Field(ge=3, le=1e6)] = 30.0
+    """If a host sends no message for this long, the launch is ended on all hosts."""
     slurm: SlurmConfig = SlurmConfig()
     """For the Slurm launcher."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_old_name(cls, values: Any) -> Any:
+        """Read `silence_seconds`, the key's name up to version 0.1, in recipes and run folders."""
+        old, new = "silence_seconds", "heartbeat_timeout_seconds"
+        if isinstance(values, dict) and old in values and new not in values:
+            return {new if key == old else key: value for key, value in values.items()}
+        return values
 
 
 class RunConfig(Section):

@@ -10,21 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError, suggest_name
-from dstrain.models.adapters.folder import merge_adapter, read_adapter, resolve_base_model
-from dstrain.models.checks.hub_code import check_hub_code
+from dstrain.models.adapters.load import merge_adapter
+from dstrain.models.folder.adapter_config import read_adapter, resolve_base_model
+from dstrain.models.folder.hub_code import check_hub_code
+from dstrain.models.folder.location import check_local_folder
+from dstrain.models.folder.tokenizer_files import find_tokenizer_files
 from dstrain.models.padding import clear_padding_idx
 from dstrain.models.weights.check_files import has_weights
-from dstrain.models.weights.check_keys import load_report_disabled
+from dstrain.models.weights.load_report import load_report_disabled
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
-    "sentencepiece.bpe.model", "sentencepiece.model", "tekken.json", "processor_config.json",
-)  # fmt: skip
-"""One of them lies in every folder that transformers reads a tokenizer from."""
 MISSING_MODEL = Fault("model", "has neither path nor config", "set model.path, or model.config to start anew")
 
 
@@ -64,12 +62,6 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         raise RecipeError(Fault("model.config", _error_reason(error), "correct the value")) from error
 
 
-def find_tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a folder that a tokenizer may be read from."""
-    named = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    return named + [file for pattern in ("*.tiktoken", "*.spm", "tokenizer.model.v*") for file in folder.glob(pattern)]
-
-
 def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer in a folder or on the hub. Raises RecipeError where it cannot be had."""
     from transformers import AutoTokenizer
@@ -103,16 +95,6 @@ def load_pretrained(auto_class: Any, name: str, key: str, trust_remote_code: boo
         else:
             mend = "give a folder that transformers can load, or a hub id that this machine can reach"
         raise RecipeError(Fault(key, f"'{name}' cannot be loaded ({reason})", mend)) from error
-
-
-def check_local_folder(name: str, key: str) -> bool:
-    """Whether a name means a folder of this machine. Raises RecipeError where it does, and there is none."""
-    if not (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        return False
-    if not Path(name).expanduser().is_dir():
-        mend = f"give an existing folder or a hub id (we are in {Path.cwd()})"
-        raise RecipeError(Fault(key, f"'{name}' is no folder", mend))
-    return True
 
 
 def _error_reason(error: Exception) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import RunError
+from dstrain.files import atomic_write, remove_stale_partials
 
 Row = Mapping[str, Any]
 """One log or evaluation: name -> number, word or None."""
@@ -58,22 +59,11 @@ def replace_nonfinite(value: Any) -> Any:
     return [replace_nonfinite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk, after a rename, where the file system can (some network ones cannot)."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
 class RunLog:
     """The two files of a run folder. Only rank 0 writes; on the others every call does nothing."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.folder = folder
         self._is_writer = rank == 0
         if self._is_writer:
             folder.mkdir(parents=True, exist_ok=True)
@@ -141,19 +131,10 @@ class _JsonLinesFile:
         return len(lines) - len(kept), [number for number, row in enumerate(rows, 1) if row is None]
 
     def _rewrite(self, lines: list[bytes]) -> None:
-        temporary = self._path.with_suffix(".tmp")
-        try:
-            with _wrap_os_errors(temporary), temporary.open("wb") as file:
-                file.writelines(lines)
-                file.flush()
-                os.fsync(file.fileno())
-        except RunError:
-            temporary.unlink(missing_ok=True)
-            raise
         with _wrap_os_errors(self._path):
+            remove_stale_partials(self._path)
+            atomic_write(self._path, b"".join(lines), sync=True)
             self._file.close()
-            os.replace(temporary, self._path)
-            sync_folder(self._path.parent)
         self._open()
 
     def close(self) -> None:
@@ -192,13 +173,28 @@ def _wrap_os_errors(path: Path, action: str = "write") -> Iterator[None]:
         raise RunError(f"cannot {action} {path}: {error.strerror}; {mend}") from error
 
 
+RENAMED_EVENTS = {
+    "begins_anew": "optimizer_state_reset",
+    "reshaped": "resharded",
+    "checkpoint_passed_over": "checkpoint_skipped",
+    "checkpoint_set_aside": "checkpoint_superseded",
+    "save_waits": "async_save_unavailable",
+    "not_learning": "parameters_without_update",
+}
+"""Name of an event in files of dstrain 0.1 -> its name now."""
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines, without the damaged ones; none where there is no file."""
+    """Return the rows of metrics.jsonl or events.jsonl without damaged lines; events get their present names.
+
+    Returns no rows if the file cannot be read.
+    """
     try:
         lines = path.read_bytes().splitlines()
-    except OSError:
+    except OSError:  # a missing file has no rows; a summary at the end of a run must not fail it
         return []
-    return [row for row in map(_parse_row, lines) if row is not None]
+    rows = [row for row in map(_parse_row, lines) if row is not None]
+    return [row | {"event": RENAMED_EVENTS.get(row["event"], row["event"])} if "event" in row else row for row in rows]
 
 
 def _parse_row(line: bytes) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from dstrain.config.schema import WandbConfig
-from dstrain.errors import UsageError, mask_passwords
+from dstrain.errors import EXIT_STOPPED, UsageError, mask_passwords
 from dstrain.report.run_log import Row
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,6 @@ GRACE_SECONDS = 10.0
 """How much longer before its processes are killed."""
 FLUSH_SECONDS = 0.5
 """Rows older than this are in the file."""
-EXIT_STOPPED = 75
 
 
 class WandbSink:

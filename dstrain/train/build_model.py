@@ -10,8 +10,8 @@ import torch
 from dstrain.config import RunConfig
 from dstrain.models.adapters.lora import add_adapters
 from dstrain.models.params.freeze import freeze
+from dstrain.models.params.zero3 import full_numel
 from dstrain.models.weights.init_weights import load_init
-from dstrain.models.zero3 import full_numel
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task
 from dstrain.tasks.common.losses import disable_dropout_in_model, unwrap_peft

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,15 +16,16 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from dstrain.cache_dir import atomic_write_text, cache_root, hash_key, partial_path
+from dstrain.cache_dir import cache_root, hash_key
 from dstrain.data.cache.dataset import TokenizedDataset
 from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.loading.loader import iter_batches
 from dstrain.data.loading.sampler import sort_longest_first, split_for_rank
 from dstrain.distributed.world import World
 from dstrain.errors import DataError, TaskError
+from dstrain.files import atomic_write
+from dstrain.models.params.zero3 import is_zero3, zero3_init
 from dstrain.models.weights.fingerprint import weights_fingerprint
-from dstrain.models.zero3 import is_zero3, zero3_init
 from dstrain.tasks import Task, make_task
 from dstrain.train.build_model import with_training_dtype
 from dstrain.train.engine.inference import ForwardEngine
@@ -177,14 +177,11 @@ def _read_columns(folder: Path, first_row: int, store: TokenStore) -> OutputColu
 def _write_columns(folder: Path, first_row: int, columns: OutputColumns, cache_key: Mapping[str, Any]) -> None:
     """Whole or not at all. Raises DataError where the cache cannot be written."""
     final = folder / f"rows-{first_row:08d}.npz"
-    partial = partial_path(final)
     try:
-        atomic_write_text(folder / "key.json", json.dumps(cache_key, indent=1))
-        with partial.open("wb") as file:
-            np.savez(file, **columns)  # type: ignore[arg-type]  # its stub takes a column for a flag
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, final)
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write(folder / "key.json", json.dumps(cache_key, indent=1))
+        # numpy's stub takes a column for a flag
+        atomic_write(final, lambda file: np.savez(file, **columns), sync=True)  # type: ignore[arg-type]
     except OSError as error:
         raise DataError(
             f"{folder} cannot be written ({error.strerror}); set DSTRAIN_CACHE to another folder"

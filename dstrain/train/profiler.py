@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from dstrain.config.schema import ProfileConfig
-from dstrain.models.zero3 import full_numel
-from dstrain.train.engine.deepspeed import Engine
+from dstrain.models.params.zero3 import full_numel
+from dstrain.train.engine.base import Engine
+from dstrain.units import format_count
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +99,7 @@ class StepProfiler:
         device, rank = self._engine.world.device, self._engine.world.rank
         wanted: list[tuple[str, Callable[[], Recorder]]] = []
         if rank == 0:
-            wanted.append(("flops.txt", lambda: FlopsTable(self._engine, step)))
+            wanted.append(("flops.txt", lambda: FlopsTable(self._engine.train_module, step)))
         if with_memory and device.type == "cuda":
             wanted.append(("memory-rank-{rank:05d}-steps-{first}-{last}.pickle", MemoryHistory))
         wanted.append(("trace-rank-{rank:05d}-steps-{first}-{last}.json.gz", lambda: Trace(device, with_memory)))
@@ -148,53 +152,106 @@ class MemoryHistory:
 
 
 class FlopsTable:
-    """DeepSpeed's table of modules: parameters, operations and time of one forward pass of one micro-batch."""
+    """Table of modules: parameters, floating point operations and time of one forward pass of one micro-batch.
 
-    def __init__(self, engine: Any, step: int) -> None:
-        from deepspeed.profiling.flops_profiler import profiler
+    Operations are counted by torch's FlopCounterMode. It knows matrix products, convolutions and attention.
+    """
 
-        objective, self._step = engine.objective, step
-        self._profiler = profiler.FlopsProfiler(objective, getattr(engine, "engine", None))
-        with _skip_count_errors(profiler):
-            self._profiler.start_profile()
-        for module in objective.modules():  # DeepSpeed counts what a shard holds, at stage 3 nothing
-            module.__params__ = sum(full_numel(parameter) for parameter in module.parameters())
-        # The first forward pass alone: recomputation in the backward pass would count as a second one.
-        self._first_pass_hook = objective.register_forward_hook(lambda *_: _with_fallback(self._stop, None)())
+    def __init__(self, module: torch.nn.Module, step: int) -> None:
+        self._module, self._step = module, step
+        self._counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+        self._totals: dict[torch.nn.Module, _ModuleTotals] = {}
+        self._open: list[tuple[float, int]] = []
+        """(start time, operations before) of each module whose forward pass is running, outermost first."""
+        # Before the others, so that the counter is there when the first of them asks for its total.
+        self._hooks = [module.register_forward_pre_hook(self._start_counter, prepend=True)]
+        for child in module.modules():
+            self._hooks.append(child.register_forward_pre_hook(self._enter_module))
+            self._hooks.append(child.register_forward_hook(self._leave_module, always_call=True))
+        # Only the first forward pass: recomputation in the backward pass would count as a second one.
+        self._hooks.append(module.register_forward_hook(lambda *_: self._stop(), always_call=True))
 
     def write(self, path: Path) -> None:
+        """Write the table as text."""
         self._stop()
-        try:
-            with path.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
-                self._profiler.print_model_profile(profile_step=self._step)
-        finally:
-            self._profiler.end_profile()
+        rows = [("module", "class", "parameters", "FLOPs", "seconds")]
+        for name, child in self._module.named_modules():
+            if (total := self._totals.get(child)) is None:
+                continue  # it was not called: a container such as ModuleList, or a layer that the task leaves out
+            size = sum(full_numel(parameter) for parameter in child.parameters())  # under ZeRO-3 of all shards
+            label = "  " * (name.count(".") + bool(name)) + (name.rpartition(".")[2] or "(all)")
+            numbers = format_count(size), format_count(total.flops), f"{total.seconds:.4f}"
+            rows.append((label, type(child).__name__, *numbers))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [f"One forward pass of one micro-batch on rank 0 at step {self._step}", ""]
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+            cells += [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+            lines.append("  ".join(cells))
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def _start_counter(self, *_: Any) -> None:
+        self._counter.__enter__()
+
+    def _enter_module(self, *_: Any) -> None:
+        self._open.append((self._read_clock(), self._counter.get_total_flops()))
+
+    def _leave_module(self, module: torch.nn.Module, *_: Any) -> None:
+        start, flops = self._open.pop()
+        totals = self._totals.setdefault(module, _ModuleTotals())
+        totals.seconds += self._read_clock() - start
+        totals.flops += self._counter.get_total_flops() - flops
+
+    def _read_clock(self) -> float:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # kernels run after the call that queued them has returned
+        return time.perf_counter()
 
     def _stop(self) -> None:
-        self._first_pass_hook.remove()
-        self._profiler.stop_profile()
+        if not self._hooks:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._counter.mode is not None:
+            self._counter.__exit__(None, None, None)
 
 
-@contextlib.contextmanager
-def _skip_count_errors(profiler: Any) -> Iterator[None]:
-    """Inside, DeepSpeed patches torch so that a call it cannot count is not counted.
+@dataclass
+class _ModuleTotals:
+    """Totals of a module over its calls in one forward pass, its submodules included."""
 
-    Its counting functions know most arguments by place only, and would raise within the model's forward pass.
+    seconds: float = 0.0
+    flops: int = 0
+
+
+def _count_cpu_attention(
+    query_shape: Sequence[int], key_shape: Sequence[int], value_shape: Sequence[int], *_: Any, **__: Any
+) -> int:
+    """Return operations of the two matrix products; shapes are (B, heads, L or S, width)."""
+    batch, heads, length, width = query_shape
+    return 2 * batch * heads * length * key_shape[2] * (width + value_shape[3])
+
+
+def _or_zero(formula: Callable[..., int]) -> Callable[..., int]:
+    """Return a formula of torch's table that counts 0 for shapes it does not know.
+
+    They raise for some valid calls, such as attention with fewer key heads than query heads, and they
+    are called in the middle of the model's forward pass: the run would stop.
     """
-    wrap, hooks = profiler.wrapFunc, profiler.MODULE_HOOK_MAPPING
-    profiler.wrapFunc = lambda function, count: wrap(function, _with_fallback(count, (0, 0)))
-    profiler.MODULE_HOOK_MAPPING = {kind: _with_fallback(hook, None) for kind, hook in hooks.items()}
-    try:
-        yield
-    finally:
-        profiler.wrapFunc, profiler.MODULE_HOOK_MAPPING = wrap, hooks
 
-
-def _with_fallback(function: Callable[..., Any], fallback: Sequence[int] | None) -> Callable[..., Any]:
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def count(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         try:
-            return function(*args, **kwargs)
+            return formula(*args, out_val=out_shape, **kwargs)
         except Exception:
-            return fallback
+            return 0
 
-    return wrapper
+    return count
+
+
+# Higher-order operators (flex_attention) have no overloads and take tensors, not shapes: their formulas stay.
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **{op: _or_zero(formula) for op, formula in flop_registry.items() if hasattr(op, "overloads")},
+    # torch 2.13 has formulas of the attention kernels for GPUs only (torch/utils/flop_counter.py).
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_cpu_attention,
+}

@@ -23,14 +23,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dstrain.cache_dir import cache_root, host_id
+from dstrain.cache_dir import cache_root
 from dstrain.data.cache.token_store import check_images_once
-from dstrain.distributed.collective_log import find_connection_error
-from dstrain.distributed.world import rendezvous_over_store
-from dstrain.errors import DstrainError, PeerFailureError, UsageError, one_line
+from dstrain.distributed.connection_errors import find_connection_error
+from dstrain.distributed.store import rendezvous_over_store
+from dstrain.errors import EXIT_FAILED, EXIT_USAGE, DstrainError, PeerFailureError, UsageError, first_names, one_line
+from dstrain.files import host_id
 from dstrain.launch.command import PORT_FILE_ENV, describe_port_owner
+from dstrain.launch.multihost.versions import hash_source_tree, iter_version_diffs, read_package_versions
 from dstrain.launch.topology import Worker
-from dstrain.launch.versions import hash_source_tree, iter_version_diffs, read_package_versions
 from dstrain.train.health.rank_status import call_with_timeout
 from dstrain.train.health.signals import StoppedBySignal
 
@@ -52,7 +53,8 @@ class Rendezvous:
 
     def __init__(self, worker: Worker, timeout: timedelta) -> None:
         """Opens nothing yet: MASTER_ADDR and MASTER_PORT have to be in the environment on entering."""
-        self.rank, self.world_size = worker.rank, worker.world_size
+        self.rank, self.size = worker.rank, worker.world_size
+        self._num_gathers = 0
         self._timeout = timeout
         self._store: Any = None
         self._members: list[dict[str, Any]] = []
@@ -67,7 +69,7 @@ class Rendezvous:
         return self._store
 
     def __enter__(self) -> Self:
-        if self.world_size == 1:
+        if self.size == 1:
             return self
         own: dict[str, Any] = {"host": socket.gethostname(), "place": f"{host_id()} {os.path.realpath(cache_root())}"}
         own["software"] = read_package_versions() | {CODE_DIGEST_KEY: hash_source_tree()}
@@ -123,7 +125,7 @@ class Rendezvous:
                 return
             with self._translate_store_errors():
                 self._store.add(_store_key("ready"), 1)
-                self._wait_until(lambda: self._store.add(_store_key("ready"), 0) >= self.world_size)
+                self._wait_until(lambda: self._store.add(_store_key("ready"), 0) >= self.size)
         except BaseException as cause:
             self._report_failure(cause)
             raise
@@ -150,6 +152,19 @@ class Rendezvous:
             with self._translate_store_errors():
                 self._set_key(f"data/{self.rank}", json.dumps(sorted(checked)))
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's JSON value, by rank, on every rank. Collective.
+
+        A rank that is still busy is waited for while its heartbeat counts. Raises PeerFailureError.
+        """
+        if self._store is None:
+            return [value]
+        kind, self._num_gathers = f"gather/{self._num_gathers}", self._num_gathers + 1
+        with self._translate_store_errors():
+            self._set_key(f"{kind}/{self.rank}", json.dumps(value))
+            self._wait_until(lambda: self._store.check(self._rank_keys(kind)))
+            return [json.loads(content) for content in self._store.multi_get(self._rank_keys(kind))]
+
     def _send_heartbeats(self) -> None:
         """In a thread: say that this rank lives, and hear of another's failure."""
         count = 0
@@ -170,7 +185,7 @@ class Rendezvous:
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
         """Until `done`. Raises where another rank failed, or where its heartbeat stands still."""
         limit, look_at = self._timeout.total_seconds(), 0.0
-        seen = [("", time.monotonic())] * self.world_size
+        seen = [("", time.monotonic())] * self.size
         while not is_done():
             if self._failure is not None:
                 raise self._to_exception(self._failure)
@@ -180,7 +195,7 @@ class Rendezvous:
                 seen = [(beat, now if beat != last else since) for beat, (last, since) in zip(beats, seen, strict=True)]
                 silent = [self._describe_rank(rank) for rank, (_, since) in enumerate(seen) if now - since > limit]
                 if silent:
-                    names = f"{', '.join(silent[:8])}{' and others' * (len(silent) > 8)}"
+                    names = first_names(silent, 8)
                     raise PeerFailureError(
                         ACTION, f"{names} gave no sign of life for {limit:g} s (timeout_minutes)", FIX_HINT
                     )
@@ -199,7 +214,7 @@ class Rendezvous:
             return
         known = isinstance(error, DstrainError)
         text = str(error) if known else one_line(f"{type(error).__name__}: {error}")
-        told = {"rank": self.rank, "exit": getattr(error, "exit_code", 1), "error": text[:4000]}
+        told = {"rank": self.rank, "exit": getattr(error, "exit_code", EXIT_FAILED), "error": text[:4000]}
         if isinstance(error, PeerFailureError):
             told["error"] = text.removeprefix(f"{error.phase}: ").removesuffix(f"; {error.fix}")
         if isinstance(error, StoppedBySignal):
@@ -210,10 +225,7 @@ class Rendezvous:
             self._set_key("failed", json.dumps(told | {"lost": isinstance(error, PeerFailureError)}))
             self._store.add(_store_key("failures"), 1)
             while not self._stop_event.is_set():
-                if (
-                    self._store.add(_store_key("heard"), 0) + self._store.add(_store_key("failures"), 0)
-                    >= self.world_size
-                ):
+                if self._store.add(_store_key("heard"), 0) + self._store.add(_store_key("failures"), 0) >= self.size:
                     return
                 time.sleep(0.05)
 
@@ -228,13 +240,13 @@ class Rendezvous:
             if failure.get("lost")
             else f"{self._describe_rank(failure['rank'])} failed: {failure['error']}"
         )
-        return UsageError(what) if failure["exit"] == UsageError.exit_code else PeerFailureError(ACTION, what, FIX_HINT)
+        return UsageError(what) if failure["exit"] == EXIT_USAGE else PeerFailureError(ACTION, what, FIX_HINT)
 
     def _describe_rank(self, rank: int) -> str:
         return f"rank {rank} on {self._members[rank]['host']}"
 
     def _rank_keys(self, kind: str) -> list[str]:
-        return [_store_key(f"{kind}/{rank}") for rank in range(self.world_size)]
+        return [_store_key(f"{kind}/{rank}") for rank in range(self.size)]
 
     def _set_key(self, name: str, value: str) -> None:
         self._store.set(_store_key(name), value)

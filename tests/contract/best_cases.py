@@ -17,8 +17,8 @@ from dstrain.errors import CheckpointError
 from dstrain.launch.topology import Worker
 from dstrain.preset import Device
 from dstrain.train.plan import make_plan
+from dstrain.train.resume.recorded import ResumeOptions
 from dstrain.train.run import Run
-from dstrain.train.run_dir import ResumeOptions
 from dstrain.train.setup import build_run, with_reference_outputs
 from tests.parity.cases import weights, world
 from tests.resume.cases import run

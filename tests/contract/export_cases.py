@@ -27,17 +27,17 @@ from dstrain.commands.trained_model import ModelSelector, load_trained_model
 from dstrain.config import dump_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.distributed.world import SingleProcessWorld
-from dstrain.models.model_copy import save_base_config
-from dstrain.models.params.freeze import build_param_groups
+from dstrain.models.base_config import save_base_config
+from dstrain.models.params.groups import build_param_groups
+from dstrain.models.params.zero3 import is_zero3, zero3_init
 from dstrain.models.weights.fingerprint import weights_fingerprint
-from dstrain.models.zero3 import is_zero3, zero3_init
 from dstrain.preset import Device
 from dstrain.tasks import find_task, make_task
 from dstrain.train import precompute_reference
 from dstrain.train.build_model import build_model
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
-from dstrain.train.engine.deepspeed import TorchEngine
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.engine.module import TrainModule
+from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.state.files import CheckpointReader, write_state
 from tests.parity.cases import ds_config, move, weights, world
 from tests.resume.cases import run
@@ -83,7 +83,7 @@ def make_run(folder: Path, task: str, changes: dict[str, Any] | None = None, pre
     groups = build_param_groups(model, made.recipe.optim)
     engine = TorchEngine(TrainModule(made, model), groups, made.recipe.optim, torch.device("cpu"))
     record = {"base": weights_fingerprint(made.recipe.model, made.recipe.seed)} if made.recipe.model.lora else {}
-    checkpoints = CheckpointManager(folder=folder / "run/checkpoints", world=SingleProcessWorld())
+    checkpoints = CheckpointStore(folder=folder / "run/checkpoints", world=SingleProcessWorld())
     checkpoints.save(
         lambda path: write_state(path, engine.state_files(), engine.state_metadata()), Progress(1, 4), record
     )

@@ -23,8 +23,9 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import UsageError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
-from dstrain.train.run_dir import ResumeOptions, write_run_config
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
+from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.run_dir import write_run_config
 from dstrain.train.state.hashed_file import write_hashed_file
 
 Folder = Path
@@ -168,7 +169,7 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "a variable with a blank": (sets("launch.env=['A B']"), ["--set launch.env.0", "name of an environment variable, or NAME=value"]),
     "a password in a URL in the recipe": (sets("launch.env=['HTTPS_PROXY=http://me:abc123@proxy:1']"), ["--set launch.env.0", "is 'HTTPS_PROXY=...', but", "a URL with a password", "write the name alone, and set it where you launch"]),
     "a secret in the recipe": (sets("launch.env=[WANDB_API_KEY=abc123]"), ["--set launch.env.0", "is 'WANDB_API_KEY=...', but", "write the name alone, and set it where you launch"]),
-    "a host given up at once": (sets("launch.silence_seconds=1"), ["--set launch.silence_seconds", "greater than or equal to 3", "raise it"]),
+    "a host given up at once": (sets("launch.heartbeat_timeout_seconds=1"), ["--set launch.heartbeat_timeout_seconds", "greater than or equal to 3", "raise it"]),
     "a grace before the signal": (sets("launch.grace_seconds=-1"), ["--set launch.grace_seconds", "greater than or equal to 0"]),
     "a dropout of 2": (sets("model.lora={dropout: 2}"), ["--set model.lora.dropout", "less than 1", "lower it"]),
     "adapters that are scaled away": (sets("model.lora={alpha: 0}"), ["--set model.lora.alpha", "greater than 0"]),
@@ -487,7 +488,7 @@ def test_what_only_a_worker_sees_is_said_before_any_process_group(wrong: str, fo
 @pytest.mark.parametrize(
     ("changes", "resume", "wanted"),
     [
-        ([], ResumeOptions("nowhere"), r"--resume nowhere: holds no whole checkpoint"),
+        ([], ResumeOptions("nowhere"), r"--resume nowhere: holds no complete checkpoint"),
         (
             ["optim.lr=1"],
             ResumeOptions(),
@@ -500,7 +501,7 @@ def test_a_run_goes_on_only_as_it_was_begun(
     changes: list[str], resume: ResumeOptions, wanted: str, folder: Path
 ) -> None:
     write_run_config(folder / "run", resolve_recipe(TrainRequest(recipe=RECIPE)).config, {}, {})
-    kept = CheckpointManager(folder=folder / "run/checkpoints", world=SingleProcessWorld())
+    kept = CheckpointStore(folder=folder / "run/checkpoints", world=SingleProcessWorld())
     kept.save(
         lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), {"zero_stage": 2}, None
     )

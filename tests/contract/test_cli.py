@@ -19,7 +19,7 @@ from dstrain.config import read_recipe
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import builtin_tasks, find_task, task_options
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.state.hashed_file import write_hashed_file
 from tests.vocabulary import invoke
 
@@ -226,7 +226,7 @@ def test_data_check_of_images_says_what_training_says(tmp_path: Path) -> None:
 
 
 def test_checkpoints_tells_whole_from_damaged(tmp_path: Path) -> None:
-    kept = CheckpointManager(folder=tmp_path / "checkpoints", world=SingleProcessWorld(), best_mode="max")
+    kept = CheckpointStore(folder=tmp_path / "checkpoints", world=SingleProcessWorld(), best_mode="max")
     for step, metric in ((10, 0.9), (20, 0.4)):
         kept.save(
             lambda folder: {"w.dat": write_hashed_file(folder / "w.dat", b"x" * 100)},

@@ -25,7 +25,7 @@ from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task, make_task
 from dstrain.train.plan import make_plan
 from dstrain.train.precompute_reference import ReferenceJob, build_cache_key
-from dstrain.train.run_dir import ResumeOptions
+from dstrain.train.resume.recorded import ResumeOptions
 from tests.contract.test_evaluate import start
 from tests.vision_recipes import picture
 from tests.vocabulary import invoke, read_jsonl, write_recipe

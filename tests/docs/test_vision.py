@@ -17,7 +17,8 @@ import pytest
 from dstrain.commands.recipe_args import RECIPES_DIR, TrainRequest, resolve_recipe
 from dstrain.config import read_recipe
 from dstrain.models.load import read_config
-from dstrain.models.params.freeze import freeze, summarize_components
+from dstrain.models.params.freeze import freeze
+from dstrain.models.params.summary import summarize_components
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.vlm import TINY_CONFIG
 from tests.vocabulary import invoke, read_jsonl
@@ -52,7 +53,7 @@ def test_a_recipe_filled_in_trains_the_parts_it_names(name: str, tmp_path: Path)
     task.check()
     model = task.build_model()
     freeze(model, task.recipe.model.freeze)
-    learning = {part.part for part in summarize_components(model, task.recipe.optim) if part.trained}
+    learning = {one.component for one in summarize_components(model, task.recipe.optim) if one.num_trainable}
     assert learning == LEARNING[name]
 
 

@@ -17,14 +17,15 @@ from dstrain.batch import Batch
 from dstrain.config import BatchPlan, RunConfig
 from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import SingleProcessWorld, World
-from dstrain.models.params.freeze import build_param_groups
+from dstrain.models.params.groups import build_param_groups
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
 from dstrain.train import ds_config as settings
-from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
+from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.engine.module import TrainModule
 from dstrain.train.engine.optimizers import make_optimizer
+from dstrain.train.engine.torch import TorchEngine
 from tests.parity.cases import weights, world
 from tests.save_and_load import go_on, keep
 

@@ -7,10 +7,10 @@ from typing import Any
 from transformers import AutoModelForImageTextToText
 
 from dstrain.config.schema import ModelConfig
-from dstrain.models.components import components_by_id
 from dstrain.models.load import load_model, read_config
+from dstrain.models.params.components import components_by_id
+from dstrain.models.params.zero3 import zero3_init
 from dstrain.models.reward_model import AutoRewardModel
-from dstrain.models.zero3 import zero3_init
 from tests.parity.cases import ds_config, weights, world
 
 

@@ -21,8 +21,8 @@ from dstrain.batch import Batch
 from dstrain.config import BatchPlan, RunConfig
 from dstrain.errors import CheckpointError
 from dstrain.models.load import load_model, read_config
-from dstrain.models.params.freeze import build_param_groups
-from dstrain.models.zero3 import full_numel, zero3_init
+from dstrain.models.params.groups import build_param_groups
+from dstrain.models.params.zero3 import full_numel, zero3_init
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
@@ -152,7 +152,7 @@ def mark(made: DeepSpeedEngine) -> None:
 
     model, noise = made.train_module.model, torch.Generator().manual_seed(7)
     for parameter in model.parameters():
-        if parameter.requires_grad or made.train_module.has_adapters:
+        if parameter.requires_grad or made.train_module.stored_model.adapters_only:
             continue
         with torch.no_grad(), _gathered(deepspeed, parameter, 0):
             parameter.add_(torch.randn(parameter.shape, generator=noise).to(parameter), alpha=0.05)

@@ -83,7 +83,7 @@ def test_a_damaged_checkpoint_is_passed_over(recipe: str, tmp_path: Path, two: W
     again = two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"))
     assert [result["code"] for result in again] == [0, 0]
     assert read_events(tmp_path / "broken", "resumed")[0]["step"] == 4
-    assert "sha256" in read_events(tmp_path / "broken", "checkpoint_passed_over")[0]["why"]
+    assert "sha256" in read_events(tmp_path / "broken", "checkpoint_skipped")[0]["why"]
     assert metric_rows(tmp_path / "broken") == metric_rows(tmp_path / "whole")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from dstrain.data.limited_process import ResourceLimits, run_limited
 from dstrain.errors import PresetError, RecipeError, UsageError
-from dstrain.models.checks.hub_code import find_hub_code
+from dstrain.models.folder.hub_code import find_hub_code
 from dstrain.preset import Preset, check_ds_config
 
 FORWARD_KEYS = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "communication_data_type")

@@ -16,6 +16,16 @@ from dstrain.errors import RunError
 Collate = Callable[[list[Any]], Batch]
 
 
+@dataclass(frozen=True)
+class Step:
+    """The data of one optimizer step."""
+
+    batches: list[Batch]
+    """The micro-batches of this rank, as many as on every other rank."""
+    num_samples: int
+    """Samples of the step over all ranks."""
+
+
 @dataclass(kw_only=True)
 class Loader:
     """This rank's batches of every step, in the plan's order."""
@@ -33,14 +43,14 @@ class Loader:
     """Page-locked memory, where there is a GPU to copy to."""
     _wait_seconds: float = field(default=0.0, init=False)
 
-    @property
-    def samples_per_step(self) -> int:
-        return self.sampler.samples_per_step
+    def epoch_at(self, consumed_samples: int) -> float:
+        """Return passes over the data after so many samples."""
+        return self.sampler.epoch_at(consumed_samples)
 
-    def iter_steps(self, consumed_samples: int) -> Iterator[list[Batch]]:
-        """The micro-batches of each step after `samples` samples, to the end of the plan.
+    def iter_steps(self, consumed_samples: int) -> Iterator[Step]:
+        """Yield this rank's batches of each step after the consumed samples, to the end of the plan.
 
-        Closing the iterator stops the threads.
+        Closing the iterator stops the threads. Raises RunError for samples that cannot be collated.
         """
         if not self.workers:
             while (ids := self.sampler.step_ids(consumed_samples)).size:
@@ -51,7 +61,7 @@ class Loader:
                 ]
                 self._wait_seconds += time.perf_counter() - began
                 consumed_samples += len(ids)
-                yield batches
+                yield Step(batches, len(ids))
             return
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="dstrain-loader")
         try:
@@ -59,19 +69,21 @@ class Loader:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _prefetch_steps(self, pool: ThreadPoolExecutor, consumed_samples: int) -> Iterator[list[Batch]]:
-        queue: deque[list[Future[Batch]]] = deque()
+    def _prefetch_steps(self, pool: ThreadPoolExecutor, consumed_samples: int) -> Iterator[Step]:
+        queue: deque[tuple[list[Future[Batch]], int]] = deque()
         while True:
             while len(queue) <= max(self.prefetch, 0) and (ids := self.sampler.step_ids(consumed_samples)).size:
                 mine = self._rank_micro_batches(consumed_samples)
-                queue.append([pool.submit(self._make_batch, share, int(ids[0]), places) for share, places in mine])
+                futures = [pool.submit(self._make_batch, share, int(ids[0]), places) for share, places in mine]
+                queue.append((futures, len(ids)))
                 consumed_samples += len(ids)
             if not queue:
                 return
             began = time.perf_counter()
-            batches = [future.result() for future in queue.popleft()]
+            futures, num_samples = queue.popleft()
+            batches = [future.result() for future in futures]
             self._wait_seconds += time.perf_counter() - began
-            yield batches
+            yield Step(batches, num_samples)
 
     def _rank_micro_batches(self, consumed_samples: int) -> Iterator[tuple[list[int], list[int]]]:
         """This rank's ids of each micro-batch, and their places in the run's order."""

@@ -7,11 +7,9 @@ CACHE/ab/abcd….png            what is kept of the image whose file has this sh
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import threading
-import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -22,6 +20,7 @@ from dstrain.data.formats.messages import BadRecord
 from dstrain.data.sources.base import display_path
 from dstrain.data.vision.image_io import decode_image, read_content, read_image, resolve_image
 from dstrain.errors import DataError
+from dstrain.files import atomic_write
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -292,13 +291,5 @@ def _read_cached_copy(copy: Path) -> Image | None:
 
 def _write_copy(image: Image, copy: Path) -> None:
     """Write the PNG whole or not at all, whoever else writes it too."""
-    file = io.BytesIO()
-    image.save(file, "PNG", compress_level=1)
     copy.parent.mkdir(parents=True, exist_ok=True)
-    partial = copy.with_name(f"{copy.name}.{uuid.uuid4().hex}.partial")
-    try:
-        partial.write_bytes(file.getbuffer())
-        os.replace(partial, copy)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    atomic_write(copy, lambda file: image.save(file, "PNG", compress_level=1))

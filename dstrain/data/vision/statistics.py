@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from dstrain.cache_dir import atomic_write_text, hash_key
+from dstrain.cache_dir import hash_key
 from dstrain.data.formats.image_placeholders import RecordWithImages
 from dstrain.data.formats.messages import BadRecord
 from dstrain.data.sources.open import Source
 from dstrain.data.vision.image_io import read_image, resolve_image
 from dstrain.errors import DataError
+from dstrain.files import atomic_write
 
 ParseRecord = Callable[[dict[str, Any]], RecordWithImages[Any]]
 MAX_IMAGES = 10_000
@@ -45,7 +46,8 @@ def compute_image_stats(
         )
     mean, std = _mean_and_std(counts)
     made = {"mean": mean.round(6).tolist(), "std": std.round(6).tolist()}
-    atomic_write_text(place, json.dumps(made))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(place, json.dumps(made))
     return made["mean"], made["std"]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dstrain.errors import Fault, RecipeError
-from dstrain.models.zero3 import gathered, is_source_rank
+from dstrain.models.params.zero3 import gathered, is_source_rank
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dstrain.config.schema import ModelConfig, RunConfig
-from dstrain.errors import DataError, Fault, RecipeError
-from dstrain.models.adapters.folder import Adapter, check_adapter, read_adapter
-from dstrain.models.checks.config_json import is_bidirectional
+from dstrain.errors import MAX_NAMES, DataError, Fault, RecipeError, first_names
+from dstrain.models.adapters.load import check_adapter
 from dstrain.models.checks.max_positions import check_positions, rope_length_warning
 from dstrain.models.checks.preflight import bidirectional_fault
-from dstrain.models.params.freeze import check_freeze_and_groups, freeze, trains_on_text
-from dstrain.models.weights.check_keys import (
-    MAX_NAMES,
+from dstrain.models.folder.adapter_config import Adapter, read_adapter
+from dstrain.models.folder.model_types import is_bidirectional
+from dstrain.models.params.freeze import freeze, trains_on_text
+from dstrain.models.params.groups import check_freeze_and_groups
+from dstrain.models.weights.init_weights import check_init
+from dstrain.models.weights.load_report import (
     LoadReport,
     build_load_report,
-    first_names,
     is_head_key,
     shape_fault,
 )
-from dstrain.models.weights.init_weights import check_init
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dstrain.errors import Fault, RecipeError
-from dstrain.models.components import components_by_id
+from dstrain.models.params.components import components_by_id
 
 if TYPE_CHECKING:
     import torch

@@ -11,11 +11,12 @@ from typing import Any
 
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import Fault, RecipeError, suggest_name
-from dstrain.models.adapters.folder import CONFIG_FILE as ADAPTER_CONFIG
-from dstrain.models.adapters.folder import read_adapter
-from dstrain.models.checks.config_json import is_bidirectional, max_learned_positions
-from dstrain.models.checks.hub_code import check_hub_code
-from dstrain.models.load import find_tokenizer_files
+from dstrain.models.folder.adapter_config import CONFIG_FILE as ADAPTER_CONFIG
+from dstrain.models.folder.adapter_config import read_adapter
+from dstrain.models.folder.hub_code import check_hub_code
+from dstrain.models.folder.location import is_local_path
+from dstrain.models.folder.model_types import is_bidirectional, max_learned_positions
+from dstrain.models.folder.tokenizer_files import find_tokenizer_files, find_tokenizer_folder
 from dstrain.models.weights.check_files import check_weight_files
 
 GENERATION_TASKS = ("sft", "dpo", "kto", "vlm")
@@ -81,9 +82,8 @@ def _check_weights(model: ModelConfig) -> list[Fault]:
 def _read_config(name: str, key: str) -> dict[str, Any] | list[Fault] | None:
     """The config.json of a local folder; faults where it cannot be read; None for a hub id."""
     folder = Path(name).expanduser()
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if not os.path.isdir(folder):
-        if not looks_local and not os.path.exists(folder):
+        if not is_local_path(name) and not os.path.exists(folder):
             return None
         problem = "is a file, not a folder" if os.path.exists(folder) else "is no folder"
         return [Fault(key, f"'{name}' {problem}", f"give an existing folder or a hub id (we are in {Path.cwd()})")]
@@ -211,12 +211,6 @@ def _check_tokenizer(model: ModelConfig) -> list[Fault]:
     if model.tokenizer is not None:
         return _check_tokenizer_files(model.tokenizer, "model.tokenizer") if isinstance(model.tokenizer, str) else []
     return _check_tokenizer_files(find_tokenizer_folder(model.path) or "", "model.path")
-
-
-def find_tokenizer_folder(path: str | None) -> str | None:
-    """Where the tokenizer of model.path lies: of an adapter, in its own folder, else in that of its base."""
-    adapter = read_adapter(path)
-    return path if adapter is None or find_tokenizer_files(adapter.folder) else adapter.base_model
 
 
 def _check_tokenizer_files(name: str, key: str) -> list[Fault]:

@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from dstrain.models.heads.head_input import HeadRecorder, LazyLogits
+from dstrain.models.heads.lazy_logits import HeadRecorder, LazyLogits
 
 MAX_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
 """Size of the fp32 logits that are held at once. Each chunk costs the host of a GPU about 0.4 ms: fewer are made there."""

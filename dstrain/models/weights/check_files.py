@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError
-from dstrain.models.adapters.folder import resolve_base_model
+from dstrain.models.folder.adapter_config import resolve_base_model
 from dstrain.models.weights.files import find_file_problem, open_tensors, read_shard_index
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from dstrain.cache_dir import file_digest, file_state
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError
-from dstrain.models.adapters.folder import read_adapter
+from dstrain.models.folder.adapter_config import read_adapter
 from dstrain.models.weights.files import find_init_files
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.errors import Fault, RecipeError
+from dstrain.errors import Fault, RecipeError, first_names
+from dstrain.models.params.zero3 import assign, full_shape
 from dstrain.models.weights.files import INIT_KEY, LazyTensor, find_init_files, open_tensors
 from dstrain.models.weights.key_matching import diff_prefix, match_keys
-from dstrain.models.zero3 import assign, full_shape
 
 if TYPE_CHECKING:
     import torch
 
-MAX_NAMES_IN_EVENT, MAX_NAMES_IN_MESSAGE = 50, 3
+MAX_NAMES_IN_EVENT = 50
 SHAPE_SETTINGS = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "num_labels")
 """Settings of transformers' configs that decide shapes."""
 
@@ -60,8 +59,8 @@ class InitReport:
         changes += [f"'{self.added_prefix}' put before them"] if self.added_prefix else []
         said = [f"{self.matched} of {self.total} weights from {Path(self.file).name}"]
         said[0] += f" ({', '.join(changes)})" if changes else ""
-        said += [f"missing: {_first_names(self.missing)}"] if self.missing else []
-        said += [f"unexpected: {_first_names(self.unexpected)}"] if self.unexpected else []
+        said += [f"missing: {first_names(self.missing)}"] if self.missing else []
+        said += [f"unexpected: {first_names(self.unexpected)}"] if self.unexpected else []
         return f"{INIT_KEY}: {'; '.join(said)}"
 
 
@@ -134,7 +133,9 @@ def _group_by_target(key_map: Mapping[str, str], canonical_keys: Mapping[str, st
         if target in canonical_keys:
             sources.setdefault(canonical_keys[target], []).append(name)
     if not sources:
-        problem = f"no name in {path} is one of the model's: there {_first_names(key_map)}, here {_first_names(canonical_keys)}"
+        problem = (
+            f"no name in {path} is one of the model's: there {first_names(key_map)}, here {first_names(canonical_keys)}"
+        )
         raise RecipeError(Fault(INIT_KEY, problem, "give weights of a model of this kind"))
     return sources
 
@@ -183,8 +184,3 @@ def _check_tied(tensors: Mapping[str, LazyTensor], sources: Mapping[str, list[st
                 problem = f"'{names[0]}' and '{name}' differ in {path}, and in the model they are tied"
                 mend = "set tie_word_embeddings to false in the model's config, or take one of them out of the file"
                 raise RecipeError(Fault(INIT_KEY, problem, mend))
-
-
-def _first_names(names: Collection[str]) -> str:
-    more = len(names) - MAX_NAMES_IN_MESSAGE
-    return (", ".join(islice(names, MAX_NAMES_IN_MESSAGE)) or "nothing") + (f" and {more} more" if more > 0 else "")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrain.errors import CheckpointError
+from dstrain.models.params.zero3 import assign, full_shape
 from dstrain.models.weights.files import open_tensors
-from dstrain.models.zero3 import assign, full_shape
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig, RunConfig
-from dstrain.models.load import check_local_folder
+from dstrain.models.folder.location import check_local_folder
 from dstrain.tasks.common.task import ReferenceKind
 from dstrain.tasks.common.text import TextTask
 

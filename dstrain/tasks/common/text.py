@@ -26,9 +26,10 @@ from dstrain.data.vision.processor import VisionProcessor
 from dstrain.data.vision.statistics import compute_image_stats
 from dstrain.errors import DataError, Fault, RecipeError
 from dstrain.launch.threads import count_available_cores
-from dstrain.models.adapters.folder import load_adapters
+from dstrain.models.adapters.load import load_adapters
 from dstrain.models.checks.compatibility import ModelValidator, check_trains_on_text
-from dstrain.models.checks.preflight import check_model, find_tokenizer_folder
+from dstrain.models.checks.preflight import check_model
+from dstrain.models.folder.tokenizer_files import find_tokenizer_folder
 from dstrain.models.load import (
     MISSING_MODEL,
     build_meta_model,

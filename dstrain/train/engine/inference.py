@@ -14,7 +14,7 @@ import torch
 
 from dstrain.batch import Batch, StepResult
 from dstrain.distributed.world import World
-from dstrain.models.zero3 import init_deepspeed
+from dstrain.models.params.zero3 import init_deepspeed
 from dstrain.train.engine.module import compute_step_stats, evaluate_batch
 
 

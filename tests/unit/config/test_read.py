@@ -141,3 +141,10 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
 )
 def test_a_number_that_everybody_reads_alike_is_taken(text: str, tmp_path: Path) -> None:
     assert read_recipe(write(tmp_path, f"task: rm\noptions: {{a: {text}}}")).config.options.keys() == {"a"}
+
+
+def test_the_old_name_of_the_heartbeat_timeout_is_read(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("task: rm\nlaunch: {silence_seconds: 7}\n")
+    assert read_recipe(tmp_path / "recipe.yaml").config.launch.heartbeat_timeout_seconds == 7.0
+    with pytest.raises(RecipeError, match="silence_seconds"):
+        read_recipe(tmp_path / "recipe.yaml", ["launch.heartbeat_timeout_seconds=8"])

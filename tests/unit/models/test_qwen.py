@@ -14,7 +14,7 @@ from dstrain.batch import Batch
 from dstrain.data.encoding.text import train_tokenizer
 from dstrain.data.loading.collate import attention_mask, pad
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
-from dstrain.models.components import components_by_id
+from dstrain.models.params.components import components_by_id
 from dstrain.models.processors import is_multimodal
 from dstrain.tasks.common.losses import forward_logits
 from tests.vision_recipes import picture

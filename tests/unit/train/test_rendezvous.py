@@ -67,7 +67,10 @@ def test_a_host_with_other_software_is_refused_on_every_rank(
     def other(value: Any) -> Callable[[], Any]:
         return lambda: (own | {"torch": "1.13.1"} if name == "torch" else "0" * 12) if first() else value
 
-    monkeypatch.setattr(rendezvous, *(("versions", other(own)) if name == "torch" else ("digest", other(own_code))))
+    monkeypatch.setattr(
+        rendezvous,
+        *(("read_package_versions", other(own)) if name == "torch" else ("hash_source_tree", other(own_code))),
+    )
     errors = prepared(3, lambda rank, together: pytest.fail("it prepares"))
     assert {type(error) for error in errors} == {UsageError}
     (said,) = {str(error) for error in errors}
@@ -119,7 +122,7 @@ def test_all_are_interrupted_where_one_is(prepared: Callable[..., list[Any]]) ->
         if rank == 1:
             raise StoppedBySignal("SIGTERM")
 
-    assert [(type(error), error.signal) for error in prepared(3, act)] == [(StoppedBySignal, "SIGTERM")] * 3
+    assert [(type(error), error.signal_name) for error in prepared(3, act)] == [(StoppedBySignal, "SIGTERM")] * 3
 
 
 def test_a_rank_whose_heartbeat_stands_still_is_named(prepared: Callable[..., list[Any]]) -> None:

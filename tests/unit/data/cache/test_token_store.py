@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dstrain.cache_dir import partial_path, remove_stale_partials
 from dstrain.config import RunConfig
 from dstrain.data.cache.bad_record_summary import format_bad_rows
 from dstrain.data.cache.build import (
@@ -27,6 +26,7 @@ from dstrain.data.cache.token_store import BuildReport, cache_root, hash_key, lo
 from dstrain.data.formats.preferences import BadRecord, read_preference
 from dstrain.data.sources.open import BadRow, ConcatSource, open_source
 from dstrain.errors import DataError
+from dstrain.files import partial_path, remove_stale_partials
 from dstrain.tasks import make_task
 
 KEY = {"what": "test", "n": 1}
@@ -218,7 +218,7 @@ def test_partial_folders_of_the_dead_are_removed_and_of_the_living_left(tmp_path
         (folder / "ids.npy").write_bytes(b"")
     for path in (old / "ids.npy", old):
         os.utime(path, (0, time.time() - 25 * 3600))
-    remove_stale_partials(place)
+    remove_stale_partials(place, unowned=True)
     assert [folder.is_dir() for folder in (mine, gone, far, old)] == [True, False, True, False]
 
 

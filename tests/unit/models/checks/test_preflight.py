@@ -15,14 +15,14 @@ import transformers
 
 from dstrain.config.schema import RunConfig
 from dstrain.errors import RecipeError
-from dstrain.models.checks.config_json import (
+from dstrain.models.checks.max_positions import max_positions
+from dstrain.models.checks.preflight import check_model
+from dstrain.models.folder.model_types import (
     BIDIRECTIONAL_TYPES,
     LEARNED_POSITION_TYPES,
     PAD_OFFSET_TYPES,
     max_learned_positions,
 )
-from dstrain.models.checks.max_positions import max_positions
-from dstrain.models.checks.preflight import check_model
 from dstrain.tasks import make_task
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"

@@ -12,7 +12,7 @@ import torch
 from dstrain.config import BatchPlan, RunConfig, read_recipe
 from dstrain.config.schema import OptimConfig
 from dstrain.errors import PresetError, RecipeError
-from dstrain.models.params.freeze import build_param_groups
+from dstrain.models.params.groups import build_param_groups
 from dstrain.models.params.muon import muon_param_ids
 from dstrain.preset import Device, Precision, read_preset
 from dstrain.train.ds_config import resolve_ds_config
@@ -147,7 +147,9 @@ def test_a_group_may_be_left_to_adamw() -> None:
 
 def test_muon_without_a_matrix_is_refused() -> None:
     norms = torch.nn.ModuleDict({"table": torch.nn.Embedding(4, 8), "norm": torch.nn.LayerNorm(8)})
-    with pytest.raises(RecipeError, match="muon finds no hidden matrix that learns, and would be AdamW; write adamw"):
+    with pytest.raises(
+        RecipeError, match="muon finds no trainable hidden matrix, so it would be the same as adamw; write adamw"
+    ):
         build_param_groups(norms, OptimConfig(name="muon"))
 
 

@@ -22,10 +22,10 @@ from dstrain.errors import ResumeError
 from dstrain.launch.topology import Worker
 from dstrain.models.weights import fingerprint as module
 from dstrain.tasks import Task, make_task
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.plan import RunPlan, make_plan
 from dstrain.train.resume.fingerprints import check_fingerprints, fingerprint_weights
-from dstrain.train.run_dir import ResumeOptions
+from dstrain.train.resume.recorded import ResumeOptions
 from dstrain.train.state.hashed_file import write_hashed_file
 from dstrain.train.state.manifest import CheckpointInfo
 from tests.contract.lora_cases import save_base
@@ -53,7 +53,7 @@ def task(path: Path, kind: str = "dpo", lora: bool = False, **options: Any) -> T
 
 
 def saved(folder: Path, record: dict[str, Any]) -> CheckpointInfo:
-    kept = CheckpointManager(folder=folder, world=SingleProcessWorld())
+    kept = CheckpointStore(folder=folder, world=SingleProcessWorld())
     kept.save(lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), record, None)
     return kept.list_all()[0]
 

@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError
-from dstrain.models.adapters.folder import resolve_base_model
+from dstrain.models.folder.adapter_config import resolve_base_model
 from dstrain.models.weights.files import find_weight_files, open_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-MAX_NAMES = 3
-"""How many names a sentence holds."""
 
 QUANTIZED_DTYPE = re.compile(r"(F8|I8|U8|I4|F4|float8|int8|uint8)\w*")
 """Types of values that mean nothing without their scales."""
@@ -135,9 +132,3 @@ def shape_fault(mismatch: tuple[str, tuple[int, ...], tuple[int, ...]], heads: S
 
 def is_head_key(name: str, heads: Sequence[str]) -> bool:
     return any(part in heads for part in name.split("."))
-
-
-def first_names(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = len(names) - MAX_NAMES
-    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,20 +1,17 @@
-"""Adapter folders as the base of a run: their LoRA is merged into the model they were trained on when that is loaded."""
+"""The adapter_config.json of a LoRA adapter folder: reading and validation, without torch."""
 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from dstrain.errors import Fault, RecipeError
+from dstrain.models.folder.location import is_local_path
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
-
     from dstrain.config.schema import ModelConfig
 
 CONFIG_FILE = "adapter_config.json"
@@ -46,8 +43,6 @@ STRING_SETTINGS, PATTERN_SETTINGS, BOOL_SETTINGS = ("target_modules", "exclude_m
 DOWNLOAD_FIX = "export or download it again"
 SUPPORTED_INITS = (True, False, "gaussian", "orthogonal")
 """Starts of an adapter that leave the base as it is; others (PiSSA, OLoRA, LoftQ, ...) change it."""
-STATE_DICT_PREFIX = "base_model.model."
-"""Stands before every name in an adapter's file."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ def read_adapter(name: str | None, key: str = "model.path") -> Adapter | None:
     folder = Path(name or "").expanduser()
     if not name or not (folder / CONFIG_FILE).is_file():
         return None
-    values = _read_json(folder / CONFIG_FILE, key)
+    values = read_json_object(folder / CONFIG_FILE, key)
     base = values.get("base_model_name_or_path")
     about = f"'{name}' is a {_peft_type(values)} adapter" + (f" of {base}" if base else "")
     if fault := _find_merge_problem(folder, values):
@@ -95,7 +90,7 @@ def _peft_type(values: Mapping[str, Any]) -> str:
     return "LoRA" if kind == "LORA" else kind
 
 
-def _read_json(file: Path, key: str) -> dict[str, Any]:
+def read_json_object(file: Path, key: str) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
@@ -121,16 +116,16 @@ def _find_merge_problem(folder: Path, values: Mapping[str, Any]) -> tuple[str, s
         )
     if values.get("peft_type") != "LORA":
         return "which cannot be merged into the weights", "name a model, or a LoRA adapter"
-    if wrong := _find_invalid_setting(values):
+    if wrong := find_invalid_setting(values):
         return f"and {wrong}", DOWNLOAD_FIX
-    if odd := _find_unsupported_setting(values):
+    if odd := find_unsupported_setting(values):
         return f"and its {odd} is not supported here", MERGE_FIX
     if not (folder / WEIGHTS_FILE).is_file():
         return (
             f"and there is no {WEIGHTS_FILE}",
             "export or download it again; pickles (adapter_model.bin) are not read",
         )
-    if base.startswith((".", "/", "~")) and not Path(base).expanduser().is_dir():
+    if is_local_path(base) and not Path(base).expanduser().is_dir():
         return (
             "which is not there",
             f"put the model there, or write its folder into {CONFIG_FILE} (base_model_name_or_path)",
@@ -140,7 +135,7 @@ def _find_merge_problem(folder: Path, values: Mapping[str, Any]) -> tuple[str, s
     return None
 
 
-def _find_unsupported_setting(values: Mapping[str, Any]) -> str:
+def find_unsupported_setting(values: Mapping[str, Any]) -> str:
     """A setting, with its value, that changes more than `USED` says; empty where there is none."""
     if values.get("bias", "none") != "none":
         return f"bias: {values['bias']}"
@@ -150,7 +145,7 @@ def _find_unsupported_setting(values: Mapping[str, Any]) -> str:
     return next((f"{name}: {value}" for name, value in values.items() if name not in known and value), "")
 
 
-def _find_invalid_setting(values: Mapping[str, Any]) -> str:
+def find_invalid_setting(values: Mapping[str, Any]) -> str:
     """A setting whose value peft could not use, in words; empty where there is none."""
     for name in (*LORA_SETTINGS, "modules_to_save"):
         value = values.get(name)
@@ -176,99 +171,3 @@ def _is_valid_setting(name: str, value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def load_adapters(model: Any, folder: Path) -> Any:
-    """The model with the adapters of an exported folder on it, as peft loads them. Raises RecipeError.
-
-    peft is given known settings alone: others of adapter_config.json name modules that it would import.
-    """
-    from peft import LoraConfig, PeftModel
-
-    values = _read_json(folder / CONFIG_FILE, str(folder))
-    if wrong := _find_invalid_setting(values):
-        raise RecipeError(Fault(str(folder / CONFIG_FILE), wrong, DOWNLOAD_FIX))
-    if odd := _find_unsupported_setting({**values, "bias": "none", "init_lora_weights": True}):
-        raise RecipeError(
-            Fault(str(folder), f"its {odd} is not supported here", "merge it with peft's merge_and_unload")
-        )
-    kept = {
-        name: value
-        for name, value in values.items()
-        if name in {*LORA_SETTINGS, *METADATA_SETTINGS} and value is not None
-    }
-    return PeftModel.from_pretrained(model, str(folder), config=LoraConfig(**kept))
-
-
-def check_adapter(model: torch.nn.Module, adapter: Adapter) -> None:
-    """Raise RecipeError where `merge_adapter` would. A skeleton of the model will do, and is of no use afterwards."""
-    _match_tensors(model, adapter)
-
-
-def merge_adapter(model: Any, adapter: Adapter) -> PreTrainedModel:
-    """The model with the adapter's changes added to its weights. Collective under ZeRO-3, where one layer is whole at a time."""
-    from dstrain.models.adapters.merge import merge_adapters
-    from dstrain.models.weights.files import open_tensors
-    from dstrain.models.zero3 import assign
-
-    learns = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
-    wrapped, places = _match_tensors(model, adapter)
-    stored = open_tensors([adapter.weights_file])
-    for name, place in places.items():  # in one order on every rank
-        assign(place, stored[name].read)
-    merged = merge_adapters(wrapped)
-    for parameter in merged.parameters():  # peft freezes what adapters lie on
-        parameter.requires_grad_(learns.get(id(parameter), True))
-    return merged
-
-
-def _match_tensors(model: Any, adapter: Adapter) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The model with fresh adapters, and where each tensor of the file belongs. Raises RecipeError."""
-    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-
-    from dstrain.models.weights.files import open_tensors
-    from dstrain.models.zero3 import full_shape
-
-    stored = open_tensors([adapter.weights_file])
-    named = dict(model.named_parameters())  # before peft gives them other names
-    try:
-        with warnings.catch_warnings():  # transformers 6 will call is_gradient_checkpointing by another name
-            warnings.simplefilter("ignore")
-            wrapped = get_peft_model(model, LoraConfig(**adapter.settings))
-    except (ValueError, TypeError) as error:
-        lost = "Target modules" in str(error)
-        raise _mismatch_error(
-            adapter, "the model has none of the modules that it changes" if lost else str(error)
-        ) from error
-    places = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-    lacking = sorted(places.keys() - stored.keys())
-    if lacking:
-        raise _mismatch_error(adapter, f"it lacks {lacking[0]}" + _and_more(lacking))
-    saved = {name: named.get(_model_key(name)) for name in stored if name not in places}
-    if homeless := sorted(name for name, place in saved.items() if place is None):
-        raise _mismatch_error(
-            adapter, f"the model has no place for its {_model_key(homeless[0])}" + _and_more(homeless)
-        )
-    places |= cast("dict[str, torch.Tensor]", saved)
-    for name, place in places.items():
-        if stored[name].shape != full_shape(place):
-            raise _mismatch_error(
-                adapter, f"its {_model_key(name)} is {stored[name].shape}, and {full_shape(place)} would fit"
-            )
-    return wrapped, dict(sorted(places.items()))
-
-
-def _model_key(name: str) -> str:
-    """A name in the file as the model has it: peft saves an embedding that it adapts, too."""
-    return name.removeprefix(STATE_DICT_PREFIX).replace(".base_layer.", ".")
-
-
-def _and_more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""
-
-
-def _mismatch_error(adapter: Adapter, reason: str) -> RecipeError:
-    problem = f"the adapter in {adapter.folder} does not fit the model that is to be trained: {reason}"
-    return RecipeError(
-        Fault("model.path", problem, "name the folder of a model, or an adapter of a model of this kind")
-    )

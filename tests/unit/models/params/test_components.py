@@ -17,9 +17,11 @@ from transformers import (
 from dstrain.config.schema import LoraConfig, ModelConfig, OptimConfig
 from dstrain.errors import RecipeError
 from dstrain.models.adapters.lora import add_adapters
-from dstrain.models.components import COMPONENTS, components_by_id
 from dstrain.models.load import read_config
-from dstrain.models.params.freeze import build_param_groups, freeze, summarize_components
+from dstrain.models.params.components import COMPONENTS, components_by_id
+from dstrain.models.params.freeze import freeze
+from dstrain.models.params.groups import build_param_groups
+from dstrain.models.params.summary import summarize_components
 from tests.vision_recipes import GEMMA3, TEXT, llava
 
 TOWER = {"model.vision_tower"}
@@ -148,7 +150,7 @@ def test_a_part_learns_at_its_own_rate() -> None:
 
 
 def test_a_word_that_means_nothing_names_the_words_that_do() -> None:
-    wanted = r"model\.freeze 'visoin': matches no parameter; .*the model's parts are vision, projector, language"
+    wanted = r"model\.freeze 'visoin': matches no parameter; .*the model's components are vision, projector, language"
     with pytest.raises(RecipeError, match=wanted):
         freeze(seeing(), ["visoin"])
     text = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TEXT))
@@ -166,9 +168,9 @@ def test_each_part_says_what_of_it_learns() -> None:
     )
     known = components_by_id(model)
     for count in counts:
-        assert count.parameters == sum(p.numel() for p in model.parameters() if known[id(p)] == count.part)
-        assert count.trained == sum(
-            p.numel() for p in model.parameters() if p.requires_grad and known[id(p)] == count.part
+        assert count.num_parameters == sum(p.numel() for p in model.parameters() if known[id(p)] == count.component)
+        assert count.num_trainable == sum(
+            p.numel() for p in model.parameters() if p.requires_grad and known[id(p)] == count.component
         )
     told = [re.sub(r"[\d.]+ k", "N k", str(count)) for count in counts]
     assert told == [

@@ -1,10 +1,9 @@
-"""Writes dstrain/ds_keys.json: every key DeepSpeed accepts in its JSON, with its type.
+"""Write dstrain/ds_keys.json: every key that DeepSpeed accepts in its JSON, with its type.
 
     python tools/make_ds_keys.py
 
-Where DeepSpeed parses a block with a pydantic model, the model is read. Where it parses by hand, the parser is run on a
-dict that writes down which keys it is asked for and with which default. So the table says what DeepSpeed does, not what
-its documentation says.
+If DeepSpeed parses a block with a pydantic model, the model is read. If it parses by hand, the parser is run on a dict that
+records which keys are looked up and with which default. So the table describes what DeepSpeed does, not its documentation.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _NAMES |= {tuple: "list", dict: "object", Path: "str"}
 
 
 class Spy(dict):
-    """A dict that remembers which keys were looked up, and with which default."""
+    """A dict that records which keys are looked up, and with which default."""
 
     asked: ClassVar[dict[str, Any]] = {}
 
@@ -46,21 +45,21 @@ class Spy(dict):
 
 
 def asked_by(parse: Callable[[Spy], Any], **given: Any) -> dict[str, Any]:
-    """Key -> default, as a hand-written parser looks them up."""
+    """Return key -> default, as a hand-written parser looks them up."""
     Spy.asked = {}
     parse(Spy(given))
     return dict(Spy.asked)
 
 
 def of_value(default: Any) -> dict[str, Any]:
-    """What a default tells about a key."""
+    """Return the spec of a key derived from its default."""
     if default is None:
         return {"type": "any"}
     return {"type": _NAMES.get(type(default), "any"), "default": plain(default)}
 
 
 def of_annotation(annotation: Any) -> dict[str, Any]:
-    """What a type annotation tells about a key."""
+    """Return the spec of a key derived from its type annotation."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         kinds = [of_annotation(arg) for arg in args if arg is not type(None)]
@@ -78,7 +77,7 @@ def of_annotation(annotation: Any) -> dict[str, Any]:
 
 
 def of_field(field: Any) -> dict[str, Any]:
-    """Type, bounds, default and successor of one pydantic field."""
+    """Return type, bounds, default and successor of a pydantic field."""
     key = of_annotation(field.annotation)
     for bound in field.metadata:
         for attribute, name in (("ge", "min"), ("gt", "above"), ("le", "max"), ("lt", "below")):
@@ -93,7 +92,7 @@ def of_field(field: Any) -> dict[str, Any]:
 
 
 def of_model(model: Any) -> dict[str, Any]:
-    """Key -> what is known, for a pydantic model. A field's own name is accepted beside its alias."""
+    """Return key -> spec of a pydantic model. A field's name is accepted in addition to its alias."""
     keys = {}
     for name, field in model.model_fields.items():
         key = of_field(field)
@@ -106,7 +105,7 @@ def of_model(model: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A default as JSON writes it."""
+    """Return a default as JSON."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, int) and not isinstance(value, bool):
@@ -115,13 +114,13 @@ def plain(value: Any) -> Any:
 
 
 def block(defaults: dict[str, Any], **more: dict[str, Any]) -> dict[str, Any]:
-    """A block parsed by hand: what the parser asked for, and what it does not tell."""
+    """Return a block that is parsed by hand: recorded keys, and additions that the parser does not reveal."""
     keys = {name: of_value(default) for name, default in defaults.items()}
     return {"type": "object", "keys": keys | {name: keys.get(name, {}) | key for name, key in more.items()}}
 
 
 def hand_parsed() -> dict[str, Any]:
-    """The blocks DeepSpeed parses without a model. None of them is strict in DeepSpeed."""
+    """Return the blocks that DeepSpeed parses without a model; none of them is strict in DeepSpeed."""
     from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
     from deepspeed.runtime import config as ds
     from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
@@ -157,7 +156,7 @@ def hand_parsed() -> dict[str, Any]:
 
 
 def checkpoint_block() -> dict[str, Any]:
-    """`checkpoint` is read by two parsers; the names of their keys stand in two constants files."""
+    """Return `checkpoint`, which two parsers read; their key names are in two constants files."""
     from deepspeed.runtime import config as ds
     from deepspeed.runtime import constants as names
     from deepspeed.runtime.model_checkpointing import config as writer
@@ -185,7 +184,7 @@ def checkpoint_block() -> dict[str, Any]:
 
 
 def refused_blocks() -> dict[str, Any]:
-    """Blocks DeepSpeed acts on and dstrain refuses: named so that the refusal can say why."""
+    """Return the blocks that DeepSpeed supports and dstrain refuses, so that the refusal can give a reason."""
     from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
     from deepspeed.module_inject.auto_ep_presets.base import AutoEPConfig
     from deepspeed.runtime import config as ds
@@ -205,12 +204,12 @@ def refused_blocks() -> dict[str, Any]:
         },
         "pipeline": {"type": "object", "keys": pipeline},
         "scheduler": {"type": "object", "keys": {"type": {"type": "str"}, "params": free}},
-        "sequence_parallel_size": {"type": "int", "above": 0},  # asked only once torch.distributed is up
+        "sequence_parallel_size": {"type": "int", "above": 0},  # read only after torch.distributed is initialized
     }
 
 
 def nested(defaults: dict[str, Any]) -> dict[str, Any]:
-    """A tree of defaults as a tree of keys."""
+    """Return a tree of defaults as a tree of keys."""
     return {
         name: {"type": "object", "keys": nested(value)} if isinstance(value, dict) and value else of_value(value)
         for name, value in defaults.items()
@@ -218,12 +217,12 @@ def nested(defaults: dict[str, Any]) -> dict[str, Any]:
 
 
 def words(enum: Iterable[Any]) -> list[str]:
-    """The spellings of DeepSpeed's DtypeEnum that mean a floating point type."""
+    """Return the spellings of DeepSpeed's DtypeEnum that name a floating-point type."""
     return [word for member in enum for word in member._all_values if isinstance(word, str) and "int" not in word]
 
 
 def modelled() -> dict[str, Any]:
-    """The blocks DeepSpeed parses with a pydantic model."""
+    """Return the blocks that DeepSpeed parses with a pydantic model."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.inference.config import WeightQuantConfig
@@ -253,7 +252,7 @@ def modelled() -> dict[str, Any]:
 
 
 def scalars() -> dict[str, Any]:
-    """Top-level keys whose default does not tell their type."""
+    """Return top-level keys whose default does not reveal their type."""
     from deepspeed.utils.logging import log_levels
 
     count = {"type": "int", "null": True, "above": 0}
@@ -274,7 +273,7 @@ def scalars() -> dict[str, Any]:
 
 
 def make() -> dict[str, Any]:
-    """The whole table."""
+    """Return the complete table."""
     import deepspeed
     from deepspeed.runtime import config as ds
 

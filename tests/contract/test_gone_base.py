@@ -20,7 +20,7 @@ from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task
 from tests.contract.export_cases import make_run, stored
 from tests.contract.lora_cases import save_base
-from tests.vocabulary import invoke
+from tests.vocabulary import invoke as call
 
 SAMPLING: dict[str, Any] = {"max_new_tokens": 3, "temperature": 0.0, "top_p": 1.0, "seed": 0, "batch": 1}
 
@@ -55,10 +55,10 @@ def test_a_run_is_used_without_the_model_that_it_began_with(task: str, tmp_path:
         row = run_in_process(EvaluateJob(selector=choice, data=str(tmp_path / "it/eval.jsonl")), SINGLE_WORKER, None)
         assert row["loss"] > 0
         return
-    said = invoke("evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl"))
+    said = call("evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl"))
     assert said.exit_code == 2
     assert f"options.ref_model: '{base}' is no folder" in said.output
-    again = invoke(
+    again = call(
         "evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl"), "--set", f"model.path={tmp_path}/elsewhere"
     )
     assert again.exit_code == 0, again.output
@@ -109,29 +109,27 @@ def test_the_values_are_the_checkpoints(tmp_path: Path) -> None:
 
 def test_a_reference_that_is_not_there_is_called_by_its_name(tmp_path: Path) -> None:
     run, _ = run_from_base(tmp_path, "dpo")
-    said = invoke(
-        "evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl"), "--set", "options.ref_model=/nowhere"
-    )
+    said = call("evaluate", str(run), "--data", str(tmp_path / "it/eval.jsonl"), "--set", "options.ref_model=/nowhere")
     assert (said.exit_code, "options.ref_model: '/nowhere' is no folder" in said.output) == (2, True), said.output
     words = ["--task", "dpo", "--set", f"model.path={tmp_path}/base", "--set", f"data.train={tmp_path}/it/eval.jsonl"]
-    said = invoke("train", *words, "--set", "options.ref_model=/nowhere", "--dry-run")
+    said = call("train", *words, "--set", "options.ref_model=/nowhere", "--dry-run")
     assert (said.exit_code, "options.ref_model: '/nowhere' is no folder" in said.output) == (2, True), said.output
 
 
 def test_an_image_for_a_model_that_takes_none(tmp_path: Path) -> None:
     run, _ = run_from_base(tmp_path, "sft")
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
-    said = invoke("generate", str(run), "--prompt", "hi", "--image", str(tmp_path / "a.png"))
+    said = call("generate", str(run), "--prompt", "hi", "--image", str(tmp_path / "a.png"))
     assert said.exit_code == 2
     assert "--image: this model takes no images (llama reads text only); leave the option out" in said.output
 
 
 def test_export_of_another_projects_folder_says_what_to_do(tmp_path: Path) -> None:
     _, base = run_from_base(tmp_path, "sft")
-    said = invoke("export", str(base), "--to", str(tmp_path / "out"))
+    said = call("export", str(base), "--to", str(tmp_path / "out"))
     assert said.exit_code == 2
     assert "is an exported model without a recipe; name its task" in said.output
     assert (
         "There is no such option"
-        not in invoke("export", str(base), "--to", str(tmp_path / "out"), "--task", "sft").output
+        not in call("export", str(base), "--to", str(tmp_path / "out"), "--task", "sft").output
     )

@@ -14,7 +14,7 @@ from dstrain.data.formats.conversations import PromptCompletion, read_conversati
 from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.preferences import Preference, read_preference
 from dstrain.data.formats.unpaired import make_unpaired_encoder, read_unpaired
-from tests.chats import EARLIER, KINDS, QUESTION, SYSTEM, TEMPLATES, chat, tokenizer_of
+from tests.chat_templates import EARLIER, KINDS, QUESTION, SYSTEM, TEMPLATES, chat, tokenizer_of
 from tests.unit.data.encoding.test_conversations import TEMPLATES as SHAPES
 from tests.unit.data.encoding.test_preferences import bert  # noqa: F401  a fixture
 from tests.vocabulary import message

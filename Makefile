@@ -1,4 +1,4 @@
-# make demo: sets everything up and trains a small reward model.   make test: the tests.   make help: the rest.
+# make demo: install everything and train a small reward model.   make test: run the tests.   make help: list the rest.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ DEMO_RUN := runs/demo-rm
 PYTEST_ARGS ?=
 # Whole files, in their order: what a file prepares is prepared once, and no worker holds more processes than it needs.
 PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
-# Two processes cannot share one GPU; on a CPU two are started, so that there is something to distribute.
+# NCCL does not allow two processes on one GPU; on a CPU two are started, so that there is something to distribute.
 PROCESSES = $$($(BIN)/python -c 'import os; from dstrain.launch.topology import visible_gpus as seen; print(1 if seen(os.environ) == 1 else 2)')
 
 .PHONY: demo test smoke test-all lint format types wheel dev clean help
@@ -45,14 +45,14 @@ clean:
 	rm -rf $(VENV) dist build
 
 help:
-	@echo "make demo      install into $(VENV) and train a small reward model ($(DEMO_RUN) is made anew)"
-	@echo "make test      tests of a few minutes; PYTEST_ARGS='-k resume' chooses"
-	@echo "make smoke     launches on two hosts made of namespaces, and what may go wrong with them; needs root, sshd, pdsh"
-	@echo "make test-all  the slow ones too, and those that need a GPU where there is one"
-	@echo "make lint      ruff check;  make format: mend what ruff can mend;  make types: mypy"
-	@echo "make wheel     dist/dstrain-*.whl;  make clean: remove $(VENV) and dist"
+	@echo "make demo      install into $(VENV) and train a small reward model; $(DEMO_RUN) is overwritten"
+	@echo "make test      run the fast tests; select some with PYTEST_ARGS='-k resume' "
+	@echo "make smoke     launch on two hosts made of network namespaces, with faults; needs root, sshd, pdsh"
+	@echo "make test-all  run all tests: slow ones too, and those for a GPU if there is one"
+	@echo "make lint      ruff check;  make format: fix what ruff can fix;  make types: mypy"
+	@echo "make wheel     build dist/dstrain-*.whl;  make clean: remove $(VENV), dist and build"
 
-# The stamps make a second `make` fast; a change of the dependencies makes them old.
+# Stamp files make a second `make` fast; they are out of date when pyproject.toml changes.
 $(VENV)/bin/python:
 	sh .ci/venv $(PYTHON) $(VENV)
 

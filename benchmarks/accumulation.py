@@ -1,7 +1,7 @@
-"""How far the gradient of a bf16 step is from the fp32 sum of its micro-batches' gradients: `python -m benchmarks.accumulation`.
+"""Measure the error of a bf16 step's gradient against the fp32 sum: `python -m benchmarks.accumulation`.
 
-Both halves of the table come from one run: with gradients summed in bf16, DeepSpeed's default, and as dstrain completes a
-preset. One process, on the CPU; `--processes 2` for the sums over ranks.
+The table compares gradients summed in bf16, DeepSpeed's default, with a preset as dstrain completes it. One process on the
+CPU; `--processes 2` also covers the sums over ranks.
 """
 
 from __future__ import annotations

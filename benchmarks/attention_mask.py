@@ -1,4 +1,4 @@
-"""What an attention mask costs where all padding is on the right: with the mask, and without.
+"""Measure the cost of an attention mask for rows that are padded on the right.
 
 python -m benchmarks.attention_mask [--length 1024]
 """
@@ -27,7 +27,7 @@ def made_llama(vocabulary: int, hidden: int, device: torch.device, dtype: torch.
 
 
 def answers(vocabulary: int, micro: int, length: int, shortest: int) -> Batch:
-    """Rows of `shortest` to `length` tokens, of which all but the first are learnt."""
+    """Return rows of `shortest` to `length` tokens; all but the first token are trained on."""
     ids = torch.randint(3, vocabulary, (micro, length), generator=torch.Generator().manual_seed(1))
     lengths = torch.linspace(shortest, length, micro).long()
     mask = (torch.arange(length) < lengths[:, None]).long()
@@ -37,7 +37,7 @@ def answers(vocabulary: int, micro: int, length: int, shortest: int) -> Batch:
 
 
 def passes(model: torch.nn.Module, batch: Batch, masked: bool) -> torch.Tensor:
-    """(), the loss, its gradient left in the model."""
+    """Return the loss, (), and leave its gradient in the model."""
     model.zero_grad(set_to_none=True)
     with mock.patch.object(
         attention_mask, "NO_MASK_MODEL_TYPES", frozenset() if masked else attention_mask.NO_MASK_MODEL_TYPES
@@ -48,7 +48,7 @@ def passes(model: torch.nn.Module, batch: Batch, masked: bool) -> torch.Tensor:
 
 
 def measure(*, hidden: int = 256, length: int = 1024, micro: int = 4, rounds: int = 8) -> dict[str, Any]:
-    """Equal losses first, then times in turns."""
+    """Check that the losses are equal, then time both in turns."""
     device = join_alone().device
     model, batch = made_llama(512, hidden, device), answers(512, micro, length, length // 2).to(device)
     variants = {"a mask": True, "no mask": False}

@@ -1,9 +1,9 @@
-"""What gradient checkpointing costs and saves: the time and the peak memory of a step, with and without.
+"""Measure time and peak memory of a step with and without gradient checkpointing.
 
     python -m benchmarks.checkpointing [--shape 100m] [--length 1024]
 
-Memory is what a step takes on top of what is held before it (weights, optimizer): on a GPU the allocator's peak, on a CPU the
-rise of the process's resident memory, read from the kernel's own high-water mark.
+Memory is what a step needs in addition to weights and optimizer: on a GPU the allocator's peak, on a CPU the increase of
+the process's resident memory, from the kernel's high-water mark.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MIB = 2**20
 
 
 class Peak:
-    """The most memory between `start` and `rise`, above what was held at the start."""
+    """Peak memory between `start` and `rise`, minus the memory at the start."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._held = device, 0
@@ -46,12 +46,14 @@ class Peak:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._held = torch.cuda.memory_allocated(self._device)
             return
-        ctypes.CDLL(None).malloc_trim(0)  # what is free goes back, so that it counts again when it is taken
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew; man 5 proc
+        ctypes.CDLL(None).malloc_trim(
+            0
+        )  # return free memory to the kernel, so that it is counted when it is used again
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; man 5 proc
         self._held = _resident("VmRSS")
 
     def rise(self) -> float:
-        """MiB."""
+        """Return the increase since `start` in MiB."""
         if self._device.type == "cuda":
             return (torch.cuda.max_memory_allocated(self._device) - self._held) / MIB
         return (_resident("VmHWM") - self._held) / MIB
@@ -72,7 +74,7 @@ def measure(
     rounds: int = 10,
     checked_steps: int = 3,
 ) -> dict[str, Any]:
-    """Equal losses first, then memory, then times in turns. fp32 with TorchEngine, else DeepSpeed's zero0."""
+    """Check that the losses are equal, then measure memory and time. fp32: TorchEngine, else DeepSpeed zero0."""
     world = join_alone()
     engines: dict[str, Any] = {}
     for name, on in (("off", False), ("on", True)):

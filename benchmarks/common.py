@@ -1,4 +1,4 @@
-"""What the measurements share: the same task everywhere, turns taken in one process, and a birth certificate."""
+"""Shared parts of the benchmarks: task, engines, timing in turns, and the record of hardware and commit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
-# Llama shapes. The tokenizer stays small: what it reads is made up, and its size changes no forward pass.
+# Llama shapes. The tokenizer stays small: the data is synthetic, and its size does not affect the forward pass.
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
     "3m": {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4},
@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 def write_pairs(path: Path, count: int, words: int) -> Path:
-    """`count` made-up preference pairs with about `words` words in each answer; the polite answer is the chosen one."""
+    """Write `count` synthetic preference pairs with about `words` words per answer; the polite answer is chosen."""
     import random
 
     with path.open("w") as file:
@@ -50,7 +50,7 @@ def write_pairs(path: Path, count: int, words: int) -> Path:
 
 
 def made_recipe(folder: Path, shape: str, length: int, pairs: int = 64) -> dict[str, Any]:
-    """A reward model recipe on made-up data, with sequences of `length` tokens at most (and nearly all of them that long)."""
+    """Return a reward model recipe on synthetic data; nearly all sequences have `length` tokens, the maximum."""
     return {
         "task": "rm",
         "model": {"config": {"model_type": "llama", **SHAPES[shape]}, "tokenizer": {"train": "bpe", "vocab_size": 320}},
@@ -61,7 +61,7 @@ def made_recipe(folder: Path, shape: str, length: int, pairs: int = 64) -> dict[
 
 
 def made_task(shape: str, length: int, pairs: int = 64, changes: Mapping[str, Any] | None = None) -> Any:
-    """The task of `made_recipe`; `changes` overrides keys inside its sections."""
+    """Return the task of `made_recipe`; `changes` overrides keys inside its sections."""
     from dstrain.config.schema import RunConfig
     from dstrain.tasks import make_task
 
@@ -73,7 +73,7 @@ def made_task(shape: str, length: int, pairs: int = 64, changes: Mapping[str, An
 
 
 def join_alone() -> Any:
-    """The world of this one process, with a process group, as DeepSpeed wants it. TF32 is off."""
+    """Return a world of one process with a process group, which DeepSpeed requires. TF32 is off."""
     import torch
 
     from dstrain.distributed.world import TorchWorld
@@ -99,7 +99,7 @@ def join_alone() -> Any:
 
 
 def made_model(task: Any, ds_config: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
-    """(objective, parameter groups): the same weights every time."""
+    """Return (train module, parameter groups) with the same weights every time."""
     from dstrain.models.params.groups import build_param_groups
     from dstrain.models.params.zero3 import zero3_init
     from dstrain.train.build_model import build_train_module
@@ -110,7 +110,7 @@ def made_model(task: Any, ds_config: Mapping[str, Any] | None = None) -> tuple[A
 
 
 def made_engine(task: Any, preset: str, world: Any, **settings: Any) -> Any:
-    """A DeepSpeedEngine as `dstrain train` would make it. `settings`: those of RunSettings that differ. Collective."""
+    """Return a DeepSpeedEngine as `dstrain train` builds it; `settings` override RunSettings. Collective."""
     from dstrain.preset import RunSettings, complete_preset, read_preset
     from dstrain.train.engine.deepspeed import DeepSpeedEngine
 
@@ -124,7 +124,7 @@ def made_engine(task: Any, preset: str, world: Any, **settings: Any) -> Any:
 
 
 def made_batches(task: Any, steps: int, micro: int, accumulate: int = 1) -> list[list[Any]]:
-    """The micro-batches of each step, the samples in file order, over and over."""
+    """Return the micro-batches of each step, samples in file order, repeated."""
     from dstrain.data.loading.loader import make_batch
 
     examples, made = task.examples("train"), []
@@ -136,7 +136,7 @@ def made_batches(task: Any, steps: int, micro: int, accumulate: int = 1) -> list
 
 
 def wait_for(device: Any) -> None:
-    """Until the device has done all it was given."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         import torch
 
@@ -146,7 +146,7 @@ def wait_for(device: Any) -> None:
 def take_turns(
     runners: Mapping[str, Callable[[int], Any]], rounds: int, warmup: int, device: Any
 ) -> dict[str, list[float]]:
-    """Seconds of each call by name. In every round each runs once, in an order that moves on, so that drift hits all alike."""
+    """Return name -> seconds of each call. Each round runs all once in a rotated order, so that drift affects all alike."""
     names, seconds = list(runners), {name: [] for name in runners}
     for turn in range(warmup + rounds):
         shift = turn % len(names)
@@ -161,7 +161,7 @@ def take_turns(
 
 
 def ratio(seconds: Mapping[str, Sequence[float]], name: str, base: str) -> dict[str, float]:
-    """Medians, and the median with quartiles of the ratio within each round: noise that a round shares falls out."""
+    """Return medians, and median and quartiles of the ratio within each round, which cancels noise that a round shares."""
     within = sorted(mine / theirs for mine, theirs in zip(seconds[name], seconds[base], strict=True))
     low, _, high = statistics.quantiles(within, n=4) if len(within) > 1 else (within[0],) * 3
     return {
@@ -173,7 +173,7 @@ def ratio(seconds: Mapping[str, Sequence[float]], name: str, base: str) -> dict[
 
 
 def certificate() -> dict[str, Any]:
-    """What a figure is worth nothing without: hardware, command, date, commit, versions."""
+    """Return the record that each figure needs: hardware, command, date, commit, versions."""
     found = {}
     for name in ("torch", "deepspeed", "transformers", "numpy"):
         try:
@@ -191,7 +191,7 @@ def certificate() -> dict[str, Any]:
 
 
 def hardware() -> str:
-    """The device a measurement runs on, in words."""
+    """Return a description of the device."""
     import torch
 
     if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
@@ -206,7 +206,7 @@ def hardware() -> str:
 
 
 def commit() -> str:
-    """The short commit, with `+changes` where the tree differs from it."""
+    """Return the short commit hash, with `+changes` if the working tree differs from it."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -218,7 +218,7 @@ def commit() -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown, so that it can be pasted into docs/measurements."""
+    """Return a Markdown table for docs/measurements."""
     show = lambda value: f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)  # noqa: E731
     cells = [list(rows[0]), *[[show(value) for value in row.values()] for row in rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
@@ -229,7 +229,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def tell(result: Mapping[str, Any], to: Path | None) -> None:
-    """Print the certificate, the table and the JSON; write the JSON where asked."""
+    """Print the record, the table and the JSON; write the JSON to `--to`."""
     whole = {"certificate": certificate(), **result}
     for key, value in whole["certificate"].items():
         print(f"{key}: {', '.join(f'{n} {v}' for n, v in value.items()) if isinstance(value, dict) else value}")
@@ -240,7 +240,7 @@ def tell(result: Mapping[str, Any], to: Path | None) -> None:
 
 
 def arguments(about: str, **options: Any) -> argparse.Namespace:
-    """A parser with one flag for each option, of the default's type; all have --to and --threads."""
+    """Return a parser with one flag per option, of the default's type, and --to and --threads."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, default in options.items():
         kind = {"choices": list(SHAPES)} if name == "shape" else {"type": type(default)}
@@ -256,7 +256,7 @@ def arguments(about: str, **options: Any) -> argparse.Namespace:
 
 
 def run(measure: Callable[..., dict[str, Any]], about: str, **options: Any) -> None:
-    """The whole of a script: parse, measure, tell, leave."""
+    """Run a benchmark script: parse arguments, measure, print."""
     import logging
     import warnings
 

@@ -1,8 +1,8 @@
-"""What counting collectives costs: an all-reduce as torch has it, and as `dstrain.distributed.collective_log` counts it.
+"""Measure the overhead of the collective log: an all-reduce with and without `dstrain.distributed.collective_log`.
 
     python -m benchmarks.counting [--rounds 40] [--calls 200]
 
-Of eight values in one process over gloo (NCCL on a GPU): the least that a collective takes, so the ratio is the worst there is.
+Eight values in one process over gloo (NCCL on a GPU): the cheapest collective, so the ratio is an upper bound.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.common import join_alone, ratio, run, take_turns
 
 
 def measure(rounds: int = 40, calls: int = 200) -> dict[str, Any]:
-    """A row for each; both are checked to give the same sums, and the second to be counted."""
+    """Return a row for each; check that both give the same sums and that the second one is logged."""
     world = join_alone()
     device, log = world.device, world.log
     kinds = {"plain": dist.all_reduce.__wrapped__, "counted": dist.all_reduce}

@@ -1,8 +1,8 @@
-"""What a model's head takes: all logits at once, as a model gives them, and in chunks that are computed twice.
+"""Measure time and memory of the output head: all logits at once, and in chunks that are recomputed.
 
     python -m benchmarks.head [--vocabulary 128256] [--length 4096]
 
-Memory is that of a forward and a backward pass on top of the weights (`benchmarks.checkpointing`).
+Memory is that of a forward and a backward pass in addition to the weights (`benchmarks.checkpointing`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dstrain.tasks.common.forward import score_answers
 
 
 def passes(model: torch.nn.Module, batch: Any, chunks: bool) -> torch.Tensor:
-    """(), the loss, its gradient left in the model."""
+    """Return the loss, (), and leave its gradient in the model."""
     chunked_lm_head._IN_PLACE_MODELS.clear()
     if not chunks:
         chunked_lm_head._IN_PLACE_MODELS.add(model)
@@ -33,7 +33,7 @@ def passes(model: torch.nn.Module, batch: Any, chunks: bool) -> torch.Tensor:
 def measure(
     *, vocabulary: int = 32768, hidden: int = 64, length: int = 1536, micro: int = 4, precision: str = "fp32", rounds: int = 5
 ) -> dict[str, Any]:  # fmt: skip
-    """Equal losses and gradients first, then memory, then times in turns."""
+    """Check that losses and gradients are equal, then measure memory and time."""
     device = join_alone().device
     model = made_llama(vocabulary, hidden, device, torch.float32 if precision == "fp32" else torch.bfloat16)
     batch = answers(vocabulary, micro, length, length).to(device)

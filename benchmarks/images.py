@@ -1,8 +1,8 @@
-"""How long a batch of photos takes to be made: from their files, and from the smaller copies that `dstrain prepare` keeps.
+"""Measure the time to build a batch of photos from their files and from the cache's smaller copies.
 
     python -m benchmarks.images [--width 1280] [--height 960] [--side 224]
 
-JPEGs of that size, for a tower whose images are squares of `side` pixels. Both give equal tensors, which is checked first.
+JPEGs of that size, for a vision tower with square images of `side` pixels. Both must give equal tensors.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from benchmarks.common import ratio, run, take_turns
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.tasks import make_task
-from tests.seeing import llava, picture
+from tests.vision_recipes import llava, picture
 
 
 def made_task(folder: Path, photos: int, size: tuple[int, int], side: int) -> Any:
-    """Task vlm on so many photos with a caption each."""
+    """Return task vlm on `count` photos with a caption each."""
     for index in range(photos):
         small = picture(index, (size[0] // 16, size[1] // 16))
-        small.resize(size).save(folder / f"{index}.jpg", quality=90)  # smooth, as photos are
+        small.resize(size).save(folder / f"{index}.jpg", quality=90)  # smooth, like photos
     lines = [{"image": f"{index}.jpg", "caption": f"photo number {index}"} for index in range(photos)]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
     model = {"config": llava(side=side), "tokenizer": {"train": "bpe", "vocab_size": 300}}
@@ -37,7 +37,7 @@ def made_task(folder: Path, photos: int, size: tuple[int, int], side: int) -> An
 def measure(
     *, photos: int = 16, width: int = 1280, height: int = 960, side: int = 224, micro: int = 4, rounds: int = 5
 ) -> dict[str, Any]:
-    """Equal tensors first, then times in turns, one thread each."""
+    """Check that the tensors are equal, then time both in turns with one thread."""
     folder = Path(tempfile.mkdtemp(prefix="dstrain-bench-"))
     task = made_task(folder, photos, (width, height), side)
     copies, files = task.examples("train"), task.examples("train")

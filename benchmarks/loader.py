@@ -1,9 +1,9 @@
-"""How much of a run is waiting for data: batches made when they are asked for (workers 0), and ahead (workers 4).
+"""Measure the share of time spent waiting for data, with 0 and 4 loader workers.
 
     python -m benchmarks.loader [--decode-ms 5]
 
-`--decode-ms` adds a sleep for each sample, which stands for reading an image or a page: it takes no core, as a disk or a
-decoder that lets go of Python does. Both see the same samples, which is checked first.
+`--decode-ms` adds a sleep per sample to simulate reading an image. It needs no core, like a disk or a decoder that releases
+the GIL. Both must see the same samples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dstrain.train.engine.torch import TorchEngine
 
 @dataclass(frozen=True)
 class Slow:
-    """Examples that take a while to be read."""
+    """Examples with a delay per read."""
 
     examples: Sequence[Any]
     seconds: float
@@ -36,7 +36,7 @@ class Slow:
 
 
 def made_loader(task: Any, workers: int, decode_ms: float, batch: tuple[int, int, int], pin: bool) -> Loader:
-    """`batch` is (micro, accumulate, steps)."""
+    """Return a loader; `batch` is (micro, accumulate, steps)."""
     examples = Slow(task.examples("train"), decode_ms / 1000)
     micro, accumulate, steps = batch
     total = micro * accumulate
@@ -52,7 +52,7 @@ def made_loader(task: Any, workers: int, decode_ms: float, batch: tuple[int, int
 
 
 def check_order(task: Any, workers: Sequence[int], batch: tuple[int, int, int]) -> int:
-    """The samples of all loaders are the same. Returns how many."""
+    """Check that all loaders yield the same samples; return how many."""
     seen = [
         [b.samples for step in made_loader(task, count, 0.0, batch, False).iter_steps(0) for b in step.batches]
         for count in workers
@@ -62,7 +62,7 @@ def check_order(task: Any, workers: Sequence[int], batch: tuple[int, int, int]) 
 
 
 def take(loader: Loader, engine: Any, lr: float) -> tuple[float, float]:
-    """(seconds, seconds of them waited) of all steps of the loader but the first, which no one could read ahead."""
+    """Return (seconds, seconds spent waiting) of all steps but the first, which cannot be read ahead."""
     steps = loader.iter_steps(0)
     engine.step(next(steps).batches, lr)
     loader.pop_wait_seconds()
@@ -84,7 +84,7 @@ def measure(
     rounds: int = 3,
     decode_ms: float = 5.0,
 ) -> dict[str, Any]:
-    """The same order first, then the waits, in turns."""
+    """Check that the order is the same, then measure the waiting times in turns."""
     world = join_alone()
     task, batch, workers = made_task(shape, length), (micro, accumulate, steps), (0, 4)
     samples = check_order(task, workers, batch)

@@ -1,9 +1,9 @@
-"""Host memory that a process keeps for itself once a run's models are loaded, before any engine is built.
+"""Measure a process's private host memory after a run's models are loaded, before an engine is built.
 
 python -m benchmarks.loading [--shape 100m] [--task dpo]
 
-Linux alone. Counted are the anonymous pages of /proc/self/smaps_rollup: pages of files that are mapped and unchanged lie in
-the page cache, once for all processes of a host.
+Linux only. Counts the anonymous pages of /proc/self/smaps_rollup: unchanged pages of mapped files are in the page cache,
+shared by all processes of a host.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 from benchmarks.common import ROOT, made_recipe, run
 
 WAYS = {"in fp32": {"dtype": "float32"}, "in the run's precision": {}}
-"""How weights are loaded for a run in bf16 -> what the recipe's model says."""
+"""How weights are loaded for a run in bf16 -> model section of the recipe."""
 MARK = "measured: "
 
 
 def measure(*, shape: str = "100m", task: str = "dpo", files: str = "bfloat16") -> dict[str, Any]:
-    """Equal weights first, once they are cast; then bytes for each parameter of the policy and its reference."""
+    """Check that the cast weights are equal, then measure bytes per parameter of policy and reference."""
     folder = Path(tempfile.mkdtemp(prefix="dstrain-bench-"))
     try:
         save_base(folder, shape, files)
@@ -50,7 +50,7 @@ def measure(*, shape: str = "100m", task: str = "dpo", files: str = "bfloat16") 
 
 
 def save_base(folder: Path, shape: str, dtype: str) -> None:
-    """A model that writes text, and its tokenizer, under `base`; a tiny one under `tiny`."""
+    """Save a causal language model and its tokenizer under `base`, a tiny one under `tiny`."""
     import torch
 
     for name, size in (("base", shape), ("tiny", "tiny")):
@@ -60,7 +60,7 @@ def save_base(folder: Path, shape: str, dtype: str) -> None:
 
 
 def in_a_process(folder: Path, shape: str, task: str, model: dict[str, Any]) -> dict[str, Any]:
-    """`loaded` in a process of its own."""
+    """Run `loaded` in a separate process."""
     wish = json.dumps({"folder": str(folder), "shape": shape, "task": task, "model": model})
     command = [sys.executable, "-m", "benchmarks.loading", "--measure", wish]
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -71,13 +71,13 @@ def in_a_process(folder: Path, shape: str, task: str, model: dict[str, Any]) -> 
 
 
 def loaded(folder: Path, shape: str, task: str, model: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of anonymous memory that the models of a run in bf16 take, and a digest of their weights in bf16."""
+    """Return the bytes of anonymous memory of a bf16 run's models, and a digest of their bf16 weights."""
     import torch
 
     from dstrain.train.build_model import build_train_module
 
     kept = []
-    for name, size in (("tiny", "tiny"), ("base", shape)):  # what libraries keep comes with the tiny one
+    for name, size in (("tiny", "tiny"), ("base", shape)):  # memory that libraries keep is allocated with the tiny one
         made = bf16_task(folder, size, task, {"config": None, "tokenizer": None, "path": str(folder / name), **model})
         before = anonymous()
         with Watch() as watch:
@@ -96,7 +96,7 @@ def loaded(folder: Path, shape: str, task: str, model: dict[str, Any]) -> dict[s
 
 
 class Watch:
-    """Inside, looks every few milliseconds at the process's anonymous memory, and keeps the most."""
+    """Context in which a thread samples the process's anonymous memory and keeps the maximum."""
 
     def __init__(self) -> None:
         self.peak = 0
@@ -122,14 +122,14 @@ def _status() -> int:
 
 
 def anonymous() -> int:
-    """Exact, and slower."""
+    """Return the anonymous memory in bytes: exact, but slow to read."""
     gc.collect()
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
 
 
 def bf16_task(folder: Path, shape: str, task: str, model: dict[str, Any]) -> Any:
-    """The task that a run in bf16 makes of this recipe."""
+    """Return the task of a bf16 run with this recipe."""
     from dstrain.config.schema import RunConfig
     from dstrain.tasks import make_task
     from dstrain.train.build_model import resolve_model_dtype

@@ -1,9 +1,9 @@
-"""How much of a micro-batch is padding, and what that costs: samples of a step as they come, and sorted by length.
+"""Measure padding and its cost: the samples of a step in file order, and sorted by length.
 
     python -m benchmarks.padding --data ../shared/data/hh/helpful-train.jsonl [--task sft] [--micro 8]
 
-Both take the same samples in every step, with the same loss and gradient norm, which is compared first. A ratio is of the
-times of the same step, in turns, in one process of plain PyTorch.
+Both take the same samples in every step and must have the same loss and gradient norm. A ratio compares the times of the
+same step, taken in turns in one process of plain PyTorch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WAYS = ("as they come", "sorted")
 
 
 def write_uneven(path: Path, count: int) -> Path:
-    """`count` made-up preference pairs of one to forty words."""
+    """Write `count` synthetic preference pairs of one to forty words."""
     draw = random.Random(0)
     say = lambda words: " ".join([words] * draw.randint(1, 20))  # noqa: E731
     rows = [
@@ -41,7 +41,7 @@ def write_uneven(path: Path, count: int) -> Path:
 
 
 def real_share(plan: StepSampler, task: Any, examples: Any) -> float:
-    """Tokens that are no padding, of all that the forward passes of an epoch take."""
+    """Return the share of tokens that are not padding, over the forward passes of an epoch."""
     real = taken = 0
     for samples in range(0, plan.samples_per_epoch, plan.samples_per_step):
         for ids in filter(None, plan.micro_batches(samples, 0)):
@@ -52,7 +52,7 @@ def real_share(plan: StepSampler, task: Any, examples: Any) -> float:
 
 def measure(*, task: str = "rm", data: str = "", shape: str = "3m", length: int = 512, micro: int = 4,
             total: int = 64, rounds: int = 6) -> dict[str, Any]:  # fmt: skip
-    """Equal losses first, then the times of whole steps."""
+    """Check that the losses are equal, then time complete steps."""
     folder = Path(tempfile.mkdtemp(prefix="dstrain-bench-"))
     train = data or str(write_uneven(folder / "train.jsonl", 4 * total))
     made: Any = make_task(RunConfig.model_validate({
@@ -88,7 +88,7 @@ def measure(*, task: str = "rm", data: str = "", shape: str = "3m", length: int 
 
 
 def difference(engine: TorchEngine, batches: Mapping[str, list[list[Any]]]) -> float:
-    """The largest relative difference of losses and gradient norms. Raises AssertionError where samples or sums differ."""
+    """Return the largest relative difference of losses and gradient norms. Raises AssertionError if samples or sums differ."""
     worst = 0.0
     for steps in zip(*batches.values(), strict=True):
         ids = [sorted(sample for batch in step for sample in batch.samples) for step in steps]

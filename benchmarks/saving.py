@@ -1,4 +1,4 @@
-"""What a checkpoint costs training: waiting for it, and writing it behind training from a copy in host memory.
+"""Measure how long a checkpoint blocks training: synchronous saves, and background saves from a host copy.
 
 python -m benchmarks.saving [--shape 100m] [--preset zero2]
 """
@@ -22,7 +22,7 @@ from dstrain.train.checkpoint.saver import CheckpointSaver
 def measure(
     *, shape: str = "100m", length: int = 64, preset: str = "zero2", precision: str = "fp32", rounds: int = 3
 ) -> dict[str, Any]:
-    """Equal files first, then seconds that training stood still and seconds until the checkpoint was whole, in turns."""
+    """Check that the files are equal, then measure seconds of blocked training and seconds until the checkpoint is complete."""
     world = join_alone()
     task = made_task(shape, length)
     engine = made_engine(task, preset, world, precision=precision)
@@ -63,7 +63,7 @@ def measure(
 
 
 def _save(saving: CheckpointSaver, turn: int, step: Callable[[], Any], device: Any) -> tuple[float, float]:
-    """Seconds that training stood still, and until the checkpoint was whole; training goes on meanwhile (here: a look)."""
+    """Return seconds of blocked training, and seconds until the checkpoint is complete while training (an evaluation) runs."""
     wait_for(device)
     start = time.perf_counter()
     saving.save(Progress(turn, turn), None)

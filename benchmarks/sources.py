@@ -1,9 +1,9 @@
-"""What a start costs that finds its tokens in the cache: memory of its own, bytes read, and files looked at.
+"""Measure a start with cached tokens: private memory, bytes read, and files looked at.
 
     python -m benchmarks.sources [--mib 200] [--photos 2000] [--root FOLDER]
 
-A parquet file of that size, and records with that many small images; a process for each start. `--root`: where another
-version of the package lies, to be compared with this one.
+A parquet file of that size, and records with that many small images; one process per start. `--root`: the folder of another
+version of the package to compare with.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import run
-from tests.seeing import llava, picture
+from tests.vision_recipes import llava, picture
 from tests.workers import ROOT
 
 START = """
@@ -53,7 +53,7 @@ print(json.dumps({"own_mib": round((own() - before) / 1024, 1), "read_mib": roun
 
 
 def recipes(folder: Path, mib: int, photos: int) -> dict[str, dict[str, Any]]:
-    """A parquet file of dialogs, most of it a column that no task reads, and a file of captions."""
+    """Return recipes for a parquet file of dialogs, mostly a column that no task reads, and for a file of captions."""
     import pyarrow
     import pyarrow.parquet
 
@@ -80,7 +80,7 @@ def recipes(folder: Path, mib: int, photos: int) -> dict[str, dict[str, Any]]:
 
 
 def start(recipe: dict[str, Any], cache: Path, root: Path, known: tuple[str, ...] = ()) -> dict[str, Any]:
-    """One process's start."""
+    """Start one process; return its measurements."""
     environment = {**os.environ, "PYTHONPATH": str(root), "DSTRAIN_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", START, json.dumps(recipe), json.dumps(known)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=root)
@@ -88,12 +88,12 @@ def start(recipe: dict[str, Any], cache: Path, root: Path, known: tuple[str, ...
 
 
 def measure(*, mib: int = 200, photos: int = 2000, root: str = "") -> dict[str, Any]:
-    """For each kind of data the first start, then one that finds all, then one whose host has looked at the images."""
+    """Measure for each kind of data: the first start, a cached start, and one whose host has checked the images."""
     folder, rows = Path(tempfile.mkdtemp(prefix="dstrain-bench-")), []
     versions = {"this": ROOT} | ({"other": Path(root).resolve()} if root else {})
     try:
         made = recipes(folder, mib, photos)
-        time.sleep(2.5)  # files that were written just now are not known again
+        time.sleep(2.5)  # files that were just written are not trusted by their timestamps
         for kind, recipe in made.items():
             for name, place in versions.items():
                 cache = folder / f"cache-{name}"

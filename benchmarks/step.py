@@ -1,9 +1,9 @@
-"""What DeepSpeed costs on one device: a step by hand, TorchEngine and DeepSpeedEngine, side by side.
+"""Measure the time of a step on one device: written by hand, TorchEngine and DeepSpeedEngine.
 
     python -m benchmarks.step [--shape 100m] [--precision bf16] [--presets zero0,zero2]
 
-All take the same micro-batches from the same weights. Their losses and gradient norms are compared first; only then is
-there a clock. A ratio is of times within one round of one process.
+All take the same micro-batches from the same weights. Losses and gradient norms are compared before anything is timed. A
+ratio compares times within one round of one process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Step = tuple[float, float]  # (mean loss, gradient norm)
 
 
 class ByHand:
-    """The step as anyone writes it in PyTorch, without a line of dstrain around the task's loss."""
+    """A step in plain PyTorch around the task's loss, without dstrain's engines."""
 
     def __init__(self, task: Any, device: torch.device, precision: str) -> None:
         objective, groups = made_model(task)
@@ -52,13 +52,13 @@ class ByHand:
 
 
 def taken(engine: Any, batches: Sequence[Batch], lr: float) -> Step:
-    """One step of any of the engines."""
+    """Take one step of an engine; return loss and norm."""
     result = engine.step(batches, lr)
     return result if isinstance(result, tuple) else (float(result.loss) / result.weight, float(result.grad_norm))
 
 
 def differences(engines: dict[str, Any], batches: Sequence[Sequence[Batch]], lr: float, limit: float) -> float:
-    """The largest relative difference to the step by hand over these steps. Raises AssertionError above the limit."""
+    """Return the largest relative difference to the step by hand. Raises AssertionError above the limit."""
     worst = 0.0
     for number, step in enumerate(batches):
         told = {name: taken(engine, step, lr) for name, engine in engines.items()}
@@ -75,11 +75,11 @@ def measure(
     *, shape: str = "3m", length: int = 128, micro: int = 4, accumulate: int = 2, precision: str = "fp32",
     presets: str = "zero0,zero2", rounds: int = 20, checked_steps: int = 5
 ) -> dict[str, Any]:  # fmt: skip
-    """Equal losses first, then the times. Collective (of one)."""
+    """Check that the losses are equal, then time the steps. Collective (of one)."""
     world = join_alone()
     task = made_task(shape, length, changes={"model": {"gradient_checkpointing": False}})
     engines: dict[str, Any] = {"by hand": ByHand(task, world.device, precision)}
-    if precision == "fp32":  # TorchEngine is the definition of a step, and that is fp32
+    if precision == "fp32":  # TorchEngine is the reference, in fp32
         engines["TorchEngine"] = TorchEngine(*made_model(task), task.recipe.optim, world.device)
     for preset in presets.split(","):
         engines[f"DeepSpeed {preset}"] = made_engine(

@@ -1,11 +1,11 @@
-"""How long tokens of multi-turn dialogs take to be made: by one process, and by as many as there are cores.
+"""Measure the tokenization of multi-turn dialogs by one process and by one process per core.
 
-One process is timed on one core, and with the threads of the library tokenizers, which share out what the template wrote.
+One process is timed on one core, and with the threads of the tokenizers library.
 
     python -m benchmarks.tokens [--data shared/data/hh/helpful-train.jsonl] [--times 4] [--what pairs]
 
 `what`: pairs (rm, dpo), conversations (sft) or labelled (kto), written by Llama 3's template with a byte-level tokenizer of
-8192 entries that the data train. The stores are equal to the byte, which is checked first.
+8192 entries trained on the data. The stores must be equal to the byte.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.sources.open import ConcatSource, open_source
 from dstrain.launch.threads import count_available_cores
 from dstrain.tasks import make_task
-from tests.chats import TEMPLATES
+from tests.chat_templates import TEMPLATES
 
 TASKS = {"pairs": "rm", "conversations": "sft", "labelled": "kto"}
 
 
 def made_task(folder: Path, data: str, times: int, what: str) -> Any:
-    """A task on so many copies of the data, its tokenizer already trained."""
+    """Return a task on `times` copies of the data with a trained tokenizer."""
     text = Path(data).read_text(encoding="utf-8")
     (folder / "train.jsonl").write_text(text * times, encoding="utf-8")
     (folder / "template.jinja").write_text(TEMPLATES["llama3"], encoding="utf-8")
@@ -48,7 +48,7 @@ def made_task(folder: Path, data: str, times: int, what: str) -> Any:
 
 
 def made_store(task: Any, source: ConcatSource, folder: Path, count: int, threads: bool = True) -> TokenStore:
-    """The store, made again by so many processes; `threads`: of the library tokenizers, which one process uses."""
+    """Rebuild and return the store with this many processes; `threads`: of the tokenizers library, for one process."""
     shutil.rmtree(folder, ignore_errors=True)
     env = {"DSTRAIN_CACHE": str(folder), "TOKENIZERS_PARALLELISM": str(threads).lower()}
     with (
@@ -61,7 +61,7 @@ def made_store(task: Any, source: ConcatSource, folder: Path, count: int, thread
 def measure(
     *, data: str = "shared/data/hh/helpful-train.jsonl", times: int = 4, what: str = "pairs", rounds: int = 3
 ) -> dict[str, Any]:
-    """Equal stores first, then times in turns."""
+    """Check that the stores are equal, then time them in turns."""
     folder = Path(tempfile.mkdtemp(prefix="dstrain-bench-"))
     task = made_task(folder, data, times, what)
     source = ConcatSource([open_source(folder / "train.jsonl")])

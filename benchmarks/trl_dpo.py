@@ -1,10 +1,10 @@
-"""Losses of `dstrain train` with task dpo and of TRL's trainers, step by step, on identical batches in fp32.
+"""Compare the losses of `dstrain train` with task dpo and of TRL's trainers, step by step, in fp32.
 
     python -m benchmarks.trl_dpo [--kinds "sigmoid;ipo"] [--steps 50]
 
 A small Llama from scratch and hh-rlhf's helpful pairs, the shortest first. Both start from the same weights and take the
-same tokens in the same order at the same rates. Kinds that are one formula in both must agree to 1e-3 at every step, or
-nothing is told. For orpo and rpo the two sum the SFT term differently, and the table says by how much.
+same tokens in the same order at the same rates. Losses with the same formula in both must agree to 1e-3 at every step, else
+nothing is reported. For orpo and rpo the SFT terms differ; the table shows by how much.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LIMIT = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One loss, as each of the two spells it."""
+    """One loss, under its names in both libraries."""
 
     options: dict[str, Any]
     """Of dstrain's task."""
@@ -72,7 +72,7 @@ KINDS = {
 
 
 def short_pairs(path: Path, count: int, letters: int = 700) -> Path:
-    """The first pairs whose texts have fewer letters, so that no prompt is cut."""
+    """Return the first pairs whose texts are short, so that no prompt is truncated."""
     lines = Path(pairs("train")).read_text().splitlines()
     short = [
         line for line in lines if all(0 < len(json.loads(line)[side]) < letters for side in ("chosen", "rejected"))
@@ -102,7 +102,7 @@ def made_recipe(kind: Kind, train: Path, steps: int, lr: float) -> dict[str, Any
 def measure(
     *, kinds: str = "", steps: int = 50, count: int = 200, lr: float = 1e-3, engine: str = "command"
 ) -> dict[str, Any]:
-    """Train each kind twice and compare every loss."""
+    """Train each loss with both libraries and compare every step."""
     folder = Path(tempfile.mkdtemp(prefix="dstrain-trl-"))
     train = short_pairs(folder / "pairs.jsonl", count)
     chosen = [name for name in KINDS if name in kinds.split(";")] if kinds else list(KINDS)
@@ -134,13 +134,13 @@ def _compared(name: str, recipe: dict[str, Any], folder: Path, engine: str) -> d
 
 
 def with_command(recipe: dict[str, Any], run_dir: Path) -> list[float]:
-    """The losses that `dstrain train` writes."""
+    """Return the losses that `dstrain train` writes."""
     train_with_dstrain(recipe, run_dir)
     return [row["loss"] for row in told(run_dir, "train")]
 
 
 def with_torch(task: Any) -> list[float]:
-    """The losses of the same steps by TorchEngine, without a process of its own."""
+    """Return the losses of the same steps by TorchEngine, in this process."""
     import torch
 
     from dstrain.models.params.groups import build_param_groups

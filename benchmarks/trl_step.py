@@ -1,10 +1,10 @@
-"""What a step costs: TRL's trainer, TorchEngine and DeepSpeedEngine, side by side in one process.
+"""Measure the time of a step: TRL's trainer, TorchEngine and DeepSpeedEngine in one process.
 
     python -m benchmarks.trl_step [--task dpo] [--shape 3m] [--presets zero0,zero2]
 
-All take the same samples from the same weights. Their losses are compared first; only then is there a clock. TRL's loop
-stands still between its steps, which hold all that it does: fetching and collating the batch, its metrics, its log line.
-dstrain's collate the batch as well, but read nothing ahead and write no metrics.jsonl.
+All take the same samples from the same weights. Losses are compared before anything is timed. TRL's loop is paused between
+its steps, which include fetching and collating the batch, metrics and logging. dstrain's steps include collating, but no
+reading ahead and no metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ TRAINERS = {"rm": REWARD, "dpo": DPO}
 
 
 class Ours:
-    """One of dstrain's engines, taking the run's steps one after another."""
+    """Takes the run's steps with one of dstrain's engines."""
 
     def __init__(self, engine: Any, task: Any) -> None:
         self._engine, self._task, self._examples, self._taken = engine, task, ordered(task), 0
         self.losses: list[float] = []
 
     def __call__(self, turn: int = 0) -> None:
-        """Take the next step: collate, forward, backward, clip, learn."""
+        """Take the next step: collate, forward, backward, clip, update."""
         total = self._task.recipe.batch.total
         batch = self._task.collate(self._examples[self._taken * total : (self._taken + 1) * total])
         result = self._engine.step([batch], self._task.recipe.optim.lr)
@@ -39,13 +39,13 @@ class Ours:
 
 
 def made(task: str, shape: str, length: int, micro: int, steps: int) -> Any:
-    """The task, on made-up pairs."""
+    """Return the task on synthetic pairs."""
     from dstrain.config.schema import RunConfig
     from dstrain.tasks import make_task
 
     folder = Path(tempfile.mkdtemp(prefix="dstrain-bench-"))
     recipe = made_recipe(folder, shape, length)
-    recipe["data"]["train"] = str(write_pairs(folder / "short.jsonl", 64, length // 4))  # no prompt is cut away
+    recipe["data"]["train"] = str(write_pairs(folder / "short.jsonl", 64, length // 4))  # no prompt is truncated
     recipe["model"]["gradient_checkpointing"] = False
     recipe["batch"] = {"total": micro, "micro": micro}
     return make_task(RunConfig.model_validate({**recipe, "task": task, "steps": steps}))
@@ -55,7 +55,7 @@ def measure(
     *, task: str = "dpo", shape: str = "3m", length: int = 256, micro: int = 4, presets: str = "zero0,zero2",
     rounds: int = 20, checked_steps: int = 5,
 ) -> dict[str, Any]:  # fmt: skip
-    """Equal losses first, then the times. Collective (of one)."""
+    """Check that the losses are equal, then time the steps. Collective (of one)."""
     import torch
 
     from dstrain.distributed.world import SingleProcessWorld

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 def main(local_rank: int | None) -> None:
     """Train reward models, policies and vision-language models on DeepSpeed.
 
-    Exit codes: 0 done, 1 failed, 2 bad usage, recipe or data, 75 stopped by a signal after a checkpoint (start again).
+    Exit codes: 0 done, 1 failed, 2 bad usage, recipe or data, 75 stopped by a signal after a
+    checkpoint (start again).
     """
 
 
@@ -113,7 +114,8 @@ def generate(
 ) -> None:  # fmt: skip
     """Generate answers of a trained policy.
 
-    Prompts come from --prompt or from the records of --data. RUN_OR_MODEL is a run folder or an exported folder.
+    Prompts come from --prompt or from the records of --data. RUN_OR_MODEL is a run folder or an
+    exported folder.
     """
     from dstrain.commands.generate import GenerateJob, show_answers
     from dstrain.commands.trained_model import ModelSelector

@@ -19,7 +19,8 @@ def prepare_process() -> None:
 def open_closed_streams() -> None:
     """Open /dev/null for each closed standard stream; some supervisors and cron close them.
 
-    Otherwise the next opened file, such as a checkpoint, would become stdout of every child process.
+    Otherwise the next opened file, such as a checkpoint, would become stdout of every child
+    process.
     """
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -42,6 +43,8 @@ def escape_unsupported_characters() -> None:
 
 
 def reset_sigchld() -> None:
-    """Set an ignored SIGCHLD to its default: otherwise subprocess reports exit code 0 for every child."""
+    """Set an ignored SIGCHLD to its default: otherwise subprocess reports exit code 0 for every
+    child.
+    """
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -6,7 +6,10 @@ from pathlib import Path
 
 
 def find_resource_dir(name: str) -> Path:
-    """Return the packaged folder of this name, such as `ds_configs` or `launchers`. Raises FileNotFoundError."""
+    """Return the packaged folder of this name, such as `ds_configs` or `launchers`.
+
+    Raises FileNotFoundError.
+    """
     package = Path(__file__).parent
     for folder in (package / name, package.parent / name):
         if folder.is_dir():

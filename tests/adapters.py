@@ -1,4 +1,4 @@
-"""Adapters that peft writes, with values in them."""
+"""LoRA adapters written by peft, with non-zero values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES: dict[str, Any] = {
 
 
 def adapter(at: Path, auto: Any = AutoModelForCausalLM, tied: bool = False, **settings: Any) -> Path:
-    """An adapter with values in it, and its base beside it."""
+    """Write a base model to `at`/base and an adapter with non-zero values to `at`/adapter; return the adapter."""
     torch.manual_seed(0)
     config = AutoConfig.for_model("llama", **SIZES, tie_word_embeddings=tied)
     config.num_labels = 1
@@ -34,5 +34,6 @@ def adapter(at: Path, auto: Any = AutoModelForCausalLM, tied: bool = False, **se
 
 
 def merged_by_peft(at: Path, auto: Any = AutoModelForCausalLM) -> Any:
+    """Return the adapter's base model with the adapter merged by peft."""
     base = auto.from_pretrained(str(at.parent / "base"), **({} if auto is AutoModelForCausalLM else {"num_labels": 1}))
     return PeftModel.from_pretrained(base, str(at)).merge_and_unload()

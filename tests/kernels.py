@@ -1,4 +1,4 @@
-"""Compile the kernels of DeepSpeed that tests need, at the side of those that need none.
+"""Compile the DeepSpeed kernels that tests need, while tests that need none run.
 
 python -m tests.kernels
 """

@@ -54,7 +54,7 @@ def count(name: str) -> set[str]:
     from dstrain.train.build_model import build_train_module
     from dstrain.train.engine.deepspeed import TorchEngine
     from dstrain.train.plan import BatchPlan, build_sample_plan
-    from tests.seeing import named_recipe
+    from tests.vision_recipes import named_recipe
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["DSTRAIN_CACHE"] = f"{folder}/cache"

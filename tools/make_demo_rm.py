@@ -1,4 +1,4 @@
-"""Writes the pairs of the packaged recipe demo-rm: made-up questions in a workshop, a helpful and a useless answer.
+"""Write the synthetic pairs of the packaged recipe demo-rm: workshop questions, a helpful and a useless answer.
 
 python tools/make_demo_rm.py dstrain/recipes/demo-rm
 """
@@ -36,7 +36,7 @@ def steps(draw: random.Random, thing: str) -> str:
 
 
 def talk(draw: random.Random, sentences: tuple[str, ...], length: int) -> str:
-    """Sentences of one kind, about as long as the helpful answer: length alone shall tell nothing."""
+    """Return sentences of one kind, about as long as the helpful answer, so that length does not predict the choice."""
     wanted, text = length * draw.uniform(0.75, 1.25), draw.choice(sentences)
     while True:
         longer = f"{text} {draw.choice([sentence for sentence in sentences if sentence not in text] or sentences)}"

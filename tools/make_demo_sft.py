@@ -1,4 +1,4 @@
-"""Writes the dialogs of the packaged recipe demo-sft: every fault in a workshop has its own mend, which can be learnt.
+"""Write the synthetic dialogs of the packaged recipe demo-sft: each fault in a workshop has one fix to learn.
 
 python tools/make_demo_sft.py dstrain/recipes/demo-sft
 """

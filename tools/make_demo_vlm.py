@@ -1,4 +1,4 @@
-"""Writes the images of the packaged recipe demo-vlm, and the questions about them: two coloured shapes side by side.
+"""Write the images of the packaged recipe demo-vlm and their questions: two coloured shapes side by side.
 
 python tools/make_demo_vlm.py dstrain/recipes/demo-vlm
 """
@@ -18,11 +18,11 @@ SIDE = 32
 GROUND = (246, 243, 236)
 COLOURS = {"red": (214, 40, 40), "green": (40, 150, 70), "blue": (40, 80, 200), "black": (25, 25, 25)}
 TRAIN, TEST = 9, 2
-"""Images of each pair of colours."""
+"""Images per pair of colours."""
 
 
 def drawn(left: str, right: str, draw: random.Random) -> Image.Image:
-    """A shape of each colour, somewhere in its half of the plain ground."""
+    """Return an image with a shape of each colour in its half of a plain background."""
     image = Image.new("RGB", (SIDE, SIDE), GROUND)
     pen = ImageDraw.Draw(image)
     for start, colour in ((0, left), (SIDE // 2, right)):
@@ -40,7 +40,7 @@ def drawn(left: str, right: str, draw: random.Random) -> Image.Image:
 
 
 def asked(left: str, right: str) -> Iterator[tuple[str, str]]:
-    """Questions about an image with their answers."""
+    """Return questions about an image and their answers."""
     yield "What is on the left?", f"Something {left}."
     yield "What is on the right?", f"Something {right}."
     yield "What is there?", f"Something {left} and something {right}."

@@ -73,10 +73,12 @@ class _Expected:
 def export_model(
     run_dir: Path, step: str, output_dir: Path, overrides: Sequence[str] = (), merge_lora: bool = False
 ) -> ExportReport:
-    """Write the folder under a temporary name, reload it, compare, and only then rename it. Raises UsageError.
+    """Write the folder under a temporary name, reload it, compare, and only then rename it. Raises
+    UsageError.
 
-    With `merge_lora`, adapters are merged into their base, and one complete model is written. Memory holds one model: it
-    is freed before the folder is reloaded. Raises CheckpointError if the reloaded model differs.
+    With `merge_lora`, adapters are merged into their base, and one complete model is written.
+    Memory holds one model: it is freed before the folder is reloaded. Raises CheckpointError if the
+    reloaded model differs.
     """
     place = Path(os.path.realpath(output_dir))
     if place.exists() and not place.is_dir():
@@ -99,7 +101,9 @@ def export_model(
 
 
 def _fp16_overrides(run_dir: Path) -> list[str]:
-    """Return --set arguments that export an fp16 run in fp16; other commands load it in fp32, since CPUs are slow in fp16."""
+    """Return --set arguments that export an fp16 run in fp16; other commands load it in fp32, since
+    CPUs are slow in fp16.
+    """
     return (
         ["model.dtype=float16"]
         if (run_dir / "ds_config.json").is_file() and is_precision_enabled(run_dir, "fp16")
@@ -156,7 +160,10 @@ def _write_export(loaded: LoadedModel, folder: Path, merge_lora: bool) -> _Expec
 
 
 def _save_model(model: Any, folder: Path, task: Task, merge_lora: bool) -> None:
-    """Write weights, tokenizer and recipe. Raises CheckpointError if the files differ from the model."""
+    """Write weights, tokenizer and recipe.
+
+    Raises CheckpointError if the files differ from the model.
+    """
     from peft import PeftModel
     from transformers import PreTrainedModel
 
@@ -208,7 +215,10 @@ def _is_transformers_model(model: Any) -> bool:
 
 @torch.no_grad()
 def _verify_reload(expected: _Expected, folder: Path) -> float:
-    """Reload the folder and return the largest output difference. Raises CheckpointError if it is too large."""
+    """Reload the folder and return the largest output difference.
+
+    Raises CheckpointError if it is too large.
+    """
     with _as_checkpoint_error("the exported folder cannot be loaded"):
         model = expected.task.export.reload(folder).eval()
     check_loaded_model(model, expected.tensor_digests)

@@ -61,7 +61,8 @@ def list_packaged_recipes() -> list[str]:
 
 
 def find_recipe(name: str | None, optional: bool) -> Path | None:
-    """Return the file that RECIPE names: a path, a packaged name, or ./recipe.yaml. Raises RecipeError.
+    """Return the file that RECIPE names: a path, a packaged name, or ./recipe.yaml. Raises
+    RecipeError.
 
     With `optional`, return None if there is no RECIPE and no ./recipe.yaml.
     """
@@ -90,7 +91,10 @@ def find_recipe(name: str | None, optional: bool) -> Path | None:
 
 
 def resolve_recipe(request: TrainRequest) -> Recipe:
-    """Return the recipe with --set, --task and --ds-config applied and its paths absolute. Raises RecipeError."""
+    """Return the recipe with --set, --task and --ds-config applied and its paths absolute.
+
+    Raises RecipeError.
+    """
     _check_dir_options(request)
     path = find_recipe(request.recipe, bool(request.task or request.overrides or request.ds_config))
     recipe = read_recipe(path, request.overrides, request.task, request.ds_config)
@@ -107,7 +111,8 @@ def resolve_recipe(request: TrainRequest) -> Recipe:
 
 def get_run_dir(request: TrainRequest, name: str) -> Path:
     """Return --run-dir or runs/NAME: the same for the same command, so that it resumes."""
-    # Not Path.resolve: it raises RuntimeError on a loop of links, which is reported when the folder is created.
+    # Not Path.resolve: it raises RuntimeError on a loop of links, which is reported when the folder
+    # is created.
     return Path(os.path.realpath((request.run_dir or Path("runs") / name).expanduser()))
 
 
@@ -139,7 +144,9 @@ def _check_dir_options(request: TrainRequest) -> None:
 
 
 def check_run_dir(request: TrainRequest, name: str) -> None:
-    """Raise UsageError for a run folder that is a file, is not UTF-8, or holds other files than a run's."""
+    """Raise UsageError for a run folder that is a file, is not UTF-8, or holds other files than a
+    run's.
+    """
     folder = get_run_dir(request, name)
     try:
         str(folder).encode()
@@ -243,14 +250,20 @@ def _hub_key_faults(source: dict[str, Any]) -> list[Fault]:
 
 
 def _is_path(text: str, key: str) -> bool:
-    """Return True if a value means a path. A folder in the working directory is never taken for a task or preset."""
+    """Return True if a value means a path.
+
+    A folder in the working directory is never taken for a task or preset.
+    """
     if "/" in text or text.endswith((".json", ".py", ".jinja")):
         return True
     return key not in ("task", "ds_config") and _exists(Path(text)) and Path(text).is_dir()
 
 
 def find_path(text: str, recipe_dir: Path) -> Path | None:
-    """Return the existing path that `text` means, absolute; None if there is none. Raises RecipeError."""
+    """Return the existing path that `text` means, absolute; None if there is none.
+
+    Raises RecipeError.
+    """
     try:
         path = Path(text).expanduser()
     except RuntimeError:
@@ -259,7 +272,9 @@ def find_path(text: str, recipe_dir: Path) -> Path | None:
 
 
 def _exists(path: Path) -> bool:
-    """Return True if the path exists; False for one that is too long, or in a folder without permission."""
+    """Return True if the path exists; False for one that is too long, or in a folder without
+    permission.
+    """
     try:
         return path.exists()
     except OSError:

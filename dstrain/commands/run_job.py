@@ -55,7 +55,9 @@ class Job(Protocol):
         """Return a `PreparedJob`: the work that a process does alone. Raises UsageError."""
 
     def cache_weight_hashes(self, prepared: Any) -> None:
-        """Cache the hashes that `run` compares: rank 0 computes them before others wait in a collective."""
+        """Cache the hashes that `run` compares: rank 0 computes them before others wait in a
+        collective.
+        """
 
     def run(self, prepared: Any, world: World) -> Any:
         """Run the job and return its result, as JSON; rank 0's is used. Collective."""
@@ -73,14 +75,16 @@ class JobResult:
 def run_job(job: Job, launch_options: Mapping[str, Any], scratch_dir: Path | None) -> JobResult:
     """Run a job in this process or several, as the launch options or a launcher's environment say.
 
-    `scratch_dir`: the folder of the launch if this process is a worker of one by `dstrain`, else None.
+    `scratch_dir`: the folder of the launch if this process is a worker of one by `dstrain`, else
+    None.
     """
     worker = worker_from_env(os.environ)
     if worker is None:
         config = job.check_recipe()
         new_scratch_dir = make_scratch_path()
         options = LaunchOptions(**launch_options)
-        # `python -m` would import from the working directory first, which may be an untrusted folder.
+        # `python -m` would import from the working directory first, which may be an untrusted
+        # folder.
         env = {**os.environ, "PYTHONSAFEPATH": "1"}
         launch = plan_launch(options, [*job.to_argv(), "--scratch", str(new_scratch_dir)], env, config.launch)
         if job.is_parallel and (line := cpu_overload_warning(launch)):
@@ -131,10 +135,11 @@ def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
 def join_world(
     worker: Worker | None, device: torch.device, config_and_store: tuple[RunConfig, Any], shared_dir: Path | None
 ) -> Iterator[World]:
-    """Yield the world of this launch, and leave it at the end; for `worker` None, that of this process. Collective.
+    """Yield the world of this launch, and leave it at the end; for `worker` None, that of this
+    process. Collective.
 
-    `config_and_store`: the recipe, and the rendezvous store, if any. Raises PeerFailureError if another process ends or
-    stops answering; it names that process if there is a `shared_dir`.
+    `config_and_store`: the recipe, and the rendezvous store, if any. Raises PeerFailureError if
+    another process ends or stops answering; it names that process if there is a `shared_dir`.
     """
     from dstrain.distributed.world import SingleProcessWorld, joined_world
     from dstrain.train.health.watchdog import peer_watchdog

@@ -1,8 +1,8 @@
 """Temporary folders of evaluate, generate and prepare, and removal of stale ones."""
 
-# While a command runs, `owner.json` in its folder names its process. The folder of a failed command is kept for its logs,
-# without that file. A folder whose owner has ended was left by a killed command; the next command of the same user on
-# the same host removes it.
+# While a command runs, `owner.json` in its folder names its process. The folder of a failed command
+# is kept for its logs, without that file. A folder whose owner has ended was left by a killed
+# command; the next command of the same user on the same host removes it.
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def make_scratch_path() -> Path:
 
 
 def make_scratch(scratch_dir: Path) -> None:
-    """Create the folder, for this user only, and remove those of killed commands. Raises UsageError."""
+    """Create the folder, for this user only, and remove those of killed commands.
+
+    Raises UsageError.
+    """
     try:
         scratch_dir.mkdir(mode=0o700)
         owner = {"machine": get_host_id(), "pid": os.getpid(), "started": start_time(os.getpid())}
@@ -61,7 +64,9 @@ def remove_stale_scratch(folder: Path) -> None:
 
 
 def _is_stale(scratch_dir: Path) -> bool:
-    """Return True for a folder of this user, made on this host, whose process is known to have ended."""
+    """Return True for a folder of this user, made on this host, whose process is known to have
+    ended.
+    """
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         found = scratch_dir.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():

@@ -63,7 +63,10 @@ def resume_on_restart(request: TrainRequest, env: Mapping[str, str]) -> TrainReq
 def _launch_training(
     launch: LocalLaunch | MultiHostLaunch, recipe: Recipe, run_dir: Path, resume: ResumeOptions
 ) -> int:
-    """Acquire the run folder's lease, start the processes and supervise them. Returns the exit code."""
+    """Acquire the run folder's lease, start the processes and supervise them.
+
+    Returns the exit code.
+    """
     from dstrain.launch.multihost.worker_group import MultiHostWorkerGroup, open_worker_group
     from dstrain.launch.supervise import supervise
     from dstrain.launch.worker import LAUNCH_ID_ENV, remove_port_files, remove_rank_records
@@ -114,7 +117,10 @@ def detect_device(launch: LocalLaunch | MultiHostLaunch) -> Device:
 
 
 def train_worker(worker: Worker, request: TrainRequest) -> int:
-    """Train as one rank of a launcher. Returns the exit code, which is also recorded for the supervisor."""
+    """Train as one rank of a launcher.
+
+    Returns the exit code, which is also recorded for the supervisor.
+    """
     from dstrain.launch.worker import LAUNCH_FILE_ENV, LAUNCH_ID_ENV, exit_with_parent, run_worker
     from dstrain.train.health.signals import SignalHandler, run_with_signals
 
@@ -145,7 +151,10 @@ def train_worker(worker: Worker, request: TrainRequest) -> int:
 
 
 def _abort_process(reason: str) -> None:
-    """Exit at once, on rank 0: another launch has its run folder. The other ranks end without rank 0."""
+    """Exit at once, on rank 0: another launch has its run folder.
+
+    The other ranks end without rank 0.
+    """
     print(f"error: {reason}", file=sys.stderr, flush=True)
     os._exit(EXIT_FAILED)
 

@@ -82,7 +82,7 @@ class ModelSelector:
         return words + [word for value in self.overrides for word in ("--set", value)]
 
     def find_model(self, *base_overrides: str) -> SavedModel:
-        """Return the model. `base_overrides` change its recipe before --set does. Raises UsageError."""
+        """Return the model; `base_overrides` apply before --set. Raises UsageError."""
         overrides = ["model.gradient_checkpointing=false", *base_overrides, *self.overrides]
         return find_saved_model(self.folder, self.step, overrides, self.task)
 
@@ -107,14 +107,15 @@ class SavedModel:
         return self.task.recipe.batch.micro or DEFAULT_MICRO_BATCH_SIZE
 
     def check_loadable(self) -> None:
-        """Raise UsageError for an exported folder that cannot be loaded; a run's checkpoint has all it needs."""
+        """Raise UsageError for an export that cannot be loaded; a checkpoint has all it needs."""
         if self.checkpoint is None:
             check_no_pickles(self.folder, EXPORT_RECIPE)
             self.task.checks.run()
             check_head(self.task, self.folder)
 
     def build_ds_config(self, preset_name: str | None, world_size: int, device: Device) -> dict[str, Any]:
-        """Return the DeepSpeed JSON for holding the model, sharded (ZeRO-3) or replicated. Raises PresetError.
+        """Return the DeepSpeed JSON for holding the model, sharded (ZeRO-3) or replicated. Raises
+        PresetError.
 
         Without `preset_name`, several processes hold a run's model as it was trained.
         """
@@ -144,7 +145,8 @@ class SavedModel:
 
 
 def load_trained_model(folder: Path, step: str, overrides: Sequence[str] = (), task: str | None = None) -> LoadedModel:
-    """Load the model of a run folder (at `step`) or an exported folder on this process, in evaluation mode.
+    """Load the model of a run folder (at `step`) or an exported folder on this process, in
+    evaluation mode.
 
     It has the precision it was trained in. Raises UsageError if the folder is neither.
     """
@@ -169,7 +171,10 @@ def quiet_libraries() -> None:
 
 
 def find_saved_model(folder: Path, step: str, overrides: Sequence[str] = (), task: str | None = None) -> SavedModel:
-    """Find the model of a run folder (at `step`) or an exported folder; its weights are not read. Raises UsageError."""
+    """Find the model of a run folder (at `step`) or an exported folder; its weights are not read.
+
+    Raises UsageError.
+    """
     if (folder / "recipe.yaml").is_file():
         return _find_in_run(folder, step, overrides, task)
     if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)) and not is_module_export(folder):
@@ -197,7 +202,7 @@ def _make_export_task(folder: Path, overrides: Sequence[str], task: str | None) 
 
 
 def _tokenizer_overrides(folder: Path) -> list[str]:
-    """Return --set arguments for a folder's tokenizer with its chat template, or for its processor, which has both."""
+    """Return --set arguments for a folder's tokenizer and chat template, or for its processor."""
     here = json.dumps(str(folder.resolve()))
     if (folder / PROCESSOR_CONFIG).is_file():
         return [f"model.processor={here}", "model.tokenizer=null", "model.chat_template=null"]
@@ -225,7 +230,7 @@ def _find_in_run(run_dir: Path, step: str, overrides: Sequence[str], task: str |
 
 
 def load_saved_model(saved: SavedModel, ds_config: Mapping[str, Any], world: World) -> torch.nn.Module:
-    """Return the task's model with its trained weights, sharded if the JSON has stage 3. Collective."""
+    """Return the model with its trained weights, sharded if the JSON has stage 3. Collective."""
     from dstrain.models.params.zero3 import is_zero3, zero3_init
     from dstrain.models.weights.meta_init import weights_loaded_later
     from dstrain.train.build_model import build_model, build_model_without_init
@@ -253,7 +258,9 @@ def load_saved_model(saved: SavedModel, ds_config: Mapping[str, Any], world: Wor
 
 
 def _canbuild_uninitialized(saved: SavedModel, ds_config: Mapping[str, Any]) -> bool:
-    """Return True if the model can be built without values: the checkpoint has all, and none is read before."""
+    """Return True if the model can be built without values: the checkpoint has all, and none is
+    read before.
+    """
     from dstrain.models.params.zero3 import is_zero3
 
     task, model = saved.task, saved.task.recipe.model
@@ -263,7 +270,9 @@ def _canbuild_uninitialized(saved: SavedModel, ds_config: Mapping[str, Any]) -> 
 
 
 def hash_weights(task: Task, include_base: bool) -> None:
-    """Cache the hashes that are compared later: of a precomputed reference's model, and of the base of adapters."""
+    """Cache the hashes that are compared later: of a precomputed reference's model, and of the base
+    of adapters.
+    """
     from dstrain.models.weights.fingerprint import weights_fingerprint
 
     wanted = [task.loss_inputs.reference.config] if task.loss_inputs.reference.kind == "cached" else []
@@ -272,7 +281,7 @@ def hash_weights(task: Task, include_base: bool) -> None:
 
 
 def _check_base(task: Task, info: CheckpointInfo, world: World, coarse: bool) -> None:
-    """Raise CheckpointError if the adapters were trained on other weights than the recipe names. Collective."""
+    """Raise CheckpointError if the adapters were trained on another base. Collective."""
     from dstrain.models.weights.fingerprint import BASE_CHANGED_MESSAGE, weights_fingerprint
 
     base = weights_fingerprint(task.recipe.model, task.recipe.seed, coarse) if world.rank == 0 else None

@@ -12,10 +12,12 @@ if TYPE_CHECKING:
 
 
 def build_uninitialized(task: Task, checkpoint: Path) -> torch.nn.Module | None:
-    """Build the model with uninitialized weights, so that memory holds one copy; None if it would differ.
+    """Build the model with uninitialized weights, so that memory holds one copy; None if it would
+    differ.
 
-    It differs from the model built from its base if the checkpoint has two values for tied weights (transformers unties
-    weights when it reads two different tensors), if the family loads some weights in fp32, or if the base is quantized.
+    It differs from the model built from its base if the checkpoint has two values for tied weights
+    (transformers unties weights when it reads two different tensors), if the family loads some
+    weights in fp32, or if the base is quantized.
     """
     from dstrain.models.weights.meta_init import materialize, meta_parameters
     from dstrain.train.build_model import build_model_without_init

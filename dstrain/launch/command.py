@@ -14,7 +14,8 @@ from dstrain.launch.threads import count_available_cores, thread_environment
 from dstrain.launch.topology import count_gpus, is_cpu_requested, visible_devices
 
 PORT_FILE_ENV = "DSTRAIN_PORT_FILE"
-"""Path of a file in which rank 0 announces the port it listens on to the other ranks of its host."""
+"""Path of a file in which rank 0 announces the port it listens on to the other ranks of its
+host."""
 LAUNCHERS = ("deepspeed", "openmpi", "ssh", "torchrun", "slurm")
 
 
@@ -23,7 +24,8 @@ class LaunchOptions:
     """Launch options of the command line; None or empty if not given."""
 
     num_gpus: int | None = None
-    """Processes per host, one per GPU; on a CPU the number of processes. Default: all visible GPUs, or one process."""
+    """Processes per host, one per GPU; on a CPU the number of processes. Default: all visible GPUs,
+    or one process."""
     num_nodes: int | None = None
     """Hosts to take from the top of the hostfile."""
     hostfile: str | None = None
@@ -71,7 +73,10 @@ class LocalLaunch:
 
 
 def plan_local_launch(options: LaunchOptions, arguments: list[str], env: Mapping[str, str]) -> LocalLaunch:
-    """Plan a launch of `dstrain ARGUMENTS` on this host only. Raises UsageError if the options do not fit it."""
+    """Plan a launch of `dstrain ARGUMENTS` on this host only.
+
+    Raises UsageError if the options do not fit it.
+    """
     gpu_count = 0 if is_cpu_requested(env) else count_gpus()
     devices = select_devices(options, env, gpu_count)
     num_processes = len(devices) or options.num_gpus or 1
@@ -88,12 +93,15 @@ def plan_local_launch(options: LaunchOptions, arguments: list[str], env: Mapping
 
 
 def launch_command(options: LaunchOptions, arguments: list[str], num_processes: int, port: int) -> list[str]:
-    """Return the command that runs `dstrain ARGUMENTS` in processes on this host, with DeepSpeed's launcher or torchrun."""
+    """Return the command that runs `dstrain ARGUMENTS` in processes on this host, with DeepSpeed's
+    launcher or torchrun.
+    """
     if options.launcher == "torchrun":
         place = ["--nproc-per-node", str(num_processes), "--master-addr", "127.0.0.1", "--master-port", str(port)]
         return [sys.executable, "-m", "torch.distributed.run", *place, "-m", "dstrain.cli", *arguments]
-    # Without --hostfile DeepSpeed would read /job/hostfile; with one that is not a regular file it runs on this host.
-    # At a lower log level it would warn about that, and print the command of a failed rank after its error.
+    # Without --hostfile DeepSpeed would read /job/hostfile; with one that is not a regular file it
+    # runs on this host. At a lower log level it would warn about that, and print the command of a
+    # failed rank after its error.
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical", "--hostfile", "/dev/null"]
     if options.include:
         command += ["--include", options.include]
@@ -113,7 +121,8 @@ def launch_environment(
         return {**launched, "DS_ACCELERATOR": "cpu"}  # else DeepSpeed looks for a GPU, and warns that it found none
     if options.launcher == "torchrun":
         return {**launched, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
-    # DeepSpeed's launcher ignores CUDA_VISIBLE_DEVICES if GPUs are selected by option; the option is complete.
+    # DeepSpeed's launcher ignores CUDA_VISIBLE_DEVICES if GPUs are selected by option; the option
+    # is complete.
     launched.pop("CUDA_VISIBLE_DEVICES", None)
     return launched
 
@@ -149,7 +158,10 @@ def select_devices(options: LaunchOptions, env: Mapping[str, str], gpu_count: in
 
 
 def _filter_devices(options: LaunchOptions, gpu_count: int) -> list[str]:
-    """Return the GPUs that --include or --exclude select. As in DeepSpeed, CUDA_VISIBLE_DEVICES is ignored."""
+    """Return the GPUs that --include or --exclude select.
+
+    As in DeepSpeed, CUDA_VISIBLE_DEVICES is ignored.
+    """
     name, text = ("--include", options.include) if options.include else ("--exclude", options.exclude)
     host, _, slots = text.partition(":")
     numbers = slots.split(",") if slots else [str(index) for index in range(gpu_count)]
@@ -210,7 +222,9 @@ def free_port() -> int:
 
 
 def check_loopback() -> None:
-    """Raise UsageError if loopback does not work: the processes would try to connect for timeout_minutes."""
+    """Raise UsageError if loopback does not work: the processes would try to connect for
+    timeout_minutes.
+    """
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()

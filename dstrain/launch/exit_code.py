@@ -26,8 +26,9 @@ def compute_outcome(
 ) -> LaunchOutcome:
     """Return the outcome of a launch. A rank's own record counts more than any exit code.
 
-    `exit_codes` are in the order in which the ranks' processes ended. `launcher_code` is not reliable: DeepSpeed's
-    launcher exits with 0 when its inner process is killed. A rank that is done may still die in the interpreter's shutdown.
+    `exit_codes` are in the order in which the ranks' processes ended. `launcher_code` is not
+    reliable: DeepSpeed's launcher exits with 0 when its inner process is killed. A rank that is
+    done may still die in the interpreter's shutdown.
     """
     codes = {rank: record.exit for rank, record in records.items()}
     for rank, code in sorted(codes.items()):

@@ -1,10 +1,12 @@
 """Heartbeat socket between an agent and its ranks; it also hands out the launch environment."""
 
-# A unix socket with an abstract name (unix(7)): it has no file, so nothing is left on a disk however the agent ends, and
-# it does not depend on the hosts' shared file system. Both ends check the other's user (SO_PEERCRED). Every connection
-# receives a line break per heartbeat; one that sends the token, which is in the launch file, also receives the
-# environment as a line of JSON. The socket's name is readable by every user of the host, also from containers that share
-# its network, where root has the same uid; the token is not. Only durations of one host's monotonic clock are compared.
+# A unix socket with an abstract name (unix(7)): it has no file, so nothing is left on a disk
+# however the agent ends, and it does not depend on the hosts' shared file system. Both ends check
+# the other's user (SO_PEERCRED). Every connection receives a line break per heartbeat; one that
+# sends the token, which is in the launch file, also receives the environment as a line of JSON. The
+# socket's name is readable by every user of the host, also from containers that share its network,
+# where root has the same uid; the token is not. Only durations of one host's monotonic clock are
+# compared.
 
 from __future__ import annotations
 
@@ -23,10 +25,11 @@ from collections.abc import Mapping
 from typing import Any
 
 HEARTBEAT_ENV = "DSTRAIN_HEARTBEAT"
-"""`NAME SECONDS`: the agent's socket, and launch.heartbeat_timeout_seconds. Set for ranks that an agent watches."""
+"""`NAME SECONDS`: the agent's socket, and launch.heartbeat_timeout_seconds. Set for ranks that an
+agent watches."""
 RANK_TIMEOUT_FACTOR = 3
-"""A rank ends itself after this many times launch.heartbeat_timeout_seconds without a heartbeat; the launch has dropped
-its agent by then."""
+"""A rank ends itself after this many times launch.heartbeat_timeout_seconds without a heartbeat;
+the launch has dropped its agent by then."""
 ENVIRONMENT_TIMEOUT_SECONDS = 60.0
 """Limit for an agent to send the environment: it may wait for a file system."""
 _BEATS_PER_TIMEOUT, _POLLS_PER_TIMEOUT = 6, 2
@@ -96,7 +99,10 @@ class HeartbeatServer:
 
 
 def fetch_environment(socket_name: str, token: str, timeout: float = ENVIRONMENT_TIMEOUT_SECONDS) -> dict[str, str]:
-    """Return the launch environment from this host's agent. Raises OSError if this user's agent does not answer in time."""
+    """Return the launch environment from this host's agent.
+
+    Raises OSError if this user's agent does not answer in time.
+    """
     until = time.monotonic() + timeout
     with _connect(socket_name, timeout) as agent:
         agent.sendall(token.encode())
@@ -121,7 +127,8 @@ def watch_heartbeat() -> None:
 def _watch(socket_name: str, heartbeat_timeout: float) -> None:
     """Wait for heartbeats; kill this process without them.
 
-    The timeout is split into several polls, so that after a pause of the whole machine the agent can send one first.
+    The timeout is split into several polls, so that after a pause of the whole machine the agent
+    can send one first.
     """
     missed, silent = 0, False
     try:

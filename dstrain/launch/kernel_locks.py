@@ -1,6 +1,7 @@
 """Stale locks of killed kernel builds in torch's extensions folder."""
 
-# DeepSpeed compiles kernels on first use. A killed build leaves its lock, and later builds wait for it without end.
+# DeepSpeed compiles kernels on first use. A killed build leaves its lock, and later builds wait for
+# it without end.
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from threading import Timer
 STALE_LOCK_SECONDS = 15 * 60
 """Age at which a lock is removed that another host, which shares the folder, may hold."""
 LOCAL_FILESYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "apfs", "ntfs"}
-"""File systems that only this host writes to, so that /proc shows every holder of a lock. (Containers of one host should
-not share the folder.)"""
+"""File systems that only this host writes to, so that /proc shows every holder of a lock.
+(Containers of one host should not share the folder.)"""
 
 
 def get_extensions_dir(environment: Mapping[str, str]) -> Path:
@@ -29,8 +30,8 @@ def get_extensions_dir(environment: Mapping[str, str]) -> Path:
 def remove_stale_locks(folder: Path) -> Iterator[str]:
     """Remove the locks of killed builds, now or when they are old enough; yield a message for each.
 
-    torch creates the file `lock` next to a build, has it open while it compiles, and waits without end while it exists
-    (torch/utils/file_baton.py).
+    torch creates the file `lock` next to a build, has it open while it compiles, and waits without
+    end while it exists (torch/utils/file_baton.py).
     """
     with contextlib.suppress(OSError, RuntimeError):
         found = [path for pattern in ("*/lock", "*/*/lock") for path in folder.glob(pattern)]

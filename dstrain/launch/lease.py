@@ -3,10 +3,11 @@
 #     .workers/lease-00000003.json    holder: launch, host, process, and a counting heartbeat; the highest number counts
 #     .workers/.lease-LAUNCH          content of the next lease, while a launch tries to acquire it
 #
-# No file lock: many network file systems do not carry locks between hosts. A launch that finds number 3 released, or its
-# holder dead, creates number 4 as a hard link, which is atomic: of several launches one succeeds, and the file appears
-# with its whole content. The holder increments the heartbeat, and checks each time for a higher number. A holder on this
-# host is checked by its process; one on another host is alive while its heartbeat changes. Clocks are never compared.
+# No file lock: many network file systems do not carry locks between hosts. A launch that finds
+# number 3 released, or its holder dead, creates number 4 as a hard link, which is atomic: of
+# several launches one succeeds, and the file appears with its whole content. The holder increments
+# the heartbeat, and checks each time for a higher number. A holder on this host is checked by its
+# process; one on another host is alive while its heartbeat changes. Clocks are never compared.
 
 from __future__ import annotations
 
@@ -71,7 +72,10 @@ class Lease:
         self.release()
 
     def acquire(self, timeout: float = LEASE_TIMEOUT_SECONDS) -> None:
-        """Acquire the folder. Raises ResumeError (exit code 2) if another launch holds it; nothing is changed then."""
+        """Acquire the folder.
+
+        Raises ResumeError (exit code 2) if another launch holds it; nothing is changed then.
+        """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             for _ in range(_MAX_ATTEMPTS):
@@ -99,7 +103,8 @@ class Lease:
     def _try_acquire(self, timeout: float) -> bool:
         """Return True if the folder is held now; False if another launch was faster: try again."""
         temporary = self._folder / f"{CANDIDATE_PREFIX}{self.launch_id}"
-        # Written before the folder is listed: a change by this host makes NFS drop its cached listing.
+        # Written before the folder is listed: a change by this host makes NFS drop its cached
+        # listing.
         temporary.write_bytes(self._encode_holder())
         try:
             number, content = read_latest_lease(self._folder)
@@ -108,7 +113,8 @@ class Lease:
             if not link_exclusive(temporary, lease_path(self._folder, number + 1)):
                 return False
             self._number = number + 1
-            # A higher number exists if this process was suspended while others acquired and released.
+            # A higher number exists if this process was suspended while others acquired and
+            # released.
             if read_latest_lease(self._folder)[0] != self._number:
                 lease_path(self._folder, self._number).unlink(missing_ok=True)
                 return False
@@ -123,7 +129,8 @@ class Lease:
             if parse_lease_number(path.name) < self._number:
                 path.unlink(missing_ok=True)
         for path in self._folder.glob(f"{CANDIDATE_PREFIX}*"):
-            # Suppressed: it is gone meanwhile, or its process runs (ResumeError): both leave nothing to remove.
+            # Suppressed: it is gone meanwhile, or its process runs (ResumeError): both leave
+            # nothing to remove.
             with contextlib.suppress(OSError, ResumeError):
                 holder = parse_holder(path.read_bytes())
                 if holder is not None and self._is_holder_dead(holder):
@@ -143,14 +150,20 @@ class Lease:
         return json.dumps(asdict(own)).encode()
 
     def _is_free(self, content: bytes, timeout: float) -> bool:
-        """Return True if the lease is released or its holder dead, False if it changed meanwhile. Raises ResumeError if held."""
+        """Return True if the lease is released or its holder dead, False if it changed meanwhile.
+
+        Raises ResumeError if held.
+        """
         holder = parse_holder(content)
         if holder is not None and (holder.beat == RELEASED_HEARTBEAT or self._is_holder_dead(holder)):
             return True
         return self._has_expired(content, holder, timeout)
 
     def _is_holder_dead(self, holder: LeaseHolder) -> bool:
-        """Return True if its process is known to have ended. Raises ResumeError if it is known to run."""
+        """Return True if its process is known to have ended.
+
+        Raises ResumeError if it is known to run.
+        """
         if holder.machine != get_host_id() or holder.folder != self.run_dir.stat().st_ino:
             return False
         state = is_process_alive(holder.pid, holder.started)
@@ -159,7 +172,8 @@ class Lease:
         return state is False
 
     def _has_expired(self, content: bytes, holder: LeaseHolder | None, timeout: float) -> bool:
-        """Return True if the heartbeat stays the same for `timeout` seconds. Raises ResumeError if it changes.
+        """Return True if the heartbeat stays the same for `timeout` seconds. Raises ResumeError if
+        it changes.
 
         Returns False if the lease was released, removed or acquired by another launch meanwhile.
         """
@@ -212,7 +226,9 @@ class Lease:
         return ""
 
     def _write_heartbeat(self, heartbeat: str) -> None:
-        """Overwrite the heartbeat in place; raises OSError if the file was removed by the next holder."""
+        """Overwrite the heartbeat in place; raises OSError if the file was removed by the next
+        holder.
+        """
         descriptor = os.open(lease_path(self._folder, self._number), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         with os.fdopen(descriptor, "r+b", buffering=0) as file:
             content = file.read(MAX_LEASE_BYTES)
@@ -234,7 +250,10 @@ def check_lease(run_dir: Path, launch_id: str) -> None:
 
 
 def _read_holder(run_dir: Path) -> LeaseHolder | None:
-    """Return the holder in the latest lease. Raises RunFolderTakenError if the run folder is gone."""
+    """Return the holder in the latest lease.
+
+    Raises RunFolderTakenError if the run folder is gone.
+    """
     try:
         return parse_holder(read_latest_lease(get_workers_dir(run_dir))[1] or b"")
     except FileNotFoundError:

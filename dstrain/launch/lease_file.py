@@ -14,8 +14,8 @@ from pathlib import Path
 from dstrain.errors import one_line
 
 STALE_LISTING_SECONDS = 90.0
-"""Time for which a listing that names a missing file is read again: Linux's NFS client caches one for up to 60 s
-(acdirmax in nfs(5))."""
+"""Time for which a listing that names a missing file is read again: Linux's NFS client caches one
+for up to 60 s (acdirmax in nfs(5))."""
 MAX_LEASE_BYTES = 64 * 1024
 _LEASE_NAME = re.compile(r"lease-([0-9]{8}|[1-9][0-9]{8,})\.json")
 _STALE_POLL_SECONDS = 0.05
@@ -42,7 +42,10 @@ class LeaseHolder:
 
 
 def read_latest_lease(folder: Path) -> tuple[int, bytes | None]:
-    """Return the highest number and its file's content; (0, None) if there is no lease. Raises OSError."""
+    """Return the highest number and its file's content; (0, None) if there is no lease.
+
+    Raises OSError.
+    """
     until = None
     while True:
         number = max((parse_lease_number(name) for name in os.listdir(folder)), default=0)
@@ -71,7 +74,8 @@ def parse_lease_number(name: str) -> int:
 
 
 def _read_file(file: Path) -> bytes:
-    # Opened on each call: NFS then asks its server for the current content (close-to-open consistency).
+    # Opened on each call: NFS then asks its server for the current content (close-to-open
+    # consistency).
     with os.fdopen(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
         return opened.read(MAX_LEASE_BYTES)
 
@@ -104,8 +108,8 @@ RELEASED_HEARTBEAT = "given-back".ljust(len(format_heartbeat(0)), "-")
 def link_exclusive(temporary: Path, target: Path) -> bool:
     """Link a file to a second name; return False if that name exists.
 
-    An NFS client that repeats a request after a lost answer is told that the link exists, although it created it: then
-    the contents are equal (open(2), O_EXCL).
+    An NFS client that repeats a request after a lost answer is told that the link exists, although
+    it created it: then the contents are equal (open(2), O_EXCL).
     """
     try:
         os.link(temporary, target)

@@ -13,7 +13,9 @@ import psutil
 
 
 def descendants(excluded_pids: set[int]) -> list[psutil.Process]:
-    """Return all running descendants, except the children in `excluded_pids`, which are older than the launch."""
+    """Return all running descendants, except the children in `excluded_pids`, which are older than
+    the launch.
+    """
     found = []
     for child in psutil.Process().children():
         if child.pid not in excluded_pids:
@@ -42,7 +44,9 @@ def _has_rank(process: psutil.Process) -> bool:
 
 
 def get_host_id() -> str:
-    """Return a string that is equal where process ids mean the same: same host name, boot and pid namespace."""
+    """Return a string that is equal where process ids mean the same: same host name, boot and pid
+    namespace.
+    """
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         try:
@@ -59,7 +63,10 @@ def process_state(pid: int) -> str:
 
 
 def exit_status(pid: int) -> int | None:
-    """Return a zombie's exit code, or minus its signal, as subprocess does. None if it is not a zombie."""
+    """Return a zombie's exit code, or minus its signal, as subprocess does.
+
+    None if it is not a zombie.
+    """
     fields = _read_stat(pid)
     if not fields or fields[0] != "Z":
         return None
@@ -68,13 +75,17 @@ def exit_status(pid: int) -> int | None:
 
 
 def start_time(pid: int) -> str:
-    """Return the start time in clock ticks after boot (field 22 in proc(5)); '' if it cannot be read."""
+    """Return the start time in clock ticks after boot (field 22 in proc(5)); '' if it cannot be
+    read.
+    """
     fields = _read_stat(pid)
     return fields[19] if fields else ""
 
 
 def is_process_alive(pid: int, started_at: str) -> bool | None:
-    """Return True if the process with this start time runs on this host; None if unknown (hidepid in proc(5))."""
+    """Return True if the process with this start time runs on this host; None if unknown (hidepid
+    in proc(5)).
+    """
     if process_state(pid) == "Z":
         return False
     try:
@@ -88,7 +99,9 @@ def is_process_alive(pid: int, started_at: str) -> bool | None:
 
 
 def _read_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on: the name before it may contain blanks and brackets."""
+    """Return the fields of /proc/PID/stat from the state on: the name before it may contain blanks
+    and brackets.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -96,7 +109,9 @@ def _read_stat(pid: int) -> list[str]:
 
 
 def find_processes(matches: Callable[[Sequence[str], Callable[[], Mapping[str, str]]], bool]) -> list[psutil.Process]:
-    """Return this host's running processes, except this one, for which `matches(command line, get_environ)` is true."""
+    """Return this host's running processes, except this one, for which `matches(command line,
+    get_environ)` is true.
+    """
     found = []
     for process in psutil.process_iter():
         # Suppressed: it has ended, or belongs to another user, whose environment cannot be read.
@@ -113,7 +128,8 @@ def has_marker(words: Sequence[str], env: Callable[[], Mapping[str, str]], marke
 
 
 def kill_descendants(excluded_pids: set[int], launcher_pid: int) -> list[int]:
-    """SIGKILL all descendants and reap the orphans, but not the launcher: its exit code is read later.
+    """SIGKILL all descendants and reap the orphans, but not the launcher: its exit code is read
+    later.
 
     Returns the pids that did not end.
     """
@@ -128,7 +144,10 @@ def kill_descendants(excluded_pids: set[int], launcher_pid: int) -> list[int]:
 
 
 def kill_processes(find: Callable[[], list[psutil.Process]], reap: Callable[[], None] = lambda: None) -> list[int]:
-    """SIGKILL what `find` returns until it returns nothing, for at most 10 s. Returns the pids that did not end."""
+    """SIGKILL what `find` returns until it returns nothing, for at most 10 s.
+
+    Returns the pids that did not end.
+    """
     deadline = time.monotonic() + 10
     while True:
         left = find()

@@ -16,19 +16,25 @@ _READ_INTERVAL_SECONDS = 0.1
 
 
 class RankMonitor:
-    """Which ranks of this host have started (from their record files) and how each process ended (from /proc)."""
+    """Which ranks of this host have started (from their record files) and how each process ended
+    (from /proc).
+    """
 
     def __init__(self, run_dir: Path, ranks: Collection[int], launch_id: str = "") -> None:
         self._run_dir, self._ranks, self._launch_id = run_dir, frozenset(ranks), launch_id
         self.alive_pids: dict[int, int] = {}
         """Pid by rank."""
         self.exit_codes: dict[int, int | None] = {}
-        """Exit code by rank, or minus the signal, in the order seen; None if the parent reaped it first."""
+        """Exit code by rank, or minus the signal, in the order seen; None if the parent reaped it
+        first."""
         self._pidfds: dict[int, int] = {}
         self._read_at = float("-inf")
 
     def poll(self, force: bool = False) -> None:
-        """Update `alive_pids` and `exit_codes`. The first rank in `exit_codes` is the one to blame."""
+        """Update `alive_pids` and `exit_codes`.
+
+        The first rank in `exit_codes` is the one to blame.
+        """
         missing = len(self.alive_pids) + len(self.exit_codes) < len(self._ranks)
         if force or (missing and time.monotonic() - self._read_at > _READ_INTERVAL_SECONDS):
             self._read_at = time.monotonic()
@@ -42,7 +48,8 @@ class RankMonitor:
             state = process_state(pid)
             if state in ("gone", "Z"):
                 ended[rank] = exit_status(pid) if state == "Z" else None
-        # Of those seen in one poll killed ranks come first: the others lost their connection to them.
+        # Of those seen in one poll killed ranks come first: the others lost their connection to
+        # them.
         for rank in sorted(ended, key=lambda rank: (ended[rank] or 0) >= 0):
             self.exit_codes[rank] = ended[rank]
             del self.alive_pids[rank]
@@ -52,7 +59,8 @@ class RankMonitor:
     def wait_for_event(self, timeout: float, extra_fds: Collection[int] = ()) -> None:
         """Sleep until a rank ends or an extra descriptor is readable, at most `timeout` seconds.
 
-        A fast wake-up matters: its parent may reap a rank within milliseconds, and then its exit code is lost.
+        A fast wake-up matters: its parent may reap a rank within milliseconds, and then its exit
+        code is lost.
         """
         wait_readable((*self._pidfds.values(), *extra_fds), timeout)
 

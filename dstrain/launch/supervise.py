@@ -1,7 +1,7 @@
 """Supervision of a launched group: signal forwarding, grace periods, cleanup and exit code."""
 
-# DeepSpeed's launcher alone leaves the workers running when it gets SIGTERM, gives them 30 s if it forwards the signal,
-# and exits with 0 when its inner process is killed.
+# DeepSpeed's launcher alone leaves the workers running when it gets SIGTERM, gives them 30 s if it
+# forwards the signal, and exits with 0 when its inner process is killed.
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR
 EXIT_GRACE_SECONDS = 0.5
 """Time for remaining processes to end by themselves after the launcher has ended."""
 CHECKPOINT_TIMEOUT_SECONDS = 300.0
-"""Time for the workers to write a checkpoint if the launcher died of the signal that asked for it."""
+"""Time for the workers to write a checkpoint if the launcher died of the signal that asked for
+it."""
 FAILURE_GRACE_SECONDS = 8.0
-"""Time for the other ranks to report their errors after a rank has failed; DeepSpeed's launcher gives them 30 s."""
+"""Time for the other ranks to report their errors after a rank has failed; DeepSpeed's launcher
+gives them 30 s."""
 KILLED_GRACE_SECONDS = 2.0
 """The same if it was killed: the others could only report that it is gone."""
 _POLL_SECONDS = 0.05
@@ -38,7 +40,8 @@ class StopState:
 
     def __init__(self, saves_checkpoint: bool = True) -> None:
         self.saves_checkpoint = saves_checkpoint
-        """True if the workers write a checkpoint when asked to stop; else the first signal kills them."""
+        """True if the workers write a checkpoint when asked to stop; else the first signal kills
+        them."""
         self.first_signal_at: float | None = None
         """Time at which a signal was first forwarded."""
         self.stop_requested_at: float | None = None
@@ -52,8 +55,8 @@ class StopState:
 def supervise(group: WorkerGroup, stop_state: StopState | None = None) -> int:
     """Run a group to its end and return the exit code for the shell.
 
-    0 done, 2 bad usage, 75 stopped after a checkpoint, 1 everything else. Signals and failures are recorded in
-    `stop_state`. Call it from the main thread.
+    0 done, 2 bad usage, 75 stopped after a checkpoint, 1 everything else. Signals and failures are
+    recorded in `stop_state`. Call it from the main thread.
     """
     stop_state = stop_state or StopState()
     with _capture_signals() as signals, _as_subreaper():

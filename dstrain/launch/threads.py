@@ -12,14 +12,19 @@ def count_available_cores() -> int:
 
 
 def threads_per_process(local_world_size: int, cores: int) -> int:
-    """Return an equal share of the cores. Set explicitly: torchrun would use 1 thread, DeepSpeed all cores."""
+    """Return an equal share of the cores.
+
+    Set explicitly: torchrun would use 1 thread, DeepSpeed all cores.
+    """
     return max(1, cores // max(1, local_world_size))
 
 
 def thread_environment(env: Mapping[str, str], local_world_size: int, cores: int) -> dict[str, str]:
-    """Return the environment with the thread counts of the libraries that read them when they are loaded.
+    """Return the environment with the thread counts of the libraries that read them when they are
+    loaded.
 
-    The worker also calls torch.set_num_threads: under torchrun or srun dstrain does not set its environment.
+    The worker also calls torch.set_num_threads: under torchrun or srun dstrain does not set its
+    environment.
     """
     threads = str(threads_per_process(local_world_size, cores))
     return {**env, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}

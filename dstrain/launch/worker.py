@@ -29,7 +29,8 @@ LAUNCH_FILE_ENV = "DSTRAIN_LAUNCH"
 """Path of the launch file; set for ranks that an agent watches."""
 
 DUPLICATE_SIGNAL_SECONDS = 0.5
-"""A signal repeated within this time counts once: `timeout` and batch systems signal a process and its group."""
+"""A signal repeated within this time counts once: `timeout` and batch systems signal a process and
+its group."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -41,7 +42,9 @@ _close_log_copy: Callable[[], None] | None = None
 
 @dataclass(frozen=True)
 class RankRecord:
-    """Content of `.workers/rank-00000.LAUNCH.json`; `rank-00000.json` if no `dstrain` command launched the rank."""
+    """Content of `.workers/rank-00000.LAUNCH.json`; `rank-00000.json` if no `dstrain` command
+    launched the rank.
+    """
 
     rank: int
     pid: int
@@ -69,8 +72,8 @@ def record_start(run_dir: Path, rank: int) -> None:
 def record_end(run_dir: Path, rank: int, code: int, error: str | None = None) -> None:
     """Record how this rank ended. This code counts, whatever happens to the process afterwards.
 
-    Keep a handler for SIGTERM until this call: when one rank exits with a code other than 0, DeepSpeed's launcher and
-    torchrun send SIGTERM to all others, which may be about to end too.
+    Keep a handler for SIGTERM until this call: when one rank exits with a code other than 0,
+    DeepSpeed's launcher and torchrun send SIGTERM to all others, which may be about to end too.
     """
     with contextlib.suppress(OSError):  # such as a full disk: the supervisor also reads the exit code
         _write_record(run_dir, RankRecord(rank, os.getpid(), code, error, socket.gethostname()))
@@ -79,8 +82,8 @@ def record_end(run_dir: Path, rank: int, code: int, error: str | None = None) ->
 def exit_code_for_launcher(code: int) -> int:
     """Return the exit code for the process after `record_end`.
 
-    Launchers take every code but 0 as a failure and kill the other ranks. A supervising `dstrain` reads the record, so
-    that a rank that stopped with a checkpoint can exit with 0.
+    Launchers take every code but 0 as a failure and kill the other ranks. A supervising `dstrain`
+    reads the record, so that a rank that stopped with a checkpoint can exit with 0.
     """
     return EXIT_DONE if code == EXIT_STOPPED and _supervisor_pid() is not None else code
 
@@ -88,8 +91,8 @@ def exit_code_for_launcher(code: int) -> int:
 def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
     """Run `fn` with its output in the run folder's log, and record how it ended.
 
-    `fn` returns an exit code or raises. Returns the exit code for the process; the recorded one counts. Call
-    `exit_with_parent` first.
+    `fn` returns an exit code or raises. Returns the exit code for the process; the recorded one
+    counts. Call `exit_with_parent` first.
     """
     record_start(run_dir, rank)
     redirect_output(log_path(run_dir, rank), copy_to_terminal=rank == 0 and LAUNCH_FILE_ENV not in os.environ)
@@ -118,7 +121,9 @@ def _record_name(rank: int, launch_id: str) -> str:
 
 
 def read_rank_records(run_dir: Path, launch_id: str = "") -> dict[int, RankRecord]:
-    """Return the records by rank; with no `launch_id`, those of ranks that no `dstrain` command launched."""
+    """Return the records by rank; with no `launch_id`, those of ranks that no `dstrain` command
+    launched.
+    """
     records = {}
     ending = f".{launch_id}.json" if launch_id else ".json"
     for path in sorted(get_workers_dir(run_dir).glob(f"rank-*{ending}")):
@@ -139,7 +144,10 @@ def remove_rank_records(run_dir: Path, ranks: Collection[int]) -> None:
 
 
 def remove_port_files(run_dir: Path) -> None:
-    """Remove the port files of killed launches. Call it while this launch holds the run folder's lease."""
+    """Remove the port files of killed launches.
+
+    Call it while this launch holds the run folder's lease.
+    """
     for path in get_workers_dir(run_dir).glob("port-*"):
         path.unlink(missing_ok=True)
 
@@ -159,8 +167,9 @@ def set_child_subreaper(enabled: bool) -> None:
 def exit_with_parent() -> None:
     """End this worker when its launcher, or the supervising `dstrain` command, ends. Call it first.
 
-    The launcher is the parent: the kernel signals its end. `dstrain` is further up, and DeepSpeed's launcher survives
-    when it is killed, so a thread waits on its pidfd. A suspended agent is detected by its missing heartbeat.
+    The launcher is the parent: the kernel signals its end. `dstrain` is further up, and DeepSpeed's
+    launcher survives when it is killed, so a thread waits on its pidfd. A suspended agent is
+    detected by its missing heartbeat.
     """
     parent = os.getppid()
     set_parent_death_signal()
@@ -182,7 +191,9 @@ def exit_with_parent() -> None:
 
 
 def _supervisor_pid() -> int | None:
-    """Return the supervisor's pid, None if it is on another host: srun and ssh may forward the variable."""
+    """Return the supervisor's pid, None if it is on another host: srun and ssh may forward the
+    variable.
+    """
     host, _, pid = os.environ.get(SUPERVISOR_ENV, "").rpartition(" ")
     return int(pid) if host == socket.gethostname() and pid.isdecimal() else None
 
@@ -195,10 +206,11 @@ def _exit_with_process(pidfd: int) -> None:
 
 
 def redirect_output(path: Path, copy_to_terminal: bool) -> None:
-    """Append all output of this process, including that of C libraries, to a log; optionally copy it to the terminal.
+    """Append all output of this process, including that of C libraries, to a log; optionally copy
+    it to the terminal.
 
-    The process writes to the file only. A child process copies the file to the terminal, so that neither a closed
-    terminal nor the child's end affects this process.
+    The process writes to the file only. A child process copies the file to the terminal, so that
+    neither a closed terminal nor the child's end affects this process.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -238,7 +250,8 @@ def start_log_copy(path: Path, offset: int) -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-        # A byte asks it to finish; closing the pipe would not, while a forked data worker has it open too.
+        # A byte asks it to finish; closing the pipe would not, while a forked data worker has it
+        # open too.
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             copier.communicate(b".", timeout=2)
 

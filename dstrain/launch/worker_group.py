@@ -49,7 +49,8 @@ class WorkerGroup(Protocol):
         """Records that the ranks wrote, by rank."""
 
     abort_reason: str
-    """Reason to end the launch regardless of its ranks, such as a lost host; empty if there is none."""
+    """Reason to end the launch regardless of its ranks, such as a lost host; empty if there is
+    none."""
 
     def start(self) -> None:
         """Start the launcher."""
@@ -77,7 +78,9 @@ class WorkerGroup(Protocol):
 
 
 def make_local_group(launch: LocalLaunch, run_dir: Path) -> LocalWorkerGroup:
-    """Return the group of a launch on this host, with a new file by which rank 0 announces the port it listens on."""
+    """Return the group of a launch on this host, with a new file by which rank 0 announces the port
+    it listens on.
+    """
     environment = {name: value for name, value in launch.environment.items() if name != PORT_FILE_ENV}
     if launch.allow_any_port:
         environment[PORT_FILE_ENV] = str(get_workers_dir(run_dir) / f"port-{secrets.token_hex(8)}")
@@ -144,7 +147,9 @@ class LocalWorkerGroup:
         return None if self._launcher is None else self._launcher.poll()
 
     def send_signal(self, signum: int) -> int:
-        """Send it to the workers, not to the launchers between: those would not wait for a checkpoint."""
+        """Send it to the workers, not to the launchers between: those would not wait for a
+        checkpoint.
+        """
         reached = find_workers(descendants(self._excluded_pids))
         for worker in reached:
             with contextlib.suppress(psutil.Error):

@@ -13,7 +13,7 @@ from dstrain.data.encoding.preferences import encode_preferences
 from dstrain.data.encoding.rendering import to_template_messages
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.records import BadRecord
-from tests.chats import KINDS, PAIRS, TEMPLATES, TEXTS, chat, tokenizer_of
+from tests.chat_templates import KINDS, PAIRS, TEMPLATES, TEXTS, chat, tokenizer_of
 from tests.vocabulary import message
 
 pytest.importorskip("trl", reason="TRL is not installed; pip install trl==1.16.0")

@@ -27,7 +27,7 @@ from dstrain.train.plan import make_plan
 from dstrain.train.precompute_reference import ReferenceJob, build_cache_key
 from dstrain.train.resume.recorded import ResumeOptions
 from tests.contract.test_evaluate import start
-from tests.seeing import picture
+from tests.vision_recipes import picture
 from tests.vocabulary import invoke, read_jsonl, write_recipe
 from tests.workers import ROOT, Workers
 

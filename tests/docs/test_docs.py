@@ -1,4 +1,4 @@
-"""What the docs say exists: commands and options parse, recipes read clean, links lead somewhere."""
+"""The documentation is valid: commands and options exist, recipes are valid, links resolve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python in the docs gives what the docs say: scores with a chat template, and a task over a backbone."""
+"""Python code in the documentation works: scores with a chat template, and a task on a backbone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DIALOG = [
 
 
 def block(page: str, holds: str) -> str:
-    """The one block of Python in a page that holds these words."""
+    """Return the Python block of a page that contains these words."""
     text = (ROOT / "docs" / page).read_text()
     [found] = [code for code in re.findall(r"```python\n(.*?)```", text, flags=re.S) if holds in code]
     return str(found)

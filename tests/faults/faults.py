@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.train.state.manifest import find_checkpoints
-from tests.faults.nursery import Ended, Nursery
-from tests.faults.scene import BEFORE, SAMPLES, Saved, Started
+from tests.faults.fork_server import Ended, ForkServer
+from tests.faults.save_steps import BEFORE, SAMPLES, Saved, Started
 
-SCENE = "tests.faults.scene:"
-WARM = ("torch._dynamo", "tests.faults.scene")
+SCENE = "tests.faults.save_steps:"
+WARM = ("torch._dynamo", "tests.faults.save_steps")
 """Modules that a save needs, imported before the fork."""
 LIMIT = 30.0
 """Seconds for a fault and for the start after it."""
@@ -54,10 +54,10 @@ class Outcome:
 class Faults:
     """A run that was saved at every step up to BEFORE, and copies of it that suffer faults in the next save."""
 
-    def __init__(self, nursery: Nursery, root: Path, engine: str = "torch") -> None:
-        self._call, self._root, self._engine = nursery, root, engine
+    def __init__(self, fork_server: ForkServer, root: Path, engine: str = "torch") -> None:
+        self._call, self._root, self._engine = fork_server, root, engine
         self._numbers = itertools.count()
-        ended = nursery(f"{SCENE}unbroken", folder=str(root / "healthy"), steps=BEFORE + MORE, engine=engine)
+        ended = fork_server(f"{SCENE}unbroken", folder=str(root / "healthy"), steps=BEFORE + MORE, engine=engine)
         self.states: dict[int, str] = ended[0].answer
         """Step -> hash of what all ranks hold after it, in a run that nothing happened to."""
 

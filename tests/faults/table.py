@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.faults.every import damages, full_disks, kills, replacing
+from tests.faults.all_faults import damages, full_disks, kills, replacing
 from tests.faults.faults import WARM, Faults, Outcome
-from tests.faults.nursery import Nursery
+from tests.faults.fork_server import ForkServer
 
 
 def rows(faults: Faults, root: Path) -> Iterator[Outcome]:
@@ -32,18 +32,18 @@ def rows(faults: Faults, root: Path) -> Iterator[Outcome]:
 
 
 def main() -> None:
-    nursery = Nursery(*WARM)
+    fork_server = ForkServer(*WARM)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         print("| fault | on | found | said | steps lost | s |\n|---|---|---|---|---|---|")
         found = []
-        for outcome in rows(Faults(nursery, root), root):
+        for outcome in rows(Faults(fork_server, root), root):
             found.append(outcome)
             cells = (outcome.what, outcome.whom, f"step {outcome.found}", outcome.said, outcome.lost, outcome.seconds)
             print("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |", flush=True)
         print(f"\n{len(found)} faults, {len({outcome.what for outcome in found})} kinds; steps lost at most: "
               f"{max(outcome.lost for outcome in found)}; the slowest took {max(o.seconds for o in found):g} s")  # fmt: skip
-    nursery.close()
+    fork_server.close()
 
 
 if __name__ == "__main__":

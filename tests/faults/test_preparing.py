@@ -26,8 +26,8 @@ def launched(
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Ranks of a launch, each with a cache of its own where they are `apart`, as on hosts; none is left behind."""
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-    env |= {"OMP_NUM_THREADS": "1", "LONE_TIMEOUT": str(timeout), "DSTRAIN_CACHE": str(folder / "cache")}
-    command = [sys.executable, "-m", "tests.faults.preparing", str(folder), fault]
+    env |= {"OMP_NUM_THREADS": "1", "RANK_FAULT_TIMEOUT": str(timeout), "DSTRAIN_CACHE": str(folder / "cache")}
+    command = [sys.executable, "-m", "tests.faults.rank_preparing_data", str(folder), fault]
     processes = []
     for rank in range(ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.every import FEW, damages, full_disks, kills, replacing, some_kills
+from tests.faults.all_faults import FEW, damages, full_disks, kills, replacing, some_kills
 from tests.faults.faults import WARM, Faults, Outcome, small_disk
-from tests.faults.nursery import Nursery
+from tests.faults.fork_server import ForkServer
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery(*WARM)
+def fork_server() -> Iterator[ForkServer]:
+    made = ForkServer(*WARM)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def faults(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    return Faults(nursery, tmp_path_factory.mktemp("faults"))
+def faults(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Faults:
+    return Faults(fork_server, tmp_path_factory.mktemp("faults"))
 
 
 def outcomes(rows: Iterable[object]) -> list[Outcome]:
@@ -86,8 +86,8 @@ def test_a_full_disk_at_any_point_leaves_the_older_ones(faults: Faults, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["zero2", "zero3"])
 def test_deepspeeds_engines_lose_as_little(preset: str, tmp_path: Path) -> None:
-    nursery = Nursery(*WARM, "deepspeed")
+    fork_server = ForkServer(*WARM, "deepspeed")
     try:
-        assert len(outcomes(some_kills(Faults(nursery, tmp_path, engine=preset), FEW))) == len(FEW)
+        assert len(outcomes(some_kills(Faults(fork_server, tmp_path, engine=preset), FEW))) == len(FEW)
     finally:
-        nursery.close()
+        fork_server.close()

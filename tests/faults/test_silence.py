@@ -28,8 +28,8 @@ MEND = "fix the cause and start again: the run resumes from its latest complete 
 def launched(folder: Path, fault: str, ranks: int = 2, timeout: float = 4.0) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Ranks of a launch; none is left behind."""
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-    env |= {"OMP_NUM_THREADS": "1", "LONE_TIMEOUT": str(timeout)}
-    command = [sys.executable, "-m", "tests.faults.lone", str(folder), fault]
+    env |= {"OMP_NUM_THREADS": "1", "RANK_FAULT_TIMEOUT": str(timeout)}
+    command = [sys.executable, "-m", "tests.faults.rank_with_fault", str(folder), fault]
     processes = [
         subprocess.Popen(
             command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=ROOT, stdout=subprocess.DEVNULL

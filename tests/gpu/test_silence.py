@@ -21,7 +21,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL wants a GPU for each of two ranks")
-    monkeypatch.setenv("LONE_GPU", "1")
+    monkeypatch.setenv("RANK_FAULT_GPU", "1")
 
 
 @pytest.mark.parametrize("fault", ["hang", "skip"])

@@ -12,8 +12,8 @@ from dstrain.tasks import find_task
 from dstrain.tasks.vlm import TINY_CONFIG
 from tests.gpu.workers import REHEARSAL, GpuWorkers
 from tests.resume.test_tasks import rows
-from tests.seeing import GEMMA3, IDEFICS3
-from tests.seeing import recipe as seeing_recipe
+from tests.vision_recipes import GEMMA3, IDEFICS3
+from tests.vision_recipes import recipe as vision_recipe
 from tests.vocabulary import write_recipe
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def train(gpus: GpuWorkers, case: str, folder: Path, preset: str, precision: str, **more: Any) -> list[dict[str, Any]]:
     """The rows of a run of twelve steps."""
     task, options, model = CASES[case]
-    values = seeing_recipe(task, folder) if "images" in case else find_task(task).tiny(folder)
+    values = vision_recipe(task, folder) if "images" in case else find_task(task).tiny(folder)
     values["data"]["max_length"] = 128
     values |= {"options": options, "steps": 12, "batch": {"total": 8, "micro": 2}, "optim": {"lr": 5e-3}}
     values |= {

@@ -25,7 +25,7 @@ from dstrain.train.engine.module import TrainModule
 from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.evaluate import iter_eval_results
 from dstrain.train.precompute_reference import ReferenceJob, add_reference_outputs
-from tests.seeing import named_recipe
+from tests.vision_recipes import named_recipe
 from tests.workers import worker_world
 
 
@@ -34,7 +34,7 @@ def world() -> World:
 
 
 def tiny_task(name: str, changes: dict[str, Any] | None = None) -> Task:
-    """A task with its tiny recipe, `rm, seeing` with a model that sees; `changes` overrides sections."""
+    """A task with its tiny recipe, `rm, with images` with a model that sees; `changes` overrides sections."""
     _, recipe = named_recipe(name, Path(tempfile.mkdtemp()))
     for key, value in (changes or {}).items():
         recipe[key] = {**recipe.get(key, {}), **value} if isinstance(value, dict) else value

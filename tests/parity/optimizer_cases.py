@@ -27,7 +27,7 @@ from dstrain.train.engine.module import TrainModule
 from dstrain.train.engine.optimizers import make_optimizer
 from dstrain.train.engine.torch import TorchEngine
 from tests.parity.cases import weights, world
-from tests.states import go_on, keep
+from tests.save_and_load import go_on, keep
 
 WIDTHS = ((12, 7), (33, 16), (5, 16), (9, 20), (20, 20), (3, 16))
 """(rows, columns): ZeRO's partitions cut them anywhere."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.families import FAMILIES, family
+from tests.model_families import FAMILIES, family
 from tests.parity.test_step import SAMPLES, SGD, distance
 from tests.workers import Workers
 

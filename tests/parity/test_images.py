@@ -19,7 +19,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.errors import DataError
 from dstrain.tasks import make_task
 from tests.parity.image_cases import Course
-from tests.seeing import GEMMA3, IDEFICS3, named_recipe
+from tests.vision_recipes import GEMMA3, IDEFICS3, named_recipe
 from tests.workers import WorkerError, Workers
 
 CASES = "tests.parity.image_cases:"
@@ -117,10 +117,10 @@ def test_no_rank_waits_where_images_are_uneven(
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 3": ("vlm", {"model": {"config": GEMMA3}, "data": {"max_length": 128}}),
     "Idefics 3": ("vlm", {"model": {"config": IDEFICS3}, "data": {"max_length": 128}}),
-    "rewards": ("rm, seeing", {}),
-    "rewards, adapters": ("rm, seeing", {"model": {"lora": {"rank": 4}}}),
-    "rewards, Gemma 3": ("rm, seeing", {"model": {"config": GEMMA3}, "data": {"max_length": 128}}),
-    "rewards, Idefics 3": ("rm, seeing", {"model": {"config": IDEFICS3}, "data": {"max_length": 128}}),
+    "rewards": ("rm, with images", {}),
+    "rewards, adapters": ("rm, with images", {"model": {"lora": {"rank": 4}}}),
+    "rewards, Gemma 3": ("rm, with images", {"model": {"config": GEMMA3}, "data": {"max_length": 128}}),
+    "rewards, Idefics 3": ("rm, with images", {"model": {"config": IDEFICS3}, "data": {"max_length": 128}}),
 }
 
 
@@ -164,7 +164,10 @@ def test_where_images_alone_teach_there_are_some(
     task: str, model: dict[str, Any], refused: bool, tmp_path: Path
 ) -> None:
     """Else no weight that learns gets a gradient, which DeepSpeed meets with an IndexError at stages 1 and 2."""
-    for kind, words in (("text alone", "no record has an image, and model.freeze leaves no parameter"), ("seeing", "")):
+    for kind, words in (
+        ("text alone", "no record has an image, and model.freeze leaves no parameter"),
+        ("with images", ""),
+    ):
         _, values = named_recipe(f"{task}, {kind}", tmp_path)
         made = make_task(RunConfig.model_validate(values | {"model": values["model"] | model}))
         with pytest.raises(DataError, match=words) if refused and words else nullcontext():
@@ -188,7 +191,7 @@ QUICK_PAIRS = (("in memory", 3), ("remembered", 2))
 def test_preferences_learn_where_one_rank_never_sees_an_image(
     reference: str, stage: int, brisk: Workers, definition: Any
 ) -> None:
-    run = {"task": "dpo, seeing", "course": PAIRS, "changes": REFERENCES[reference]}
+    run = {"task": "dpo, with images", "course": PAIRS, "changes": REFERENCES[reference]}
     wanted = definition(f"dpo, {reference}", **run)
     for told in brisk(CASES + "losses", kind=f"zero{stage}", **run):
         assert told["losses"][0] == pytest.approx(math.log(2), abs=1e-6)
@@ -199,7 +202,7 @@ def test_preferences_learn_where_one_rank_never_sees_an_image(
 @pytest.mark.parametrize("stage", [SLOW(0), SLOW(1), 2, SLOW(3)])
 def test_answers_kept_are_those_asked_online(stage: int, brisk: Workers) -> None:
     first, moved = Course(PAIRS.steps[:1]), {"moved": True}
-    run = {"task": "dpo, seeing", "kind": f"zero{stage}", "course": first}
+    run = {"task": "dpo, with images", "kind": f"zero{stage}", "course": first}
     online, kept = (
         brisk(CASES + "losses", changes=moved | REFERENCES[name], **run)[0]["losses"][0]
         for name in ("in memory", "remembered")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.parity.test_init import equal
-from tests.seeing import GEMMA3, IDEFICS3, llava
+from tests.vision_recipes import GEMMA3, IDEFICS3, llava
 from tests.workers import Workers
 
 CASES = "tests.parity.scored_cases:"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.parity.test_step import SAMPLES, SGD, distance
-from tests.seeing import GEMMA3, IDEFICS3
+from tests.vision_recipes import GEMMA3, IDEFICS3
 from tests.workers import Workers
 
 LORA = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
@@ -29,15 +29,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "vlm, parts at their own rates": ("vlm", {"optim": {"groups": {"vision": {"lr": 0.2}, "projector": {"lr": 0.5}}}}),
     "vlm, Gemma 3": ("vlm", {"model": {"config": GEMMA3}, "data": {"max_length": 128}}),
     "vlm, Idefics 3": ("vlm", {"model": {"config": IDEFICS3}, "data": {"max_length": 128}}),
-    "rm, images": ("rm, seeing", {"moved": True}),
-    "rm, images and adapters": ("rm, seeing", {"moved": True, **LORA}),
-    "rm, images, Gemma 3": ("rm, seeing", {"moved": True, "model": {"config": GEMMA3}, "data": {"max_length": 128}}),
-    "dpo, images, a reference in memory": ("dpo, seeing", {"moved": True}),
+    "rm, images": ("rm, with images", {"moved": True}),
+    "rm, images and adapters": ("rm, with images", {"moved": True, **LORA}),
+    "rm, images, Gemma 3": (
+        "rm, with images",
+        {"moved": True, "model": {"config": GEMMA3}, "data": {"max_length": 128}},
+    ),
+    "dpo, images, a reference in memory": ("dpo, with images", {"moved": True}),
     "dpo, images, a reference remembered": (
-        "dpo, seeing",
+        "dpo, with images",
         {"moved": True, "options": {"precompute_ref_log_probs": True}},
     ),
-    "dpo, images, adapters switched off": ("dpo, seeing", {"moved": True, **LORA}),
+    "dpo, images, adapters switched off": ("dpo, with images", {"moved": True, **LORA}),
 }
 
 

@@ -32,7 +32,7 @@ from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.state.files import CheckpointReader
 from dstrain.train.state.load import open_checkpoint
 from tests.parity.cases import world
-from tests.states import go_on, keep
+from tests.save_and_load import go_on, keep
 
 SHAPE = {"model_type": "llama", "vocab_size": 61, "hidden_size": 28, "intermediate_size": 37, "num_hidden_layers": 2,
          "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}  # fmt: skip

@@ -14,14 +14,14 @@ from dstrain.data.loading.loader import Loader
 from dstrain.data.loading.sampler import StepSampler
 from dstrain.tasks import Task, make_task
 from tests.resume.test_elastic import RUN, by_step, close
-from tests.seeing import named_recipe
+from tests.vision_recipes import named_recipe
 from tests.vocabulary import metric_rows, read_events, write_recipe
 from tests.workers import Workers
 
 ALTERED = {"flip": 0.5, "shift": True}
 
 
-def seeing(folder: Path, **options: Any) -> dict[str, Any]:
+def vision_values(folder: Path, **options: Any) -> dict[str, Any]:
     """A vlm whose tower is frozen, 6 samples per step."""
     _, values = named_recipe("vlm, things", folder)
     values["model"] |= {"freeze": ["vision"]}
@@ -37,7 +37,7 @@ def workers(one: Workers, two: Workers, three: Workers) -> Mapping[int, Workers]
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("recipe")
-    write_recipe(folder, seeing(folder, **ALTERED))
+    write_recipe(folder, vision_values(folder, **ALTERED))
     return str(folder / "recipe.yaml")
 
 
@@ -91,7 +91,7 @@ def images(task: Task, samples: int, world_size: int, accumulate: int) -> Iterat
 
 
 def test_images_are_altered_by_their_place_in_the_run_alone(tmp_path: Path) -> None:
-    task = make_task(RunConfig.model_validate(seeing(tmp_path, **ALTERED)))
+    task = make_task(RunConfig.model_validate(vision_values(tmp_path, **ALTERED)))
     whole = [*images(task, 0, 1, 1)]
     assert len(whole) == 23
     for samples, world_size, accumulate in ((0, 2, 1), (36, 1, 3), (36, 3, 2), (90, 4, 1)):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.seeing import named_recipe
+from tests.vision_recipes import named_recipe
 from tests.vocabulary import RUN, read_jsonl, write_recipe
 from tests.workers import WorkerError, Workers
 
@@ -31,12 +31,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "vlm, a frozen tower": ("vlm", "zero2", {}, FROZEN),
     "vlm, a frozen tower, sharded, images altered": ("vlm, things", "zero3", ALTERED, FROZEN),
     "vlm, images altered, no ZeRO": ("vlm, things", "zero0", ALTERED, {}),
-    "rm, images": ("rm, seeing", "zero2", {}, {}),
-    "rm, images, sharded": ("rm, seeing", "zero3", {}, {}),
-    "dpo, images, remembered": ("dpo, seeing", "zero2", {"precompute_ref_log_probs": True}, {}),
-    "dpo, images, sharded reference": ("dpo, seeing", "zero3", {}, {}),
-    "dpo, images, adapters": ("dpo, seeing", "zero2", {}, {"lora": LORA}),
-    "dpo, images, sharded adapters": ("dpo, seeing", "zero3", {}, {"lora": LORA}),
+    "rm, images": ("rm, with images", "zero2", {}, {}),
+    "rm, images, sharded": ("rm, with images", "zero3", {}, {}),
+    "dpo, images, remembered": ("dpo, with images", "zero2", {"precompute_ref_log_probs": True}, {}),
+    "dpo, images, sharded reference": ("dpo, with images", "zero3", {}, {}),
+    "dpo, images, adapters": ("dpo, with images", "zero2", {}, {"lora": LORA}),
+    "dpo, images, sharded adapters": ("dpo, with images", "zero3", {}, {"lora": LORA}),
 }
 
 FAST = ("rm, adapters, no ZeRO", "vlm, a frozen tower, sharded, images altered")

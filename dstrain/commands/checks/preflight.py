@@ -21,7 +21,8 @@ from dstrain.train.resume.inputs import check_inputs_unchanged, digest_input_fil
 from dstrain.train.resume.recorded import ResumeOptions, find_compatible_candidate, with_saved_batch_total
 
 MAX_CHECKED_BYTES = 256 << 20
-"""Larger data files, in total, are only checked by the ranks: reading them twice would take noticeable time."""
+"""Larger data files, in total, are only checked by the ranks: reading them twice would take
+noticeable time."""
 MAX_CHECKED_RECORDS = 2000
 """Number of records read before the launch; the ranks read all."""
 
@@ -29,7 +30,10 @@ MAX_CHECKED_RECORDS = 2000
 def check_launch(
     recipe: Recipe, run_dir: Path, resume: ResumeOptions, world_size: int, device: Device
 ) -> dict[str, Any]:
-    """Check the recipe, the preset and the run folder. Returns the DeepSpeed JSON. Raises UsageError."""
+    """Check the recipe, the preset and the run folder. Returns the DeepSpeed JSON.
+
+    Raises UsageError.
+    """
     config = recipe.config
     task = make_task(config)
     task.checks.required_keys()

@@ -23,11 +23,14 @@ NO_CODE_REASON = "code that only the folder names is not run"
 MAX_JSON_BYTES = 64 << 20
 """Largest JSON file that is read; a config has some thousand bytes."""
 PATTERN_TIMEOUT_SECONDS = 5
-"""Limit of CPU seconds for matching a regular expression with three names; a usual one takes a microsecond."""
+"""Limit of CPU seconds for matching a regular expression with three names; a usual one takes a
+microsecond."""
 
 
 def read_forward_preset(folder: Path) -> Preset:
-    """Return the preset in a run's ds_config.json, with the keys for forward passes only and no paths. Raises UsageError."""
+    """Return the preset in a run's ds_config.json, with the keys for forward passes only and no
+    paths. Raises UsageError.
+    """
     file = folder / "ds_config.json"
     block = {key: value for key, value in read_json_object(file).items() if key in FORWARD_KEYS}
     zero = block.get("zero_optimization")
@@ -70,8 +73,8 @@ def is_precision_enabled(folder: Path, precision: str) -> bool:
 def check_folder(folder: Path, trust_remote_code: bool = False, run_dir: Path | None = None) -> None:
     """Raise UsageError for a model or tokenizer folder with unsafe files.
 
-    These are special files, links to files outside of the folder other than weights, and configs that import modules.
-    `run_dir`: the run folder that contains the folder, if any.
+    These are special files, links to files outside of the folder other than weights, and configs
+    that import modules. `run_dir`: the run folder that contains the folder, if any.
     """
     root = Path(os.path.realpath(run_dir or folder))
     # The Hub's cache links snapshots/REVISION/FILE to blobs/HASH.
@@ -99,7 +102,9 @@ def check_imports(folder: Path) -> None:
 
 
 def check_no_pickles(folder: Path, recipe_name: str) -> None:
-    """Raise UsageError for pickles in a folder that dstrain wrote (it has `recipe_name`), and for pickled weights in others."""
+    """Raise UsageError for pickles in a folder that dstrain wrote (it has `recipe_name`), and for
+    pickled weights in others.
+    """
     from dstrain.models.weights.files import open_tensors
     from dstrain.train.state import hashed_file
 
@@ -125,7 +130,8 @@ def _find_file_fault(path: Path) -> str | None:
 def _adapter_fault(config: Mapping[str, Any]) -> str:
     """Return why an adapter config is unsafe, else ''.
 
-    peft imports the module in megatron_core (peft/tuners/lora/tp_layer.py, importlib.import_module(config.megatron_core)).
+    peft imports the module in megatron_core (peft/tuners/lora/tp_layer.py,
+    importlib.import_module(config.megatron_core)).
     """
     if str(config.get("peft_type", "LORA")).upper() != "LORA":
         return f"peft_type is {config['peft_type']!r}, but dstrain supports only LORA"
@@ -144,7 +150,10 @@ _SAMPLE_MODULE_NAMES = (
 
 
 def pattern_fault(key: str, value: Any) -> str:
-    """Return why a regular expression cannot be used, else ''. Matching is tried in a process with a time limit."""
+    """Return why a regular expression cannot be used, else ''.
+
+    Matching is tried in a process with a time limit.
+    """
     if not isinstance(value, (str, list, dict, type(None))):
         return f"{key} is {value!r}, but must be names of modules"
     texts = [value] if isinstance(value, str) else [text for text in value or () if isinstance(text, str)]

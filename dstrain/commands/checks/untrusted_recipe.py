@@ -1,7 +1,8 @@
 """Checks of untrusted recipes: no code, no environment changes, no network access."""
 
-# A run folder (recipe.yaml) and an exported folder (dstrain_recipe.yaml) contain a recipe that another person may have
-# written. Only the command line is trusted: whatever runs code or accesses the network must be named there.
+# A run folder (recipe.yaml) and an exported folder (dstrain_recipe.yaml) contain a recipe that
+# another person may have written. Only the command line is trusted: whatever runs code or accesses
+# the network must be named there.
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ def load_folder_recipe(
 ) -> RunConfig:
     """Return the recipe in a folder, with `folder_overrides` and then --set applied.
 
-    Raises UsageError for a task that is not a packaged one, for trust_remote_code, and for Hub names that are not in the
-    cache, unless the command line names them. `launch.env` and `launch.slurm` of the folder are dropped.
+    Raises UsageError for a task that is not a packaged one, for trust_remote_code, and for Hub
+    names that are not in the cache, unless the command line names them. `launch.env` and
+    `launch.slurm` of the folder are dropped.
     """
     config = read_recipe(file, [*folder_overrides, *overrides], task).config
     if file is None:
@@ -80,7 +82,9 @@ def _custom_task_fault(file: Path, task: str) -> Fault:
 
 
 def _strip_launch(file: Path, config: RunConfig, named_keys: set[str]) -> RunConfig:
-    """Return the recipe without launch.env and launch.slurm: they can load code (LD_PRELOAD, PYTHONPATH)."""
+    """Return the recipe without launch.env and launch.slurm: they can load code (LD_PRELOAD,
+    PYTHONPATH).
+    """
     if "launch" in named_keys:
         return config
     own = {"env": [] if "launch.env" not in named_keys else config.launch.env, "slurm": LaunchConfig().slurm}
@@ -92,7 +96,9 @@ def _strip_launch(file: Path, config: RunConfig, named_keys: set[str]) -> RunCon
 
 
 def _iter_network_faults(file: Path, config: RunConfig, named_keys: set[str]) -> Iterator[Fault]:
-    """Yield a fault for each Hub model that only the folder names and that is not in this machine's cache."""
+    """Yield a fault for each Hub model that only the folder names and that is not in this machine's
+    cache.
+    """
     for key, value in _iter_model_references(config, named_keys):
         if _is_hub_model_name(value) and not _is_model_cached(value):
             problem = f"names '{value}' on the hub, which is not in this machine's cache, {NO_FETCH_REASON}"
@@ -100,7 +106,8 @@ def _iter_network_faults(file: Path, config: RunConfig, named_keys: set[str]) ->
 
 
 def _iter_model_references(config: RunConfig, named_keys: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield (key, folder or Hub id) of each model that the recipe names and the command line does not.
+    """Yield (key, folder or Hub id) of each model that the recipe names and the command line does
+    not.
 
     An adapter's folder is followed by its base model.
     """
@@ -118,10 +125,11 @@ def _iter_model_references(config: RunConfig, named_keys: set[str]) -> Iterator[
 
 
 def saved_config_overrides(run_dir: Path, overrides: Sequence[str]) -> list[str]:
-    """Return --set arguments for the saved config of a run whose base model no longer exists; [] if it exists.
+    """Return --set arguments for the saved config of a run whose base model no longer exists; [] if
+    it exists.
 
-    A checkpoint of full fine-tuning has all weights. Raises UsageError if there is no such config, or if adapters need the
-    base weights.
+    A checkpoint of full fine-tuning has all weights. Raises UsageError if there is no such config,
+    or if adapters need the base weights.
     """
     recipe, saved_config = run_dir / "recipe.yaml", run_dir / "model"
     config = read_recipe(recipe, overrides).config
@@ -145,7 +153,9 @@ def saved_config_overrides(run_dir: Path, overrides: Sequence[str]) -> list[str]
 
 
 def check_probe_data(folder: Path, recipe_name: str, overrides: Sequence[str]) -> None:
-    """Raise UsageError if the probe samples of an export are a Hub dataset that only the folder names and is not cached."""
+    """Raise UsageError if the probe samples of an export are a Hub dataset that only the folder
+    names and is not cached.
+    """
     file = next((folder / name for name in ("recipe.yaml", recipe_name) if (folder / name).is_file()), None)
     if file is None or any(text.partition("=")[0].strip() in ("data", "data.eval", "data.train") for text in overrides):
         return
@@ -158,7 +168,9 @@ def check_probe_data(folder: Path, recipe_name: str, overrides: Sequence[str]) -
 
 
 def _is_dataset_cached(name: str) -> bool:
-    """Return True if the datasets library has cached it: its folder exists (HF_DATASETS_CACHE in datasets/config.py)."""
+    """Return True if the datasets library has cached it: its folder exists (HF_DATASETS_CACHE in
+    datasets/config.py).
+    """
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     place = Path(os.path.expanduser(os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets"))
     return (place / name.replace("/", "___")).is_dir()

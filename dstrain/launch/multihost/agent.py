@@ -1,12 +1,13 @@
 """Agent on one host of a multi-host launch: `python -m dstrain.launch.multihost.agent TIMEOUT NONCE`, run over ssh."""
 
-# Standard input and output are the channel to the launching process. If it is closed, or silent for TIMEOUT seconds, the
-# agent kills every process of the launch on this host, so that nothing outlives the launching process. It hands the
-# launch environment to the ranks, which end themselves without its heartbeat (launch/heartbeat.py).
+# Standard input and output are the channel to the launching process. If it is closed, or silent for
+# TIMEOUT seconds, the agent kills every process of the launch on this host, so that nothing
+# outlives the launching process. It hands the launch environment to the ranks, which end themselves
+# without its heartbeat (launch/heartbeat.py).
 #
 # Request -> reply: hello -> facts, open -> opened, reach -> reached, start, signal, end -> left
-# Sent without a request: started and ended (rank, exit code, record), launcher (its exit code). Records are included,
-# since the launching host may see files that another host wrote only later.
+# Sent without a request: started and ended (rank, exit code, record), launcher (its exit code).
+# Records are included, since the launching host may see files that another host wrote only later.
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Agent:
         self._heartbeat = HeartbeatServer(channel.heartbeat_timeout)
         self._reserved_port = ReservedPort()
         self._launch_file = ""
-        """Path of the launch file; each process of the launch has it in its command line or environment."""
+        """Path of the launch file; each process of the launch has it in its command line or
+        environment."""
         self._run_dir = Path()
         self._launch_id = ""
         self._monitor = RankMonitor(Path(), ())
@@ -88,7 +90,10 @@ class Agent:
         return kill_processes(lambda: find_processes(lambda words, env: has_marker(words, env, file, LAUNCH_FILE_ENV)))
 
     def start_ranks(self, spec: Mapping[str, Any]) -> None:
-        """Start and watch ranks. `spec["argv"]` is their launcher; None if another host starts them (pdsh, mpirun)."""
+        """Start and watch ranks.
+
+        `spec["argv"]` is their launcher; None if another host starts them (pdsh, mpirun).
+        """
         self._reserved_port.reserve()
         self._heartbeat.set_environment(spec["environment"])
         self._launch_file = spec["launch"]
@@ -96,7 +101,8 @@ class Agent:
         if argv is None:
             self._monitor = RankMonitor(self._run_dir, spec["ranks"], self._launch_id)
             return
-        # Like the agent's own stderr, the launcher's output goes to the launching process's log of this host.
+        # Like the agent's own stderr, the launcher's output goes to the launching process's log of
+        # this host.
         output = os.fdopen(os.dup(2), "wb")
         environment = {**os.environ, **spec["env"], LAUNCH_ID_ENV: self._launch_id}
         launcher = LauncherSpec(argv, environment, spec["cwd"], output)

@@ -32,7 +32,10 @@ _TAIL_BYTES = 1 << 16
 
 
 def start_session(command: Sequence[str], log_path: Path, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-    """Start ssh with a pipe for its output; its error output is appended to the log. It ends with this process."""
+    """Start ssh with a pipe for its output; its error output is appended to the log.
+
+    It ends with this process.
+    """
     with log_path.open("ab") as errors:
         return subprocess.Popen(
             list(command),
@@ -53,7 +56,8 @@ class AgentClient:
     ) -> None:
         self.host = host
         self.nonce = secrets.token_hex(8)
-        """Random word in the command line of this session's agent; identifies it among other agents."""
+        """Random word in the command line of this session's agent; identifies it among other
+        agents."""
         self.host_info: dict[str, Any] = {}
         self.interface = ""
         """Network interface over which the host reaches the master address."""
@@ -66,7 +70,9 @@ class AgentClient:
         self.channel.peer_timeout = REQUEST_TIMEOUT_SECONDS
 
     def use_heartbeat_timeout(self) -> None:
-        """Drop the host from now on after the recipe's heartbeat timeout, instead of the longer request timeout."""
+        """Drop the host from now on after the recipe's heartbeat timeout, instead of the longer
+        request timeout.
+        """
         self.channel.peer_timeout = self._heartbeat_timeout
 
     @property
@@ -151,7 +157,10 @@ class AgentClient:
 def request(
     clients: Iterable[AgentClient], make_message: Callable[[AgentClient], Mapping[str, Any]], reply_key: str
 ) -> dict[AgentClient, Any]:
-    """Send each client its message and return the replies. Raises UsageError that names all hosts without a reply."""
+    """Send each client its message and return the replies.
+
+    Raises UsageError that names all hosts without a reply.
+    """
     waiting, replies = list(clients), {}
     for client in waiting:
         client.channel.send(**make_message(client))

@@ -1,7 +1,8 @@
 """JSON-lines channel between the launching process and an agent, with heartbeats."""
 
-# Each message starts with a line break and the nonce of its session, so that output of a login script on the same
-# stream, with or without a line break, JSON or not, is neither a message nor a heartbeat.
+# Each message starts with a line break and the nonce of its session, so that output of a login
+# script on the same stream, with or without a line break, JSON or not, is neither a message nor a
+# heartbeat.
 
 from __future__ import annotations
 
@@ -20,12 +21,16 @@ _NOISE_MARKER = b"?"
 
 
 class Channel:
-    """One end of a JSON-lines channel over two pipes. Non-blocking: `send` queues, `read_messages` returns what has arrived."""
+    """One end of a JSON-lines channel over two pipes.
+
+    Non-blocking: `send` queues, `read_messages` returns what has arrived.
+    """
 
     def __init__(self, read_fd: int, write_fd: int, heartbeat_timeout: float, nonce: str) -> None:
         self.read_fd, self._write_fd = read_fd, write_fd
         self.heartbeat_timeout = self.peer_timeout = heartbeat_timeout
-        """Seconds without a message after which the peer drops this end, and this end drops the peer."""
+        """Seconds without a message after which the peer drops this end, and this end drops the
+        peer."""
         self.closed = False
         self.has_noise = False
         """True if other output than messages arrived."""

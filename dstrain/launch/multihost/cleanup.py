@@ -1,8 +1,9 @@
 """Cleanup on a host whose agent does not answer: `python -m dstrain.launch.multihost.cleanup HEX NONCE`, run over ssh."""
 
-# The agent may be suspended or hang while the host still answers ssh. Over a separate session this module kills every
-# process of the launch file and the agent with that nonce, then prints the nonce and the number of remaining processes.
-# HEX is the path of the launch file in hexadecimal: a command line with the path itself would count as the launch's.
+# The agent may be suspended or hang while the host still answers ssh. Over a separate session this
+# module kills every process of the launch file and the agent with that nonce, then prints the nonce
+# and the number of remaining processes. HEX is the path of the launch file in hexadecimal: a
+# command line with the path itself would count as the launch's.
 
 from __future__ import annotations
 
@@ -75,7 +76,9 @@ def main(hex_path: str, nonce: str) -> int:
 
 
 def is_of_launch(words: Sequence[str], env: Callable[[], Mapping[str, str]], launch_file: str, nonce: str) -> bool:
-    """Return True for an agent with this nonce, and for processes that carry the path of the launch file."""
+    """Return True for an agent with this nonce, and for processes that carry the path of the launch
+    file.
+    """
     return (nonce in words and AGENT_MODULE in words) or has_marker(words, env, launch_file, LAUNCH_FILE_ENV)
 
 

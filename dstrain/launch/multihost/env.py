@@ -16,16 +16,18 @@ FORWARDED_PREFIXES = (
     *("HF_", "WANDB_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "MKL_", "CUDA_", "DSTRAIN_", "DS_ACCELERATOR"),
     *("TRITON_", "TOKENIZERS_", "PYTHON", "UCX_", "MLFLOW_"),
 )
-"""Prefixes of forwarded names. DeepSpeed's runner forwards only PYTHON, MLFLOW, MV2, UCX and NCCL, on a command line."""
+"""Prefixes of forwarded names. DeepSpeed's runner forwards only PYTHON, MLFLOW, MV2, UCX and NCCL,
+on a command line."""
 HOST_ONLY_VARIABLES = ("CUDA_VISIBLE_DEVICES", SUPERVISOR_ENV, LAUNCH_FILE_ENV, HEARTBEAT_ENV, PORT_FILE_ENV)
 """Variables that are valid on one host only."""
 
 
 def build_remote_env(env: Mapping[str, str], entries: Sequence[str], env_files: Sequence[Path]) -> dict[str, str]:
-    """Return the environment for the ranks: forwarded names, then DeepSpeed's files, then `launch.env`.
+    """Return the environment for the ranks: forwarded names, then DeepSpeed's files, then
+    `launch.env`.
 
-    `entries` of launch.env are NAME or NAME=value; `env_files` are paths of `.deepspeed_env`, which may not exist.
-    Raises UsageError.
+    `entries` of launch.env are NAME or NAME=value; `env_files` are paths of `.deepspeed_env`, which
+    may not exist. Raises UsageError.
     """
     found = {
         name: value
@@ -45,12 +47,16 @@ def build_remote_env(env: Mapping[str, str], entries: Sequence[str], env_files: 
 def list_deepspeed_env_files(env: Mapping[str, str]) -> list[Path]:
     """Return the paths at which DeepSpeed looks for variables for all hosts."""
     name = env.get("DS_ENV_FILE", ".deepspeed_env")
-    # Not Path.expanduser: it raises if the user has no home folder, as in a container with an arbitrary user id.
+    # Not Path.expanduser: it raises if the user has no home folder, as in a container with an
+    # arbitrary user id.
     return [path / name for path in (Path(os.path.expanduser("~")), Path())]
 
 
 def read_env_file(path: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """Read NAME=value lines, with $NAME expanded; comments and blank lines are skipped. Empty if there is no such file."""
+    """Read NAME=value lines, with $NAME expanded; comments and blank lines are skipped.
+
+    Empty if there is no such file.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:

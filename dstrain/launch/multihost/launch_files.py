@@ -54,7 +54,10 @@ def _host_entry(client: AgentClient) -> dict[str, Any]:
 
 
 def remove_launch_files(run_dir: Path) -> None:
-    """Remove the launch files of killed launches. Call it while this launch holds the run folder's lease."""
+    """Remove the launch files of killed launches.
+
+    Call it while this launch holds the run folder's lease.
+    """
     for pattern in ("launch-*.json", "hosts-*", "seen-*"):
         for file in get_workers_dir(run_dir).glob(pattern):
             file.unlink(missing_ok=True)

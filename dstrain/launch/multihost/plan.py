@@ -70,7 +70,10 @@ class MasterEndpoint:
 def plan_launch(
     options: LaunchOptions, arguments: list[str], env: Mapping[str, str], config: LaunchConfig
 ) -> LocalLaunch | MultiHostLaunch:
-    """Plan a launch of `dstrain ARGUMENTS` on this host or on those of a hostfile. Raises UsageError."""
+    """Plan a launch of `dstrain ARGUMENTS` on this host or on those of a hostfile.
+
+    Raises UsageError.
+    """
     check_launcher(options)
     if options.hostfile is None:
         return plan_local_launch(options, arguments, _add_launch_env(env, config))
@@ -153,7 +156,9 @@ def _plan_this_host(
 
 
 def node_command(launch: MultiHostLaunch, host_index: int, master: MasterEndpoint, module: list[str]) -> list[str]:
-    """Return the command that starts the ranks on one host: DeepSpeed's inner launcher, or torchrun."""
+    """Return the command that starts the ranks on one host: DeepSpeed's inner launcher, or
+    torchrun.
+    """
     host = launch.hosts[host_index]
     if launch.options.launcher == "torchrun":
         nodes = ["--nnodes", str(len(launch.hosts)), "--node-rank", str(host_index)]
@@ -182,7 +187,9 @@ def encode_world_info(hosts: Sequence[Host]) -> str:
 
 
 def check_runner(launch: MultiHostLaunch, run_dir: Path) -> None:
-    """Raise UsageError for paths and host names that DeepSpeed's runner, pdsh or their shell would change."""
+    """Raise UsageError for paths and host names that DeepSpeed's runner, pdsh or their shell would
+    change.
+    """
     if launch.options.launcher not in ("deepspeed", "openmpi"):
         return
     if strange := re.search(r"[^\w@+=:,./-]", f"{run_dir}{sys.executable}"):
@@ -198,7 +205,9 @@ def check_runner(launch: MultiHostLaunch, run_dir: Path) -> None:
 def runner_command(
     launch: MultiHostLaunch, hostfile: Path, master: MasterEndpoint, launch_file: Path
 ) -> list[str] | None:
-    """Return the command of DeepSpeed's runner, which uses pdsh or mpirun; None if the agents start the ranks."""
+    """Return the command of DeepSpeed's runner, which uses pdsh or mpirun; None if the agents start
+    the ranks.
+    """
     if launch.options.launcher not in ("deepspeed", "openmpi"):
         return None
     runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--no_ssh_check"]
@@ -218,7 +227,9 @@ def runner_command(
 
 
 def _mpirun_options(launch: MultiHostLaunch, launch_file: Path) -> str:
-    """Return options for mpirun: no core binding, one ssh session per host, and daemons marked with the launch file."""
+    """Return options for mpirun: no core binding, one ssh session per host, and daemons marked with
+    the launch file.
+    """
     agent = f"env {LAUNCH_FILE_ENV}={launch_file} orted"
     settings = {
         "btl_tcp_if_include": "lo", "plm_rsh_no_tree_spawn": "1",
@@ -228,7 +239,9 @@ def _mpirun_options(launch: MultiHostLaunch, launch_file: Path) -> str:
 
 
 def runner_environment(launch: MultiHostLaunch, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of DeepSpeed's runner, without what it would forward on command lines, such as tokens."""
+    """Return the environment of DeepSpeed's runner, without what it would forward on command lines,
+    such as tokens.
+    """
     forwarded = re.compile("(PYTHON(?!PATH$)|MLFLOW|MV2|UCX|NCCL)")
     found = {name: value for name, value in env.items() if not forwarded.match(name)}
     found["DS_ENV_FILE"] = os.devnull
@@ -266,7 +279,9 @@ def ssh_options(heartbeat_timeout: float) -> list[str]:
 
 
 def show_launch(launch: LocalLaunch | MultiHostLaunch, run_dir: Path) -> str:
-    """Return the command lines for --dry-run; values that only the hosts know are in angle brackets."""
+    """Return the command lines for --dry-run; values that only the hosts know are in angle
+    brackets.
+    """
     if isinstance(launch, LocalLaunch):
         return shlex.join(launch.argv)
     check_runner(launch, run_dir)

@@ -18,7 +18,10 @@ from dstrain.launch.worker import get_workers_dir
 
 
 def probe_hosts(launch: MultiHostLaunch, clients: list[AgentClient], run_dir: Path) -> None:
-    """Request every host's software, GPUs and addresses. Raises UsageError with the faults of all hosts."""
+    """Request every host's software, GPUs and addresses.
+
+    Raises UsageError with the faults of all hosts.
+    """
     token = get_workers_dir(run_dir) / f"seen-{secrets.token_hex(8)}"
     token.parent.mkdir(parents=True, exist_ok=True)
     token.write_bytes(b"")
@@ -63,8 +66,8 @@ def _iter_host_faults(clients: list[AgentClient], run_dir: Path) -> Iterator[Fau
 def _iter_version_faults(host_info: Mapping[str, Any], first_client: AgentClient) -> Iterator[tuple[str, str]]:
     """Yield (problem, fix) for each version that differs.
 
-    dstrain is compared with this process, whose messages the agents read; the rest with the first host, since the ranks
-    compute together.
+    dstrain is compared with this process, whose messages the agents read; the rest with the first
+    host, since the ranks compute together.
     """
     versions = host_info["versions"]
     if versions["dstrain"] != __version__:
@@ -85,7 +88,10 @@ def _iter_version_faults(host_info: Mapping[str, Any], first_client: AgentClient
 
 
 def choose_master(launch: MultiHostLaunch, clients: list[AgentClient]) -> MasterEndpoint:
-    """Choose address and port on the first host, and check that the others reach it. Raises UsageError."""
+    """Choose address and port on the first host, and check that the others reach it.
+
+    Raises UsageError.
+    """
     first, others = clients[0], clients[1:]
     address = (
         launch.options.master_addr or first.host_info["reached_at"] or next(iter(first.host_info["addresses"]), "")

@@ -1,7 +1,8 @@
 """Entry point of a rank on one of several hosts: `python -m dstrain.launch.multihost.rank_main FILE`."""
 
-# FILE is in the shared run folder and readable by its owner only. It holds the arguments of `dstrain`, which must not
-# pass through a shell. The environment, which may contain secrets, is in no file: this host's agent hands it out.
+# FILE is in the shared run folder and readable by its owner only. It holds the arguments of
+# `dstrain`, which must not pass through a shell. The environment, which may contain secrets, is in
+# no file: this host's agent hands it out.
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def main(launch_file: str) -> None:
 def rank_environment(
     launch: Mapping[str, Any], host: Mapping[str, Any], env: Mapping[str, str], launch_file: str
 ) -> dict[str, str]:
-    """Return the launcher's environment, overridden by the launch's and by what is valid on this host only."""
+    """Return the launcher's environment, overridden by the launch's and by what is valid on this
+    host only.
+    """
     found = {
         name: value for name, value in env.items() if name != "PYTHONPATH"
     }  # DeepSpeed's runner adds its own folder to it

@@ -23,7 +23,9 @@ _PRESETS_DIR, _EXCLUDED_PREFIX = "ds_configs", "launchers/"
 
 
 def read_package_versions() -> dict[str, str]:
-    """Return versions by name, '' for a package that is not installed; of Python major and minor version only."""
+    """Return versions by name, '' for a package that is not installed; of Python major and minor
+    version only.
+    """
     found = {"Python": ".".join(platform.python_version_tuple()[:2]), "dstrain": dstrain.__version__}
     for package in CHECKED_PACKAGES:
         found[package] = ""

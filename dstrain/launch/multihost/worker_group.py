@@ -47,7 +47,10 @@ RUNNER_LOG = "launcher.log"
 
 @contextlib.contextmanager
 def open_worker_group(launch: LocalLaunch | MultiHostLaunch, run_dir: Path) -> Iterator[WorkerGroup]:
-    """Yield the worker group of a launch, ready to start. Raises UsageError if a host cannot take part."""
+    """Yield the worker group of a launch, ready to start.
+
+    Raises UsageError if a host cannot take part.
+    """
     if isinstance(launch, LocalLaunch):
         yield make_local_group(launch, run_dir)
         return
@@ -104,7 +107,9 @@ class MultiHostWorkerGroup:
 
     @contextlib.contextmanager
     def keep_alive(self) -> Iterator[None]:
-        """Send heartbeats to the agents from a thread until `start`: checking the data may take long."""
+        """Send heartbeats to the agents from a thread until `start`: checking the data may take
+        long.
+        """
         interval = self._launch.heartbeat_timeout / (2 * BEATS_PER_TIMEOUT)
 
         def send_heartbeats() -> None:
@@ -154,7 +159,8 @@ class MultiHostWorkerGroup:
         if argv is not None:
             env = runner_environment(self._launch, os.environ)
             with log.with_name(RUNNER_LOG).open("wb") as output:
-                # The runner makes each host change to its working directory, through a shell: / exists on all.
+                # The runner makes each host change to its working directory, through a shell: /
+                # exists on all.
                 self._runner = LocalWorkerGroup(LauncherSpec(argv, env, "/", output), self.run_dir, ())
                 self._runner.start()
         self._last_poll_at = time.monotonic()
@@ -220,10 +226,11 @@ class MultiHostWorkerGroup:
         return bool(self.alive_ranks) or (self._runner is not None and self._runner.is_alive())
 
     def kill(self) -> list[str]:
-        """SIGKILL all processes on every host; if an agent does not answer, once over a separate ssh session.
+        """SIGKILL all processes on every host; if an agent does not answer, once over a separate
+        ssh session.
 
-        If that fails too, the agent kills its ranks when its channel is closed, and ranks kill themselves when their
-        agent sends no heartbeat.
+        If that fails too, the agent kills its ranks when its channel is closed, and ranks kill
+        themselves when their agent sends no heartbeat.
         """
         self._stop_heartbeats()
         asked = [client for client in self._clients if not client.close_reason]

@@ -31,7 +31,8 @@ class RankStatus:
     """Host and pid namespace in which `pid` is valid."""
     pid: int
     kind: Literal["ready", "alive", "lost", "failed", "stopped", "done"] = "ready"
-    """lost: another rank went silent. failed: an error of its own. stopped: signal before step 1."""
+    """lost: another rank went silent. failed: an error of its own. stopped: signal before step
+    1."""
     seen: int = 0
     """Number of status requests that this rank had read."""
     doing: str = ""
@@ -91,13 +92,16 @@ def diagnose(report: StatusReport) -> Diagnosis:
 
 
 def _compare_collectives(report: StatusReport) -> tuple[list[int], str]:
-    """Return the ranks that did not enter a collective that others entered, and what to say of them."""
+    """Return the ranks that did not enter a collective that others entered, and what to say of
+    them.
+    """
     statuses = report.statuses
     members = {name: log["ranks"] for status in statuses.values() for name, log in status.lines.items()}
     waits = [
         (log["seconds"], name) for status in statuses.values() for name, log in status.lines.items() if _waits(log)
     ]
-    # On a GPU no rank stays inside a collective, since the host runs ahead of it: compare all groups.
+    # On a GPU no rank stays inside a collective, since the host runs ahead of it: compare all
+    # groups.
     for group in [max(waits)[1]] if waits else sorted(members):
         logs = {rank: statuses[rank].lines.get(group, {}) for rank in members[group] if rank in statuses}
         first = min(log.get("entered", 0) for log in logs.values())
@@ -131,7 +135,9 @@ def format_ranks_by_host(ranks: Sequence[int], statuses: Mapping[int, RankStatus
 
 
 def format_status_table(report: StatusReport, first: Sequence[int]) -> str:
-    """Return a row per rank, those of `first` at the top; after MAX_TABLE_ROWS the number of the others."""
+    """Return a row per rank, those of `first` at the top; after MAX_TABLE_ROWS the number of the
+    others.
+    """
     ranks = [*first, *sorted(report.statuses.keys() - set(first))]
     rows = [("rank", "host", "state", "doing", "last collective", "idle seconds")]
     for rank in ranks[:MAX_TABLE_ROWS]:

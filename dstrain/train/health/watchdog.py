@@ -28,11 +28,12 @@ RESTART_HINT = "fix the cause and start again: the run resumes from its latest c
 
 
 class Watchdog:
-    """Context manager that answers status requests and watches the phase named by `world.log.phase`.
+    """Context manager that answers status requests and watches the phase named by
+    `world.log.phase`.
 
-    Two timers: a Python thread can ask other ranks but is blocked while C code holds the GIL; faulthandler's C timer is
-    not, but can only dump stacks. The Python thread postpones the C timer while it runs, so that the C timer fires only
-    if no Python code runs any more.
+    Two timers: a Python thread can ask other ranks but is blocked while C code holds the GIL;
+    faulthandler's C timer is not, but can only dump stacks. The Python thread postpones the C timer
+    while it runs, so that the C timer fires only if no Python code runs any more.
     """
 
     def __init__(self, status_board: RankStatusBoard, run_dir: Path, timeout: timedelta) -> None:
@@ -87,7 +88,9 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._timeout, file=self._stacks_file)
 
     def _report_idle(self, idle_seconds: float) -> None:
-        """Write this rank's stacks; on the lowest rank that answers also print a line and log an event."""
+        """Write this rank's stacks; on the lowest rank that answers also print a line and log an
+        event.
+        """
         log = self._status_board.log
         doing, step = log.phase, log.step
         if self._stacks_file is not None:
@@ -156,11 +159,11 @@ def _format_last_collectives(log: CollectiveLog) -> str:
 def peer_watchdog(
     run_dir: Path | None, world: World, timeout: timedelta, phase: str = "starting", fix: str = RESTART_HINT
 ) -> Iterator[None]:
-    """Replace torch's connection errors inside by a PeerFailureError that names the failed rank. Collective.
+    """Replace torch's connection errors inside by a PeerFailureError that names the failed rank.
 
-    Raises StoppedBySignal instead if the other rank was stopped by a signal before the first step. `run_dir` is shared
-    by all ranks; with None no rank can be named. `phase` is used while `world.log.phase` is empty. `fix` is the
-    last part of the message. The status of all ranks is printed as a table before the error is raised.
+    Raises StoppedBySignal instead if a signal stopped the other rank before the first step. All
+    ranks share `run_dir`; with None no rank can be named. `phase` is used while
+    `world.log.phase` is empty; `fix` is the last part of the message. Collective.
     """
     status_board = None
     try:

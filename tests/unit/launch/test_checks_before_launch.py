@@ -20,7 +20,7 @@ from dstrain.commands.train import resume_on_restart
 from dstrain.launch.worker import LAUNCH_ID_ENV
 from dstrain.launch.worker_group import LauncherSpec, LocalWorkerGroup
 from dstrain.train import setup
-from tests.seeing import named_recipe
+from tests.vision_recipes import named_recipe
 
 OWN = """
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from dstrain.config.schema import LoraConfig, ModelConfig
 from dstrain.models.adapters.lora import add_adapters
 from dstrain.models.attention_mask import NO_MASK_MODEL_TYPES, needs_attention_mask
 from dstrain.models.load import read_config
-from tests.families import FAMILIES, family
+from tests.model_families import FAMILIES, family
 
 LENGTHS = (70, 50, 9, 33)
 """Of rows; sliding windows are 16 long."""

@@ -22,7 +22,7 @@ from dstrain.models.processors import (
     read_processor,
     sync_config_with_processor,
 )
-from tests.seeing import GEMMA3, IDEFICS3, llava, picture
+from tests.vision_recipes import GEMMA3, IDEFICS3, llava, picture
 
 TEXTS = ["a red cat sits on a mat"] * 4
 MODELS: dict[str, tuple[dict[str, Any], int]] = {

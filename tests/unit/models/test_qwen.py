@@ -17,7 +17,7 @@ from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.models.params.components import components_by_id
 from dstrain.models.processors import is_multimodal
 from dstrain.tasks.common.forward import forward_logits
-from tests.seeing import picture
+from tests.vision_recipes import picture
 
 TOKENS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "start": "<|vision_start|>", "end": "<|vision_end|>"}
 HIDDEN = 32

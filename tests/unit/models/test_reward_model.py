@@ -34,7 +34,7 @@ from dstrain.train.checkpoint.export_checks import (
     get_export_tensors,
     get_state_tensors,
 )
-from tests.seeing import GEMMA3, IDEFICS3, TEXT, TOWER, llava
+from tests.vision_recipes import GEMMA3, IDEFICS3, TEXT, TOWER, llava
 
 ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 QWEN_TOWER = {"hidden_size": 24, "depth": 2, "num_heads": 4, "out_hidden_size": 32, "intermediate_size": 36}

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from dstrain.batch import Batch
 from dstrain.tasks.common.forward import forward_logits, prefix_token_types
-from tests.seeing import TEXT, TOWER, picture
 from tests.unit.data.vision.test_processor import FAMILIES, made
+from tests.vision_recipes import TEXT, TOWER, picture
 
 PALIGEMMA = {
     "text_config": {"model_type": "gemma", "head_dim": 8, **TEXT},

@@ -23,7 +23,7 @@ from dstrain.tasks.common import forward, losses
 from dstrain.tasks.dpo import DPO
 from dstrain.train.build_model import build_train_module
 from dstrain.train.precompute_reference import ReferenceJob, add_reference_outputs, build_cache_key
-from tests.seeing import named_recipe
+from tests.vision_recipes import named_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,9 @@ def made(folder: Path, options: dict[str, Any] | None = None, **more: Any) -> Ta
 
 
 def asking(task: Task, **more: Any) -> ReferenceJob:
-    return ReferenceJob(**{"task": task, "ds_config": PLAIN, "micro_batch_size": 3, "world": SingleProcessWorld()} | more)
+    return ReferenceJob(
+        **{"task": task, "ds_config": PLAIN, "micro_batch_size": 3, "world": SingleProcessWorld()} | more
+    )
 
 
 def look(task: Task, ids: list[int]) -> tuple[float, dict[str, float]]:
@@ -144,7 +146,7 @@ def test_other_losses_begin_where_their_formula_says(loss_type: str, tmp_path: P
     assert loss == pytest.approx(FIRST[loss_type], abs=2e-6 * max(FIRST[loss_type], 1))
 
 
-@pytest.mark.parametrize("name", ["dpo", "dpo, seeing"])
+@pytest.mark.parametrize("name", ["dpo", "dpo, with images"])
 def test_answers_kept_are_those_asked_online(name: str, tmp_path: Path) -> None:
     _, recipe = named_recipe(name, tmp_path)
     other = make_task(RunConfig.model_validate(recipe | {"seed": 7}))

@@ -19,7 +19,7 @@ from dstrain.errors import DataError, RecipeError, TaskError
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.common import forward
 from dstrain.tasks.vlm import TINY_CONFIG
-from tests.seeing import picture
+from tests.vision_recipes import picture
 
 QUESTIONS = ("What is it?", "Is it red?", "Is it blue?")
 

@@ -20,7 +20,7 @@ from dstrain.data.cache.dataset import TokenizedDataset
 from dstrain.data.vision import image_index_writer
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.common.text import TextTask
-from tests.seeing import picture
+from tests.vision_recipes import picture
 
 
 @pytest.fixture

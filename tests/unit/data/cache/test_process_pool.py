@@ -27,7 +27,7 @@ from dstrain.data.records import BadRecord, Encode
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, RunError
 from dstrain.launch.worker import set_parent_death_signal
-from tests.chats import EARLIER, QUESTION, chat
+from tests.chat_templates import EARLIER, QUESTION, chat
 from tests.vocabulary import message
 
 THREE = ProcessPoolConfig(3, set_parent_death_signal)

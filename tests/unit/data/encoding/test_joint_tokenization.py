@@ -14,7 +14,7 @@ from dstrain.data.formats.conversations import read_conversation
 from dstrain.data.formats.preferences import Preference, read_preference
 from dstrain.data.formats.prompts import read_prompt
 from dstrain.data.records import BadRecord
-from tests.chats import KINDS, PAIRS, TEMPLATES, TEXTS, chat, tokenizer_of
+from tests.chat_templates import KINDS, PAIRS, TEMPLATES, TEXTS, chat, tokenizer_of
 from tests.unit.data.encoding.encode_preference import encode_preference
 from tests.unit.data.encoding.test_conversations import Slow
 from tests.unit.data.encoding.test_preferences import with_frame

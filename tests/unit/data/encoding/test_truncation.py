@@ -15,7 +15,7 @@ from dstrain.data.formats.conversations import PromptCompletion, read_conversati
 from dstrain.data.formats.preferences import Preference, read_preference
 from dstrain.data.formats.unpaired import read_unpaired
 from dstrain.data.records import BadRecord
-from tests.chats import EARLIER, KINDS, QUESTION, SYSTEM, TEMPLATES, chat, tokenizer_of
+from tests.chat_templates import EARLIER, KINDS, QUESTION, SYSTEM, TEMPLATES, chat, tokenizer_of
 from tests.unit.data.encoding.test_conversations import TEMPLATES as SHAPES
 from tests.unit.data.encoding.test_preferences import bert  # noqa: F401  a fixture
 from tests.vocabulary import message

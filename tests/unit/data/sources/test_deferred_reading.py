@@ -22,7 +22,7 @@ from dstrain.data.sources.open import LazySource, open_source
 from dstrain.data.vision.image_index import ImageIndex
 from dstrain.errors import DataError
 from dstrain.tasks import make_task
-from tests.seeing import named_recipe
+from tests.vision_recipes import named_recipe
 
 ROWS = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(12)]
 

@@ -18,7 +18,7 @@ from dstrain.models.heads import chunked_lm_head
 from dstrain.models.heads.chunked_lm_head import MAX_CHUNK_BYTES, HeadInput, capture_head_input
 from dstrain.models.load import read_config
 from dstrain.tasks.common import forward
-from tests.families import FAMILIES, family
+from tests.model_families import FAMILIES, family
 
 ROWS = 5
 """Of logits in a chunk."""

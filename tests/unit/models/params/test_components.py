@@ -22,7 +22,7 @@ from dstrain.models.params.components import COMPONENTS, components_by_id
 from dstrain.models.params.freeze import freeze
 from dstrain.models.params.groups import build_param_groups
 from dstrain.models.params.summary import summarize_components
-from tests.seeing import GEMMA3, TEXT, llava
+from tests.vision_recipes import GEMMA3, TEXT, llava
 
 TOWER = {"model.vision_tower"}
 LANGUAGE = {"model.language_model", "lm_head"}

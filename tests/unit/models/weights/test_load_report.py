@@ -92,7 +92,8 @@ def test_what_is_allowed_is_said_in_sentences(tmp_path: Path) -> None:
     scored.checks.run()
     assert not scored.checks.warnings()
     assert (
-        f"newly initialized from seed 0: score.weight (the files of {at} have no such head)" in scored.checks.info_messages()
+        f"newly initialized from seed 0: score.weight (the files of {at} have no such head)"
+        in scored.checks.info_messages()
     )
     shutil.rmtree(at)
     tied = saved(at, AutoModelForSequenceClassification, tie_word_embeddings=True, num_labels=1)

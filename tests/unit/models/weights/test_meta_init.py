@@ -14,7 +14,7 @@ from dstrain.models.load import load_model, read_config
 from dstrain.models.reward_model import AutoRewardModel
 from dstrain.models.weights.meta_init import materialize, meta_parameters
 from dstrain.tasks import find_task, make_task
-from tests.seeing import GEMMA3, IDEFICS3, TEXT, llava
+from tests.vision_recipes import GEMMA3, IDEFICS3, TEXT, llava
 
 SMALL = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -29,7 +29,7 @@ from dstrain.train.resume.recorded import ResumeOptions
 from dstrain.train.state.hashed_file import write_hashed_file
 from dstrain.train.state.manifest import CheckpointInfo, find_checkpoints
 from tests.contract.lora_cases import save_base
-from tests.seeing import named_recipe
+from tests.vision_recipes import named_recipe
 
 PLAIN: dict[str, Any] = {"zero_optimization": {"stage": 2}}
 

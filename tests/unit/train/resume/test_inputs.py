@@ -25,7 +25,7 @@ from dstrain.train.resume.recorded import ResumeOptions, dump_training_recipe
 from dstrain.train.run_dir import archive_previous_run, replace_folder, write_run_config
 from dstrain.train.state.hashed_file import write_hashed_file
 from dstrain.train.state.manifest import CheckpointInfo, find_checkpoints
-from tests.seeing import named_recipe
+from tests.vision_recipes import named_recipe
 
 TASK = """
 from dataclasses import dataclass

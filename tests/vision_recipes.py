@@ -1,4 +1,4 @@
-"""Tiny models that see images: their configs, and pictures for them."""
+"""Recipes of tiny vision-language models: configs, images and records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOWER: dict[str, Any] = {
 
 
 def llava(tower: str = "clip_vision_model", strategy: str = "default", side: int = 28, **more: Any) -> dict[str, Any]:
-    """A LLaVA with a tower of this kind; (side / 14)^2 patches."""
+    """Return a LLaVA config with a vision tower of this kind; (side / 14)^2 patches."""
     return {
         "model_type": "llava",
         "vision_feature_select_strategy": strategy,
@@ -46,13 +46,13 @@ IDEFICS3: dict[str, Any] = {
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (60, 40)) -> Image.Image:
-    """An image of noise, wide and high as `size` says."""
+    """Return an image of noise; `size` is (width, height)."""
     width, height = size
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 def recipe(task: str, folder: Path) -> dict[str, Any]:
-    """A task's tiny recipe with a model that sees; of its samples one in three has no image, another two of them."""
+    """Return a task's tiny recipe with a vision-language model; samples have 0, 1 or 2 images in turn."""
     values = find_task(task).tiny(folder)
     if task == "vlm":
         return values
@@ -64,7 +64,7 @@ def recipe(task: str, folder: Path) -> dict[str, Any]:
 
 
 def _preference(folder: Path, split: str, index: int) -> dict[str, Any]:
-    """The chosen answer names what there is."""
+    """Return a pair with `index % 3` images; the chosen answer gives their number."""
     count = index % 3
     names = [f"{split}-{index}-{at}.png" for at in range(count)]
     for at, name in enumerate(names):
@@ -79,7 +79,7 @@ def _preference(folder: Path, split: str, index: int) -> dict[str, Any]:
 
 
 def text_alone(task: str, folder: Path) -> dict[str, Any]:
-    """The same recipe, its records without an image."""
+    """Return the same recipe with records without images."""
     values = recipe(task, folder)
     for split in ("train", "eval"):
         file = folder / f"{split}.jsonl"
@@ -89,7 +89,7 @@ def text_alone(task: str, folder: Path) -> dict[str, Any]:
 
 
 def things(task: str, folder: Path) -> dict[str, Any]:
-    """The same recipe, its images of things to the left on a plain ground: mirrored or moved, they look otherwise."""
+    """Return the same recipe with images of a shape on the left of a plain background, which flip and shift change."""
     values = recipe(task, folder)
     for index, file in enumerate(sorted(folder.glob("*.png"))):
         image = Image.new("RGB", (16, 16), (250, 240, 230))
@@ -100,13 +100,13 @@ def things(task: str, folder: Path) -> dict[str, Any]:
 
 RECIPES: Mapping[str, Callable[[str, Path], dict[str, Any]]] = {
     "": lambda task, folder: find_task(task).tiny(folder),
-    "seeing": recipe,
+    "with images": recipe,
     "text alone": text_alone,
     "things": things,
 }
 
 
 def named_recipe(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
-    """(task, its recipe) of a name such as `rm` or `rm, seeing`, with its data written into the folder."""
+    """Return (task, recipe) for a name such as `rm` or `rm, with images`, with its data written into the folder."""
     task, _, kind = name.partition(", ")
     return task, RECIPES[kind](task, folder)

@@ -1,6 +1,6 @@
 """A rank that prepares its data before a process group starts: it may be slow, fail, stop or die as the test likes.
 
-python -m tests.faults.preparing FOLDER FAULT    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+python -m tests.faults.rank_preparing_data FOLDER FAULT    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dstrain.train.health.signals import SignalHandler, run_with_signals
 from dstrain.train.health.watchdog import peer_watchdog
 from dstrain.train.rendezvous import Rendezvous
 
-TIMEOUT = timedelta(seconds=float(os.environ.get("LONE_TIMEOUT", "4")))
+TIMEOUT = timedelta(seconds=float(os.environ.get("RANK_FAULT_TIMEOUT", "4")))
 
 
 def act(fault: str, rank: int, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""An engine's state to a checkpoint folder and back, without a run around it."""
+"""Save an engine's state to a checkpoint folder and load it, without a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dstrain.train.state.files import CheckpointReader, write_state
 
 
 def keep(engine: Any, folder: Path, step: int = 1) -> Path:
-    """Commit a checkpoint of this engine; returns its folder. Collective."""
+    """Commit a checkpoint of the engine; return its folder. Collective."""
     about = engine.state_metadata() if engine.world.rank == 0 else None
     checkpoints = CheckpointStore(folder=folder, world=engine.world)
     return checkpoints.save(lambda path: write_state(path, engine.state_files(), about), Progress(step, step), {})

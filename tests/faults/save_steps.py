@@ -43,7 +43,7 @@ from dstrain.train.resume.prepare import prepare_start
 from dstrain.train.resume.recorded import ResumeOptions
 from dstrain.train.state.load import open_checkpoint
 from dstrain.train.state.manifest import find_checkpoints
-from tests.faults.points import Points
+from tests.faults.kill_points import Points
 from tests.vocabulary import read_jsonl
 
 WIDTH = 48

@@ -1,4 +1,4 @@
-"""Tiny models of many families, by the name that transformers has for each."""
+"""Configs of tiny models of many families, by transformers' model_type."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def family(name: str) -> dict[str, Any]:
-    """What `model.config` says of a tiny model."""
+    """Return the `model.config` of a tiny model."""
     values = {key: value for key, value in {**BASE, **FAMILIES[name]}.items() if value is not None or key in NULLS}
     return {"model_type": name, **values}
 
 
 NULLS = ("pad_token_id", "bos_token_id", "eos_token_id")
-"""Keys whose `null` counts: some families name tokens beyond a small vocabulary."""
+"""Keys whose null is kept: some families have default token ids outside of a small vocabulary."""

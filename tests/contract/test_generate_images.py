@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.test_generate import GENERATE
-from tests.seeing import named_recipe
+from tests.vision_recipes import named_recipe
 from tests.vocabulary import RUN, write_recipe
 from tests.workers import Workers
 

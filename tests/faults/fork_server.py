@@ -1,6 +1,6 @@
 """Processes that may be killed cheaply: forked, rank by rank, from one that has imported what takes long.
 
-    Nursery("torch")("tests.faults.scene:save", folder=…)     # -> [Ended(code=-9, answer=None), Ended(code=0, …)]
+    ForkServer("torch")("tests.faults.save_steps:save", folder=…)     # -> [Ended(code=-9, answer=None), Ended(code=0, …)]
 
 Nothing of torch runs before the fork, so that no thread of it is lost.
 """
@@ -43,7 +43,7 @@ class Hung(AssertionError):
     """A pair took longer than its limit."""
 
 
-class Nursery:
+class ForkServer:
     """A process that has imported `modules` and forks; started at the first call."""
 
     def __init__(self, *modules: str) -> None:
@@ -66,10 +66,10 @@ class Nursery:
         return ended
 
     def _start(self) -> None:
-        address = tempfile.mktemp(prefix="dstrain-nursery-")
+        address = tempfile.mktemp(prefix="dstrain-fork_server-")
         env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         with Listener(address, "AF_UNIX", authkey=b"tests") as listener:
-            command = [sys.executable, "-m", "tests.faults.nursery", address, *self._modules]
+            command = [sys.executable, "-m", "tests.faults.fork_server", address, *self._modules]
             self._process = subprocess.Popen(command, env=env, cwd=ROOT)
             self._pipe = listener.accept()
 
@@ -86,7 +86,7 @@ class _Failure:
 
 
 def serve(address: str, modules: list[str]) -> None:
-    """The nursery's side."""
+    """The fork_server's side."""
     for module in modules:
         importlib.import_module(module)
     pipe = Client(address, "AF_UNIX", authkey=b"tests")
@@ -144,4 +144,4 @@ def _answer(path: Path) -> Any:
 
 if __name__ == "__main__":
     # Under its own name, as what it sends is unpickled under that name.
-    importlib.import_module("tests.faults.nursery").serve(sys.argv[1], sys.argv[2:])
+    importlib.import_module("tests.faults.fork_server").serve(sys.argv[1], sys.argv[2:])

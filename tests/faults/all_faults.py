@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.faults.faults import KINDS, LAST, NEW, OTHERS, SHARDS, WAYS, Faults, Outcome, reason, small_disk
-from tests.faults.scene import BEFORE
+from tests.faults.save_steps import BEFORE
 
 Row = Callable[[], Outcome]
 

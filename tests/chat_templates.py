@@ -1,4 +1,4 @@
-"""Three families' chat templates and two kinds of tokenizers in small, and pairs of answers to tokenise with them."""
+"""Chat templates of three model families, small tokenizers of three kinds, and preference pairs to tokenize."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.vocabulary import message
 
-ZEPHYR = (  # HuggingFaceH4/zephyr-7b-beta: no BOS, which its tokenizer adds
+ZEPHYR = (  # HuggingFaceH4/zephyr-7b-beta: no BOS in the template; the tokenizer adds it
     "{% for message in messages %}\n{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + message['content'] + eos_token }}\n"
     "{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' + message['content'] + eos_token }}\n"
     "{% elif message['role'] == 'assistant' %}\n{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n"
@@ -21,7 +21,7 @@ LLAMA3 = (  # meta-llama/Meta-Llama-3-8B-Instruct: BOS in the template, contents
     "{% endif %}{{ content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-QWEN = (  # Qwen/Qwen2.5: a system text of its own
+QWEN = (  # Qwen/Qwen2.5: the template has a default system message
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}{% endif %}"
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -54,7 +54,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     "a long answer": {"prompt": [*EARLIER, QUESTION], "chosen": "Sure.", "rejected": LONG},
     "two long answers": {"prompt": [QUESTION], "chosen": LONG, "rejected": LONG + " the dog"},
 }
-"""Name -> a pair whose answers are texts of the assistant."""
+"""Name -> a preference pair whose answers are strings."""
 TEXTS: dict[str, dict[str, str]] = {
     "plain": {"prompt": "the quick brown", "chosen": " fox jumps", "rejected": " dog"},
     "inside of a word": {"prompt": "the quick bro", "chosen": "wn fox", "rejected": "om"},
@@ -65,7 +65,7 @@ TEXTS: dict[str, dict[str, str]] = {
 
 @cache
 def tokenizer_of(kind: str, adds_bos: bool = False) -> Any:
-    """A tokenizer without a template; `adds_bos`: it puts <s> in front by itself, as Llama's does."""
+    """Return a tokenizer without a template; `adds_bos`: it prepends <s> itself, like Llama's."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -80,14 +80,14 @@ def tokenizer_of(kind: str, adds_bos: bool = False) -> Any:
     )
     if kind == "byte-level":
         bare.pre_tokenizer, bare.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    elif kind == "metaspace":  # Llama 2 with legacy: false, as Zephyr's and Mistral's of today
+    elif kind == "metaspace":  # Llama 2 with legacy: false, as in Zephyr and Mistral
         bare.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
         bare.decoder = decoders.Metaspace()
-    else:  # what their older files say
+    else:  # as in their older files
         bare.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     words = [WORDS] * 4 if kind != "legacy metaspace" else WORDS.split(" ") * 4
     bare.train_from_iterator([word + "\n" for word in words], trainer)
-    if alphabet:  # they are bytes to the model, no tokens that a text may name
+    if alphabet:  # byte tokens of the model, which a text cannot name
         state = json.loads(bare.to_str())
         state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in alphabet]
         bare = Tokenizer.from_str(json.dumps(state))
@@ -98,7 +98,7 @@ def tokenizer_of(kind: str, adds_bos: bool = False) -> Any:
 
 
 def chat(family: str, kind: str, adds_bos: bool = False) -> Any:
-    """The tokenizer of this kind with a family's template."""
+    """Return the tokenizer of this kind with a family's template."""
     made = copy.deepcopy(tokenizer_of(kind, adds_bos))
     made.chat_template = TEMPLATES[family]
     return made

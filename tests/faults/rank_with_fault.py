@@ -1,6 +1,6 @@
 """A rank of a small launch of its own, over gloo and without deepspeed: it may hang or die as the test likes.
 
-python -m tests.faults.lone FOLDER FAULT    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+python -m tests.faults.rank_with_fault FOLDER FAULT    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dstrain.train.health.watchdog import peer_watchdog
 
 STEPS = 3
 """Before anything happens."""
-ON_GPU = "LONE_GPU" in os.environ
-TIMEOUT = timedelta(seconds=float(os.environ.get("LONE_TIMEOUT", "4")))
+ON_GPU = "RANK_FAULT_GPU" in os.environ
+TIMEOUT = timedelta(seconds=float(os.environ.get("RANK_FAULT_TIMEOUT", "4")))
 
 
 def hang_here() -> None:

@@ -1,9 +1,8 @@
-"""What a step of a model that sees takes: logits of every token, logits of the answers alone, and checkpointing on top.
+"""Measure a step of a vision-language model: logits of all tokens, of answers only, and with checkpointing.
 
-    python -m benchmarks.seeing [--shape 3m] [--length 512]
+    python -m benchmarks.vision [--shape 3m] [--length 512]
 
-A LLaVA with a language model of the shape and a tower of its width. Memory is what a step takes on top of what is held before
-it, as in benchmarks/checkpointing.py.
+A LLaVA with a language model of this shape and a vision tower of the same width. Memory as in benchmarks/checkpointing.py.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from dstrain.config.schema import RunConfig
 from dstrain.tasks import make_task
 from dstrain.tasks.common import forward
 from dstrain.train.engine.torch import TorchEngine
-from tests.seeing import picture
+from tests.vision_recipes import picture
 
 SIDE, PATCH = 112, 14
-"""Pixels: 64 tokens for an image."""
+"""Pixels per side: 64 tokens per image."""
 
 
 def recipe(folder: Path, shape: str, length: int, checkpointing: bool) -> dict[str, Any]:
-    """Questions about an image, with a long text in front of short answers."""
+    """Return a recipe with questions about images: a long text before short answers."""
     size, lines = SHAPES[shape], []
     for index in range(16):
         picture(index, (SIDE, SIDE)).save(folder / f"{index}.png")
@@ -55,7 +54,7 @@ def recipe(folder: Path, shape: str, length: int, checkpointing: bool) -> dict[s
 
 @contextmanager
 def all_logits(wanted: bool) -> Iterator[None]:
-    """Inside, the model is asked for the logits of every token, where that is wanted."""
+    """Within the context, the model computes the logits of all tokens if `wanted`."""
     if not wanted:
         yield
         return
@@ -66,7 +65,7 @@ def all_logits(wanted: bool) -> Iterator[None]:
 def measure(
     *, shape: str = "3m", length: int = 512, micro: int = 4, rounds: int = 5, checked_steps: int = 2
 ) -> dict[str, Any]:
-    """Equal losses first, then memory, then times in turns."""
+    """Check that the losses are equal, then measure memory and time."""
     world, kinds = (
         join_alone(),
         {"every token": (True, False), "answers": (False, False), "checkpointing": (False, True)},

@@ -1,4 +1,4 @@
-"""What the workers of accumulation tests do: the gradient of one bf16 step, beside the fp32 sum of its micro-batches' own."""
+"""Worker functions of the accumulation tests: a bf16 step's gradient and the fp32 sum of its micro-batches' gradients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _seen(found: list[tuple[str, int, torch.Tensor]]) -> int:
 
 
 def _taken(task: Any, config: dict[str, Any], batches: list[Batch]) -> list[tuple[str, int, torch.Tensor]]:
-    """(name, first value, gradient) of what this rank holds after a step of the engine. Collective."""
+    """Yield (name, first value, gradient) of this rank's slices after a step of the engine. Collective."""
     with zero3_init(config):
         objective = build_train_module(task)
     engine = DeepSpeedEngine(

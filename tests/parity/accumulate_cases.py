@@ -20,7 +20,7 @@ LR = 1.0e6
 
 
 def error(preset: str, micro_batches: int) -> float:
-    """||g - g'|| / ||g|| of a step over so many micro-batches of one sample on each rank: g' the engine's, g the fp32 sum of
+    """Return ||g - g'|| / ||g|| of a step over `count` micro-batches per rank: g' of the engine, g the fp32 sum of
     the same bf16 gradients. Collective."""
     ranks = world()
     task = tiny_task("sft", {"optim": {"name": "sgd", "lr": LR, "clip": 0.0}, "precision": "bf16"})

@@ -13,11 +13,12 @@ __version__ = "0.1.0"
 
 
 def load_reward_model(folder: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The reward model in a folder that `dstrain export` wrote, of texts or of texts and images, in evaluation mode.
+    """Load the reward model in a folder that `dstrain export` wrote, in evaluation mode.
 
-    Called with what its tokenizer or processor gives (input_ids, attention_mask, pixel_values, ...), its answer's
-    `logits`, (B, 1), are the scores; each is read at the last token that is no padding. `dtype`: of the weights; None: as
-    they were exported. Raises UsageError for a folder that holds none.
+    Call it with the outputs of its tokenizer or processor (input_ids, attention_mask, pixel_values,
+    ...): `logits` of its output, shape (B, 1) for B rows, are the scores, read at the last token
+    that is not padding. `dtype` of the weights: None for that of the export. Raises UsageError for
+    a folder without a reward model.
     """
     from dstrain.models.reward_model import load_reward_model as load
 

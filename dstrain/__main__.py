@@ -1,4 +1,4 @@
-"""python -m dstrain."""
+"""Entry point of `python -m dstrain`."""
 
 from dstrain.cli import main
 

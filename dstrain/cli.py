@@ -1,4 +1,4 @@
-"""The command line. Heavy imports stand inside commands, so that --help answers at once."""
+"""Command line of dstrain. Heavy packages are imported inside commands to keep --help fast."""
 
 from __future__ import annotations
 
@@ -21,68 +21,41 @@ from dstrain.cli_options import (
     SAMPLING_OPTION_NAMES,
     SAMPLING_OPTIONS,
     SCRATCH_OPTION,
-    GroupedCommand,
+    CommandGroup,
     pop_options,
     with_options,
 )
-from dstrain.errors import DstrainError, UsageError, explain_system_error
-from dstrain.process_setup import prepare_process
+from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UsageError
 
 if TYPE_CHECKING:
     from dstrain.commands.run_job import Job
 
-UNSUPPORTED_COMMANDS = {
-    "plan": "docs/memory.md says what to turn, and peak_memory_gib in metrics.jsonl what was used",
-    "doctor": "`dstrain train RECIPE --dry-run` checks a recipe on this machine",
-    "report": "metrics.jsonl and TensorBoard hold the numbers",
-    "bench": "metrics.jsonl holds tokens_per_second and step_seconds",
-}
-"""Commands that come later, and what to do today."""
-
-
-class CommandGroup(click.Group):
-    """Turns errors raised on purpose into one message and their exit code."""
-
-    command_class = GroupedCommand
-
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        prepare_process()
-        return super().main(*args, **kwargs)
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and args[0] in UNSUPPORTED_COMMANDS:
-            raise UsageError(f"dstrain {args[0]}: not supported yet; today {UNSUPPORTED_COMMANDS[args[0]]}")
-        return super().resolve_command(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            if sys.flags.optimize > 1:
-                problem = "Python runs without docstrings (-OO, PYTHONOPTIMIZE=2), which transformers reads"
-                raise UsageError(f"{problem}; unset PYTHONOPTIMIZE, or set it to 1")
-            return super().invoke(ctx)
-        except DstrainError as error:
-            click.echo(f"error: {error}", err=True)
-            ctx.exit(error.exit_code)
-        except (RuntimeError, OSError) as error:
-            if (fault := explain_system_error(error)) is None:
-                raise
-            click.echo(f"error: {fault}", err=True)
-            ctx.exit(fault.exit_code)
-
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dstrain")
-@click.option("--local_rank", "--local-rank", type=int, hidden=True, help="DeepSpeed's launcher puts it here.")
+@click.option("--local_rank", "--local-rank", type=int, hidden=True, help="Set by DeepSpeed's launcher.")
 def main(local_rank: int | None) -> None:
-    """Train reward models, policies and vision-language models on DeepSpeed."""
+    """Train reward models, policies and vision-language models on DeepSpeed.
+
+    Exit codes: 0 done, 1 failed, 2 bad usage, recipe or data, 75 stopped by a signal after a
+    checkpoint (start again).
+    """
 
 
 @main.command()
 @with_options(RECIPE_OPTIONS)
-@click.option("--run-dir", "--run_dir", type=click.Path(path_type=Path), help="Default: runs/NAME of the recipe.")
-@click.option("--resume", default="auto", metavar="auto|never|DIR", help="Go on from the newest whole checkpoint.")
 @click.option(
-    "--allow-change", "allowed", multiple=True, metavar="KEY", help="A learning key that may differ on resume."
+    "--run-dir", "--run_dir", type=click.Path(path_type=Path), help="Run folder; default: runs/NAME of the recipe."
+)
+@click.option(
+    "--resume",
+    default="auto",
+    metavar="auto|never|DIR",
+    show_default=True,
+    help="Resume from the latest complete checkpoint.",
+)
+@click.option(
+    "--allow-change", "allowed", multiple=True, metavar="KEY", help="Recipe key that may differ on resume; repeatable."
 )
 @click.option("--dry-run", is_flag=True, help="Print recipe, DeepSpeed JSON and launch command; start nothing.")
 @with_options(LAUNCH_OPTIONS)
@@ -90,11 +63,14 @@ def train(
     recipe: str | None, task: str | None, ds_config: str | None, overrides: tuple[str, ...], run_dir: Path | None,
     resume: str, allowed: tuple[str, ...], dry_run: bool, **launch: Any,
 ) -> None:  # fmt: skip
-    """Train RECIPE: a YAML file or the name of a packaged recipe; ./recipe.yaml where left out."""
+    """Train a model.
+
+    RECIPE is a YAML file or the name of a packaged recipe; default: ./recipe.yaml.
+    """
     from dstrain.commands.recipe_args import TrainRequest
     from dstrain.commands.train import launch_or_train
 
-    wish = TrainRequest(
+    request = TrainRequest(
         recipe=recipe,
         task=task,
         ds_config=ds_config,
@@ -103,15 +79,18 @@ def train(
         resume=resume,
         allowed_changes=allowed,
     )
-    sys.exit(launch_or_train(wish, launch, dry_run))
+    sys.exit(launch_or_train(request, launch, dry_run))
 
 
 @main.command()
 @with_options(MODEL_OPTIONS)
-@click.option("--data", required=True, help="File to evaluate on.")
+@click.option("--data", required=True, help="Data file to evaluate on.")
 @with_options(LAUNCH_OPTIONS, [SCRATCH_OPTION])
 def evaluate(run_or_model: Path, data: str, as_json: bool, scratch: Path | None, **options: Any) -> None:
-    """Metrics of a run's best or last checkpoint, or of an exported folder, on a file."""
+    """Print metrics of a model on a data file.
+
+    RUN_OR_MODEL is a run folder or an exported folder.
+    """
     from dstrain.commands.evaluate import EvaluateJob, show_metrics
     from dstrain.commands.trained_model import ModelSelector
 
@@ -123,23 +102,27 @@ def evaluate(run_or_model: Path, data: str, as_json: bool, scratch: Path | None,
 
 @main.command()
 @with_options(MODEL_OPTIONS)
-@click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="A prompt; may be given several times.")
+@click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="Prompt text; repeatable.")
 @click.option(
-    "--image", "images", multiple=True, metavar="FILE", help="An image the prompts are about; several in order."
+    "--image", "images", multiple=True, metavar="FILE", help="Image for the prompts; repeatable, in their order."
 )
-@click.option("--data", help="File whose records ask something.")
+@click.option("--data", help="Data file; its records are used as prompts.")
 @with_options(SAMPLING_OPTIONS, LAUNCH_OPTIONS, [SCRATCH_OPTION])
 def generate(
     run_or_model: Path, texts: tuple[str, ...], images: tuple[str, ...], data: str | None, as_json: bool,
     scratch: Path | None, **options: Any,
 ) -> None:  # fmt: skip
-    """Answers of a trained policy to prompts or to a file's records, to look at what was learnt."""
+    """Generate answers of a trained policy.
+
+    Prompts come from --prompt or from the records of --data. RUN_OR_MODEL is a run folder or an
+    exported folder.
+    """
     from dstrain.commands.generate import GenerateJob, show_answers
     from dstrain.commands.trained_model import ModelSelector
 
-    choice = ModelSelector(folder=run_or_model, **pop_options(options, MODEL_OPTION_NAMES))
+    selector = ModelSelector(folder=run_or_model, **pop_options(options, MODEL_OPTION_NAMES))
     job = GenerateJob(
-        selector=choice, texts=texts, images=images, data=data, sampling=pop_options(options, SAMPLING_OPTION_NAMES)
+        selector=selector, texts=texts, images=images, data=data, sampling=pop_options(options, SAMPLING_OPTION_NAMES)
     )
     run_and_exit(job, options, scratch, lambda rows: show_answers(rows, as_json))
 
@@ -151,7 +134,10 @@ def prepare(
     recipe: str | None, task: str | None, ds_config: str | None, overrides: tuple[str, ...], scratch: Path | None,
     as_json: bool, **launch: Any,
 ) -> None:  # fmt: skip
-    """Tokenise, check and cache RECIPE's data, and with DPO the reference's log-probabilities; training then starts at once."""
+    """Tokenize, check and cache a recipe's data.
+
+    For DPO also cache the reference log-probabilities. Training then starts at once.
+    """
     from dstrain.commands.prepare import PrepareJob, show_prepared
     from dstrain.commands.recipe_args import TrainRequest
 
@@ -162,40 +148,49 @@ def prepare(
 def run_and_exit(
     job: Job, launch_options: Mapping[str, Any], scratch: Path | None, show: Callable[[Any], str]
 ) -> NoReturn:
-    """Run the job on its processes, print what came of it, and leave."""
+    """Run the job, print its result, and exit."""
     from dstrain.commands.run_job import run_job
 
-    reply = run_job(job, launch_options, scratch)
-    if reply.value is not None:
-        click.echo(show(reply.value))
-    sys.exit(reply.exit_code)
+    result = run_job(job, launch_options, scratch)
+    if result.value is not None:
+        click.echo(show(result.value))
+    sys.exit(result.exit_code)
 
 
 @main.command()
 @click.argument("run", type=click.Path(exists=True, path_type=Path))
-@click.option("--step", default="best", metavar="N|best|last", help="Which checkpoint; last where none is best.")
+@click.option(
+    "--step", default="best", metavar="N|best|last", show_default=True, help="Checkpoint; last if there is no best."
+)
 @click.option("--to", required=True, type=click.Path(path_type=Path), help="Folder to write.")
 @with_options([FOLDER_TASK_OPTION])
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key: data.eval=FILE to probe with"
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a recipe key, such as data.eval=FILE for probes.",
 )
-@click.option("--merge-lora", is_flag=True, help="Write one model instead of base and adapter.")
+@click.option("--merge-lora", is_flag=True, help="Merge the adapters into the base and write one model.")
 def export(run: Path, step: str, to: Path, task: str | None, overrides: tuple[str, ...], merge_lora: bool) -> None:
-    """Write a Hugging Face folder that transformers loads, and prove it on a probe batch."""
+    """Export a run as a Hugging Face folder.
+
+    The folder is reloaded with transformers and verified on a probe batch.
+    """
     from dstrain.commands.export import export_model
 
     named = [f"task={json.dumps(task)}"] if task else []
-    proof = export_model(run, step, to, [*named, *overrides], merge_lora)
-    click.echo(f"{to}: step {proof.step}, {proof.dtype}; reloaded, outputs differ by at most {proof.max_diff:.2g}")
+    report = export_model(run, step, to, [*named, *overrides], merge_lora)
+    click.echo(f"{to}: step {report.step}, {report.dtype}; reloaded, outputs differ by at most {report.max_diff:.2g}")
 
 
 @main.command()
 @click.argument("name", required=False)
 @click.option(
-    "--adopt", type=click.Path(exists=True, path_type=Path), help="Turn a public DeepSpeed JSON into one of ours."
+    "--adopt", type=click.Path(exists=True, path_type=Path), help="Convert a public DeepSpeed JSON to a preset."
 )
 def presets(name: str | None, adopt: Path | None) -> None:
-    """List the presets, or print one in full."""
+    """List the presets, or print one."""
     from dstrain.commands.lists import convert_preset_file, list_presets
 
     if adopt is None:
@@ -209,7 +204,7 @@ def presets(name: str | None, adopt: Path | None) -> None:
 @main.command()
 @click.argument("name", required=False)
 def tasks(name: str | None) -> None:
-    """List the tasks, or print one's options."""
+    """List the tasks, or print the options of one."""
     from dstrain.commands.lists import list_tasks
 
     click.echo(list_tasks(name))
@@ -218,7 +213,7 @@ def tasks(name: str | None) -> None:
 @main.command()
 @click.argument("name", required=False)
 def recipes(name: str | None) -> None:
-    """List the packaged recipes, or print one in full."""
+    """List the packaged recipes, or print one."""
     from dstrain.commands.lists import list_recipes
 
     click.echo(list_recipes(name))
@@ -226,7 +221,7 @@ def recipes(name: str | None) -> None:
 
 @main.command()
 @click.argument("task")
-@click.option("--to", type=click.Path(path_type=Path), help="File to write; default: print.")
+@click.option("--to", type=click.Path(path_type=Path), help="File to write; default: stdout.")
 def init(task: str, to: Path | None) -> None:
     """Write a commented starter recipe for TASK."""
     from dstrain.commands.init import render_recipe_template
@@ -235,7 +230,7 @@ def init(task: str, to: Path | None) -> None:
     if to is None:
         click.echo(text, nl=False)
     elif to.exists():
-        raise UsageError(f"--to {to}: exists already; choose another name")
+        raise UsageError(f"--to {to}: already exists; choose another name")
     else:
         try:
             to.write_text(text, encoding="utf-8")
@@ -245,32 +240,39 @@ def init(task: str, to: Path | None) -> None:
 
 
 def is_terminal() -> bool:
-    """Whether somebody reads what is printed."""
+    """Return True if stdout is a terminal."""
     return sys.stdout.isatty()
 
 
 @main.group()
 def data() -> None:
-    """Look at data files."""
+    """Check data files."""
 
 
 @data.command()
 @click.argument("file", type=click.Path())
-@click.option("--task", required=True, help="The task that will read it.")
+@click.option("--task", required=True, help="Task that reads the file.")
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="As for train: data.columns={text: chosen}"
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a recipe key, such as data.columns={text: chosen}.",
 )
-@click.option("--all", "every", is_flag=True, help="List every bad record on a terminal too.")
+@click.option("--all", "every", is_flag=True, help="List every bad record, also on a terminal.")
 def check(file: str, task: str, overrides: tuple[str, ...], every: bool) -> None:
-    """Every bad record of FILE with line and reason; exit 2 if any. A terminal is shown the first ten of each kind."""
+    """List the bad records of FILE with line and reason; exit code 2 if there are any.
+
+    On a terminal only the first ten of each kind are listed.
+    """
     from dstrain.commands.data import check_file, show_validation
 
-    found, cuts = check_file(file, task, overrides)
-    lines, total = show_validation(found, every or not is_terminal())
+    report, truncations = check_file(file, task, overrides)
+    lines, total = show_validation(report, every or not is_terminal())
     if lines:
         click.echo(lines)
-    click.echo("\n".join(filter(None, (total, cuts))), err=bool(found.bad))
-    sys.exit(2 if found.bad else 0)
+    click.echo("\n".join(filter(None, (total, truncations))), err=bool(report.bad))
+    sys.exit(EXIT_USAGE if report.bad else EXIT_DONE)
 
 
 @main.command()
@@ -278,12 +280,17 @@ def check(file: str, task: str, overrides: tuple[str, ...], every: bool) -> None
 @click.option("--verify", "read_all", is_flag=True, help="Read every file and compare its hash.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def checkpoints(run: Path, read_all: bool, as_json: bool) -> None:
-    """Steps, size, world size, ZeRO stage, metric, whole or damaged; with --verify exit 1 where one is not whole."""
+    """List the checkpoints of a run.
+
+    Prints step, size, world size, ZeRO stage, metric, and whether each is complete or damaged.
+
+    With --verify, exit code 1 if one is damaged.
+    """
     from dstrain.commands.lists import list_checkpoints
 
-    lines, whole = list_checkpoints(run, read_all, as_json)
+    lines, all_complete = list_checkpoints(run, read_all, as_json)
     click.echo(lines)
-    sys.exit(1 if read_all and not whole else 0)
+    sys.exit(EXIT_FAILED if read_all and not all_complete else EXIT_DONE)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,51 @@
-"""Options that several commands of the command line share."""
+"""Click options and command classes shared by several commands."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from dstrain.errors import DstrainError, UsageError, explain_system_error
+from dstrain.process_setup import prepare_process
+
+UNSUPPORTED_COMMANDS = {
+    "plan": "see docs/memory.md for the settings, and peak_memory_gib in metrics.jsonl for the memory used",
+    "doctor": "check a recipe on this machine with `dstrain train RECIPE --dry-run`",
+    "report": "see metrics.jsonl or TensorBoard",
+    "bench": "see tokens_per_second and step_seconds in metrics.jsonl",
+}
+"""Planned commands, and what to use until they exist."""
 LAUNCH_OPTIONS = (
-    click.option("--num-gpus", "--num_gpus", type=int, help="Processes on this host; on a CPU just processes."),
-    click.option("--num-nodes", "--num_nodes", type=int, help="Hosts to take from the top of the hostfile."),
-    click.option("--hostfile", type=click.Path(), help="Lines of `host slots=8`."),
+    click.option(
+        "--num-gpus",
+        "--num_gpus",
+        type=int,
+        help="Processes per host, one per GPU; default: all visible GPUs, or 1 on a CPU.",
+    ),
+    click.option("--num-nodes", "--num_nodes", type=int, help="Number of hosts, from the top of the hostfile."),
+    click.option("--hostfile", type=click.Path(), help="File with one line per host: host1 slots=8"),
     click.option("--include", default="", help="GPUs to run on: localhost:0,2 or host1@host2:0,2"),
-    click.option("--exclude", default="", help="GPUs to leave alone: localhost:1 or host2"),
-    click.option("--node-rank", "--node_rank", type=int, help="This host's place among the hosts."),
+    click.option("--exclude", default="", help="GPUs not to use: localhost:1 or host2"),
+    click.option(
+        "--node-rank", "--node_rank", type=int, help="Index of this host in the hostfile, from 0; with --no-ssh."
+    ),
     click.option("--master-addr", "--master_addr", help="Address of rank 0's host."),
-    click.option("--master-port", "--master_port", type=int, help="Port where the ranks meet; default: a free one."),
-    click.option("--no-ssh", "--no_ssh", is_flag=True, help="Every host is given its own command."),
+    click.option(
+        "--master-port", "--master_port", type=int, help="Rendezvous port on rank 0's host; default: a free one."
+    ),
+    click.option("--no-ssh", "--no_ssh", is_flag=True, help="You start the command on every host yourself."),
     click.option(
         "--launcher",
         type=click.Choice(["deepspeed", "openmpi", "ssh", "torchrun", "slurm"]),
         default="deepspeed",
-        help="What starts the processes; the run is the same. deepspeed: over pdsh where there is a hostfile.",
+        help="Program that starts the processes; default deepspeed, which uses pdsh if there is a hostfile.",
     ),
 )
-"""On which processes: the fields of `dstrain.launch.command.LaunchOptions`."""
+"""Processes and hosts: the fields of `dstrain.launch.command.LaunchOptions`."""
 LAUNCH_OPTION_NAMES = frozenset(
     (
         "num_gpus",
@@ -42,43 +62,54 @@ LAUNCH_OPTION_NAMES = frozenset(
 )
 RECIPE_OPTIONS = (
     click.argument("recipe", required=False),
-    click.option("--task", help="A packaged task, a file path, or a dotted module."),
-    click.option("--ds-config", "--ds_config", metavar="NAME|PATH|auto", help="Preset or DeepSpeed JSON."),
-    click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key: optim.lr=2e-5"),
+    click.option("--task", help="Packaged task, path of a task file, or dotted module."),
+    click.option(
+        "--ds-config",
+        "--ds_config",
+        metavar="NAME|PATH|auto",
+        help="Preset or DeepSpeed JSON file; default: ds_config of the recipe.",
+    ),
+    click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Override a recipe key, such as optim.lr=2e-5; repeatable.",
+    ),
 )
 FOLDER_TASK_OPTION = click.option(
-    "--task", help="The task: a packaged one, or the task file it was trained with, which no folder runs by itself."
+    "--task", help="Packaged task, or the task file of the run: code in the folder is not run by itself."
 )
 MODEL_OPTIONS = (
     click.argument("run_or_model", type=click.Path(exists=True, path_type=Path)),
     FOLDER_TASK_OPTION,
-    click.option("--step", default="best", metavar="N|best|last", show_default=True, help="Checkpoint of a run; last where none is best."),
-    click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key: batch.micro=8"),
+    click.option("--step", default="best", metavar="N|best|last", show_default=True, help="Checkpoint of a run; last if there is no best."),
+    click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a recipe key, such as batch.micro=8; repeatable."),
     click.option(
         "--ds-config", "--ds_config", metavar="NAME|PATH",
-        help="Preset or DeepSpeed JSON that says how to hold the model, such as zero3 (in shards). Default: as trained; in one process whole.",
+        help="Preset or DeepSpeed JSON for holding the model, such as zero3 (sharded). Default: as trained; replicated in one process.",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
 )  # fmt: skip
 MODEL_OPTION_NAMES = ("task", "step", "overrides", "ds_config")
 SAMPLING_OPTIONS = (
-    click.option("--max-new-tokens", "--max_new_tokens", default=256, type=click.IntRange(1), show_default=True, help="Most tokens of an answer."),
-    click.option("--temperature", default=0.0, type=click.FloatRange(0), help="Sampling temperature; 0, the default: always the likeliest token."),
+    click.option("--max-new-tokens", "--max_new_tokens", default=256, type=click.IntRange(1), show_default=True, help="Maximum number of tokens per answer."),
+    click.option("--temperature", default=0.0, type=click.FloatRange(0), show_default=True, help="Sampling temperature; 0 decodes greedily."),
     click.option(
         "--top-p", "--top_p", default=1.0, type=click.FloatRange(0, 1, min_open=True),
-        help="Sample from the likeliest tokens that have this probability together.",
+        show_default=True, help="Nucleus sampling: sample from the most likely tokens with this total probability.",
     ),
-    click.option("--seed", default=0, type=click.IntRange(0), help="Seed of the sampling."),
-    click.option("--batch", default=8, type=click.IntRange(1), show_default=True, help="Prompts answered together."),
+    click.option("--seed", default=0, type=click.IntRange(0), show_default=True, help="Random seed for sampling."),
+    click.option("--batch", default=8, type=click.IntRange(1), show_default=True, help="Prompts per batch."),
 )  # fmt: skip
 SAMPLING_OPTION_NAMES = ("max_new_tokens", "temperature", "top_p", "seed", "batch")
 SCRATCH_OPTION = click.option(
-    "--scratch", hidden=True, type=click.Path(path_type=Path), help="Set by dstrain for its workers."
+    "--scratch", hidden=True, type=click.Path(path_type=Path), help="Set by dstrain for its worker processes."
 )
 
 
 class GroupedCommand(click.Command):
-    """A command whose help has the launch options under a heading of their own."""
+    """Command whose help lists the launch options under a separate heading."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, of_launch in (("Options", False), ("Launch options", True)):
@@ -89,8 +120,38 @@ class GroupedCommand(click.Command):
                     formatter.write_dl(rows)
 
 
+class CommandGroup(click.Group):
+    """Command group that turns DstrainErrors into one message and their exit code."""
+
+    command_class = GroupedCommand
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        prepare_process()
+        return super().main(*args, **kwargs)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] in UNSUPPORTED_COMMANDS:
+            raise UsageError(f"dstrain {args[0]}: not supported yet; {UNSUPPORTED_COMMANDS[args[0]]}")
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            if sys.flags.optimize > 1:
+                problem = "Python runs without docstrings (-OO, PYTHONOPTIMIZE=2), which transformers needs"
+                raise UsageError(f"{problem}; unset PYTHONOPTIMIZE, or set it to 1")
+            return super().invoke(ctx)
+        except DstrainError as error:
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except (RuntimeError, OSError) as error:
+            if (fault := explain_system_error(error)) is None:
+                raise
+            click.echo(f"error: {fault}", err=True)
+            ctx.exit(fault.exit_code)
+
+
 def with_options(*groups: Sequence[Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Options of several commands: recipe or trained model, and on which processes to run."""
+    """Return a decorator that adds groups of options to a command."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed([option for group in groups for option in group]):
@@ -101,5 +162,5 @@ def with_options(*groups: Sequence[Callable[..., Any]]) -> Callable[[Callable[..
 
 
 def pop_options(options: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The options of these names, taken out of the others."""
+    """Remove the options with these names from `options` and return them."""
     return {name: options.pop(name) for name in names}

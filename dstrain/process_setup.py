@@ -1,4 +1,4 @@
-"""What a command inherits of the process that starts it: streams, encodings, signals."""
+"""Repair of inherited process state: closed streams, output encoding, ignored SIGCHLD."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import threading
 
 
 def prepare_process() -> None:
-    """Make streams and signals such that a command can rely on them. Call it first."""
+    """Repair streams and signals that a command relies on. Call it first."""
     open_closed_streams()
     escape_unsupported_characters()
     reset_sigchld()
 
 
 def open_closed_streams() -> None:
-    """Give /dev/null to each of input, output and error output that is closed, as some supervisors and cron leave them.
+    """Open /dev/null for each closed standard stream; some supervisors and cron close them.
 
-    Without it the next file to be opened, a checkpoint perhaps, would become the output of every process below.
+    Otherwise the next opened file, such as a checkpoint, would become stdout of every child
+    process.
     """
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -35,13 +36,15 @@ def open_closed_streams() -> None:
 
 
 def escape_unsupported_characters() -> None:
-    """Have output streams write `\\xfc` for a letter that the locale or PYTHONIOENCODING has not, instead of raising."""
+    """Make output streams write `\\xfc` for a letter that their encoding lacks, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or stream.encoding.lower() != "utf-8"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def reset_sigchld() -> None:
-    """Set SIGCHLD to its default where it was ignored: subprocess would take every child for one that ended well."""
+    """Set an ignored SIGCHLD to its default: otherwise subprocess reports exit code 0 for every
+    child.
+    """
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

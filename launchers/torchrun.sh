@@ -1,24 +1,24 @@
 #!/bin/sh
 # dstrain under torchrun, on one machine:
 #     launchers/torchrun.sh demo-rm --run-dir runs/one
-#     GPUS=4 launchers/torchrun.sh demo-rm        (on a CPU GPUS counts processes)
+#     GPUS=4 launchers/torchrun.sh demo-rm        (on a CPU, GPUS is the number of processes)
 # On several machines, the same command on each, with the run folder shared:
 #     NODES=2 NODE_RANK=0 MASTER_ADDR=host1 launchers/torchrun.sh recipe.yaml
 #     NODES=2 NODE_RANK=1 MASTER_ADDR=host1 launchers/torchrun.sh recipe.yaml
-# RESTARTS=3 on each starts all ranks again, up to 3 times, when one of them has died; they go on from the last checkpoint.
-# GRACE=300 is the seconds that ranks have for their checkpoint when torchrun is asked to stop: 30 by itself.
-# The exit code is torchrun's: 0, or 1 for whatever else the ranks ended with (2 and 75 too).
+# RESTARTS=3 on each restarts all ranks, up to 3 times, after one of them has died; they resume from the last checkpoint.
+# GRACE=300: seconds that ranks have for their checkpoint when torchrun is asked to stop; default 30.
+# The exit code is torchrun's: 0, or 1 for any other exit code of the ranks (also 2 and 75).
 set -eu
 PYTHON=${PYTHON:-python} NODES=${NODES:-1} RESTARTS=${RESTARTS:-0}
 
 if [ "$NODES" != 1 ] && { [ -z "${MASTER_ADDR:-}" ] || { [ -z "${NODE_RANK:-}" ] && [ "$RESTARTS" = 0 ]; }; }; then
-    echo "$0: NODES=$NODES needs MASTER_ADDR, the first machine's address, and NODE_RANK, this one's number from 0" >&2
+    echo "$0: NODES=$NODES needs MASTER_ADDR, the first machine's address, and NODE_RANK, this one's index from 0" >&2
     exit 2
 fi
 if [ -z "${GPUS:-}" ]; then
     GPUS=$("$PYTHON" -c 'import os; from dstrain.launch.topology import visible_gpus; print(visible_gpus(os.environ) or 1)')
 fi
-# Asked for a free port only here: all machines must agree on it, so several take a fixed one.
+# A free port only on one machine: several machines must agree on it, so they use a fixed one.
 if [ -z "${MASTER_PORT:-}" ]; then
     if [ "$NODES" = 1 ]; then
         MASTER_PORT=$("$PYTHON" -c 'from dstrain.launch.command import free_port; print(free_port())')
@@ -35,9 +35,9 @@ fi
 if [ "$RESTARTS" = 0 ]; then
     set -- --node-rank "${NODE_RANK:-0}" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" -m dstrain.cli train "$@"
 else
-    # With torch 2.13's default, ranks that start again read the addresses of those before them, over gloo.
+    # With torch 2.13's default, restarted ranks read the gloo addresses of the ranks before them.
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-    # Ranks meet at an address of one of their machines: at this one, where its name is not known to the others.
+    # The rendezvous is on one of the machines; set LOCAL_ADDR if the others cannot resolve this one's name.
     if [ "$NODES" = 1 ]; then LOCAL_ADDR=127.0.0.1; fi
     set -- --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id dstrain --max-restarts "$RESTARTS" \
         ${LOCAL_ADDR:+--local-addr "$LOCAL_ADDR"} -m dstrain.cli train "$@"

@@ -1,1 +1,1 @@
-"""What the commands of the command line do."""
+"""Implementations of the command-line commands."""

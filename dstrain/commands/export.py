@@ -1,4 +1,4 @@
-"""dstrain export: a folder that transformers loads, proven tensor by tensor and on a probe batch."""
+"""`dstrain export`: a Hugging Face folder, verified tensor by tensor and on a probe batch."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ from dstrain.units import format_bytes
 NUM_PROBES = 4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 MAX_SHARD_SIZE = "2GB"
-"""Most of a file's size: safetensors below 0.8 copies a file's tensors before it writes them."""
+"""Largest file: safetensors below 0.8 copies a file's tensors before it writes them."""
 EXTRA_FILES_BYTES = 64 << 20
-"""Bytes for what lies beside the weights: a tokenizer, configs."""
+"""Bytes for the files next to the weights: tokenizer and configs."""
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What the reloaded model was compared by."""
+    """Step and precision of an export, and how far the reloaded model differs."""
 
     step: int | None
     dtype: str
     max_diff: float
-    """Largest difference of an output, relative to outputs above 1."""
+    """Largest difference of an output, relative for outputs above 1."""
 
 
 @dataclass(frozen=True)
 class _Expected:
-    """What the model was and said before it was written; it is gone by now."""
+    """Taken before the model is freed: probe batches, their outputs, and a digest of every tensor."""
 
     task: Task
     step: int | None
@@ -73,10 +73,12 @@ class _Expected:
 def export_model(
     run_dir: Path, step: str, output_dir: Path, overrides: Sequence[str] = (), merge_lora: bool = False
 ) -> ExportReport:
-    """Write the folder beside its place, reload it, compare, and only then give it its name.
+    """Write the folder under a temporary name, reload it, compare, and only then rename it. Raises
+    UsageError.
 
-    `merge`: adapters are added to the weights they lie on, and one whole model is written. The model is in memory once:
-    it is gone before the folder is reloaded.
+    With `merge_lora`, adapters are merged into their base, and one complete model is written.
+    Memory holds one model: it is freed before the folder is reloaded. Raises CheckpointError if the
+    reloaded model differs.
     """
     place = Path(os.path.realpath(output_dir))
     if place.exists() and not place.is_dir():
@@ -90,16 +92,18 @@ def export_model(
     check_probe_data(run_dir, EXPORT_RECIPE, overrides)
     remove_stale_partials(place)
     with atomic_folder(place, _rename_synced) as partial:
-        said = _write_export(
+        expected = _write_export(
             load_trained_model(run_dir, step, [*_fp16_overrides(run_dir), *overrides]), partial, merge_lora
         )
-        gc.collect()  # modules hang in cycles
-        difference = _verify_reload(said, partial)
-    return ExportReport(said.step, str(said.dtype).removeprefix("torch."), difference)
+        gc.collect()  # modules are in reference cycles
+        difference = _verify_reload(expected, partial)
+    return ExportReport(expected.step, str(expected.dtype).removeprefix("torch."), difference)
 
 
 def _fp16_overrides(run_dir: Path) -> list[str]:
-    """What has a run in fp16 exported in fp16, as --set takes it; other commands look at it in fp32, which CPUs are made for."""
+    """Return --set arguments that export an fp16 run in fp16; other commands load it in fp32, since
+    CPUs are slow in fp16.
+    """
     return (
         ["model.dtype=float16"]
         if (run_dir / "ds_config.json").is_file() and is_precision_enabled(run_dir, "fp16")
@@ -118,20 +122,25 @@ def _rename_synced(partial: Path, output_dir: Path) -> None:
 
 @contextmanager
 def _as_checkpoint_error(action: str) -> Iterator[None]:
-    """Raises CheckpointError for what the disk and the libraries say inside."""
+    """Replace errors of the disk and of libraries inside by a CheckpointError."""
     try:
         yield
     except DstrainError:
         raise
-    except Exception as error:  # a full disk has another name in each library
+    except Exception as error:  # each library has its own error for a full disk
         reason = " ".join(str(error).split()) or type(error).__name__
-        mend = "make room, or choose another place" if isinstance(error, OSError | SafetensorError) else "report it"
-        raise CheckpointError(f"{action} ({reason}); nothing was left there: {mend}") from error
+        fix = (
+            "free some space, or choose another folder" if isinstance(error, OSError | SafetensorError) else "report it"
+        )
+        raise CheckpointError(f"{action} ({reason}); nothing was left there: {fix}") from error
 
 
 @torch.no_grad()
 def _write_export(loaded: LoadedModel, folder: Path, merge_lora: bool) -> _Expected:
-    """Raises CheckpointError where the folder does not hold what the checkpoint does."""
+    """Write the export, and return what its reload is compared with.
+
+    Raises CheckpointError if the folder differs from the checkpoint.
+    """
     _check_exportable(loaded, merge_lora)
     task, model = loaded.task, loaded.model
     examples = task.examples("eval") or task.examples("train") or []
@@ -151,7 +160,10 @@ def _write_export(loaded: LoadedModel, folder: Path, merge_lora: bool) -> _Expec
 
 
 def _save_model(model: Any, folder: Path, task: Task, merge_lora: bool) -> None:
-    """Weights, what lies beside them, and the recipe. Raises CheckpointError where the files do not hold the model."""
+    """Write weights, tokenizer and recipe.
+
+    Raises CheckpointError if the files differ from the model.
+    """
     from peft import PeftModel
     from transformers import PreTrainedModel
 
@@ -167,35 +179,35 @@ def _save_model(model: Any, folder: Path, task: Task, merge_lora: bool) -> None:
         task.save_extras(folder)
         (folder / EXPORT_RECIPE).write_text(dump_recipe(task.exported_recipe(merge_lora)), encoding="utf-8")
         if of_a_library:
-            check_exported_files(folder, get_export_tensors(model))  # anew: for some families it holds copies
+            check_exported_files(folder, get_export_tensors(model))  # taken again: for some families it returns copies
 
 
 def _check_disk_space(folder: Path, size: int) -> None:
-    """Raise UsageError where the disk has not this many bytes and what lies beside them."""
+    """Raise UsageError if the disk has no room for the weights and the files next to them."""
     if (free := get_free_bytes(folder)) < size + EXTRA_FILES_BYTES:
         raise UsageError(
-            f"--to: the weights take {format_bytes(size)}, with {format_bytes(EXTRA_FILES_BYTES)} for what lies beside them, and "
-            f"{folder.parent} has {format_bytes(free)} free; make room, or choose another place"
+            f"--to: the weights take {format_bytes(size)}, other files up to {format_bytes(EXTRA_FILES_BYTES)}, but "
+            f"{folder.parent} has {format_bytes(free)} free; free some space, or choose another folder"
         )
 
 
 def _check_exportable(loaded: LoadedModel, merge_lora: bool) -> None:
-    """Raise where the model has no such folder."""
+    """Raise UsageError for a model that cannot be exported as asked."""
     recipe = loaded.task.recipe
     if merge_lora and recipe.model.lora is None:
         raise UsageError("--merge-lora: the run has no adapters (model.lora); leave the flag out")
-    start = recipe.model
+    base = recipe.model
     known = _is_transformers_model(loaded.model)
-    held = start.path is not None and start.init is None and read_adapter(start.path) is None and known
-    if start.lora is not None and not merge_lora and not held:
+    is_in_folder = base.path is not None and base.init is None and read_adapter(base.path) is None and known
+    if base.lora is not None and not merge_lora and not is_in_folder:
         raise UsageError(
-            "its adapters lie on weights that no folder holds as they are (model.config, model.init, a module of your own, or "
-            "an adapter merged into its base), so that nobody could load them; add --merge-lora to write one whole model"
+            "the base weights of its adapters are in no folder (model.config, model.init, a custom module, or an adapter "
+            "merged into its base), so the adapters could not be loaded; add --merge-lora to write one complete model"
         )
 
 
 def _is_transformers_model(model: Any) -> bool:
-    """Whether a model, without its adapters, is one that transformers loads."""
+    """Return True if the model, without its adapters, is a transformers model."""
     from transformers import PreTrainedModel
 
     return isinstance(getattr(model, "get_base_model", lambda: model)(), PreTrainedModel)
@@ -203,7 +215,10 @@ def _is_transformers_model(model: Any) -> bool:
 
 @torch.no_grad()
 def _verify_reload(expected: _Expected, folder: Path) -> float:
-    """How far the reloaded model's outputs lie from what was said. Raises CheckpointError where it is too far."""
+    """Reload the folder and return the largest output difference.
+
+    Raises CheckpointError if it is too large.
+    """
     with _as_checkpoint_error("the exported folder cannot be loaded"):
         model = expected.task.reload(folder).eval()
     check_loaded_model(model, expected.tensor_digests)

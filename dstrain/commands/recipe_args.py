@@ -1,4 +1,4 @@
-"""Find the recipe a command names, and make the paths in it absolute."""
+"""Recipe arguments of a command, and resolution of the paths in a recipe."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SYSTEM_FOLDERS = frozenset(
                  "run", "sbin", "srv", "sys", "tmp", "usr", "usr/bin", "usr/lib", "usr/local", "var", "var/lib", "var/log",
                  "var/tmp")
 )  # fmt: skip
-"""Folders in which other programs keep what is theirs."""
+"""System folders, which are refused as run folders."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
-    """What the command line asks to train."""
+    """Options of `dstrain train` that select recipe, run folder and resume."""
 
     recipe: str | None = None
     task: str | None = None
@@ -42,12 +42,12 @@ class TrainRequest:
     allowed_changes: Sequence[str] = ()
 
     def to_argv(self, run_dir: Path) -> list[str]:
-        """The same wish as arguments of `dstrain`, for the workers."""
+        """Return the same request as arguments of `dstrain`, for the workers."""
         words = ["train", *self.recipe_argv(), "--run-dir", str(run_dir), "--resume", self.resume]
         return words + [word for value in self.allowed_changes for word in ("--allow-change", value)]
 
     def recipe_argv(self) -> list[str]:
-        """RECIPE, --task, --ds-config and --set."""
+        """Return RECIPE, --task, --ds-config and --set as arguments."""
         path = find_recipe(self.recipe, bool(self.task or self.overrides))
         words = [str(path)] if path else []
         for option, value in (("--task", self.task), ("--ds-config", self.ds_config)):
@@ -56,12 +56,16 @@ class TrainRequest:
 
 
 def list_packaged_recipes() -> list[str]:
-    """Names of the recipes that come with dstrain."""
+    """Return the names of the packaged recipes."""
     return sorted(path.stem for path in RECIPES_DIR.glob("*.yaml"))
 
 
 def find_recipe(name: str | None, optional: bool) -> Path | None:
-    """The file that RECIPE names: a path, a packaged name, or ./recipe.yaml. Raises RecipeError."""
+    """Return the file that RECIPE names: a path, a packaged name, or ./recipe.yaml. Raises
+    RecipeError.
+
+    With `optional`, return None if there is no RECIPE and no ./recipe.yaml.
+    """
     if name is None:
         default = Path("recipe.yaml")
         if default.is_file():
@@ -79,15 +83,18 @@ def find_recipe(name: str | None, optional: bool) -> Path | None:
         return RECIPES_DIR / f"{name}.yaml"
     if path.suffix in (".yaml", ".yml") or "/" in name or _exists(path):
         if _exists(path):
-            raise RecipeError(f"RECIPE {name}: is a folder; name the YAML file in it")
-        raise RecipeError(f"RECIPE {name}: there is no such file (we are in {Path.cwd()}); check the path")
+            raise RecipeError(f"RECIPE {name}: is a folder; give the YAML file in it")
+        raise RecipeError(f"RECIPE {name}: there is no such file (working directory: {Path.cwd()}); check the path")
     raise RecipeError(
         f"RECIPE {name}: is neither a file nor a packaged recipe; {suggest_name(name, list_packaged_recipes())}"
     )
 
 
 def resolve_recipe(request: TrainRequest) -> Recipe:
-    """The wished recipe with --set, --task and --ds-config applied and its paths absolute. Raises RecipeError."""
+    """Return the recipe with --set, --task and --ds-config applied and its paths absolute.
+
+    Raises RecipeError.
+    """
     _check_dir_options(request)
     path = find_recipe(request.recipe, bool(request.task or request.overrides or request.ds_config))
     recipe = read_recipe(path, request.overrides, request.task, request.ds_config)
@@ -103,15 +110,16 @@ def resolve_recipe(request: TrainRequest) -> Recipe:
 
 
 def get_run_dir(request: TrainRequest, name: str) -> Path:
-    """--run-dir, or runs/NAME of the recipe: the same for the same command, so that it resumes."""
-    # realpath, since Path.resolve raises RuntimeError on a loop of links: making the folder says what is wrong.
+    """Return --run-dir or runs/NAME: the same for the same command, so that it resumes."""
+    # Not Path.resolve: it raises RuntimeError on a loop of links, which is reported when the folder
+    # is created.
     return Path(os.path.realpath((request.run_dir or Path("runs") / name).expanduser()))
 
 
 def _read_learning_rate(run_dir: Path, resume: str) -> float | None:
-    """The learning rate that a run to go on with began with; None where there is none.
+    """Return the learning rate of the run to resume; None if there is none.
 
-    A recipe that names no rate goes on with it, also where the task's own has changed since.
+    A recipe without a rate resumes with it, even if the task's default has changed since.
     """
     from dstrain.train.resume.recorded import ResumeOptions, find_resume_candidate, read_recorded_recipe
 
@@ -119,68 +127,73 @@ def _read_learning_rate(run_dir: Path, resume: str) -> float | None:
         start = find_resume_candidate(run_dir, ResumeOptions(resume))
         before = None if start is None else read_recorded_recipe(start)
         return None if before is None else before.optim.lr
-    except UsageError:  # said in its own words when the run begins
+    except UsageError:  # reported in full when the run starts
         return None
 
 
 def _check_dir_options(request: TrainRequest) -> None:
-    """Raise UsageError for a --resume or --run-dir that can mean no folder."""
+    """Raise UsageError for a --resume or --run-dir that does not name a folder."""
     known = ("auto", "never")
     if request.resume not in known and not _exists(Path(request.resume).expanduser()):
         hint = suggest_name(request.resume, known)
-        mend = hint if hint.startswith("did you mean") else "write auto, never, or the folder of a run or a checkpoint"
-        raise UsageError(f"--resume {request.resume}: is neither auto nor never, and there is no such folder; {mend}")
+        fix = hint if hint.startswith("did you mean") else "write auto, never, or the folder of a run or a checkpoint"
+        raise UsageError(f"--resume {request.resume}: is neither auto nor never nor an existing folder; {fix}")
     if request.run_dir == Path():
-        problem = "is empty or the working folder itself, and a run has a folder of its own"
-        raise UsageError(f"--run-dir: {problem}; name one, such as --run-dir runs/first")
+        problem = "is empty or the working directory, but a run has a folder of its own"
+        raise UsageError(f"--run-dir: {problem}; give one, such as --run-dir runs/first")
 
 
 def check_run_dir(request: TrainRequest, name: str) -> None:
-    """Raise UsageError for a run folder whose name cannot be written down, or in which a run would do harm."""
+    """Raise UsageError for a run folder that is a file, is not UTF-8, or holds other files than a
+    run's.
+    """
     folder = get_run_dir(request, name)
     try:
         str(folder).encode()
     except UnicodeEncodeError:
         check_path_encoding(folder)
         shown = str(folder).encode(errors="surrogateescape").decode(errors="backslashreplace")
-        problem = f"--run-dir {shown}: the path is not valid UTF-8, and logs and trackers hold it"
+        problem = f"--run-dir {shown}: the path is not valid UTF-8, which logs and trackers need"
         raise UsageError(f"{problem}; rename the folder, or choose another") from None
     place = next((path for path in (folder, *folder.parents) if _exists(path)), folder)
     if _exists(place) and not place.is_dir():
         raise UsageError(f"--run-dir {folder}: cannot be written ({place} is not a folder); choose another folder")
     checkpoints = folder / "checkpoints"
     if (checkpoints.is_symlink() or _exists(checkpoints)) and not checkpoints.is_dir():
-        problem = "is a link to a folder that is not there" if checkpoints.is_symlink() else "is not a folder"
+        problem = "is a link to a folder that does not exist" if checkpoints.is_symlink() else "is not a folder"
         raise UsageError(f"{checkpoints}: {problem}; mount the disk, or move it away")
     if request.run_dir is None or any(_exists(folder / mark) for mark in ("environment.json", "checkpoints")):
         return
     problem = ""
     if str(folder) in SYSTEM_FOLDERS | {os.path.expanduser("~")} or str(folder).startswith(("/proc/", "/sys/")):
-        problem = "is a folder of the system, and a run has a folder of its own"
+        problem = "is a folder of the system, but a run has a folder of its own"
     elif folder in (Path.cwd(), *Path.cwd().parents):
-        problem = "is the working folder or above it, and a run has a folder of its own"
+        problem = "is the working directory or above it, but a run has a folder of its own"
     elif found := next((name for name in ("recipe.yaml", "metrics.jsonl") if _has_content(folder / name)), None):
-        problem = f"holds a {found} that is of no run, and a run would write over it"
+        problem = f"contains a {found} that is not a run's, and a run would overwrite it"
     if problem:
-        raise UsageError(f"--run-dir {request.run_dir}: {problem}; name another, such as --run-dir runs/first")
+        raise UsageError(f"--run-dir {request.run_dir}: {problem}; choose another, such as --run-dir runs/first")
 
 
 def check_path_encoding(path: Path) -> None:
-    """Raise UsageError where it is Python that does not read paths as UTF-8, and not the path that is at fault."""
+    """Raise UsageError if the path is valid UTF-8, but Python's file system encoding is not."""
     encoding = sys.getfilesystemencoding()
     with contextlib.suppress(UnicodeDecodeError):
         if encoding.lower() != "utf-8" and os.fsencode(path).decode("utf-8"):
-            problem = f"is UTF-8, and Python reads paths as {encoding} here"
+            problem = f"is UTF-8, but Python reads paths as {encoding} here"
             raise UsageError(f"{str(path)!a}: {problem}; set PYTHONUTF8=1, or LC_ALL=C.UTF-8")
 
 
 def _has_content(path: Path) -> bool:
-    """Whether it is there and not empty, as a start that was killed leaves it."""
+    """Return True if the file exists and is not empty, as a killed start leaves it."""
     return _exists(path) and path.stat().st_size > 0
 
 
 def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
-    """Paths are looked up in the working directory, then beside the recipe. Raises RecipeError for missing data files."""
+    """Make paths absolute: they are looked up in the working directory, then next to the recipe.
+
+    Raises RecipeError for missing data files.
+    """
     values = config.model_dump()
     faults: list[Fault] = []
     for place, usual_split in _data_sources(values):
@@ -212,7 +225,7 @@ def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
 
 
 def _resolve_init(model: dict[str, Any], recipe_dir: Path) -> list[Fault]:
-    """Make model.init absolute; a fault where it names no weights."""
+    """Make model.init absolute. Returns the faults if it names no weights."""
     if model["init"] is None:
         return []
     model["init"] = str(find_path(model["init"], recipe_dir) or model["init"])
@@ -224,36 +237,44 @@ def _resolve_init(model: dict[str, Any], recipe_dir: Path) -> list[Fault]:
 
 
 def _data_sources(values: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """(block with a path, the split that is meant where it names none)."""
+    """Return (block with a path, its default split) for each data source."""
     data = values["data"]
     found = [(source, TrainDatasetConfig.default_split) for source in data["train"]]
     return found + ([(data["eval"], DatasetConfig.default_split)] if data["eval"] else [])
 
 
 def _hub_key_faults(source: dict[str, Any]) -> list[Fault]:
-    """A fault for each key that says nothing about a file."""
+    """Return a fault for each key that applies to Hub datasets only."""
     found = [key for key in ("split", "name") if source[key]]
     return [Fault(key, f"works only for Hub datasets; {source['path']} is a local file", "remove it") for key in found]
 
 
 def _is_path(text: str, key: str) -> bool:
-    """Whether a word means a path. A folder beside the command is no task or preset, even where it is called so."""
+    """Return True if a value means a path.
+
+    A folder in the working directory is never taken for a task or preset.
+    """
     if "/" in text or text.endswith((".json", ".py", ".jinja")):
         return True
     return key not in ("task", "ds_config") and _exists(Path(text)) and Path(text).is_dir()
 
 
 def find_path(text: str, recipe_dir: Path) -> Path | None:
-    """The existing path that `text` means, absolute; None where there is none."""
+    """Return the existing path that `text` means, absolute; None if there is none.
+
+    Raises RecipeError.
+    """
     try:
         path = Path(text).expanduser()
     except RuntimeError:
-        raise RecipeError(f"{text}: begins with ~, and no home folder is known; write it out, or set HOME") from None
+        raise RecipeError(f"{text}: begins with ~, but no home folder is known; write it out, or set HOME") from None
     return next((place.resolve() for place in (path, recipe_dir / path) if _exists(place)), None)
 
 
 def _exists(path: Path) -> bool:
-    """Whether the path exists; one too long for the system, or in a closed folder, does not."""
+    """Return True if the path exists; False for one that is too long, or in a folder without
+    permission.
+    """
     try:
         return path.exists()
     except OSError:
@@ -262,10 +283,10 @@ def _exists(path: Path) -> bool:
 
 def _missing_file_fault(text: str, recipe_dir: Path) -> Fault:
     path = Path(text).expanduser()
-    if why := next(filter(None, map(not_file_reason, (path, recipe_dir / path))), ""):
-        return Fault(f"data file {text}", why, "name a .jsonl, .json or .parquet file")
+    if reason := next(filter(None, map(not_file_reason, (path, recipe_dir / path))), ""):
+        return Fault(f"data file {text}", reason, "give a .jsonl, .json or .parquet file")
     places = [os.path.realpath(path.parent)] if path.is_absolute() else [str(Path.cwd()), str(recipe_dir)]
-    beside = [other.name for other in path.parent.glob("*")] if _exists(path.parent) else []
-    hint = suggest_name(path.name, beside) if beside else ""
-    mend = hint if hint.startswith("did you mean") else "check the path, or write org/name for a dataset on the hub"
-    return Fault(f"data file {text}", f"there is no such file in {' or '.join(dict.fromkeys(places))}", mend)
+    siblings = [other.name for other in path.parent.glob("*")] if _exists(path.parent) else []
+    hint = suggest_name(path.name, siblings) if siblings else ""
+    fix = hint if hint.startswith("did you mean") else "check the path, or write org/name for a dataset on the hub"
+    return Fault(f"data file {text}", f"there is no such file in {' or '.join(dict.fromkeys(places))}", fix)

@@ -1,4 +1,4 @@
-"""One piece of work on one process or on many, and what came of it: how evaluate, generate and prepare run."""
+"""Runner of evaluate, generate and prepare jobs in one process or several."""
 
 from __future__ import annotations
 
@@ -26,70 +26,73 @@ if TYPE_CHECKING:
     from dstrain.distributed.world import World
 
 SINGLE_WORKER = Worker(0, 0, 1, "dstrain", 1)
-"""This process, where nothing is launched."""
+"""The worker of a process that no launcher started."""
 RESULT_FILE = "result.json"
 
 
 class PreparedJob(Protocol):
-    """What a process has made ready before it meets the others."""
+    """State of a job on one process before the process group starts."""
 
     @property
     def ds_config(self) -> Mapping[str, Any]:
-        """How the model is held."""
+        """DeepSpeed JSON with which the model is held."""
 
 
 class Job(Protocol):
-    """A command's work."""
+    """Work of a command, on one process or several."""
 
     @property
     def is_parallel(self) -> bool:
-        """Whether several processes do it sooner than one."""
+        """True if several processes are faster than one."""
 
     def to_argv(self) -> list[str]:
-        """The command and its options, for a worker."""
+        """Return the command and its options as arguments of a worker."""
 
     def check_recipe(self) -> RunConfig:
-        """The recipe. Raises UsageError for what can be known wrong without torch."""
+        """Return the recipe. Raises UsageError for faults that are found without torch."""
 
     def prepare(self, world_size: int, device: Device) -> Any:
-        """A `Ready`: all that one process can do alone. Raises UsageError."""
+        """Return a `PreparedJob`: the work that a process does alone. Raises UsageError."""
 
     def cache_weight_hashes(self, prepared: Any) -> None:
-        """Hash what `run` compares by its hash into the cache: rank 0 does so while nobody waits in a collective."""
+        """Cache the hashes that `run` compares: rank 0 computes them before others wait in a
+        collective.
+        """
 
     def run(self, prepared: Any, world: World) -> Any:
-        """What came of it, as JSON has it; rank 0's counts. Collective."""
+        """Run the job and return its result, as JSON; rank 0's is used. Collective."""
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a command ended on this process."""
+    """Exit code and result of a command on this process."""
 
     exit_code: int
-    """The exit code."""
     value: Any = None
-    """What to print; None on a process that is one of many and not the one to print."""
+    """Result to print; None on processes that do not print it."""
 
 
 def run_job(job: Job, launch_options: Mapping[str, Any], scratch_dir: Path | None) -> JobResult:
-    """Run a job on the processes that the launch options or a launcher's environment name.
+    """Run a job in this process or several, as the launch options or a launcher's environment say.
 
-    `scratch`: the folder of a launch of ours, of which this process is a worker.
+    `scratch_dir`: the folder of the launch if this process is a worker of one by `dstrain`, else
+    None.
     """
     worker = worker_from_env(os.environ)
     if worker is None:
         config = job.check_recipe()
-        place = make_scratch_path()
+        new_scratch_dir = make_scratch_path()
         options = LaunchOptions(**launch_options)
-        # `python -m` would import from the working folder first, and that may be the folder that was handed over.
+        # `python -m` would import from the working directory first, which may be an untrusted
+        # folder.
         env = {**os.environ, "PYTHONSAFEPATH": "1"}
-        made = plan_launch(options, [*job.to_argv(), "--scratch", str(place)], env, config.launch)
-        if job.is_parallel and (line := cpu_overload_warning(made)):
+        launch = plan_launch(options, [*job.to_argv(), "--scratch", str(new_scratch_dir)], env, config.launch)
+        if job.is_parallel and (line := cpu_overload_warning(launch)):
             print(f"warning: {line}", file=sys.stderr, flush=True)
-        if (made.world_size > 1 and job.is_parallel) or isinstance(made, MultiHostLaunch):
-            return _launch_workers(made, place)
-        if made.devices:
-            os.environ["CUDA_VISIBLE_DEVICES"] = made.devices[0]
+        if (launch.world_size > 1 and job.is_parallel) or isinstance(launch, MultiHostLaunch):
+            return _launch_workers(launch, new_scratch_dir)
+        if launch.devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = launch.devices[0]
         with redirect_stdout_to_stderr():
             return JobResult(0, run_in_process(job, SINGLE_WORKER, None))
     from dstrain.launch.worker import exit_with_parent
@@ -103,7 +106,10 @@ def run_job(job: Job, launch_options: Mapping[str, Any], scratch_dir: Path | Non
 
 
 def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
-    """The job as this process's share of it. `shared`: a folder that all its processes see, if any. Collective."""
+    """Run this process's share of the job and return the result. Collective.
+
+    `shared_dir`: a folder that all processes of the job see, if any.
+    """
     from dstrain.models.params.zero3 import is_zero3
     from dstrain.train.engine.inference import remove_private_nvme_path
     from dstrain.train.plan import get_preset_device, set_up_process
@@ -111,29 +117,29 @@ def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
 
     config = job.check_recipe()
     device = set_up_process(worker, config)
-    together = Rendezvous(worker, timedelta(minutes=config.timeout_minutes))
-    with together:
-        with together.local_main_process_first():
-            ready = job.prepare(worker.world_size, get_preset_device(device))
+    rendezvous = Rendezvous(worker, timedelta(minutes=config.timeout_minutes))
+    with rendezvous:
+        with rendezvous.local_main_process_first():
+            prepared = job.prepare(worker.world_size, get_preset_device(device))
         if worker.rank == 0:
-            job.cache_weight_hashes(ready)
-    alone = worker.world_size == 1 and not is_zero3(ready.ds_config)
+            job.cache_weight_hashes(prepared)
+    alone = worker.world_size == 1 and not is_zero3(prepared.ds_config)
     try:
-        with join_world(None if alone else worker, device, (config, together.store), shared_dir) as world:
-            return job.run(ready, world)
+        with join_world(None if alone else worker, device, (config, rendezvous.store), shared_dir) as world:
+            return job.run(prepared, world)
     finally:
-        remove_private_nvme_path(ready.ds_config)
+        remove_private_nvme_path(prepared.ds_config)
 
 
 @contextlib.contextmanager
 def join_world(
     worker: Worker | None, device: torch.device, config_and_store: tuple[RunConfig, Any], shared_dir: Path | None
 ) -> Iterator[World]:
-    """The world of this launch, left at the end; None: of this process alone. Collective.
+    """Yield the world of this launch, and leave it at the end; for `worker` None, that of this
+    process. Collective.
 
-    `how`: the recipe, and the store where the processes have met, if any.
-
-    Raises LostError where another process ends or falls silent, by name where there is a folder to leave word in.
+    `config_and_store`: the recipe, and the rendezvous store, if any. Raises PeerFailureError if
+    another process ends or stops answering; it names that process if there is a `shared_dir`.
     """
     from dstrain.distributed.world import SingleProcessWorld, joined_world
     from dstrain.train.health.watchdog import peer_watchdog
@@ -147,14 +153,14 @@ def join_world(
     timeout = timedelta(minutes=config.timeout_minutes)
     with (
         joined_world(device, timeout, store) as world,
-        peer_watchdog(shared_dir, world, timeout, "the work", "fix the cause and run the command again"),
+        peer_watchdog(shared_dir, world, timeout, "the job", "fix the cause and run the command again"),
     ):
         yield world
 
 
 @contextlib.contextmanager
 def redirect_stdout_to_stderr() -> Iterator[None]:
-    """Inside, whatever prints does so to stderr, C libraries too: stdout belongs to what was asked for."""
+    """Redirect stdout to stderr inside, also for C libraries: stdout is for the result only."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -167,10 +173,10 @@ def redirect_stdout_to_stderr() -> Iterator[None]:
 
 
 def _run_as_worker(job: Job, worker: Worker, scratch_dir: Path) -> int:
-    """A worker of a launch of ours: rank 0 leaves what came of it in the folder."""
+    """Run the job as a worker of a launch by `dstrain`; rank 0 writes the result into the folder."""
     from dstrain.launch.worker import run_worker
 
-    os.dup2(2, 1)  # rank 0's output is copied to where its stdout went
+    os.dup2(2, 1)  # the copy of rank 0's log goes to stderr
 
     def run() -> int:
         value = run_in_process(job, worker, scratch_dir)
@@ -182,23 +188,23 @@ def _run_as_worker(job: Job, worker: Worker, scratch_dir: Path) -> int:
 
 
 def _launch_workers(launch: LocalLaunch | MultiHostLaunch, scratch_dir: Path) -> JobResult:
-    """Start the workers and wait for them; their logs are kept where they failed."""
+    """Start the workers and wait for them. If they fail, their logs are kept."""
     from dstrain.errors import EXIT_DONE, EXIT_FAILED
-    from dstrain.launch.multihost.job import open_job
+    from dstrain.launch.multihost.worker_group import open_worker_group
     from dstrain.launch.supervise import StopState, supervise
 
     make_scratch(scratch_dir)
-    watch = StopState(saves_checkpoint=False)
+    stop_state = StopState(saves_checkpoint=False)
     code, value = EXIT_FAILED, None
     try:
-        with redirect_stdout_to_stderr(), open_job(launch, scratch_dir) as crew:
-            code = supervise(crew, watch)
+        with redirect_stdout_to_stderr(), open_worker_group(launch, scratch_dir) as group:
+            code = supervise(group, stop_state)
         if code == EXIT_DONE:
             value = json.loads((scratch_dir / RESULT_FILE).read_text(encoding="utf-8"))
     finally:
-        if code == EXIT_FAILED and not watch.killed:
+        if code == EXIT_FAILED and not stop_state.killed:
             keep_scratch(scratch_dir)
-            print(f"dstrain: what the processes wrote is kept in {scratch_dir / 'logs'}", file=sys.stderr)
+            print(f"dstrain: the logs of the processes are kept in {scratch_dir / 'logs'}", file=sys.stderr)
         else:
             shutil.rmtree(scratch_dir, ignore_errors=True)
     return JobResult(code, value)

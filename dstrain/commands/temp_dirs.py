@@ -1,9 +1,8 @@
-"""Folders in TMPDIR for the launches of evaluate, generate and prepare, and an end to those that a killed one left.
+"""Temporary folders of evaluate, generate and prepare, and removal of stale ones."""
 
-While a command runs, `owner.json` in its folder says which process that is. The folder of a command that failed is kept
-for its logs, without the file. One with the file whose process has ended was left by a kill, and is removed by the next
-command of the same user on the same machine.
-"""
+# While a command runs, `owner.json` in its folder names its process. The folder of a failed command
+# is kept for its logs, without that file. A folder whose owner has ended was left by a killed
+# command; the next command of the same user on the same host removes it.
 
 from __future__ import annotations
 
@@ -24,34 +23,37 @@ from dstrain.launch.processes import get_host_id, is_process_alive, start_time
 OWNER_FILE = "owner.json"
 _SCRATCH_NAME = re.compile(r"dstrain-[0-9a-f]{16}")
 _MAX_SCANNED, _MAX_REMOVED = 10_000, 20
-"""TMPDIR is other people's as well, and may be slow."""
+"""Limits per command: TMPDIR is shared with other users, and may be slow."""
 
 
 def make_scratch_path() -> Path:
-    """A path that is nobody's yet."""
+    """Return a new path in TMPDIR."""
     return Path(tempfile.gettempdir()) / f"dstrain-{secrets.token_hex(8)}"
 
 
 def make_scratch(scratch_dir: Path) -> None:
-    """Make the folder, for this user alone, and remove what killed commands left beside it. Raises UsageError."""
+    """Create the folder, for this user only, and remove those of killed commands.
+
+    Raises UsageError.
+    """
     try:
         scratch_dir.mkdir(mode=0o700)
         owner = {"machine": get_host_id(), "pid": os.getpid(), "started": start_time(os.getpid())}
         (scratch_dir / OWNER_FILE).write_text(json.dumps(owner), encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{scratch_dir} cannot be made ({error.strerror}); set TMPDIR to another folder") from None
+        raise UsageError(f"{scratch_dir} cannot be created ({error.strerror}); set TMPDIR to another folder") from None
     with contextlib.suppress(OSError):
         remove_stale_scratch(scratch_dir.parent)
 
 
 def keep_scratch(scratch_dir: Path) -> None:
-    """Leave the folder to people."""
+    """Keep the folder for the user to read: remove its owner file."""
     with contextlib.suppress(OSError):
         (scratch_dir / OWNER_FILE).unlink()
 
 
 def remove_stale_scratch(folder: Path) -> None:
-    """Remove the folders of this user's commands on this machine whose process has ended."""
+    """Remove the folders of this user's commands on this host whose process has ended."""
     removed = 0
     with os.scandir(folder) as entries:
         names = [entry.name for entry in islice(entries, _MAX_SCANNED) if _SCRATCH_NAME.fullmatch(entry.name)]
@@ -62,7 +64,9 @@ def remove_stale_scratch(folder: Path) -> None:
 
 
 def _is_stale(scratch_dir: Path) -> bool:
-    """Whether it is a folder of ours, here, whose process is known to have ended."""
+    """Return True for a folder of this user, made on this host, whose process is known to have
+    ended.
+    """
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         found = scratch_dir.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():

@@ -1,4 +1,4 @@
-"""dstrain train: check, then launch; or, where a launcher started us, train."""
+"""`dstrain train`: checks and launch, or training in a process that a launcher started."""
 
 from __future__ import annotations
 
@@ -28,31 +28,34 @@ from dstrain.train.run_dir import check_run_dir_writable
 
 
 def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dry_run: bool) -> int:
-    """The exit code of `dstrain train`."""
+    """Run `dstrain train`. Returns its exit code."""
     request = resume_on_restart(request, os.environ)
     worker = None if dry_run else worker_from_env(os.environ)
     if worker is not None:
         return train_worker(worker, request)
     recipe = resolve_recipe(request)
     run_dir = get_run_dir(request, recipe.name)
-    ready = plan_launch(LaunchOptions(**launch_options), request.to_argv(run_dir), os.environ, recipe.config.launch)
-    if line := cpu_overload_warning(ready):
+    launch = plan_launch(LaunchOptions(**launch_options), request.to_argv(run_dir), os.environ, recipe.config.launch)
+    if line := cpu_overload_warning(launch):
         print(f"warning: {line}", file=sys.stderr, flush=True)
     resume = ResumeOptions(request.resume, request.allowed_changes)
-    ds_config = check_launch(recipe, run_dir, resume, ready.world_size, detect_device(ready))
+    ds_config = check_launch(recipe, run_dir, resume, launch.world_size, detect_device(launch))
     check_data(recipe.config, run_dir, resume)
-    if not isinstance(ready, MultiHostLaunch):  # of other hosts each rank looks for itself
+    if not isinstance(launch, MultiHostLaunch):  # on other hosts each rank checks its own folders
         check_offload_folders(ds_config, run_dir)
     if dry_run:
         print(f"# recipe\n{dump_recipe(recipe.config)}\n# DeepSpeed JSON\n{json.dumps(ds_config, indent=2)}\n")
-        print(f"# batch\n{show_batch(recipe, ready.world_size)}\n")
-        print(f"# launch\n{show_launch(ready, run_dir)}")
+        print(f"# batch\n{show_batch(recipe, launch.world_size)}\n")
+        print(f"# launch\n{show_launch(launch, run_dir)}")
         return 0
-    return _launch_training(ready, recipe, run_dir, resume)
+    return _launch_training(launch, recipe, run_dir, resume)
 
 
 def resume_on_restart(request: TrainRequest, env: Mapping[str, str]) -> TrainRequest:
-    """The wish with `--resume never` taken at its word once: ranks that torchrun starts again, and requeued Slurm jobs, go on."""
+    """Return the request with `--resume never` changed to auto in a restarted process.
+
+    Ranks that torchrun restarts and requeued Slurm jobs must resume what this run has saved.
+    """
     again = any(env.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return replace(request, resume="auto") if request.resume == "never" and again else request
 
@@ -60,17 +63,19 @@ def resume_on_restart(request: TrainRequest, env: Mapping[str, str]) -> TrainReq
 def _launch_training(
     launch: LocalLaunch | MultiHostLaunch, recipe: Recipe, run_dir: Path, resume: ResumeOptions
 ) -> int:
-    """Start the processes and watch over them, while the run folder is held for this launch. Returns the exit code."""
-    from dstrain.launch.multihost.job import MultiHostJob, open_job
+    """Acquire the run folder's lease, start the processes and supervise them.
+
+    Returns the exit code.
+    """
+    from dstrain.launch.multihost.worker_group import MultiHostWorkerGroup, open_worker_group
     from dstrain.launch.supervise import supervise
     from dstrain.launch.worker import LAUNCH_ID_ENV, remove_port_files, remove_rank_records
 
-    made = not run_dir.exists()
+    is_new = not run_dir.exists()
     check_run_dir_writable(run_dir)
     with Lease(run_dir) as lease:
-        alone = (
-            isinstance(launch, MultiHostLaunch) or launch.local_ranks is None
-        )  # else each host has a command: that of rank 0 holds it
+        # With --no-ssh each host has its own command: that of rank 0 holds the lease.
+        alone = isinstance(launch, MultiHostLaunch) or launch.local_ranks is None
         if alone or 0 in launch.ranks:
             lease.acquire()
         if alone:
@@ -79,27 +84,27 @@ def _launch_training(
         launch = replace(launch, environment={**launch.environment, LAUNCH_ID_ENV: lease.launch_id})
         code = EXIT_USAGE
         try:
-            with open_job(launch, run_dir) as crew:
-                lease.on_lost = partial(setattr, crew, "abort_reason")
-                if isinstance(crew, MultiHostJob):  # now that the hosts have said what they have
-                    device = Device("cpu", True) if crew.use_cpu else Device("cuda", crew.supports_bf16)
+            with open_worker_group(launch, run_dir) as group:
+                lease.on_lost = partial(setattr, group, "abort_reason")
+                if isinstance(group, MultiHostWorkerGroup):  # the hosts have reported their devices by now
+                    device = Device("cpu", True) if group.use_cpu else Device("cuda", group.supports_bf16)
                     check_launch(recipe, run_dir, resume, launch.world_size, device)
                 code = EXIT_FAILED
-                code = supervise(crew)
+                code = supervise(group)
         finally:
-            if made and alone and code == EXIT_USAGE and not has_progress(run_dir):
+            if is_new and alone and code == EXIT_USAGE and not has_progress(run_dir):
                 shutil.rmtree(run_dir, ignore_errors=True)
         return code
 
 
 def has_progress(run_dir: Path) -> bool:
-    """Whether anything was trained there."""
+    """Return True if the run has written a checkpoint or metrics."""
     metrics = run_dir / "metrics.jsonl"
     return any((run_dir / "checkpoints").glob("step-*")) or (metrics.is_file() and metrics.stat().st_size > 0)
 
 
 def show_batch(recipe: Recipe, world_size: int) -> str:
-    """How a step is cut up, and what to warn of."""
+    """Return the split of a step into micro-batches, and warnings, for --dry-run."""
     preset = read_preset(recipe.config.ds_config)
     batch = resolve_batch(recipe.config.batch, world_size, preset.micro, preset.accumulate)
     warnings = [f"warning: {line}" for line in batch_warnings(batch, world_size)]
@@ -107,12 +112,15 @@ def show_batch(recipe: Recipe, world_size: int) -> str:
 
 
 def detect_device(launch: LocalLaunch | MultiHostLaunch) -> Device:
-    """What the ranks compute on, as far as this machine can tell."""
+    """Return the device of the ranks, as far as this host knows."""
     return Device("cpu", True) if launch.use_cpu else Device("cuda", gpus_support_bf16() is not False)
 
 
 def train_worker(worker: Worker, request: TrainRequest) -> int:
-    """One worker's whole life. Its exit code counts even if the launcher's does not."""
+    """Train as one rank of a launcher.
+
+    Returns the exit code, which is also recorded for the supervisor.
+    """
     from dstrain.launch.worker import LAUNCH_FILE_ENV, LAUNCH_ID_ENV, exit_with_parent, run_worker
     from dstrain.train.health.signals import SignalHandler, run_with_signals
 
@@ -120,36 +128,42 @@ def train_worker(worker: Worker, request: TrainRequest) -> int:
     recipe = resolve_recipe(request)
     run_dir = get_run_dir(request, recipe.name)
     check_run_dir_writable(run_dir)
-    # mpirun gives rank 0 a terminal of its own, which nobody looks at.
-    seen = worker.rank == 0 and os.isatty(1) and LAUNCH_FILE_ENV not in os.environ
-    screen = os.fdopen(os.dup(1), "w") if seen else None
+    # mpirun gives rank 0 a pseudo-terminal that nobody sees.
+    has_terminal = worker.rank == 0 and os.isatty(1) and LAUNCH_FILE_ENV not in os.environ
+    screen = os.fdopen(os.dup(1), "w") if has_terminal else None
 
     def run(interrupt: SignalHandler) -> int:
         from dstrain.train.plan import make_plan
         from dstrain.train.rendezvous import Rendezvous
         from dstrain.train.setup import run_training
 
-        together = Rendezvous(worker, timeout)
-        plan = make_plan(recipe, run_dir, ResumeOptions(request.resume, request.allowed_changes), worker, together)
-        return run_training(replace(plan, launch_id=lease.launch_id), screen, interrupt, together.store)
+        rendezvous = Rendezvous(worker, timeout)
+        plan = make_plan(recipe, run_dir, ResumeOptions(request.resume, request.allowed_changes), worker, rendezvous)
+        return run_training(replace(plan, launch_id=lease.launch_id), screen, interrupt, rendezvous.store)
 
     timeout = timedelta(minutes=recipe.config.timeout_minutes)
     with Lease(run_dir, os.environ.get(LAUNCH_ID_ENV)) as lease:
-        if LAUNCH_ID_ENV not in os.environ and worker.rank == 0:  # else `dstrain` launched us and holds the folder
+        if LAUNCH_ID_ENV not in os.environ and worker.rank == 0:  # else the launching `dstrain` holds the folder
             _acquire_lease(lease, worker, timeout)
             lease.on_lost = _abort_process
-        with SignalHandler() as interrupt:  # until the end is recorded
+        with SignalHandler() as interrupt:  # until the exit is recorded
             return run_worker(run_dir, worker.rank, lambda: run_with_signals(run, interrupt, run_dir))
 
 
 def _abort_process(reason: str) -> None:
-    """End rank 0 at once: another launch has its run folder. The other ranks cannot go on without it."""
+    """Exit at once, on rank 0: another launch has its run folder.
+
+    The other ranks end without rank 0.
+    """
     print(f"error: {reason}", file=sys.stderr, flush=True)
     os._exit(EXIT_FAILED)
 
 
 def _acquire_lease(lease: Lease, worker: Worker, timeout: timedelta) -> None:
-    """Hold the run folder before its logs are opened. Raises ResumeError where another launch does, in the other ranks too."""
+    """Acquire the run folder before its logs are opened.
+
+    Raises ResumeError, on all ranks, if another launch holds it.
+    """
     from dstrain.train.rendezvous import Rendezvous
 
     try:

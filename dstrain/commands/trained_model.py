@@ -1,4 +1,4 @@
-"""A trained model, from a run's checkpoint or from an exported folder: found without torch, then loaded."""
+"""Trained models: lookup in a run or exported folder without torch, then loading."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from dstrain.commands.checks.untrusted_recipe import (
     load_folder_recipe,
     saved_config_overrides,
 )
+from dstrain.commands.uninitialized_model import build_uninitialized, has_tie_conflict
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.preset import Device, Preset, RunSettings, complete_preset, read_preset
 from dstrain.tasks import Task, make_task
@@ -35,46 +36,45 @@ if TYPE_CHECKING:
 
 
 EXPORT_RECIPE = "dstrain_recipe.yaml"
-"""Lies in an exported folder, so that `evaluate` knows task and options."""
+"""In an exported folder: the recipe with task and options, for `evaluate`."""
 ADAPTER_CONFIG = "adapter_config.json"
 PROCESSOR_CONFIG = "processor_config.json"
 REPLICATED_DS_CONFIG = {"zero_optimization": {"stage": 0}}
-"""The JSON of a model that is whole on every process."""
+"""DeepSpeed JSON of a model that is replicated on every process."""
 BASE_MODEL_KEYS = ("config", "init", "lora", "tokenizer", "processor", "chat_template", "quantize")
-"""What the recipe of an exported model says of the weights it began with."""
-MODULE_OVERRIDES = ["model.lora=null", "model.init=null", "model.freeze=[]"]  # what its recipe says of how it began
-TIE_CONFLICT_ERROR = (
-    "has two values for weights that the model's config ties; name the model it began with: --set model.path=FOLDER"
-)
+"""Keys of an exported model's recipe that describe its starting weights, not the exported ones."""
+MODULE_OVERRIDES = ["model.lora=null", "model.init=null", "model.freeze=[]"]
+"""The same for the export of a module that is not a transformers model."""
+TIE_CONFLICT_ERROR = "has two values for weights that the config ties; name its base model: --set model.path=FOLDER"
 DEFAULT_MICRO_BATCH_SIZE = 8
-"""Samples of a forward pass where the recipe does not say."""
+"""Samples per forward pass if the recipe does not set batch.micro."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model and the task it was trained for."""
+    """Model with its weights, and the task it was trained for."""
 
     task: Task
     model: torch.nn.Module
     step: int | None
     """Step of the checkpoint; None for an exported folder."""
     checkpoint: Path | None = None
-    """Where its weights come from; None for an exported folder."""
+    """Folder of its weights; None for an exported folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSelector:
-    """Which trained model a command is about, as its options say."""
+    """Options that select a trained model."""
 
     folder: Path
     step: str = "best"
     task: str | None = None
     overrides: Sequence[str] = ()
     ds_config: str | None = None
-    """How to hold the model; None: see `Found.ds_config`."""
+    """Preset or JSON for holding the model; None: see `SavedModel.build_ds_config`."""
 
     def to_argv(self) -> list[str]:
-        """The same for the command line of a worker."""
+        """Return the same selection as arguments of a worker."""
         words = [str(self.folder.resolve()), "--step", self.step]
         task = str(Path(self.task).resolve()) if self.task and Path(self.task).is_file() else self.task
         words += ["--task", task] if task else []
@@ -82,18 +82,17 @@ class ModelSelector:
         return words + [word for value in self.overrides for word in ("--set", value)]
 
     def find_model(self, *base_overrides: str) -> SavedModel:
-        """The model; `own` overrides keys of its recipe, and is overridden by --set. Raises UsageError."""
-        return find_saved_model(
-            self.folder, self.step, ["model.gradient_checkpointing=false", *base_overrides, *self.overrides], self.task
-        )
+        """Return the model; `base_overrides` apply before --set. Raises UsageError."""
+        overrides = ["model.gradient_checkpointing=false", *base_overrides, *self.overrides]
+        return find_saved_model(self.folder, self.step, overrides, self.task)
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A trained model that is there."""
+    """Trained model in a folder, not loaded yet."""
 
     folder: Path
-    """A run folder, or an exported one."""
+    """Run folder or exported folder."""
     task: Task
     checkpoint: CheckpointInfo | None = None
     """None for an exported folder."""
@@ -104,20 +103,21 @@ class SavedModel:
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of a forward pass."""
+        """Samples per forward pass on a process."""
         return self.task.recipe.batch.micro or DEFAULT_MICRO_BATCH_SIZE
 
     def check_loadable(self) -> None:
-        """Raise for an exported folder that cannot be loaded. A run needs nothing of what it began with."""
+        """Raise UsageError for an export that cannot be loaded; a checkpoint has all it needs."""
         if self.checkpoint is None:
             check_no_pickles(self.folder, EXPORT_RECIPE)
             self.task.check()
             check_head(self.task, self.folder)
 
     def build_ds_config(self, preset_name: str | None, world_size: int, device: Device) -> dict[str, Any]:
-        """The DeepSpeed JSON to hold the model with, in shards or whole on every process.
+        """Return the DeepSpeed JSON for holding the model, sharded (ZeRO-3) or replicated. Raises
+        PresetError.
 
-        `wanted` names it; else several processes hold a run's model as it was trained. Raises PresetError.
+        Without `preset_name`, several processes hold a run's model as it was trained.
         """
         from dstrain.train.engine.inference import with_private_nvme_path
 
@@ -145,32 +145,36 @@ class SavedModel:
 
 
 def load_trained_model(folder: Path, step: str, overrides: Sequence[str] = (), task: str | None = None) -> LoadedModel:
-    """The model in a run folder (at `step`) or an exported folder, whole on this process, in evaluation mode.
+    """Load the model of a run folder (at `step`) or an exported folder on this process, in
+    evaluation mode.
 
-    It has the precision it was trained in. Raises UsageError where the folder is neither.
+    It has the precision it was trained in. Raises UsageError if the folder is neither.
     """
     from dstrain.distributed.world import SingleProcessWorld
 
     quiet_libraries()
-    found = find_saved_model(folder, step, overrides, task)
-    found.check_loadable()
-    model = load_saved_model(found, REPLICATED_DS_CONFIG, SingleProcessWorld()).eval()
-    return LoadedModel(found.task, model, found.step, found.checkpoint.path if found.checkpoint else None)
+    saved = find_saved_model(folder, step, overrides, task)
+    saved.check_loadable()
+    model = load_saved_model(saved, REPLICATED_DS_CONFIG, SingleProcessWorld()).eval()
+    return LoadedModel(saved.task, model, saved.step, saved.checkpoint.path if saved.checkpoint else None)
 
 
 def quiet_libraries() -> None:
-    """No progress bars, and no word of libraries on what they will change one day."""
+    """Switch off progress bars and the libraries' FutureWarnings."""
     import torch
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found none
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
 
 
 def find_saved_model(folder: Path, step: str, overrides: Sequence[str] = (), task: str | None = None) -> SavedModel:
-    """The model in a run folder (at `step`) or an exported folder, without reading its weights. Raises UsageError."""
+    """Find the model of a run folder (at `step`) or an exported folder; its weights are not read.
+
+    Raises UsageError.
+    """
     if (folder / "recipe.yaml").is_file():
         return _find_in_run(folder, step, overrides, task)
     if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)) and not is_module_export(folder):
@@ -179,24 +183,26 @@ def find_saved_model(folder: Path, step: str, overrides: Sequence[str] = (), tas
 
 
 def _make_export_task(folder: Path, overrides: Sequence[str], task: str | None) -> Task:
-    written, here = folder / EXPORT_RECIPE, json.dumps(str(folder.resolve()))
-    if task is None and not written.is_file():
-        raise UsageError(f"{folder}: is an exported model; say with --task what it was trained for, e.g. --task rm")
+    recipe_file, here = folder / EXPORT_RECIPE, json.dumps(str(folder.resolve()))
+    if task is None and not recipe_file.is_file():
+        raise UsageError(f"{folder}: is an exported model without a recipe; name its task, e.g. --task rm")
     if is_module_export(folder):
         own = MODULE_OVERRIDES
     elif not (folder / ADAPTER_CONFIG).is_file():
         own = [f"model.path={here}", *(f"model.{key}=null" for key in BASE_MODEL_KEYS), "model.freeze=[]"]
-    elif written.is_file():
+    elif recipe_file.is_file():
         own = _tokenizer_overrides(folder)
     else:
-        raise UsageError(f"{folder}: holds adapters and no {EXPORT_RECIPE} that says on what; export the run again")
-    recipe = load_folder_recipe(written if written.is_file() else None, own, overrides, task)
+        raise UsageError(
+            f"{folder}: has adapters but no {EXPORT_RECIPE}, which names their base model; export the run again"
+        )
+    recipe = load_folder_recipe(recipe_file if recipe_file.is_file() else None, own, overrides, task)
     check_folder(folder, recipe.model.trust_remote_code)
     return make_task(recipe)
 
 
 def _tokenizer_overrides(folder: Path) -> list[str]:
-    """The tokenizer in a folder with its chat template, or the processor that has both, as --set takes them."""
+    """Return --set arguments for a folder's tokenizer and chat template, or for its processor."""
     here = json.dumps(str(folder.resolve()))
     if (folder / PROCESSOR_CONFIG).is_file():
         return [f"model.processor={here}", "model.tokenizer=null", "model.chat_template=null"]
@@ -217,14 +223,14 @@ def _find_in_run(run_dir: Path, step: str, overrides: Sequence[str], task: str |
     made = make_task(load_folder_recipe(run_dir / "recipe.yaml", own, overrides, task))
     model = made.recipe.model
     if isinstance(made, TextTask) and model.path is None and not isinstance(model.tokenizer or model.processor, str):
-        # One would be trained on data.train, and be another one wherever that has changed.
-        problem = "is not there, and only that tokenizer fits the weights"
+        # A tokenizer trained on data.train again would differ if that has changed.
+        problem = "does not exist, and only that tokenizer fits the weights"
         raise UsageError(f"{run_dir / 'tokenizer'}: {problem}; copy the whole run, or add --set model.tokenizer=FOLDER")
     return SavedModel(run_dir, made, info)
 
 
 def load_saved_model(saved: SavedModel, ds_config: Mapping[str, Any], world: World) -> torch.nn.Module:
-    """The task's model with its trained weights, in shards where the JSON says stage 3. Collective."""
+    """Return the model with its trained weights, sharded if the JSON has stage 3. Collective."""
     from dstrain.models.params.zero3 import is_zero3, zero3_init
     from dstrain.models.weights.meta_init import weights_loaded_later
     from dstrain.train.build_model import build_model, build_model_without_init
@@ -242,58 +248,33 @@ def load_saved_model(saved: SavedModel, ds_config: Mapping[str, Any], world: Wor
         if adapted:
             model = build_model(task)
         else:
-            empty = _build_empty(task, info.path) if _can_build_empty(saved, ds_config) else None
+            empty = build_uninitialized(task, info.path) if _canbuild_uninitialized(saved, ds_config) else None
             with weights_loaded_later() as drawn:
                 model = empty or build_model_without_init(task)
-            if drawn and _has_tie_conflict(model, info.path):
+            if drawn and has_tie_conflict(model, info.path):
                 raise CheckpointError(f"{info.path}: {TIE_CONFLICT_ERROR}")
     load_weights(model, info.path, world, adapted)
     return model
 
 
-def _can_build_empty(saved: SavedModel, ds_config: Mapping[str, Any]) -> bool:
-    """Whether the model can be built without values: all of them lie in the checkpoint, and none would be read before."""
+def _canbuild_uninitialized(saved: SavedModel, ds_config: Mapping[str, Any]) -> bool:
+    """Return True if the model can be built without values: the checkpoint has all, and none is
+    read before.
+    """
     from dstrain.models.params.zero3 import is_zero3
 
     task, model = saved.task, saved.task.recipe.model
     own = isinstance(task, TextTask) and all(
         getattr(type(task), name) is getattr(TextTask, name) for name in ("build_model", "load")
     )
-    with_code = model.path is not None and model.trust_remote_code  # which may do as it likes where it is loaded
+    with_code = model.path is not None and model.trust_remote_code  # whose code may read weights
     return own and model.lora is None and not with_code and not is_zero3(ds_config)
 
 
-def _build_empty(task: Task, checkpoint: Path) -> torch.nn.Module | None:
-    """A model of one copy's size, with whatever lies in memory as its weights; no weights of its base are read.
-
-    None where it would be another model than the one that is loaded: the checkpoint has two values for what is tied in it
-    (transformers takes a tie apart where it reads two different tensors), the family loads some weights in 32 bits, or the
-    base is quantized.
-    """
-    from dstrain.models.weights.meta_init import materialize, meta_parameters
-    from dstrain.train.build_model import build_model_without_init
-
-    with meta_parameters():
-        model = build_model_without_init(task)
-    kept = any(getattr(model, f"_keep_in_fp32_modules{which}", None) for which in ("", "_strict"))
-    quantized = getattr(getattr(model, "config", None), "quantization_config", None) is not None
-    if _has_tie_conflict(model, checkpoint) or (kept and task.recipe.model.dtype) or quantized:
-        return None
-    materialize(model)
-    return model
-
-
-def _has_tie_conflict(model: torch.nn.Module, checkpoint: Path) -> bool:
-    """Whether the checkpoint has values of their own for two names that are one tensor in the model."""
-    from dstrain.train.state.files import CheckpointReader
-
-    tensors = model.state_dict(keep_vars=True)
-    stored = [id(tensors[name]) for name in CheckpointReader(checkpoint).shapes if name in tensors]
-    return len(stored) != len({*stored})
-
-
 def hash_weights(task: Task, include_base: bool) -> None:
-    """Hash into the cache what is compared by its hash later: a remembered reference, and the base of `adapted` weights."""
+    """Cache the hashes that are compared later: of a precomputed reference's model, and of the base
+    of adapters.
+    """
     from dstrain.models.weights.fingerprint import weights_fingerprint
 
     wanted = [task.reference_config] if task.reference_kind == "cached" else []
@@ -302,11 +283,10 @@ def hash_weights(task: Task, include_base: bool) -> None:
 
 
 def _check_base(task: Task, info: CheckpointInfo, world: World, coarse: bool) -> None:
-    """Raise CheckpointError where the adapters learnt on other weights than the recipe names now. Collective."""
+    """Raise CheckpointError if the adapters were trained on another base. Collective."""
     from dstrain.models.weights.fingerprint import BASE_CHANGED_MESSAGE, weights_fingerprint
 
-    base = world.broadcast(
-        weights_fingerprint(task.recipe.model, task.recipe.seed, coarse) if world.rank == 0 else None
-    )
+    base = weights_fingerprint(task.recipe.model, task.recipe.seed, coarse) if world.rank == 0 else None
+    base = world.broadcast(base)
     if info.read_run_info().get("base") != base:
         raise CheckpointError(f"{info.path}: {BASE_CHANGED_MESSAGE}")

@@ -20,4 +20,4 @@ def find_connection_error(error: BaseException | None) -> str | None:
 
 def unknown_peer_message(reason: str) -> str:
     """Return the message for a lost process whose rank is not known."""
-    return f"another process has ended or does not answer ({reason}), its log says why"
+    return f"another process has ended or does not answer ({reason}); see its log"

@@ -1,4 +1,4 @@
-"""The command lines that start the workers, as values that `--dry-run` can print."""
+"""Launch options and the launcher command line for a single host."""
 
 from __future__ import annotations
 
@@ -14,85 +14,94 @@ from dstrain.launch.threads import count_available_cores, thread_environment
 from dstrain.launch.topology import count_gpus, is_cpu_requested, visible_devices
 
 PORT_FILE_ENV = "DSTRAIN_PORT_FILE"
-"""Path of a file by which the ranks of one host tell each other the port that rank 0 took when it listened."""
+"""Path of a file in which rank 0 announces the port it listens on to the other ranks of its
+host."""
 LAUNCHERS = ("deepspeed", "openmpi", "ssh", "torchrun", "slurm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What the launch options of the command line said. None or empty: not given."""
+    """Launch options of the command line; None or empty if not given."""
 
     num_gpus: int | None = None
-    """Processes per host, one per GPU; on a CPU just processes. Default: all visible GPUs, or one process."""
+    """Processes per host, one per GPU; on a CPU the number of processes. Default: all visible GPUs,
+    or one process."""
     num_nodes: int | None = None
     """Hosts to take from the top of the hostfile."""
     hostfile: str | None = None
     """File of `host slots=8` lines."""
     include: str = ""
-    """GPUs to run on, as DeepSpeed writes them: localhost:0,2, or host1@host2:0,2 of a hostfile"""
+    """GPUs to run on, in DeepSpeed's form: localhost:0,2, or with a hostfile host1@host2:0,2."""
     exclude: str = ""
-    """GPUs to leave alone: localhost:1"""
+    """GPUs not to use: localhost:1."""
     node_rank: int | None = None
-    """This host's place among the hosts, from 0."""
+    """Index of this host in the hostfile, from 0."""
     master_addr: str | None = None
     """Address of rank 0's host."""
     master_port: int | None = None
-    """Port where the ranks meet. Default: a free one; with no_ssh 29500."""
+    """Rendezvous port on rank 0's host. Default: a free one; with no_ssh 29500."""
     no_ssh: bool = False
-    """Every host was given its own command, so none is reached over ssh."""
+    """The user starts the command on every host; none is reached over ssh."""
     launcher: str = "deepspeed"
-    """deepspeed (over pdsh, where there is a hostfile), openmpi, ssh, torchrun or slurm."""
+    """deepspeed (over pdsh if there is a hostfile), openmpi, ssh, torchrun or slurm."""
 
 
 @dataclass(frozen=True)
 class LocalLaunch:
-    """All that `supervise` needs to start the workers."""
+    """Launcher command, environment and ranks of a launch on this host."""
 
     argv: list[str]
     environment: dict[str, str]
     world_size: int
-    """Of the whole run."""
+    """Ranks of the whole run."""
     devices: tuple[str, ...] = ()
-    """The GPUs, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
+    """GPUs as CUDA_VISIBLE_DEVICES names them; empty on a CPU."""
     local_ranks: range | None = None
-    """Ranks that run on this machine; None for all."""
+    """Ranks that run on this host; None for all."""
     allow_any_port: bool = False
-    """Whether rank 0 may listen where it likes."""
+    """True if rank 0 may listen on any free port."""
 
     @property
     def ranks(self) -> range:
+        """Ranks that run on this host."""
         return range(self.world_size) if self.local_ranks is None else self.local_ranks
 
     @property
     def use_cpu(self) -> bool:
-        """Whether no GPU is used."""
+        """True if no GPU is used."""
         return self.environment.get("DS_ACCELERATOR") == "cpu"
 
 
 def plan_local_launch(options: LaunchOptions, arguments: list[str], env: Mapping[str, str]) -> LocalLaunch:
-    """The launch of `dstrain ARGUMENTS` on this machine alone. Raises UsageError where the options do not fit it."""
-    present = 0 if is_cpu_requested(env) else count_gpus()
-    devices = select_devices(options, env, present)
-    processes = len(devices) or options.num_gpus or 1
-    if processes > 1:
+    """Plan a launch of `dstrain ARGUMENTS` on this host only.
+
+    Raises UsageError if the options do not fit it.
+    """
+    gpu_count = 0 if is_cpu_requested(env) else count_gpus()
+    devices = select_devices(options, env, gpu_count)
+    num_processes = len(devices) or options.num_gpus or 1
+    if num_processes > 1:
         check_loopback()
     port = free_port() if options.master_port is None else options.master_port
     if options.master_port is not None:
         check_port(port)
     chosen = replace(options, include=f"localhost:{','.join(devices)}" if _needs_include(devices) else "", exclude="")
-    argv = launch_command(chosen, arguments, processes, port)
-    any_port = options.master_port is None and options.launcher == "deepspeed"  # torchrun meets by itself
-    environment = launch_environment(options, env, devices, processes)
-    return LocalLaunch(argv, environment, processes, tuple(devices), allow_any_port=any_port)
+    argv = launch_command(chosen, arguments, num_processes, port)
+    any_port = options.master_port is None and options.launcher == "deepspeed"  # torchrun has its own rendezvous
+    environment = launch_environment(options, env, devices, num_processes)
+    return LocalLaunch(argv, environment, num_processes, tuple(devices), allow_any_port=any_port)
 
 
 def launch_command(options: LaunchOptions, arguments: list[str], num_processes: int, port: int) -> list[str]:
-    """The argv that runs `dstrain ARGUMENTS` in `gpus` processes here, under DeepSpeed's launcher or torchrun."""
+    """Return the command that runs `dstrain ARGUMENTS` in processes on this host, with DeepSpeed's
+    launcher or torchrun.
+    """
     if options.launcher == "torchrun":
         place = ["--nproc-per-node", str(num_processes), "--master-addr", "127.0.0.1", "--master-port", str(port)]
         return [sys.executable, "-m", "torch.distributed.run", *place, "-m", "dstrain.cli", *arguments]
-    # DeepSpeed takes /job/hostfile where none is named, and runs here where the one named is no plain file.
-    # At a lower log level it would warn of just that, and repeat the command of a rank that has said why it ended.
+    # Without --hostfile DeepSpeed would read /job/hostfile; with one that is not a regular file it
+    # runs on this host. At a lower log level it would warn about that, and print the command of a
+    # failed rank after its error.
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical", "--hostfile", "/dev/null"]
     if options.include:
         command += ["--include", options.include]
@@ -106,25 +115,29 @@ def launch_command(options: LaunchOptions, arguments: list[str], num_processes: 
 def launch_environment(
     options: LaunchOptions, env: Mapping[str, str], devices: list[str], num_processes: int
 ) -> dict[str, str]:
-    """The environment for the launcher: threads, and which devices it may see."""
+    """Return the environment for the launcher: number of threads, and visible devices."""
     launched = thread_environment(env, num_processes, count_available_cores())
     if not devices:
-        return {**launched, "DS_ACCELERATOR": "cpu"}  # else DeepSpeed looks for one, and warns that it found none
+        return {**launched, "DS_ACCELERATOR": "cpu"}  # else DeepSpeed looks for a GPU, and warns that it found none
     if options.launcher == "torchrun":
         return {**launched, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
-    # DeepSpeed's launcher drops CUDA_VISIBLE_DEVICES where GPUs are chosen by option; the option says it all.
+    # DeepSpeed's launcher ignores CUDA_VISIBLE_DEVICES if GPUs are selected by option; the option
+    # is complete.
     launched.pop("CUDA_VISIBLE_DEVICES", None)
     return launched
 
 
 def select_devices(options: LaunchOptions, env: Mapping[str, str], gpu_count: int) -> list[str]:
-    """The GPUs to run on, one process each; none on a CPU. `present`: GPUs of this machine, 0 to use none."""
+    """Return the GPUs to run on, one process each; none on a CPU. Raises UsageError.
+
+    `gpu_count` is the number of GPUs of this host, 0 to use none.
+    """
     if options.num_gpus is not None and options.num_gpus < 1:
         raise UsageError(f"--num-gpus {options.num_gpus} starts no process; give 1 or more")
     if (options.include or options.exclude) and options.num_gpus is not None:
-        raise UsageError("--num-gpus cannot stand beside --include or --exclude; they say how many already")
+        raise UsageError("--num-gpus cannot be combined with --include or --exclude, which select the GPUs; remove it")
     if options.include and options.exclude:
-        raise UsageError("--include and --exclude cannot stand together; give one of them")
+        raise UsageError("--include and --exclude are both set; give only one of them")
     if options.include or options.exclude:
         return _filter_devices(options, gpu_count)
     listed = env.get("CUDA_VISIBLE_DEVICES")
@@ -139,13 +152,16 @@ def select_devices(options: LaunchOptions, env: Mapping[str, str], gpu_count: in
     if options.num_gpus > len(devices):
         raise UsageError(
             f"--num-gpus {options.num_gpus} asks for more than the {len(devices)} visible GPUs; "
-            "ask for fewer, or widen CUDA_VISIBLE_DEVICES; CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
+            "ask for fewer, or add GPUs to CUDA_VISIBLE_DEVICES; CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
         )
     return _check_device_names(devices[: options.num_gpus], options.launcher)
 
 
 def _filter_devices(options: LaunchOptions, gpu_count: int) -> list[str]:
-    """--include and --exclude name GPUs of the machine, as in DeepSpeed, whatever CUDA_VISIBLE_DEVICES says."""
+    """Return the GPUs that --include or --exclude select.
+
+    As in DeepSpeed, CUDA_VISIBLE_DEVICES is ignored.
+    """
     name, text = ("--include", options.include) if options.include else ("--exclude", options.exclude)
     host, _, slots = text.partition(":")
     numbers = slots.split(",") if slots else [str(index) for index in range(gpu_count)]
@@ -157,33 +173,33 @@ def _filter_devices(options: LaunchOptions, gpu_count: int) -> list[str]:
             f"{name} '{text}' names GPU {absent[0] if absent else 0}, but there are {gpu_count} here; see nvidia-smi -L"
         )
     named = {int(number) for number in numbers}
-    left = named if options.include else set(range(gpu_count)) - named
-    if not left:
+    selected = named if options.include else set(range(gpu_count)) - named
+    if not selected:
         raise UsageError(f"{name} '{text}' leaves no GPU to run on; leave at least one")
-    return [str(index) for index in sorted(left)]
+    return [str(index) for index in sorted(selected)]
 
 
 def _check_device_names(devices: list[str], launcher: str) -> list[str]:
     named = [device for device in devices if not device.isdecimal()]
     if named and launcher == "deepspeed":
         raise UsageError(
-            f"CUDA_VISIBLE_DEVICES names {named[0]}, and DeepSpeed's launcher knows GPUs by number only; "
+            f"CUDA_VISIBLE_DEVICES names {named[0]}, but DeepSpeed's launcher takes GPU numbers only; "
             "write numbers as nvidia-smi -L lists them, or add --launcher torchrun"
         )
     return devices
 
 
 def _needs_include(devices: list[str]) -> bool:
-    """Whether `--num_gpus N`, which means the first N of the machine, would be other GPUs than these."""
+    """Return True if these are not the first N GPUs of the host, which `--num_gpus N` would select."""
     return devices != [str(index) for index in range(len(devices))]
 
 
 def check_launcher(options: LaunchOptions) -> None:
-    """Raise UsageError for launchers that do not exist, or need a hostfile."""
+    """Raise UsageError for an unknown launcher, and for options that need a hostfile."""
     if options.launcher not in LAUNCHERS:
         raise UsageError(f"--launcher {options.launcher} is unknown; choose one of {', '.join(LAUNCHERS)}")
     if options.launcher == "slurm":
-        raise UsageError("--launcher slurm is not there yet; today use `sbatch launchers/slurm.sbatch RECIPE`")
+        raise UsageError("--launcher slurm is not supported yet; use `sbatch launchers/slurm.sbatch RECIPE`")
     given = {
         "--launcher openmpi": options.launcher == "openmpi",
         "--launcher ssh": options.launcher == "ssh",
@@ -194,19 +210,21 @@ def check_launcher(options: LaunchOptions) -> None:
     }
     if options.hostfile is None and (names := [name for name, is_given in given.items() if is_given]):
         raise UsageError(
-            f"{', '.join(names)}: of several hosts only --hostfile says which; give one, see launchers/hostfile.example"
+            f"{', '.join(names)}: runs on several hosts need --hostfile; give one, see launchers/hostfile.example"
         )
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port on which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def check_loopback() -> None:
-    """Raise UsageError where processes of this host cannot reach each other: they would try for timeout_minutes."""
+    """Raise UsageError if loopback does not work: the processes would try to connect for
+    timeout_minutes.
+    """
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
@@ -218,15 +236,15 @@ def check_loopback() -> None:
 
 
 def check_port(port: int) -> None:
-    """Raise UsageError where the port is taken, naming who holds it."""
+    """Raise UsageError, with the process that holds it, if the port is taken."""
     if fault := find_port_fault(port):
         raise UsageError(fault)
 
 
 def find_port_fault(port: int) -> str:
-    """Why nothing can listen there, and what to do; empty where it can."""
+    """Return why no process can listen on the port, and the fix; '' if one can."""
     if not 0 < port < 65536:
-        return f"--master-port {port} is no port; give one from 1024 to 65535, or leave it out"
+        return f"--master-port {port} is not a port; give one from 1024 to 65535, or leave it out"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -234,13 +252,13 @@ def find_port_fault(port: int) -> str:
         except PermissionError:
             return f"--master-port {port} may not be used by this user; give one from 1024 to 65535"
         except OSError:
-            held = f"is taken{describe_port_owner(port)}"
-            return f"--master-port {port} {held}; leave the option out for a free port, or end that process"
+            problem = f"is taken{describe_port_owner(port)}"
+            return f"--master-port {port} {problem}; leave the option out for a free port, or end that process"
     return ""
 
 
 def describe_port_owner(port: int) -> str:
-    """` by python (pid 4711)`, or nothing where the holder is not ours to see."""
+    """Return ` by python (pid 4711)`; '' if this user may not see the process."""
     try:
         pids = {c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.pid}
     except psutil.Error:

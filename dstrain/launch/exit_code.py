@@ -1,4 +1,4 @@
-"""What a launch came to: from what its ranks recorded and how their processes ended to one exit code and a sentence."""
+"""Exit code and error message of a launch, from rank records and process exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OUT_OF_MEMORY_HINT = " (is the host's memory full? see dmesg)"
 
 @dataclass(frozen=True)
 class LaunchOutcome:
-    """The exit code, and for all but 0 and 75 whom to blame."""
+    """Exit code; for all but 0 and 75 also the error message and the failed rank."""
 
     code: int
     message: str = ""
@@ -24,10 +24,11 @@ class LaunchOutcome:
 def compute_outcome(
     records: Mapping[int, RankRecord], exit_codes: Mapping[int, int | None], launcher_code: int, ranks: Collection[int]
 ) -> LaunchOutcome:
-    """`ends`: how the ranks' processes ended, in that order; `launcher`: its return code, which is not to be trusted.
+    """Return the outcome of a launch. A rank's own record counts more than any exit code.
 
-    DeepSpeed's launcher exits 0 when its inner process is killed, and a rank that is done may still die
-    while the interpreter shuts down. A rank's own word counts.
+    `exit_codes` are in the order in which the ranks' processes ended. `launcher_code` is not
+    reliable: DeepSpeed's launcher exits with 0 when its inner process is killed. A rank that is
+    done may still die in the interpreter's shutdown.
     """
     codes = {rank: record.exit for rank, record in records.items()}
     for rank, code in sorted(codes.items()):
@@ -38,7 +39,8 @@ def compute_outcome(
             return LaunchOutcome(EXIT_USAGE, "the launcher refused its command line; see its message above")
         cause = OUT_OF_MEMORY_HINT if launcher_code == -signal.SIGKILL else ""
         return LaunchOutcome(
-            EXIT_FAILED, f"no worker lived to say so; the launcher {describe_exit(launcher_code)}{cause}"
+            EXIT_FAILED,
+            f"no rank reported a result; the launcher {describe_exit(launcher_code)}{cause}; see logs/rank-*.log",
         )
     if codes.keys() == set(ranks):
         for code in (EXIT_DONE, EXIT_STOPPED):
@@ -50,21 +52,21 @@ def compute_outcome(
 def _find_failed_rank(
     records: Mapping[int, RankRecord], exit_codes: Mapping[int, int | None], launcher_code: int, ranks: Collection[int]
 ) -> LaunchOutcome:
-    """The rank that ended first and badly; else one that never spoke; else one that stands out."""
+    """Return the rank that failed first; else one that never started; else how the ranks differ."""
     bad = {
         rank: status
         for rank, status in exit_codes.items()
         if rank in records and records[rank].exit not in (EXIT_DONE, EXIT_STOPPED)
     }
-    # DeepSpeed's launcher ends with its worker's -9 as 247; 255 is what ssh and pdsh say of anything.
+    # DeepSpeed's launcher returns a worker's -9 as 247; ssh and pdsh return 255 for any error.
     if 192 < launcher_code < 255 and launcher_code != 256 - signal.SIGTERM:
         bad = {rank: launcher_code - 256 if status is None else status for rank, status in bad.items()}
-    # SIGTERM is what launchers send to the innocent others.
-    telling = [rank for rank, status in bad.items() if records[rank].exit or status not in (None, -signal.SIGTERM)]
-    for rank in [*telling, *bad]:
+    # Launchers send SIGTERM to the other ranks, which did not fail.
+    candidates = [rank for rank, status in bad.items() if records[rank].exit or status not in (None, -signal.SIGTERM)]
+    for rank in [*candidates, *bad]:
         if records[rank].exit is not None:
             return LaunchOutcome(EXIT_FAILED, _describe_failure(records, rank), rank)
-        if launcher_code <= 0:  # DeepSpeed's runner says 0 where its inner process was killed, and its workers with it
+        if launcher_code <= 0:  # DeepSpeed's runner returns 0 if its inner process was killed, with its workers
             cause = f", most likely with its launcher; the launcher itself {describe_exit(launcher_code)}"
         else:
             cause = OUT_OF_MEMORY_HINT if bad[rank] == -signal.SIGKILL else ""
@@ -73,11 +75,11 @@ def _find_failed_rank(
         if rank not in records:
             return LaunchOutcome(
                 EXIT_FAILED,
-                f"rank {rank} never said that it started; the launcher {describe_exit(launcher_code)}",
+                f"rank {rank} did not start; the launcher {describe_exit(launcher_code)}",
                 rank,
             )
-    told = ", ".join(f"rank {rank} with {record.exit}" for rank, record in sorted(records.items()))
-    return LaunchOutcome(EXIT_FAILED, f"the ranks ended differently: {told}")
+    codes_text = ", ".join(f"rank {rank} with {record.exit}" for rank, record in sorted(records.items()))
+    return LaunchOutcome(EXIT_FAILED, f"the ranks ended differently: {codes_text}")
 
 
 def _describe_failure(records: Mapping[int, RankRecord], rank: int) -> str:
@@ -88,15 +90,15 @@ def _describe_failure(records: Mapping[int, RankRecord], rank: int) -> str:
 
 
 def _format_rank(records: Mapping[int, RankRecord], rank: int) -> str:
-    """`rank 3`, and where several hosts take part its host's name."""
+    """Return `rank 3`; with its host's name if there are several hosts."""
     several = len({record.host for record in records.values()}) > 1
     return f"rank {rank} on {records[rank].host}" if several else f"rank {rank}"
 
 
 def describe_exit(status: int | None) -> str:
-    """`was killed by SIGKILL`, `ended with code 3`."""
+    """Return `was killed by SIGKILL` or `ended with code 3`."""
     if status is None:
-        return "ended before it could say why (killed, or its launcher was)"
+        return "ended without a report (killed, or its launcher was)"
     if status >= 0:
         return f"ended with code {status}"
     try:

@@ -1,12 +1,12 @@
-"""Heartbeats from an agent to the ranks of its host, and the environment of the launch, which may hold secrets.
+"""Heartbeat socket between an agent and its ranks; it also hands out the launch environment."""
 
-Both go over a unix socket with an abstract name (unix(7)): no file stands for it, so that nothing is left of it on any
-disk however the agent ends, and nothing of it depends on the file system that the hosts share. Each end asks the kernel
-for the user of the other (SO_PEERCRED) and talks to its own alone. Whoever connects gets a line break per beat; who sends the
-token, which stands in the launch file, a line of JSON too: the environment. The name can be read by everyone on the host, in
-containers that share its network as well, where root is no other user; the token cannot. Only time spans of one host's
-monotonic clock are compared.
-"""
+# A unix socket with an abstract name (unix(7)): it has no file, so nothing is left on a disk
+# however the agent ends, and it does not depend on the hosts' shared file system. Both ends check
+# the other's user (SO_PEERCRED). Every connection receives a line break per heartbeat; one that
+# sends the token, which is in the launch file, also receives the environment as a line of JSON. The
+# socket's name is readable by every user of the host, also from containers that share its network,
+# where root has the same uid; the token is not. Only durations of one host's monotonic clock are
+# compared.
 
 from __future__ import annotations
 
@@ -25,23 +25,25 @@ from collections.abc import Mapping
 from typing import Any
 
 HEARTBEAT_ENV = "DSTRAIN_HEARTBEAT"
-"""`NAME SECONDS`: the agent's socket, and launch.heartbeat_timeout_seconds. For ranks that an agent watches."""
+"""`NAME SECONDS`: the agent's socket, and launch.heartbeat_timeout_seconds. Set for ranks that an
+agent watches."""
 RANK_TIMEOUT_FACTOR = 3
-"""A rank ends itself when nothing came for so many times launch.heartbeat_timeout_seconds: by then the launch has given its agent up."""
+"""A rank ends itself after this many times launch.heartbeat_timeout_seconds without a heartbeat;
+the launch has dropped its agent by then."""
 ENVIRONMENT_TIMEOUT_SECONDS = 60.0
-"""For an agent to hand out the environment: it may wait for a file system."""
+"""Limit for an agent to send the environment: it may wait for a file system."""
 _BEATS_PER_TIMEOUT, _POLLS_PER_TIMEOUT = 6, 2
-"""Beats, and looks for one, in launch.heartbeat_timeout_seconds."""
+"""Heartbeats sent, and polls for one, per launch.heartbeat_timeout_seconds."""
 _LOG_TIMEOUT_SECONDS = 2.0
-"""For a sentence: the log may lie on the file system that hangs."""
+"""Limit for writing an error line: the log may be on a file system that hangs."""
 _MAX_PENDING_BYTES = 1 << 12
-"""Bytes that may wait for a rank that is stopped."""
+"""Unsent heartbeats are limited to this many bytes per rank: it may be suspended."""
 _MAX_ACCEPTS = 64
-"""Connections that are taken at a time: another user may open as many as he likes."""
+"""Connections accepted per call: another user may open any number of them."""
 
 
 class HeartbeatServer:
-    """The agent's end. It never waits."""
+    """Agent's end of the socket. Non-blocking."""
 
     def __init__(self, heartbeat_timeout: float) -> None:
         self.socket_name = f"dstrain-{secrets.token_hex(16)}"
@@ -56,14 +58,14 @@ class HeartbeatServer:
         self._server.setblocking(False)
 
     def set_environment(self, environment: Mapping[str, str]) -> None:
-        """From now on ranks are answered."""
+        """Set the environment; from this call on ranks receive heartbeats and answers."""
         self._environment = json.dumps(dict(environment)).encode() + b"\n"
 
     def send_heartbeats(self) -> None:
-        """Answer the ranks that have connected, and beat where it is time to. Call it often."""
+        """Answer connected ranks, and send a heartbeat when it is due. Call it often."""
         if self._environment is None:
             return
-        with contextlib.suppress(OSError):  # nobody, or out of descriptors
+        with contextlib.suppress(OSError):  # no connection waits, or no file descriptor is free
             for _ in range(_MAX_ACCEPTS):
                 self._add_connection(self._server.accept()[0])
         due = time.monotonic() >= self._next_beat_at
@@ -82,7 +84,7 @@ class HeartbeatServer:
                 rank.close()
 
     def _read_reply(self, connection: socket.socket) -> bytes:
-        """The environment, where the rank has just sent the token."""
+        """Return the environment if the rank has just sent the token, else nothing."""
         with contextlib.suppress(BlockingIOError):
             if hmac.compare_digest(connection.recv(256).strip(), self.token.encode()):
                 return self._environment or b""
@@ -97,7 +99,10 @@ class HeartbeatServer:
 
 
 def fetch_environment(socket_name: str, token: str, timeout: float = ENVIRONMENT_TIMEOUT_SECONDS) -> dict[str, str]:
-    """The environment of the launch, from the agent of this host. Raises OSError where none of ours answers in time."""
+    """Return the launch environment from this host's agent.
+
+    Raises OSError if this user's agent does not answer in time.
+    """
     until = time.monotonic() + timeout
     with _connect(socket_name, timeout) as agent:
         agent.sendall(token.encode())
@@ -106,21 +111,25 @@ def fetch_environment(socket_name: str, token: str, timeout: float = ENVIRONMENT
             agent.settimeout(max(0.01, until - time.monotonic()))
             part = agent.recv(1 << 16)
             if not part:
-                raise ConnectionResetError("it ended while it was asked")
+                raise ConnectionResetError("it closed the connection")
             received = (received + part).lstrip(b"\n")
     found: dict[str, Any] = json.loads(received.partition(b"\n")[0])
     return {str(key): str(value) for key, value in found.items()}
 
 
 def watch_heartbeat() -> None:
-    """End this process where its agent no longer beats: stopped, or hung, as well as ended. In a thread."""
+    """Start a thread that kills this process when its agent has ended, is suspended, or hangs."""
     name, _, silence = os.environ.get(HEARTBEAT_ENV, "").partition(" ")
     if name:
         threading.Thread(target=_watch, args=(name, float(silence)), name="follow-heartbeat", daemon=True).start()
 
 
 def _watch(socket_name: str, heartbeat_timeout: float) -> None:
-    """Until it is over. Time counts in several looks: after a pause of the whole machine the agent has its turn too."""
+    """Wait for heartbeats; kill this process without them.
+
+    The timeout is split into several polls, so that after a pause of the whole machine the agent
+    can send one first.
+    """
     missed, silent = 0, False
     try:
         with _connect(socket_name, heartbeat_timeout) as agent:
@@ -138,14 +147,15 @@ def _watch(socket_name: str, heartbeat_timeout: float) -> None:
         pass
     if silent:
         print_error(
-            f"error: the agent of this host has sent no heartbeat for {RANK_TIMEOUT_FACTOR * heartbeat_timeout:g} s: it is stopped, or it hangs. "
-            "Nothing watches over this rank any more, so it ends itself; start the same command again to go on"
+            f"error: the agent of this host has sent no heartbeat for "
+            f"{RANK_TIMEOUT_FACTOR * heartbeat_timeout:g} s: it is stopped, or it hangs. "
+            "This rank is no longer supervised, so it ends itself; start the same command again to resume"
         )
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def print_error(text: str) -> None:
-    """Write a line to the error output; give up, within 2 s, where that cannot be written now: a reader has stopped."""
+    """Write a line to stderr; give up after 2 s if its reader does not read."""
 
     def write() -> None:
         with contextlib.suppress(OSError):
@@ -157,7 +167,7 @@ def print_error(text: str) -> None:
 
 
 def _connect(socket_name: str, timeout: float) -> socket.socket:
-    """The socket of an agent of this user. Raises OSError."""
+    """Return a connection to an agent of this user. Raises OSError."""
     agent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     until = time.monotonic() + timeout
     try:
@@ -166,7 +176,7 @@ def _connect(socket_name: str, timeout: float) -> socket.socket:
             try:
                 agent.connect(f"\0{socket_name}")
                 break
-            except BlockingIOError:  # too many wait already
+            except BlockingIOError:  # the backlog is full
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.05)
@@ -179,6 +189,6 @@ def _connect(socket_name: str, timeout: float) -> socket.socket:
 
 
 def _get_peer_uid(connection: socket.socket) -> int:
-    """The user of the process at the other end, as the kernel knows it."""
+    """Return the user id of the process at the other end, as the kernel reports it."""
     size = struct.calcsize("3i")
     return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1])

@@ -1,12 +1,13 @@
-"""The lease of a run folder: one launch at a time writes into it.
+"""Lease on a run folder: at most one launch writes into it at a time."""
 
-    .workers/lease-00000003.json    who holds it: launch, host, process, and a heartbeat that grows; the highest number counts
-
-It takes no file lock, which many network file systems do not carry between hosts. A start that finds number 3 given back,
-or its holder gone, makes number 4 as a hard link: of several starts one succeeds, and the file is there with its content
-or not at all. The holder counts the heartbeat up, and sees at the same time whether a higher number was made. A process of
-this host is looked up; a holder on another host counts as alive while its heartbeat changes. No two clocks are compared.
-"""
+#     .workers/lease-00000003.json    holder: launch, host, process, and a counting heartbeat; the highest number counts
+#     .workers/.lease-LAUNCH          content of the next lease, while a launch tries to acquire it
+#
+# No file lock: many network file systems do not carry locks between hosts. A launch that finds
+# number 3 released, or its holder dead, creates number 4 as a hard link, which is atomic: of
+# several launches one succeeds, and the file appears with its whole content. The holder increments
+# the heartbeat, and checks each time for a higher number. A holder on this host is checked by its
+# process; one on another host is alive while its heartbeat changes. Clocks are never compared.
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ from dstrain.launch.worker import get_workers_dir
 
 HEARTBEAT_SECONDS = 3.0
 LEASE_TIMEOUT_SECONDS = 15.0
-"""A holder on another host whose heartbeat stands still for this long is gone."""
+"""A holder on another host whose heartbeat does not change for this long is dead."""
 _POLL_SECONDS = 0.25
 _MAX_ATTEMPTS = 20
 CANDIDATE_PREFIX = ".lease-"
@@ -50,13 +51,13 @@ CANDIDATE_PREFIX = ".lease-"
 
 
 class Lease:
-    """A run folder held by this process for a launch, within `with`, from `take` on."""
+    """Context manager that holds a run folder for a launch, from `acquire` to its end."""
 
     def __init__(self, run_dir: Path, launch_id: str | None = None) -> None:
         self.launch_id = launch_id or secrets.token_hex(8)
         self.run_dir = run_dir
         self.on_lost: Callable[[str], None] | None = None
-        """Called, in a thread, with a sentence when another launch has taken the folder."""
+        """Called in a thread, with the error message, when another launch has taken the folder."""
         self._folder = get_workers_dir(run_dir)
         self._number = 0
         self._stop_event = threading.Event()
@@ -71,14 +72,17 @@ class Lease:
         self.release()
 
     def acquire(self, timeout: float = LEASE_TIMEOUT_SECONDS) -> None:
-        """Hold the folder. Raises ResumeError where another launch does: exit code 2, and nothing is touched."""
+        """Acquire the folder.
+
+        Raises ResumeError (exit code 2) if another launch holds it; nothing is changed then.
+        """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             for _ in range(_MAX_ATTEMPTS):
                 if self._try_acquire(timeout):
                     break
             else:
-                raise ResumeError(f"--run-dir {self.run_dir}: several launches want it at once; start again")
+                raise ResumeError(f"--run-dir {self.run_dir}: several launches start in it at once; start again")
         except OSError as error:
             problem = f"its lease in {self._folder} cannot be written ({error.strerror})"
             raise ResumeError(f"--run-dir {self.run_dir}: {problem}; choose another folder") from error
@@ -86,20 +90,21 @@ class Lease:
         self._thread.start()
 
     def release(self) -> None:
-        """Give the folder back, if it is held. Never raises."""
+        """Release the folder if it is held. Never raises."""
         if self._thread is None:
             return
         self._stop_event.set()
-        if self._thread.ident is not None:  # else it never ran: the user may start no more threads
+        if self._thread.ident is not None:  # None if the thread could not start (ulimit -u)
             self._thread.join(timeout=2 * HEARTBEAT_SECONDS)
         self._thread = None
         with contextlib.suppress(OSError):
             self._write_heartbeat(RELEASED_HEARTBEAT)
 
     def _try_acquire(self, timeout: float) -> bool:
-        """Whether the folder is held now; False where another start was sooner, and it is to be looked at again."""
+        """Return True if the folder is held now; False if another launch was faster: try again."""
         temporary = self._folder / f"{CANDIDATE_PREFIX}{self.launch_id}"
-        # Written before the folder is listed: a change by this host makes NFS drop its cached listing.
+        # Written before the folder is listed: a change by this host makes NFS drop its cached
+        # listing.
         temporary.write_bytes(self._encode_holder())
         try:
             number, content = read_latest_lease(self._folder)
@@ -108,7 +113,8 @@ class Lease:
             if not link_exclusive(temporary, lease_path(self._folder, number + 1)):
                 return False
             self._number = number + 1
-            # A higher number exists if this process was suspended while others acquired and released.
+            # A higher number exists if this process was suspended while others acquired and
+            # released.
             if read_latest_lease(self._folder)[0] != self._number:
                 lease_path(self._folder, self._number).unlink(missing_ok=True)
                 return False
@@ -123,7 +129,8 @@ class Lease:
             if parse_lease_number(path.name) < self._number:
                 path.unlink(missing_ok=True)
         for path in self._folder.glob(f"{CANDIDATE_PREFIX}*"):
-            # Suppressed: it is gone meanwhile, or its process runs (ResumeError): both leave nothing to remove.
+            # Suppressed: it is gone meanwhile, or its process runs (ResumeError): both leave
+            # nothing to remove.
             with contextlib.suppress(OSError, ResumeError):
                 holder = parse_holder(path.read_bytes())
                 if holder is not None and self._is_holder_dead(holder):
@@ -143,14 +150,20 @@ class Lease:
         return json.dumps(asdict(own)).encode()
 
     def _is_free(self, content: bytes, timeout: float) -> bool:
-        """Whether it was given back or its holder is gone; False where it changed hands meanwhile. Raises ResumeError where it is held."""
+        """Return True if the lease is released or its holder dead, False if it changed meanwhile.
+
+        Raises ResumeError if held.
+        """
         holder = parse_holder(content)
         if holder is not None and (holder.beat == RELEASED_HEARTBEAT or self._is_holder_dead(holder)):
             return True
         return self._has_expired(content, holder, timeout)
 
     def _is_holder_dead(self, holder: LeaseHolder) -> bool:
-        """Whether its process is known to have ended. Raises ResumeError where it is known to live."""
+        """Return True if its process is known to have ended.
+
+        Raises ResumeError if it is known to run.
+        """
         if holder.machine != get_host_id() or holder.folder != self.run_dir.stat().st_ino:
             return False
         state = is_process_alive(holder.pid, holder.started)
@@ -159,20 +172,24 @@ class Lease:
         return state is False
 
     def _has_expired(self, content: bytes, holder: LeaseHolder | None, timeout: float) -> bool:
-        """Wait whether the heartbeat changes; False where the file did otherwise. Raises ResumeError where it does."""
-        who = holder or "a launch that cannot be read"
-        told = f"{self.run_dir} is held by {who}, which this host cannot look up; waiting up to {timeout:g} s for a heartbeat"
-        print(told, file=sys.stderr, flush=True)
-        until = time.monotonic() + timeout
-        while time.monotonic() < until:
+        """Return True if the heartbeat stays the same for `timeout` seconds. Raises ResumeError if
+        it changes.
+
+        Returns False if the lease was released, removed or acquired by another launch meanwhile.
+        """
+        shown = holder or "a launch that cannot be read"
+        message = f"{self.run_dir} is held by {shown}, which this host cannot look up; "
+        print(f"{message}waiting up to {timeout:g} s for a heartbeat", file=sys.stderr, flush=True)
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-            _, now = read_latest_lease(self._folder)
-            if now == content:
+            _, current = read_latest_lease(self._folder)
+            if current == content:
                 continue
-            found = parse_holder(now or b"")
-            if found is None or found.launch != parse_launch_id(content) or found.beat == RELEASED_HEARTBEAT:
+            changed = parse_holder(current or b"")
+            if changed is None or changed.launch != parse_launch_id(content) or changed.beat == RELEASED_HEARTBEAT:
                 return False
-            raise self._conflict_error(found)
+            raise self._conflict_error(changed)
         return True
 
     def _conflict_error(self, holder: LeaseHolder) -> ResumeError:
@@ -187,28 +204,31 @@ class Lease:
         count = 0
         while not self._stop_event.wait(HEARTBEAT_SECONDS):
             count += 1
+            # Suppressed: a file system that fails for a while; the next heartbeat tries again.
             with contextlib.suppress(OSError):
-                if (why := self._heartbeat_once(count)) and self.on_lost is not None:
-                    self.on_lost(why)
+                if (conflict := self._heartbeat_once(count)) and self.on_lost is not None:
+                    self.on_lost(conflict)
                     return
 
     def _heartbeat_once(self, count: int) -> str:
-        """Count up; a sentence where another launch has taken the folder."""
+        """Write the heartbeat; return a message if another launch has taken the folder, else ''."""
         try:
             number, content = read_latest_lease(self._folder)
         except FileNotFoundError:
-            self._folder.mkdir()  # someone removed it; raises where the run folder is gone too
+            self._folder.mkdir()  # the user removed it; raises if the run folder is gone too
             number, content = 0, None
         if (holder := parse_holder(content or b"")) is not None and holder.launch != self.launch_id:
             return format_lease_conflict(self.run_dir, holder)
         if number == self._number:
             self._write_heartbeat(format_heartbeat(count))
-        elif number == 0:  # someone emptied the folder
+        elif number == 0:  # the user emptied the folder
             lease_path(self._folder, self._number).write_bytes(self._encode_holder())
         return ""
 
     def _write_heartbeat(self, heartbeat: str) -> None:
-        """In place, and only where the file is there: it is removed by who takes the folder."""
+        """Overwrite the heartbeat in place; raises OSError if the file was removed by the next
+        holder.
+        """
         descriptor = os.open(lease_path(self._folder, self._number), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         with os.fdopen(descriptor, "r+b", buffering=0) as file:
             content = file.read(MAX_LEASE_BYTES)
@@ -217,28 +237,34 @@ class Lease:
 
 
 def check_lease(run_dir: Path, launch_id: str) -> None:
-    """Raise FolderLostError where another launch than this one holds the folder, or it is gone; `launch`: empty where nobody took it."""
+    """Raise RunFolderTakenError if another launch holds the folder, or the folder is gone.
+
+    An empty `launch_id` means that no lease was acquired: nothing is checked.
+    """
     if not launch_id:
         return
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # a file system that fails for a while is not a conflict
         found = _read_holder(run_dir)
         if found is not None and found.launch != launch_id:
             raise RunFolderTakenError(format_lease_conflict(run_dir, found))
 
 
 def _read_holder(run_dir: Path) -> LeaseHolder | None:
-    """The holder, as the newest lease says it. Raises FolderLostError where the run folder is gone."""
+    """Return the holder in the latest lease.
+
+    Raises RunFolderTakenError if the run folder is gone.
+    """
     try:
         return parse_holder(read_latest_lease(get_workers_dir(run_dir))[1] or b"")
     except FileNotFoundError:
         if os.path.lexists(run_dir):
             return None
     raise RunFolderTakenError(
-        f"{run_dir} is not there any more: it was moved or removed while this launch wrote into it; "
+        f"{run_dir} does not exist any more: it was moved or removed while this launch wrote into it; "
         "put it back and start again"
     )
 
 
 def format_lease_conflict(run_dir: Path, holder: LeaseHolder | None) -> str:
-    """The sentence with which a launch ends that has lost its folder."""
+    """Return the error message of a launch that has lost its folder."""
     return f"another launch took {run_dir} over ({holder}); this one ends and writes nothing more into it"

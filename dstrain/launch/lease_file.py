@@ -1,4 +1,4 @@
-"""The file of a lease: what it says, how the newest is found, and how one is made of which there can be one only."""
+"""Lease files: format, lookup of the latest one, and atomic exclusive creation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pathlib import Path
 from dstrain.errors import one_line
 
 STALE_LISTING_SECONDS = 90.0
-"""A listing that names a file which is not there is asked for again for so long; Linux's NFS client keeps one for up to 60 s (acdirmax)."""
+"""Time for which a listing that names a missing file is read again: Linux's NFS client caches one
+for up to 60 s (acdirmax in nfs(5))."""
 MAX_LEASE_BYTES = 64 * 1024
 _LEASE_NAME = re.compile(r"lease-([0-9]{8}|[1-9][0-9]{8,})\.json")
 _STALE_POLL_SECONDS = 0.05
@@ -22,18 +23,18 @@ _STALE_POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class LeaseHolder:
-    """What the file says."""
+    """Content of a lease file; the fields are its keys."""
 
     launch: str
     host: str
     machine: str
     pid: int
     started: str
-    """Of the process, in the kernel's clock ticks after its boot: a pid is given again."""
+    """Start time of the process in clock ticks after boot: pids are reused."""
     since: str
-    """Local time, for people."""
+    """Local time, for display only."""
     folder: int
-    """Inode of the run folder: a copy of it is held by nobody."""
+    """Inode of the run folder: a copy of the folder is not held."""
     beat: str
 
     def __str__(self) -> str:
@@ -41,7 +42,10 @@ class LeaseHolder:
 
 
 def read_latest_lease(folder: Path) -> tuple[int, bytes | None]:
-    """The highest number and what its file says; 0 and None where there is none. Raises OSError where it cannot be read."""
+    """Return the highest number and its file's content; (0, None) if there is no lease.
+
+    Raises OSError.
+    """
     until = None
     while True:
         number = max((parse_lease_number(name) for name in os.listdir(folder)), default=0)
@@ -49,7 +53,7 @@ def read_latest_lease(folder: Path) -> tuple[int, bytes | None]:
             return 0, None
         try:
             return number, _read_file(lease_path(folder, number))
-        except OSError as fault:  # a higher one is there now
+        except OSError as fault:  # removed meanwhile: a higher number exists now
             if fault.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
             until = until or time.monotonic() + STALE_LISTING_SECONDS
@@ -59,23 +63,25 @@ def read_latest_lease(folder: Path) -> tuple[int, bytes | None]:
 
 
 def lease_path(folder: Path, number: int) -> Path:
+    """Return the lease file with this number."""
     return folder / f"lease-{number:08d}.json"
 
 
 def parse_lease_number(name: str) -> int:
-    """Of a file's name; 0 where it is not a lease's."""
+    """Return the number in a file name; 0 if it is not the name of a lease."""
     found = _LEASE_NAME.fullmatch(name)
     return int(found[1]) if found else 0
 
 
 def _read_file(file: Path) -> bytes:
-    # Opened anew: a network file system then asks its server.
+    # Opened on each call: NFS then asks its server for the current content (close-to-open
+    # consistency).
     with os.fdopen(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
         return opened.read(MAX_LEASE_BYTES)
 
 
 def parse_holder(content: bytes) -> LeaseHolder | None:
-    """None where a file says something else."""
+    """Return the holder in a lease file; None if the content is not a lease."""
     try:
         holder = LeaseHolder(**json.loads(content))
     except (ValueError, TypeError, RecursionError):
@@ -85,23 +91,25 @@ def parse_holder(content: bytes) -> LeaseHolder | None:
 
 
 def parse_launch_id(content: bytes | None) -> str | None:
+    """Return the launch id in a lease file; None if the content is not a lease."""
     holder = parse_holder(content) if content is not None else None
     return holder.launch if holder else None
 
 
 def format_heartbeat(count: int) -> str:
-    """Of one width, so that it can be written in place."""
+    """Return a heartbeat of fixed width, so that it can be overwritten in place."""
     return f"beat-{count:012d}"
 
 
 RELEASED_HEARTBEAT = "given-back".ljust(len(format_heartbeat(0)), "-")
-"""The heartbeat of a lease that its holder gave back."""
+"""Heartbeat of a released lease."""
 
 
 def link_exclusive(temporary: Path, target: Path) -> bool:
-    """Give a file its second name; False where that is taken.
+    """Link a file to a second name; return False if that name exists.
 
-    An NFS client that asks twice for a lost answer hears that the link is there: it is its own then (open(2), O_EXCL).
+    An NFS client that repeats a request after a lost answer is told that the link exists, although
+    it created it: then the contents are equal (open(2), O_EXCL).
     """
     try:
         os.link(temporary, target)
@@ -112,7 +120,7 @@ def link_exclusive(temporary: Path, target: Path) -> bool:
         with contextlib.suppress(FileExistsError):
             _copy_exclusive(temporary, target)
             return True
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # removed meanwhile: not ours
         return _read_file(target) == _read_file(temporary)
     return False
 

@@ -1,4 +1,4 @@
-"""The processes below this one: which live, which are workers, how they ended; and an end to all of them."""
+"""Process lookup by descent or marker, exit status from /proc, and killing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import psutil
 
 
 def descendants(excluded_pids: set[int]) -> list[psutil.Process]:
-    """All living processes below this one, but for the children it had before the launch."""
+    """Return all running descendants, except the children in `excluded_pids`, which are older than
+    the launch.
+    """
     found = []
     for child in psutil.Process().children():
         if child.pid not in excluded_pids:
@@ -23,7 +25,7 @@ def descendants(excluded_pids: set[int]) -> list[psutil.Process]:
 
 
 def find_workers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Those that a launcher gave a rank; not what they started themselves, which inherits it."""
+    """Return the processes that a launcher gave a rank, without their children, which inherit it."""
     ranked = {process.pid: process for process in processes if _has_rank(process)}
     found = []
     for process in ranked.values():
@@ -42,7 +44,9 @@ def _has_rank(process: psutil.Process) -> bool:
 
 
 def get_host_id() -> str:
-    """Return a string that is equal where process ids mean the same: same host name, boot and pid namespace."""
+    """Return a string that is equal where process ids mean the same: same host name, boot and pid
+    namespace.
+    """
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         try:
@@ -53,13 +57,16 @@ def get_host_id() -> str:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter (Z: it ended and nobody has asked how yet), or `gone`."""
+    """Return the kernel's state letter (Z: ended, not yet waited for), or `gone`."""
     fields = _read_stat(pid)
     return fields[0] if fields else "gone"
 
 
 def exit_status(pid: int) -> int | None:
-    """How a zombie ended, as subprocess tells it: its code, or minus the signal. None where the kernel will not say."""
+    """Return a zombie's exit code, or minus its signal, as subprocess does.
+
+    None if it is not a zombie.
+    """
     fields = _read_stat(pid)
     if not fields or fields[0] != "Z":
         return None
@@ -68,13 +75,17 @@ def exit_status(pid: int) -> int | None:
 
 
 def start_time(pid: int) -> str:
-    """When the process started, in clock ticks after boot (field 22 in proc(5)); empty where the kernel will not say."""
+    """Return the start time in clock ticks after boot (field 22 in proc(5)); '' if it cannot be
+    read.
+    """
     fields = _read_stat(pid)
     return fields[19] if fields else ""
 
 
 def is_process_alive(pid: int, started_at: str) -> bool | None:
-    """Whether the process with this `start_time` lives on this host; None where that cannot be seen (hidepid in proc(5))."""
+    """Return True if the process with this start time runs on this host; None if unknown (hidepid
+    in proc(5)).
+    """
     if process_state(pid) == "Z":
         return False
     try:
@@ -88,7 +99,9 @@ def is_process_alive(pid: int, started_at: str) -> bool | None:
 
 
 def _read_stat(pid: int) -> list[str]:
-    """/proc/PID/stat from the state on: the name before it may hold blanks and brackets."""
+    """Return the fields of /proc/PID/stat from the state on: the name before it may contain blanks
+    and brackets.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -96,7 +109,9 @@ def _read_stat(pid: int) -> list[str]:
 
 
 def find_processes(matches: Callable[[Sequence[str], Callable[[], Mapping[str, str]]], bool]) -> list[psutil.Process]:
-    """Return this host's running processes, except this one, for which `matches(command line, get_environ)` is true."""
+    """Return this host's running processes, except this one, for which `matches(command line,
+    get_environ)` is true.
+    """
     found = []
     for process in psutil.process_iter():
         # Suppressed: it has ended, or belongs to another user, whose environment cannot be read.
@@ -113,7 +128,11 @@ def has_marker(words: Sequence[str], env: Callable[[], Mapping[str, str]], marke
 
 
 def kill_descendants(excluded_pids: set[int], launcher_pid: int) -> list[int]:
-    """SIGKILL whatever is left below this process and reap the orphans; the launcher is left to be waited for."""
+    """SIGKILL all descendants and reap the orphans, but not the launcher: its exit code is read
+    later.
+
+    Returns the pids that did not end.
+    """
 
     def reap() -> None:
         for child in psutil.Process().children():
@@ -125,7 +144,10 @@ def kill_descendants(excluded_pids: set[int], launcher_pid: int) -> list[int]:
 
 
 def kill_processes(find: Callable[[], list[psutil.Process]], reap: Callable[[], None] = lambda: None) -> list[int]:
-    """SIGKILL what `find` gives until it gives nothing, for at most 10 s. Returns what would not end."""
+    """SIGKILL what `find` returns until it returns nothing, for at most 10 s.
+
+    Returns the pids that did not end.
+    """
     deadline = time.monotonic() + 10
     while True:
         left = find()

@@ -1,8 +1,6 @@
-"""Copies what is appended to a file to standard output: `tee_log.py FILE OFFSET`, run as a process of its own.
+"""Child process that copies what is appended to a log file to the terminal: `tee_log.py FILE OFFSET`."""
 
-It ends when its standard input is closed or its parent is gone, after a last look at the file.
-Only the standard library: it starts with every rank 0.
-"""
+# It imports only the standard library, since it starts with every rank 0.
 
 from __future__ import annotations
 
@@ -13,11 +11,12 @@ import sys
 
 
 def follow_file(path: str, offset: int) -> None:
+    """Copy the file to stdout from `offset` on, until stdin is closed or the parent has ended."""
     parent = os.getppid()
     with open(path, "rb", buffering=0) as log:
         log.seek(offset)
         while True:
-            # Asked before the file is read, so that what was written last is still copied.
+            # Checked before the file is read, so that the last output is still copied.
             ended = bool(select.select([0], [], [], 0.1)[0]) or os.getppid() != parent
             while part := log.read(1 << 16):
                 _write_stdout(part)
@@ -29,7 +28,7 @@ def _write_stdout(data: bytes) -> None:
     while data:
         try:
             data = data[os.write(1, data) :]
-        except BlockingIOError:  # full, and what shares the stream with us made it one that does not wait
+        except BlockingIOError:  # the pipe is full, and another process that shares it has made it non-blocking
             select.select([], [1], [])
 
 
@@ -38,5 +37,5 @@ if __name__ == "__main__":
         signal.signal(number, signal.SIG_IGN)
     try:
         follow_file(sys.argv[1], int(sys.argv[2]))
-    except OSError:  # the terminal is gone; the file goes on without us
+    except OSError:  # the terminal is closed; the worker still writes to the file
         sys.exit(0)

@@ -1,4 +1,4 @@
-"""Where a process stands among its peers, read from what its launcher left in the environment."""
+"""Rank, world size and visible GPUs, read from what launchers set in the environment."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ _TORCH_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 @dataclass(frozen=True)
 class Worker:
-    """One process among the many of a run."""
+    """Rank of this process and how it was launched."""
 
     rank: int
     local_rank: int
-    """Among the processes of this host."""
+    """Index among the processes of this host."""
     world_size: int
     launcher: str
-    """deepspeed, torchrun, accelerate, openmpi, slurm, or `environment` where only the usual names are set."""
+    """deepspeed, torchrun, accelerate, openmpi, slurm, or `environment` if only RANK and WORLD_SIZE
+    are set."""
     local_world_size: int
-    """Processes on this host; all of them where the launcher does not say."""
+    """Processes on this host; the world size if the launcher does not set it."""
     environment: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """What to add to os.environ before the process group starts; only names that are missing there.
-    MASTER_PORT is left out where one process may take any free port."""
+    """Variables to add to os.environ before the process group starts; only names that are missing
+    there. MASTER_PORT is not among them if one process may use any free port."""
 
 
 def worker_from_env(env: Mapping[str, str]) -> Worker | None:
-    """The worker that a launcher started with this environment; None where nobody launched us.
+    """Return the worker that a launcher started with this environment; None if no launcher did.
+    Raises UsageError.
 
-    OpenMPI goes before Slurm: inside an allocation `mpirun` starts its daemons through srun, so that
-    ranks inherit the daemon's SLURM_PROCID.
+    OpenMPI is checked before Slurm: inside an allocation `mpirun` starts its daemons with srun, so
+    that ranks inherit the daemon's SLURM_PROCID.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torch_names(env)
@@ -49,11 +51,13 @@ def worker_from_env(env: Mapping[str, str]) -> Worker | None:
 
 
 def _from_torch_names(env: Mapping[str, str]) -> Worker:
-    """DeepSpeed's launcher, torchrun and accelerate all set RANK, LOCAL_RANK and WORLD_SIZE."""
+    """Read RANK, LOCAL_RANK and WORLD_SIZE, which DeepSpeed's launcher, torchrun and accelerate
+    set.
+    """
     if "LOCAL_RANK" not in env:
         raise UsageError(
             "RANK and WORLD_SIZE are set but LOCAL_RANK is not, so this process cannot know its device; "
-            "set LOCAL_RANK (0 where each host runs one process), or unset RANK to let dstrain launch"
+            "set LOCAL_RANK (0 if each host runs one process), or unset RANK to let dstrain launch"
         )
     rank, local_rank, world = (_read_int(env, name) for name in _TORCH_NAMES)
     if any(name.startswith("ACCELERATE_") for name in env):
@@ -72,7 +76,7 @@ def _from_openmpi(env: Mapping[str, str]) -> Worker:
     local_size = _read_int(env, "OMPI_COMM_WORLD_LOCAL_SIZE") if "OMPI_COMM_WORLD_LOCAL_SIZE" in env else place[2]
     if local_size < place[2] and "MASTER_ADDR" not in env:
         raise UsageError(
-            "mpirun started processes on several hosts and none knows where rank 0 is; "
+            "mpirun started processes on several hosts, but MASTER_ADDR is not set; "
             "add `-x MASTER_ADDR=<rank 0's host>` to the mpirun command"
         )
     job = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE") or "0"
@@ -81,10 +85,10 @@ def _from_openmpi(env: Mapping[str, str]) -> Worker:
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
-    """One of several tasks of an srun step.
+    """Return True for one of several tasks of an srun step.
 
-    A batch script and salloc's shell have no step of their own, and a step of one task is most often
-    `srun --pty bash`: in all of these dstrain launches its own processes.
+    A batch script and salloc's shell are not in a step, and a step of one task is most often `srun
+    --pty bash`: in these dstrain launches its own processes.
     """
     return "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and _count_slurm_tasks(env) > 1
 
@@ -99,7 +103,7 @@ def _from_slurm(env: Mapping[str, str]) -> Worker:
     if not nodes and "MASTER_ADDR" not in env:
         raise UsageError("this is a Slurm step without SLURM_STEP_NODELIST; export MASTER_ADDR with rank 0's host")
     tasks = _count_slurm_tasks(env)
-    # Two jobs may share a node, so a fixed port would make them meet.
+    # Not a fixed port: two jobs may share a node, and their ranks would connect to each other.
     seed = 101 * int(env.get("SLURM_JOB_ID", "0")) + int(env["SLURM_STEP_ID"])
     found = {"MASTER_ADDR": expand_nodelist(nodes)[0] if nodes else "", "MASTER_PORT": str(_port_from_seed(seed))}
     counts = expand_task_counts(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(tasks))
@@ -118,8 +122,8 @@ def _make_worker(
     rank, local_rank, world = rank_tuple
     if not (0 <= rank < world and 0 <= local_rank < local_world_size <= world):
         raise UsageError(
-            f"the environment says rank {rank} of {world} and local rank {local_rank} of {local_world_size}, which cannot be; "
-            "start this process through one launcher only"
+            f"the environment has rank {rank} of {world} and local rank {local_rank} of {local_world_size}, "
+            "which is impossible; start this process through one launcher only"
         )
     names = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local_world_size}
     wanted = {name: str(value) for name, value in names.items()} | dict(extra_env)
@@ -131,17 +135,21 @@ def _make_worker(
 def _read_int(env: Mapping[str, str], name: str) -> int:
     value = env.get(name, "")
     if not value.isdecimal():
-        raise UsageError(f"the environment's {name} is '{value}', which is no count; unset it or let a launcher set it")
+        raise UsageError(
+            f"the environment's {name} is '{value}', which is not a number; unset it or let a launcher set it"
+        )
     return int(value)
 
 
 def _port_from_seed(seed: int) -> int:
-    """A port below those the kernel hands out by itself (32768 and up)."""
+    """Return a port below the kernel's ephemeral ones (32768 and up)."""
     return 15000 + seed % 15000
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Slurm's compact list: `node[01-03,7]-ib,login` -> node01-ib, node02-ib, node03-ib, node7-ib, login."""
+    """Expand Slurm's list of nodes: `node[01-03,7]-ib,login` -> node01-ib, node02-ib, node03-ib,
+    node7-ib, login.
+    """
     hosts: list[str] = []
     for part in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", text.strip()):
         hosts += _expand_node(part)
@@ -159,27 +167,30 @@ def _expand_node(part: str) -> list[str]:
     for item in ranges.split(","):
         first, _, last = item.partition("-")
         if not first.isdecimal() or not (last or first).isdecimal():
-            raise UsageError(f"'{item}' in the host list '{part}' is no number or range; write it like node[01-03,7]")
+            raise UsageError(
+                f"'{item}' in the host list '{part}' is not a number or range; write it like node[01-03,7]"
+            )
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
     return [before + number + rest for number in numbers for rest in _expand_node(after)]
 
 
 def expand_task_counts(text: str) -> list[int]:
-    """Slurm's tasks per node: `2(x3),1` -> 2, 2, 2, 1."""
+    """Expand Slurm's tasks per node: `2(x3),1` -> 2, 2, 2, 1."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise UsageError(f"'{part}' is no count of tasks per node; Slurm writes it like 2(x3),1")
+            raise UsageError(f"'{part}' is not a number of tasks per node; Slurm writes it like 2(x3),1")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def visible_gpus(env: Mapping[str, str], gpu_count: int | None = None) -> int:
-    """GPUs that a process with this environment would see. `present`: how many there are, asked of the machine if None.
+    """Return the number of GPUs that a process with this environment sees; `gpu_count` None counts
+    those of the host.
 
-    A name in CUDA_VISIBLE_DEVICES alone makes no GPU: images set it on machines without one, and so does
-    DeepSpeed's launcher for the processes it starts on a CPU.
+    CUDA_VISIBLE_DEVICES is not enough: container images set it on hosts without a GPU, and so does
+    DeepSpeed's launcher for processes on a CPU. Called by launchers/torchrun.sh.
     """
     if is_cpu_requested(env):
         return 0
@@ -188,13 +199,16 @@ def visible_gpus(env: Mapping[str, str], gpu_count: int | None = None) -> int:
 
 
 def is_cpu_requested(env: Mapping[str, str]) -> bool:
-    """Whether the environment hides every GPU on purpose."""
+    """Return True if the environment hides every GPU."""
     listed = env.get("CUDA_VISIBLE_DEVICES", "all").strip()
     return env.get("DS_ACCELERATOR") == "cpu" or listed in ("", "-1", "NoDevFiles", "none", "void")
 
 
 def visible_devices(cuda_visible_devices: str | None, gpu_count: int) -> list[str]:
-    """What CUDA makes of CUDA_VISIBLE_DEVICES: it reads up to the first entry that names no device."""
+    """Return the devices in CUDA_VISIBLE_DEVICES.
+
+    Like CUDA, stop at the first entry that is not a device.
+    """
     if cuda_visible_devices is None:
         return [str(index) for index in range(gpu_count)]
     devices: list[str] = []
@@ -207,7 +221,7 @@ def visible_devices(cuda_visible_devices: str | None, gpu_count: int) -> list[st
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs of this machine, visible or not."""
+    """Return the number of NVIDIA GPUs of this host, visible or not."""
     listing = _run_nvidia_smi("-L")
     if listing is not None:
         return sum(line.startswith("GPU ") for line in listing.splitlines())
@@ -215,7 +229,9 @@ def count_gpus() -> int:
 
 
 def gpus_support_bf16() -> bool | None:
-    """Whether every GPU here computes in bf16 (compute capability 8.0 and up); None where nobody can tell."""
+    """Return True if every GPU of this host supports bf16 (compute capability 8.0 and up); None if
+    unknown.
+    """
     listing = _run_nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader")
     found = re.findall(r"^\s*(\d+)\.(\d+)\s*$", listing or "", re.MULTILINE)
     return all(int(major) >= 8 for major, _ in found) if found else None

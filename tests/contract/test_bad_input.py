@@ -150,7 +150,7 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "a config whose kind is a number": (sets("model.config.model_type=5"), ["model.config", "has no model_type"]),
     "an empty file": (recipe(""), ["task", "is missing", "`dstrain tasks`"]),
     "no text": (lambda folder: [(folder / "bad.yaml").write_bytes(b"a: \xff") and "bad.yaml"], ["not valid UTF-8 (byte 3); re-save the file as UTF-8"]),
-    "a folder for a recipe": (lambda folder: ["."], ["RECIPE .: is a folder", "name the YAML file in it"]),
+    "a folder for a recipe": (lambda folder: ["."], ["RECIPE .: is a folder", "give the YAML file in it"]),
     "a recipe nobody may read": (unreadable, ["cannot be read (Permission denied)", "permissions"]),
     "no such recipe": (lambda folder: ["nowhere.yaml"], ["nowhere.yaml", "there is no such file", "check the path"]),
     "a packaged name misspelt": (lambda folder: ["demo-rmm"], ["did you mean 'demo-rm'?"]),
@@ -250,7 +250,7 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "an option there is not": (lambda folder: [RECIPE, "--num-gpu", "2"], ["No such option", "--num-gpu"]),
     "a word for a count": (lambda folder: [RECIPE, "--num-gpus", "two"], ["--num-gpus", "'two' is not a valid integer"]),
     "no process": (lambda folder: [RECIPE, "--num-gpus", "0"], ["--num-gpus 0 starts no process"]),
-    "a port that is none": (lambda folder: [RECIPE, "--num-gpus", "1", "--master-port", "99999"], ["--master-port 99999 is no port"]),
+    "a port that is none": (lambda folder: [RECIPE, "--num-gpus", "1", "--master-port", "99999"], ["--master-port 99999 is not a port"]),
     "a launcher there is not": (lambda folder: [RECIPE, "--launcher", "mpi"], ["--launcher", "'mpi' is not one of"]),
     "a key to change that is none": (lambda folder: [RECIPE, "--allow-change", "optim.lrr"], ["--allow-change optim.lrr: no such key", "did you mean 'optim.lr'?"]),
     "a key to change from elsewhere": (lambda folder: [RECIPE, "--allow-change", "zzz"], ["--allow-change zzz: no such key", "as the recipe has it"]),
@@ -285,18 +285,18 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "a profile of step 0": (sets("profile={steps: [0, 3]}"), ["profile.steps", "greater than or equal to 1"]),
     "fp16 on a CPU": (sets("precision=fp16"), ["fp16 needs a GPU", "precision: bf16 or fp32"]),
     "fp16 at stage 0": (sets("precision=fp16", "ds_config=zero0"), ["stage 0", "zero1"]),
-    "hosts without a file": (lambda folder: [RECIPE, "--num-nodes", "2"], ["--num-nodes", "only --hostfile says which"]),
+    "hosts without a file": (lambda folder: [RECIPE, "--num-nodes", "2"], ["--num-nodes", "several hosts need --hostfile"]),
     "a hostfile": (lambda folder: [RECIPE, "--hostfile", "hosts"], ["--hostfile hosts: cannot be read (No such file", "like host1 slots=8"]),
     "resume misspelt": (lambda folder: [RECIPE, "--resume", "atuo"], ["--resume atuo", "did you mean 'auto'?"]),
-    "resume from nowhere": (lambda folder: [RECIPE, "--resume", "./nowhere"], ["--resume ./nowhere", "no such folder", "the folder of a run or a checkpoint"]),
+    "resume from nowhere": (lambda folder: [RECIPE, "--resume", "./nowhere"], ["--resume ./nowhere", "nor an existing folder", "the folder of a run or a checkpoint"]),
     "a run folder of no name": (lambda folder: [RECIPE, "--run-dir", ""], ["--run-dir: is empty", "--run-dir runs/first"]),
     "a run folder that is the working folder": (lambda folder: [RECIPE, "--run-dir", "."], ["--run-dir", "a run has a folder of its own"]),
     "a run folder that is the whole disk": (lambda folder: [RECIPE, "--run-dir", "/"], ["--run-dir /: is a folder of the system", "--run-dir runs/first"]),
     "a run folder that others share": (lambda folder: [RECIPE, "--run-dir", "/usr/../tmp/"], ["is a folder of the system"]),
     "a run folder that is home": (lambda folder: [RECIPE, "--run-dir", "~"], ["--run-dir ~: is a folder of the system"]),
-    "a run folder that is the working folder's path": (lambda folder: [RECIPE, "--run-dir", str(folder)], ["is the working folder or above it"]),
-    "a run folder above": (lambda folder: [RECIPE, "--run-dir", ".."], ["--run-dir ..: is the working folder or above it"]),
-    "a run folder with a recipe of one's own": (beside_recipe, ["--run-dir mine: holds a recipe.yaml that is of no run"]),
+    "a run folder that is the working folder's path": (lambda folder: [RECIPE, "--run-dir", str(folder)], ["is the working directory or above it"]),
+    "a run folder above": (lambda folder: [RECIPE, "--run-dir", ".."], ["--run-dir ..: is the working directory or above it"]),
+    "a run folder with a recipe of one's own": (beside_recipe, ["--run-dir mine: contains a recipe.yaml that is not a run's"]),
     "a run folder whose name is no text": (lambda folder: [RECIPE, "--run-dir", "r\udcff"], ["/r\\xff: the path is not valid UTF-8", "rename the folder"]),
     "a run folder that is a file": (lambda folder: [RECIPE, "--run-dir", RECIPE], ["--run-dir", "cannot be written", "choose another folder"]),
 }  # fmt: skip
@@ -318,6 +318,13 @@ def test_bad_input_is_named_with_its_mend(wrong: str, folder: Path, monkeypatch:
         assert part in output, output
     assert "; " in output or "Usage: " in output, output
     assert files_in(folder) == before
+
+
+def test_a_dry_run_refuses_a_run_folder_that_is_a_file(folder: Path) -> None:
+    for name in (RECIPE, f"{RECIPE}/run"):
+        code, output = run(RECIPE, "--dry-run", "--run-dir", name)
+        assert code == 2
+        assert f"cannot be written ({folder / RECIPE} is not a folder); choose another folder" in output
 
 
 def test_the_table_is_long_enough_and_its_messages_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +416,7 @@ ONE, LINES = ["data.train=x.jsonl"], '{"chosen": "a", "rejected": "b"}\n{"chosen
 WORKER_TABLE: dict[str, tuple[list[str], Callable[[Path], None] | None, str]] = {
     "a kind of model misspelt": (["model.config.model_type=lama"], None, r"model_type: 'lama' is none of transformers'.*llama"),
     "a setting of the model misspelt": (["model.config.hiden_size=8"], None, r"model\.config\.hiden_size.*did you mean 'hidden_size'"),
-    "a folder that is not there": (["model.config=null", "model.path=./nowhere"], None, r"model\.path.*'\./nowhere' is no folder"),
+    "a folder that is not there": (["model.config=null", "model.path=./nowhere"], None, r"model\.path.*'\./nowhere' is not a folder"),
     "a folder without weights": (["model.config=null", "model.path=./model"], without_weights, r"model\.path.*holds no weights"),
     "weights that git left behind": (["model.config=null", "model.path=./model"], damaged, r"model/model\.safetensors is damaged.*git lfs pull"),
     "a shard that is missing": (["model.config=null", "model.path=./model"], without_a_shard, r"00002-of-00002\.safetensors is not there.*download it again"),
@@ -423,7 +430,7 @@ WORKER_TABLE: dict[str, tuple[list[str], Callable[[Path], None] | None, str]] = 
     "a width below 0": (["model.config.hidden_size=-8"], None, r"model\.config: the model cannot be built.*negative dimension"),
     "an activation misspelt": (["model.config.hidden_act=siluu"], None, r"model\.config: the model cannot be built.*siluu"),
     "no vocabulary": (["model.config.vocab_size=0"], None, r"at least 258 entries, not 0"),
-    "a tokenizer that is not there": (["model.tokenizer=./nowhere"], None, r"model\.tokenizer: '\./nowhere' is no folder"),
+    "a tokenizer that is not there": (["model.tokenizer=./nowhere"], None, r"model\.tokenizer: '\./nowhere' is not a folder"),
     "a folder without tokenizer": (["model.tokenizer=."], None, r"model\.tokenizer: there is no tokenizer in"),
     "no data": (["data.train=[]"], None, r"data\.train: is not set"),
     "a folder of data": (["data.train=."], None, r"is a folder; name a \.jsonl"),

@@ -97,7 +97,7 @@ def hollow(folder: Path) -> None:
         ("export run --to out", "holds no whole checkpoint"),
         ("export run --to file", "is a file; choose another name"),
         ("export run --to run", "exists and is not empty"),
-        ("export model --to out", "say with --task"),
+        ("export model --to out", "name its task"),
         ("evaluate run --data pairs.jsonl", "holds no whole checkpoint"),
         ("evaluate model --data pairs.jsonl --task rm", "holds no weights"),
         ("trian", "No such command 'trian'"),

@@ -57,7 +57,7 @@ def test_its_code_runs_where_the_user_names_it_alone(tmp_path: Path) -> None:
 
 
 def test_adapters_of_a_module_are_merged(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"a module of your own.*add --merge-lora"):
+    with pytest.raises(UsageError, match=r"a custom module.*add --merge-lora"):
         exported(tmp_path, LORA)
 
 

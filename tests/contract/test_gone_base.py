@@ -69,7 +69,7 @@ def test_what_needs_the_weights_says_how_to_name_them(tmp_path: Path) -> None:
     assert not (run / "model").exists(), "adapters lie on weights, a config would not do"
     shutil.move(base, tmp_path / "elsewhere")
     wanted = (
-        "model.path: '.*base' is not there any more, and the adapters lie on its weights; .*--set model.path=FOLDER"
+        "model.path: '.*base' does not exist any more, and the adapters need its weights; .*--set model.path=FOLDER"
     )
     with pytest.raises(UsageError, match=wanted):
         find_saved_model(run, "last")
@@ -94,7 +94,7 @@ def test_ties_that_the_weights_took_apart_are_not_guessed(tmp_path: Path) -> Non
     (base / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
     run = make_run(tmp_path / "it", "sft", {"model": {"path": str(base), "config": None}})
     shutil.rmtree(base)
-    with pytest.raises(CheckpointError, match="two values for weights that the model's config ties"):
+    with pytest.raises(CheckpointError, match="two values for weights that the config ties"):
         load_trained_model(run, "last")
 
 
@@ -128,7 +128,7 @@ def test_export_of_another_projects_folder_says_what_to_do(tmp_path: Path) -> No
     _, base = run_from_base(tmp_path, "sft")
     said = call("export", str(base), "--to", str(tmp_path / "out"))
     assert said.exit_code == 2
-    assert "is an exported model; say with --task what it was trained for" in said.output
+    assert "is an exported model without a recipe; name its task" in said.output
     assert (
         "There is no such option"
         not in call("export", str(base), "--to", str(tmp_path / "out"), "--task", "sft").output

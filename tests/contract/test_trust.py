@@ -94,7 +94,7 @@ def test_a_folders_task_of_its_own_does_not_run(
     change(recipe_of(folder, kind), task=str(evil) if named == "a file" else "package.own")
     said = dstrain(*COMMANDS[command](folder, folder / kind))
     assert said.exit_code == 2, said.output
-    assert "nothing runs because a folder says so; add --task" in said.output
+    assert "code that only the folder names is not run; add --task" in said.output
     if named == "a file":
         assert f"--task {shlex.quote(str(evil))} if you trust that file" in said.output
     assert not mark.exists()
@@ -150,7 +150,7 @@ def test_a_folders_trust_in_remote_code_is_none(kind: str, folder: Path) -> None
     change(recipe_of(folder, kind), model__trust_remote_code=True)
     said = dstrain(*asked)
     assert said.exit_code == 2
-    assert "model.trust_remote_code: is true, and nothing runs because a folder says so; " in said.output
+    assert "model.trust_remote_code: is true, and code that only the folder names is not run; " in said.output
     assert "add --set model.trust_remote_code=true if you trust that code" in said.output
     assert not mark.exists()
     if kind == "exported":
@@ -237,7 +237,7 @@ def test_a_run_says_how_its_model_is_held_and_nothing_else(preset: str, folder: 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("[1]", "holds no JSON object"),
+        ("[1]", "is not a JSON object"),
         ("{", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
         ('{"zero_optimization": {"stage": 3, "evil": 1}}', "zero_optimization.evil"),
@@ -268,7 +268,7 @@ def test_what_is_no_file_of_the_folder_is_not_read(kind: str, folder: Path) -> N
     assert said.exit_code == 2
     file.unlink()
     os.mkfifo(file)
-    assert "is no regular file" in (said := dstrain(*asked)).output
+    assert "is not a regular file" in (said := dstrain(*asked)).output
     assert said.exit_code == 2
     file.unlink()
     (folder / kind / "kept.json").symlink_to("tokenizer_config.json")
@@ -305,10 +305,10 @@ def test_a_folder_of_the_hubs_cache_is_read(folder: Path) -> None:
         ("config.json", {"text_config": {"attn_implementation": "evil/kernel"}}, "names code on the hub"),
         ("adapter_config.json", {"megatron_config": {"a": 1}, "megatron_core": "evil"}, "a module to import"),
         ("adapter_config.json", {"peft_type": "XLORA"}, "peft_type is 'XLORA'"),
-        ("adapter_config.json", [], "holds no JSON object"),
-        ("adapter_config.json", {"target_modules": 5}, "target_modules is 5, and must hold names of modules"),
-        ("adapter_config.json", {"rank_pattern": 7}, "rank_pattern is 7, and must hold names of modules"),
-        ("adapter_config.json", {"layers_pattern": True}, "layers_pattern is True, and must hold names of modules"),
+        ("adapter_config.json", [], "is not a JSON object"),
+        ("adapter_config.json", {"target_modules": 5}, "target_modules is 5, but must be names of modules"),
+        ("adapter_config.json", {"rank_pattern": 7}, "rank_pattern is 7, but must be names of modules"),
+        ("adapter_config.json", {"layers_pattern": True}, "layers_pattern is True, but must be names of modules"),
         (
             "adapter_config.json",
             {"target_modules": "((.*)*)*[A-Z]$"},
@@ -470,7 +470,7 @@ def test_a_run_without_its_tokenizer_gets_no_other_one(folder: Path) -> None:
     """One would be trained on whatever data.train holds now, or be fetched."""
     shutil.rmtree(folder / "run/tokenizer")
     with pytest.raises(
-        UsageError, match=r"run/tokenizer: is not there, and only .*; copy the whole run, or add --set mod"
+        UsageError, match=r"run/tokenizer: does not exist, and only .*; copy the whole run, or add --set mod"
     ):
         find_saved_model(folder / "run", "last")
     assert find_saved_model(folder / "run", "last", [f"model.tokenizer={folder}/exported"])

@@ -1,4 +1,4 @@
-"""Hosts for the tests of this folder, which are skipped where none can be made."""
+"""Hosts for the tests of this folder; the tests are skipped if none can be created."""
 
 from __future__ import annotations
 

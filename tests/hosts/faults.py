@@ -1,9 +1,8 @@
-"""What may go wrong with a launch on several hosts, and what must come of each.
+"""Faults of a launch on several hosts, and the required outcome of each."""
 
-Whatever happens: `dstrain train` ends, with the code that the contract gives it and a sentence that names the cause;
-nothing of the launch is left on any host; no more than one save interval is lost; and the same command goes on, to the
-same losses as a run that nothing happened to. `suffer` tells what of that is `wrong`; the rest says only what goes wrong.
-"""
+# After every fault `dstrain train` ends with the exit code of the contract and an error that names the cause; no process
+# of the launch remains on any host; at most one save interval is lost; and the same command resumes, with the losses of an
+# uninterrupted run. `suffer` checks this and reports deviations as `wrong`; the rest of the module only describes faults.
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The first process of a host: gives it a name, file systems and sshd, and lives as long as the lab does.
+"""First process of a lab host: `python host.py LAB NUMBER ADDRESS`, in its own namespaces."""
 
-python host.py LAB NUMBER ADDRESS, in namespaces of its own; it reads a line when the cable is there, and answers.
-"""
+# It sets the host name, file systems and sshd, reads a line when the network cable exists, answers, and runs as long as
+# the lab.
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two launches that want one run folder, from two hosts that share it."""
+"""Two launches into one run folder, from two hosts that share it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real training run on the hosts of a lab: started, waited for, looked at from outside."""
+"""Real training run on the hosts of a lab: started, waited for, and observed from outside."""
 
 from __future__ import annotations
 

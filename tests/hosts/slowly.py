@@ -1,4 +1,4 @@
-"""The reward model as a task that takes its time, so that harm can be done between two steps, and writes down its samples."""
+"""Reward-model task with slow steps, so that faults happen between two steps; it records its samples."""
 
 from __future__ import annotations
 

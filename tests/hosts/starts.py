@@ -1,4 +1,4 @@
-"""Launches that must be refused before anything starts, and odd ones that must just work."""
+"""Launches that must be refused before anything starts, and unusual ones that must work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads of a launch that are stopped, not dead: the agent of a host, or `dstrain` itself. Nothing goes on without them."""
+"""Suspended, not dead, supervisors of a launch: the agent of a host, or `dstrain` itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def agent_stopped(lab: Lab, folder: Path, losses: Sequence[Any], launcher: str =
     """The host answers ssh: `dstrain` ends the ranks over another session before it says that one may start again."""
     fault = Fault(
         "SIGSTOP of the agent", "host2", lambda scene: None, 1,
-        "^dstrain: host2 said nothing for .*nothing of the launch is left there; start the same command again",
+        "^dstrain: host2 sent no message for .*nothing of the launch is left there; start the same command again",
         within=SILENCE + 8, launcher=launcher,
     )  # fmt: skip
     run = Run(folder, launch={"heartbeat_timeout_seconds": SILENCE})
@@ -42,7 +42,7 @@ def agent_stopped_and_no_ssh(lab: Lab, folder: Path, losses: Sequence[Any]) -> O
     """Nobody can end the ranks: they do it themselves, and the sentence says when."""
     fault = Fault(
         "SIGSTOP of the agent, no new ssh session", "host2", lambda scene: None, 1,
-        "^dstrain: host2 said nothing for .*rank 0, 1 on host2 cannot be ended from here: .* within 24 s; wait",
+        "^dstrain: host2 sent no message for .*rank 0, 1 on host2 cannot be ended from here: .* within 24 s; wait",
         within=SILENCE + 14, cut_off=True, launcher="ssh", but=f"{AGENT}|{RANK}|{LAUNCH}",
     )  # fmt: skip
     refuse = ["INPUT", "-p", "tcp", "--dport", "22", "--syn", "-j", "DROP"]

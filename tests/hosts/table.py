@@ -1,7 +1,6 @@
-"""All faults of a launch on two hosts as a table in Markdown.
+"""All faults of a launch on two hosts as a Markdown table: `python -m tests.hosts.table [WORD...]`."""
 
-python -m tests.hosts.table [WORD...]    # only those with one of the words in their name
-"""
+# With words, only the faults with one of them in their name.
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reaches the ranks of other hosts, and what is seen of it on the way."""
+"""Environment of the ranks on other hosts, and that nobody else can read it."""
 
 from __future__ import annotations
 

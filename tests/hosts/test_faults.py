@@ -1,4 +1,4 @@
-"""Whatever happens to a launch on two hosts: the code is right, the cause is named, nothing is left, the run goes on."""
+"""Faults of a launch on two hosts: exit code, named cause, no process left, resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hosts of these tests are what they claim to be."""
+"""The hosts of these tests are separate hosts."""
 
 from __future__ import annotations
 

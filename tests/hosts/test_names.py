@@ -1,4 +1,4 @@
-"""Hosts that take their own name for loopback, as Debian's installer writes it, under a launcher that is not dstrain's."""
+"""Hosts whose own name is loopback, as Debian's installer sets it up, under a launcher other than dstrain's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two hosts or one, whatever starts the processes: same losses, same samples, same files."""
+"""Two hosts or one, with any launcher: same losses, same samples, same files."""
 
 from __future__ import annotations
 

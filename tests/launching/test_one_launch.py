@@ -1,4 +1,4 @@
-"""Two real launches into one run folder: one trains, the other says who does."""
+"""Two launches into one run folder: one trains, the other is refused and names it."""
 
 from __future__ import annotations
 

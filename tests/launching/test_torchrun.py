@@ -1,4 +1,4 @@
-"""launchers/torchrun.sh: several machines by hand, a rank that dies, a stop."""
+"""launchers/torchrun.sh: several machines, a rank that dies, a stop."""
 
 from __future__ import annotations
 

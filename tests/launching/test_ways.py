@@ -1,4 +1,4 @@
-"""Four ways into the same run: same losses, same files."""
+"""Four ways to start the same run: same losses, same files."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_checkpoints_that_are_no_folder_are_refused_before_the_launch(kind: str,
         (place / "checkpoints").write_text("")
     told = run("train", "demo-rm", "--dry-run", "--run-dir", place)
     assert told.exit_code == 2
-    said = "is a link to a folder that is not there" if kind == "link" else "is not a folder"
+    said = "is a link to a folder that does not exist" if kind == "link" else "is not a folder"
     assert f"error: {place}/checkpoints: {said}" in told.output
 
 

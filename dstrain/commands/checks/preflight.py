@@ -1,4 +1,4 @@
-"""What can be known wrong of a run without torch, before a process is started or a folder is made for it."""
+"""Checks of recipe, preset, run folder and data before a launch, without torch."""
 
 from __future__ import annotations
 
@@ -21,29 +21,35 @@ from dstrain.train.resume.inputs import check_inputs_unchanged, digest_input_fil
 from dstrain.train.resume.recorded import ResumeOptions, find_compatible_candidate, with_saved_batch_total
 
 MAX_CHECKED_BYTES = 256 << 20
-"""Data files of more, all together, are left to the ranks: to read them twice would be felt."""
+"""Larger data files, in total, are only checked by the ranks: reading them twice would take
+noticeable time."""
 MAX_CHECKED_RECORDS = 2000
-"""Records that are read before the launch; the ranks read all."""
+"""Number of records read before the launch; the ranks read all."""
 
 
 def check_launch(
     recipe: Recipe, run_dir: Path, resume: ResumeOptions, world_size: int, device: Device
 ) -> dict[str, Any]:
-    """Check the recipe, the preset and the run folder. Returns the DeepSpeed JSON. Raises UsageError."""
+    """Check the recipe, the preset and the run folder. Returns the DeepSpeed JSON.
+
+    Raises UsageError.
+    """
     config = recipe.config
     task = make_task(config)
     task.check_required_keys()
     preset = read_preset(config.ds_config)
     start = find_compatible_candidate(run_dir, resume, config)
-    asked = with_saved_batch_total(config.batch, start, resume.allowed_keys)
-    batch = resolve_batch(asked, world_size, preset.micro, None if asked is not config.batch else preset.accumulate)
+    batch_config = with_saved_batch_total(config.batch, start, resume.allowed_keys)
+    batch = resolve_batch(
+        batch_config, world_size, preset.micro, None if batch_config is not config.batch else preset.accumulate
+    )
     return resolve_ds_config(config, preset, batch, (world_size, device), run_dir)
 
 
 def check_data(config: RunConfig, run_dir: Path, resume: ResumeOptions) -> None:
-    """Look at the data, where that is quick: small files that no earlier start has looked at. Raises UsageError.
+    """Check small data files that no earlier start has checked. Raises UsageError.
 
-    The ranks look at all of it, whatever its size.
+    The ranks check all data, whatever its size.
     """
     items = [*config.data.train, *([config.data.eval] if config.data.eval else [])]
     files = [Path(item.path).expanduser() for item in items]
@@ -52,18 +58,18 @@ def check_data(config: RunConfig, run_dir: Path, resume: ResumeOptions) -> None:
     if (start := find_compatible_candidate(run_dir, resume, config)) is not None:
         check_inputs_unchanged(start, digest_input_files(make_task(config)), resume.allowed_keys)
     data = config.data.model_dump(mode="json")
-    judged = {"judged": MAX_CHECKED_RECORDS, "task": config.task, "options": config.options, "data": data}
-    if config.task not in builtin_tasks() or all(load_file_result(file, judged) for file in files):
+    cache_entry = {"judged": MAX_CHECKED_RECORDS, "task": config.task, "options": config.options, "data": data}
+    if config.task not in builtin_tasks() or all(load_file_result(file, cache_entry) for file in files):
         return
-    began, states = time.time_ns(), [file_state(file) for file in files]
+    started_at, states = time.time_ns(), [file_state(file) for file in files]
     _check_records(config)
     for file, state in zip(files, states, strict=True):
-        save_file_result(file, judged, True, began, state)
+        save_file_result(file, cache_entry, True, started_at, state)
 
 
 def _check_records(config: RunConfig) -> None:
-    """Raise DataError where so many of the first records are bad that the files cannot be used, whatever follows."""
-    unnamed = config.model.model_copy(update={"path": None, "config": None})  # records are read without its tokenizer
+    """Raise DataError if too many of the first records are bad for the limit of all records."""
+    unnamed = config.model.model_copy(update={"path": None, "config": None})  # records are parsed without a tokenizer
     task = make_task(config.model_copy(update={"model": unnamed}))
     if not isinstance(task, TextTask):
         return

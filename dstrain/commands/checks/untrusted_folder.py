@@ -1,4 +1,4 @@
-"""What the files in a folder that someone hands over may be: no links out of it, and nothing that a library runs or imports."""
+"""Checks of untrusted folders: links, special files, and configs that import code."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from dstrain.models.folder.hub_code import find_hub_code
 from dstrain.preset import Preset, check_ds_config
 
 FORWARD_KEYS = ("zero_optimization", "aio", "bf16", "fp16", "data_types", "communication_data_type")
-"""What the JSON of a run may say of how its model is held for forward passes."""
+"""Keys of a run's DeepSpeed JSON that apply to forward passes; others are ignored."""
 WEIGHT_SUFFIXES = (".safetensors",)
-NO_CODE_REASON = "nothing runs because a folder says so"
+NO_CODE_REASON = "code that only the folder names is not run"
 MAX_JSON_BYTES = 64 << 20
-"""Bytes of a JSON file that is looked into; a config has some thousands."""
+"""Largest JSON file that is read; a config has some thousand bytes."""
 PATTERN_TIMEOUT_SECONDS = 5
-"""Of processor time for a regular expression over three names; each takes a millionth."""
+"""Limit of CPU seconds for matching a regular expression with three names; a usual one takes a
+microsecond."""
 
 
 def read_forward_preset(folder: Path) -> Preset:
-    """How a run's model was held, from its ds_config.json: no more than forward passes need, and no path. Raises UsageError."""
+    """Return the preset in a run's ds_config.json, with the keys for forward passes only and no
+    paths. Raises UsageError.
+    """
     file = folder / "ds_config.json"
     block = {key: value for key, value in read_json_object(file).items() if key in FORWARD_KEYS}
     zero = block.get("zero_optimization")
@@ -39,17 +42,17 @@ def read_forward_preset(folder: Path) -> Preset:
     try:
         return Preset("ds_config", file, check_ds_config(file, block))
     except PresetError as error:
-        raise PresetError(f"{error}\n--ds-config NAME holds the model another way") from None
+        raise PresetError(f"{error}\ngive another preset with --ds-config NAME") from None
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file of a folder. Raises UsageError."""
+    """Return the JSON object in a file of an untrusted folder. Raises UsageError."""
     try:
         if (problem := _find_file_fault(file)) is not None:
             raise UsageError(f"{file}: {problem}; copy the folder again")
         if file.stat().st_size > MAX_JSON_BYTES:
             raise UsageError(
-                f"{file}: has more than {MAX_JSON_BYTES >> 20} MiB, which no such file has; copy the folder again"
+                f"{file}: is larger than {MAX_JSON_BYTES >> 20} MiB, so it is not a config; copy the folder again"
             )
         value = json.loads(file.read_bytes())
     except OSError as error:
@@ -57,23 +60,24 @@ def read_json_object(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{file}: not valid JSON ({error}); copy the folder again") from None
     if not isinstance(value, dict):
-        raise UsageError(f"{file}: holds no JSON object; copy the folder again")
+        raise UsageError(f"{file}: is not a JSON object; copy the folder again")
     return value
 
 
 def is_precision_enabled(folder: Path, precision: str) -> bool:
-    """Whether a run computed in bf16 or fp16. Raises UsageError."""
+    """Return True if the run's precision is the given one, bf16 or fp16. Raises UsageError."""
     block = read_json_object(folder / "ds_config.json").get(precision)
     return isinstance(block, dict) and block.get("enabled") is True
 
 
 def check_folder(folder: Path, trust_remote_code: bool = False, run_dir: Path | None = None) -> None:
-    """Raise UsageError for what a folder of a tokenizer or a model must not hold. `run`: the run folder that it is a part of.
+    """Raise UsageError for a model or tokenizer folder with unsafe files.
 
-    Files that are no regular files, links to text outside of the folder, adapters and attention that import modules.
+    These are special files, links to files outside of the folder other than weights, and configs
+    that import modules. `run_dir`: the run folder that contains the folder, if any.
     """
     root = Path(os.path.realpath(run_dir or folder))
-    # The hub's cache links snapshots/REVISION/FILE to blobs/HASH beside it.
+    # The Hub's cache links snapshots/REVISION/FILE to blobs/HASH.
     home = root.parent.parent if root.parent.name == "snapshots" else root
     for path in sorted(folder.rglob("*")):
         if path.is_dir() and not path.is_symlink():
@@ -84,21 +88,23 @@ def check_folder(folder: Path, trust_remote_code: bool = False, run_dir: Path | 
         if outside and path.suffix not in WEIGHT_SUFFIXES:
             raise UsageError(
                 f"{path}: is a link to {os.path.realpath(path)}, outside of the folder; "
-                f"where you trust it, copy the folder with `cp -rL {shlex.quote(str(folder))} COPY` and name the copy"
+                f"if you trust it, copy the folder with `cp -rL {shlex.quote(str(folder))} COPY` and use the copy"
             )
     if not trust_remote_code:
         check_imports(folder)
 
 
 def check_imports(folder: Path) -> None:
-    """Raise UsageError for JSON files that have a library import a module, or fetch one."""
+    """Raise UsageError for JSON files that make a library import or fetch a module."""
     for name, check in _CONFIG_CHECKS.items():
         if (folder / name).is_file() and (fault := check(read_json_object(folder / name))):
             raise UsageError(f"{folder / name}: {fault}; remove the key")
 
 
 def check_no_pickles(folder: Path, recipe_name: str) -> None:
-    """Raise where a folder of ours, which has the file `own`, holds pickles, or another's weights are read by running them."""
+    """Raise UsageError for pickles in a folder that dstrain wrote (it has `recipe_name`), and for
+    pickled weights in others.
+    """
     from dstrain.models.weights.files import open_tensors
     from dstrain.train.state import hashed_file
 
@@ -113,25 +119,29 @@ def check_no_pickles(folder: Path, recipe_name: str) -> None:
 
 
 def _find_file_fault(path: Path) -> str | None:
-    """Why a path is no file that can be read to its end; None where it is one, or a folder."""
+    """Return why a path is not a regular file; None if it is one, or a folder."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        return f"cannot be read ({error.strerror})" if os.path.islink(path) else f"is not there ({error.strerror})"
-    return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else "is no regular file"
+        return f"cannot be read ({error.strerror})" if os.path.islink(path) else f"does not exist ({error.strerror})"
+    return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else "is not a regular file"
 
 
 def _adapter_fault(config: Mapping[str, Any]) -> str:
-    """What peft would import for an adapter (peft/tuners/lora/tp_layer.py, importlib.import_module(config.megatron_core))."""
+    """Return why an adapter config is unsafe, else ''.
+
+    peft imports the module in megatron_core (peft/tuners/lora/tp_layer.py,
+    importlib.import_module(config.megatron_core)).
+    """
     if str(config.get("peft_type", "LORA")).upper() != "LORA":
-        return f"peft_type is {config['peft_type']!r}, and dstrain writes and reads LORA alone"
+        return f"peft_type is {config['peft_type']!r}, but dstrain supports only LORA"
     if config.get("megatron_config"):
         return "megatron_config names a module to import"
     return next(filter(None, (pattern_fault(key, config.get(key)) for key in _PATTERN_KEYS)), "")
 
 
 _PATTERN_KEYS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
-"""Keys whose texts peft takes for regular expressions over names of modules; of an object its keys."""
+"""Keys whose texts peft uses as regular expressions for module names; for an object, its keys."""
 _SAMPLE_MODULE_NAMES = (
     "model.layers.0.self_attn.q_proj",
     "transformer.h.11.mlp.c_fc",
@@ -140,33 +150,36 @@ _SAMPLE_MODULE_NAMES = (
 
 
 def pattern_fault(key: str, value: Any) -> str:
-    """Why a regular expression cannot be used, which may take longer than anyone lives; empty where it can."""
+    """Return why a regular expression cannot be used, else ''.
+
+    Matching is tried in a process with a time limit.
+    """
     if not isinstance(value, (str, list, dict, type(None))):
-        return f"{key} is {value!r}, and must hold names of modules"
+        return f"{key} is {value!r}, but must be names of modules"
     texts = [value] if isinstance(value, str) else [text for text in value or () if isinstance(text, str)]
     patterns = [text for text in texts if not re.fullmatch(r"[\w.-]*", text)]
     if not patterns:
         return ""
-    tried = run_limited(
+    result = run_limited(
         lambda: [_matches(text, name) for text in patterns for name in _SAMPLE_MODULE_NAMES],
         ResourceLimits(1 << 30, PATTERN_TIMEOUT_SECONDS, 60.0),
     )
-    if tried.status == "raised":
-        return f"{key} is a regular expression that cannot be used ({tried.value[1]})"
-    if tried.status == "lost":
+    if result.status == "raised":
+        return f"{key} is a regular expression that cannot be used ({result.value[1]})"
+    if result.status == "lost":
         return f"{key} is a regular expression that could not be tried within 60 seconds"
-    return f"{key} is a regular expression that does not end" if tried.status in ("time", "memory") else ""
+    return f"{key} is a regular expression that does not end" if result.status in ("time", "memory") else ""
 
 
 def _matches(pattern: str, name: str) -> bool:
     try:
         return bool(re.fullmatch(pattern, name) or re.match(rf"(.*\.)?({pattern})$", name))
-    except re.error:  # said where it is used
+    except re.error:  # reported where it is used
         return False
 
 
 def config_fault(config: Mapping[str, Any]) -> str:
-    """Why a model's config cannot be used: it names code on the hub. Empty where it names none."""
+    """Return a fault if a model's config names code on the Hub, else ''."""
     found = find_hub_code(config)
     return f"{found}, and {NO_CODE_REASON}" if found else ""
 

@@ -1,8 +1,8 @@
-"""What the recipe in a folder that someone hands over may decide: nothing that runs code, changes an environment or asks the network.
+"""Checks of untrusted recipes: no code, no environment changes, no network access."""
 
-A run folder (recipe.yaml) and an exported one (dstrain_recipe.yaml) bring a recipe of their own. It is text from somebody
-else. What the user writes on the command line is the user's word; what runs code needs that word.
-"""
+# A run folder (recipe.yaml) and an exported folder (dstrain_recipe.yaml) contain a recipe that
+# another person may have written. Only the command line is trusted: whatever runs code or accesses
+# the network must be named there.
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from dstrain.tasks import Task, builtin_tasks, find_task
 from dstrain.tasks.common.reference import ReferenceTask
 from dstrain.tasks.common.text import TextTask
 
-NO_FETCH_REASON = "and nothing is fetched because a folder says so"
+NO_FETCH_REASON = "and is not downloaded, since only the folder names it"
 
 
 def load_folder_recipe(
     file: Path | None, folder_overrides: Sequence[str], overrides: Sequence[str], task: str | None
 ) -> RunConfig:
-    """The recipe in a folder with `own` and then --set applied, where nothing in it runs code or asks the network.
+    """Return the recipe in a folder, with `folder_overrides` and then --set applied.
 
-    Raises UsageError for a task that is no packaged one, for trust_remote_code, and for names on the hub that are not
-    in the cache, unless the command line names them. `launch.env` and `launch.slurm` are the command line's alone.
+    Raises UsageError for a task that is not a packaged one, for trust_remote_code, and for Hub
+    names that are not in the cache, unless the command line names them. `launch.env` and
+    `launch.slurm` of the folder are dropped.
     """
     config = read_recipe(file, [*folder_overrides, *overrides], task).config
     if file is None:
@@ -54,14 +55,14 @@ def load_folder_recipe(
 
 
 def _iter_code_faults(file: Path, config: RunConfig, named_keys: set[str]) -> Iterator[Fault]:
-    """A fault for each thing in the recipe that would run code and that the command line does not name."""
+    """Yield a fault for each key that would run code and that the command line does not name."""
     model = config.model
     if "task" not in named_keys and config.task not in builtin_tasks():
         yield _custom_task_fault(file, config.task)
     if model.trust_remote_code:
         if not named_keys & {"model", "model.trust_remote_code"}:
-            mend = "add --set model.trust_remote_code=true if you trust that code, or =false to go on without it"
-            yield Fault(f"{file} model.trust_remote_code", f"is true, and {NO_CODE_REASON}", mend)
+            fix = "add --set model.trust_remote_code=true if you trust that code, or =false to continue without it"
+            yield Fault(f"{file} model.trust_remote_code", f"is true, and {NO_CODE_REASON}", fix)
         return
     if model.lora is not None and (fault := pattern_fault("targets", model.lora.targets)):
         yield Fault(f"{file} model.lora", fault, "name the modules")
@@ -73,15 +74,17 @@ def _iter_code_faults(file: Path, config: RunConfig, named_keys: set[str]) -> It
 
 
 def _custom_task_fault(file: Path, task: str) -> Fault:
-    kept = file.parent / "task.py"
-    there = kept if kept.is_file() else Path(task)
-    word = shlex.quote(str(there)) if there.is_file() else "FILE"
+    saved_copy = file.parent / "task.py"
+    path = saved_copy if saved_copy.is_file() else Path(task)
+    argument = shlex.quote(str(path)) if path.is_file() else "FILE"
     problem = f"names code of its own ({task!r}), and {NO_CODE_REASON}"
-    return Fault(f"{file} task", problem, f"add --task {word} if you trust that file")
+    return Fault(f"{file} task", problem, f"add --task {argument} if you trust that file")
 
 
 def _strip_launch(file: Path, config: RunConfig, named_keys: set[str]) -> RunConfig:
-    """The recipe without what goes to a shell or an environment, which can load code (LD_PRELOAD, PYTHONPATH)."""
+    """Return the recipe without launch.env and launch.slurm: they can load code (LD_PRELOAD,
+    PYTHONPATH).
+    """
     if "launch" in named_keys:
         return config
     own = {"env": [] if "launch.env" not in named_keys else config.launch.env, "slurm": LaunchConfig().slurm}
@@ -93,7 +96,9 @@ def _strip_launch(file: Path, config: RunConfig, named_keys: set[str]) -> RunCon
 
 
 def _iter_network_faults(file: Path, config: RunConfig, named_keys: set[str]) -> Iterator[Fault]:
-    """A fault for each model on the hub that the folder names, the command line does not, and this machine does not have."""
+    """Yield a fault for each Hub model that only the folder names and that is not in this machine's
+    cache.
+    """
     for key, value in _iter_model_references(config, named_keys):
         if _is_hub_model_name(value) and not _is_model_cached(value):
             problem = f"names '{value}' on the hub, which is not in this machine's cache, {NO_FETCH_REASON}"
@@ -101,9 +106,10 @@ def _iter_network_faults(file: Path, config: RunConfig, named_keys: set[str]) ->
 
 
 def _iter_model_references(config: RunConfig, named_keys: set[str]) -> Iterator[tuple[str, str]]:
-    """(key, folder or hub id) of each model that the recipe names and the command line does not.
+    """Yield (key, folder or Hub id) of each model that the recipe names and the command line does
+    not.
 
-    After an adapter's folder, the model that its weights are loaded on.
+    An adapter's folder is followed by its base model.
     """
     for key, value in (
         ("model.path", config.model.path),
@@ -119,36 +125,37 @@ def _iter_model_references(config: RunConfig, named_keys: set[str]) -> Iterator[
 
 
 def saved_config_overrides(run_dir: Path, overrides: Sequence[str]) -> list[str]:
-    """Where the model that a run began with is gone: the config that the run keeps, as --set takes it.
+    """Return --set arguments for the saved config of a run whose base model no longer exists; [] if
+    it exists.
 
-    A checkpoint of a full fine-tuning has all weights. Raises UsageError where there is no such config, or adapters need
-    the weights.
+    A checkpoint of full fine-tuning has all weights. Raises UsageError if there is no such config,
+    or if adapters need the base weights.
     """
-    recipe, kept = run_dir / "recipe.yaml", run_dir / "model"
+    recipe, saved_config = run_dir / "recipe.yaml", run_dir / "model"
     config = read_recipe(recipe, overrides).config
     model, base = config.model, read_recipe(recipe).config.model.path
     if base is None or model.path != base or Path(base).expanduser().is_dir():
         return []
     if _is_hub_model_name(base) and _is_model_cached(base):
         return []
-    if model.lora is not None or model.trust_remote_code or not (kept / "config.json").is_file():
+    if model.lora is not None or model.trust_remote_code or not (saved_config / "config.json").is_file():
         if _is_hub_model_name(base):
             return []
-        needs = (
-            "the adapters lie on its weights" if model.lora is not None else "its config says how to build the model"
-        )
-        problem = f"'{base}' is not there any more, and {needs}"
+        reason = "the adapters need its weights" if model.lora is not None else "its config says how to build the model"
+        problem = f"'{base}' does not exist any more, and {reason}"
         raise UsageError(Fault(f"{recipe} model.path", problem, "name its folder: --set model.path=FOLDER"))
-    check_folder(kept, run_dir=run_dir)
-    found = [f"model.path={json.dumps(str(kept.resolve()))}"]
+    check_folder(saved_config, run_dir=run_dir)
+    found = [f"model.path={json.dumps(str(saved_config.resolve()))}"]
     task = find_task(config.task) if config.task in builtin_tasks() else None
     if task is not None and issubclass(task, ReferenceTask) and not config.options.get("ref_model"):
-        found.append(f"options.ref_model={json.dumps(base)}")  # which is gone too, and asked for where it is needed
+        found.append(f"options.ref_model={json.dumps(base)}")  # also gone: reported where it is needed
     return found
 
 
 def check_probe_data(folder: Path, recipe_name: str, overrides: Sequence[str]) -> None:
-    """Raise UsageError where the samples to probe an export with are a dataset that only the folder names, and is not here."""
+    """Raise UsageError if the probe samples of an export are a Hub dataset that only the folder
+    names and is not cached.
+    """
     file = next((folder / name for name in ("recipe.yaml", recipe_name) if (folder / name).is_file()), None)
     if file is None or any(text.partition("=")[0].strip() in ("data", "data.eval", "data.train") for text in overrides):
         return
@@ -156,19 +163,21 @@ def check_probe_data(folder: Path, recipe_name: str, overrides: Sequence[str]) -
     for source in [data.eval] if data.eval is not None else data.train:
         if is_hub_name(source.path) and not Path(source.path).is_file() and not _is_dataset_cached(source.path):
             problem = f"names '{source.path}' on the hub, which is not in this machine's cache, {NO_FETCH_REASON}"
-            mend = f"add --set data.eval={source.path}, or --set data.eval=FILE to probe with"
-            raise UsageError(Fault(f"{file} data", problem, mend))
+            fix = f"add --set data.eval={source.path}, or --set data.eval=FILE to probe with"
+            raise UsageError(Fault(f"{file} data", problem, fix))
 
 
 def _is_dataset_cached(name: str) -> bool:
-    """Whether the datasets library has kept it (datasets/config.py, HF_DATASETS_CACHE): no more than its folder is looked for."""
+    """Return True if the datasets library has cached it: its folder exists (HF_DATASETS_CACHE in
+    datasets/config.py).
+    """
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     place = Path(os.path.expanduser(os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets"))
     return (place / name.replace("/", "___")).is_dir()
 
 
 def _is_hub_model_name(name: str) -> bool:
-    """Whether transformers would take a name for one on the hub, `gpt2` too."""
+    """Return True if transformers would look for the name on the Hub, also for `gpt2`."""
     return bool(name) and not is_local_path(name) and not Path(name).is_dir()
 
 
@@ -180,13 +189,13 @@ def _is_model_cached(name: str) -> bool:
 
 
 def is_module_export(folder: Path) -> bool:
-    """Whether a folder is the export of a module that is none of transformers'."""
-    there = [(folder / name).is_file() for name in ("dstrain_recipe.yaml", "config.json", "adapter_config.json")]
-    return there == [True, False, False]
+    """Return True if a folder is the export of a module that is not a transformers model."""
+    exists = [(folder / name).is_file() for name in ("dstrain_recipe.yaml", "config.json", "adapter_config.json")]
+    return exists == [True, False, False]
 
 
 def check_head(task: Task, folder: Path) -> None:
-    """Raise UsageError where the answers of an exported model would be those of a head that is drawn at random."""
+    """Raise UsageError if an exported model lacks its head, which would be initialized at random."""
     if isinstance(task, TextTask) and task.model_validator.newly_initialized:
         name = task.model_validator.newly_initialized[0]
         raise UsageError(

@@ -1,11 +1,10 @@
-"""The launching side of the agents: a peer per host, asked all at once."""
+"""Clients of the agents: one ssh session per host, with requests sent to all at once."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import secrets
-import select
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,24 +14,28 @@ from typing import Any
 from dstrain.errors import Fault, UsageError, one_line
 from dstrain.launch.multihost.channel import Channel
 from dstrain.launch.multihost.hostfile import Host
+from dstrain.launch.rank_monitor import wait_readable
 from dstrain.launch.worker import set_parent_death_signal
 
 REQUEST_TIMEOUT_SECONDS = 60.0
-"""For a host to answer before the launch: Python may lie on a slow disk."""
+"""Limit for a host to answer before the launch: Python may be on a slow disk."""
 KILL_TIMEOUT_SECONDS = 12.0
-"""For a host to kill what is there: it tries for ten."""
+"""Limit for a host to kill its processes: it tries for 10 s."""
 _SSH_MESSAGE = re.compile(
     r"(ssh|kex|client|packet|mux)[\w-]*: |@ +WARNING: |banner exchange: |Load key |Permission denied|Host key |No \S+ host key "
     r"|(\S+@)?\S+: (Permission denied|Bad configuration option|terminating)|Connection (to|closed|reset|timed) |Timeout, server "
     r"|Unable to negotiate |Too many authentication|Bad owner |Received disconnect |Disconnected from |Write failed"
 )
-"""How lines begin that OpenSSH's client writes; others come from the host."""
+"""Beginnings of lines that OpenSSH's client writes; other lines come from the host."""
 _TAIL_BYTES = 1 << 16
-"""Bytes that are looked at of what a host wrote."""
+"""Bytes read from the end of a host's log."""
 
 
 def start_session(command: Sequence[str], log_path: Path, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-    """Start ssh with a pipe for its output; its error output is appended to the log. It ends with this process."""
+    """Start ssh with a pipe for its output; its error output is appended to the log.
+
+    It ends with this process.
+    """
     with log_path.open("ab") as errors:
         return subprocess.Popen(
             list(command),
@@ -46,17 +49,18 @@ def start_session(command: Sequence[str], log_path: Path, stdin: int = subproces
 
 
 class AgentClient:
-    """A host and the ssh session to its agent."""
+    """Host, and the ssh session to its agent."""
 
     def __init__(
         self, host: Host, make_command: Callable[[Host, str], Sequence[str]], log_path: Path, heartbeat_timeout: float
     ) -> None:
         self.host = host
         self.nonce = secrets.token_hex(8)
-        """Of the session; one word of its agent's command line, and in no other's."""
+        """Random word in the command line of this session's agent; identifies it among other
+        agents."""
         self.host_info: dict[str, Any] = {}
         self.interface = ""
-        """The one over which it reaches where the ranks meet."""
+        """Network interface over which the host reaches the master address."""
         self.log_path, self._heartbeat_timeout = log_path, heartbeat_timeout
         log_path.write_bytes(b"")
         self.process = start_session(make_command(host, self.nonce), log_path, subprocess.PIPE)
@@ -66,42 +70,45 @@ class AgentClient:
         self.channel.peer_timeout = REQUEST_TIMEOUT_SECONDS
 
     def use_heartbeat_timeout(self) -> None:
-        """From now on it is given up when it says nothing for as long as the recipe allows."""
+        """Drop the host from now on after the recipe's heartbeat timeout, instead of the longer
+        request timeout.
+        """
         self.channel.peer_timeout = self._heartbeat_timeout
 
     @property
     def close_reason(self) -> str:
-        """Why it is given up; empty where it is there."""
+        """Reason why the session is lost; empty if it is open."""
         if self.channel.closed:
             return f"the ssh session to {self.host.name} ended{self._describe_exit()}"
         if self.channel.is_timed_out():
-            return f"{self.host.name} said nothing for {self.channel.peer_timeout:g} s (power, network, or a process or machine that stands still)"
+            causes = "power, network, or a suspended process or machine"
+            return f"{self.host.name} sent no message for {self.channel.peer_timeout:g} s ({causes})"
         return ""
 
     def _describe_exit(self) -> str:
         code = self._wait_for_exit()
-        said = self._find_ssh_error()
-        return f" ({said})" if said else f" with code {code}"
+        ssh_error = self._find_ssh_error()
+        return f" ({ssh_error})" if ssh_error else f" with code {code}"
 
     def _wait_for_exit(self) -> int | None:
-        """ssh's exit code: the command's there, or 255; None where it does not end."""
+        """Return ssh's exit code: the remote command's, or 255; None if it does not end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=2)
         return self.process.poll()
 
     def _read_log_tail(self) -> list[str]:
-        """The last lines that ssh and everything on the host wrote to its error output."""
+        """Return the last lines that ssh and the host's processes wrote to stderr."""
         with self.log_path.open("rb") as log:
             log.seek(max(0, self.log_path.stat().st_size - _TAIL_BYTES))
             text = log.read().decode(errors="replace")
         return [one_line(line) for line in text.splitlines() if line.strip() and not line.startswith("Warning: Perm")]
 
     def _find_ssh_error(self) -> str:
-        """The last line of ssh's own; empty where there is none."""
+        """Return the last line that ssh itself wrote; '' if there is none."""
         return next((line for line in reversed(self._read_log_tail()) if _SSH_MESSAGE.match(line)), "")
 
     def connection_fault(self) -> Fault:
-        """Why no agent answers there."""
+        """Return the fault of a host whose agent does not answer."""
         name, where = self.host.name, f"{self.host.location} {self.host.name}"
         if not self.channel.closed:
             noise = (
@@ -112,25 +119,25 @@ class AgentClient:
             return Fault(
                 where,
                 f"no answer from its agent in {REQUEST_TIMEOUT_SECONDS:g} s{noise}",
-                f"`ssh {name} true` must end within that time and ask nothing, and so must the start of Python there; "
+                f"`ssh {name} true` must end within that time without a prompt, and Python must start there in that time; "
                 f"check the login scripts there, such as ~/.bashrc",
             )
-        code, said = self._wait_for_exit(), self._read_log_tail()
+        code, lines = self._wait_for_exit(), self._read_log_tail()
         if code == 255:
-            why = self._find_ssh_error() or "ssh ended with code 255 without a message"
-            mend = (
-                f"`ssh {name} true` must work without a question: fix the name, the network (its MTU too) or the keys"
-            )
-            return Fault(where, f"cannot be reached by ssh ({why})", mend)
-        absent = [
-            line for line in said if "dstrain" in line and re.search("No module|ModuleNotFound|ImportError", line)
+            reason = self._find_ssh_error() or "ssh ended with code 255 without a message"
+            fix = f"`ssh {name} true` must work without a prompt: fix the name, the network (also its MTU) or the keys"
+            return Fault(where, f"cannot be reached by ssh ({reason})", fix)
+        import_errors = [
+            line for line in lines if "dstrain" in line and re.search("No module|ModuleNotFound|ImportError", line)
         ]
-        if code in (126, 127) or absent:
-            mend = "install the same Python with dstrain at the same path on every host, or share the folder"
-            return Fault(where, f"dstrain cannot be started there ({[f'code {code}', *said, *absent][-1]})", mend)
+        if code in (126, 127) or import_errors:
+            fix = "install the same Python with dstrain at the same path on every host, or share the folder"
+            return Fault(
+                where, f"dstrain cannot be started there ({[f'code {code}', *lines, *import_errors][-1]})", fix
+            )
         return Fault(
             where,
-            f"its login shell or its agent ended with code {code} before it answered ({['no message', *said][-1]})",
+            f"its login shell or its agent ended with code {code} before it answered ({['no message', *lines][-1]})",
             f"`ssh {name} true; echo $?` must print 0: check the login scripts there, such as ~/.bashrc",
         )
 
@@ -150,46 +157,41 @@ class AgentClient:
 def request(
     clients: Iterable[AgentClient], make_message: Callable[[AgentClient], Mapping[str, Any]], reply_key: str
 ) -> dict[AgentClient, Any]:
-    """Each peer's answer to its question. Raises UsageError, with all faults, where some do not answer."""
-    waiting, found = list(clients), {}
-    for peer in waiting:
-        peer.channel.send(**make_message(peer))
+    """Send each client its message and return the replies.
+
+    Raises UsageError that names all hosts without a reply.
+    """
+    waiting, replies = list(clients), {}
+    for client in waiting:
+        client.channel.send(**make_message(client))
     deadline = time.monotonic() + REQUEST_TIMEOUT_SECONDS
     while waiting and time.monotonic() < deadline:
-        wait_readable([peer.channel.read_fd for peer in waiting if not peer.channel.closed], 0.2)
-        for peer in list(waiting):
-            for message in peer.channel.read_messages():
+        wait_readable([client.channel.read_fd for client in waiting if not client.channel.closed], 0.2)
+        for client in list(waiting):
+            for message in client.channel.read_messages():
                 if reply_key in message:
-                    found[peer] = message[reply_key]
-            peer.channel.send_heartbeat()
-            if peer in found:
-                waiting.remove(peer)
-        if all(peer.channel.closed for peer in waiting):
+                    replies[client] = message[reply_key]
+            client.channel.send_heartbeat()
+            if client in replies:
+                waiting.remove(client)
+        if all(client.channel.closed for client in waiting):
             break
     if waiting:
-        raise UsageError([peer.connection_fault() for peer in waiting])
-    return found
-
-
-def wait_readable(fds: Iterable[int], timeout: float) -> None:
-    """Sleep, but wake when something can be read."""
-    poll = select.poll()
-    for descriptor in fds:
-        poll.register(descriptor, select.POLLIN)
-    poll.poll(1000 * timeout)
+        raise UsageError([client.connection_fault() for client in waiting])
+    return replies
 
 
 @contextlib.contextmanager
 def open_agents(
     hosts: Sequence[Host], make_command: Callable[[Host, str], Sequence[str]], log_dir: Path, heartbeat_timeout: float
 ) -> Iterator[list[AgentClient]]:
-    """Sessions to all hosts, closed at the end."""
-    peers: list[AgentClient] = []
+    """Yield sessions to all hosts, and close them at the end."""
+    clients: list[AgentClient] = []
     try:
         for host in hosts:
             log = log_dir / f"host-{re.sub(r'[^A-Za-z0-9_.-]', '_', host.name)}.log"
-            peers.append(AgentClient(host, make_command, log, heartbeat_timeout))
-        yield peers
+            clients.append(AgentClient(host, make_command, log, heartbeat_timeout))
+        yield clients
     finally:
-        for peer in peers:
-            peer.close()
+        for client in clients:
+            client.close()

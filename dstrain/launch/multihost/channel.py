@@ -1,8 +1,8 @@
-"""Messages between the launching process and an agent: a JSON object per line, and beats that say one is alive.
+"""JSON-lines channel between the launching process and an agent, with heartbeats."""
 
-Each message begins with a line break and the nonce of its session: what a login script prints on the same stream, with
-or without a line break, JSON or not, is no message and no sign of life.
-"""
+# Each message starts with a line break and the nonce of its session, so that output of a login
+# script on the same stream, with or without a line break, JSON or not, is neither a message nor a
+# heartbeat.
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ import time
 from typing import Any
 
 BEATS_PER_TIMEOUT = 6
-"""Beats in the time after which a silent peer is given up."""
+"""Heartbeats sent per timeout."""
 _READ_BYTES, _MAX_READS = 1 << 16, 64
-"""Bytes that are read at a time, and how often at most before the caller has its turn again."""
+"""Bytes per read, and reads per call of `read_messages`."""
 _NOISE_MARKER = b"?"
-"""In place of the beginning of a line that is no message, which may be long."""
+"""Replaces the beginning of a line that is not a message: such a line may be long."""
 
 
 class Channel:
-    """One end. Neither side ever waits in it."""
+    """One end of a JSON-lines channel over two pipes.
+
+    Non-blocking: `send` queues, `read_messages` returns what has arrived.
+    """
 
     def __init__(self, read_fd: int, write_fd: int, heartbeat_timeout: float, nonce: str) -> None:
         self.read_fd, self._write_fd = read_fd, write_fd
         self.heartbeat_timeout = self.peer_timeout = heartbeat_timeout
-        """Seconds: the peer gives us up after the first, we give it up after the second."""
+        """Seconds without a message after which the peer drops this end, and this end drops the
+        peer."""
         self.closed = False
         self.has_noise = False
-        """Whether something else than messages came."""
+        """True if other output than messages arrived."""
         self._prefix = nonce.encode() + b" "
         self._read_buffer, self._write_buffer = b"", b""
         self._last_received_at = self._last_sent_at = time.monotonic()
@@ -37,55 +41,55 @@ class Channel:
         os.set_blocking(write_fd, False)
 
     def send(self, **message: Any) -> None:
-        """Queue a message and write what can be written."""
+        """Queue a message, and write as much as the pipe takes."""
         self._write_buffer += b"\n" + self._prefix + json.dumps(message).encode() + b"\n"
         self._last_sent_at = time.monotonic()
         self._flush()
 
     def send_heartbeat(self) -> None:
-        """Say that we are there, where it is time to."""
+        """Send an empty message if the last one is too old."""
         if time.monotonic() - self._last_sent_at > self.heartbeat_timeout / BEATS_PER_TIMEOUT:
             self.send()
         self._flush()
 
     def read_messages(self) -> list[dict[str, Any]]:
-        """What came since, but for beats."""
+        """Return the messages that have arrived, without heartbeats."""
         messages: list[dict[str, Any]] = []
         for _ in range(_MAX_READS):
             try:
-                part = os.read(self.read_fd, _READ_BYTES)
+                data = os.read(self.read_fd, _READ_BYTES)
             except BlockingIOError:
                 break
             except OSError:
-                part = b""
-            if not part:
+                data = b""
+            if not data:
                 self.closed = True
                 break
-            messages += self._parse_messages(part)
+            messages += self._parse_messages(data)
         return messages
 
     def _parse_messages(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that this part of the stream completes."""
+        """Return the messages that this part of the stream completes."""
         *lines, rest = (self._read_buffer + data).split(b"\n")
-        found = []
+        messages = []
         for line in lines:
             if not line.startswith(self._prefix):
                 self.has_noise = self.has_noise or bool(line)
                 continue
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError):  # cut off by a session that ended
                 message = json.loads(line[len(self._prefix) :])
                 self._last_received_at = time.monotonic()
                 if isinstance(message, dict) and message:
-                    found.append(message)
-        if rest.startswith(self._prefix):  # a long message on its way
+                    messages.append(message)
+        if rest.startswith(self._prefix):  # the beginning of a long message
             self._last_received_at = time.monotonic()
         elif not self._prefix.startswith(rest):
             self.has_noise, rest = True, _NOISE_MARKER
         self._read_buffer = rest
-        return found
+        return messages
 
     def is_timed_out(self) -> bool:
-        """Whether nothing was heard for too long."""
+        """Return True if the last message is older than the timeout."""
         return time.monotonic() - self._last_received_at > self.peer_timeout
 
     def _flush(self) -> None:

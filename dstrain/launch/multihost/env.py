@@ -1,4 +1,4 @@
-"""Which variables of the launching process reach the ranks on other hosts."""
+"""Environment variables forwarded to the ranks on other hosts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ FORWARDED_PREFIXES = (
     *("HF_", "WANDB_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "MKL_", "CUDA_", "DSTRAIN_", "DS_ACCELERATOR"),
     *("TRITON_", "TOKENIZERS_", "PYTHON", "UCX_", "MLFLOW_"),
 )
-"""Beginnings of names. DeepSpeed's runner passes on PYTHON, MLFLOW, MV2, UCX and NCCL alone, on a command line."""
+"""Prefixes of forwarded names. DeepSpeed's runner forwards only PYTHON, MLFLOW, MV2, UCX and NCCL,
+on a command line."""
 HOST_ONLY_VARIABLES = ("CUDA_VISIBLE_DEVICES", SUPERVISOR_ENV, LAUNCH_FILE_ENV, HEARTBEAT_ENV, PORT_FILE_ENV)
-"""Mean something on one host only."""
+"""Variables that are valid on one host only."""
 
 
 def build_remote_env(env: Mapping[str, str], entries: Sequence[str], env_files: Sequence[Path]) -> dict[str, str]:
-    """The environment for the ranks: what travels by name, DeepSpeed's files, then `launch.env`.
+    """Return the environment for the ranks: forwarded names, then DeepSpeed's files, then
+    `launch.env`.
 
-    `wanted`: names, or NAME=value. `files`: those of DeepSpeed's `.deepspeed_env` that exist count. Raises UsageError.
+    `entries` of launch.env are NAME or NAME=value; `env_files` are paths of `.deepspeed_env`, which
+    may not exist. Raises UsageError.
     """
     found = {
         name: value
@@ -36,20 +39,24 @@ def build_remote_env(env: Mapping[str, str], entries: Sequence[str], env_files: 
     for entry in entries:
         name, given, value = entry.partition("=")
         if not given and name not in env:
-            raise UsageError(f"launch.env: {name} is not set here; set it, write {name}=value, or take it out")
+            raise UsageError(f"launch.env: {name} is not set here; set it, write {name}=value, or remove it")
         found[name] = value if given else env[name]
     return found
 
 
 def list_deepspeed_env_files(env: Mapping[str, str]) -> list[Path]:
-    """Where DeepSpeed looks for variables that all hosts get."""
+    """Return the paths at which DeepSpeed looks for variables for all hosts."""
     name = env.get("DS_ENV_FILE", ".deepspeed_env")
-    # os.path's, since Path's raises where the user has no home folder, as in a container with an arbitrary user ID.
+    # Not Path.expanduser: it raises if the user has no home folder, as in a container with an
+    # arbitrary user id.
     return [path / name for path in (Path(os.path.expanduser("~")), Path())]
 
 
 def read_env_file(path: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """NAME=value lines; comments and blank lines are fine, $NAME is expanded. Empty where there is no such file."""
+    """Read NAME=value lines, with $NAME expanded; comments and blank lines are skipped.
+
+    Empty if there is no such file.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -61,9 +68,7 @@ def read_env_file(path: Path, env: Mapping[str, str]) -> dict[str, str]:
             continue
         match = re.fullmatch(r"([A-Za-z_]\w*)\s*=\s*(.*)", text)
         if match is None:
-            faults.append(
-                Fault(f"{path}:{number}", "it is not NAME=value", "fix the line, or make it a comment with #")
-            )
+            faults.append(Fault(f"{path}:{number}", "not NAME=value", "fix the line, or comment it out with #"))
             continue
         value = match[2]
         if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":

@@ -1,4 +1,4 @@
-"""On which hosts and on which of their slots: the hostfile, --include, --exclude, --num-nodes, --num-gpus."""
+"""Hostfile parsing and host selection with --include, --exclude, --num-nodes and --num-gpus."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from dstrain.errors import Fault, UsageError, suggest_name
 
 @dataclass(frozen=True)
 class Host:
-    """A host of a launch."""
+    """Host of a launch and its slots."""
 
     name: str
-    """As the hostfile has it; ssh knows it by this name."""
+    """Name in the hostfile, as ssh takes it."""
     slots: tuple[int, ...]
-    """GPUs by number, a process each; on a CPU just numbers."""
+    """GPU numbers, one process each; on a CPU only numbers."""
     location: str = ""
-    """Its line, for messages: hostfile:3."""
+    """Its line, for error messages: hostfile:3."""
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """The hosts of a file. Raises UsageError with line numbers."""
+    """Read the hosts of a file. Raises UsageError with line numbers."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "not valid UTF-8"
         raise UsageError(
-            f"--hostfile {path}: cannot be read ({why}); write one line per host, like host1 slots=8"
+            f"--hostfile {path}: cannot be read ({reason}); write one line per host, like host1 slots=8"
         ) from None
     return parse_hostfile(text, path)
 
 
 def parse_hostfile(text: str, source: str) -> list[Host]:
-    """`host slots=8` lines in the file's order; blank lines and comments are fine."""
+    """Parse `host slots=8` lines, in their order; blank lines and comments are skipped."""
     hosts: dict[str, Host] = {}
     faults: list[Fault] = []
     for number, line in enumerate(text.splitlines(), start=1):
         words, where = line.split("#", 1)[0].split(), f"{source}:{number}"
         if not words:
             continue
-        # OpenMPI's files may go on with max_slots.
+        # OpenMPI's hostfiles may have max_slots after it.
         match = re.fullmatch(r"slots=([1-9]\d{0,3})( max[-_]slots=\d+)?", " ".join(words[1:]))
         if match is None:
-            faults.append(Fault(where, f"'{line.strip()}' is no host line", "write it like host1 slots=8"))
+            faults.append(Fault(where, f"'{line.strip()}' is not a host line", "write it like host1 slots=8"))
         elif not re.fullmatch(r"[\w@.:%-]+", words[0]) or words[0].startswith("-"):
-            faults.append(Fault(where, f"'{words[0]}' is no name of a host", "write it as ssh takes it"))
+            faults.append(Fault(where, f"'{words[0]}' is not a host name", "write it as ssh takes it"))
         elif words[0] in hosts:
             first = hosts[words[0]].location
             faults.append(Fault(where, f"{words[0]} is named twice ({first})", "give it one line with all its slots"))
         else:
             hosts[words[0]] = Host(words[0], tuple(range(int(match[1]))), where)
     if not hosts and not faults:
-        faults.append(Fault(source, "it names no host", "write one line per host, like host1 slots=8"))
+        faults.append(Fault(source, "names no host", "write one line per host, like host1 slots=8"))
     if faults:
         raise UsageError(faults)
     return list(hosts.values())
@@ -63,11 +63,16 @@ def parse_hostfile(text: str, source: str) -> list[Host]:
 def select_hosts(
     hosts: list[Host], include: str, exclude: str, num_nodes: int | None, num_gpus: int | None
 ) -> list[Host]:
-    """What the options leave of the hosts, in the file's order. Raises UsageError."""
+    """Return the hosts and slots that the options select, in the file's order.
+
+    Raises UsageError.
+    """
     if include and exclude:
-        raise UsageError("--include and --exclude cannot stand together; give one of them")
+        raise UsageError("--include and --exclude are both set; give only one of them")
     if (include or exclude) and (num_nodes is not None or num_gpus is not None):
-        raise UsageError("--num-nodes and --num-gpus cannot stand beside --include or --exclude; they say it already")
+        raise UsageError(
+            "--num-nodes and --num-gpus cannot be combined with --include or --exclude, which select hosts and GPUs"
+        )
     if include or exclude:
         option, text = ("--include", include) if include else ("--exclude", exclude)
         named = _parse_slots(option, text, {host.name: host for host in hosts})
@@ -81,8 +86,8 @@ def select_hosts(
     for host in chosen:
         if num_gpus is not None and not 1 <= num_gpus <= len(host.slots):
             raise UsageError(
-                f"--num-gpus {num_gpus}: {host.location} says that {host.name} has {len(host.slots)} slots; "
-                f"ask for 1 to {len(host.slots)}, or give it more there"
+                f"--num-gpus {num_gpus}: {host.name} has {len(host.slots)} slots ({host.location}); "
+                f"ask for 1 to {len(host.slots)}, or raise its slots there"
             )
     return [Host(host.name, host.slots[:num_gpus], host.location) for host in chosen]
 
@@ -92,14 +97,16 @@ def _filter_slots(host: Host, slots: Collection[int], keep: bool) -> Host:
 
 
 def _parse_slots(option: str, value: str, hosts: Mapping[str, Host]) -> dict[str, set[int]]:
-    """DeepSpeed's NAME[:SLOT,...][@NAME...] -> slots by host; all of them where none is named."""
+    """Parse DeepSpeed's NAME[:SLOT,...][@NAME...] to slots by host; all slots of a host without
+    any.
+    """
     found: dict[str, set[int]] = {}
     for part in value.split("@"):
         name, _, numbers = part.partition(":")
         if name not in hosts:
             raise UsageError(f"{option} '{value}': {name} is not in the hostfile; {suggest_name(name, list(hosts))}")
         if numbers and not re.fullmatch(r"\d+(,\d+)*", numbers):
-            raise UsageError(f"{option} '{value}': '{numbers}' are no slots; write it like host1@host2:0,2")
+            raise UsageError(f"{option} '{value}': '{numbers}' is not a list of slots; write it like host1@host2:0,2")
         slots = {int(number) for number in numbers.split(",")} if numbers else set(hosts[name].slots)
         if absent := slots - set(hosts[name].slots):
             raise UsageError(

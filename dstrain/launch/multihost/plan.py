@@ -1,4 +1,4 @@
-"""A launch on several hosts as a value: who runs where, and the command lines that start it."""
+"""Plan of a multi-host launch: ranks per host and the command lines that start them."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from dstrain.launch.topology import count_gpus, is_cpu_requested
 from dstrain.launch.worker import LAUNCH_FILE_ENV
 
 DEFAULT_MASTER_PORT = 29500
-"""Where the ranks meet when every host was given its own command and none says a port."""
+"""Rendezvous port with --no-ssh, if --master-port is not given."""
 RANK_MODULE = "dstrain.launch.multihost.rank_main"
 _LAUNCHER_TOOLS = {"deepspeed": ("pdsh", "pdsh"), "openmpi": ("mpirun", "openmpi-bin")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultiHostLaunch:
-    """All that is known of it before a host was asked."""
+    """Hosts, arguments and environment of a launch, before any host is contacted."""
 
     hosts: tuple[Host, ...]
     options: LaunchOptions
     arguments: tuple[str, ...]
-    """Of `dstrain`, for every rank."""
+    """Arguments of `dstrain`, for every rank."""
     environment: Mapping[str, str]
-    """For every rank."""
+    """Environment variables for every rank."""
     use_cpu: bool
-    """Whether GPUs are hidden on purpose."""
+    """True if the environment hides every GPU."""
     heartbeat_timeout: float
-    """Seconds after which a host that says nothing is given up."""
+    """Seconds without a message after which a host counts as lost."""
 
     @property
     def world_size(self) -> int:
@@ -54,14 +54,14 @@ class MultiHostLaunch:
         return range(self.world_size)
 
     def ranks_of(self, host_index: int) -> range:
-        """Those of the host with this place in the list."""
+        """Return the ranks of the host with this index."""
         ends = list(accumulate(len(host.slots) for host in self.hosts))
         return range(ends[host_index] - len(self.hosts[host_index].slots), ends[host_index])
 
 
 @dataclass(frozen=True)
 class MasterEndpoint:
-    """Where the ranks meet."""
+    """Address and port of the rendezvous; the port is a text in a dry run."""
 
     address: str
     port: int | str
@@ -70,7 +70,10 @@ class MasterEndpoint:
 def plan_launch(
     options: LaunchOptions, arguments: list[str], env: Mapping[str, str], config: LaunchConfig
 ) -> LocalLaunch | MultiHostLaunch:
-    """The launch of `dstrain ARGUMENTS` on this machine or on the hosts of a hostfile. Raises UsageError."""
+    """Plan a launch of `dstrain ARGUMENTS` on this host or on those of a hostfile.
+
+    Raises UsageError.
+    """
     check_launcher(options)
     if options.hostfile is None:
         return plan_local_launch(options, arguments, _add_launch_env(env, config))
@@ -80,7 +83,7 @@ def plan_launch(
     if options.no_ssh:
         return _plan_this_host(options, arguments, _add_launch_env(env, config), hosts)
     if options.node_rank is not None:
-        raise UsageError(f"--node-rank {options.node_rank}: only with --no-ssh is each host given its own command")
+        raise UsageError(f"--node-rank {options.node_rank}: works only with --no-ssh; remove it, or add --no-ssh")
     check_tools(options.launcher)
     return MultiHostLaunch(
         hosts=tuple(hosts),
@@ -93,29 +96,30 @@ def plan_launch(
 
 
 def cpu_overload_warning(launch: LocalLaunch | MultiHostLaunch) -> str:
-    """A warning where this machine starts more processes on its CPU than it has cores; empty where all is well."""
+    """Return a warning if this host starts more CPU processes than it has cores, else ''."""
     if isinstance(launch, MultiHostLaunch) or not launch.use_cpu:
         return ""
     return format_cpu_overload(len(launch.ranks), "this machine", count_available_cores())
 
 
 def format_cpu_overload(processes: int, host: str, cores: int) -> str:
+    """Return a warning if there are more processes than cores, else ''."""
     if processes <= cores:
         return ""
     return (
-        f"{processes} processes are started on {host}, which has {cores} CPU cores for them: they take turns, "
-        f"and need the memory of {processes}; ask for {cores} or fewer"
+        f"{processes} processes are started on {host}, which has {cores} CPU cores: they share the cores, "
+        f"and each needs its own memory; use {cores} or fewer"
     )
 
 
 def check_tools(launcher: str) -> None:
-    """Raise UsageError where a program is missing that reaches hosts."""
+    """Raise UsageError if a program that the launcher needs is not installed."""
     tool, package = _LAUNCHER_TOOLS.get(launcher, ("ssh", "openssh-client"))
     for name, source in (("ssh", "openssh-client"), (tool, package)):
         if shutil.which(name) is None:
             raise UsageError(
                 f"--launcher {launcher}: {name} is not installed here; install it (apt install {source})"
-                + ("" if name == "ssh" else ", or add --launcher ssh, which needs ssh alone")
+                + ("" if name == "ssh" else ", or add --launcher ssh, which needs only ssh")
             )
 
 
@@ -126,10 +130,10 @@ def _add_launch_env(env: Mapping[str, str], config: LaunchConfig) -> dict[str, s
 def _plan_this_host(
     options: LaunchOptions, arguments: list[str], env: Mapping[str, str], hosts: Sequence[Host]
 ) -> LocalLaunch:
-    """What this host runs where every host was given its own command."""
+    """Return this host's part of a launch with --no-ssh. Raises UsageError."""
     if options.node_rank is None or not 0 <= options.node_rank < len(hosts):
         raise UsageError(
-            f"--no-ssh: this host's place among the {len(hosts)} hosts is not said; "
+            f"--no-ssh: this host's index among the {len(hosts)} hosts is missing; "
             f"add --node-rank K, from 0 on {hosts[0].name} to {len(hosts) - 1} on {hosts[-1].name}"
         )
     if options.launcher in ("openmpi", "ssh"):
@@ -152,7 +156,9 @@ def _plan_this_host(
 
 
 def node_command(launch: MultiHostLaunch, host_index: int, master: MasterEndpoint, module: list[str]) -> list[str]:
-    """What starts the ranks of one host there: DeepSpeed's inner launcher, or torchrun."""
+    """Return the command that starts the ranks on one host: DeepSpeed's inner launcher, or
+    torchrun.
+    """
     host = launch.hosts[host_index]
     if launch.options.launcher == "torchrun":
         nodes = ["--nnodes", str(len(launch.hosts)), "--node-rank", str(host_index)]
@@ -167,7 +173,7 @@ def node_command(launch: MultiHostLaunch, host_index: int, master: MasterEndpoin
 
 
 def node_environment(launch: MultiHostLaunch, host_index: int) -> dict[str, str]:
-    """What `node_command` needs beside the environment of its host."""
+    """Return the variables that `node_command` needs in addition to its host's environment."""
     if launch.use_cpu:
         return {"DS_ACCELERATOR": "cpu"}
     if launch.options.launcher == "torchrun":
@@ -176,12 +182,14 @@ def node_environment(launch: MultiHostLaunch, host_index: int) -> dict[str, str]
 
 
 def encode_world_info(hosts: Sequence[Host]) -> str:
-    """DeepSpeed's list of hosts and slots, as its inner launcher takes it."""
+    """Return hosts and slots in the form of DeepSpeed's --world_info: JSON in base64."""
     return base64.urlsafe_b64encode(json.dumps({host.name: list(host.slots) for host in hosts}).encode()).decode()
 
 
 def check_runner(launch: MultiHostLaunch, run_dir: Path) -> None:
-    """Raise UsageError for names that DeepSpeed's runner, pdsh or a shell behind them would change."""
+    """Raise UsageError for paths and host names that DeepSpeed's runner, pdsh or their shell would
+    change.
+    """
     if launch.options.launcher not in ("deepspeed", "openmpi"):
         return
     if strange := re.search(r"[^\w@+=:,./-]", f"{run_dir}{sys.executable}"):
@@ -190,20 +198,22 @@ def check_runner(launch: MultiHostLaunch, run_dir: Path) -> None:
             "choose a --run-dir without it, or add --launcher ssh"
         )
     if odd := next((host for host in launch.hosts if re.search(r"[@:%]", host.name)), None):
-        mend = "give it a name in ~/.ssh/config and write that, or add --launcher ssh"
-        raise UsageError(Fault(odd.location, f"DeepSpeed's runner cannot take the host {odd.name}", mend))
+        fix = "give it a name in ~/.ssh/config and write that, or add --launcher ssh"
+        raise UsageError(Fault(odd.location, f"DeepSpeed's runner cannot take the host {odd.name}", fix))
 
 
 def runner_command(
     launch: MultiHostLaunch, hostfile: Path, master: MasterEndpoint, launch_file: Path
 ) -> list[str] | None:
-    """DeepSpeed's runner over pdsh or mpirun, run on the launching host; None where the agents start the ranks."""
+    """Return the command of DeepSpeed's runner, which uses pdsh or mpirun; None if the agents start
+    the ranks.
+    """
     if launch.options.launcher not in ("deepspeed", "openmpi"):
         return None
     runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--no_ssh_check"]
     meet = ["--master_addr", master.address, "--master_port", str(master.port), "--force_multi", "--no_local_rank"]
     module = ["--module", RANK_MODULE, str(launch_file)]
-    if launch.options.launcher == "openmpi":  # it takes no --include: the written hostfile holds what is left
+    if launch.options.launcher == "openmpi":  # it has no --include: the hostfile holds the selected slots
         return [
             *runner,
             *meet,
@@ -217,7 +227,9 @@ def runner_command(
 
 
 def _mpirun_options(launch: MultiHostLaunch, launch_file: Path) -> str:
-    """Ranks bound to no core, an ssh to each host from here, and daemons that an agent knows for ours."""
+    """Return options for mpirun: no core binding, one ssh session per host, and daemons marked with
+    the launch file.
+    """
     agent = f"env {LAUNCH_FILE_ENV}={launch_file} orted"
     settings = {
         "btl_tcp_if_include": "lo", "plm_rsh_no_tree_spawn": "1",
@@ -227,42 +239,49 @@ def _mpirun_options(launch: MultiHostLaunch, launch_file: Path) -> str:
 
 
 def runner_environment(launch: MultiHostLaunch, env: Mapping[str, str]) -> dict[str, str]:
-    """The environment of DeepSpeed's runner: it puts what it passes on into command lines, so it gets little to."""
-    passed_on = re.compile("(PYTHON(?!PATH$)|MLFLOW|MV2|UCX|NCCL)")
-    found = {name: value for name, value in env.items() if not passed_on.match(name)}
+    """Return the environment of DeepSpeed's runner, without what it would forward on command lines,
+    such as tokens.
+    """
+    forwarded = re.compile("(PYTHON(?!PATH$)|MLFLOW|MV2|UCX|NCCL)")
+    found = {name: value for name, value in env.items() if not forwarded.match(name)}
     found["DS_ENV_FILE"] = os.devnull
     found["PDSH_SSH_ARGS_APPEND"] = (
         f"{env.get('PDSH_SSH_ARGS_APPEND', '')} {shlex.join(ssh_options(launch.heartbeat_timeout))}"
     )
-    found["DS_ACCELERATOR"] = "cpu"  # of this process alone: it must not look for GPUs where it only starts others
+    found["DS_ACCELERATOR"] = "cpu"  # for the runner only: it starts processes, and must not look for GPUs
     if launch.options.launcher == "openmpi" and os.geteuid() == 0:
         found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return found
 
 
 def agent_command(host: Host, heartbeat_timeout: float, nonce: str, env: Mapping[str, str]) -> list[str]:
-    """ssh to a host and an agent there."""
+    """Return the command that starts an agent on a host over ssh."""
     return remote_command(
         host, ["dstrain.launch.multihost.agent", f"{heartbeat_timeout:g}", nonce], heartbeat_timeout, env
     )
 
 
 def remote_command(host: Host, module: Sequence[str], heartbeat_timeout: float, env: Mapping[str, str]) -> list[str]:
-    """ssh to a host and a module of ours there. A whole path, as a login script may make aliases."""
+    """Return the command that runs a module of dstrain on a host over ssh.
+
+    Programs are absolute paths: a login script may define aliases.
+    """
     path = [f"PYTHONPATH={env['PYTHONPATH']}"] if env.get("PYTHONPATH") else []
     words = ["/usr/bin/env", *path, sys.executable, "-u", "-m", *module]
     return ["ssh", "-T", *ssh_options(heartbeat_timeout), host.name, shlex.join(words)]
 
 
 def ssh_options(heartbeat_timeout: float) -> list[str]:
-    """Never ask, do not wait for a host that is not there, and end when it is gone."""
+    """Return ssh options: no prompts, a short connection timeout, and an end when the host is lost."""
     alive = max(1, round(heartbeat_timeout / 3))
     pairs = ("BatchMode=yes", "ConnectTimeout=10", f"ServerAliveInterval={alive}", "ServerAliveCountMax=3")
     return [word for pair in pairs for word in ("-o", pair)]
 
 
 def show_launch(launch: LocalLaunch | MultiHostLaunch, run_dir: Path) -> str:
-    """The command lines, one per line, for people. What only the hosts can say stands in brackets."""
+    """Return the command lines for --dry-run; values that only the hosts know are in angle
+    brackets.
+    """
     if isinstance(launch, LocalLaunch):
         return shlex.join(launch.argv)
     check_runner(launch, run_dir)
@@ -270,6 +289,6 @@ def show_launch(launch: LocalLaunch | MultiHostLaunch, run_dir: Path) -> str:
     address = options.master_addr or f"<address of {launch.hosts[0].name}>"
     master = MasterEndpoint(address, options.master_port or f"<free port on {launch.hosts[0].name}>")
     agents = [agent_command(host, launch.heartbeat_timeout, "ID", os.environ) for host in launch.hosts]
-    starter = runner_command(launch, file.with_name("hosts-ID"), master, file)
+    runner = runner_command(launch, file.with_name("hosts-ID"), master, file)
     nodes = [node_command(launch, index, master, [RANK_MODULE, str(file)]) for index in range(len(launch.hosts))]
-    return "\n".join(shlex.join(words) for words in (*agents, *(nodes if starter is None else [starter])))
+    return "\n".join(shlex.join(words) for words in (*agents, *(nodes if runner is None else [runner])))

@@ -1,4 +1,4 @@
-"""Before a launch on several hosts: each is asked what it has, and whether it reaches the place where the ranks meet."""
+"""Checks of all hosts before a multi-host launch, and the choice of the master endpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from dstrain.launch.worker import get_workers_dir
 
 
 def probe_hosts(launch: MultiHostLaunch, clients: list[AgentClient], run_dir: Path) -> None:
-    """Ask every host for its facts. Raises UsageError for all that would keep a host from taking part."""
+    """Request every host's software, GPUs and addresses.
+
+    Raises UsageError with the faults of all hosts.
+    """
     token = get_workers_dir(run_dir) / f"seen-{secrets.token_hex(8)}"
     token.parent.mkdir(parents=True, exist_ok=True)
     token.write_bytes(b"")
@@ -28,48 +31,55 @@ def probe_hosts(launch: MultiHostLaunch, clients: list[AgentClient], run_dir: Pa
         )
     finally:
         token.unlink(missing_ok=True)
-    for peer in clients:
-        peer.host_info = answers[peer]
-        peer.use_heartbeat_timeout()
+    for client in clients:
+        client.host_info = answers[client]
+        client.use_heartbeat_timeout()
     if faults := list(_iter_host_faults(clients, run_dir)):
         raise UsageError(faults)
-    if not any(peer.host_info["gpus"] for peer in clients):
-        for peer in clients:
-            if line := format_cpu_overload(len(peer.host.slots), peer.host.name, peer.host_info["cores"]):
+    if not any(client.host_info["gpus"] for client in clients):
+        for client in clients:
+            if line := format_cpu_overload(len(client.host.slots), client.host.name, client.host_info["cores"]):
                 print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def _iter_host_faults(clients: list[AgentClient], run_dir: Path) -> Iterator[Fault]:
     first: dict[str, str] = {}
-    with_gpus = any(peer.host_info["gpus"] for peer in clients)
-    for peer in clients:
-        host, facts, where = peer.host, peer.host_info, f"{peer.host.location} {peer.host.name}"
-        if (other := first.setdefault(facts["machine"], host.name)) and other != host.name:
-            yield Fault(where, f"it is the same machine as {other}", "name it once, with all its slots")
-        if not facts["sees"]:
+    with_gpus = any(client.host_info["gpus"] for client in clients)
+    for client in clients:
+        host, host_info, where = client.host, client.host_info, f"{client.host.location} {client.host.name}"
+        if (other := first.setdefault(host_info["machine"], host.name)) and other != host.name:
+            yield Fault(where, f"is the same machine as {other}", "name it once, with all its slots")
+        if not host_info["sees"]:
             yield Fault(
                 where,
                 f"does not see {run_dir}",
-                "mount it there, or take a folder that all hosts share (--run-dir; TMPDIR for other commands than train)",
+                "mount it there, or use a folder that all hosts share (--run-dir; TMPDIR for other commands than train)",
             )
-        if not facts["has_cwd"]:
+        if not host_info["has_cwd"]:
             yield Fault(where, f"has no folder {Path.cwd()}", "start from a folder that all hosts have")
-        yield from (Fault(where, problem, mend) for problem, mend in _iter_version_faults(facts, clients[0]))
-        if with_gpus and facts["gpus"] <= max(host.slots):
-            mend = "write as many slots as it has, or choose with --include"
-            yield Fault(where, f"has {facts['gpus']} GPUs, and slot {max(host.slots)} is asked for", mend)
+        yield from (Fault(where, problem, fix) for problem, fix in _iter_version_faults(host_info, clients[0]))
+        if with_gpus and host_info["gpus"] <= max(host.slots):
+            fix = "write as many slots as it has GPUs, or select with --include"
+            yield Fault(where, f"has {host_info['gpus']} GPUs, but slot {max(host.slots)} is requested", fix)
 
 
 def _iter_version_faults(host_info: Mapping[str, Any], first_client: AgentClient) -> Iterator[tuple[str, str]]:
-    """What differs: dstrain from this process, which the agents talk with; the rest from the first host, as ranks compute together."""
-    theirs = host_info["versions"]
-    if theirs["dstrain"] != __version__:
-        yield f"has dstrain {theirs['dstrain']}, this host has {__version__}", "install the same version on every host"
-    for name, wanted, found in iter_version_diffs(first_client.host_info["versions"], theirs):
+    """Yield (problem, fix) for each version that differs.
+
+    dstrain is compared with this process, whose messages the agents read; the rest with the first
+    host, since the ranks compute together.
+    """
+    versions = host_info["versions"]
+    if versions["dstrain"] != __version__:
+        yield (
+            f"has dstrain {versions['dstrain']}, this host has {__version__}",
+            "install the same version on every host",
+        )
+    for name, wanted, found in iter_version_diffs(first_client.host_info["versions"], versions):
         if name != "dstrain":
             yield f"has {name} {found}, {first_client.host.name} has {wanted}", f"install {name} {wanted} on every host"
     name, count = find_source_diff(hash_source_files(), host_info["digests"])
-    if count and theirs["dstrain"] == __version__:
+    if count and versions["dstrain"] == __version__:
         others = f" and {count - 1} more" if count > 1 else ""
         yield (
             f"has other code of dstrain {__version__} than this host: {name}{others}",
@@ -78,29 +88,32 @@ def _iter_version_faults(host_info: Mapping[str, Any], first_client: AgentClient
 
 
 def choose_master(launch: MultiHostLaunch, clients: list[AgentClient]) -> MasterEndpoint:
-    """Choose where the ranks meet, on the first host, and see that the others reach it. Raises UsageError."""
+    """Choose address and port on the first host, and check that the others reach it.
+
+    Raises UsageError.
+    """
     first, others = clients[0], clients[1:]
     address = (
         launch.options.master_addr or first.host_info["reached_at"] or next(iter(first.host_info["addresses"]), "")
     )
     if not address and others:
-        raise UsageError(f"{first.host.name} has no address that others could reach; say one with --master-addr")
-    asked = {"address": address or "127.0.0.1", "port": launch.options.master_port or 0}
-    opening = request([first], lambda _: {"open": asked}, "opened")[first]
+        raise UsageError(f"{first.host.name} has no address that others could reach; give one with --master-addr")
+    endpoint = {"address": address or "127.0.0.1", "port": launch.options.master_port or 0}
+    opening = request([first], lambda _: {"open": endpoint}, "opened")[first]
     if "fault" in opening:
         raise UsageError(f"{first.host.name}: {opening['fault']}")
     first.interface = opening["interface"] if others else ""
     port = opening["port"]
     reached = request(others, lambda _: {"reach": {"address": address, "port": port}}, "reached")
-    for peer in others:
-        peer.interface = reached[peer].get("interface", "")
+    for client in others:
+        client.interface = reached[client].get("interface", "")
     if faults := [
         Fault(
-            f"{peer.host.location} {peer.host.name}",
+            f"{client.host.location} {client.host.name}",
             f"does not reach {first.host.name} at {address}, port {port} ({found['fault']})",
-            "open the network between the hosts, or say with --master-addr which of its addresses they reach",
+            "open the network between the hosts, or give an address that they reach with --master-addr",
         )
-        for peer, found in reached.items()
+        for client, found in reached.items()
         if "fault" in found
     ]:
         raise UsageError(faults)

@@ -1,4 +1,4 @@
-"""What a host says of itself before a launch, and whether it reaches the host where the ranks meet."""
+"""Host probe before a launch: software, GPUs, addresses, and reachability of the master port."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ from dstrain.launch.topology import Worker, count_gpus, gpus_support_bf16
 
 CONNECT_TIMEOUT_SECONDS = 10.0
 _EXTERNAL_ADDRESS = "192.0.2.1"
-"""An address kept for documentation (RFC 5737), which is no host's: a route to it is the default one."""
+"""Address reserved for documentation (RFC 5737), which no host has: its route is the default
+route."""
 
 
 def collect_host_info(token: str, cwd: str, cpu: bool) -> dict[str, Any]:
-    """Of this host. `token`: a file in the run folder; `cwd`: where relative paths begin; `cpu`: no GPU is asked for."""
+    """Return this host's facts. `token` is a file in the run folder, `cwd` the base of relative
+    paths.
+
+    With `cpu`, GPUs are not counted.
+    """
     return {
         "hostname": socket.gethostname(),
         "machine": get_host_id(),
@@ -40,7 +45,9 @@ def collect_host_info(token: str, cwd: str, cpu: bool) -> dict[str, Any]:
 
 
 def get_interfaces_by_address() -> dict[str, str]:
-    """Interface by address, without loopback."""
+    """Return the network interface of each of this host's addresses, without loopback and
+    link-local ones.
+    """
     kinds = (socket.AF_INET, socket.AF_INET6)
     return {
         found.address.split("%")[0]: name
@@ -51,20 +58,23 @@ def get_interfaces_by_address() -> dict[str, str]:
 
 
 def _ssh_server_address() -> str:
-    """The address that ssh reached this host at; empty where that was loopback, or no ssh."""
+    """Return the address at which ssh reached this host; '' for loopback, or without ssh."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     address = words[2] if len(words) == 4 else ""
     return "" if address.startswith(("127.", "::1")) else address
 
 
 class ReservedPort:
-    """A port of this host, held while the others try whether they reach it."""
+    """Port of this host, reserved while the other hosts test whether they reach it."""
 
     def __init__(self) -> None:
         self._server: socket.socket | None = None
 
     def bind(self, address: str, port: int) -> dict[str, Any]:
-        """Listen on the port, a free one for 0. Says which, and the interface that has the address."""
+        """Listen on the port, 0 for a free one.
+
+        Returns the port and the interface that has the address, or a fault.
+        """
         if port and (fault := find_port_fault(port)):
             return {"fault": fault}
         try:
@@ -76,7 +86,9 @@ class ReservedPort:
         return {"port": self._server.getsockname()[1], "interface": find_route_interface(address)}
 
     def reserve(self) -> None:
-        """Stop listening, so that rank 0 can, and stay bound: until it does, the kernel gives the port to nobody else."""
+        """Stop listening, so that rank 0 can, but stay bound: the kernel gives the port to no other
+        process.
+        """
         if self._server is None:
             return
         place, family = self._server.getsockname(), self._server.family
@@ -85,12 +97,12 @@ class ReservedPort:
         self._server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             self._server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        with contextlib.suppress(OSError):  # taken in between: rank 0 says by whom
+        with contextlib.suppress(OSError):  # taken in between: rank 0 reports by which process
             self._server.bind(place)
 
 
 def try_connect(address: str, port: int) -> dict[str, Any]:
-    """Whether this host reaches the address, and over which interface."""
+    """Connect to the address. Returns the interface over which it is reached, or a fault."""
     try:
         socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_SECONDS).close()
     except OSError as error:
@@ -99,27 +111,29 @@ def try_connect(address: str, port: int) -> dict[str, Any]:
 
 
 def find_route_interface(address: str) -> str:
-    """The interface over which this host sends to an address or name; the only one there is where that is this host.
+    """Return the interface over which this host sends to an address or name; '' if unknown.
 
-    Gloo asks what this host's own name resolves to, and on Debian that is 127.0.1.1, where no other host finds it.
+    For this host itself, return its only interface. Gloo would use the address of this host's name,
+    which on Debian is 127.0.1.1, where no other host reaches it.
     """
-    have = get_interfaces_by_address()
+    interfaces = get_interfaces_by_address()
     with contextlib.suppress(OSError):
         family, kind, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(place)  # sends nothing
-            if found := have.get(probe.getsockname()[0]):
+            if found := interfaces.get(probe.getsockname()[0]):
                 return found
-    names = set(have.values())
+    names = set(interfaces.values())
     return names.pop() if len(names) == 1 else ""
 
 
 def find_gloo_interface(worker: Worker, master_addr: str) -> str:
-    """The interface for gloo in a worker that any launcher started; empty where gloo's own choice is right.
+    """Return the interface for gloo in a worker of any launcher; '' if gloo's own choice is right.
 
-    `master`: MASTER_ADDR, empty where nobody set it. On one host that meets over loopback gloo needs none. On several, rank 0's host may know its
-    own name as loopback: there the interface of the default route is taken. NCCL looks at interfaces itself, prefers
-    InfiniBand and never goes by the host's name (NCCL_SOCKET_IFNAME in its manual), so it is told nothing.
+    `master_addr` is MASTER_ADDR or ''. On one host, over loopback, gloo needs none. On several, the
+    name of rank 0's host may resolve to loopback on that host: then the interface of the default
+    route is used. NCCL is not configured: it looks at the interfaces, prefers InfiniBand, and never
+    uses the host name (NCCL_SOCKET_IFNAME in its manual).
     """
     several = worker.local_world_size < worker.world_size
     if worker.world_size == 1 or not master_addr or not (several or _is_external_address(master_addr)):
@@ -128,7 +142,7 @@ def find_gloo_interface(worker: Worker, master_addr: str) -> str:
 
 
 def _is_external_address(address: str) -> bool:
-    """Whether an address or a name is another than loopback, as seen from here."""
+    """Return True if an address or name resolves to something else than loopback on this host."""
     try:
         found = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0][4][0]
     except OSError:

@@ -1,8 +1,8 @@
-"""The beginning of a rank on one of several hosts: `python -m dstrain.launch.multihost.rank_main FILE`.
+"""Entry point of a rank on one of several hosts: `python -m dstrain.launch.multihost.rank_main FILE`."""
 
-FILE, in the run folder that all hosts share and readable by its owner alone, holds what must not go through a shell:
-the arguments of `dstrain`. The environment, secrets included, lies in no file: the agent of this host hands it out.
-"""
+# FILE is in the shared run folder and readable by its owner only. It holds the arguments of
+# `dstrain`, which must not pass through a shell. The environment, which may contain secrets, is in
+# no file: this host's agent hands it out.
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dstrain.launch.worker import LAUNCH_FILE_ENV, SUPERVISOR_ENV
 
 
 def main(launch_file: str) -> None:
-    """Become `dstrain ARGUMENTS` with the environment of the launch."""
+    """Replace this process by `dstrain ARGUMENTS` with the launch environment."""
     launch = json.loads(Path(launch_file).read_text(encoding="utf-8"))
     here = launch["hosts"][get_host_id()]
     try:
@@ -37,8 +37,12 @@ def main(launch_file: str) -> None:
 def rank_environment(
     launch: Mapping[str, Any], host: Mapping[str, Any], env: Mapping[str, str], launch_file: str
 ) -> dict[str, str]:
-    """The launcher's environment with the launch's upon it, and what only holds on this host."""
-    found = {name: value for name, value in env.items() if name != "PYTHONPATH"}  # DeepSpeed's runner adds its folder
+    """Return the launcher's environment, overridden by the launch's and by what is valid on this
+    host only.
+    """
+    found = {
+        name: value for name, value in env.items() if name != "PYTHONPATH"
+    }  # DeepSpeed's runner adds its own folder to it
     found |= {
         **launch["environment"],
         LAUNCH_FILE_ENV: launch_file,
@@ -47,7 +51,7 @@ def rank_environment(
     found[HEARTBEAT_ENV] = f"{host['heartbeat']} {launch['silence']:g}"
     if host["interface"]:
         found.setdefault("GLOO_SOCKET_IFNAME", host["interface"])
-    if "OMPI_COMM_WORLD_RANK" in env:  # DeepSpeed's launcher does these under pdsh
+    if "OMPI_COMM_WORLD_RANK" in env:  # under pdsh DeepSpeed's launcher sets these
         found |= {"MASTER_ADDR": launch["master"][0], "MASTER_PORT": str(launch["master"][1])}
         if found.get("DS_ACCELERATOR") != "cpu":
             found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host["slots"]))

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dstrain.errors import first_names
+
 FINAL_KINDS = ("lost", "failed", "stopped", "done")
 """Kinds of a rank's last status: it is about to exit and writes no other."""
 MAX_TABLE_ROWS = 32
@@ -29,7 +31,8 @@ class RankStatus:
     """Host and pid namespace in which `pid` is valid."""
     pid: int
     kind: Literal["ready", "alive", "lost", "failed", "stopped", "done"] = "ready"
-    """lost: another rank went silent. failed: an error of its own. stopped: signal before step 1."""
+    """lost: another rank went silent. failed: an error of its own. stopped: signal before step
+    1."""
     seen: int = 0
     """Number of status requests that this rank had read."""
     doing: str = ""
@@ -72,7 +75,7 @@ def diagnose(report: StatusReport) -> Diagnosis:
     by_kind = {status.kind: status for _, status in sorted(statuses.items(), reverse=True)}
     stop_signal = ""
     if status := by_kind.get("failed"):
-        ranks, what = [status.rank], f"failed: {status.text}; logs/rank-{status.rank:05d}.log says more"
+        ranks, what = [status.rank], f"failed: {status.text}; see logs/rank-{status.rank:05d}.log"
     elif status := by_kind.get("stopped"):
         ranks, what, stop_signal = [status.rank], f"was stopped by {status.text}", status.text
     elif missing:
@@ -89,13 +92,16 @@ def diagnose(report: StatusReport) -> Diagnosis:
 
 
 def _compare_collectives(report: StatusReport) -> tuple[list[int], str]:
-    """Return the ranks that did not enter a collective that others entered, and what to say of them."""
+    """Return the ranks that did not enter a collective that others entered, and what to say of
+    them.
+    """
     statuses = report.statuses
     members = {name: log["ranks"] for status in statuses.values() for name, log in status.lines.items()}
     waits = [
         (log["seconds"], name) for status in statuses.values() for name, log in status.lines.items() if _waits(log)
     ]
-    # On a GPU no rank stays inside a collective, since the host runs ahead of it: compare all groups.
+    # On a GPU no rank stays inside a collective, since the host runs ahead of it: compare all
+    # groups.
     for group in [max(waits)[1]] if waits else sorted(members):
         logs = {rank: statuses[rank].lines.get(group, {}) for rank in members[group] if rank in statuses}
         first = min(log.get("entered", 0) for log in logs.values())
@@ -123,13 +129,15 @@ def format_ranks_by_host(ranks: Sequence[int], statuses: Mapping[int, RankStatus
     for rank in ranks:
         by_host.setdefault(statuses[rank].host, []).append(rank)
     return " and ".join(
-        f"{'ranks' if len(several) > 1 else 'rank'} {', '.join(map(str, several))} on {host}"
+        f"{'ranks' if len(several) > 1 else 'rank'} {first_names(several, 8)} on {host}"
         for host, several in by_host.items()
     )
 
 
 def format_status_table(report: StatusReport, first: Sequence[int]) -> str:
-    """Return a row per rank, those of `first` at the top; after MAX_TABLE_ROWS the number of the others."""
+    """Return a row per rank, those of `first` at the top; after MAX_TABLE_ROWS the number of the
+    others.
+    """
     ranks = [*first, *sorted(report.statuses.keys() - set(first))]
     rows = [("rank", "host", "state", "doing", "last collective", "idle seconds")]
     for rank in ranks[:MAX_TABLE_ROWS]:

@@ -37,8 +37,9 @@ class RankStatusBoard:
         .workers/roll-TOKEN              grows by one byte per request; TOKEN is unique per launch
         .workers/word-TOKEN-00000.json   last status of a rank
 
-    A rank answers from the thread of its `Watchdog`, also while it waits in a collective. A rank that does not answer
-    has ended, is stopped, or its host is unreachable. Files that cannot be read or written are not an error here.
+    A rank answers from the thread of its `Watchdog`, also while it waits in a collective. A rank
+    that does not answer has ended, is stopped, or its host is unreachable. Files that cannot be
+    read or written are not an error here.
     """
 
     def __init__(self, run_dir: Path, world: World) -> None:
@@ -84,7 +85,8 @@ class RankStatusBoard:
     def request_diagnosis(self, reason: str, timeout: float = STATUS_TIMEOUT_SECONDS) -> Diagnosis:
         """Request the status of all ranks and diagnose it. Never raises and never hangs.
 
-        `reason` is the message of the error; an empty one asks without reporting this rank as failed.
+        `reason` is the message of the error; an empty one asks without reporting this rank as
+        failed.
         """
         return call_with_timeout(
             lambda: diagnose(self._request_status(reason, timeout)),
@@ -121,7 +123,9 @@ class RankStatusBoard:
             time.sleep(_POLL_SECONDS)
 
     def _kernel_state(self, status: RankStatus) -> str:
-        """Return the kernel's state letter of a rank's process, `gone` for a zombie, "" on another host."""
+        """Return the kernel's state letter of a rank's process, `gone` for a zombie, "" on another
+        host.
+        """
         state = process_state(status.pid) if status.place == _pid_namespace() else ""
         return "gone" if state == "Z" else state
 
@@ -141,7 +145,9 @@ class RankStatusBoard:
             atomic_write(path, json.dumps(asdict(self._initial_status[self.rank]) | said | now))
 
     def _read_status(self, rank: int) -> RankStatus | None:
-        """Return a rank's status file, or a status made of its exit record; None if there is neither."""
+        """Return a rank's status file, or a status made of its exit record; None if there is
+        neither.
+        """
         with contextlib.suppress(OSError, ValueError, TypeError):
             return RankStatus(**json.loads(self._status_path(rank).read_text(encoding="utf-8")))
         record = read_rank_records(self._run_dir, os.environ.get(LAUNCH_ID_ENV, "")).get(rank)
@@ -152,7 +158,10 @@ class RankStatusBoard:
         )
 
     def _num_requests(self) -> int:
-        """Return the number of requests. The file is opened so that NFS asks its server for the size."""
+        """Return the number of requests.
+
+        The file is opened so that NFS asks its server for the size.
+        """
         with self._request_file.open("rb") as file:
             return os.fstat(file.fileno()).st_size
 

@@ -18,20 +18,22 @@ from dstrain.distributed.connection_errors import find_connection_error, unknown
 from dstrain.distributed.world import World
 from dstrain.errors import PeerFailureError, one_line
 from dstrain.report.run_log import RunLog, format_current_time
+from dstrain.train.health.diagnosis import Diagnosis
 from dstrain.train.health.rank_status import STATUS_TIMEOUT_SECONDS, RankStatusBoard
 from dstrain.train.health.signals import StoppedBySignal
 
 STALL_FRACTION = 0.8
 """Share of the process groups' timeout after which a run without progress is reported."""
-RESTART_HINT = "fix the cause and start again: the run goes on from its newest whole checkpoint"
+RESTART_HINT = "fix the cause and start again: the run resumes from its latest complete checkpoint"
 
 
 class Watchdog:
-    """Context manager that answers status requests and watches the phase named by `world.log.phase`.
+    """Context manager that answers status requests and watches the phase named by
+    `world.log.phase`.
 
-    Two timers: a Python thread can ask other ranks but is blocked while C code holds the GIL; faulthandler's C timer is
-    not, but can only dump stacks. The Python thread postpones the C timer while it runs, so that the C timer fires only
-    if no Python code runs any more.
+    Two timers: a Python thread can ask other ranks but is blocked while C code holds the GIL;
+    faulthandler's C timer is not, but can only dump stacks. The Python thread postpones the C timer
+    while it runs, so that the C timer fires only if no Python code runs any more.
     """
 
     def __init__(self, status_board: RankStatusBoard, run_dir: Path, timeout: timedelta) -> None:
@@ -86,7 +88,9 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._timeout, file=self._stacks_file)
 
     def _report_idle(self, idle_seconds: float) -> None:
-        """Write this rank's stacks; on the lowest rank that answers also print a line and log an event."""
+        """Write this rank's stacks; on the lowest rank that answers also print a line and log an
+        event.
+        """
         log = self._status_board.log
         doing, step = log.phase, log.step
         if self._stacks_file is not None:
@@ -155,11 +159,11 @@ def _format_last_collectives(log: CollectiveLog) -> str:
 def peer_watchdog(
     run_dir: Path | None, world: World, timeout: timedelta, phase: str = "starting", fix: str = RESTART_HINT
 ) -> Iterator[None]:
-    """Replace torch's connection errors inside by a PeerFailureError that names the failed rank. Collective.
+    """Replace torch's connection errors inside by a PeerFailureError that names the failed rank.
 
-    Raises StoppedBySignal instead if the other rank was stopped by a signal before the first step. `run_dir` is shared
-    by all ranks; with None no rank can be named. `phase` is used while `world.log.phase` is empty. `fix` is the
-    last part of the message. The status of all ranks is printed as a table before the error is raised.
+    Raises StoppedBySignal instead if a signal stopped the other rank before the first step. All
+    ranks share `run_dir`; with None no rank can be named. `phase` is used while
+    `world.log.phase` is empty; `fix` is the last part of the message. Collective.
     """
     status_board = None
     try:
@@ -188,15 +192,19 @@ def peer_watchdog(
         if run_dir is None or status_board is None:
             raise known from error
         _log_error(error, known.phase, status_board, run_dir)
-        diagnosis = status_board.request_diagnosis(reason)
-        if diagnosis.stop_signal:
-            raise StoppedBySignal(diagnosis.stop_signal) from error
-        if diagnosis.table:
-            with contextlib.suppress(OSError, ValueError):  # a full disk or a closed stream
-                print(diagnosis.table, file=sys.stderr, flush=True)
-        raise PeerFailureError(known.phase, diagnosis.message, known.fix) from error
+        raise _name_failed_peer(known, status_board.request_diagnosis(reason)) from error
     finally:
         world.log.record_progress("")
+
+
+def _name_failed_peer(known: PeerFailureError, diagnosis: Diagnosis) -> BaseException:
+    """Print the status of all ranks, and return the error that names the failed one."""
+    if diagnosis.stop_signal:
+        return StoppedBySignal(diagnosis.stop_signal)
+    if diagnosis.table:
+        with contextlib.suppress(OSError, ValueError):  # a full disk or a closed stream
+            print(diagnosis.table, file=sys.stderr, flush=True)
+    return PeerFailureError(known.phase, diagnosis.message, known.fix)
 
 
 def _log_error(error: Exception, phase: str, status_board: RankStatusBoard, run_dir: Path) -> None:

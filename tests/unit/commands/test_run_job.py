@@ -1,4 +1,4 @@
-"""What comes of a launch is printed by the process that asked, and its folder is kept only where someone must look."""
+"""Jobs in several processes: their result, and when their folder is kept."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_bad_usage_leaves_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[s
 @pytest.mark.parametrize("work", ["raise RuntimeError('out of luck')", "import os; os.kill(os.getpid(), 9)"])
 def test_the_logs_of_a_failure_are_kept_and_named(work: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert _launch_workers(launch(work, tmp_path / "place"), tmp_path / "place") == JobResult(1)
-    assert f"is kept in {tmp_path / 'place' / 'logs'}" in capfd.readouterr().err
+    assert f"are kept in {tmp_path / 'place' / 'logs'}" in capfd.readouterr().err
     assert (tmp_path / "place/logs/rank-00000.log").is_file()
 
 

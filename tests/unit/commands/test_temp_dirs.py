@@ -1,4 +1,4 @@
-"""Folders of killed commands in TMPDIR: the next command removes them, and nothing else."""
+"""Temporary folders of killed commands: the next command removes them, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A launch on hosts that an `ssh` reaches which stays on this machine."""
+"""Multi-host launches with an `ssh` that stays on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `dstrain train` does around its launch: look at the data once, and leave no folder of a launch that was refused."""
+"""Checks of `dstrain train` around its launch: data read once, no folder left by a refused launch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dstrain.cli import main
 from dstrain.commands.checks import preflight
 from dstrain.commands.recipe_args import TrainRequest
 from dstrain.commands.train import resume_on_restart
-from dstrain.launch.job import LauncherSpec, LocalJob
 from dstrain.launch.worker import LAUNCH_ID_ENV
+from dstrain.launch.worker_group import LauncherSpec, LocalWorkerGroup
 from dstrain.train import setup
 from tests.vision_recipes import named_recipe
 
@@ -47,10 +47,10 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
     def run(work: Callable[[Path], int], *words: str) -> int:
         @contextlib.contextmanager
         def gathered(ready: Any, run_dir: Path) -> Iterator[Any]:
-            yield LocalJob(LauncherSpec([], {}), run_dir, ())
+            yield LocalWorkerGroup(LauncherSpec([], {}), run_dir, ())
 
-        monkeypatch.setattr("dstrain.launch.multihost.job.open_job", gathered)
-        monkeypatch.setattr("dstrain.launch.supervise.supervise", lambda crew: work(crew.run_dir))
+        monkeypatch.setattr("dstrain.launch.multihost.worker_group.open_worker_group", gathered)
+        monkeypatch.setattr("dstrain.launch.supervise.supervise", lambda group: work(group.run_dir))
         words = ("train", str(tmp_path / "recipe.yaml"), "--run-dir", str(tmp_path / "run"), "--num-gpus", "2", *words)
         told = CliRunner().invoke(main, words)
         assert told.exception is None or isinstance(told.exception, SystemExit), told.exception
@@ -110,9 +110,9 @@ def test_records_of_another_launch_stay_where_records_are_named_by_launch(tmp_pa
     folder = tmp_path / ".workers"
     folder.mkdir()
     (folder / "rank-00000.other.json").write_text("{}")
-    crew = LocalJob(LauncherSpec(["true"], {**os.environ, LAUNCH_ID_ENV: "mine"}), tmp_path, range(1))
-    crew.start()
-    crew.kill()
+    group = LocalWorkerGroup(LauncherSpec(["true"], {**os.environ, LAUNCH_ID_ENV: "mine"}), tmp_path, range(1))
+    group.start()
+    group.kill()
     assert (folder / "rank-00000.other.json").exists()
 
 

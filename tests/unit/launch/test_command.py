@@ -1,4 +1,4 @@
-"""The command lines, word by word."""
+"""Command lines of a launch on one host, word by word."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ def test_exclude_leaves_the_others(monkeypatch):
     [
         ({"num_gpus": 0}, {}, "starts no process"),
         ({"num_gpus": 5}, {}, "more than the 4 visible"),
-        ({"num_gpus": 1, "include": "localhost:0"}, {}, "cannot stand beside"),
-        ({"exclude": "localhost:0", "include": "localhost:0"}, {}, "cannot stand together"),
+        ({"num_gpus": 1, "include": "localhost:0"}, {}, "cannot be combined with"),
+        ({"exclude": "localhost:0", "include": "localhost:0"}, {}, "are both set"),
         ({"include": "host1:0"}, {}, "does not name GPUs of this machine"),
         ({"include": "localhost:0,9"}, {}, "names GPU 9, but there are 4"),
         ({"exclude": "localhost"}, {}, "leaves no GPU"),
         ({}, {"CUDA_VISIBLE_DEVICES": "7"}, "names none of the 4 GPUs"),
-        ({}, {"CUDA_VISIBLE_DEVICES": "GPU-1f"}, "by number only"),
+        ({}, {"CUDA_VISIBLE_DEVICES": "GPU-1f"}, "takes GPU numbers only"),
     ],
 )
 def test_gpus_that_cannot_be_had_are_refused(options, env, said):
@@ -108,7 +108,7 @@ def test_gpus_that_cannot_be_had_are_refused(options, env, said):
 @pytest.mark.parametrize("options", [{"num_nodes": 2}, {"node_rank": 1}, {"master_addr": "host1"}, {"no_ssh": True},
                                      {"launcher": "openmpi"}, {"launcher": "ssh"}])  # fmt: skip
 def test_several_hosts_need_a_hostfile(options):
-    with pytest.raises(UsageError, match=r"of several hosts only --hostfile says which"):
+    with pytest.raises(UsageError, match="runs on several hosts need --hostfile"):
         plan_launch(LaunchOptions(**options), ["train"], {}, LaunchConfig())
 
 
@@ -124,7 +124,7 @@ def test_a_taken_port_names_its_holder():
     holder = rf"is taken by .*\(pid {os.getpid()}\)"
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(UsageError, match=holder):
         check_port(server.getsockname()[1])
-    with pytest.raises(UsageError, match="is no port"):
+    with pytest.raises(UsageError, match="is not a port"):
         check_port(70000)
 
 

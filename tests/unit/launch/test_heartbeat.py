@@ -1,4 +1,4 @@
-"""A rank and the agent of its host: the environment, which no disk sees, and an end where the agent no longer beats."""
+"""Rank and agent of a host: the environment, which is on no disk, and a rank's end without heartbeats."""
 
 from __future__ import annotations
 

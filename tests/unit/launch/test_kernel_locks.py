@@ -1,4 +1,4 @@
-"""A killed compilation stops no later run."""
+"""Locks of killed compilations do not block later runs."""
 
 from __future__ import annotations
 

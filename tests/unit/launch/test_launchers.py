@@ -1,4 +1,4 @@
-"""The scripts in launchers/: what they start, word by word, and what they refuse."""
+"""Scripts in launchers/: what they start, word by word, and what they refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One launch at a time writes into a run folder."""
+"""At most one launch writes into a run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lease of a run folder where a network file system says less than the truth, and where the folder itself goes away."""
+"""Lease of a run folder on a network file system, and in a folder that is removed."""
 
 from __future__ import annotations
 

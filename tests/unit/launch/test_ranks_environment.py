@@ -1,4 +1,4 @@
-"""What a worker sets before anything is computed: device, memory, network."""
+"""Settings of a worker before it computes: device, memory, network."""
 
 from __future__ import annotations
 

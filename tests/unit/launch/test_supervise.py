@@ -1,4 +1,4 @@
-"""Supervision, tried on launchers of a few lines that start workers of a few lines."""
+"""Supervision, tested with launchers and workers of a few lines."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ class Run:
         (folder / "launcher.py").write_text(textwrap.dedent(launcher))
         (folder / "main.py").write_text(
             "import os, sys\nfrom pathlib import Path\n"
-            "from dstrain.launch.job import LauncherSpec, LocalJob\nfrom dstrain.launch.supervise import supervise\n"
-            "job = LocalJob(LauncherSpec([sys.executable, 'launcher.py'], os.environ), Path('run'), range(2))\n"
-            "sys.exit(supervise(job))\n"
+            "from dstrain.launch.worker_group import LauncherSpec, LocalWorkerGroup\nfrom dstrain.launch.supervise import supervise\n"
+            "group = LocalWorkerGroup(LauncherSpec([sys.executable, 'launcher.py'], os.environ), Path('run'), range(2))\n"
+            "sys.exit(supervise(group))\n"
         )
         env = {**os.environ, "PYTHONPATH": str(ROOT), "MARK": str(folder)}
         self.process = subprocess.Popen(
@@ -178,7 +178,7 @@ def test_a_launcher_that_hides_a_dead_worker_behind_0_is_found_out(run):
 
 def test_no_word_from_any_worker_is_1(run):
     code, said = run("", "raise SystemExit(0)").end()
-    assert (code, "no worker lived to say so; the launcher ended with code 0" in said) == (1, True)
+    assert (code, "no rank reported a result; the launcher ended with code 0; see logs/rank-*.log" in said) == (1, True)
 
 
 def test_a_launcher_that_refuses_its_options_is_2(run):
@@ -282,7 +282,7 @@ def test_a_worker_that_a_signal_ended_before_it_began_is_no_riddle(run):
     started.process.terminate()
     code, said = started.end()
     assert (code, "before a worker had begun, so there was nothing to save" in said) == (1, True), said
-    assert "no worker lived" not in said
+    assert "no rank reported" not in said
 
 
 def test_a_signal_before_any_worker_ends_at_once(run):
@@ -340,7 +340,7 @@ def test_who_was_ended_by_us_is_not_to_blame(tmp_path, monkeypatch, capfd):
     (tmp_path / "launcher.log").write_text("no module named dstrain\n")
     assert supervision.supervise(Gone(tmp_path)) == 1
     said = capfd.readouterr().err
-    assert "rank 0 on host1 ended before it could say why" in said
+    assert "rank 0 on host1 ended without a report" in said
     assert "| no module named dstrain" in said, "the launcher's words where the rank has none"
 
 
@@ -397,7 +397,7 @@ def records(*codes: int | None) -> dict[int, RankRecord]:
             records(0),
             {0: 0},
             0,
-            LaunchOutcome(1, "rank 1 never said that it started; the launcher ended with code 0", 1),
+            LaunchOutcome(1, "rank 1 did not start; the launcher ended with code 0", 1),
         ),
         (
             records(0, 75),
@@ -413,7 +413,7 @@ def records(*codes: int | None) -> dict[int, RankRecord]:
             records(None, None),
             {1: None},
             255,
-            LaunchOutcome(1, "rank 1 ended before it could say why (killed, or its launcher was)", 1),
+            LaunchOutcome(1, "rank 1 ended without a report (killed, or its launcher was)", 1),
         ),
         (records(75, None), {0: 75, 1: 3}, 3, LaunchOutcome(1, "rank 1 ended with code 3", 1)),
     ],

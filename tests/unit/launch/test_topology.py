@@ -1,4 +1,4 @@
-"""Who a process is, by what its launcher left in the environment."""
+"""Rank and world size from the variables that launchers set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's output and its word of how it ended."""
+"""Output of a rank, and its exit record."""
 
 from __future__ import annotations
 

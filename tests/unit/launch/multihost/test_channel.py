@@ -1,4 +1,4 @@
-"""Messages between a launching process and an agent, whatever else comes over the same stream."""
+"""Messages between a launching process and an agent, with other output on the same stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A host that was given up and answers ssh all the same: what is left of the launch there is ended before anything is said."""
+"""Cleanup over ssh on a host whose agent does not answer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import time
 import psutil
 import pytest
 
-from dstrain.launch.job import LauncherSpec, LocalJob
 from dstrain.launch.multihost import cleanup
-from dstrain.launch.multihost.job import MultiHostJob, open_job
+from dstrain.launch.multihost.worker_group import MultiHostWorkerGroup, open_worker_group
 from dstrain.launch.processes import find_processes
+from dstrain.launch.worker_group import LauncherSpec, LocalWorkerGroup
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process trees are Linux's here")
 
@@ -25,16 +25,16 @@ def agent_of(nonce: str) -> psutil.Process:
     return found
 
 
-def stop_agent(crew: MultiHostJob, index: int = 0) -> psutil.Process:
+def stop_agent(group: MultiHostWorkerGroup, index: int = 0) -> psutil.Process:
     """Stop it, and have it given up half a second later."""
-    agent = agent_of(crew._clients[index].nonce)
+    agent = agent_of(group._clients[index].nonce)
     agent.suspend()
-    crew._clients[index].channel.peer_timeout = 0.5
-    crew._has_started = True
+    group._clients[index].channel.peer_timeout = 0.5
+    group._has_started = True
     until = time.monotonic() + 10
-    while not crew.abort_reason:
+    while not group.abort_reason:
         assert time.monotonic() < until
-        crew.poll()
+        group.poll()
         time.sleep(0.02)
     return agent
 
@@ -45,105 +45,108 @@ def over(process: psutil.Process) -> bool:
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_stopped_agent_and_its_ranks_are_ended_over_another_session(stopped, launch, tmp_path):
-    with open_job(launch("here slots=2\n"), tmp_path) as crew:
-        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(crew._launch_file)]) as rank:
+    with open_worker_group(launch("here slots=2\n"), tmp_path) as group:
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(group._launch_file)]) as rank:
             if stopped:
                 rank.send_signal(signal.SIGSTOP)
-            agent = stop_agent(crew)
-            assert crew.kill() == []
+            agent = stop_agent(group)
+            assert group.kill() == []
             assert rank.wait(5) == -signal.SIGKILL
         assert over(agent)
-    assert crew.abort_reason == (
-        "here said nothing for 0.5 s (power, network, or a process or machine that stands still); rank 0, 1 ran there; "
-        "nothing of the launch is left there; start the same command again to go on"
+    assert group.abort_reason == (
+        "here sent no message for 0.5 s (power, network, or a suspended process or machine); rank 0, 1 ran there; "
+        "nothing of the launch is left there; start the same command again to resume"
     )
 
 
 def test_the_end_of_the_starter_is_none_of_the_session_that_cleans_up(launch, tmp_path):
     """It ends whatever this process started since: DeepSpeed's runner, pdsh and what they left."""
-    with open_job(launch("here slots=1\n"), tmp_path) as crew:
-        crew._runner = LocalJob(LauncherSpec(["sleep", "60"], dict(os.environ)), tmp_path, ())
-        crew._runner.start()
-        agent = stop_agent(crew)
-        crew.kill()
+    with open_worker_group(launch("here slots=1\n"), tmp_path) as group:
+        group._runner = LocalWorkerGroup(LauncherSpec(["sleep", "60"], dict(os.environ)), tmp_path, ())
+        group._runner.start()
+        agent = stop_agent(group)
+        group.kill()
         assert over(agent)
-    assert crew.abort_reason.endswith("; nothing of the launch is left there; start the same command again to go on")
+    assert group.abort_reason.endswith("; nothing of the launch is left there; start the same command again to resume")
 
 
 def test_a_starter_that_does_not_end_with_the_ranks_is_not_waited_for(launch, tmp_path, monkeypatch):
     """A login script's own process holds the session open that pdsh waits for."""
-    monkeypatch.setattr("dstrain.launch.multihost.job.RUNNER_EXIT_SECONDS", 0.3)
-    with open_job(launch("here slots=1\n"), tmp_path) as crew:
-        crew._runner = LocalJob(LauncherSpec(["sleep", "60"], dict(os.environ)), tmp_path, ())
-        crew._runner.start()
+    monkeypatch.setattr("dstrain.launch.multihost.worker_group.RUNNER_EXIT_SECONDS", 0.3)
+    with open_worker_group(launch("here slots=1\n"), tmp_path) as group:
+        group._runner = LocalWorkerGroup(LauncherSpec(["sleep", "60"], dict(os.environ)), tmp_path, ())
+        group._runner.start()
         began = time.monotonic()
         while time.monotonic() - began < 0.5:
-            assert crew.poll_launcher() is None
-        crew.exit_codes[0] = 0
-        assert crew.poll_launcher() is None
+            assert group.poll_launcher() is None
+        group.exit_codes[0] = 0
+        assert group.poll_launcher() is None
         time.sleep(0.4)
-        assert crew.poll_launcher() == 1
-        assert crew.kill() == []
-        assert not crew.is_alive()
+        assert group.poll_launcher() == 1
+        assert group.kill() == []
+        assert not group.is_alive()
 
 
 @contextlib.contextmanager
-def killed_without_agent(crew, tmp_path, ssh):
+def killed_without_agent(group, tmp_path, ssh):
     """Stop the agent, make every further ssh run this shell command, and kill the job."""
-    agent = stop_agent(crew)
+    agent = stop_agent(group)
     (tmp_path / "bin/ssh").write_text(f"#!/bin/sh\n{ssh}\n")
     started_at = time.monotonic()
-    crew.kill()
+    group.kill()
     assert time.monotonic() - started_at < 5
     yield
     agent.resume()
 
 
 def test_where_ssh_does_not_answer_the_sentence_says_so(launch, tmp_path):
-    with open_job(launch("here slots=2\n"), tmp_path) as crew, killed_without_agent(crew, tmp_path, "exit 255"):
-        assert crew.abort_reason.endswith(
+    with (
+        open_worker_group(launch("here slots=2\n"), tmp_path) as group,
+        killed_without_agent(group, tmp_path, "exit 255"),
+    ):
+        assert group.abort_reason.endswith(
             "; rank 0, 1 ran there; rank 0, 1 on here cannot be ended from here: where it still runs, it ends by itself "
-            "within 20 s; wait for that, then start the same command again to go on"
+            "within 20 s; wait for that, then start the same command again to resume"
         )
 
 
 def test_a_host_that_never_answers_is_not_waited_for_without_end(launch, tmp_path, monkeypatch):
     monkeypatch.setattr(cleanup, "CLEANUP_TIMEOUT_SECONDS", 0.5)
     endless = "while :; do echo y; done"
-    with open_job(launch("here slots=1\n"), tmp_path) as crew, killed_without_agent(crew, tmp_path, endless):
-        assert "cannot be ended from here" in crew.abort_reason
+    with open_worker_group(launch("here slots=1\n"), tmp_path) as group, killed_without_agent(group, tmp_path, endless):
+        assert "cannot be ended from here" in group.abort_reason
 
 
 def test_an_agent_that_is_stopped_only_at_the_end_is_ended_too(launch, tmp_path, monkeypatch):
-    monkeypatch.setattr("dstrain.launch.multihost.job.KILL_TIMEOUT_SECONDS", 0.5)
-    with open_job(launch("here slots=1\n"), tmp_path) as crew:
-        crew._has_started = True
-        agent = agent_of(crew._clients[0].nonce)
+    monkeypatch.setattr("dstrain.launch.multihost.worker_group.KILL_TIMEOUT_SECONDS", 0.5)
+    with open_worker_group(launch("here slots=1\n"), tmp_path) as group:
+        group._has_started = True
+        agent = agent_of(group._clients[0].nonce)
         agent.suspend()
-        assert crew.kill() == []
+        assert group.kill() == []
         assert over(agent)
-    assert crew.abort_reason == ""
+    assert group.abort_reason == ""
 
 
 def test_a_process_that_stood_still_itself_says_so(launch, tmp_path):
-    with open_job(launch("here slots=1\n"), tmp_path) as crew:
-        crew._last_poll_at -= 7.0
-        crew.poll()
-        agent_of(crew._clients[0].nonce).kill()
-        while not crew.abort_reason:
-            crew.poll()
+    with open_worker_group(launch("here slots=1\n"), tmp_path) as group:
+        group._last_poll_at -= 7.0
+        group.poll()
+        agent_of(group._clients[0].nonce).kill()
+        while not group.abort_reason:
+            group.poll()
         assert (
             "; this process itself did not run for 7 s (SIGSTOP, Ctrl-Z, or a machine that slept); rank 0"
-            in crew.abort_reason
+            in group.abort_reason
         )
 
 
 def test_another_launchs_loss_is_not_embroidered(launch, tmp_path):
     """A sentence that something else left there, such as the lease of the run folder, stays as it is."""
-    with open_job(launch("here slots=1\n"), tmp_path) as crew:
-        crew.abort_reason = "another launch took the folder"
-        crew.kill()
-        assert crew.abort_reason == "another launch took the folder"
+    with open_worker_group(launch("here slots=1\n"), tmp_path) as group:
+        group.abort_reason = "another launch took the folder"
+        group.kill()
+        assert group.abort_reason == "another launch took the folder"
 
 
 def test_only_exact_words_of_an_agents_command_line_count():

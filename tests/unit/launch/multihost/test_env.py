@@ -1,4 +1,4 @@
-"""What of the environment reaches other hosts."""
+"""Environment variables that are forwarded to other hosts."""
 
 from __future__ import annotations
 

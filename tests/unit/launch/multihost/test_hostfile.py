@@ -1,4 +1,4 @@
-"""On which hosts: hostfiles and the options that choose from them."""
+"""Hostfiles, and the options that select hosts."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_options_choose_from_the_hosts_in_the_files_order(options, left):
     [
         ({"include": "host4"}, "host4 is not in the hostfile; did you mean"),
         ({"include": "host1:9"}, "host1 has no slot 9; F:4 gives it 0 to 7"),
-        ({"include": "host1:a"}, "'a' are no slots"),
+        ({"include": "host1:a"}, "'a' is not a list of slots"),
         ({"exclude": "host1@host2@host3"}, "leaves no slot"),
-        ({"include": "host1", "exclude": "host2"}, "cannot stand together"),
-        ({"include": "host1", "num_nodes": 1}, "cannot stand beside"),
+        ({"include": "host1", "exclude": "host2"}, "are both set"),
+        ({"include": "host1", "num_nodes": 1}, "cannot be combined with"),
         ({"num_nodes": 4}, "the hostfile names 3 hosts"),
-        ({"num_gpus": 3}, "F:5 says that host3 has 2 slots"),
+        ({"num_gpus": 3}, r"host3 has 2 slots \(F:5\)"),
         ({"num_gpus": 0}, "ask for 1 to 4"),
     ],
 )

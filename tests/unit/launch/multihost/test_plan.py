@@ -1,4 +1,4 @@
-"""The command lines for several hosts, word by word."""
+"""Command lines for several hosts, word by word."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_without_ssh_a_host_runs_its_share(plan):
     [
         ({"no_ssh": True}, "add --node-rank K, from 0 on host1 to 1 on host2"),
         ({"no_ssh": True, "node_rank": 2}, "add --node-rank K"),
-        ({"node_rank": 1}, "only with --no-ssh"),
+        ({"node_rank": 1}, "works only with --no-ssh"),
         ({"no_ssh": True, "node_rank": 1, "launcher": "openmpi"}, "use deepspeed or torchrun"),
     ],
 )
@@ -169,7 +169,7 @@ def test_more_processes_than_cores_are_warned_of(monkeypatch):
         == ""
     )
     assert several.cpu_overload_warning(made[99]).startswith(
-        "99 processes are started on this machine, which has 2 CPU cores for them"
+        "99 processes are started on this machine, which has 2 CPU cores: they share"
     )
     assert several.cpu_overload_warning(LocalLaunch([], {"DS_ACCELERATOR": "cpu"}, 99, local_ranks=range(2))) == "", (
         "one host of many"

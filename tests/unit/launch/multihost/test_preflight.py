@@ -1,4 +1,4 @@
-"""What hosts are asked before a launch, what they are refused for, and login scripts that print."""
+"""Checks of hosts before a launch, their errors, and login scripts that print."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from dstrain import __version__
 from dstrain.errors import UsageError
 from dstrain.launch.multihost import agent_client, preflight
 from dstrain.launch.multihost.hostfile import parse_hostfile
-from dstrain.launch.multihost.job import MultiHostJob, open_job, remove_launch_files
+from dstrain.launch.multihost.launch_files import remove_launch_files, write_launch_file
+from dstrain.launch.multihost.plan import MasterEndpoint
 from dstrain.launch.multihost.versions import (
     find_source_diff,
     hash_source_files,
@@ -22,6 +23,7 @@ from dstrain.launch.multihost.versions import (
     iter_version_diffs,
     read_package_versions,
 )
+from dstrain.launch.multihost.worker_group import MultiHostWorkerGroup, open_worker_group
 from dstrain.launch.worker import get_workers_dir
 
 SCRIPTS = {
@@ -40,7 +42,7 @@ SCRIPTS = {
 
 
 def refused(launch, run_dir: Path) -> list[str]:
-    with pytest.raises(UsageError) as caught, open_job(launch, run_dir):
+    with pytest.raises(UsageError) as caught, open_worker_group(launch, run_dir):
         pass
     return str(caught.value).splitlines()
 
@@ -48,9 +50,9 @@ def refused(launch, run_dir: Path) -> list[str]:
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_a_login_script_may_print_what_it_likes(script, launch, login_script, tmp_path):
     login_script.write_text(f"{script}\n")
-    with open_job(launch("login slots=2\n"), tmp_path) as crew:
-        assert crew.kill() == []
-        assert crew.abort_reason == ""
+    with open_worker_group(launch("login slots=2\n"), tmp_path) as group:
+        assert group.kill() == []
+        assert group.abort_reason == ""
 
 
 @pytest.mark.parametrize("script", ["exit 1", "echo over >&2; exec false", "echo over >&2; kill -9 $$"])
@@ -69,7 +71,7 @@ def test_a_login_script_that_does_not_end_is_named(launch, login_script, tmp_pat
     login_script.write_text("while :; do echo y; done\n")
     (said,) = refused(launch("login slots=2\n"), tmp_path)
     assert said.startswith("F:1 login: no answer from its agent in 1.5 s, only other output (of its login shell, or ")
-    assert "`ssh login true` must end within that time and ask nothing" in said
+    assert "`ssh login true` must end within that time without a prompt" in said
 
 
 def test_the_reason_is_what_ssh_said_and_not_the_host(launch, tmp_path):
@@ -81,10 +83,10 @@ def test_the_reason_is_what_ssh_said_and_not_the_host(launch, tmp_path):
 
 def test_agents_wait_while_the_data_are_looked_at(launch, tmp_path):
     """Between the hosts' answers and the start of the ranks lies a check that may take longer than launch.heartbeat_timeout_seconds."""
-    with open_job(replace(launch("here slots=2\n"), heartbeat_timeout=1.0), tmp_path) as crew:
+    with open_worker_group(replace(launch("here slots=2\n"), heartbeat_timeout=1.0), tmp_path) as group:
         time.sleep(2.5)
-        crew.poll()
-        assert crew.abort_reason == ""
+        group.poll()
+        assert group.abort_reason == ""
 
 
 def peer(name: str, **facts):
@@ -133,10 +135,10 @@ def test_versions_are_told_without_importing_anything_heavy():
 
 def test_the_environment_is_in_no_file_of_a_launch(launch, tmp_path):
     made = launch("here slots=1\n")
-    with open_job(made, tmp_path) as crew:
-        assert isinstance(crew, MultiHostJob)
-        crew._write_launch_files()
-        (file,) = get_workers_dir(tmp_path).glob("launch-*.json")
+    with open_worker_group(made, tmp_path) as group:
+        assert isinstance(group, MultiHostWorkerGroup)
+        file = get_workers_dir(tmp_path) / "launch-1.json"
+        write_launch_file(made, file, MasterEndpoint("10.0.0.1", 29500), group._clients)
         assert file.stat().st_mode & 0o777 == 0o600
         assert json.loads(file.read_text())["arguments"] == ["train"]
         assert "secret" not in file.read_text()
@@ -159,18 +161,19 @@ def test_a_rank_gets_the_environment_from_its_agent(launch, tmp_path, monkeypatc
     """All the way: the launching process, an ssh session, the agent, its socket, the beginning of a rank."""
     seen = tmp_path / "seen.json"
     monkeypatch.setattr(
-        "dstrain.launch.multihost.job.node_command", lambda *how: [sys.executable, "-c", RANK, how[-1][-1], str(seen)]
+        "dstrain.launch.multihost.worker_group.node_command",
+        lambda *how: [sys.executable, "-c", RANK, how[-1][-1], str(seen)],
     )
-    with open_job(launch("here slots=1\n"), tmp_path / "run") as crew:
-        crew.start()
+    with open_worker_group(launch("here slots=1\n"), tmp_path / "run") as group:
+        group.start()
         until = time.monotonic() + 20
-        while crew.poll_launcher() is None:
+        while group.poll_launcher() is None:
             assert time.monotonic() < until
-            crew.poll()
+            group.poll()
             time.sleep(0.02)
         (file,) = get_workers_dir(tmp_path / "run").glob("launch-*.json")
         arguments, found = json.loads(seen.read_text())
-        assert (crew.poll_launcher(), crew.kill()) == (0, [])
+        assert (group.poll_launcher(), group.kill()) == (0, [])
     assert arguments == ["dstrain.cli", "train"]
     assert (found["HF_TOKEN"], found["DSTRAIN_LAUNCH"]) == ("secret", str(file))
     assert found["DSTRAIN_HEARTBEAT"].endswith(" 5")

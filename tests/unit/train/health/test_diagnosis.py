@@ -69,7 +69,7 @@ def test_the_rank_that_did_not_enter_is_named_with_what_it_did_not_enter() -> No
     assert verdict.message == "rank 2 on host2 did not enter all_reduce no. 45; see logs/stacks/rank-00002.txt"
     assert verdict.table.splitlines() == [
         "rank  host   state  doing    last collective             idle seconds",
-        "2     host2  alive  step 13  barrier no. 44             21",
+        "2     host2  alive  step 13  barrier no. 44              21",
         "0     host1  lost   step 13  all_reduce no. 45 (inside)  20",
         "1     host2  alive  step 13  all_reduce no. 45 (inside)  20",
         "3     host3  alive  step 13  all_reduce no. 45 (inside)  20",
@@ -106,7 +106,7 @@ def test_the_longest_wait_counts_not_the_busiest_group() -> None:
 def test_a_rank_with_an_error_of_its_own_is_the_one_to_blame() -> None:
     words = [word(0, "lost", world=WAITS), word(1, "failed", "ValueError: no"), word(2, world=WAITS), word(3, "ready")]
     verdict = judged(words, {3: ""}, "Connection closed by peer")
-    assert verdict.message == "rank 1 on host2 failed: ValueError: no; logs/rank-00001.log says more"
+    assert verdict.message == "rank 1 on host2 failed: ValueError: no; see logs/rank-00001.log"
 
 
 def test_ranks_that_go_different_ways_are_told_apart() -> None:
@@ -131,6 +131,7 @@ def test_where_nothing_is_known_the_sentence_says_so() -> None:
 def test_many_ranks_are_named_in_short() -> None:
     statuses = {rank: RankStatus(rank=rank, host="big", place="", pid=1) for rank in range(40)}
     assert format_ranks_by_host([1, 4, 5], statuses) == "ranks 1, 4, 5 on big"
+    assert format_ranks_by_host(range(3, 40), statuses) == "ranks 3, 4, 5, 6, 7, 8, 9, 10 and 29 more on big"
     report = StatusReport(statuses=statuses, answered_ranks=frozenset(statuses), process_states={})
     table = format_status_table(report, [39]).splitlines()
     assert table[1].startswith("39    big")

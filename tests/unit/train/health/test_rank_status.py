@@ -1,4 +1,4 @@
-"""Calling the roll never hangs and never raises, whatever the file system does."""
+"""Status requests never hang and never raise, whatever the file system does."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""A launch on several hosts: the hosts are asked first, then their ranks started, watched and ended through agents."""
+"""Worker group on several hosts: ranks started, polled and killed through one agent per host."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import threading
@@ -12,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrain.launch.command import PORT_FILE_ENV, LocalLaunch
+from dstrain.launch.command import LocalLaunch
 from dstrain.launch.heartbeat import RANK_TIMEOUT_FACTOR
-from dstrain.launch.job import LaunchedJob, LauncherSpec, LocalJob
 from dstrain.launch.multihost.agent_client import KILL_TIMEOUT_SECONDS, AgentClient, open_agents, wait_readable
 from dstrain.launch.multihost.channel import BEATS_PER_TIMEOUT
 from dstrain.launch.multihost.cleanup import RemoteCleanup
+from dstrain.launch.multihost.launch_files import remove_launch_files, write_hostfile, write_launch_file
 from dstrain.launch.multihost.plan import (
+    RANK_MODULE,
     MasterEndpoint,
     MultiHostLaunch,
     agent_command,
@@ -37,21 +37,22 @@ from dstrain.launch.worker import (
     remove_rank_records,
     start_log_copy,
 )
+from dstrain.launch.worker_group import LauncherSpec, LocalWorkerGroup, WorkerGroup, make_local_group
 
 RUNNER_EXIT_SECONDS = 10.0
-"""What started the ranks gets this long to end by itself once they have."""
+"""Time for DeepSpeed's runner to end by itself after all ranks have ended."""
 RUNNER_LOG = "launcher.log"
-"""In the run folder's logs: what DeepSpeed's runner, pdsh and mpirun write."""
+"""In the run folder's logs: output of DeepSpeed's runner, pdsh and mpirun."""
 
 
 @contextlib.contextmanager
-def open_job(launch: LocalLaunch | MultiHostLaunch, run_dir: Path) -> Iterator[LaunchedJob]:
-    """The crew of a launch, ready to start. Raises UsageError where a host cannot take part."""
+def open_worker_group(launch: LocalLaunch | MultiHostLaunch, run_dir: Path) -> Iterator[WorkerGroup]:
+    """Yield the worker group of a launch, ready to start.
+
+    Raises UsageError if a host cannot take part.
+    """
     if isinstance(launch, LocalLaunch):
-        place = get_workers_dir(run_dir) / f"port-{secrets.token_hex(8)}"
-        environment = {name: value for name, value in launch.environment.items() if name != PORT_FILE_ENV}
-        environment |= {PORT_FILE_ENV: str(place)} if launch.allow_any_port else {}
-        yield LocalJob(LauncherSpec(launch.argv, environment), run_dir, launch.ranks)
+        yield make_local_group(launch, run_dir)
         return
     check_runner(launch, run_dir)
     logs = log_path(run_dir, 0).parent
@@ -61,15 +62,15 @@ def open_job(launch: LocalLaunch | MultiHostLaunch, run_dir: Path) -> Iterator[L
         lambda host, nonce: agent_command(host, launch.heartbeat_timeout, nonce, os.environ),
         logs,
         launch.heartbeat_timeout,
-    ) as peers:
-        probe_hosts(launch, peers, run_dir)
-        crew = MultiHostJob(launch, peers, choose_master(launch, peers), run_dir)
-        with crew.keep_alive():
-            yield crew
+    ) as clients:
+        probe_hosts(launch, clients, run_dir)
+        group = MultiHostWorkerGroup(launch, clients, choose_master(launch, clients), run_dir)
+        with group.keep_alive():
+            yield group
 
 
-class MultiHostJob:
-    """Ranks on several hosts, each host watched over by its agent."""
+class MultiHostWorkerGroup:
+    """Ranks on several hosts; an agent on each host starts, watches and kills them."""
 
     def __init__(
         self, launch: MultiHostLaunch, clients: list[AgentClient], master: MasterEndpoint, run_dir: Path
@@ -82,39 +83,41 @@ class MultiHostJob:
         self._launch, self._clients, self._master = launch, clients, master
         folder, name = get_workers_dir(run_dir), secrets.token_hex(8)
         self._launch_file, self._hostfile = folder / f"launch-{name}.json", folder / f"hosts-{name}"
-        self._runner: LocalJob | None = None
+        self._runner: LocalWorkerGroup | None = None
         self._has_started = self._has_failed_host = False
         self._all_exited_at: float | None = None
-        """When all ranks were first seen to have ended."""
+        """Time at which all ranks were first seen to have ended."""
         self._launcher_codes: dict[AgentClient, int] = {}
         self._remaining_pids: dict[AgentClient, list[int]] = {}
         self._last_poll_at = time.monotonic()
         self._heartbeat_stop = threading.Event()
         self._heartbeat_thread: threading.Thread | None = None
         self._longest_pause = 0.0
-        """Seconds: the longest time in which this process itself did nothing."""
+        """Longest time in seconds between two polls: this process may have been suspended."""
 
     @property
     def supports_bf16(self) -> bool:
-        """Whether every GPU computes in bf16, as far as hosts can tell."""
-        return all(peer.host_info["bf16"] is not False for peer in self._clients)
+        """True unless a host reports a GPU without bf16."""
+        return all(client.host_info["bf16"] is not False for client in self._clients)
 
     @property
     def use_cpu(self) -> bool:
-        """Whether no host has a GPU to use."""
-        return not any(peer.host_info["gpus"] for peer in self._clients)
+        """True if no host has a GPU to use."""
+        return not any(client.host_info["gpus"] for client in self._clients)
 
     @contextlib.contextmanager
     def keep_alive(self) -> Iterator[None]:
-        """Inside, and until `start`, a thread tells the agents that we are there: data may be looked at before, for long."""
-        every = self._launch.heartbeat_timeout / (2 * BEATS_PER_TIMEOUT)
+        """Send heartbeats to the agents from a thread until `start`: checking the data may take
+        long.
+        """
+        interval = self._launch.heartbeat_timeout / (2 * BEATS_PER_TIMEOUT)
 
         def send_heartbeats() -> None:
-            while not self._heartbeat_stop.wait(every):
-                for peer in self._clients:
-                    peer.channel.send_heartbeat()
+            while not self._heartbeat_stop.wait(interval):
+                for client in self._clients:
+                    client.channel.send_heartbeat()
 
-        self._heartbeat_thread = threading.Thread(target=send_heartbeats, name="beats", daemon=True)
+        self._heartbeat_thread = threading.Thread(target=send_heartbeats, name="heartbeats", daemon=True)
         self._heartbeat_thread.start()
         try:
             yield
@@ -122,7 +125,7 @@ class MultiHostJob:
             self._stop_heartbeats()
 
     def _stop_heartbeats(self) -> None:
-        """From here on the lines belong to this thread."""
+        """Stop the thread: from here on only the calling thread uses the channels."""
         self._heartbeat_stop.set()
         if self._heartbeat_thread is not None:
             self._heartbeat_thread.join()
@@ -131,25 +134,24 @@ class MultiHostJob:
         self._stop_heartbeats()
         remove_rank_records(self.run_dir, self.ranks)
         remove_launch_files(self.run_dir)
-        self._write_launch_files()
+        write_launch_file(self._launch, self._launch_file, self._master, self._clients)
+        write_hostfile(self._launch, self._hostfile)
         self._has_started = True
         log = log_path(self.run_dir, 0)
         with log.open("ab") as file:
             start_log_copy(log, file.tell())
         argv = runner_command(self._launch, self._hostfile, self._master, self._launch_file)
         environment = {**self._launch.environment, **({"DS_ACCELERATOR": "cpu"} if self.use_cpu else {})}
-        for index, peer in enumerate(self._clients):
-            own = node_command(
-                self._launch, index, self._master, ["dstrain.launch.multihost.rank_main", str(self._launch_file)]
-            )
-            peer.channel.send(
+        for index, client in enumerate(self._clients):
+            node_argv = node_command(self._launch, index, self._master, [RANK_MODULE, str(self._launch_file)])
+            client.channel.send(
                 start={
                     "launch": str(self._launch_file),
                     "launch_id": self._launch.environment.get(LAUNCH_ID_ENV, ""),
                     "run_dir": str(self.run_dir),
                     "cwd": os.getcwd(),
                     "ranks": list(self._launch.ranks_of(index)),
-                    "argv": own if argv is None else None,
+                    "argv": node_argv if argv is None else None,
                     "env": node_environment(self._launch, index),
                     "environment": environment,
                 }
@@ -157,39 +159,24 @@ class MultiHostJob:
         if argv is not None:
             env = runner_environment(self._launch, os.environ)
             with log.with_name(RUNNER_LOG).open("wb") as output:
-                # The runner has each host change to its folder, through a shell: / has the same name in all of them.
-                self._runner = LocalJob(LauncherSpec(argv, env, "/", output), self.run_dir, ())
+                # The runner makes each host change to its working directory, through a shell: /
+                # exists on all.
+                self._runner = LocalWorkerGroup(LauncherSpec(argv, env, "/", output), self.run_dir, ())
                 self._runner.start()
         self._last_poll_at = time.monotonic()
 
-    def _write_launch_files(self) -> None:
-        """What every rank reads, and DeepSpeed's runner. The environment, which may hold secrets, goes to the agents."""
-        about = {
-            "arguments": list(self._launch.arguments),
-            "cwd": os.getcwd(),
-            "silence": self._launch.heartbeat_timeout,
-            "master": [self._master.address, self._master.port],
-            "hosts": {peer.host_info["machine"]: _host_entry(peer) for peer in self._clients},
-        }
-        with os.fdopen(os.open(self._launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(about, file)
-            file.flush()
-            os.fsync(file.fileno())
-        lines = (f"{host.name} slots={len(host.slots)}\n" for host in self._launch.hosts)
-        if self._launch.options.launcher != "openmpi":  # DeepSpeed checks --include against it
-            lines = (f"{host.name} slots={max(host.slots) + 1}\n" for host in self._launch.hosts)
-        self._hostfile.write_text("".join(lines))
-
     def poll(self, force: bool = False) -> None:
         self._longest_pause = max(self._longest_pause, time.monotonic() - self._last_poll_at)
-        for peer in self._clients:
-            for message in peer.channel.read_messages():
-                self._handle_message(peer, message)
-            if peer not in self._remaining_pids and not self.abort_reason and (why := peer.close_reason):
-                paused = f"; this process itself did not run for {self._longest_pause:.0f} s (SIGSTOP, Ctrl-Z, or a machine that slept)"
-                self.abort_reason = f"{why}{paused if self._longest_pause > self._launch.heartbeat_timeout else ''}; {self._format_ranks(peer)} ran there"
+        for client in self._clients:
+            for message in client.channel.read_messages():
+                self._handle_message(client, message)
+            if client not in self._remaining_pids and not self.abort_reason and (reason := client.close_reason):
+                if self._longest_pause > self._launch.heartbeat_timeout:
+                    cause = "SIGSTOP, Ctrl-Z, or a machine that slept"
+                    reason += f"; this process itself did not run for {self._longest_pause:.0f} s ({cause})"
+                self.abort_reason = f"{reason}; {self._format_ranks(client)} ran there"
                 self._has_failed_host = True
-            peer.channel.send_heartbeat()
+            client.channel.send_heartbeat()
         self._last_poll_at = time.monotonic()
 
     def _format_ranks(self, client: AgentClient) -> str:
@@ -219,7 +206,10 @@ class MultiHostJob:
         return next((code for code in self._launcher_codes.values() if code), 0)
 
     def _poll_runner(self) -> int | None:
-        """The starter's code; 1 where it stays although all ranks have ended: what a login script left running holds ssh open."""
+        """Return the runner's exit code; 1 if it still runs long after all ranks have ended.
+
+        A process that a login script left running may hold its ssh session open.
+        """
         assert self._runner is not None
         code = self._runner.poll_launcher()
         if code is not None or len(self.exit_codes) < self._launch.world_size:
@@ -228,80 +218,63 @@ class MultiHostJob:
         return 1 if time.monotonic() - self._all_exited_at > RUNNER_EXIT_SECONDS else None
 
     def send_signal(self, signum: int) -> int:
-        for peer in self._clients:
-            peer.channel.send(signal=signum)
+        for client in self._clients:
+            client.channel.send(signal=signum)
         return len(self.alive_ranks)
 
     def is_alive(self) -> bool:
         return bool(self.alive_ranks) or (self._runner is not None and self._runner.is_alive())
 
     def kill(self) -> list[str]:
-        """SIGKILL what is left on every host; where the agent does not answer over another ssh session, once.
+        """SIGKILL all processes on every host; if an agent does not answer, once over a separate
+        ssh session.
 
-        Where that fails too, the agent does it when its line is dead, or its ranks when it no longer beats.
+        If that fails too, the agent kills its ranks when its channel is closed, and ranks kill
+        themselves when their agent sends no heartbeat.
         """
         self._stop_heartbeats()
-        asked = [peer for peer in self._clients if not peer.close_reason]
-        for peer in asked:
-            peer.channel.send(end=True)
+        asked = [client for client in self._clients if not client.close_reason]
+        for client in asked:
+            client.channel.send(end=True)
         deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
         while time.monotonic() < deadline and any(
-            peer not in self._remaining_pids and not peer.close_reason for peer in asked
+            client not in self._remaining_pids and not client.close_reason for client in asked
         ):
-            wait_readable(
-                [
-                    peer.channel.read_fd
-                    for peer in asked
-                    if peer not in self._remaining_pids and not peer.channel.closed
-                ],
-                0.2,
-            )
+            open_clients = [one for one in asked if one not in self._remaining_pids and not one.channel.closed]
+            wait_readable([client.channel.read_fd for client in open_clients], 0.2)
             self.poll()
         if self._runner is not None:
             self._runner.kill()
-        if self._has_started:  # after the starter, whose end is one of everything that was started since
-            unheard = [peer for peer in self._clients if peer not in self._remaining_pids]
+        if self._has_started:  # after the runner: killing it kills all children that this process started since
+            unanswered = [client for client in self._clients if client not in self._remaining_pids]
             self._add_restart_hint(
-                RemoteCleanup(unheard, self._launch_file, self._launch.heartbeat_timeout).wait_for_failures()
+                RemoteCleanup(unanswered, self._launch_file, self._launch.heartbeat_timeout).wait_for_failures()
             )
         for file in (self._launch_file, self._hostfile):
             file.unlink(missing_ok=True)
-        return [f"{pid} on {peer.host.name}" for peer, pids in self._remaining_pids.items() for pid in pids]
+        return [f"{pid} on {client.host.name}" for client, pids in self._remaining_pids.items() for pid in pids]
 
     def _add_restart_hint(self, failed_clients: Sequence[AgentClient]) -> None:
-        """Say of a lost launch whether the same command can be started at once."""
+        """Add to the abort reason whether the same command can be started again at once."""
         if not self._has_failed_host:
             return
         if not failed_clients:
-            self.abort_reason += "; nothing of the launch is left there; start the same command again to go on"
+            self.abort_reason += "; nothing of the launch is left there; start the same command again to resume"
             return
-        there = " and ".join(f"{self._format_ranks(peer)} on {peer.host.name}" for peer in failed_clients)
+        there = " and ".join(f"{self._format_ranks(client)} on {client.host.name}" for client in failed_clients)
         seconds = (RANK_TIMEOUT_FACTOR + 1) * self._launch.heartbeat_timeout
         self.abort_reason += (
             f"; {there} cannot be ended from here: where it still runs, it ends by itself within {seconds:g} s; "
-            "wait for that, then start the same command again to go on"
+            "wait for that, then start the same command again to resume"
         )
 
     def wait_for_event(self, timeout: float) -> None:
-        wait_readable([peer.channel.read_fd for peer in self._clients], timeout)
+        wait_readable([client.channel.read_fd for client in self._clients], timeout)
 
     def find_launcher_log(self, rank: int | None) -> Path | None:
         if self._runner is not None:
             return log_path(self.run_dir, 0).with_name(RUNNER_LOG)
-        of_rank = (peer.log_path for at, peer in enumerate(self._clients) if rank in (None, *self._launch.ranks_of(at)))
+        of_rank = (
+            client.log_path for at, client in enumerate(self._clients) if rank in (None, *self._launch.ranks_of(at))
+        )
         return next(of_rank, None)
-
-
-def remove_launch_files(run_dir: Path) -> None:
-    """Remove the launch files of launches that were killed. Call it where no other launch can be in this folder."""
-    for pattern in ("launch-*.json", "hosts-*", "seen-*"):
-        for file in get_workers_dir(run_dir).glob(pattern):
-            file.unlink(missing_ok=True)
-
-
-def _host_entry(client: AgentClient) -> dict[str, Any]:
-    facts = client.host_info
-    return {
-        "hostname": facts["hostname"], "agent": facts["pid"], "heartbeat": facts["heartbeat"], "token": facts["token"],
-        "interface": client.interface, "slots": client.host.slots,
-    }  # fmt: skip

@@ -1,8 +1,9 @@
-"""The processes of a launch, and what can be done with them: start, look, signal, end."""
+"""Interface of a worker group (a launcher and its ranks), and its single-host implementation."""
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
@@ -12,80 +13,93 @@ from typing import IO, Protocol
 
 import psutil
 
+from dstrain.launch.command import PORT_FILE_ENV, LocalLaunch
 from dstrain.launch.processes import descendants, find_workers, kill_descendants
 from dstrain.launch.rank_monitor import RankMonitor
 from dstrain.launch.worker import (
     LAUNCH_ID_ENV,
     SUPERVISOR_ENV,
     RankRecord,
+    get_workers_dir,
     read_rank_records,
     remove_rank_records,
     set_parent_death_signal,
 )
 
 
-class LaunchedJob(Protocol):
-    """A launcher and its ranks, on this machine or on many."""
+class WorkerGroup(Protocol):
+    """Launcher and ranks of a launch, on one host or several."""
 
     run_dir: Path
 
     @property
     def ranks(self) -> Collection[int]:
-        """Those whose records tell how the launch ended."""
+        """Ranks whose records decide how the launch ended."""
 
     @property
     def alive_ranks(self) -> Collection[int]:
-        """Ranks that said they started and have not ended."""
+        """Ranks that have started and not ended."""
 
     @property
     def exit_codes(self) -> Mapping[int, int | None]:
-        """How ranks ended, in the order seen."""
+        """Exit code by rank, or minus the signal, in the order seen."""
 
     @property
     def records(self) -> Mapping[int, RankRecord]:
-        """What the ranks said of themselves."""
+        """Records that the ranks wrote, by rank."""
 
     abort_reason: str
-    """Why the launch cannot go on, whatever its ranks do: a host that went silent. Empty where it can."""
+    """Reason to end the launch regardless of its ranks, such as a lost host; empty if there is
+    none."""
 
     def start(self) -> None:
-        """Start everything."""
+        """Start the launcher."""
 
     def poll(self, force: bool = False) -> None:
-        """Note what happened since."""
+        """Update the state of the ranks."""
 
     def poll_launcher(self) -> int | None:
-        """The launcher's return code, once it is gone."""
+        """Return the launcher's exit code; None while it runs."""
 
     def send_signal(self, signum: int) -> int:
-        """Give the signal to the ranks; how many were reached."""
+        """Send a signal to the ranks. Returns the number of ranks reached."""
 
     def is_alive(self) -> bool:
-        """Whether anything of the launch still lives."""
+        """Return True if a process of the group runs."""
 
     def kill(self) -> list[str]:
-        """SIGKILL what is left. Returns what would not end."""
+        """SIGKILL all processes of the group. Returns those that did not end."""
 
     def wait_for_event(self, timeout: float) -> None:
-        """Sleep, but wake when something happens."""
+        """Sleep until a rank ends or a message arrives, at most `timeout` seconds."""
 
     def find_launcher_log(self, rank: int | None) -> Path | None:
-        """What the launcher wrote that started a rank, where that did not go to the terminal."""
+        """Return the log of the launcher that started the rank; None if it writes to the terminal."""
+
+
+def make_local_group(launch: LocalLaunch, run_dir: Path) -> LocalWorkerGroup:
+    """Return the group of a launch on this host, with a new file by which rank 0 announces the port
+    it listens on.
+    """
+    environment = {name: value for name, value in launch.environment.items() if name != PORT_FILE_ENV}
+    if launch.allow_any_port:
+        environment[PORT_FILE_ENV] = str(get_workers_dir(run_dir) / f"port-{secrets.token_hex(8)}")
+    return LocalWorkerGroup(LauncherSpec(launch.argv, environment), run_dir, launch.ranks)
 
 
 @dataclass(frozen=True)
 class LauncherSpec:
-    """A launcher to run."""
+    """Command, environment and output of a launcher."""
 
     argv: Sequence[str]
     environment: Mapping[str, str]
     cwd: str | None = None
     stdout: IO[bytes] | None = None
-    """Where it writes, and without input; None: where this process does."""
+    """Output file; stdin is then /dev/null. None: the streams of this process."""
 
 
-class LocalJob:
-    """A launcher as our child and whatever is below it."""
+class LocalWorkerGroup:
+    """Worker group on this host: the launcher, a child of this process, and its descendants."""
 
     def __init__(self, spec: LauncherSpec, run_dir: Path, ranks: Collection[int]) -> None:
         self.run_dir, self.ranks, self.abort_reason = run_dir, ranks, ""
@@ -112,17 +126,16 @@ class LocalJob:
         }
 
     def start(self) -> None:
-        if not self._launch_id:  # else records carry its name
+        if not self._launch_id:  # else the launch id is in the records' names
             remove_rank_records(self.run_dir, self.ranks)
         self._excluded_pids = {child.pid for child in psutil.Process().children()}
-        program = self._spec
         self._launcher = subprocess.Popen(
-            list(program.argv),
-            env={**program.environment, SUPERVISOR_ENV: f"{socket.gethostname()} {psutil.Process().pid}"},
-            cwd=program.cwd,
-            stdin=None if program.stdout is None else subprocess.DEVNULL,
-            stdout=program.stdout,
-            stderr=program.stdout and subprocess.STDOUT,
+            list(self._spec.argv),
+            env={**self._spec.environment, SUPERVISOR_ENV: f"{socket.gethostname()} {psutil.Process().pid}"},
+            cwd=self._spec.cwd,
+            stdin=None if self._spec.stdout is None else subprocess.DEVNULL,
+            stdout=self._spec.stdout,
+            stderr=self._spec.stdout and subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=set_parent_death_signal,
         )
@@ -134,7 +147,9 @@ class LocalJob:
         return None if self._launcher is None else self._launcher.poll()
 
     def send_signal(self, signum: int) -> int:
-        """To the workers, not to the launchers between: those would not wait for a checkpoint."""
+        """Send it to the workers, not to the launchers between: those would not wait for a
+        checkpoint.
+        """
         reached = find_workers(descendants(self._excluded_pids))
         for worker in reached:
             with contextlib.suppress(psutil.Error):
@@ -147,10 +162,10 @@ class LocalJob:
     def kill(self) -> list[str]:
         if self._launcher is None:
             return []
-        stubborn = kill_descendants(self._excluded_pids, self._launcher.pid)
-        if self._launcher.pid not in stubborn:
+        remaining = kill_descendants(self._excluded_pids, self._launcher.pid)
+        if self._launcher.pid not in remaining:
             self._launcher.wait()
-        return [str(pid) for pid in stubborn]
+        return [str(pid) for pid in remaining]
 
     def wait_for_event(self, timeout: float) -> None:
         self.monitor.wait_for_event(timeout)

@@ -16,13 +16,13 @@ import pytest
 
 from dstrain import __version__
 from dstrain.errors import UsageError
-from dstrain.launch.multihost import job, preflight, probe
+from dstrain.launch.multihost import preflight, probe, worker_group
 from dstrain.launch.multihost.agent import Agent
 from dstrain.launch.multihost.channel import Channel
 from dstrain.launch.multihost.hostfile import parse_hostfile
-from dstrain.launch.multihost.job import open_job
 from dstrain.launch.multihost.plan import MultiHostLaunch
 from dstrain.launch.multihost.rank_main import rank_environment
+from dstrain.launch.multihost.worker_group import open_worker_group
 from dstrain.launch.worker import get_workers_dir
 from tests.workers import ROOT
 
@@ -32,7 +32,7 @@ NONCE = "a1b2"
 
 
 def faults(launch: MultiHostLaunch, run_dir: Path) -> list[str]:
-    with pytest.raises(UsageError) as caught, open_job(launch, run_dir):
+    with pytest.raises(UsageError) as caught, open_worker_group(launch, run_dir):
         pass
     return str(caught.value).splitlines()
 
@@ -42,7 +42,7 @@ def test_all_hosts_that_cannot_be_reached_are_named_at_once(launch, tmp_path):
     said = faults(launch("here slots=1\nunknown slots=1\nbare slots=1\n"), tmp_path)
     assert [line.split(": ")[0] for line in said] == ["F:2 unknown", "F:3 bare"]
     assert "Could not resolve hostname" in said[0]
-    assert "`ssh unknown true` must work without a question" in said[0]
+    assert "`ssh unknown true` must work without a prompt" in said[0]
     assert "python: not found" in said[1]
     assert "at the same path on every host" in said[1]
     assert time.monotonic() - began < 40
@@ -50,15 +50,20 @@ def test_all_hosts_that_cannot_be_reached_are_named_at_once(launch, tmp_path):
 
 def test_two_names_of_one_machine_are_found(launch, tmp_path):
     assert faults(launch("here slots=1\nalias slots=1\n"), tmp_path) == [
-        "F:2 alias: it is the same machine as here; name it once, with all its slots"
+        "F:2 alias: is the same machine as here; name it once, with all its slots"
     ]
 
 
 def test_a_host_that_greets_is_understood_and_one_host_meets_with_itself(launch, tmp_path):
-    with open_job(launch("chatty slots=2\n"), tmp_path) as crew:
-        assert isinstance(crew, job.MultiHostJob)
-        assert (crew.use_cpu, crew.poll_launcher(), crew.is_alive(), list(crew.ranks)) == (True, None, False, [0, 1])
-        assert crew.kill() == []
+    with open_worker_group(launch("chatty slots=2\n"), tmp_path) as group:
+        assert isinstance(group, worker_group.MultiHostWorkerGroup)
+        assert (group.use_cpu, group.poll_launcher(), group.is_alive(), list(group.ranks)) == (
+            True,
+            None,
+            False,
+            [0, 1],
+        )
+        assert group.kill() == []
     assert not list(get_workers_dir(tmp_path).glob("seen-*"))
 
 
@@ -77,7 +82,7 @@ def test_more_slots_than_gpus_are_refused(tmp_path):
     said = [str(fault) for fault in preflight._iter_host_faults([peer], tmp_path)]
     assert [line.split(";")[0].removeprefix("F:1 host1: ") for line in said] == [
         f"does not see {tmp_path}", "has dstrain 0.0, this host has " + __version__,
-        "has 2 GPUs, and slot 3 is asked for",
+        "has 2 GPUs, but slot 3 is requested",
     ]  # fmt: skip
 
 

@@ -1,0 +1,162 @@
+"""Patches of DeepSpeed. Each has a test that shows the fault without the patch: it fails once DeepSpeed is fixed."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dstrain.distributed.deepspeed_patches import (
+    MUON_COMPILED,
+    PAGE_BYTES,
+    Zero3Subgroups,
+    keep_unaligned_gradients,
+    replay_bias_correction,
+    skip_shm_comm_build,
+    uncompile_muon,
+)
+
+deepspeed = pytest.importorskip("deepspeed")
+
+
+def test_deepspeed_would_build_shared_memory_collectives_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    comm, loads = importlib.import_module("deepspeed.comm.torch"), list[str]()
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is None:
+        pytest.skip("this accelerator has no such kernel")
+    monkeypatch.setattr(type(builder), "load", lambda self, *_, **__: loads.append(self.NAME))
+    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", True)
+    comm.build_shm_op()
+    assert loads == ["deepspeed_shm_comm"], "without the patch: remove skip_shm_comm_build if this fails"
+    skip_shm_comm_build()
+    comm.build_shm_op()
+    assert loads == ["deepspeed_shm_comm"]
+
+
+class PagedSwapper:
+    """DeepSpeed's swapper of gradients over a disk that works on whole pages, as direct I/O does."""
+
+    def __init__(self) -> None:
+        from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper as module
+
+        self._module, self.files = module, dict[int, torch.Tensor]()
+        self.info = SimpleNamespace(unswapped_gradients=dict[int, torch.Tensor]())
+        self.swap_params_info = {0: self.info}
+
+    def parameter_id(self, parameter: Any) -> int:
+        return 0
+
+    def swap_out_gradients(self, parameter: Any, gradient_offsets: Any, gradient_tensors: Any) -> None:
+        for offset, tensor in zip(gradient_offsets, gradient_tensors, strict=True):
+            self.files[offset] = tensor.clone()
+
+    def read(self, numel: int) -> torch.Tensor:
+        """Each file to the page in which it begins, then what stayed in memory."""
+        buffer = torch.zeros(numel)
+        for offset, tensor in self.files.items():
+            start = offset * 4 // PAGE_BYTES * PAGE_BYTES // 4
+            buffer[start : start + tensor.numel()] = tensor
+        for offset, tensor in self.info.unswapped_gradients.items():
+            buffer[offset : offset + tensor.numel()] = tensor
+        return buffer
+
+
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_unaligned_gradients_come_back_to_their_place_with_the_patch_alone(is_patched: bool) -> None:
+    swapper, gradients = PagedSwapper(), [torch.full((1500,), 1.0), torch.full((1000,), 2.0)]
+    if is_patched:
+        keep_unaligned_gradients(swapper)
+    swapper.swap_out_gradients(None, [0, 1500], gradients)
+    assert torch.equal(swapper.read(2500), torch.cat(gradients)) == is_patched
+    assert (0 in swapper.files, 1500 in swapper.files) == (True, not is_patched)
+
+
+def test_deepspeed_reads_a_gradient_to_its_offset_whatever_its_alignment() -> None:
+    """The fault itself: the buffer of a read begins at the gradient's offset. Look again if this text is gone."""
+    from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import PartitionedOptimizerSwapper as Swapper
+
+    assert "narrow(0, grad.offset, grad.length)" in inspect.getsource(Swapper._swap_in_pinned_gradients)
+    assert "align" not in inspect.getsource(Swapper._swap_in_pinned_gradients)
+    assert {"parameter", "gradient_offsets", "gradient_tensors"} < {
+        *inspect.signature(Swapper.swap_out_gradients).parameters
+    }
+
+
+def fresh_copy(module: ModuleType) -> Any:
+    """The module as it is imported, before any patch."""
+    spec = importlib.util.spec_from_file_location(f"{module.__name__}_fresh", str(module.__file__))
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
+def test_deepspeed_compiles_muon_and_the_patch_takes_the_plain_functions() -> None:
+    from deepspeed.runtime.zero.muon import original_muon
+
+    fresh = fresh_copy(original_muon)
+    compiled = [name for name in MUON_COMPILED if inspect.unwrap(getattr(fresh, name)) is not getattr(fresh, name)]
+    assert compiled == [*MUON_COMPILED], "without the patch: remove uncompile_muon if this fails"
+    for module in (uncompile_muon(), original_muon):
+        for name in MUON_COMPILED:
+            if hasattr(module, name):
+                assert inspect.unwrap(getattr(module, name)) is getattr(module, name)
+
+
+def cpu_adam(weight: torch.nn.Parameter) -> Any:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam([weight], lr=0.1, betas=(0.9, 0.999))
+
+
+def take_steps(adam: Any, weight: torch.nn.Parameter, steps: range) -> None:
+    for step in steps:
+        weight.grad = torch.full_like(weight, 0.1 * step + 0.01)
+        adam.step()
+
+
+@pytest.mark.parametrize("is_replayed", [False, True])
+def test_a_loaded_cpu_adam_goes_on_to_the_bit_with_the_patch_alone(is_replayed: bool) -> None:
+    cache = Path.home() / ".cache/torch_extensions"
+    if not [*cache.glob("*/cpu_adam/*.so")]:
+        pytest.skip("DeepSpeed's CPU Adam is not compiled here (python -m tests.kernels)")
+    steps, resumed_at, weights = 60, 37, []
+    for is_resumed in (False, True):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 4096))
+        adam = cpu_adam(weight)
+        take_steps(adam, weight, range(resumed_at))
+        if is_resumed:
+            state, again = adam.state_dict(), cpu_adam(weight)
+            again.load_state_dict(state)
+            adam = again
+            if is_replayed:
+                replay_bias_correction(adam)
+        take_steps(adam, weight, range(resumed_at, steps))
+        weights.append(weight.detach().clone())
+    assert torch.equal(*weights) == is_replayed, "without the patch equal: remove replay_bias_correction"
+
+
+def test_other_optimizers_are_not_replayed() -> None:
+    replay_bias_correction(None)
+    replay_bias_correction(torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]))
+
+
+def test_stage_3_still_has_its_private_methods_and_no_public_ones_for_parts() -> None:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+
+    assert [name for name in Zero3Subgroups.PRIVATE if not hasattr(Stage3, name)] == []
+    public = {name.removeprefix("_") for name in Zero3Subgroups.PRIVATE}
+    assert not [name for name in public if hasattr(Stage3, name)], "use these instead"
+
+
+def test_a_stage_3_optimizer_of_another_deepspeed_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"has no _swappable_optimizer_subgroup; install deepspeed>=0\.19,<0\.20"):
+        Zero3Subgroups(SimpleNamespace(fp16_groups=[]))

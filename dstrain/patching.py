@@ -7,15 +7,17 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 _RELEASE = re.compile(r"\d+(?:\.\d+)*")
 
 
+@cache  # one warning per process, and patches may be applied for each image
 def check_version(library: str, first: str, below: str) -> None:
     """Warn where the installed version is not one that the patches of the library were tested with.
 
-    `first` is tested, `below` is not: check_version("deepspeed", "0.19", "0.20"). Python shows a warning once.
+    `first` is tested, `below` is not: check_version("deepspeed", "0.19", "0.20").
     """
     version = importlib.metadata.version(library)
     if not _parse(first) <= _parse(version) < _parse(below):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.errors import Fault, RecipeError
 from dstrain.models.load import load_pretrained
 from dstrain.models.padding import set_pad_token
+from dstrain.models.patches import set_special_tokens
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -125,7 +126,7 @@ def _add_special_tokens(tokenizer: Any, tokens: Mapping[str, str]) -> None:
 
     tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in tokens.values()], True)
     new = {name: text for name, text in tokens.items() if name not in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
-    tokenizer._set_model_specific_special_tokens(new)  # no public way once it is made; its constructor takes them too
+    set_special_tokens(tokenizer, new)
 
 
 def _build_image_processor(class_name: str, **settings: Any) -> Any:

@@ -11,6 +11,11 @@ import pytest
 from dstrain.patching import check_version, replaced
 
 
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    check_version.cache_clear()
+
+
 @pytest.mark.parametrize("version", ["0.19", "0.19.8", "0.19.8+cpu", "0.19rc1"])
 def test_a_tested_version_is_silent(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)

@@ -6,7 +6,6 @@ import io
 import os
 import re
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.data.formats.messages import BadRecord, json_type_name
 from dstrain.data.sources.base import NOT_REGULAR, display_path, open_regular_file
 from dstrain.data.vision.file_type import describe_content
+from dstrain.data.vision.patches import truncated_images_refused
 from dstrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ _ROTATION_NAMES = {3: "rotated by 180°", 6: "rotated by 90°", 8: "rotated by 2
 
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
 _PNG_SIGNATURE = b"\x89PNG"
-
-_truncation_lock, _active_readers, _load_truncated_before = threading.Lock(), 0, False
 
 
 def read_image(source: Path | bytes) -> Image:
@@ -154,7 +152,7 @@ def _decode_frame(content: bytes, name: str) -> tuple[Image, int]:
     _require_pillow(name)
     if not content:
         raise BadRecord(f"{name} is empty; download it again")
-    with _disallow_truncation():
+    with truncated_images_refused():
         if content.startswith(_PNG_SIGNATURE):
             with _raise_as_bad_record(name):
                 _open_image(content, name).verify()  # checksums, which decoding leaves alone
@@ -214,26 +212,6 @@ def _raise_as_bad_record(name: str) -> Iterator[None]:
 
 def _bad_image_error(name: str, fault: Exception) -> BadRecord:
     return BadRecord(f"{name} is damaged or cut off ({str(fault) or type(fault).__name__}); download it again")
-
-
-@contextmanager
-def _disallow_truncation() -> Iterator[None]:
-    """Pillow fills up what is cut off where LOAD_TRUNCATED_IMAGES is set, which other code may have done."""
-    global _active_readers, _load_truncated_before
-    from PIL import ImageFile
-
-    with _truncation_lock:
-        if not _active_readers:
-            _load_truncated_before = ImageFile.LOAD_TRUNCATED_IMAGES
-        _active_readers += 1
-        ImageFile.LOAD_TRUNCATED_IMAGES = False
-    try:
-        yield
-    finally:
-        with _truncation_lock:
-            _active_readers -= 1
-            if not _active_readers:
-                ImageFile.LOAD_TRUNCATED_IMAGES = _load_truncated_before
 
 
 def _get_exif_rotation(image: Image) -> int:

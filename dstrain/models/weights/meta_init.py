@@ -8,6 +8,8 @@ from contextvars import ContextVar
 
 import torch
 
+from dstrain.models.patches import parameters_on_meta
+
 _META_INIT = ContextVar("_EMPTY", default=False)
 _RANDOM_INIT_FOLDERS: ContextVar[list[str] | None] = ContextVar("_FOLLOW", default=None)
 
@@ -47,20 +49,12 @@ def meta_parameters() -> Iterator[None]:
     For one thread. Parameters that two modules share stay one, where the second gets what the first has; accelerate's
     `init_empty_weights` (1.15) makes a new one for each module and so takes ties apart.
     """
-    register = torch.nn.Module.register_parameter
-
-    def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta":
-            parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    torch.nn.Module.register_parameter = register_on_meta
     token = _META_INIT.set(True)
     try:
-        yield
+        with parameters_on_meta():
+            yield
     finally:
         _META_INIT.reset(token)
-        torch.nn.Module.register_parameter = register
 
 
 def materialize(model: torch.nn.Module) -> None:

@@ -1,12 +1,15 @@
-"""Checkpoints that are whole or absent: written aside, verified by a manifest, committed by a rename.
+"""Checkpoints of a run, complete or not there at all: written to a partial folder, then renamed."""
 
-    step-00000200.partial/   being written, or left by a run that died; never read
-    step-00000100/           whole: MANIFEST.json was written last
-    step-00000100.old/       what step-00000100 replaces, for the moment between two renames
-    superseded-TIME-step-00000200/   of a run that went on from an older one; gone once step 200 is saved again
-    best -> step-00000100
-
-Nothing here is pickled; what the ranks write is theirs."""
+# In the folder `checkpoints` of a run:
+#
+#     step-00000200.partial/   being written, or left by a killed run; never read
+#     step-00000100/           complete: MANIFEST.json was written last
+#     step-00000100.old/       replaced by step-00000100; exists between two renames
+#     superseded-TIME-step-00000200/   newer than the checkpoint that the run continued from; removed once step 200
+#                              is saved again
+#     best -> step-00000100
+#
+# Nothing is pickled.
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -28,6 +32,7 @@ from dstrain.files import sync_folder
 from dstrain.report.run_log import format_current_time
 from dstrain.train.checkpoint.nfs import clear_path, remove_folder, rename_folder
 from dstrain.train.checkpoint.select import clear_best, read_best_name, restore_best_copy, set_best
+from dstrain.train.state.agreement import gather_or_raise
 from dstrain.train.state.hashed_file import FileEntry
 from dstrain.train.state.manifest import (
     MANIFEST_FIELDS,
@@ -45,25 +50,25 @@ from dstrain.train.state.manifest import (
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class CheckpointStore:
-    """The checkpoints of a run."""
+    """Checkpoints of a run: saved and verified by all ranks together, and pruned."""
 
     folder: Path
-    """`checkpoints` in the run folder; shared by all hosts."""
+    """The folder `checkpoints` in the run folder, shared by all hosts."""
     world: Ranks
     keep: int | None = 3
-    """Newest checkpoints to keep; null for all."""
+    """Number of newest checkpoints to keep; None for all."""
     keep_every: int | None = None
-    """Also keep each whose step is a multiple of this."""
+    """Also keep every checkpoint whose step is a multiple of this."""
     best_mode: Literal["min", "max"] = "min"
-    """Whether a lower or a higher metric is better; `best` is kept too."""
+    """Direction in which the metric is better; the best checkpoint is kept too."""
     check_usable: Callable[[Path], None] | None = None
-    """Raises CheckpointError for a sealed checkpoint that nobody could use; asked on rank 0 before it gets its name."""
+    """Raises CheckpointError for a written checkpoint that cannot be loaded; called on rank 0 before the last rename."""
     check_owner: Callable[[], None] | None = None
-    """Raises where another launch has taken the run folder; asked on rank 0 before a checkpoint is begun and before it gets its name."""
-    _is_best_checked: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Not empty once all metrics were compared: `best` is then by the rule of this run."""
+    """Raises if another launch has taken the run folder; called on rank 0 before a save and before the last rename."""
+    _is_best_checked: bool = field(default=False, init=False, repr=False, compare=False)
+    """True once all metrics were compared, after which `best` follows this run's metric."""
 
     def save(
         self,
@@ -72,14 +77,15 @@ class CheckpointStore:
         run_info: Mapping[str, Any],
         metric: float | None = None,
     ) -> Path:
-        """Write a checkpoint and commit it, or raise on every rank and leave the older ones alone.
+        """Write a checkpoint and rename it to its final name; return that folder. Collective.
 
-        Every rank calls `write` with the folder to put its files into, and gets their sizes and hashes. Collective.
+        Every rank calls `write(folder)`, which writes the rank's files and returns their sizes and hashes. On failure
+        every rank raises CheckpointError, and older checkpoints are unchanged.
         """
         final = self.folder / f"step-{progress.step:08d}"
         partial = final.with_suffix(".partial")
-        about = (progress.step, progress.samples, metric, self.world.size, run_info.get("zero_stage"))
-        run_info = {"time": format_current_time(), **run_info, **dict(zip(MANIFEST_FIELDS, about, strict=True))}
+        fields = (progress.step, progress.samples, metric, self.world.size, run_info.get("zero_stage"))
+        run_info = {"time": format_current_time(), **run_info, **dict(zip(MANIFEST_FIELDS, fields, strict=True))}
         try:
             self.run_on_rank_zero(f"making {partial}", lambda: self._create_partial(partial))
             written = self._run_on_all_ranks(f"writing {final.name}", lambda: write(partial))
@@ -89,7 +95,7 @@ class CheckpointStore:
         except RunFolderTakenError:
             raise
         except CheckpointError:
-            if self.world.rank == 0:  # all ranks came back: nobody writes any more
+            if self.world.rank == 0:  # all ranks have returned, so none writes any more
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         self.run_on_rank_zero("choosing the best", lambda: self._update_best(final))
@@ -109,7 +115,7 @@ class CheckpointStore:
             self.check_usable(partial)
 
     def find_latest_valid(self) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
-        """The newest that verifies, all ranks reading a share, and the damaged ones passed over. Collective."""
+        """Return the newest complete checkpoint, or None, and the newer damaged ones. Collective."""
         names = self.run_on_rank_zero("listing checkpoints", lambda: list_checkpoint_names(self.folder))
         passed_over: list[CheckpointInfo] = []
         for name in names:
@@ -121,50 +127,49 @@ class CheckpointStore:
         return None, passed_over
 
     def find_fault(self, path: Path) -> str | None:
-        """Why a checkpoint is damaged, every byte of it read, by each rank a share; None where it is whole. Collective."""
-        faults = self._gather(f"verifying {path}", find_fault(path, share=(self.world.rank, self.world.size)))
+        """Return why a checkpoint is damaged; None if it is complete. Collective.
+
+        Every byte is read and hashed, a share by each rank.
+        """
+        fault = find_fault(path, share=(self.world.rank, self.world.size))
+        with self._peer_errors(f"verifying {path}"):
+            faults = self.world.gather(fault)
         return next((f"{fault} (rank {rank})" for rank, fault in enumerate(faults) if fault), None)
 
-    def list_all(self, check_hashes: bool = False) -> list[CheckpointInfo]:
-        """`listed` of this folder."""
-        return find_checkpoints(self.folder, check_hashes)
-
     def remove_incomplete(self) -> list[str]:
-        """Remove what a run that died left half done; returns the names. Call before the first save. Collective."""
+        """Remove incomplete checkpoints of a killed run; return their names. Call before the first save. Collective."""
         return self.run_on_rank_zero("cleaning up", lambda: _remove_incomplete(self.folder))
 
     def supersede_newer(self, checkpoint: CheckpointInfo) -> list[str]:
-        """Take the newer checkpoints of this folder out of the count, where the run goes on from an older one. Collective."""
-        aside = self.run_on_rank_zero(
-            "setting newer checkpoints aside", lambda: _supersede_newer(self.folder, checkpoint)
+        """Rename the checkpoints newer than the one that the run continues from; return their names. Collective."""
+        superseded = self.run_on_rank_zero(
+            "superseding newer checkpoints", lambda: _supersede_newer(self.folder, checkpoint)
         )
-        if aside:
+        if superseded:
             self.run_on_rank_zero("choosing the best", self._choose_best)
-        return aside
+        return superseded
 
     def _update_best(self, saved: Path) -> None:
-        """Have `best` point to what was just saved where that is better; all are compared where that does not suffice."""
-        now, best = inspect_checkpoint(saved), read_best_name(self.folder)
-        if self._is_best_checked and now.metric is None and best is None:
+        """Let `best` point to the new checkpoint if it is better; compare all if the old best cannot be compared."""
+        new, best = inspect_checkpoint(saved), read_best_name(self.folder)
+        if self._is_best_checked and new.metric is None and best is None:
             return
-        held = (
+        old = (
             inspect_checkpoint(self.folder / best) if self._is_best_checked and best not in (None, saved.name) else None
         )
-        if held is None or not held.is_complete or held.metric is None or not now.is_complete:
+        if old is None or not old.is_complete or old.metric is None or not new.is_complete:
             self._choose_best()
-        elif (
-            now.metric is not None and math.isfinite(now.metric) and self._sign * now.metric < self._sign * held.metric
-        ):
-            set_best(self.folder, now.step)
+        elif new.metric is not None and math.isfinite(new.metric) and self._sign * new.metric < self._sign * old.metric:
+            set_best(self.folder, new.step)
 
     @property
     def _sign(self) -> int:
         return 1 if self.best_mode == "min" else -1
 
     def _choose_best(self) -> None:
-        """Point to the whole checkpoint with the best metric, of equals the older; to none where none has one."""
+        """Let `best` point to the complete checkpoint with the best metric, of equals the older; to none without one."""
         sign = self._sign
-        self._is_best_checked.append(True)
+        self._is_best_checked = True
         restore_best_copy(self.folder, max(map(parse_step, list_checkpoint_names(self.folder)), default=0))
         metrics = [(info.metric, info.step) for info in find_checkpoints(self.folder) if info.is_complete]
         found = [(sign * value, step) for value, step in metrics if value is not None and math.isfinite(value)]
@@ -174,11 +179,11 @@ class CheckpointStore:
             clear_best(self.folder)
 
     def _prune(self, current_step: int) -> None:
-        """Remove what is older than the newest `keep` whole ones, but for multiples, the best and the current."""
+        """Remove checkpoints older than the newest `keep` complete ones, except multiples, the best and the current."""
         if self.keep is None:
             return
-        whole = (info.step for info in iter_checkpoints(self.folder) if info.is_complete)
-        oldest = min(itertools.islice(whole, self.keep), default=0)
+        complete = (info.step for info in iter_checkpoints(self.folder) if info.is_complete)
+        oldest = min(itertools.islice(complete, self.keep), default=0)
         best = read_best_name(self.folder)
         for name in list_checkpoint_names(self.folder):
             step = parse_step(name)
@@ -186,50 +191,48 @@ class CheckpointStore:
             if step < oldest and not multiple and name != best and step != current_step:
                 remove_checkpoint(self.folder / name)
         for path in list_superseded(self.folder):
-            if parse_step(path.name) <= current_step:  # the run has come as far again
+            if parse_step(path.name) <= current_step:  # the run has reached this step again
                 remove_checkpoint(path)
 
     def run_on_rank_zero(self, action: str, function: Callable[[], T]) -> T:
-        """Act on rank 0 and have its result; or raise on all ranks where it failed. Collective."""
+        """Call the function on rank 0 and return its result; raise on all ranks if it failed. Collective."""
         return cast(T, self._run_on_all_ranks(action, lambda: function() if self.world.rank == 0 else None)[0])
 
     def _run_on_all_ranks(self, action: str, function: Callable[[], T]) -> list[T]:
-        """Act on every rank and have all results, by rank; or raise on all where one failed. Collective."""
-        cause, value = None, None
+        """Call the function on every rank and return all results, by rank; raise on all if one failed. Collective."""
+        error, value = None, None
         try:
             value = function()
-        except Exception as error:  # whatever it is, the other ranks must hear of it, not wait
-            cause = error
-        taken = str(cause) if isinstance(cause, RunFolderTakenError) else ""
-        outcomes = self._gather(action, (value, cause and f"{type(cause).__name__}: {cause}", taken))
-        if taken := next((told for _, _, told in outcomes if told), ""):
-            raise RunFolderTakenError(taken) from cause
-        failed = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(outcomes) if why]
-        if failed:
-            raise CheckpointError(
-                f"{action} failed on {len(failed)} of {self.world.size} ranks ({failed[0]}); "
-                f"the older checkpoints in {self.folder} are as they were: fix the cause and start again"
-            ) from cause
-        return [value for value, _, _ in outcomes]
+        except Exception as caught:  # of any kind: the other ranks must learn of it, not wait
+            error = caught
 
-    def _gather(self, action: str, value: Any) -> list[Any]:
-        """Every rank's value; LostError where one is gone, which leaves the folder to the next start. Collective."""
+        def summarize(faults: list[str]) -> str:
+            return f"{action} failed on {len(faults)} of {self.world.size} ranks ({faults[0]}); {self._unharmed()}"
+
+        with self._peer_errors(action):
+            return cast("list[T]", gather_or_raise(self.world, value, error, summarize))
+
+    def _unharmed(self) -> str:
+        return f"the older checkpoints in {self.folder} are unchanged: fix the cause and start again"
+
+    @contextmanager
+    def _peer_errors(self, action: str) -> Iterator[None]:
+        """Raise PeerFailureError if a rank is gone inside; the partial folder is left to the next start."""
         try:
-            return self.world.gather(value)
+            yield
         except RuntimeError as error:
-            if (why := find_connection_error(error)) is None:
+            if (reason := find_connection_error(error)) is None:
                 raise
-            after = f"the older checkpoints in {self.folder} are as they were: fix the cause and start again"
-            raise PeerFailureError(action, unknown_peer_message(why), after) from error
+            raise PeerFailureError(action, unknown_peer_message(reason), self._unharmed()) from error
 
 
 def list_superseded(folder: Path) -> list[Path]:
-    """Checkpoints that were set aside where a run went on from an older one."""
+    """Return the checkpoints that were renamed because the run continued from an older one."""
     return [path for path in sorted(folder.glob("superseded-*")) if REMOVABLE_NAME_PATTERN.fullmatch(path.name)]
 
 
 REMOVABLE_NAME_PATTERN = re.compile(r"(superseded-\d+-)?step-\d{8,}(\.old)?")
-"""Names of folders that a run may remove."""
+"""Folder names that a run may remove; all others are the user's."""
 
 
 def _create_empty_folder(folder: Path) -> None:
@@ -238,7 +241,7 @@ def _create_empty_folder(folder: Path) -> None:
 
 
 def _commit(partial: Path, final: Path) -> None:
-    """Give the checkpoint its name. The one it replaces stands aside, findable, until that is done."""
+    """Rename a written checkpoint to its final name. The one that it replaces can be found as `.old` until then."""
     old = final.with_suffix(".old")
     if final.exists():
         clear_path(old)
@@ -249,11 +252,11 @@ def _commit(partial: Path, final: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Take the name away first: a checkpoint half removed must not look like one."""
-    aside = path.with_suffix(".partial")
-    clear_path(aside)
-    rename_folder(path, aside)
-    shutil.rmtree(aside, ignore_errors=True)  # what a reader holds open on NFS goes with the next clean()
+    """Remove a checkpoint. It is renamed first: one that is half removed must not look like a checkpoint."""
+    partial = path.with_suffix(".partial")
+    clear_path(partial)
+    rename_folder(path, partial)
+    shutil.rmtree(partial, ignore_errors=True)  # remove_incomplete removes files that a reader holds open on NFS
 
 
 def _remove_incomplete(folder: Path) -> list[str]:
@@ -261,7 +264,7 @@ def _remove_incomplete(folder: Path) -> list[str]:
     for path in sorted(folder.glob("*")):
         successor = path.with_suffix("")
         if path.suffix not in (".partial", ".old") or not REMOVABLE_NAME_PATTERN.fullmatch(successor.name):
-            continue  # the user's
+            continue  # a folder of the user
         if path.suffix == ".old" and not successor.exists():
             rename_folder(path, successor)
         elif remove_folder(path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from dstrain.distributed.world import World
 from dstrain.errors import CheckpointError, describe_key_diff, first_names
 from dstrain.models.params.zero3 import full_numel, full_shape
+from dstrain.train.state.agreement import raise_on_all_ranks
 from dstrain.train.state.files import CheckpointReader
 from dstrain.train.state.layout import detect_layout
 from dstrain.train.state.slices import WEIGHT_KEY, StateSlice
@@ -134,19 +134,6 @@ def load_slices(
                 if load_optimizer and part.optimizer is not None:
                     _load_optimizer_state(part, reader)
                 _load_tensor(part, WEIGHT_KEY, part.tensor, reader)
-
-
-@contextmanager
-def raise_on_all_ranks(world: World) -> Iterator[None]:
-    """What fails inside on one rank raises CheckpointError on all, which would wait for it otherwise. Collective."""
-    cause, fault = None, None
-    try:
-        yield
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        cause, fault = error, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    faults = [f"rank {rank}: {told}" for rank, told in enumerate(world.gather(fault)) if told]
-    if faults:
-        raise CheckpointError(faults[0]) from cause
 
 
 def _load_optimizer_state(state_slice: StateSlice, reader: CheckpointReader) -> None:

@@ -11,8 +11,9 @@ import torch
 from dstrain.distributed.world import SingleProcessWorld, World
 from dstrain.errors import CheckpointError
 from dstrain.models.params.zero3 import assign, full_shape
+from dstrain.train.state.agreement import raise_on_all_ranks
 from dstrain.train.state.files import CheckpointReader
-from dstrain.train.state.load import check_state_names, raise_on_all_ranks
+from dstrain.train.state.load import check_state_names
 from dstrain.train.state.slices import WEIGHT_KEY
 
 

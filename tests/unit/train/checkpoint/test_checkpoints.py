@@ -168,8 +168,8 @@ def test_a_listing_that_reads_sizes_only_finds_what_is_missing_and_reading_all_f
 ) -> None:
     save(solo(tmp_path), 1)
     _flip(tmp_path / "step-00000001")
-    assert solo(tmp_path).list_all()[0].is_complete
-    assert "sha256" in solo(tmp_path).list_all(check_hashes=True)[0].status
+    assert find_checkpoints(tmp_path)[0].is_complete
+    assert "sha256" in find_checkpoints(tmp_path, check_hashes=True)[0].status
 
 
 def test_the_newest_are_kept_and_the_multiples_and_the_best(tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_going_back_behind_the_best_chooses_another(tmp_path: Path) -> None:
     checkpoints = solo(tmp_path, keep=9)
     for step, metric in ((1, 0.5), (2, 0.4), (3, 0.1)):
         save(checkpoints, step, metric=metric)
-    (start,) = (info for info in checkpoints.list_all() if info.step == 2)
+    (start,) = (info for info in find_checkpoints(checkpoints.folder) if info.step == 2)
     assert checkpoints.supersede_newer(start) == ["step-00000003"]
     assert best(tmp_path) == "step-00000002"
     save(checkpoints, 3)

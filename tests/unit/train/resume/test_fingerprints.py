@@ -27,7 +27,7 @@ from dstrain.train.plan import RunPlan, make_plan
 from dstrain.train.resume.fingerprints import check_fingerprints, fingerprint_weights
 from dstrain.train.resume.recorded import ResumeOptions
 from dstrain.train.state.hashed_file import write_hashed_file
-from dstrain.train.state.manifest import CheckpointInfo
+from dstrain.train.state.manifest import CheckpointInfo, find_checkpoints
 from tests.contract.lora_cases import save_base
 from tests.vision_recipes import named_recipe
 
@@ -55,7 +55,7 @@ def task(path: Path, kind: str = "dpo", lora: bool = False, **options: Any) -> T
 def saved(folder: Path, record: dict[str, Any]) -> CheckpointInfo:
     kept = CheckpointStore(folder=folder, world=SingleProcessWorld())
     kept.save(lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), record, None)
-    return kept.list_all()[0]
+    return find_checkpoints(kept.folder)[0]
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto"])

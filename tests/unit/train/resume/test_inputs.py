@@ -24,7 +24,7 @@ from dstrain.train.resume.changes import iter_resume_changes
 from dstrain.train.resume.recorded import ResumeOptions, dump_training_recipe
 from dstrain.train.run_dir import archive_previous_run, replace_folder, write_run_config
 from dstrain.train.state.hashed_file import write_hashed_file
-from dstrain.train.state.manifest import CheckpointInfo
+from dstrain.train.state.manifest import CheckpointInfo, find_checkpoints
 from tests.vision_recipes import named_recipe
 
 TASK = """
@@ -72,7 +72,7 @@ def save(folder: Path, *more: str) -> CheckpointInfo:
     record = {"recipe": dump_training_recipe(made.config), "steps": made.steps, **made.fingerprints}
     kept = CheckpointStore(folder=run / "checkpoints", world=SingleProcessWorld())
     kept.save(lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), record, None)
-    return kept.list_all()[0]
+    return find_checkpoints(kept.folder)[0]
 
 
 def file_of(values: dict[str, Any], key: str = "train") -> Path:
@@ -93,7 +93,7 @@ def test_nothing_is_refused_where_nothing_changed(kind: str, tmp_path: Path) -> 
 
 
 def save_info(folder: Path) -> CheckpointInfo:
-    return CheckpointStore(folder=folder / "run/checkpoints", world=SingleProcessWorld()).list_all()[0]
+    return find_checkpoints(folder / "run/checkpoints")[0]
 
 
 @pytest.mark.parametrize("key", ["train", "eval"])

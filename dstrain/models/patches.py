@@ -1,0 +1,39 @@
+"""Patches of torch.nn and transformers, and their private functions that this package calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dstrain.patching import check_version, replaced
+
+TESTED_TORCH, TESTED_TRANSFORMERS = ("2.8", "2.14"), ("5.5.4", "6")
+"""First version tested, and the first one not tested."""
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Create all parameters of modules on the meta device inside, without memory; buffers are real. Not thread-safe.
+
+    Tied parameters stay tied; accelerate's `init_empty_weights` (1.15) creates a new parameter for each module, and so
+    unties them. torch's own `with torch.device("meta")` moves buffers too, and their values would be lost.
+    """
+    check_version("torch", *TESTED_TORCH)
+    register = torch.nn.Module.register_parameter
+
+    def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    with replaced(torch.nn.Module, "register_parameter", register_on_meta):
+        yield
+
+
+def set_special_tokens(tokenizer: Any, tokens: Mapping[str, str]) -> None:
+    """Give a tokenizer attributes such as `image_token`. There is no public function after its constructor."""
+    check_version("transformers", *TESTED_TRANSFORMERS)
+    tokenizer._set_model_specific_special_tokens(dict(tokens))

@@ -20,7 +20,7 @@ from dstrain.train import rendezvous
 from dstrain.train.health.signals import StoppedBySignal
 from dstrain.train.rendezvous import Rendezvous
 
-MEND = "fix the cause and start again: what is prepared stays in the cache"
+MEND = "fix the cause and start again: prepared data stays in the cache"
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_a_rank_whose_heartbeat_stands_still_is_named(prepared: Callable[..., li
     for error in errors[:2]:
         assert isinstance(error, PeerFailureError)
         assert "preparing the data: rank 2 on h2 " in str(error)
-        assert str(error).endswith(f" gave no sign of life for 0.5 s (timeout_minutes); {MEND}")
+        assert str(error).endswith(f" sent no heartbeat for 0.5 s (timeout_minutes); {MEND}")
 
 
 def test_of_ranks_that_share_a_cache_one_goes_first_and_is_taken_at_its_word(

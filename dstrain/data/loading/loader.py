@@ -1,4 +1,4 @@
-"""Reads ahead: turns the plan's ids into batches on the host while the device works."""
+"""Batches of each step, made by threads ahead of their use."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Step:
 
 @dataclass(kw_only=True)
 class Loader:
-    """This rank's batches of every step, in the plan's order."""
+    """Loader of this rank's batches of every step, in the order of the sampler."""
 
     examples: Sequence[Any]
-    """What the plan's ids index; read from several threads at once."""
+    """Dataset that the sampler's ids index; read from several threads at once."""
     collate: Collate
     sampler: StepSampler
     rank: int = 0
     workers: int = 0
-    """Threads that read and collate; 0: none, each batch is made when it is asked for."""
+    """Threads that read and collate; with 0 each batch is made when it is requested."""
     prefetch: int = 2
-    """Steps to be ahead of the one in use."""
+    """Steps to read ahead of the one in use."""
     pin_memory: bool = False
-    """Page-locked memory, where there is a GPU to copy to."""
+    """Copy batches to page-locked memory if there is a GPU."""
     _wait_seconds: float = field(default=0.0, init=False)
 
     def epoch_at(self, consumed_samples: int) -> float:
@@ -86,7 +86,7 @@ class Loader:
             yield Step(batches, num_samples)
 
     def _rank_micro_batches(self, consumed_samples: int) -> Iterator[tuple[list[int], list[int]]]:
-        """This rank's ids of each micro-batch, and their places in the run's order."""
+        """Return (ids, positions in the order of the run) of each micro-batch of this rank."""
         return zip(
             self.sampler.micro_batches(consumed_samples, self.rank),
             self.sampler.positions(consumed_samples, self.rank),
@@ -98,7 +98,7 @@ class Loader:
         return batch.pin_memory() if self.pin_memory and _has_gpu() else batch
 
     def pop_wait_seconds(self) -> float:
-        """Seconds the consumer waited for batches since this was last asked."""
+        """Return the seconds the consumer has waited for batches since the last call."""
         wait, self._wait_seconds = self._wait_seconds, 0.0
         return wait
 
@@ -106,9 +106,10 @@ class Loader:
 def make_batch(
     examples: Sequence[Any], collate: Collate, ids: list[int], filler_id: int, positions: Sequence[int] = ()
 ) -> Batch:
-    """The batch of these ids; of the stand-in, weighing nothing, where there are none.
+    """Return the batch of these ids, or without ids a filler of weight 0 made from `filler_id`.
 
-    Where `places` are given, for training, `collate` finds each sample's under `place`.
+    `positions`, given in training, are passed to `collate` as `place` of each sample: augmentation
+    draws from them. Raises RunError that names the samples.
     """
     chosen: list[Any] = []
     try:
@@ -129,7 +130,7 @@ def _with_position(example: Any, position: int) -> Any:
 
 
 def iter_batches(examples: Sequence[Any], collate: Collate, micro_batches: Sequence[list[int]]) -> Iterator[Batch]:
-    """The batches of `eval_share`, fillers included."""
+    """Yield the batches of `eval_micro_batches`, fillers included."""
     for ids in micro_batches:
         yield make_batch(examples, collate, ids, 0)
 

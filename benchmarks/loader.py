@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.common import join_alone, made_model, made_task, run, wait_for
 from dstrain.data.loading.loader import Loader
 from dstrain.data.loading.sampler import StepSampler
-from dstrain.train.engine.deepspeed import TorchEngine
+from dstrain.train.engine.torch import TorchEngine
 
 
 @dataclass(frozen=True)

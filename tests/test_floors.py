@@ -31,6 +31,7 @@ FLOORS = (
 """A module imports from floors below or from its own package; recipes hold no code."""
 DOORS = {
     "deepspeed": (
+        "distributed/deepspeed_patches.py",
         "train/engine/deepspeed.py",
         "train/engine/inference.py",
         "train/engine/optimizers.py",

@@ -11,7 +11,7 @@ from dstrain.data.loading.loader import iter_batches
 from dstrain.data.loading.sampler import eval_micro_batches, get_length_function
 from dstrain.report.meter import Meter
 from dstrain.tasks import Task
-from dstrain.train.engine.deepspeed import EvalEngine
+from dstrain.train.engine.base import EvalEngine
 
 
 @dataclass(frozen=True)

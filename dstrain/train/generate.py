@@ -16,7 +16,7 @@ from dstrain.data.vision.image_io import read_image
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.errors import TaskError
 from dstrain.tasks.common.losses import vision_inputs
-from dstrain.train.engine.deepspeed import seed_step
+from dstrain.train.engine.base import seed_step
 from dstrain.train.engine.inference import ForwardEngine
 
 # Shapes: B rows (prompts), L tokens of the padded prompts.

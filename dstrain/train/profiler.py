@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from dstrain.config.schema import ProfileConfig
 from dstrain.models.params.zero3 import full_numel
-from dstrain.train.engine.deepspeed import Engine
+from dstrain.train.engine.base import Engine
 from dstrain.units import format_count
 
 log = logging.getLogger(__name__)

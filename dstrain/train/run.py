@@ -15,7 +15,7 @@ from dstrain.report.run_log import RunLog
 from dstrain.report.sinks import Sink
 from dstrain.schedule import Due, StepSchedule
 from dstrain.train.checkpoint.saver import CheckpointSaver
-from dstrain.train.engine.deepspeed import Engine, seed_step
+from dstrain.train.engine.base import Engine, seed_step
 from dstrain.train.evaluate import Evaluation
 from dstrain.train.health.signals import SignalHandler
 from dstrain.train.monitors import StepMonitors

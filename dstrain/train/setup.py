@@ -54,7 +54,6 @@ from dstrain.train.run_dir import (
 )
 from dstrain.train.startup import finish_run, make_sinks, report_changes, report_start, report_warnings
 from dstrain.train.state.files import check_state_complete
-from dstrain.train.state.load import estimate_checkpoint_bytes
 from dstrain.train.state.manifest import CheckpointInfo
 from dstrain.units import format_count
 
@@ -202,7 +201,7 @@ def _build_saver(
 ) -> CheckpointSaver:
     """Build the saver and log a forecast of disk use. Raises CheckpointError if not even one checkpoint fits."""
     save = plan.config.save
-    size = estimate_checkpoint_bytes(engine.train_module, plan.config.optim.name)
+    size = engine.train_module.stored_model.estimate_checkpoint_bytes(plan.config.optim.name)
     every = _interval_in_steps(plan, save.every)
     saves = -(-plan.steps // every)
     free = engine.world.broadcast(get_free_bytes(checkpoints.folder))  # one number, so that all ranks decide alike

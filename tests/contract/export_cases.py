@@ -36,8 +36,8 @@ from dstrain.tasks import find_task, make_task
 from dstrain.train import precompute_reference
 from dstrain.train.build_model import build_model
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.engine.deepspeed import TorchEngine
 from dstrain.train.engine.module import TrainModule
+from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.state.files import CheckpointReader, write_state
 from tests.parity.cases import ds_config, move, weights, world
 from tests.resume.cases import run

@@ -37,7 +37,8 @@ from dstrain.train.build_model import build_train_module
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.saver import CheckpointSaver
 from dstrain.train.ds_config import resolve_ds_config
-from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
+from dstrain.train.engine.deepspeed import DeepSpeedEngine
+from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.resume.decision import decide_start
 from dstrain.train.resume.prepare import prepare_start
 from dstrain.train.resume.recorded import ResumeOptions

@@ -20,8 +20,8 @@ from dstrain.distributed.world import SingleProcessWorld, World
 from dstrain.models.params.groups import ParamGroup
 from dstrain.models.params.zero3 import gathered
 from dstrain.preset import read_preset
-from dstrain.train.engine.deepspeed import TorchEngine
 from dstrain.train.engine.optimizers import make_optimizer
+from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.health.nonfinite import NonFiniteGuard
 from tests.gpu.workers import device
 from tests.parity.cases import tiny_task

@@ -20,8 +20,9 @@ from dstrain.models.params.zero3 import gathered, zero3_init
 from dstrain.preset import RunSettings, complete_preset, read_preset
 from dstrain.tasks import Task, make_task
 from dstrain.train.build_model import build_train_module
-from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
+from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.engine.module import TrainModule
+from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.evaluate import iter_eval_results
 from dstrain.train.precompute_reference import ReferenceJob, add_reference_outputs
 from tests.seeing import named_recipe

@@ -22,9 +22,10 @@ from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
 from dstrain.train import ds_config as settings
-from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
+from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.engine.module import TrainModule
 from dstrain.train.engine.optimizers import make_optimizer
+from dstrain.train.engine.torch import TorchEngine
 from tests.parity.cases import weights, world
 from tests.states import go_on, keep
 

@@ -17,7 +17,7 @@ from dstrain.errors import CheckpointError, describe_key_diff, first_names
 from dstrain.models.weights.files import open_tensors
 from dstrain.train.state.files import SAFETENSORS_DTYPES, CheckpointReader
 from dstrain.train.state.hashed_file import BLOCK_BYTES
-from dstrain.train.state.layout import WEIGHT_KEY
+from dstrain.train.state.slices import WEIGHT_KEY
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dstrain.batch import Progress
 from dstrain.distributed.collective_log import CollectiveLog
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.disk_space import ensure_disk_space
-from dstrain.train.engine.deepspeed import Engine
+from dstrain.train.engine.base import Engine
 from dstrain.train.health.grace import GracePeriod
 from dstrain.train.state.files import StateFile, write_state
 from dstrain.units import format_bytes

@@ -9,9 +9,9 @@ import torch
 
 from dstrain.batch import StepResult
 from dstrain.errors import RunError, first_names
-from dstrain.train.engine.deepspeed import Engine
+from dstrain.train.engine.base import Engine
 from dstrain.train.engine.module import TrainModule
-from dstrain.train.state.layout import StateSlice
+from dstrain.train.state.slices import StateSlice
 
 CHECKED_STEPS = 3
 """Steps before the check. LoRA's A matrices change only from the second on: B starts at zero, and so do their gradients."""

@@ -64,4 +64,4 @@ def resumed(recipe: str, run_dir: str, resume: str, sets: Sequence[str]) -> dict
     for sink in made.sinks:
         sink.close()
     made.run_log.close()
-    return {"step": progress.step, "weights": sums(weights(made.engine.objective.model))}  # type: ignore[attr-defined]
+    return {"step": progress.step, "weights": sums(weights(made.engine.train_module.model))}  # type: ignore[attr-defined]

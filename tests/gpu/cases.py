@@ -57,7 +57,7 @@ def steps(
     task = tiny_task("rm", dict(changes or {}))
     engine = made(kind, task, accumulate, precision)
     ranks = SingleProcessWorld(device()) if kind == "torch" else world()
-    module = engine.objective if kind == "torch" else engine.engine.module
+    module = engine.train_module if kind == "torch" else engine.engine.module
     before, losses, norms, applied = weights(module), [], [], []
     guard, told = watched(precision == "fp16")
     for step in range(count):
@@ -183,6 +183,6 @@ def host_memory(folder: str, shape: str, preset: str) -> dict[str, int]:
         before = anonymous()
         engine = made_engine(task, preset, world(), precision="bf16")
         found = anonymous() - before
-        count = sum(parameter.numel() for parameter in engine.objective.parameters())
+        count = sum(parameter.numel() for parameter in engine.train_module.parameters())
         clean_up(engine)
     return {"anonymous": found, "parameters": count}

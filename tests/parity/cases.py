@@ -57,7 +57,7 @@ class Made:
 
     @property
     def model(self) -> torch.nn.Module:
-        return self.engine.objective.model
+        return self.engine.train_module.model
 
     def batches(self, samples: list[int], accumulate: int) -> list[Batch]:
         """This rank's share of the samples, as the plan cuts it."""

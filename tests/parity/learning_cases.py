@@ -73,7 +73,7 @@ def look(kind: str, rates: Sequence[float] = (0.1, 0.1, 0.1)) -> Any:
             objective = TrainModule(task, task.build_model())
         groups = build_param_groups(objective.model, recipe.optim)
         engine = DeepSpeedEngine(objective, groups, recipe.optim, config, ranks)
-    learning = TrainabilityCheck(engine, engine.objective, tell)
+    learning = TrainabilityCheck(engine, engine.train_module, tell)
     learning.start()
     for number, rate in enumerate(rates):
         first = number * 8 + ranks.rank * 4 // ranks.size

@@ -126,10 +126,10 @@ class _JsonLinesFile:
         with _wrap_os_errors(self._path, "read"):
             lines = self._path.read_bytes().splitlines(keepends=True)
         rows = [_parse_row(line) for line in lines]
-        kept = [line for line, row in zip(lines, rows, strict=True) if row is not None and predicate(row)]
-        if len(kept) < len(lines):
-            self._rewrite(kept)
-        return len(lines) - len(kept), [number for number, row in enumerate(rows, 1) if row is None]
+        remaining = [line for line, row in zip(lines, rows, strict=True) if row is not None and predicate(row)]
+        if len(remaining) < len(lines):
+            self._rewrite(remaining)
+        return len(lines) - len(remaining), [number for number, row in enumerate(rows, 1) if row is None]
 
     def _rewrite(self, lines: list[bytes]) -> None:
         with _wrap_os_errors(self._path):
@@ -151,13 +151,13 @@ class _JsonLinesFile:
             return
         with _wrap_os_errors(self._path, "read"):
             content = self._path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        last = whole[whole.rfind(b"\n", 0, -1) + 1 :]
+        complete = content[: content.rfind(b"\n") + 1]
+        last = complete[complete.rfind(b"\n", 0, -1) + 1 :]
         if last and _parse_row(last) is None:
-            whole = whole[: -len(last)]
-        if len(whole) < len(content):
+            complete = complete[: -len(last)]
+        if len(complete) < len(content):
             with _wrap_os_errors(self._path):
-                os.truncate(self._path, len(whole))
+                os.truncate(self._path, len(complete))
 
 
 @contextlib.contextmanager

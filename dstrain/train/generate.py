@@ -82,13 +82,15 @@ def _set_generation_config(model: Any, sampling: SamplingParams, tokenizer: Any)
     stops = stop_token_ids(tokenizer) | {
         int(token) for token in (own if isinstance(own, list) else [own]) if token is not None
     }
-    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampling.temperature else {}
+    sampling_args = (
+        {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampling.temperature else {}
+    )
     model.generation_config = GenerationConfig(
-        do_sample=bool(drawn),
+        do_sample=bool(sampling_args),
         use_cache=True,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=sorted(stops),
-        **drawn,
+        **sampling_args,
     )
     return stops
 

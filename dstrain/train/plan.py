@@ -64,7 +64,7 @@ class RunPlan:
     local_world_size: int
     """Processes on this host."""
     fingerprints: Mapping[str, Any]
-    """Of weights that checkpoints leave out and of the training inputs; rank 0 has them, others have none."""
+    """Fingerprints of weights that checkpoints leave out, and of the training inputs; on rank 0 only."""
     launch_id: str = ""
     """Id of this launch in the lease of the run folder; empty without a lease."""
 

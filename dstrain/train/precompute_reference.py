@@ -96,22 +96,24 @@ def build_cache_key(job: ReferenceJob, store: TokenStore, weights_digest: str) -
 def _load_or_compute(job: ReferenceJob, store: TokenStore, weights_digest: str, engine: _LazyEngine) -> OutputColumns:
     """Return the outputs of a whole store; compute and cache those that are missing. Collective."""
     world, key = job.world, build_cache_key(job, store, weights_digest)
-    place = cache_root() / "references" / hash_key(key)
+    folder = cache_root() / "references" / hash_key(key)
     starts = range(0, len(store), ROWS_PER_FILE)
-    kept = world.broadcast([_read_columns(place, start, store) for start in starts] if world.rank == 0 else None)
-    missing = sum(part is None for part in kept)
+    columns_by_file = world.broadcast(
+        [_read_columns(folder, start, store) for start in starts] if world.rank == 0 else None
+    )
+    missing = sum(part is None for part in columns_by_file)
     if missing and world.rank == 0:
         print(
             f"reference: {missing * ROWS_PER_FILE if missing < len(starts) else len(store)} samples to compute",
             flush=True,
         )
     for index, start in enumerate(starts):
-        if kept[index] is None:
-            kept[index] = _compute_outputs(job, store, start, engine)
+        if columns_by_file[index] is None:
+            columns_by_file[index] = _compute_outputs(job, store, start, engine)
             if world.rank == 0:
-                _write_columns(place, start, kept[index], key)
+                _write_columns(folder, start, columns_by_file[index], key)
                 print(f"reference: {min(start + ROWS_PER_FILE, len(store))} of {len(store)} samples", flush=True)
-    return {name: np.concatenate([part[name] for part in kept]) for name in kept[0]}
+    return {name: np.concatenate([part[name] for part in columns_by_file]) for name in columns_by_file[0]}
 
 
 def _compute_outputs(job: ReferenceJob, store: TokenStore, first_row: int, engine: _LazyEngine) -> OutputColumns:
@@ -168,8 +170,8 @@ def _read_columns(folder: Path, first_row: int, store: TokenStore) -> OutputColu
             columns = {name: file[name] for name in file.files}
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):  # it is computed and written again
         return None
-    whole = all(len(column) == min(ROWS_PER_FILE, len(store) - first_row) for column in columns.values())
-    return columns if columns and whole else None
+    is_complete = all(len(column) == min(ROWS_PER_FILE, len(store) - first_row) for column in columns.values())
+    return columns if columns and is_complete else None
 
 
 def _write_columns(folder: Path, first_row: int, columns: OutputColumns, cache_key: Mapping[str, Any]) -> None:

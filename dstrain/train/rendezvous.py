@@ -212,15 +212,15 @@ class Rendezvous:
             return
         known = isinstance(error, DstrainError)
         text = str(error) if known else one_line(f"{type(error).__name__}: {error}")
-        told = {"rank": self.rank, "exit": getattr(error, "exit_code", EXIT_FAILED), "error": text[:4000]}
+        failure = {"rank": self.rank, "exit": getattr(error, "exit_code", EXIT_FAILED), "error": text[:4000]}
         if isinstance(error, PeerFailureError):
-            told["error"] = text.removeprefix(f"{error.phase}: ").removesuffix(f"; {error.fix}")
+            failure["error"] = text.removeprefix(f"{error.phase}: ").removesuffix(f"; {error.fix}")
         if isinstance(error, StoppedBySignal):
-            told["stopped"] = error.signal_name
+            failure["stopped"] = error.signal_name
 
         def publish() -> None:
-            self._failure = told
-            self._set_key("failed", json.dumps(told | {"lost": isinstance(error, PeerFailureError)}))
+            self._failure = failure
+            self._set_key("failed", json.dumps(failure | {"lost": isinstance(error, PeerFailureError)}))
             self._store.add(_store_key("failures"), 1)
             while not self._stop_event.is_set():
                 if self._store.add(_store_key("heard"), 0) + self._store.add(_store_key("failures"), 0) >= self.size:

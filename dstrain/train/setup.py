@@ -249,13 +249,13 @@ def _build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngi
         train_module = build_train_module(plan.task, run_log)
     groups = build_param_groups(train_module.model, plan.config.optim)
     total, trained = count_parameters(train_module.model)
-    parts = summarize_components(train_module.model, plan.config.optim, _scaled_lr(plan, 1.0))
-    about = {"parts": [asdict(part) for part in parts]} if parts else {}
-    run_log.log_event("model", parameters=total, trainable=trained, reference=plan.task.reference_kind, **about)
+    components = summarize_components(train_module.model, plan.config.optim, _scaled_lr(plan, 1.0))
+    fields = {"parts": [asdict(part) for part in components]} if components else {}
+    run_log.log_event("model", parameters=total, trainable=trained, reference=plan.task.reference_kind, **fields)
     report_warnings(batch_norm_warnings(train_module.model), run_log, world)
     if world.rank == 0:
         print(f"model: {format_count(total)} parameters, {format_count(trained)} of them trained", flush=True)
-        for part in parts:
+        for part in components:
             print(f"  {part}", flush=True)
         if train_module.reference_model is not None:
             where = "sharded" if plan.preset.stage == 3 else "replicated in every process; zero3 would shard it"

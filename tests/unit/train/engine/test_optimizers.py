@@ -185,7 +185,7 @@ def test_muon_with_clipping_is_refused_where_deepspeed_would_clip_its_steps() ->
 
 
 def test_muon_is_refused_in_fp16() -> None:
-    with pytest.raises(RecipeError, match="which fp16 scales by a factor that changes; write precision: bf16"):
+    with pytest.raises(RecipeError, match="but the loss scale of fp16 changes between steps; use precision: bf16"):
         resolved("muon", "zero2", "fp16")
     assert resolved("lion", "zero2", "fp16")
 

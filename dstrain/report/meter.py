@@ -42,7 +42,8 @@ class Meter:
         ranks or on none. Collective.
         """
         sums = self._sums
-        # A metric that only some batches have (say, of images) may be missing on this rank.
+        # A metric that only some batches have (for example of images) may be missing on this rank, and
+        # every rank has to sum the same values in the same order.
         names = sorted(set().union(*self._world.gather(sorted(sums.metrics))))
         mine = sums.to_host(names)
         seconds = self._clock() - self._start_time - self._paused_seconds

@@ -153,6 +153,7 @@ class _JsonLinesFile:
             content = self._path.read_bytes()
         complete = content[: content.rfind(b"\n") + 1]
         last = complete[complete.rfind(b"\n", 0, -1) + 1 :]
+        # After a power cut the last line may end in a newline and still hold zero bytes.
         if last and _parse_row(last) is None:
             complete = complete[: -len(last)]
         if len(complete) < len(content):

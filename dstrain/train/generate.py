@@ -54,13 +54,14 @@ def generate_answers(
     """
     model, world = engine.unwrapped, engine.world
     stops = _set_generation_config(model, sampling, tokenizer)
+    # Like lengths together: less padding.
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
     processor = vision_processor if any(prompt.images for prompt in prompts) else None
     batches = [order[start : start + sampling.batch] for start in range(0, len(order), sampling.batch)]
     mine: dict[int, list[int]] = {}
     for place in range(world.rank, -(-len(batches) // world.size) * world.size, world.size):
         if place < len(batches):
-            seed_step(sampling.seed, place, 0)
+            seed_step(sampling.seed, place, 0)  # by batch, not by rank: the same draws for any world size
             rows = [prompts[index] for index in batches[place]]
             written = _generate_batch(engine, _collate_prompts(engine, rows, processor), stops, sampling.max_new_tokens)
             mine.update(zip(batches[place], written, strict=True))

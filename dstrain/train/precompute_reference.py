@@ -60,6 +60,7 @@ def add_reference_outputs(job: ReferenceJob, splits: Sequence[Sequence[Any] | No
     stores = {
         split.store.folder: split.store for split in cast("Sequence[TokenizedDataset]", splits) if split is not None
     }
+    # Rank 0 hashes the weights: every rank reading the files of a large model would overload the file system.
     weights = job.world.broadcast(_weights_fingerprint(job.task) if job.world.rank == 0 else None)
     engine = _LazyEngine(job)
     columns = {folder: _load_or_compute(job, store, weights, engine) for folder, store in stores.items()}
@@ -119,6 +120,7 @@ def _load_or_compute(job: ReferenceJob, store: TokenStore, weights_digest: str, 
 def _compute_outputs(job: ReferenceJob, store: TokenStore, first_row: int, engine: _LazyEngine) -> OutputColumns:
     """Compute the outputs of one file of rows; each rank takes a share, in batches of like length. Collective."""
     rows = np.arange(first_row, min(first_row + ROWS_PER_FILE, len(store)))
+    # Longest first: an out-of-memory error comes at the start, and little padding is computed.
     order = rows[sort_longest_first(store.max_lengths(rows))]
     passes = -(-len(order) // (job.micro_batch_size * job.world.size))
     mine = [chunk.tolist() for chunk in split_for_rank(order, passes, job.world.size, job.world.rank)]

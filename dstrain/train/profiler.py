@@ -74,6 +74,7 @@ class StepProfiler:
         """Write the files of the steps up to `step`, and report their folder. Collective."""
         world, first = self._engine.world, self._first_step
         files = []
+        # The trace was started last and is written first, so that it does not show the others being written.
         for name, record in reversed(self._recorders):
             path = self._output_dir / name.format(rank=world.rank, first=first, last=step)
             with self._errors_as_warnings(path.name):
@@ -163,7 +164,7 @@ class FlopsTable:
         self._totals: dict[torch.nn.Module, _ModuleTotals] = {}
         self._open: list[tuple[float, int]] = []
         """(start time, operations before) of each module whose forward pass is running, outermost first."""
-        # Before the others, so that the counter is there when the first of them asks for its total.
+        # Root first and prepended, so that the counter is there when the first of them asks for its total.
         self._hooks = [module.register_forward_pre_hook(self._start_counter, prepend=True)]
         for child in module.modules():
             self._hooks.append(child.register_forward_pre_hook(self._enter_module))

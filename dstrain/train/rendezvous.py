@@ -103,6 +103,7 @@ class Rendezvous:
         """Raise UsageError, the same on every rank, if a rank on another host has other versions than rank 0."""
         first = self._members[0]
         for rank, member in enumerate(self._members):
+            # Ranks of one host share an installation; another host may have an older one.
             if member["host"] != first["host"] and (
                 differ := [*iter_version_diffs(first["software"], member["software"])]
             ):
@@ -197,6 +198,7 @@ class Rendezvous:
                     raise PeerFailureError(
                         ACTION, f"{names} sent no heartbeat for {limit:g} s (timeout_minutes)", FIX_HINT
                     )
+            # Polled, not waited for with `store.wait`: that would not notice a failure of another rank.
             time.sleep(min(POLL_SECONDS, limit / 20))
 
     def _read_heartbeats(self) -> list[str]:

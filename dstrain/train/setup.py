@@ -74,6 +74,7 @@ def _run_and_close(plan: RunPlan, world: World, terminal: TextIO | None, signal_
     run, code = None, 1
     try:
         check_run_dir_shared(plan.run_dir, world)
+        # Only now: a plan that is refused must leave an earlier run where it is.
         archive_previous_run(plan.run_dir, plan.resume, world)
         run = build_run(with_reference_outputs(plan, world), world, terminal, signal_handler)
         code = finish_run(run, _train_to_end(run), plan.resume.source)
@@ -87,7 +88,7 @@ def _run_and_close(plan: RunPlan, world: World, terminal: TextIO | None, signal_
         raise
     finally:
         if run is not None:
-            for sink in run.sinks:
+            for sink in run.sinks:  # W&B marks the run by its exit code
                 sink.close(code)
             run.run_log.close()
 

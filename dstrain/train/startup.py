@@ -25,7 +25,7 @@ def make_sinks(
 ) -> list[Sink]:
     """Build the sinks of rank 0; the other ranks wait, so that the first step is not timed with it. Collective."""
     sinks = _build_sinks(plan, run_log, start, terminal) if world.rank == 0 else []
-    world.barrier()
+    world.barrier()  # W&B may take seconds to connect
     return sinks
 
 

@@ -63,6 +63,7 @@ class Loader:
                 consumed_samples += len(ids)
                 yield Step(batches, len(ids))
             return
+        # Threads, not processes: tokenized samples are memory-mapped, and decoding images releases the GIL.
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="dstrain-loader")
         try:
             yield from self._prefetch_steps(pool, consumed_samples)
@@ -72,6 +73,7 @@ class Loader:
     def _prefetch_steps(self, pool: ThreadPoolExecutor, consumed_samples: int) -> Iterator[Step]:
         queue: deque[tuple[list[Future[Batch]], int]] = deque()
         while True:
+            # `prefetch` steps and the one that is yielded next.
             while len(queue) <= max(self.prefetch, 0) and (ids := self.sampler.step_ids(consumed_samples)).size:
                 mine = self._rank_micro_batches(consumed_samples)
                 futures = [pool.submit(self._make_batch, share, int(ids[0]), places) for share, places in mine]
@@ -122,6 +124,7 @@ def make_batch(
         samples = ", ".join(str(name) for name in names or ids or [filler_id])
         cause = f"{type(fault).__name__}: {fault}"
         raise RunError(f"samples {samples} could not be made into a batch: {cause}; fix or remove them") from fault
+    # Ranks without a sample run a forward pass of weight 0: collectives in it need every rank.
     return batch if ids else batch.as_filler()
 
 
@@ -132,7 +135,7 @@ def _with_position(example: Any, position: int) -> Any:
 def iter_batches(examples: Sequence[Any], collate: Collate, micro_batches: Sequence[list[int]]) -> Iterator[Batch]:
     """Yield the batches of `eval_micro_batches`, fillers included."""
     for ids in micro_batches:
-        yield make_batch(examples, collate, ids, 0)
+        yield make_batch(examples, collate, ids, 0)  # any sample serves as filler; the first one always exists
 
 
 def _has_gpu() -> bool:

@@ -1,7 +1,6 @@
-"""The cache folder: its path, the names in it, and results that are cached per file.
+"""The cache folder: its path, the names in it, and results that are cached per file."""
 
-DSTRAIN_CACHE/digests/ab/abcd….json    a result of reading one file, with the state the file was in
-"""
+# DSTRAIN_CACHE/digests/ab/abcd….json    a result of reading one file, with the state the file was in
 
 from __future__ import annotations
 
@@ -18,34 +17,41 @@ from dstrain.errors import DataError
 from dstrain.files import atomic_write
 
 RACY_WINDOW_NS = 2_000_000_000
-"""A file that changed less than this before it was read may change again within one tick of its file system's clock."""
+"""A file that changed shortly before it was read may change again within one tick of its file
+system's clock, with the same mtime; results of such files are not cached."""
 
 
 def cache_root() -> Path:
-    """DSTRAIN_CACHE, else dstrain/ in XDG_CACHE_HOME or ~/.cache. Raises DataError where no home folder is known."""
-    own = os.environ.get("DSTRAIN_CACHE")
-    wanted = own or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/dstrain"
+    """Return DSTRAIN_CACHE, else dstrain/ in XDG_CACHE_HOME or ~/.cache.
+
+    Raises DataError if the path starts with ~ and the home folder is unknown.
+    """
+    default = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/dstrain"
+    path = os.environ.get("DSTRAIN_CACHE") or default
     try:
-        return Path(wanted).expanduser()
+        return Path(path).expanduser()
     except RuntimeError as fault:
-        problem = f"the cache's folder {wanted} begins with ~, and no home folder is known"
-        raise DataError(f"{problem}; set DSTRAIN_CACHE to a folder's whole path, or set HOME") from fault
+        problem = f"the cache folder {path} begins with ~, and no home folder is known"
+        raise DataError(f"{problem}; set DSTRAIN_CACHE to an absolute path, or set HOME") from fault
 
 
 def hash_key(key: Mapping[str, Any]) -> str:
-    """The name of the subfolder: a hash of the key as canonical JSON."""
+    """Return the name of a cache entry: a hash of the key as canonical JSON."""
     text = json.dumps(key, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def file_state(path: Path) -> list[int]:
-    """Size, number and times of a file: equal where it was neither written nor exchanged. Raises OSError."""
-    found = path.stat()
-    return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+    """Return size, inode and times of a file, equal if it was not written or replaced.
+
+    Raises OSError.
+    """
+    stat = path.stat()
+    return [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def load_file_result(path: Path, result_name: Any) -> Any:
-    """What `remember` kept of a file under the name `what`; None where there is nothing, or the file has changed."""
+    """Return what `save_file_result` cached for a file; None if nothing, or if the file has changed."""
     try:
         entry = json.loads(_entry_path(path, result_name).read_text(encoding="utf-8"))
         return entry["value"] if entry["state"] == file_state(path) else None
@@ -54,10 +60,11 @@ def load_file_result(path: Path, result_name: Any) -> Any:
 
 
 def save_file_result(path: Path, result_name: Any, value: Any, read_start_ns: int, state: list[int]) -> None:
-    """Keep what was found in a file that was read from `began_ns` on, when it had this state; `what` and value as JSON has them.
+    """Cache a result of reading a file; `result_name` and `value` are JSON.
 
-    Nothing is kept of a file that changed since, or so shortly before that a second change might not show (the trap
-    that Git calls racily clean: gitformat-index, "racy"), nor where the cache cannot be written.
+    `read_start_ns`: when reading began; `state`: the `file_state` then. Nothing is cached if the file
+    has changed since, or changed so shortly before that another change might go unnoticed (Git calls
+    such an entry racily clean: gitformat-index, "racy"), or if the cache is not writable.
     """
     with contextlib.suppress(OSError, DataError):
         if state == file_state(path) and state[3] + RACY_WINDOW_NS <= read_start_ns:
@@ -73,12 +80,12 @@ def _entry_path(path: Path, result_name: Any) -> Path:
 
 
 def file_digest(path: Path) -> str:
-    """The SHA-256 of a file's bytes, read where they are not known from an earlier start. Raises OSError."""
+    """Return the SHA-256 of a file's bytes, cached across processes. Raises OSError."""
     known = load_file_result(path, "sha256")
     if known is not None:
         return str(known)
-    began, state = time.time_ns(), file_state(path)
+    read_start, state = time.time_ns(), file_state(path)
     with path.open("rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
-    save_file_result(path, "sha256", found, began, state)
-    return found
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    save_file_result(path, "sha256", digest, read_start, state)
+    return digest

@@ -11,9 +11,10 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
 from dstrain.batch import Batch
-from dstrain.data.cache.build import prepare, tokenizer_fingerprint
-from dstrain.data.formats.preferences import BadRecord
+from dstrain.data.cache.build import prepare
+from dstrain.data.fingerprint import tokenizer_fingerprint
 from dstrain.data.loading.collate import attention_mask, pad
+from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import ConcatSource, open_source
 from dstrain.tasks import Loss, Split, Task
 from dstrain.tasks.common.bad_record_policy import policy_of

@@ -10,7 +10,8 @@ from dstrain.data.cache.bad_record_summary import MAX_ROWS_PER_REASON, format_ba
 from dstrain.data.cache.check import ValidationReport
 from dstrain.data.cache.check import check_file as check_records
 from dstrain.data.encoding.truncation import describe_cuts
-from dstrain.data.sources.open import BadRow, ConcatSource, open_source
+from dstrain.data.records import BadRow
+from dstrain.data.sources.open import ConcatSource, open_source
 from dstrain.errors import TaskError
 from dstrain.launch.threads import count_available_cores
 from dstrain.tasks import make_task

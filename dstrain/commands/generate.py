@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 from dstrain.commands.evaluate import make_eval_source, resolve_data_path
 from dstrain.commands.trained_model import ModelSelector, SavedModel, hash_weights, load_saved_model, quiet_libraries
 from dstrain.config import RunConfig
+from dstrain.console import log_stderr
 from dstrain.data.cache.build import PreparePolicy, check_bad_records
-from dstrain.data.cache.token_store import BuildReport, log_stderr
+from dstrain.data.cache.token_store import BuildReport
+from dstrain.data.encoding.prompts import EncodedPrompt
 from dstrain.data.formats.image_placeholders import RecordWithImages
-from dstrain.data.formats.messages import BadRecord
-from dstrain.data.formats.prompts import EncodedPrompt, ParsedPrompt
-from dstrain.data.sources.open import BadRow, HeadSource, open_source
+from dstrain.data.formats.prompts import ParsedPrompt
+from dstrain.data.records import BadRecord, BadRow
+from dstrain.data.sources.open import HeadSource, open_source
 from dstrain.errors import DataError, TaskError, UsageError
 from dstrain.preset import Device
 from dstrain.tasks.common.text import TextTask

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dstrain.cache_dir import cache_root
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.commands.trained_model import DEFAULT_MICRO_BATCH_SIZE, hash_weights, quiet_libraries
 from dstrain.config import RunConfig
 from dstrain.config.resolve import BatchPlan
-from dstrain.data.cache.token_store import cache_root
 from dstrain.data.encoding.truncation import describe_cuts
 from dstrain.errors import DataError
 from dstrain.preset import Device, read_preset

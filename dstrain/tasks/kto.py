@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
-from dstrain.data.cache.build import StatefulEncode, compose_encode, prepare, tokenizer_fingerprint, try_parse
+from dstrain.data.cache.build import StatefulEncode, compose_encode, prepare
 from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.encoding.conversations import EncodingConfig
-from dstrain.data.formats.messages import BadRecord
-from dstrain.data.formats.unpaired import UnpairedPreference, make_unpaired_encoder, read_unpaired
+from dstrain.data.encoding.unpaired import UnpairedEncoder
+from dstrain.data.fingerprint import tokenizer_fingerprint
+from dstrain.data.formats.unpaired import UnpairedPreference, read_unpaired
+from dstrain.data.records import BadRecord, try_parse
 from dstrain.data.sources.open import ConcatSource
 from dstrain.tasks.common.bad_record_policy import policy_of
 from dstrain.tasks.common.reference import ReferenceTask
@@ -81,7 +83,7 @@ class KTO(ReferenceTask):
             "mismatched": self.needs_step_stats,
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
         }
-        encode = make_unpaired_encoder(self.tokenizer, settings, self.needs_step_stats)
+        encode = UnpairedEncoder(self.tokenizer, settings, self.needs_step_stats)
 
         def seek(previous_records: Iterator[dict[str, Any]]) -> None:
             found = (try_parse(read_unpaired, record) for record in previous_records)

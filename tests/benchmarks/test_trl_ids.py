@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from dstrain.data.encoding.preferences import encode_preferences
 from dstrain.data.encoding.rendering import to_template_messages
-from dstrain.data.encoding.text import encode_preferences
-from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.preferences import read_preference
+from dstrain.data.records import BadRecord
 from tests.chat_templates import KINDS, PAIRS, TEMPLATES, TEXTS, chat, tokenizer_of
 from tests.vocabulary import message
 

@@ -217,7 +217,7 @@ def test_data_check_of_images_says_what_training_says(tmp_path: Path) -> None:
     told = invoke("data", "check", str(tmp_path / "seen.jsonl"), "--task", "vlm")
     assert told.exit_code == 2
     for words in (
-        "seen.jsonl:1: 1 mark (<image>) and 0 images: more marks than images",
+        "seen.jsonl:1: 1 placeholder (<image>) and 0 images: more placeholders than images",
         "seen.jsonl:2: 'image' is an empty path; write the path, or remove the key",
         "seen.jsonl:3: note: 'image' is null: the record is used as text alone",
         "1 good records, 2 bad, 1 note on records that can be used",

@@ -22,8 +22,9 @@ from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import dump_recipe, read_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.data.formats.messages import ROLE_ALIASES
-from dstrain.data.formats.preferences import BadRecord, Preference, read_preference
-from dstrain.data.formats.transcripts import parse_transcript, render_transcript
+from dstrain.data.formats.preferences import Preference, read_preference
+from dstrain.data.formats.transcripts import parse_transcript
+from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, PresetError, RecipeError, UsageError
 from dstrain.preset import Device, Preset, RunSettings, complete_preset, convert_preset, read_preset, resolve_precision
@@ -187,7 +188,7 @@ def test_any_record_is_a_preference_or_bad(record: dict[str, Any]) -> None:
 @MANY
 @given(DIALOG | st.text())
 def test_a_dialog_that_is_read_and_written_is_the_same(text: str) -> None:
-    assert render_transcript(parse_transcript(text)) == text
+    assert "".join(turn.prefix + turn.text for turn in parse_transcript(text)) == text
 
 
 def read_all(path: Path) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 from dstrain.cache_dir import file_state, load_file_result, save_file_result
 from dstrain.config import Recipe, RunConfig, resolve_batch
-from dstrain.data.cache.build import check_bad_records, try_parse
+from dstrain.data.cache.build import check_bad_records
 from dstrain.data.cache.token_store import BuildReport
-from dstrain.data.formats.messages import BadRecord
-from dstrain.data.sources.open import BadRow, ConcatSource
+from dstrain.data.records import BadRecord, BadRow, try_parse
+from dstrain.data.sources.open import ConcatSource
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import builtin_tasks, make_task
 from dstrain.tasks.common.bad_record_policy import policy_of

@@ -21,7 +21,7 @@ from dstrain.commands.checks.untrusted_folder import (
 )
 from dstrain.config import RunConfig, read_recipe
 from dstrain.config.schema import LaunchConfig
-from dstrain.data.cache.token_store import log_stderr
+from dstrain.console import log_stderr
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import Fault, UsageError
 from dstrain.models.folder.adapter_config import read_adapter

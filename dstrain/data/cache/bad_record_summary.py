@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dstrain.data.sources.base import BadRow
+from dstrain.data.records import BadRow
 
 MAX_ROWS_PER_REASON = 10
 """Records that are shown of each kind of fault."""

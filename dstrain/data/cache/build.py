@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dstrain.cache_dir import cache_root
 from dstrain.data.cache.bad_record_summary import format_bad_rows, group_by_reason
 from dstrain.data.cache.process_pool import SINGLE_PROCESS, EncodedChunk, ProcessPoolConfig, map_chunks
-from dstrain.data.cache.token_store import BuildReport, TokenStore, WithExtraFiles, cache_root, load_or_build_store
-from dstrain.data.formats.messages import BadRecord
-from dstrain.data.sources.open import BadRow, Source
+from dstrain.data.cache.token_store import BuildReport, TokenStore, WithExtraFiles, load_or_build_store
+from dstrain.data.records import BadRecord, BadRow, Encode, EncodeResult, try_parse
+from dstrain.data.sources.base import Source
 from dstrain.errors import DataError
 
 CACHE_FORMAT = 5
@@ -24,10 +23,6 @@ CHUNK_SIZE, IMAGE_CHUNK_SIZE, PARALLEL_CHUNK_SIZE = 1000, 200, 250
 """Records in memory at once; those with images may hold their bytes; those that one of several processes takes next."""
 MAX_BAD_FRACTION = 0.01
 """Bad records up to this share are skipped where `data.on_error` says nothing."""
-
-EncodeResult = Mapping[str, Any] | BadRecord
-Encode = Callable[[list[tuple[int, dict[str, Any]]]], Sequence[EncodeResult | list[EncodeResult]]]
-"""(index, record) pairs -> an example or the fault of each, or a list of its examples, in the same order."""
 
 
 @dataclass(frozen=True)
@@ -165,25 +160,3 @@ def check_bad_records(report: BuildReport, policy: PreparePolicy) -> None:
             ]
         )
     )
-
-
-def try_parse(parse: Callable[[dict[str, Any]], Any], record: dict[str, Any]) -> Any:
-    """What `convert` makes of the record, or the BadRecord that it raises."""
-    try:
-        return parse(record)
-    except BadRecord as fault:
-        return fault
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A hash of all that decides which ids a text becomes."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        state: Any = sorted(tokenizer.get_vocab().items())
-    else:
-        state = json.loads(backend.to_str())
-        # Left behind by the last call that padded or cut; they decide nothing here.
-        state = {name: value for name, value in state.items() if name not in ("padding", "truncation")}
-    special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
-    parts = [type(tokenizer).__name__, state, special, getattr(tokenizer, "chat_template", None)]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

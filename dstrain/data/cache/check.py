@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.cache.build import try_parse
 from dstrain.data.formats.image_placeholders import IMAGE_KEYS, RecordWithImages, has_null_image
-from dstrain.data.formats.messages import BadRecord
-from dstrain.data.sources.open import BadRow, open_source
+from dstrain.data.records import BadRecord, BadRow, try_parse
+from dstrain.data.sources.open import open_source
 from dstrain.data.vision.image_io import describe_conversions, read_image, resolve_image
 
 TEXT_ONLY_NOTE = "the record is used as text alone"

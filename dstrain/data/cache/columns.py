@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-Example = Mapping[str, Any]
-"""A row: sequences of token ids, numbers, and `sample`, the index of its record."""
+from dstrain.data.records import Example
 
 
 class ColumnFile:

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from dstrain.data.records import Example
 from dstrain.errors import DstrainError, RunError
 
 MIN_PARALLEL_RECORDS = 4000
@@ -27,8 +28,6 @@ MIN_PARALLEL_RECORDS = 4000
 MAX_PENDING_RESULTS = 4
 """Results of each process that may wait to be read."""
 _PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"
-
-Example = Mapping[str, Any]
 
 
 @dataclass

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -21,8 +20,9 @@ import numpy as np
 
 from dstrain.cache_dir import cache_root as cache_root
 from dstrain.cache_dir import hash_key as hash_key
-from dstrain.data.cache.columns import ColumnWriter, Example
-from dstrain.data.sources.open import BadRow
+from dstrain.console import log_stderr
+from dstrain.data.cache.columns import ColumnWriter
+from dstrain.data.records import BadRow, Example
 from dstrain.data.vision.image_index import IMAGE_INDEX_FILE as ALBUM
 from dstrain.data.vision.image_index import ImageIndex
 from dstrain.errors import DataError
@@ -142,11 +142,6 @@ def write_store(folder: Path, key: Mapping[str, Any], build: Build) -> None:
         json.dump(meta, file, ensure_ascii=False)
         file.flush()
         os.fsync(file.fileno())
-
-
-def log_stderr(message: str) -> None:
-    """To stderr, at once: stdout belongs to what was asked for."""
-    print(message, file=sys.stderr, flush=True)
 
 
 def load_or_build_store(

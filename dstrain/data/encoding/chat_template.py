@@ -1,7 +1,8 @@
-"""Chat templates that a recipe names."""
+"""The chat template named by the recipe, and the notice for tokenizers without one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,23 @@ _TRANSCRIPT_TEMPLATE = """\
 {%- if message.role == 'assistant' -%}{{- eos_token -}}{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '\n\nAssistant:' -}}{%- endif -%}"""
-"""hh-rlhf's way of writing dialogs, each answer ended by EOS."""
+"""Conversations in the form of hh-rlhf, with EOS after each answer."""
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    """Return whether the tokenizer has a chat template."""
+    return bool(getattr(tokenizer, "chat_template", None))
 
 
 def resolve_chat_template(value: str, tokenizer: Any, image_token: str = "") -> str:
-    """The Jinja template that model.chat_template means; `image`: what stands for an image. Raises RecipeError."""
+    """Return the Jinja template that the value of model.chat_template stands for.
+
+    `image_token`: the text of an image placeholder. Raises RecipeError.
+    """
     if value == BUILTIN_TEMPLATE:
         if tokenizer.eos_token is None:
-            raise RecipeError(
-                Fault(RECIPE_KEY, "ends answers with EOS, and the tokenizer has none", "write a template")
-            )
+            problem = "ends answers with EOS, and the tokenizer has none"
+            raise RecipeError(Fault(RECIPE_KEY, problem, "write a template"))
         return _TRANSCRIPT_TEMPLATE.replace("IMAGE", image_token)
     if "{" in value:
         return value
@@ -37,5 +45,17 @@ def resolve_chat_template(value: str, tokenizer: Any, image_token: str = "") -> 
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as fault:
-        mend = f"write {BUILTIN_TEMPLATE}, a Jinja template, or the path of a file with one"
-        raise RecipeError(Fault(RECIPE_KEY, f"'{value}' cannot be read ({fault})", mend)) from fault
+        fix = f"write {BUILTIN_TEMPLATE}, a Jinja template, or the path of a file with one"
+        raise RecipeError(Fault(RECIPE_KEY, f"'{value}' cannot be read ({fault})", fix)) from fault
+
+
+def describe_missing_template(tokenizer: Any) -> Sequence[str]:
+    """Return a notice for a tokenizer without a chat template; nothing if it has one."""
+    if has_chat_template(tokenizer):
+        return ()
+    eos = tokenizer.eos_token
+    end = f"each answer ends with {eos}" if eos else "nothing ends an answer, since it has no EOS token either"
+    return [
+        'the tokenizer has no chat template: dialogs are written as "\\n\\nHuman: ... \\n\\nAssistant: ..." and '
+        f"{end} (model.chat_template names another form)"
+    ]

@@ -1,4 +1,4 @@
-"""Dialogs as text: what a chat template, or hh-rlhf's way without one, makes of them."""
+"""Conversations rendered as text by the chat template, or as hh-rlhf transcripts without one."""
 
 from __future__ import annotations
 
@@ -7,38 +7,49 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from dstrain.data.encoding.chat_template import has_chat_template
 from dstrain.data.encoding.template_timeout import check_template_terminates
-from dstrain.data.formats.preferences import BadRecord, Response
-from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER, Message, messages_to_transcript, to_content_parts
+from dstrain.data.encoding.tokenization import common_prefix_length
+from dstrain.data.formats.preferences import Prompt, Response
+from dstrain.data.formats.transcripts import (
+    IMAGE_PLACEHOLDER,
+    Message,
+    messages_to_transcript,
+    to_content_parts,
+)
+from dstrain.data.records import BadRecord
 from dstrain.errors import DataError
 
-Prompt = str | list[Message]
 _ASSISTANT_PREFIX = "\n\nAssistant:"
 _PROBE_TEXT = "probe"
 
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """A prompt and its answers as text; each answer goes on where the prompt ends."""
+    """A prompt and its answers as text; each answer continues the prompt."""
 
     prompt: str
     answers: tuple[str, ...]
     used_chat_template: bool
-    """True where the tokenizer's chat template wrote it: nothing is to be put after the answer."""
+    """True if the tokenizer's chat template wrote it: then nothing is appended to an answer."""
     extra_generation_prompt: str = ""
-    """What the template opens an answer with and leaves out where one stands, such as an empty block of thoughts."""
+    """Text that the template writes before an answer to generate, but not before a given answer,
+    such as an empty block of thoughts."""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What the model sees before it answers, and the prompt with each answer."""
+        """The prompt as the model sees it before it answers, and the prompt with each answer."""
         return self.prompt + self.extra_generation_prompt, *(self.prompt + answer for answer in self.answers)
 
 
 def render_prompt(
     tokenizer: Any, prompt: Prompt, answers: Sequence[Response] = (), tools: Sequence[Mapping[str, Any]] = ()
 ) -> RenderedPrompt:
-    """The text of a prompt and of its answers. Raises BadRecord where the chat template refuses the dialog."""
-    if getattr(tokenizer, "chat_template", None):
+    """Return the text of a prompt and its answers.
+
+    Raises BadRecord if the chat template rejects the conversation, or tools have no template.
+    """
+    if has_chat_template(tokenizer):
         return _render_with_template(partial(render_conversation, tokenizer, tools=tools or None), prompt, answers)
     if tools:
         raise BadRecord("'tools' need a chat template, and the tokenizer has none; give it one")
@@ -59,11 +70,12 @@ def render_conversation(
     add_generation_prompt: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """A dialog's text; `opened`: with what stands in front of the assistant's next answer.
+    """Return the text of a conversation.
 
-    Raises BadRecord where the chat template refuses the dialog.
+    `add_generation_prompt`: append what comes before the next answer of the assistant. Raises
+    BadRecord if the chat template rejects the conversation, DataError for a syntax error in it.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    if not has_chat_template(tokenizer):
         return messages_to_transcript(messages) + (_ASSISTANT_PREFIX if add_generation_prompt else "")
     from jinja2 import TemplateSyntaxError
 
@@ -73,19 +85,20 @@ def render_conversation(
         return tokenizer.apply_chat_template(
             said, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
         )
-    except TemplateSyntaxError as fault:  # not of this dialog
+    except TemplateSyntaxError as fault:  # the same for every conversation
         raise DataError(
-            f"the tokenizer's chat template has an error in line {fault.lineno} ({fault.message}); fix it, or name another "
-            "with model.chat_template"
+            f"the tokenizer's chat template has an error in line {fault.lineno} ({fault.message}); "
+            "fix it, or name another with model.chat_template"
         ) from fault
-    except Exception as fault:  # a template is a program: it divides by zero, calls itself, runs out of memory
-        why = str(fault) or type(fault).__name__
-        raise BadRecord(f"the tokenizer's chat template refuses the dialog ({why}); fix the turns") from fault
+    except Exception as fault:  # a template is a program: it may divide by zero or recurse too deep
+        reason = str(fault) or type(fault).__name__
+        raise BadRecord(f"the tokenizer's chat template refuses the dialog ({reason}); fix the turns") from fault
 
 
 def to_template_messages(tokenizer: Any, messages: Sequence[Message]) -> Sequence[Any]:
-    """The messages, in typed parts where they hold images or the template reads nothing else."""
-    if any(IMAGE_PLACEHOLDER in message["content"] for message in messages) or _requires_content_parts(tokenizer):
+    """Return the messages, as typed parts if they hold images or the template reads only parts."""
+    has_images = any(IMAGE_PLACEHOLDER in message["content"] for message in messages)
+    if has_images or _requires_content_parts(tokenizer):
         return [to_content_parts(message) for message in messages]
     return messages
 
@@ -94,7 +107,7 @@ _PARTS_ONLY_CACHE: dict[str, bool] = {}
 
 
 def _requires_content_parts(tokenizer: Any) -> bool:
-    """Whether the chat template leaves out a message whose content is a string, as those of many models that see do."""
+    """Return whether the template skips string contents, as many vision-language models' do."""
     template = str(tokenizer.chat_template)
     if template not in _PARTS_ONLY_CACHE:
         plain: Message = {"role": "user", "content": _PROBE_TEXT}
@@ -107,25 +120,20 @@ def _requires_content_parts(tokenizer: Any) -> bool:
 def _renders_probe(tokenizer: Any, message: Any) -> bool:
     try:
         return _PROBE_TEXT in tokenizer.apply_chat_template([message], tokenize=False)
-    except Exception:  # whatever a template trips over
+    except Exception:  # any error of the template
         return False
 
 
 def _render_with_template(render_fn: Callable[..., str], prompt: Prompt, answers: Sequence[Response]) -> RenderedPrompt:
-    before = _to_messages(prompt, "user")
-    if isinstance(prompt, str):  # split at a space, which belongs to no message
+    messages = _to_messages(prompt, "user")
+    if isinstance(prompt, str):  # the space between prompt and answer belongs to neither message
         answers = [answer.removeprefix(" ") if isinstance(answer, str) else answer for answer in answers]
-    opening = render_fn(before, opened=True)
-    whole = [render_fn(before + _to_messages(answer, "assistant")) for answer in answers]
-    # Some templates open the answer with what they later leave out, such as an empty block of thoughts.
-    start = common_prefix_length([opening, *whole])
-    return RenderedPrompt(opening[:start], tuple(text[start:] for text in whole), True, opening[start:])
-
-
-def common_prefix_length(sequences: Sequence[Any]) -> int:
-    """How many letters, or ids, the sequences have in common at their beginning."""
-    low, high = min(sequences), max(sequences)
-    return next((at for at, one in enumerate(low) if high[at] != one), len(low))
+    opening = render_fn(messages, add_generation_prompt=True)
+    full = [render_fn(messages + _to_messages(answer, "assistant")) for answer in answers]
+    # Some templates open an answer with text that they omit where the answer is given, such as an
+    # empty block of thoughts: the prompt ends where the texts diverge.
+    start = common_prefix_length([opening, *full])
+    return RenderedPrompt(opening[:start], tuple(text[start:] for text in full), True, opening[start:])
 
 
 def _to_messages(value: Response, role: str) -> list[Message]:

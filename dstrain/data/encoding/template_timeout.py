@@ -1,24 +1,22 @@
-"""Whether a chat template ends: it is somebody's program, kept from files by jinja's sandbox, but not from time and memory.
-
-What a template does only with some dialogs shows with those that are asked first.
-"""
+"""Termination and memory check of chat templates, which are other people's programs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from dstrain.data.encoding.chat_template import BUILTIN_TEMPLATE, RECIPE_KEY
 from dstrain.data.limited_process import ResourceLimits, run_limited
 from dstrain.errors import Fault, RecipeError
 
 MAX_CPU_SECONDS = 10
-"""Of processor time, for all dialogs together; each takes about a thousandth of a second."""
+"""Processor time for all conversations together; one usually takes about a millisecond."""
 MAX_WALL_SECONDS = 60.0
-"""Seconds after which a process that does not compute either is given up, and nothing is known."""
+"""Time after which a process that uses no processor time is killed; the result is then unknown."""
 MAX_ATTEMPTS = 2
-"""A process of which nothing is known is started again: what it waited for may have been a lock of the one that was forked."""
+"""Attempts while the result is unknown: the fork may have copied a lock that another thread held."""
 MAX_MEMORY_BYTES = 2 << 30
-"""Bytes beside what the process has."""
+"""Memory in addition to that of this process."""
 
 _ANSWER_MESSAGE = {"role": "assistant", "content": "answer"}
 _PROBE_CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
@@ -31,9 +29,11 @@ _CHECKED_TEMPLATES: set[str] = set()
 
 
 def check_template_terminates(tokenizer: Any, messages: Sequence[Any]) -> None:
-    """Raise RecipeError where the tokenizer's chat template does not end, or takes all memory. Once for each template.
+    """Raise RecipeError if the chat template does not terminate or exhausts memory.
 
-    `messages`: a dialog to try it with, beside some of every kind.
+    jinja's sandbox keeps a template from files, but not from using time and memory. Each template
+    is tried once, with `messages` and one conversation of every kind; what it does only with other
+    conversations is not found.
     """
     template = str(tokenizer.chat_template)
     if template in _CHECKED_TEMPLATES:
@@ -44,23 +44,24 @@ def check_template_terminates(tokenizer: Any, messages: Sequence[Any]) -> None:
         if tried.status != "lost":
             break
     problem = {
-        "lost": f"could not be tried: the process that rendered it was ended from outside, or did not end in {MAX_WALL_SECONDS:.0f} seconds",
+        "lost": "could not be tried: the process that rendered it was ended from outside, or did not "
+        f"end in {MAX_WALL_SECONDS:.0f} seconds",
         "time": f"does not end: it was stopped after {MAX_CPU_SECONDS} seconds",
         "memory": f"takes more than {MAX_MEMORY_BYTES >> 30} GiB of memory for a short dialog",
     }.get(tried.status)
     if problem is not None:
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
-        mend = "set model.chat_template to another one, or to the word turns"
-        raise RecipeError(Fault("model.chat_template", f"the chat template of {name} {problem}", mend))
+        fix = f"set {RECIPE_KEY} to another one, or to the word {BUILTIN_TEMPLATE}"
+        raise RecipeError(Fault(RECIPE_KEY, f"the chat template of {name} {problem}", fix))
     _CHECKED_TEMPLATES.add(template)
 
 
 def _render_all(tokenizer: Any, conversations: Sequence[Any]) -> None:
-    """Raises MemoryError; what else a template trips over is told where it is used."""
-    for dialog in conversations:
-        for opened in (False, True):
+    """Render all conversations. Raises MemoryError; other errors are reported at the template's use."""
+    for conversation in conversations:
+        for add_generation_prompt in (False, True):
             try:
-                tokenizer.apply_chat_template(dialog, add_generation_prompt=opened, tokenize=False)
+                tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt, tokenize=False)
             except MemoryError:
                 raise
             except Exception:

@@ -1,20 +1,24 @@
-"""A tokenizer trained on the data, kept in the cache."""
+"""Training of a tokenizer on the data, cached by data digest and vocabulary size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.cache_dir import hash_key
 from dstrain.config.rules import MIN_VOCAB_SIZE
-from dstrain.data.encoding.text import Alphabet, train_tokenizer
-from dstrain.data.formats.preferences import BadRecord
-from dstrain.data.sources.open import Source
+from dstrain.data.records import BadRecord
+from dstrain.data.sources.base import Source
 from dstrain.errors import DataError
 from dstrain.files import atomic_folder, is_occupied, remove_stale_partials
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 MAX_TRAINING_RECORDS = 200_000
+Alphabet = Literal["bytes", "data"]
+"""Base vocabulary: all 256 bytes, or only those that occur in the texts."""
 
 
 def load_or_train_tokenizer(
@@ -24,10 +28,11 @@ def load_or_train_tokenizer(
     cache_dir: Path,
     alphabet: Alphabet = "bytes",
 ) -> Any:
-    """A byte-level BPE of the source's texts; from the cache where the same one was trained before.
+    """Return a byte-level BPE of the source's texts, from the cache if it was trained before.
 
-    `alphabet`: as model.tokenizer has it. Several processes may train it side by side: it is the same, and the first to
-    finish gives it its name. Raises DataError where vocab_size is too small.
+    `alphabet`: as in model.tokenizer. Several processes may train it at the same time: they get
+    the same result, and the first to finish publishes it. Raises DataError if vocab_size is too
+    small.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -40,39 +45,73 @@ def load_or_train_tokenizer(
         "vocab_size": vocab_size,
         "format": 1,
     }
+    # The key of "bytes" is the one that was in use before there was a choice.
     key |= {} if alphabet == "bytes" else {"alphabet": alphabet}
-    place = cache_dir / "tokenizers" / hash_key(key)
-    if not _is_cached(place):
-        _save_to_cache(train_tokenizer(_iter_texts(source, extract_texts), vocab_size, alphabet), place)
-    return PreTrainedTokenizerFast.from_pretrained(str(place))
+    path = cache_dir / "tokenizers" / hash_key(key)
+    if not _is_cached(path):
+        _save_to_cache(train_tokenizer(_iter_texts(source, extract_texts), vocab_size, alphabet), path)
+    return PreTrainedTokenizerFast.from_pretrained(str(path))
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, alphabet: Alphabet = "bytes") -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE of these texts, with `<pad>` and the EOS `</s>`. Deterministic.
+
+    With the alphabet `data`, bytes that occur in no text are unknown: each run of them becomes one
+    `<unk>`. Raises DataError if the texts have more different bytes than vocab_size.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    all_bytes = alphabet == "bytes"
+    unknown = None if all_bytes else "<unk>"
+    tokenizer = Tokenizer(models.BPE(unk_token=unknown, fuse_unk=not all_bytes))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<pad>", "</s>", *([unknown] if unknown else [])],
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()) if all_bytes else [],
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if (size := tokenizer.get_vocab_size()) > vocab_size:
+        raise DataError(
+            f"the letters of the training texts and {unknown} take {size} entries, and vocab_size "
+            f"is {vocab_size}; raise it"
+        )
+    named = {"pad_token": "<pad>", "eos_token": "</s>", **({"unk_token": unknown} if unknown else {})}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
 
 
 def _is_cached(path: Path) -> bool:
-    """Whether the cache has it. Raises DataError where it cannot be read, such as one that another user keeps for himself."""
+    """Return whether the cache has the tokenizer.
+
+    Raises DataError if it cannot be read, such as one that only another user may read.
+    """
     try:
         with (path / "tokenizer.json").open("rb"):
             return True
     except FileNotFoundError:
         return False
     except OSError as fault:
-        mend = "let its owner make it readable, or set DSTRAIN_CACHE to another folder"
-        raise DataError(f"the tokenizer in the cache ({path}) cannot be read ({fault.strerror}); {mend}") from fault
+        fix = "let its owner make it readable, or set DSTRAIN_CACHE to another folder"
+        raise DataError(f"the tokenizer in the cache ({path}) cannot be read ({fault.strerror}); {fix}") from fault
 
 
 def _save_to_cache(tokenizer: Any, path: Path) -> None:
-    """Write it under its name, whole or not at all. Raises DataError where the cache cannot be written."""
+    """Write the tokenizer to the cache atomically. Raises DataError if the cache is not writable."""
     try:
         remove_stale_partials(path, unowned=True)
         with atomic_folder(path, _rename_into_place) as partial:
             partial.mkdir(parents=True)
             tokenizer.save_pretrained(str(partial))
     except Exception as fault:  # the tokenizers library raises a bare Exception for a full disk
-        mend = "where that folder is full or read-only, set DSTRAIN_CACHE to another"
-        raise DataError(f"the tokenizer cannot be written into the cache ({path}): {fault}; {mend}") from fault
+        fix = "where that folder is full or read-only, set DSTRAIN_CACHE to another"
+        raise DataError(f"the tokenizer cannot be written into the cache ({path}): {fault}; {fix}") from fault
 
 
 def _rename_into_place(partial_dir: Path, path: Path) -> None:
-    """Give it its name, where no other process was sooner: that one's is the same."""
+    """Rename the folder, unless another process has published the same tokenizer first."""
     try:
         partial_dir.rename(path)
     except OSError as fault:
@@ -85,4 +124,4 @@ def _iter_texts(source: Source, extract_texts: Callable[[dict[str, Any]], Iterab
         try:
             yield from extract_texts(source[index])
         except BadRecord:
-            continue  # judged where the tokens are made
+            continue  # reported when the examples are encoded

@@ -1,8 +1,4 @@
-"""What of a sample is cut so that it fits, and what stays: the last user turn and what opens the answer to it.
-
-Older turns are cut from the left first, then the answer at its end. A record of which the last user turn leaves no room for
-an answer is bad: a sample without its question teaches p(answer), not p(answer | question).
-"""
+"""Truncation of samples to a token budget that keeps the last user turn."""
 
 from __future__ import annotations
 
@@ -11,46 +7,49 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from dstrain.data.encoding.answer_spans import ANSWER_SENTINEL, with_sentinel
-from dstrain.data.encoding.rendering import Prompt, common_prefix_length, render_conversation
-from dstrain.data.formats.messages import BadRecord
+from dstrain.data.encoding.rendering import render_conversation
+from dstrain.data.formats.preferences import Prompt
 from dstrain.data.formats.transcripts import HUMAN_PREFIX
+from dstrain.data.records import BadRecord
 
 CUT_COLUMNS = ("response_cut", "prompt_cut", "last_turn_cut")
-"""The names under which cuts are counted."""
+"""Columns that count truncated samples."""
 
 
 @dataclass(frozen=True)
 class TruncationResult:
-    """What a cut leaves of a sample."""
+    """Sizes of a sample after truncation."""
 
     prompt_tokens: int
-    """Tokens of the prompt, its last ones."""
+    """Tokens of the prompt that remain, counted from its end."""
     remaining_tokens: int
-    """Tokens for what follows the prompt."""
+    """Room for what follows the prompt."""
     cuts: dict[str, int]
-    """`prompt_cut`: something of the prompt was cut; `last_turn_cut`: something of its last user turn. 1 or 0."""
+    """`prompt_cut`: the prompt was truncated; `last_turn_cut`: its last user turn was. 1 or 0."""
 
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """The tokens that a sample may take."""
+    """Limits on the tokens of a sample."""
 
     max_length: int
     max_prompt_length: int | None
-    """Tokens of the prompt with its BOS; what the user asks for, though it may cut the last turn."""
+    """Tokens of the prompt with its BOS; a limit set by the user, which may cut the last turn."""
     prefix_tokens: int
-    """Tokens that no cut takes from the front: BOS or CLS."""
+    """Tokens in front that are never removed: BOS or CLS."""
     suffix_tokens: int = 0
-    """Tokens that no cut takes from the end: a BERT's SEP."""
+    """Tokens at the end that are never removed: SEP of a BERT."""
 
     def truncate(
         self, prompt_tokens: int, answer_tokens: int, count_last_turn: Callable[[], int]
     ) -> TruncationResult | BadRecord:
-        """`prompt`, `answer`: their tokens, the answer the longer one of a pair; `last_turn()`: those of the prompt from
-        its last user turn on, asked for only where something is to be cut.
+        """Return how many tokens of prompt and answer fit.
+
+        `answer_tokens`: the longer answer of a pair. `count_last_turn` returns the prompt's tokens
+        from its last user turn on; called only if something must be removed. A record whose last
+        user turn leaves no room for an answer is bad: a sample without its question would teach
+        p(answer), not p(answer | question).
         """
         room = self.max_length - self.prefix_tokens - self.suffix_tokens
         most = (
@@ -65,12 +64,11 @@ class TokenBudget:
         kept = max(min(most, room - answer_tokens), least)
         if kept >= room:
             return BadRecord(self._overflow_message(self.prefix_tokens + least + self.suffix_tokens, least == turn))
-        return TruncationResult(
-            kept, room - kept, {"prompt_cut": int(kept < prompt_tokens), "last_turn_cut": int(kept < turn)}
-        )
+        cuts = {"prompt_cut": int(kept < prompt_tokens), "last_turn_cut": int(kept < turn)}
+        return TruncationResult(kept, room - kept, cuts)
 
     def _overflow_message(self, used_tokens: int, is_full_turn: bool) -> str:
-        """Why `held` tokens of prompt and frame leave no token for the answer, and what to do."""
+        """Return why `used_tokens` of prompt and special tokens leave no room, and the fix."""
         what = "its last user turn and what opens the answer take" if is_full_turn else "its prompt, cut, takes"
         most = self.max_length - 1 - self.suffix_tokens
         less = "" if is_full_turn else f", data.max_prompt_length to {most} or less"
@@ -82,43 +80,45 @@ class TokenBudget:
 
 @dataclass(frozen=True)
 class LastTurnFinder:
-    """A prompt in the text that was made of it."""
+    """Locates the last user turn of a prompt in the text that was rendered from it."""
 
     tokenizer: Any
     prompt: Prompt
-    """A text that was written as it stands, or the messages of the text."""
+    """A text that was rendered as it is, or the messages of the text."""
     num_prompt_messages: int
-    """How many of the messages stand in front of the answer."""
+    """How many of the messages come before the answer."""
     add_generation_prompt: bool = False
-    """Whether what stands in front of the assistant's next answer ends the text."""
+    """True if the text ends with what opens the assistant's next answer."""
     tools: Sequence[Mapping[str, Any]] = ()
 
     def find_last_turn(self, text: str) -> int:
-        """The letter of the text at which the last user turn begins; 0 where that cannot be told, so that all stays."""
+        """Return where the last user turn of the text starts; 0 if unknown, so that all is kept."""
         if isinstance(self.prompt, str):
             return max(self.prompt.rfind(HUMAN_PREFIX), 0)
-        users = [at for at in range(self.num_prompt_messages) if self.prompt[at]["role"] == "user"]
+        users = [turn for turn in range(self.num_prompt_messages) if self.prompt[turn]["role"] == "user"]
         if not users or not users[-1]:
             return 0
-        at = users[-1]
+        last = users[-1]
         try:
-            before = self._render_fn(self.prompt[:at])
-        except BadRecord:  # a template that wants a user's turn
+            before = self._render_fn(self.prompt[:last])
+        except BadRecord:  # a template that requires a user's turn
             before = None
         if before is not None and text.startswith(before):
             return len(before)
-        # The system text of some templates stands inside of the first user turn.
-        return 0 if self.prompt[at - 1]["role"] == "system" else self._find_by_sentinel(at, text)
+        # Some templates write the system text inside the first user turn.
+        return 0 if self.prompt[last - 1]["role"] == "system" else self._find_by_sentinel(last, text)
 
     def _find_by_sentinel(self, index: int, text: str) -> int:
-        """For templates that write a turn otherwise where others follow: a mark shows where the turn before it ends."""
-        said = with_sentinel(self.prompt[index - 1])  # type: ignore[arg-type]  # messages, as last_turn has seen
+        """Return where turn `index` starts: after the end of the turn before it, found by a sentinel.
+
+        For templates that render a turn differently if others follow.
+        """
+        marked = with_sentinel(self.prompt[index - 1])  # type: ignore[arg-type]  # a list of messages here
         before, after = self.prompt[: index - 1], self.prompt[index:]
         try:
-            _, _, tail = self._render_fn([*before, said, *after], opened=self.add_generation_prompt).partition(
-                ANSWER_SENTINEL
-            )
-            _, _, ending = self._render_fn([*before, said]).partition(ANSWER_SENTINEL)
+            full = self._render_fn([*before, marked, *after], add_generation_prompt=self.add_generation_prompt)
+            _, _, tail = full.partition(ANSWER_SENTINEL)
+            _, _, ending = self._render_fn([*before, marked]).partition(ANSWER_SENTINEL)
         except BadRecord:
             return 0
         if not tail or not text.endswith(tail):
@@ -131,24 +131,13 @@ class LastTurnFinder:
 
 
 def describe_limits(max_length: int, max_prompt_length: int | None) -> str:
-    """The settings that cut a sample, for a sentence about what they cut."""
+    """Return the settings that truncate a sample, for a message."""
     more = "" if max_prompt_length is None else f" (data.max_prompt_length {max_prompt_length})"
     return f"data.max_length {max_length}{more}"
 
 
-def count_tokens_before(tokenizer: Any, text: str, ids: Sequence[int], char_index: int) -> int:
-    """How many of the text's ids end at or before a letter of it."""
-    ask = partial(tokenizer, add_special_tokens=False, return_attention_mask=False, verbose=False)
-    if not char_index:
-        return 0
-    if not tokenizer.is_fast:
-        return common_prefix_length([ids, ask(text[:char_index])["input_ids"]])
-    starts, ends = np.array(ask(text, return_offsets_mapping=True)["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
-    return int(np.argmax([*(np.maximum(ends, starts + 1) > char_index), True]))
-
-
 def describe_cuts(report: Mapping[str, Any]) -> str:
-    """What was cut of the samples that a report counts, in a sentence; empty where nothing counts cuts."""
+    """Return a sentence on the truncated samples of a report; empty if it does not count them."""
     cuts = report.get("cuts") or {}
     if not set(CUT_COLUMNS) <= cuts.keys():
         return ""

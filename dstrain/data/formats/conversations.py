@@ -1,4 +1,4 @@
-"""From a record, in any form it is published in, to a conversation and what of it is learnt: pure functions."""
+"""Supervised records in every published form, parsed to a conversation with its trained turns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from dstrain.data.formats.messages import (
-    BadRecord,
     maybe_parse_json,
     read_instruction,
     read_messages,
@@ -16,7 +15,7 @@ from dstrain.data.formats.messages import (
     read_tool_function,
     read_tools,
 )
-from dstrain.data.formats.preferences import read_preference
+from dstrain.data.formats.preferences import is_preference_pair, read_preference
 from dstrain.data.formats.transcripts import (
     Message,
     is_transcript,
@@ -24,33 +23,36 @@ from dstrain.data.formats.transcripts import (
     parse_transcript,
     turns_to_messages,
 )
+from dstrain.data.records import BadRecord
 
 EXTRA_MESSAGE_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking", "weight")
-"""Keys of a message that chat templates know beside role and content; a weight of 0: the turn is not learnt."""
+"""Keys of a message besides role and content that chat templates know; weight 0: not trained on."""
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
+LABEL_KEYS = ("label", "kto_tag")
+"""Keys of an unpaired preference's label: of TRL and of LLaMA-Factory."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A dialog, some turns of which are learnt."""
+    """A conversation, some turns of which are trained on."""
 
     messages: list[Message]
     trained_turns: tuple[int, ...]
-    """Places of the assistant's messages that are learnt, in order; at least one."""
+    """Indices of the assistant's messages that are trained on, in order; at least one."""
     tools: tuple[dict[str, Any], ...] = ()
-    """The functions that the assistant may call, for the chat template."""
+    """Functions that the assistant may call, for the chat template."""
 
 
 @dataclass(frozen=True)
 class PromptCompletion:
-    """A text that is learnt as it stands, behind another that is not."""
+    """A text that is trained on as it is, after another that is not."""
 
     prompt: str
-    """Empty: all is learnt."""
+    """Empty if all of the text is trained on."""
     answer: str
 
     def to_conversation(self) -> Conversation:
-        """The same as a question and its answer; the space between them belongs to neither."""
+        """Return prompt and answer as two messages; the space between them belongs to neither."""
         answer = self.answer.removeprefix(" ")
         return Conversation([_make_message("user", self.prompt), _make_message("assistant", answer)], (1,))
 
@@ -59,33 +61,36 @@ Sample = Conversation | PromptCompletion
 
 
 def get_message_field(message: Message, name: str) -> Any:
-    """What a message says beside its role and content; None where it says nothing."""
+    """Return an extra field of a message; None if it has none of this name."""
     return cast("dict[str, Any]", message).get(name)
 
 
 def read_conversation(record: Mapping[str, Any]) -> Sample:
-    """What a record of any known form teaches. Raises BadRecord."""
+    """Return the sample in a record of any known form. Raises BadRecord."""
     _reject_media(record)
-    if unwanted := next((key for key in ("label", "kto_tag") if record.get(key) is False), None):
+    if unwanted := next((key for key in LABEL_KEYS if record.get(key) is False), None):
         raise BadRecord(
-            f"'{unwanted}' is false: nobody wanted this answer; remove the record, or learn both with task kto"
+            f"'{unwanted}' is false: the answer was not wanted; remove the record, or train on both with task kto"
         )
-    pair = record.get("chosen") is not None or record.get("rejected") is not None
-    if pair or isinstance(record.get("output"), list):
+    if is_preference_pair(record):
         return _from_preference(record)
     for keys, read in FORMAT_READERS.items():
         if all(record.get(key) is not None for key in keys):
             return read(record)
+    raise BadRecord(_unknown_form_message(record))
+
+
+def _unknown_form_message(record: Mapping[str, Any]) -> str:
     nulls = [key for first, *rest in FORMAT_READERS for key in (first, *rest) if key in record and record[key] is None]
     if nulls and not any(record.get(first) is not None for first, *_ in FORMAT_READERS):
-        raise BadRecord(f"'{nulls[0]}' is null; write it, or remove the record")
+        return f"'{nulls[0]}' is null; write it, or remove the record"
     halves = [(first, second) for first, *rest in FORMAT_READERS for second in rest if record.get(first) is not None]
-    lacks = f"'{halves[0][0]}' has no '{halves[0][1]}' beside it" if halves else f"the keys are {', '.join(record)}"
-    raise BadRecord(f"no conversation: {lacks}; write 'messages', or rename columns with data.columns")
+    found = f"'{halves[0][0]}' comes without '{halves[0][1]}'" if halves else f"the keys are {', '.join(record)}"
+    return f"no conversation: {found}; write 'messages', or rename columns with data.columns"
 
 
 def _from_preference(record: Mapping[str, Any]) -> Sample:
-    """The chosen answer is learnt; turns of the assistant in its prompt are not."""
+    """Return the chosen answer, trained on, after its prompt, which is not."""
     found = read_preference(record)
     if isinstance(found.prompt, str):
         assert isinstance(found.chosen, str), "messages answer messages"
@@ -96,44 +101,50 @@ def _from_preference(record: Mapping[str, Any]) -> Sample:
 
 def _messages_reader(key: str) -> Callable[[Mapping[str, Any]], Sample]:
     def read(record: Mapping[str, Any]) -> Conversation:
-        return _make_conversation(
-            read_system(record) + _read_messages_with_extras(record[key], key), key, tools=read_tools(record)
-        )
+        messages = read_system(record) + _read_messages_with_extras(record[key], key)
+        return _make_conversation(messages, key, tools=read_tools(record))
 
     return read
 
 
 def _completion_reader(key: str) -> Callable[[Mapping[str, Any]], Sample]:
-    """Two texts, the second going on where the first ends, or two lists of messages; the second is learnt."""
+    """Return a reader of two texts, the second a continuation, or of two message lists.
+
+    The second is trained on.
+    """
 
     def read(record: Mapping[str, Any]) -> Sample:
         prompt, answer = record["prompt"], record[key]
         if isinstance(prompt, str) and not prompt.strip():
-            raise BadRecord("'prompt' is empty; write one, or call the answer 'text' to learn it alone")
-        beside_them = record.get("system") or record.get("tools")  # which only messages have room for
-        if isinstance(prompt, str) and isinstance(answer, str) and not beside_them:
-            _check_not_empty(answer, f"'{key}'")
-            dialog = parse_prompt_transcript(prompt)
-            if dialog is None:
-                return PromptCompletion(prompt, answer)
-            return _make_conversation([*dialog, _make_message("assistant", answer.removeprefix(" "))], key, len(dialog))
-        asked = (
-            [_make_message("user", prompt)] if isinstance(prompt, str) else _read_messages_with_extras(prompt, "prompt")
-        )
-        said = (
-            [_make_message("assistant", answer)] if isinstance(answer, str) else _read_messages_with_extras(answer, key)
-        )
-        before = read_system(record) + asked
-        return _make_conversation(before + said, key, len(before), read_tools(record))
+            raise BadRecord("'prompt' is empty; write one, or call the answer 'text' to train on it alone")
+        needs_messages = record.get("system") or record.get("tools")  # plain texts have no place for them
+        if isinstance(prompt, str) and isinstance(answer, str) and not needs_messages:
+            return _read_text_completion(prompt, answer, key)
+        question = _messages_or_text(prompt, "prompt", "user")
+        reply = _messages_or_text(answer, key, "assistant")
+        before = read_system(record) + question
+        return _make_conversation(before + reply, key, len(before), read_tools(record))
 
     return read
 
 
+def _read_text_completion(prompt: str, answer: str, key: str) -> Sample:
+    _check_not_empty(answer, f"'{key}'")
+    messages = parse_prompt_transcript(prompt)
+    if messages is None:
+        return PromptCompletion(prompt, answer)
+    reply = _make_message("assistant", answer.removeprefix(" "))
+    return _make_conversation([*messages, reply], key, len(messages))
+
+
+def _messages_or_text(value: Any, key: str, role: str) -> list[Message]:
+    return [_make_message(role, value)] if isinstance(value, str) else _read_messages_with_extras(value, key)
+
+
 def _from_instruction(record: Mapping[str, Any]) -> Sample:
     answer = _make_message("assistant", read_text(record["output"], "output"))
-    return _make_conversation(
-        [*read_system(record), *read_instruction(record), answer], "output", tools=read_tools(record)
-    )
+    messages = [*read_system(record), *read_instruction(record), answer]
+    return _make_conversation(messages, "output", tools=read_tools(record))
 
 
 def _from_question(record: Mapping[str, Any]) -> Sample:
@@ -145,14 +156,12 @@ def _from_question(record: Mapping[str, Any]) -> Sample:
 
 
 def _from_text(record: Mapping[str, Any]) -> Sample:
-    """A dialog's text, of which the assistant's turns are learnt, or any other, of which all is."""
+    """Return a transcript with its assistant turns trained on, or any other text, all trained on."""
     text = read_text(record["text"], "text")
     _check_not_empty(text, "'text'")
-    return (
-        _make_conversation(turns_to_messages(parse_transcript(text)), "text")
-        if is_transcript(text)
-        else PromptCompletion("", text)
-    )
+    if is_transcript(text):
+        return _make_conversation(turns_to_messages(parse_transcript(text)), "text")
+    return PromptCompletion("", text)
 
 
 FORMAT_READERS: dict[tuple[str, ...], Callable[[Mapping[str, Any]], Sample]] = {
@@ -164,27 +173,30 @@ FORMAT_READERS: dict[tuple[str, ...], Callable[[Mapping[str, Any]], Sample]] = {
     ("question", "answer"): _from_question,
     ("text",): _from_text,
 }
-"""The keys a form is known by -> how it is read; the first that fits is taken."""
+"""Keys that identify a form -> its reader; the first form with all its keys present is used."""
 
 
 def _make_conversation(
     messages: list[Message], key: str, first_trained: int = 0, tools: tuple[dict[str, Any], ...] = ()
 ) -> Conversation:
-    """Learnt are the assistant's turns from `first` on. Raises BadRecord where there is none, or one says nothing."""
-    spoken = [at for at, message in enumerate(messages) if at >= first_trained and message["role"] == "assistant"]
-    learnt = tuple(at for at in spoken if _is_trained(messages[at], key))
-    if not learnt:
-        raise BadRecord(f"'{key}' has no turn of the assistant to learn from; write one or remove the record")
-    for at in learnt:
+    """Return a conversation that trains on the assistant's turns from `first_trained` on.
+
+    Raises BadRecord if there is no such turn, or one of them is empty.
+    """
+    turns = [at for at, message in enumerate(messages) if at >= first_trained and message["role"] == "assistant"]
+    trained = tuple(at for at in turns if _is_trained(messages[at], key))
+    if not trained:
+        raise BadRecord(f"'{key}' has no turn of the assistant to train on; write one or remove the record")
+    for at in trained:
         if not get_message_field(messages[at], "tool_calls"):
             _check_not_empty(messages[at]["content"], f"'{key}' (turn {at + 1} of the dialog)")
-    return Conversation(messages, learnt, tools)
+    return Conversation(messages, trained, tools)
 
 
 def _is_trained(message: Message, key: str) -> bool:
     weight = get_message_field(message, "weight")
     if weight not in (None, 0, 1):
-        raise BadRecord(f"'{key}' has a turn with weight {weight!r}; write 0 (not learnt) or 1 (learnt)")
+        raise BadRecord(f"'{key}' has a turn with weight {weight!r}; write 0 (not trained on) or 1 (trained on)")
     return weight != 0
 
 
@@ -198,12 +210,10 @@ def _make_message(role: str, content: str) -> Message:
 
 
 def _read_messages_with_extras(value: Any, key: str) -> list[Message]:
-    """Messages, with their calls of functions and what else stands beside. Raises BadRecord."""
-    raw = (
-        [_normalize_tool_calls(item, f"{key}[{at}]") for at, item in enumerate(value)]
-        if isinstance(value, list)
-        else value
-    )
+    """Return messages with their tool calls and other extra fields. Raises BadRecord."""
+    raw = value
+    if isinstance(value, list):
+        raw = [_normalize_tool_calls(item, f"{key}[{at}]") for at, item in enumerate(value)]
     messages = read_messages(raw, key)
     return [
         cast("Message", {**message, **{name: item[name] for name in EXTRA_MESSAGE_KEYS if item.get(name) is not None}})
@@ -212,7 +222,10 @@ def _read_messages_with_extras(value: Any, key: str) -> list[Message]:
 
 
 def _normalize_tool_calls(item: Any, key: str) -> Any:
-    """A message whose calls stand in `tool_calls` as templates take them, its content empty where there is no other."""
+    """Return a message with its calls under `tool_calls`, in the form that templates read.
+
+    Its content is empty if it has no other. Raises BadRecord.
+    """
     if not isinstance(item, Mapping):
         return item
     if item.get("from") == "function_call":
@@ -221,22 +234,21 @@ def _normalize_tool_calls(item: Any, key: str) -> Any:
     if item.get("tool_calls") is None:
         return item
     if not isinstance(item["tool_calls"], list):
-        raise BadRecord(f"'{key}.tool_calls' is no list of calls; write [{{\"function\": {{…}}}}]")
+        raise BadRecord(f"'{key}.tool_calls' is not a list of calls; write [{{\"function\": {{…}}}}]")
     calls = [read_tool_function(call, key, "arguments") for call in item["tool_calls"]]
     return {**item, "content": item.get("content") or "", "tool_calls": calls}
 
 
 def _reject_media(record: Mapping[str, Any]) -> None:
+    """Raise BadRecord if the record holds images, video or audio."""
     turns = [turn for key in ("messages", "conversations", "prompt") if isinstance(turn := record.get(key), list)]
     parts = [message.get("content") for turn in turns for message in turn if isinstance(message, Mapping)]
     typed = [part for content in parts if isinstance(content, list) for part in content if isinstance(part, Mapping)]
     found = [key for key in MEDIA_KEYS if record.get(key)]
     found += [str(part["type"]) for part in typed if part.get("type") not in (None, "text")]
     if found and found[0].startswith("image"):
-        raise BadRecord(
-            f"'{found[0]}' is no text, and text is all that sft learns from; learn from images with task vlm"
-        )
+        raise BadRecord(f"'{found[0]}' is not text, and sft trains on text only; train on images with task vlm")
     if found:
         raise BadRecord(
-            f"'{found[0]}' is neither text nor an image, and nothing else is learnt from; remove the record"
+            f"'{found[0]}' is neither text nor an image, which is all that can be trained on; remove the record"
         )

@@ -1,4 +1,4 @@
-"""Records about one image as one: its questions become the turns of one conversation."""
+"""Source wrapper that merges consecutive records with the same images into one conversation."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.formats.conversations import Conversation, Sample, read_conversation
+from dstrain.data.formats.conversations import Conversation, read_conversation
 from dstrain.data.formats.image_placeholders import read_with_images
-from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER
-from dstrain.data.sources.open import BadRow, Source
+from dstrain.data.records import BadRecord, BadRow
+from dstrain.data.sources.base import Source
 
 
 class GroupByImageSource:
-    """A source whose records that follow one another with the same images are one record."""
+    """A source whose consecutive records with the same images are one record."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -28,7 +28,7 @@ class GroupByImageSource:
 
     @cached_property
     def _group_starts(self) -> list[int]:
-        """Where each group begins: every record is read for it."""
+        """Index of the first record of each group; computing it reads every record."""
         starts: list[int] = []
         last: Any = None
         for index in range(len(self._source)):
@@ -39,7 +39,7 @@ class GroupByImageSource:
         return starts
 
     def __bool__(self) -> bool:
-        """Whether it has records, without reading them."""
+        """Return whether it has records, without reading them."""
         return bool(self._source)
 
     def __len__(self) -> int:
@@ -49,11 +49,12 @@ class GroupByImageSource:
         start, end = self._group_range(index)
         if end == start + 1:
             return self._source[start]
-        turns: list[Any] = []
+        messages: list[Any] = []
         for at in range(start, end):
-            said = read_with_images(self._source[at], _read_as_conversation).parsed
-            turns += said.messages if at == start else [_remove_placeholders(turn) for turn in said.messages]
-        return {"messages": turns, "images": list(_images_to_group(self._source[start]) or ())}
+            parsed = read_with_images(self._source[at], _read_as_conversation).parsed
+            # The images are shown once, in front of the first question.
+            messages += parsed.messages if at == start else [_remove_placeholders(turn) for turn in parsed.messages]
+        return {"messages": messages, "images": list(_images_to_group(self._source[start]) or ())}
 
     def _group_range(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
@@ -61,28 +62,31 @@ class GroupByImageSource:
         return self._group_starts[index], [*self._group_starts[index + 1 : index + 2], len(self._source)][0]
 
     def location(self, index: int) -> str:
-        """The first of the records."""
+        """Return the location of the group's first record."""
         return self._source.location(self._group_range(index)[0])
 
     def get_base_dir(self, index: int) -> Path:
-        return self._source.get_base_dir(
-            self._group_range(index)[0] if index else 0
-        )  # no record need be read for the first
+        # Group 0 starts at record 0: it is answered without reading all records.
+        return self._source.get_base_dir(self._group_range(index)[0] if index else 0)
 
 
 def _images_to_group(record: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """The record's images; None where it has none, is no plain dialog, or cannot be read: it then stays by itself."""
+    """Return the record's images; None for a record that is not merged with others.
+
+    These have no image, tools or roles other than user and assistant, or cannot be read.
+    """
     try:
-        seen = read_with_images(record, _read_as_conversation)
+        found = read_with_images(record, _read_as_conversation)
     except BadRecord:
         return None
-    plain = not seen.parsed.tools and {turn["role"] for turn in seen.parsed.messages} == {"user", "assistant"}
-    return seen.images if seen.images and plain else None
+    roles = {turn["role"] for turn in found.parsed.messages}
+    plain = not found.parsed.tools and roles == {"user", "assistant"}
+    return found.images if found.images and plain else None
 
 
 def _read_as_conversation(record: Mapping[str, Any]) -> Conversation:
-    said: Sample = read_conversation(record)
-    return said if isinstance(said, Conversation) else said.to_conversation()
+    sample = read_conversation(record)
+    return sample if isinstance(sample, Conversation) else sample.to_conversation()
 
 
 def _remove_placeholders(message: Any) -> dict[str, Any]:

@@ -1,8 +1,4 @@
-"""Where the images of a record stand in its text: pure functions.
-
-Inside, every image is one letter of its own, IMAGE, in the text of its message. Records write `<image>`, or `<image1>` where
-they number them, or typed parts of a message's content; where they write nothing, the images come first.
-"""
+"""Image placeholders in records, normalized to one private-use character per image."""
 
 from __future__ import annotations
 
@@ -12,13 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from dstrain.data.formats.conversations import Conversation, PromptCompletion
-from dstrain.data.formats.messages import BadRecord, json_type_name
+from dstrain.data.formats.messages import json_type_name
 from dstrain.data.formats.preferences import Preference, Response
 from dstrain.data.formats.prompts import ParsedPrompt
 from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER, Message
+from dstrain.data.records import BadRecord
 
+# While a record is parsed, numbered placeholders (<image2>) are characters of their own, so that
+# parsers see plain text; image k of the record, counted from 1, is the character _INDEXED_BASE + k.
 _INDEXED_BASE = 0xE100
-"""The letter of image 0 among those that stand for one image of a record; image k has the k-th behind it."""
 _MAX_NUMBER = 255
 _PLACEHOLDER_PATTERN = re.compile(r"<image(\d{0,3})>")
 _IMAGE_CHAR_PATTERN = re.compile(f"[{IMAGE_PLACEHOLDER}{chr(_INDEXED_BASE)}-{chr(_INDEXED_BASE + _MAX_NUMBER)}]")
@@ -30,39 +28,44 @@ ParsedT = TypeVar("ParsedT", Conversation, PromptCompletion, Preference, ParsedP
 
 @dataclass(frozen=True)
 class RecordWithImages(Generic[ParsedT]):
-    """What a record says, and its images in the order in which their letters stand in the text."""
+    """A parsed record and its images, in the order of their placeholders in the text."""
 
     parsed: ParsedT
-    """Its texts hold IMAGE where an image stands."""
+    """Its texts contain IMAGE_PLACEHOLDER for each image."""
     images: tuple[Any, ...] = ()
-    """As the record has them: paths, or bytes in a mapping."""
+    """As they are in the record: paths, or mappings with bytes."""
 
 
 def read_with_images(
     record: Mapping[str, Any], read: Callable[[Mapping[str, Any]], ParsedT]
 ) -> RecordWithImages[ParsedT]:
-    """What `read` makes of the record's text, with its images. Raises BadRecord where images and marks do not fit."""
+    """Parse a record's text with `read` and match its placeholders to its images.
+
+    Records write `<image>`, or `<image1>` with a number, or typed parts of a message's content;
+    without any placeholder the images come first. Raises BadRecord if images and placeholders do
+    not match.
+    """
     images = _read_images(record)
     inline: list[Any] = []
     texts = {key: _encode_placeholders(value, inline) for key, value in record.items() if key not in IMAGE_KEYS}
     if images and inline:
-        raise BadRecord("images stand both in parts of messages and under 'images'; keep one of them")
-    said = read(_caption_to_messages(texts))
-    found = [letter for text in _prompt_texts(said) for letter in _IMAGE_CHAR_PATTERN.findall(text)]
-    if any(_IMAGE_CHAR_PATTERN.search(text) for text in _answer_texts(said)):
-        raise BadRecord("an image is marked in an answer, and only what is asked can hold images; move the mark")
+        raise BadRecord("images are given both in parts of messages and under 'images'; keep one of them")
+    parsed = read(_caption_to_messages(texts))
+    found = [char for text in _prompt_texts(parsed) for char in _IMAGE_CHAR_PATTERN.findall(text)]
+    if any(_IMAGE_CHAR_PATTERN.search(text) for text in _answer_texts(parsed)):
+        raise BadRecord("an answer contains an image placeholder, and only questions can contain images; move it")
     images = images or inline
     if images and not found:
-        said, found = _prepend_images(said, len(images)), [IMAGE_PLACEHOLDER] * len(images)
+        parsed, found = _prepend_images(parsed, len(images)), [IMAGE_PLACEHOLDER] * len(images)
     order = _image_order(found, len(images))
     return RecordWithImages(
-        _map_prompt_texts(said, lambda text: _IMAGE_CHAR_PATTERN.sub(IMAGE_PLACEHOLDER, text)),
+        _map_prompt_texts(parsed, lambda text: _IMAGE_CHAR_PATTERN.sub(IMAGE_PLACEHOLDER, text)),
         tuple(images[at] for at in order),
     )
 
 
 def has_images(record: Mapping[str, Any]) -> bool:
-    """Whether the record names images, beside its text or within it."""
+    """Return whether the record names images, under a key or in parts of its messages."""
     turns = [
         turn for value in record.values() if isinstance(value, list) for turn in value if isinstance(turn, Mapping)
     ]
@@ -72,7 +75,7 @@ def has_images(record: Mapping[str, Any]) -> bool:
 
 
 def has_null_image(record: Mapping[str, Any], key: str) -> bool:
-    """Whether the record has null in the place of an image."""
+    """Return whether the record has null under an image key."""
     return key in record and record[key] is None
 
 
@@ -82,13 +85,16 @@ def _read_images(record: Mapping[str, Any]) -> list[Any]:
             f"'{empty[0]}' is an empty path; write the path, or remove the key from a record without an image"
         )
     if all(record.get(key) not in (None, []) for key in IMAGE_KEYS):
-        raise BadRecord("both 'image' and 'images' hold something; keep one of them")
+        raise BadRecord("both 'image' and 'images' are set; keep one of them")
     value: Any = next((record[key] for key in IMAGE_KEYS if record.get(key) not in (None, [])), [])
     return value if isinstance(value, list) else [value]
 
 
 def _encode_placeholders(value: Any, inline_images: list[Any]) -> Any:
-    """The same with letters in the place of marks and of image parts; what these parts hold goes to `inline`."""
+    """Return the value with characters for placeholders and image parts.
+
+    The images of the parts are appended to `inline_images`.
+    """
     if isinstance(value, str):
         return _PLACEHOLDER_PATTERN.sub(
             lambda found: _indexed_char(int(found[1])) if found[1] else IMAGE_PLACEHOLDER, value
@@ -104,7 +110,7 @@ def _encode_placeholders(value: Any, inline_images: list[Any]) -> Any:
 
 
 def _encode_content(value: Any, inline_images: list[Any]) -> Any:
-    """A message's content as one text, where it holds parts of text and images alone."""
+    """Return a message's content with its image parts as text parts."""
     if not isinstance(value, list):
         return _encode_placeholders(value, inline_images)
     return [
@@ -129,12 +135,12 @@ def _encode_image_part(part: Mapping[str, Any], inline_images: list[Any]) -> str
 
 
 def _indexed_char(number: int) -> str:
-    """Of image `number`, counted from 1."""
+    """Return the character of image `number`, counted from 1."""
     return chr(_INDEXED_BASE + min(number, _MAX_NUMBER))
 
 
 def _caption_to_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An image with its caption as a question and its answer: nothing is asked but the image."""
+    """Return a record with a caption as a question, empty unless given, and the caption as answer."""
     if record.get("caption") is None or record.get("messages") is not None or record.get("conversations") is not None:
         return record
     if not isinstance(record["caption"], str):
@@ -145,30 +151,30 @@ def _caption_to_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _image_order(placeholders: list[str], count: int) -> list[int]:
-    """Which image each letter stands for, by its place. Raises BadRecord where there are more or fewer."""
-    numbers = [ord(letter) - _INDEXED_BASE - 1 for letter in placeholders if letter != IMAGE_PLACEHOLDER]
+    """Return the image index of each placeholder. Raises BadRecord if the counts differ."""
+    numbers = [ord(char) - _INDEXED_BASE - 1 for char in placeholders if char != IMAGE_PLACEHOLDER]
     if numbers and len(numbers) < len(placeholders):
-        raise BadRecord("some marks of images are numbered (<image1>) and some are not; write them alike")
+        raise BadRecord("some image placeholders are numbered (<image1>) and some are not; number all or none")
     there = f"{count} image{'s' * (count != 1)}"
     if numbers:
         if wrong := [number + 1 for number in numbers if not 0 <= number < count]:
-            raise BadRecord(f"<image{wrong[0]}> is marked, and there are {there}; name the image, or correct the mark")
+            raise BadRecord(f"<image{wrong[0]}> is used, and there are {there}; add the image, or correct the number")
         if missing := sorted(set(range(count)) - set(numbers)):
             raise BadRecord(
-                f"image {missing[0] + 1} of {count} has no mark; write <image{missing[0] + 1}>, or remove it"
+                f"image {missing[0] + 1} of {count} has no placeholder; write <image{missing[0] + 1}>, or remove it"
             )
         return numbers
     if len(placeholders) != count:
         few = "more" if len(placeholders) > count else "fewer"
         raise BadRecord(
-            f"{len(placeholders)} mark{'s' * (len(placeholders) != 1)} (<image>) and {there}: {few} marks than images; "
-            "write one mark for each image"
+            f"{len(placeholders)} placeholder{'s' * (len(placeholders) != 1)} (<image>) and {there}: {few} placeholders "
+            "than images; write one placeholder for each image"
         )
     return [*range(count)]
 
 
 def _prompt_texts(parsed: Any) -> list[str]:
-    """The texts that may hold images."""
+    """Return the texts that may contain images."""
     if isinstance(parsed, PromptCompletion):
         return [parsed.prompt]
     if isinstance(parsed, Conversation):
@@ -186,7 +192,7 @@ def _answer_texts(parsed: Any) -> list[str]:
 
 
 def _prepend_images(parsed: Any, count: int) -> Any:
-    """So many images before the first thing that a user says. Raises BadRecord where none says anything."""
+    """Put placeholders in front of the first user text. Raises BadRecord if there is no user turn."""
     done = False
 
     def prepend_once(text: str) -> str:
@@ -200,12 +206,12 @@ def _prepend_images(parsed: Any, count: int) -> Any:
         parsed, lambda turn: {**turn, "content": prepend_once(turn["content"])} if turn["role"] == "user" else turn
     )
     if not done:
-        raise BadRecord("no user's turn is there for the images to stand in; write one")
+        raise BadRecord("there is no user's turn to put the images into; write one")
     return changed
 
 
 def _map_prompt_texts(parsed: Any, transform: Callable[[str], str]) -> Any:
-    """The same with every text that may hold images changed."""
+    """Return the parsed record with every text that may contain images transformed."""
     if isinstance(parsed, PromptCompletion) or isinstance(getattr(parsed, "prompt", None), str):
         return replace(parsed, prompt=transform(parsed.prompt))
     return _map_messages(parsed, lambda turn: {**turn, "content": transform(turn["content"])})

@@ -1,4 +1,4 @@
-"""Messages as records hold them, under OpenAI's names and sharegpt's."""
+"""Readers for chat messages, tools and instructions with the keys of OpenAI, ShareGPT and Alpaca."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dstrain.data.formats.transcripts import Message
-from dstrain.errors import one_line
+from dstrain.data.records import BadRecord
 
 ROLE_ALIASES = {
     "system": "system",
@@ -26,16 +26,11 @@ ROLE_ALIASES = {
 }
 
 
-class BadRecord(ValueError):
-    """A record that cannot be used: the reason names the key and what to do."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = one_line(reason)
-
-
 def read_messages(value: Any, key: str) -> list[Message]:
-    """Messages with role and content, or from and value, under the roles' common names. Raises BadRecord."""
+    """Return a list of messages in OpenAI's or ShareGPT's keys, with normalized roles.
+
+    `key`: where the value is, for error messages. Raises BadRecord.
+    """
     if not isinstance(value, list):
         raise BadRecord(
             f'\'{key}\' is {json_type_name(value)}, not a list of messages; write [{{"role", "content"}}, …]'
@@ -44,7 +39,7 @@ def read_messages(value: Any, key: str) -> list[Message]:
 
 
 def read_message(value: Any, key: str) -> Message:
-    """One message with role and content, or from and value. Raises BadRecord."""
+    """Return a message of `role` and `content`, or of `from` and `value`. Raises BadRecord."""
     if not isinstance(value, Mapping):
         raise BadRecord(f'\'{key}\' is {json_type_name(value)}, not a message; write {{"role": …, "content": …}}')
     names = ("from", "value") if "from" in value else ("role", "content")
@@ -53,40 +48,41 @@ def read_message(value: Any, key: str) -> Message:
             raise BadRecord(f"'{key}' has no '{name}'; write {{\"{names[0]}\": …, \"{names[1]}\": …}}")
     role, content = value[names[0]], value[names[1]]
     if not isinstance(role, str) or role.lower() not in ROLE_ALIASES:
-        raise BadRecord(f"'{key}.{names[0]}' is {role!r}, no known role; known here: {', '.join(sorted(ROLE_ALIASES))}")
+        known = ", ".join(sorted(ROLE_ALIASES))
+        raise BadRecord(f"'{key}.{names[0]}' is {role!r}, an unknown role; known roles: {known}")
     return {"role": ROLE_ALIASES[role.lower()], "content": read_text(content, f"{key}.{names[1]}")}
 
 
 def read_text(content: Any, key: str) -> str:
-    """A string, or typed parts of which all are text. Raises BadRecord."""
-    if (
-        isinstance(content, list)
-        and content
-        and all(
-            isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            for part in content
-        )
-    ):
+    """Return a string, or the joined texts of a list of text parts. Raises BadRecord."""
+    if isinstance(content, list) and content and all(_is_text_part(part) for part in content):
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise BadRecord(f"'{key}' is {json_type_name(content)}, not text; write a string")
     return content
 
 
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
 def read_system(record: Mapping[str, Any]) -> list[Message]:
-    """The system text that sharegpt and alpaca keep beside the dialog. Raises BadRecord."""
+    """Return the system text that ShareGPT and Alpaca store outside of the conversation.
+
+    Raises BadRecord.
+    """
     text = record.get("system")
     return [{"role": "system", "content": read_text(text, "system")}] if text else []
 
 
 def read_instruction(record: Mapping[str, Any]) -> list[Message]:
-    """Alpaca's dialog up to the answer: a history of pairs, then the instruction with the input below it.
+    """Return Alpaca's conversation without the answer: history, then instruction and input.
 
     Raises BadRecord.
     """
     history = record.get("history") or []
     if not isinstance(history, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in history):
-        raise BadRecord("'history' is no list of pairs; write [[question, answer], …] or remove it")
+        raise BadRecord("'history' is not a list of pairs; write [[question, answer], …] or remove it")
     messages: list[Message] = []
     for turn, (question, answer) in enumerate(history):
         messages.append({"role": "user", "content": read_text(question, f"history[{turn}][0]")})
@@ -98,15 +94,18 @@ def read_instruction(record: Mapping[str, Any]) -> list[Message]:
 
 
 def read_tools(record: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """The functions under `tools`, as a list or as JSON in a string. Raises BadRecord."""
+    """Return the functions under `tools`, a list or a string of JSON. Raises BadRecord."""
     tools = maybe_parse_json(record.get("tools") or [])
     if tools is not None and not isinstance(tools, list):
-        raise BadRecord('\'tools\' is no list of functions; write [{"name": …, "description": …, "parameters": …}]')
+        raise BadRecord('\'tools\' is not a list of functions; write [{"name": …, "description": …, "parameters": …}]')
     return tuple(read_tool_function(tool, "tools", "parameters") for tool in tools or [])
 
 
 def read_tool_function(value: Any, key: str, arguments_key: str) -> dict[str, Any]:
-    """{"type": "function", "function": {"name", …}} of a function or a call; what is JSON in a string is read."""
+    """Return a function or a call as {"type": "function", "function": {"name", …}}.
+
+    `arguments_key`: "parameters" or "arguments"; JSON in a string there is parsed. Raises BadRecord.
+    """
     function = value.get("function", value) if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRecord(f'\'{key}\' names no function; write {{"name": …, "{arguments_key}": {{…}}}}')
@@ -119,7 +118,7 @@ def read_tool_function(value: Any, key: str, arguments_key: str) -> dict[str, An
 
 
 def maybe_parse_json(value: Any) -> Any:
-    """JSON in a string as what it says; anything else as it is."""
+    """Return the value of JSON in a string; anything else unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -127,6 +126,6 @@ def maybe_parse_json(value: Any) -> Any:
 
 
 def json_type_name(value: Any) -> str:
-    """What JSON calls the value, with its article."""
+    """Return JSON's name of the value's type, with its article."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
     return "null" if value is None else names.get(type(value), type(value).__name__)

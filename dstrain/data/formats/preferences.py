@@ -1,4 +1,4 @@
-"""From a record, in any form it is published in, to a preference: pure functions."""
+"""Preference records in every published form, parsed to prompt, chosen and rejected."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dstrain.data.formats.messages import (
-    ROLE_ALIASES,
-    BadRecord,
     json_type_name,
     read_instruction,
     read_message,
     read_messages,
     read_system,
-    read_text,
     read_tools,
 )
 from dstrain.data.formats.transcripts import (
@@ -27,46 +24,40 @@ from dstrain.data.formats.transcripts import (
     parse_transcript,
     turns_to_messages,
 )
+from dstrain.data.records import BadRecord
 from dstrain.errors import suggest_name
 
-__all__ = [
-    "ROLE_ALIASES",
-    "BadRecord",
-    "Preference",
-    "Response",
-    "read_messages",
-    "read_preference",
-    "read_system",
-    "read_text",
-]
-
+Prompt = str | list[Message]
+"""A text that an answer continues as it is, or the messages of a conversation."""
 Response = str | list[Message]
-"""An answer; a list of messages where the dialogs part before their last turn."""
+"""An answer; a list of messages if the conversations diverge before their last turn."""
 
 
 @dataclass(frozen=True)
 class Preference:
-    """Two answers to one prompt, of which people preferred the first."""
+    """Two answers to a prompt; people preferred the first."""
 
-    prompt: str | list[Message]
-    """A text that the answer continues as it stands, or a dialog that ends with a user's turn."""
+    prompt: Prompt
+    """A text that the answer continues as it is, or a conversation that ends with a user's turn."""
     chosen: Response
     rejected: Response
     margin: float | None = None
-    """How much better the chosen answer is."""
-    label: str | None = None
-    """A name for the kind of record, such as helpful or harmless."""
-    images: tuple[Any, ...] = ()
-    """Paths of images, relative to the data file, as they stand in the record."""
+    """By how much the chosen answer is better."""
     tools: tuple[dict[str, Any], ...] = ()
-    """The functions that the assistant may call, for the chat template."""
+    """Functions that the assistant may call, for the chat template."""
 
 
-PromptChosenRejected = tuple[str | list[Message], Response, Response]
+PromptChosenRejected = tuple[Prompt, Response, Response]
+
+
+def is_preference_pair(record: Mapping[str, Any]) -> bool:
+    """Return whether the record holds two answers, rather than one or none."""
+    has_pair = any(record.get(key) is not None for key in ("chosen", "rejected"))
+    return has_pair or isinstance(record.get("output"), list)
 
 
 def read_preference(record: Mapping[str, Any]) -> Preference:
-    """The preference in a record of any known form. Raises BadRecord."""
+    """Return the preference in a record of any known form. Raises BadRecord."""
     chosen, rejected = _read_pair(record)
     if record.get("prompt") is not None:
         prompt, chosen, rejected = _split_with_prompt(record["prompt"], chosen, rejected)
@@ -86,13 +77,11 @@ def read_preference(record: Mapping[str, Any]) -> Preference:
         raise BadRecord("'chosen' and 'rejected' are the same; remove the record")
     if isinstance(prompt, str) and not (isinstance(chosen, str) and isinstance(rejected, str)):
         prompt = [{"role": "user", "content": prompt}]
-    return Preference(
-        prompt, chosen, rejected, _read_margin(record), _read_label(record), _read_images(record), read_tools(record)
-    )
+    return Preference(prompt, chosen, rejected, _read_margin(record), read_tools(record))
 
 
 def _read_pair(record: Mapping[str, Any]) -> tuple[Any, Any]:
-    """What stands under `chosen` and `rejected`, or in LLaMA-Factory's older form as the two items of `output`."""
+    """Return `chosen` and `rejected`, or LLaMA-Factory's older form, the two items of `output`."""
     pair = {key: record.get(key) for key in ("chosen", "rejected")}
     if pair["chosen"] is None and pair["rejected"] is None and record.get("output") is not None:
         output = record["output"]
@@ -109,19 +98,22 @@ def _read_pair(record: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _reject_null_prompt(record: Mapping[str, Any], chosen: Any, rejected: Any) -> None:
-    """Files that were converted have null for a column that a record lacks, beside dialogs that hold the prompt; plain
-    answers would be learnt without one."""
+    """Raise BadRecord for plain answers without a prompt.
+
+    Converted files have null in a column that a record lacks: that is fine for conversations, which
+    contain the prompt, but plain answers would be trained on without one.
+    """
     plain = all(isinstance(answer, str) and not is_transcript(answer) for answer in (chosen, rejected))
     if "prompt" in record and plain:
-        raise BadRecord("'prompt' is null; write it, or leave the key out where the answers hold the whole text")
+        raise BadRecord("'prompt' is null; write it, or leave the key out if the answers contain the full text")
 
 
 def _split_with_prompt(prompt: Any, chosen: Any, rejected: Any) -> PromptChosenRejected:
-    """The answers follow the prompt, or repeat it as their beginning where they are message lists or dialogs."""
+    """Split where answers follow the prompt, or, as messages or transcripts, start with it."""
     answers = _read_answer(chosen, "chosen"), _read_answer(rejected, "rejected")
     if isinstance(prompt, str):
         if not prompt.strip():
-            raise BadRecord("'prompt' is empty; write one, or leave the key out of whole dialogs")
+            raise BadRecord("'prompt' is empty; write one, or leave the key out of full dialogs")
         if all(isinstance(answer, str) for answer in answers):
             return _split_text_prompt(prompt, chosen, rejected)
         before: list[Message] = [{"role": "user", "content": prompt}]
@@ -133,7 +125,7 @@ def _split_with_prompt(prompt: Any, chosen: Any, rejected: Any) -> PromptChosenR
 
 
 def _split_text_prompt(prompt: str, chosen: str, rejected: str) -> PromptChosenRejected:
-    """Text continued as it stands; a prompt that is a dialog up to "Assistant:" becomes messages."""
+    """Split texts; a prompt that is a transcript up to "Assistant:" becomes messages."""
     before = parse_prompt_transcript(prompt)
     if before is None:
         return prompt, chosen, rejected
@@ -152,7 +144,7 @@ def _strip_prompt(prompt: list[Message], answer: Response) -> Response:
 
 
 def _split_full_conversations(prompt: Any, chosen: Response, rejected: Response) -> PromptChosenRejected:
-    """Whole dialogs beside a prompt that is only their last question, as UltraFeedback has them."""
+    """Split full conversations whose `prompt` is only their last question, as in UltraFeedback."""
     if isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list):
         common, *answers = _split_messages(chosen, rejected)
         if common[-1]["content"].strip() == prompt.strip():
@@ -163,20 +155,23 @@ def _split_full_conversations(prompt: Any, chosen: Response, rejected: Response)
     )
 
 
-def _prepend_system(prompt: str | list[Message], record: Mapping[str, Any]) -> str | list[Message]:
-    """What the record says beside the dialog comes first; a system turn of the dialog's own counts instead of it."""
+def _prepend_system(prompt: Prompt, record: Mapping[str, Any]) -> Prompt:
+    """Return the prompt after the record's `system` text, unless it has a system turn of its own."""
     system = read_system(record)
     if not system or (isinstance(prompt, list) and prompt[:1] and prompt[0]["role"] == "system"):
         return prompt
     if isinstance(prompt, list):
         return system + prompt
     if record.get("prompt") is None:
-        raise BadRecord("'system' stands beside whole texts; write 'prompt', or 'system' into 'chosen' and 'rejected'")
+        raise BadRecord(
+            "'system' is given with texts that contain the prompt; write 'prompt', "
+            "or put 'system' into 'chosen' and 'rejected'"
+        )
     return [*system, {"role": "user", "content": prompt}]
 
 
 def _split_common_prompt(chosen: Any, rejected: Any) -> PromptChosenRejected:
-    """Both answers hold the whole dialog: the common beginning is the prompt."""
+    """Split answers that both contain the full conversation: the common start is the prompt."""
     if isinstance(chosen, list) and isinstance(rejected, list):
         return _split_messages(read_messages(chosen, "chosen"), read_messages(rejected, "rejected"))
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
@@ -192,13 +187,10 @@ def _split_common_prompt(chosen: Any, rejected: Any) -> PromptChosenRejected:
     if is_transcript(chosen):
         left, right = parse_transcript(chosen), parse_transcript(rejected)
         common = common_proper_prefix_length(left, right)
-        prompt, mine, others = (
-            turns_to_messages(left[:common]),
-            turns_to_messages(left[common:]),
-            turns_to_messages(right[common:]),
-        )
-        _check_split(prompt, mine, others)
-        return prompt, mine, others
+        split = left[:common], left[common:], right[common:]
+        prompt, chosen_turns, rejected_turns = (turns_to_messages(turns) for turns in split)
+        _check_split(prompt, chosen_turns, rejected_turns)
+        return prompt, chosen_turns, rejected_turns
     cut = common_word_prefix_length(chosen, rejected)
     return chosen[:cut], chosen[cut:], rejected[cut:]
 
@@ -211,12 +203,12 @@ def _split_messages(chosen: list[Message], rejected: list[Message]) -> tuple[lis
 
 def _check_split(prompt: list[Message], chosen: list[Message], rejected: list[Message]) -> None:
     if not prompt:
-        raise BadRecord("'chosen' and 'rejected' do not begin with the same turn; both must begin with the prompt")
+        raise BadRecord("'chosen' and 'rejected' do not start with the same turn; both must start with the prompt")
     for key, rest in (("chosen", chosen), ("rejected", rejected)):
         if not rest or rest[0]["role"] != "assistant":
             raise BadRecord(
-                f"'{key}' has no assistant's turn where the dialogs part (turn {len(prompt) + 1}); "
-                "both must begin with the same prompt and go on with an answer"
+                f"'{key}' has no assistant's turn where the dialogs diverge (turn {len(prompt) + 1}); "
+                "both must start with the same prompt and continue with an answer"
             )
 
 
@@ -232,7 +224,7 @@ def _read_answer(value: Any, key: str) -> Response:
     )
 
 
-def _check_prompt(prompt: str | list[Message]) -> None:
+def _check_prompt(prompt: Prompt) -> None:
     if isinstance(prompt, str):
         return
     if not prompt:
@@ -242,15 +234,15 @@ def _check_prompt(prompt: str | list[Message]) -> None:
 
 
 def _check_answer(answer: Response, key: str) -> Response:
-    """The answer, as a plain string where it is one message. Raises BadRecord."""
+    """Return the answer, a single message as its text. Raises BadRecord."""
     if isinstance(answer, list):
         if not answer:
             raise BadRecord(f"'{key}' has no messages after the prompt; write an answer or remove the record")
         for message in (answer[0], answer[-1]):
             if message["role"] != "assistant":
                 raise BadRecord(
-                    f"'{key}' has the turn of the {message['role']} for an answer; "
-                    "an answer begins and ends with an assistant's turn"
+                    f"'{key}' has a turn of the {message['role']} as answer; "
+                    "an answer must start and end with an assistant's turn"
                 )
     last = answer if isinstance(answer, str) else answer[-1]["content"]
     if not last.strip():
@@ -265,17 +257,3 @@ def _read_margin(record: Mapping[str, Any]) -> float | None:
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise BadRecord(f"'margin' is {margin!r}, not a finite number; write a number or remove it")
     return float(margin)
-
-
-def _read_label(record: Mapping[str, Any]) -> str | None:
-    label = record.get("label")
-    if label is not None and not isinstance(label, str | int | float):
-        raise BadRecord(f"'label' is {json_type_name(label)}, not a name; write a string or remove it")
-    return None if label is None else str(label)
-
-
-def _read_images(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    images = record.get("images") if record.get("images") is not None else record.get("image")
-    if images is None:
-        return ()
-    return tuple(images) if isinstance(images, list) else (images,)

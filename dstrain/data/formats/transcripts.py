@@ -1,4 +1,4 @@
-r"""Dialogs as text, hh-rlhf's "\n\nHuman: … \n\nAssistant: …", and as lists of messages."""
+r"""hh-rlhf transcripts ("\n\nHuman: … \n\nAssistant: …"): parsing, rendering and common prefixes."""
 
 from __future__ import annotations
 
@@ -11,40 +11,41 @@ _SPEAKER_PATTERN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _SPEAKER_TO_ROLE = {"Human": "user", "Assistant": "assistant"}
 _ROLE_TO_SPEAKER = {"user": "Human", "assistant": "Assistant", "tool": "Tool"}
 HUMAN_PREFIX = "\n\nHuman:"
-"""Begins a user's turn of a dialog's text."""
+"""Starts a user's turn in a transcript."""
 IMAGE_PLACEHOLDER = "\ue002"
-"""Stands for an image in a text; a letter for private use, which no data has."""
+"""Represents an image in a text; a private-use character, absent from data."""
 
 
 class Message(TypedDict):
-    """One turn; `role` is system, user, assistant or tool."""
+    """A turn of a conversation; `role` is system, user, assistant or tool."""
 
     role: str
     content: str
 
 
 class Turn(NamedTuple):
-    """One turn of a dialog's text, nothing left out: `mark + text` is what stands in the file."""
+    """A turn of a transcript without loss: `prefix + text` is its exact source."""
 
     role: str
     prefix: str
     text: str
 
     def to_message(self) -> Message:
-        """Without the mark and the one space after it."""
+        """Return the turn without its prefix and the space after it."""
         return {"role": self.role, "content": self.text.removeprefix(" ")}
 
 
 def is_transcript(text: str) -> bool:
-    """True where a Human and an Assistant both speak."""
+    """Return whether both a Human and an Assistant speak in the text."""
     return {match[1] for match in _SPEAKER_PATTERN.finditer(text)} == set(_SPEAKER_TO_ROLE)
 
 
 def parse_transcript(text: str) -> list[Turn]:
-    """The turns of a dialog; `render_dialog` gives the text back exactly.
+    """Return the turns of a transcript; joined, `prefix + text` of all turns is the text.
 
-    A turn lasts until the speaker changes: a second "Assistant:" after an Assistant belongs to the same turn,
-    for chat templates refuse two in a row, and hh-rlhf has them. Text before the first mark is a system turn.
+    A turn lasts until the speaker changes: a second "Assistant:" in a row belongs to the same turn,
+    because chat templates reject two turns of one role, and hh-rlhf has them. Text before the first
+    speaker is a system turn.
     """
     marks = list(_SPEAKER_PATTERN.finditer(text))
     head = text[: marks[0].start()] if marks else text
@@ -61,25 +62,20 @@ def parse_transcript(text: str) -> list[Turn]:
 
 
 def parse_prompt_transcript(text: str) -> list[Message] | None:
-    """The messages of a dialog that ends with "Assistant:", where an answer is to follow; None for any other text."""
+    """Return the messages of a transcript that ends with an empty "Assistant:"; None for other texts."""
     turns = parse_transcript(text)
     if not is_transcript(text) or turns[-1].role != "assistant" or turns[-1].text.strip():
         return None
     return turns_to_messages(turns[:-1])
 
 
-def render_transcript(turns: Iterable[Turn]) -> str:
-    """The text that was parsed."""
-    return "".join(turn.prefix + turn.text for turn in turns)
-
-
 def turns_to_messages(turns: Iterable[Turn]) -> list[Message]:
-    """The turns as messages; a blank head says nothing and is left out."""
+    """Return the turns as messages, without a blank system turn."""
     return [turn.to_message() for turn in turns if turn.role != "system" or turn.text.strip()]
 
 
 def messages_to_transcript(messages: Iterable[Message]) -> str:
-    """Messages as hh-rlhf writes dialogs, system text in front."""
+    """Return messages as a transcript, with the system text in front."""
     text = ""
     for message in messages:
         if message["role"] == "system":
@@ -90,7 +86,10 @@ def messages_to_transcript(messages: Iterable[Message]) -> str:
 
 
 def to_content_parts(message: Message) -> dict[str, Any]:
-    """The message as templates of models that see take it: texts and images apart, without the line break between them."""
+    """Return the message in typed parts, as templates of vision-language models read it.
+
+    The line break between a text and an image is dropped: the template adds its own.
+    """
     texts = message["content"].split(IMAGE_PLACEHOLDER)
     parts: list[dict[str, str]] = []
     for at, text in enumerate(texts):
@@ -102,7 +101,7 @@ def to_content_parts(message: Message) -> dict[str, Any]:
 
 
 def common_proper_prefix_length(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """How many items the two have in common at the beginning, leaving each at least one of its own."""
+    """Return how many items both have in common at the start, at least one less than either has."""
     most = max(min(len(left), len(right)) - 1, 0)
     for index in range(most):
         if left[index] != right[index]:
@@ -111,9 +110,10 @@ def common_proper_prefix_length(left: Sequence[Any], right: Sequence[Any]) -> in
 
 
 def common_word_prefix_length(left: str, right: str) -> int:
-    """The length of the common beginning, not ending inside a word and leaving each text something.
+    """Return the length of the common start that does not end inside a word; neither text is used up.
 
-    A space before the cut goes with what follows, as byte-level tokenizers write it; a line break stays in front.
+    A space before the cut belongs to the text after it, as byte-level tokenizers write it; a line
+    break belongs to the text before it.
     """
     cut = common_proper_prefix_length(left, right)
     while cut and (_is_inside_word(left, cut) or _is_inside_word(right, cut)):
@@ -126,5 +126,5 @@ def _is_inside_word(text: str, index: int) -> bool:
 
 
 def _is_word_char(char: str) -> bool:
-    """True for the letters of scripts that put spaces between words; 0x2E80 is where the CJK blocks begin."""
-    return unicodedata.category(char)[0] in "LNM" and ord(char) < 0x2E80
+    """Return whether it is a letter, mark or digit of a script that separates words by spaces."""
+    return unicodedata.category(char)[0] in "LNM" and ord(char) < 0x2E80  # the CJK blocks start there

@@ -1,89 +1,70 @@
-"""Images in texts that are being written: put where they stand, never learnt, never cut."""
+"""Expansion of image placeholders in rendered texts, and masking of image tokens in the loss."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-
-from dstrain.data.formats.messages import BadRecord
+from dstrain.data.records import BadRecord
 from dstrain.data.vision.processor import VisionProcessor
 
-if TYPE_CHECKING:
-    from dstrain.data.encoding.answer_spans import RenderedSample
-    from dstrain.data.encoding.rendering import RenderedPrompt
-
 ID_COLUMNS = {"input_ids", "chosen", "rejected"}
-"""Those of examples that hold the ids of images."""
+"""Columns of an example that hold image tokens."""
+Shifts = Sequence[tuple[int, int]]
+"""For each expanded placeholder (its start in the text, characters that the text grew by)."""
 
 
 @dataclass(frozen=True)
 class PlaceholderExpansion:
-    """The images of some samples, as they stand in their texts."""
+    """Images of a chunk of samples, in the form in which they appear in the texts."""
 
     vision_processor: VisionProcessor
     image_texts: Sequence[Sequence[str]]
-    """Of each sample the text of each of its images, in order."""
+    """For each sample the expanded text of each of its images, in order."""
 
-    def expand_prompt(self, index: int, sample: RenderedPrompt | BadRecord) -> RenderedPrompt | BadRecord:
-        """A rendered sample with its images in the prompt; the fault where they do not fit, or one was there."""
-        try:
-            return (
-                sample
-                if isinstance(sample, BadRecord)
-                else replace(sample, prompt=self._expand_images(index, sample.prompt)[0])
-            )
-        except BadRecord as fault:
-            return fault
+    def expand(self, index: int, text: str) -> tuple[str, Shifts]:
+        """Return the text of sample `index` with its images, and by how much it grew where.
 
-    def expand_sample(self, index: int, sample: RenderedSample | BadRecord) -> RenderedSample | BadRecord:
-        """A written sample with its images in the text, and what is learnt where it now stands."""
-        try:
-            if isinstance(sample, BadRecord):
-                return sample
-            text, grown = self._expand_images(index, sample.text)
-            return replace(sample, text=text, trained_spans=tuple(_shift_spans(sample.trained_spans, grown)))
-        except BadRecord as fault:
-            return fault
-
-    def map_offset(self, index: int, text: str, offset: int) -> int:
-        """Where a letter of a sample's text stands once its images are in the text."""
-        ((_, there),) = _shift_spans([(0, offset)], self._expand_images(index, text)[1])
-        return there
-
-    def _expand_images(self, index: int, text: str) -> tuple[str, list[tuple[int, int]]]:
+        Raises BadRecord if the text has more or fewer placeholders than the sample has images.
+        """
         return self.vision_processor.expand_images(text, self.image_texts[index])
 
     def mask_image_tokens(self, ids: list[int], loss_mask: list[int]) -> list[int]:
-        """What of the ids is learnt: what belongs to an image is not."""
-        signs = self.vision_processor.image_related_ids
-        return [0 if token in signs else mark for token, mark in zip(ids, loss_mask, strict=True)]
+        """Return the loss mask with 0 for every token that belongs to an image."""
+        image_ids = self.vision_processor.image_related_ids
+        return [0 if token in image_ids else mask for token, mask in zip(ids, loss_mask, strict=True)]
 
     def check_truncation(
         self, index: int, example: dict[str, Any] | BadRecord, limit_name: str
     ) -> dict[str, Any] | BadRecord:
-        """The example, or a fault where truncation to the `room`, in words, took something of an image away."""
+        """Return the example, or a BadRecord if truncation removed a part of an image.
+
+        `limit_name`: the limit, for the message.
+        """
         if isinstance(example, BadRecord):
             return example
-        needed = sum(self.vision_processor.count_in_text(text) for text in self.image_texts[index])
+        processor = self.vision_processor
+        needed = sum(processor.count_in_text(text) for text in self.image_texts[index])
         for name in ID_COLUMNS & example.keys():
-            there = self.vision_processor.count_image_ids(example[name])
-            if there < needed:
+            found = processor.count_image_ids(example[name])
+            if found < needed:
                 return BadRecord(
-                    f"its images take {needed} tokens, and {limit_name} cuts {needed - there} of them off; "
+                    f"its images take {needed} tokens, and {limit_name} cuts {needed - found} of them off; "
                     "raise it, or remove the record"
                 )
-            if there > needed:
+            if found > needed:
                 return BadRecord(
-                    f"its text names {self.vision_processor.image_token} itself, which stands for an image; write it otherwise"
+                    f"its text contains {processor.image_token}, which stands for an image; write it in another way"
                 )
         return example
 
 
-def _shift_spans(spans: Iterable[tuple[int, int]], shifts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Places in a text after images came into it."""
-    starts, lengths = np.array(shifts, dtype=np.int64).reshape(-1, 2).T
-    for start, end in spans:
-        yield start + int(lengths[starts < start].sum()), end + int(lengths[starts < end].sum())
+def shift_offset(offset: int, shifts: Shifts) -> int:
+    """Return where the character at `offset` of a text is after the expansion with these shifts."""
+    return offset + sum(grown for start, grown in shifts if start < offset)
+
+
+def shift_spans(spans: Sequence[tuple[int, int]], shifts: Shifts) -> tuple[tuple[int, int], ...]:
+    """Return where spans of a text are after the expansion with these shifts."""
+    return tuple((shift_offset(start, shifts), shift_offset(end, shifts)) for start, end in spans)

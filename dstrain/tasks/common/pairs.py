@@ -12,9 +12,10 @@ import numpy as np
 
 from dstrain.batch import Batch
 from dstrain.data.cache.token_store import TokenStore
-from dstrain.data.encoding.text import encode_preferences
+from dstrain.data.encoding.preferences import encode_preferences
 from dstrain.data.formats.image_placeholders import RecordWithImages
-from dstrain.data.formats.preferences import BadRecord, Preference, Response, read_preference
+from dstrain.data.formats.preferences import Preference, Response, read_preference
+from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import ConcatSource
 from dstrain.data.vision.expansion import PlaceholderExpansion
 from dstrain.tasks.common.text import TextTask

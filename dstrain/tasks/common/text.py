@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
+from dstrain.cache_dir import cache_root
 from dstrain.config.schema import DatasetConfig, ModelConfig, ProcessorConfig, TokenizerConfig
-from dstrain.data.cache.build import compose_encode, prepare, tokenizer_fingerprint
+from dstrain.data.cache.build import compose_encode, prepare
 from dstrain.data.cache.build_images import EncodeParsed, ImageRecordEncoder, encode_image_prompts
 from dstrain.data.cache.dataset import NO_TRAIN_DATA, TokenizedDataset, get_source_sizes, split_examples
-from dstrain.data.cache.token_store import TokenStore, cache_root
-from dstrain.data.encoding.chat_template import resolve_chat_template
-from dstrain.data.encoding.default_template import describe_missing_template
+from dstrain.data.cache.token_store import TokenStore
+from dstrain.data.encoding.chat_template import describe_missing_template, resolve_chat_template
+from dstrain.data.encoding.prompts import EncodedPrompt, encode_prompts
 from dstrain.data.encoding.train_tokenizer import load_or_train_tokenizer
+from dstrain.data.fingerprint import tokenizer_fingerprint
 from dstrain.data.formats.image_placeholders import RecordWithImages, has_images, read_with_images
-from dstrain.data.formats.messages import BadRecord
-from dstrain.data.formats.prompts import EncodedPrompt, ParsedPrompt, encode_prompts, read_prompt
-from dstrain.data.sources.open import ConcatSource, HeadSource, Source, open_source
+from dstrain.data.formats.prompts import ParsedPrompt, read_prompt
+from dstrain.data.records import BadRecord
+from dstrain.data.sources.base import Source
+from dstrain.data.sources.open import ConcatSource, HeadSource, open_source
 from dstrain.data.vision.processor import VisionProcessor
 from dstrain.data.vision.statistics import compute_image_stats
 from dstrain.errors import DataError, Fault, RecipeError

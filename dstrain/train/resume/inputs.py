@@ -9,7 +9,7 @@ from typing import Any
 
 from dstrain.cache_dir import file_digest
 from dstrain.config.schema import DatasetConfig
-from dstrain.data.cache.build import tokenizer_fingerprint
+from dstrain.data.fingerprint import tokenizer_fingerprint
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, Fault, ResumeError
 from dstrain.tasks import Task

@@ -57,10 +57,10 @@ def run(script: str, *words: str) -> str:
 def test_an_ignored_sigchld_loses_no_answer() -> None:
     script = """
         import time
-        from dstrain.data.limited_process import Limits, attempt
-        limits = Limits(1 << 30, 10, 1.0)
+        from dstrain.data.limited_process import ResourceLimits, run_limited
+        limits = ResourceLimits(1 << 30, 10, 1.0)
         for work in (lambda: "fine", lambda: 1 / 0, lambda: bytearray(1 << 40), lambda: time.sleep(60)):
-            print(attempt(work, limits).how)
+            print(run_limited(work, limits).status)
     """
     assert run(script).split() == ["done", "raised", "memory", "lost"]
 
@@ -81,8 +81,8 @@ def test_a_parquet_file_is_read_with_sigchld_ignored(tmp_path: Path) -> None:
     script = """
         import sys
         from pathlib import Path
-        from dstrain.data.sources.parquet import Parquet
-        print(len(Parquet(Path(sys.argv[1]), {})))
+        from dstrain.data.sources.parquet import ParquetSource
+        print(len(ParquetSource(Path(sys.argv[1]), {})))
     """
     assert run(script, str(tmp_path / "rows.parquet")) == "2"
 

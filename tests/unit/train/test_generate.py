@@ -10,7 +10,8 @@ import torch
 
 from dstrain.batch import Progress
 from dstrain.config.schema import RunConfig
-from dstrain.data.formats.prompts import EncodedPrompt, encode_prompts, read_prompt
+from dstrain.data.encoding.prompts import EncodedPrompt, encode_prompts
+from dstrain.data.formats.prompts import read_prompt
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
 from dstrain.tasks import find_task, make_task

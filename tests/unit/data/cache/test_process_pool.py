@@ -15,13 +15,15 @@ import psutil
 import pytest
 
 from dstrain.data.cache import build, process_pool
-from dstrain.data.cache.build import Encode, PreparePolicy, StatefulEncode, compose_encode, try_parse
+from dstrain.data.cache.build import PreparePolicy, StatefulEncode, compose_encode
 from dstrain.data.cache.process_pool import ProcessPoolConfig
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
-from dstrain.data.encoding.text import encode_preferences
+from dstrain.data.encoding.preferences import encode_preferences
+from dstrain.data.encoding.unpaired import UnpairedEncoder
 from dstrain.data.formats.conversations import read_conversation
-from dstrain.data.formats.preferences import BadRecord, read_preference
-from dstrain.data.formats.unpaired import make_unpaired_encoder, read_unpaired
+from dstrain.data.formats.preferences import read_preference
+from dstrain.data.formats.unpaired import read_unpaired
+from dstrain.data.records import BadRecord, Encode, try_parse
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, RunError
 from dstrain.launch.worker import set_parent_death_signal
@@ -52,7 +54,7 @@ def record(at: int) -> dict[str, Any]:
 
 def encoders() -> dict[str, Encode]:
     tokenizer = chat("zephyr", "metaspace")
-    kto = make_unpaired_encoder(tokenizer, SETTINGS, True)
+    kto = UnpairedEncoder(tokenizer, SETTINGS, True)
 
     def seek(before: Any) -> None:
         found = (try_parse(read_unpaired, record) for record in before)

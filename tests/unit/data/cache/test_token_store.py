@@ -12,19 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dstrain.cache_dir import cache_root, hash_key
 from dstrain.config import RunConfig
 from dstrain.data.cache.bad_record_summary import format_bad_rows
-from dstrain.data.cache.build import (
-    PreparePolicy,
-    check_bad_records,
-    iter_encoded,
-    prepare,
-    tokenizer_fingerprint,
-)
+from dstrain.data.cache.build import PreparePolicy, check_bad_records, iter_encoded, prepare
 from dstrain.data.cache.check import check_file
-from dstrain.data.cache.token_store import BuildReport, cache_root, hash_key, load_or_build_store
-from dstrain.data.formats.preferences import BadRecord, read_preference
-from dstrain.data.sources.open import BadRow, ConcatSource, open_source
+from dstrain.data.cache.token_store import BuildReport, load_or_build_store
+from dstrain.data.fingerprint import tokenizer_fingerprint
+from dstrain.data.formats.preferences import read_preference
+from dstrain.data.records import BadRecord, BadRow
+from dstrain.data.sources.open import ConcatSource, open_source
 from dstrain.errors import DataError
 from dstrain.files import partial_path, remove_stale_partials
 from dstrain.tasks import make_task

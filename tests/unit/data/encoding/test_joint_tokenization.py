@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
-from dstrain.data.encoding.text import encode_preference, encode_preferences
+from dstrain.data.encoding.preferences import encode_preferences
+from dstrain.data.encoding.prompts import EncodedPrompt, encode_prompts
 from dstrain.data.formats.conversations import read_conversation
-from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.preferences import Preference, read_preference
-from dstrain.data.formats.prompts import EncodedPrompt, encode_prompts, read_prompt
+from dstrain.data.formats.prompts import read_prompt
+from dstrain.data.records import BadRecord
 from tests.chat_templates import KINDS, PAIRS, TEMPLATES, TEXTS, chat, tokenizer_of
+from tests.unit.data.encoding.encode_preference import encode_preference
 from tests.unit.data.encoding.test_conversations import Slow
 from tests.unit.data.encoding.test_preferences import with_frame
 from tests.vocabulary import message

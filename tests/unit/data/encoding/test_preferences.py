@@ -4,17 +4,15 @@ import copy
 
 import pytest
 
-from dstrain.data.encoding.rendering import render_conversation
-from dstrain.data.encoding.text import (
-    encode_preference,
-    encode_preferences,
-    get_special_tokens,
-    render_prompt,
-    train_tokenizer,
-)
-from dstrain.data.formats.preferences import BadRecord, Preference, read_preference
+from dstrain.data.encoding.preferences import encode_preferences
+from dstrain.data.encoding.rendering import render_conversation, render_prompt
+from dstrain.data.encoding.special_tokens import get_special_tokens
+from dstrain.data.encoding.train_tokenizer import train_tokenizer
+from dstrain.data.formats.preferences import Preference, read_preference
+from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError
+from tests.unit.data.encoding.encode_preference import encode_preference
 
 TEMPLATE = (
     "{% for m in messages %}{% if loop.first and start %}<s>{% endif %}"

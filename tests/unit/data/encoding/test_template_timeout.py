@@ -17,9 +17,9 @@ from dstrain.data import limited_process
 from dstrain.data.encoding import template_timeout
 from dstrain.data.encoding.rendering import render_conversation
 from dstrain.data.encoding.template_timeout import check_template_terminates
-from dstrain.data.encoding.text import train_tokenizer
-from dstrain.data.formats.messages import BadRecord
+from dstrain.data.encoding.train_tokenizer import train_tokenizer
 from dstrain.data.limited_process import SubprocessResult
+from dstrain.data.records import BadRecord
 from dstrain.errors import RecipeError
 from tests.workers import ROOT
 
@@ -116,10 +116,10 @@ def test_a_signal_reaches_who_asked_and_nobody_is_left(tmp_path: Path) -> None:
     """Ctrl-C goes to the whole group: the process that tries ends with it."""
     script = """
         from tests.unit.data.encoding.test_template_timeout import ASKED, NESTED, tokenizer_with
-        from dstrain.data import limited, sandbox
+        from dstrain.data.encoding.template_timeout import check_template_terminates
         tokenizer = tokenizer_with(NESTED)
         print("ready", flush=True)
-        sandbox.require_end(tokenizer, ASKED)
+        check_template_terminates(tokenizer, ASKED)
     """
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-c", textwrap.dedent(script)]

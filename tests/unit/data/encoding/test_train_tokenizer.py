@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from dstrain.config.schema import DatasetConfig
-from dstrain.data.encoding.text import train_tokenizer
-from dstrain.data.encoding.train_tokenizer import load_or_train_tokenizer
+from dstrain.data.encoding.train_tokenizer import load_or_train_tokenizer, train_tokenizer
 from dstrain.data.sources.open import ConcatSource, open_source
 from dstrain.errors import DataError
 

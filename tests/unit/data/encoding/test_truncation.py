@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
-from dstrain.data.encoding.text import encode_preferences
+from dstrain.data.encoding.preferences import encode_preferences
 from dstrain.data.encoding.truncation import TokenBudget, describe_cuts
+from dstrain.data.encoding.unpaired import UnpairedEncoder
 from dstrain.data.formats.conversations import PromptCompletion, read_conversation
-from dstrain.data.formats.messages import BadRecord
 from dstrain.data.formats.preferences import Preference, read_preference
-from dstrain.data.formats.unpaired import make_unpaired_encoder, read_unpaired
+from dstrain.data.formats.unpaired import read_unpaired
+from dstrain.data.records import BadRecord
 from tests.chat_templates import EARLIER, KINDS, QUESTION, SYSTEM, TEMPLATES, chat, tokenizer_of
 from tests.unit.data.encoding.test_conversations import TEMPLATES as SHAPES
 from tests.unit.data.encoding.test_preferences import bert  # noqa: F401  a fixture
@@ -106,7 +107,7 @@ def test_conversations_and_single_answers_keep_the_question_before_the_first_ans
         if how == "sft":
             cut: Any = encode_conversations(tokenizer, [read_conversation(record)], settings)[0]
         else:
-            ((cut,),) = make_unpaired_encoder(tokenizer, settings, True)([read_unpaired(single)])
+            ((cut,),) = UnpairedEncoder(tokenizer, settings, True)([read_unpaired(single)])
         if isinstance(cut, BadRecord):
             seen.add("bad")
             continue

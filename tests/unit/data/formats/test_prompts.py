@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.encoding.text import encode_preference
-from dstrain.data.formats.preferences import BadRecord, read_preference
-from dstrain.data.formats.prompts import ParsedPrompt, encode_prompts, read_prompt, stop_token_ids
+from dstrain.data.encoding.prompts import encode_prompts, stop_token_ids
+from dstrain.data.formats.preferences import read_preference
+from dstrain.data.formats.prompts import ParsedPrompt, read_prompt
+from dstrain.data.records import BadRecord
+from tests.unit.data.encoding.encode_preference import encode_preference
 
 FOX = [{"role": "user", "content": "the fox"}]
 LATER = [*FOX, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "the dog"}]

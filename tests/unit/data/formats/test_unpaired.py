@@ -11,10 +11,11 @@ import pytest
 from dstrain.data.cache.build import PreparePolicy, compose_encode, prepare
 from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.encoding.conversations import EncodingConfig
-from dstrain.data.encoding.text import train_tokenizer
+from dstrain.data.encoding.train_tokenizer import train_tokenizer
+from dstrain.data.encoding.unpaired import UnpairedEncoder, mismatched_indices
 from dstrain.data.formats.conversations import Conversation, PromptCompletion
-from dstrain.data.formats.messages import BadRecord
-from dstrain.data.formats.unpaired import UnpairedPreference, make_unpaired_encoder, mismatched_indices, read_unpaired
+from dstrain.data.formats.unpaired import UnpairedPreference, read_unpaired
+from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 
 
@@ -118,7 +119,7 @@ TOKENIZER = train_tokenizer(WORDS, 300)
 
 def stored(folder: Path, records: list[dict[str, Any]], mismatched: bool = True, max_length: int = 40) -> TokenStore:
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    encode = make_unpaired_encoder(TOKENIZER, EncodingConfig(max_length=max_length), mismatched)
+    encode = UnpairedEncoder(TOKENIZER, EncodingConfig(max_length=max_length), mismatched)
     key = {"mismatched": mismatched, "max_length": max_length}
     source = open_source(folder / "train.jsonl")
     return prepare(
@@ -161,7 +162,7 @@ def test_a_long_answer_to_another_prompt_cuts_nothing_of_ones_own(tmp_path: Path
 
 
 def test_a_chunk_of_one_prompt_takes_an_answer_of_the_chunk_before(tmp_path: Path) -> None:
-    encode = make_unpaired_encoder(TOKENIZER, EncodingConfig(max_length=40), True)
+    encode = UnpairedEncoder(TOKENIZER, EncodingConfig(max_length=40), True)
     encode([read_unpaired(numbered(at)) for at in range(3)])
     ((example,),) = encode([read_unpaired(numbered(9))])
     assert not isinstance(example, BadRecord)

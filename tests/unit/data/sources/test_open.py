@@ -19,7 +19,7 @@ def test_records_and_lines_are_found_past_blank_lines_windows_ends_and_a_byte_or
     assert [source[i]["a"] for i in range(len(source))] == [1, "é", 3]
     assert [source.location(i) for i in range(3)] == ["train.jsonl:1", "train.jsonl:4", "train.jsonl:5"]
     assert source.bad_rows == []
-    assert source.get_base_dir(0) == source.folder == Path()
+    assert source.get_base_dir(0) == source.base_dir == Path()
 
 
 def test_the_last_line_needs_no_line_break(tmp_path):
@@ -247,7 +247,7 @@ def test_the_first_records_are_a_source_of_their_own(write_lines):
 def test_reading_and_planning_need_neither_torch_nor_transformers():
     code = (
         "import sys, dstrain.data.sources.open, dstrain.data.formats.preferences, dstrain.data.loading.sampler, dstrain.data.cache.token_store, "
-        "dstrain.data.cache.build, dstrain.data.loading.loader, dstrain.data.encoding.text, dstrain.data.loading.collate; "
+        "dstrain.data.cache.build, dstrain.data.loading.loader, dstrain.data.encoding.preferences, dstrain.data.loading.collate; "
         "print({'torch', 'transformers', 'tokenizers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

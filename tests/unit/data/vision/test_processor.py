@@ -11,10 +11,12 @@ from transformers import AutoModelForImageTextToText
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
-from dstrain.data.encoding.text import encode_preferences, train_tokenizer
+from dstrain.data.encoding.preferences import encode_preferences
+from dstrain.data.encoding.train_tokenizer import train_tokenizer
 from dstrain.data.formats.conversations import Conversation
-from dstrain.data.formats.preferences import BadRecord, Preference
+from dstrain.data.formats.preferences import Preference
 from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER
+from dstrain.data.records import BadRecord
 from dstrain.data.vision.expansion import PlaceholderExpansion
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.models.load import read_config

@@ -1,0 +1,131 @@
+"""Encoding of preference pairs as token ids: prompt + chosen and prompt + rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dstrain.data.encoding.rendering import RenderedPrompt, render_prompt
+from dstrain.data.encoding.special_tokens import (
+    SpecialTokens,
+    get_special_tokens,
+    has_suffix,
+    split_bos,
+)
+from dstrain.data.encoding.tokenization import common_prefix_length, count_tokens_before, tokenize
+from dstrain.data.encoding.truncation import LastTurnFinder, TokenBudget, describe_limits
+from dstrain.data.formats.preferences import Preference
+from dstrain.data.records import BadRecord, encode_valid, try_parse
+from dstrain.data.vision.expansion import PlaceholderExpansion, Shifts, shift_offset
+
+
+@dataclass(frozen=True)
+class _RenderedPair:
+    """A preference as text, before and after its image placeholders were expanded."""
+
+    preference: Preference
+    rendered: RenderedPrompt
+    expanded: RenderedPrompt
+    shifts: Shifts = ()
+
+
+@dataclass(frozen=True)
+class _PairEncoder:
+    """Tokenizer and limits of one call of `encode_preferences`."""
+
+    tokenizer: Any
+    special_tokens: SpecialTokens
+    max_length: int
+    max_prompt_length: int | None
+    expansion: PlaceholderExpansion | None
+
+
+def encode_preferences(
+    tokenizer: Any,
+    preferences: Sequence[Preference],
+    max_length: int,
+    max_prompt_length: int | None = None,
+    expansion: PlaceholderExpansion | None = None,
+) -> list[dict[str, Any] | BadRecord]:
+    """Return for each preference `chosen` and `rejected`, ids of prompt and answer, and `prompt_length`.
+
+    Prompt and answer are tokenized as one text, as the model sees them. The answers start where
+    the two rows and the prompt's own ids diverge, as in TRL's DPOTrainer. `prompt_cut`,
+    `response_cut` and `last_turn_cut` are 1 if something was truncated, else 0. `expansion`: the
+    images of the preferences. Raises DataError if max_length leaves no room for text.
+    """
+    special_tokens = get_special_tokens(tokenizer)
+    special_tokens.check_room(max_length)
+    encoder = _PairEncoder(tokenizer, special_tokens, max_length, max_prompt_length, expansion)
+    rendered = [try_parse(_render, encoder, *item) for item in enumerate(preferences)]
+    examples = encode_valid(rendered, lambda pairs: _encode_rendered(encoder, pairs))
+    if expansion is None:
+        return examples
+    limits = describe_limits(max_length, max_prompt_length)
+    return [expansion.check_truncation(at, item, limits) for at, item in enumerate(examples)]
+
+
+def _render(encoder: _PairEncoder, index: int, preference: Preference) -> _RenderedPair:
+    """Render prompt and answers. Raises BadRecord."""
+    answers = preference.chosen, preference.rejected
+    rendered = render_prompt(encoder.tokenizer, preference.prompt, answers, preference.tools)
+    if encoder.expansion is None:
+        return _RenderedPair(preference, rendered, rendered)
+    prompt, shifts = encoder.expansion.expand(index, rendered.prompt)
+    return _RenderedPair(preference, rendered, replace(rendered, prompt=prompt), shifts)
+
+
+def _encode_rendered(encoder: _PairEncoder, pairs: Sequence[_RenderedPair]) -> list[dict[str, Any] | BadRecord]:
+    ids = iter(tokenize(encoder.tokenizer, [text for pair in pairs for text in pair.expanded.texts]))
+    return [_build_example(encoder, pair, (next(ids), next(ids), next(ids))) for pair in pairs]
+
+
+def _tokens_before_last_turn(encoder: _PairEncoder, pair: _RenderedPair, chosen_ids: list[int]) -> int:
+    """Return how many ids of the chosen row come before the last user turn of the prompt."""
+    prompt, rendered = pair.preference.prompt, pair.rendered
+    if isinstance(prompt, str) and rendered.used_chat_template:  # the prompt is a single user turn
+        return 0
+    finder = LastTurnFinder(encoder.tokenizer, prompt, len(prompt), True, pair.preference.tools)
+    start = shift_offset(finder.find_last_turn(rendered.texts[0]), pair.shifts)
+    return count_tokens_before(encoder.tokenizer, pair.expanded.texts[1], chosen_ids, start)
+
+
+def _build_example(
+    encoder: _PairEncoder, pair: _RenderedPair, row_ids: tuple[list[int], list[int], list[int]]
+) -> dict[str, Any] | BadRecord:
+    """Split, frame and truncate the ids; the truncated prompt is the same in both rows.
+
+    `row_ids`: ids of the prompt alone, with the chosen and with the rejected answer.
+    """
+    prompt_ids, *rows = row_ids
+    splits = [common_prefix_length([prompt_ids, row]) for row in rows]
+    for key, row, split in zip(("chosen", "rejected"), rows, splits, strict=True):
+        if split == len(row):
+            return BadRecord(f"'{key}' becomes no token; write an answer or remove the record")
+    templated = pair.expanded.used_chat_template
+    special = encoder.special_tokens.for_template(templated, encoder.expansion is not None)
+    # A token that holds the end of the prompt and the start of an answer belongs to both answers.
+    begin = min(splits)
+    prefix, prompt = split_bos(rows[0][:begin], special)
+    ending = [] if templated and not special.has_sep else list(special.suffix_ids)
+    answers = [_without_suffix(row[begin:], ending) for row in rows]
+    if not special.has_sep:  # EOS is a part of the answer and may be truncated; SEP is not
+        answers, ending = [answer + ending for answer in answers], []
+    longest = max(map(len, answers))
+    budget = TokenBudget(encoder.max_length, encoder.max_prompt_length, len(prefix), len(ending))
+
+    def count_last_turn() -> int:
+        return min(begin - _tokens_before_last_turn(encoder, pair, rows[0]), len(prompt))
+
+    fit = budget.truncate(len(prompt), longest, count_last_turn)
+    if isinstance(fit, BadRecord):
+        return fit
+    head = prefix + prompt[len(prompt) - fit.prompt_tokens :]
+    chosen, rejected = (head + answer[: fit.remaining_tokens] + ending for answer in answers)
+    cuts = {**fit.cuts, "response_cut": int(longest > fit.remaining_tokens)}
+    return {"chosen": chosen, "rejected": rejected, "prompt_length": len(head), **cuts}
+
+
+def _without_suffix(ids: list[int], suffix: list[int]) -> list[int]:
+    return ids[: len(ids) - len(suffix)] if has_suffix(ids, suffix) else ids

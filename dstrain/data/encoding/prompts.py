@@ -1,0 +1,93 @@
+"""Encoding of generation prompts, and the token ids that end an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dstrain.data.encoding.answer_spans import ANSWER_SENTINEL
+from dstrain.data.encoding.rendering import RenderedPrompt, render_prompt
+from dstrain.data.encoding.special_tokens import SpecialTokens, get_special_tokens, split_bos
+from dstrain.data.encoding.tokenization import tokenize
+from dstrain.data.formats.prompts import ParsedPrompt
+from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER, Message
+from dstrain.data.records import BadRecord, try_parse
+from dstrain.data.vision.expansion import PlaceholderExpansion
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as the model sees it."""
+
+    text: str
+    """The text before truncation; each image is its image token."""
+    ids: list[int]
+    images: tuple[Any, ...] = ()
+    """Arguments for `dstrain.data.vision.image_io.read_image`, in the order of the image tokens."""
+
+
+def encode_prompts(
+    tokenizer: Any,
+    prompts: Sequence[ParsedPrompt],
+    max_length: int | None = None,
+    expansion: PlaceholderExpansion | None = None,
+) -> list[EncodedPrompt | BadRecord]:
+    """Return each prompt as text and ids, rendered as in training.
+
+    `max_length`: tokens of a prompt; a longer one loses the tokens after its BOS. `expansion`: the
+    images of the prompts.
+    """
+    encoder = _PromptEncoder(tokenizer, get_special_tokens(tokenizer), max_length, expansion)
+    return [try_parse(encoder.encode, *item) for item in enumerate(prompts)]
+
+
+@dataclass(frozen=True)
+class _PromptEncoder:
+    """Tokenizer and limit of one call of `encode_prompts`."""
+
+    tokenizer: Any
+    special_tokens: SpecialTokens
+    max_length: int | None
+    expansion: PlaceholderExpansion | None
+
+    def encode(self, index: int, prompt: ParsedPrompt) -> EncodedPrompt:
+        """Return prompt `index` as text and ids. Raises BadRecord."""
+        rendered = render_prompt(self.tokenizer, prompt.prompt, (), prompt.tools)
+        if self.expansion is None:
+            text, ids = rendered.prompt, self._truncated_ids(rendered)
+        else:
+            image_token = self.expansion.vision_processor.image_token
+            text = rendered.prompt.replace(IMAGE_PLACEHOLDER, image_token)
+            expanded, _ = self.expansion.expand(index, rendered.prompt)
+            ids = self._truncated_ids(replace(rendered, prompt=expanded))
+            limit = f"the room for a prompt, {self.max_length} tokens,"
+            checked = self.expansion.check_truncation(index, {"input_ids": ids}, limit)
+            if isinstance(checked, BadRecord):
+                raise checked
+        if not ids:
+            raise BadRecord("the prompt becomes no token; write one")
+        return EncodedPrompt(text, ids)
+
+    def _truncated_ids(self, rendered: RenderedPrompt) -> list[int]:
+        ids = tokenize(self.tokenizer, [rendered.prompt])[0]
+        special = self.special_tokens.for_template(rendered.used_chat_template, self.expansion is not None)
+        prefix, body = split_bos(ids, special)
+        keep = len(body)
+        if self.max_length is not None:
+            keep = min(keep, max(self.max_length - len(prefix), 0))
+        return prefix + body[len(body) - keep :]
+
+
+def stop_token_ids(tokenizer: Any) -> set[int]:
+    """Return the ids that end an answer: EOS, and what the chat template writes after an answer."""
+    found = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    try:
+        question: Message = {"role": "user", "content": "question"}
+        rendered = render_prompt(tokenizer, [question], [ANSWER_SENTINEL])
+    except BadRecord:  # a template that requires more than a question
+        return found
+    tail = rendered.answers[0].rpartition(ANSWER_SENTINEL)[2]
+    special = set(tokenizer.get_added_vocab().values())
+    ids = tokenize(tokenizer, [tail])[0] if tail else []
+    return found | {int(token) for token in ids[:1] if token in special}

@@ -1,0 +1,234 @@
+"""What an earlier version wrote is read by this one: its checkpoints, its token caches, its exports."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dstrain.data.cache.token_store import TokenStore
+from tests.vocabulary import invoke
+from tests.workers import ROOT
+
+EARLIER = ROOT / "tests" / "fixtures" / "8f49f80"
+LATER = ROOT / "tests" / "fixtures" / "9930ec1"
+MARK = "@FOLDER@"
+"""Stands in the fixtures for the folder that they were made in."""
+CLOSE = {"rel": 1e-5, "abs": 1e-6}
+"""Losses are the same in all but the last bits of a float32: a sum is added up in another order since then."""
+LEARNT = ("loss", "accuracy", "margin", "exact_match", "token_accuracy", "grad_norm")
+COUNTED = ("step", "split", "samples", "epoch", "lr")
+CUT_AT = {"rm": 4, "vlm": 3}
+"""Task -> the step of its checkpoint."""
+
+Resumed = Callable[[str], subprocess.CompletedProcess[str]]
+
+
+def put(fixture: Path, folder: Path) -> Path:
+    """Copies a fixture into a folder, and does what its user would do who moves it: the paths in it name the new place.
+
+    Git keeps no times, and a store knows its images by them: they get those that the store wrote down.
+    """
+    shutil.copytree(fixture, folder, symlinks=True, dirs_exist_ok=True)
+    for path in [path for path in folder.rglob("*") if path.suffix in (".yaml", ".json")]:
+        text = path.read_text(encoding="utf-8")
+        if MARK in text:
+            path.write_text(text.replace(MARK, str(folder)), encoding="utf-8")
+    for path in folder.glob("cache/*/images.json"):
+        meta = read(path.with_name("meta.json"))
+        meta["files"]["images.json"] = path.stat().st_size
+        path.with_name("meta.json").write_text(json.dumps(meta), encoding="utf-8")
+        for row in read(path)["images"]:
+            os.utime(row["path"], ns=(row["mtime_ns"], row["mtime_ns"]))
+    return folder
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def learnt(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in LEARNT if name in row}
+
+
+def counted(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in COUNTED if name in row}
+
+
+def stores(cache: Path) -> dict[str, dict[str, Any]]:
+    """The key of each token store in a cache, by the name of its folder."""
+    return {path.parent.name: read(path)["key"] for path in cache.glob("*/meta.json")}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def states(cache: Path) -> dict[str, tuple[int, int]]:
+    """Tells a file from an equal one that was written later. What is known of single files (digests) does not count."""
+    found = {str(path.relative_to(cache)): path.stat() for path in cache.rglob("*") if path.is_file()}
+    return {name: (one.st_ino, one.st_mtime_ns) for name, one in found.items() if not name.startswith("digests")}
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The earlier version's folder in another place. Its runs go on in it where a test asks for it."""
+    return put(EARLIER, tmp_path_factory.mktemp("moved"))
+
+
+@pytest.fixture(scope="module")
+def resumed(moved: Path) -> Resumed:
+    """Has the run of a task go on as its user would; what the command said."""
+    done: dict[str, subprocess.CompletedProcess[str]] = {}
+
+    def go_on(task: str) -> subprocess.CompletedProcess[str]:
+        if task not in done:
+            train = ["train", f"{moved}/{task}/recipe.yaml", "--run-dir", f"{moved}/{task}/run", "--num-gpus", "2"]
+            env = {**os.environ, "DSTRAIN_CACHE": str(moved / "cache"), "PYTHONPATH": str(ROOT)}
+            done[task] = subprocess.run(
+                [sys.executable, "-m", "dstrain.cli", *train], env=env, capture_output=True, text=True, timeout=500
+            )
+        return done[task]
+
+    return go_on
+
+
+@pytest.fixture
+def untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The earlier version's folder in another place, for one test alone; commands in this process use its cache."""
+    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+    return put(EARLIER, tmp_path)
+
+
+def test_the_fixtures_name_no_place_of_the_machine_they_were_made_on() -> None:
+    for fixture in (EARLIER, LATER):
+        for name, found in content(fixture).items():
+            for word in (b"/home/", b"/root", b"/tmp", b"/work", b"/Users/"):
+                assert word not in found, f"{name} holds {word!r}"
+
+
+@pytest.mark.parametrize("task", CUT_AT)
+def test_a_run_goes_on_from_an_old_checkpoint(task: str, moved: Path, resumed: Resumed) -> None:
+    """The steps that follow give the losses that the earlier version gave when nothing broke it off."""
+    done = resumed(task)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert f"going on from step {CUT_AT[task]}" in done.stdout
+    found, wanted = rows(moved / task / "run/metrics.jsonl"), rows(moved / task / "unbroken.jsonl")
+    assert len(found) > len(rows(EARLIER / task / "run/metrics.jsonl"))
+    assert [counted(row) for row in found] == [pytest.approx(counted(row), nan_ok=True) for row in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert learnt(one) == pytest.approx(learnt(other), **CLOSE), one["step"]
+    assert (moved / task / f"run/checkpoints/step-{wanted[-1]['step']:08d}/MANIFEST.json").is_file()
+
+
+@pytest.mark.parametrize("task", CUT_AT)
+def test_an_old_token_store_is_left_alone_and_holds_what_a_new_one_holds(
+    task: str, moved: Path, resumed: Resumed
+) -> None:
+    """This version builds stores of its own, for its FORMAT is higher; by nothing else do their keys differ.
+
+    The tokenizer that the earlier version trained, and the copies of images that it made, are used as they are.
+    """
+    assert resumed(task).returncode == 0
+    before, after = stores(EARLIER / "cache"), stores(moved / "cache")
+    what = {"rm": "preferences", "vlm": "conversations"}[task]
+    old = {name: after[name] for name in before if before[name]["what"] == what}
+    new = {name: key for name, key in after.items() if name not in before and key["what"] == what}
+    assert len(old) == len(new) == 2, "of the training data, and of what is held out"
+    for name, key in old.items():
+        (twin,) = [other for other in new if {**new[other], "format": 3} == key]
+        one, two = TokenStore(moved / "cache" / name), TokenStore(moved / "cache" / twin)
+        assert len(one) == len(two) == one.report.kept > 0
+        for index in range(len(one)):
+            compare(one[index], two[index])
+    for kept in ("tokenizers", "images"):
+        assert content(moved / "cache" / kept) == content(EARLIER / "cache" / kept)
+
+
+def compare(one: dict[str, Any], two: dict[str, Any]) -> None:
+    assert one.keys() == two.keys()
+    assert [np.asarray(one[name]).tolist() for name in one if name != "images"] == [
+        np.asarray(two[name]).tolist() for name in two if name != "images"
+    ]
+    for first, second in zip(one.get("images", []), two.get("images", []), strict=True):
+        assert np.array_equal(np.asarray(first.load()), np.asarray(second.load()))
+
+
+def test_an_old_store_shows_its_images(untouched: Path) -> None:
+    """It knows them for those it was made of, and gives one where the record names one."""
+    shown = 0
+    for name, key in stores(untouched / "cache").items():
+        if key["what"] != "conversations":
+            continue
+        store = TokenStore(untouched / "cache" / name)
+        assert store.album is not None
+        assert store.album.changed() is None
+        for index in range(len(store)):
+            for image in store[index]["images"]:
+                assert image.load().mode == "RGB"
+                shown += 1
+    assert shown == 12 + 3
+
+
+def test_old_checkpoints_are_whole(untouched: Path) -> None:
+    for task, step in CUT_AT.items():
+        result = invoke("checkpoints", str(untouched / task / "run"), "--verify", "--json")
+        assert result.exit_code == 0, result.output
+        (found,) = json.loads(result.stdout)
+        assert (found["step"], found["state"], found["world_size"]) == (step, "whole", 2)
+
+
+@pytest.mark.parametrize("which", ["rm/run", "rm/export", "vlm/run"])
+def test_an_old_model_is_judged_as_it_was(which: str, untouched: Path) -> None:
+    task, _, kind = which.partition("/")
+    data = str(untouched / task / "eval.jsonl")
+    result = invoke("evaluate", str(untouched / which), "--data", data, "--json")
+    assert result.exit_code == 0, result.output
+    found, wanted = json.loads(result.stdout), read(EARLIER / task / f"evaluated-{kind}.json")
+    assert learnt(found) == pytest.approx(learnt(wanted), **CLOSE)
+    assert (found["step"], found["examples"]) == (wanted["step"], wanted["examples"])
+
+
+def test_an_old_policy_answers_as_it_did(untouched: Path) -> None:
+    data = str(untouched / "vlm/eval.jsonl")
+    result = invoke("generate", str(untouched / "vlm/run"), "--data", data, "--max-new-tokens", "8", "--json")
+    assert result.exit_code == 0, result.output
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    for one, other in zip(found, rows(EARLIER / "vlm/generated.jsonl"), strict=True):
+        assert {name: one[name] for name in other} == other
+
+
+def test_an_old_run_is_exported_as_it_was(untouched: Path) -> None:
+    """Tensor by tensor, bit by bit, and with the same tokenizer."""
+    from safetensors.torch import load_file
+
+    again = untouched / "again"
+    result = invoke("export", str(untouched / "rm/run"), "--to", str(again))
+    assert result.exit_code == 0, result.output
+    found, wanted = (load_file(folder / "model.safetensors") for folder in (again, untouched / "rm/export"))
+    assert found.keys() == wanted.keys()
+    assert all(found[name].dtype == wanted[name].dtype and found[name].equal(wanted[name]) for name in wanted)
+    assert read(again / "tokenizer.json") == read(untouched / "rm/export/tokenizer.json")
+    assert read(again / "config.json")["architectures"] == read(untouched / "rm/export/config.json")["architectures"]
+
+
+def test_a_token_cache_of_this_format_is_used(untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """9930ec1 has the FORMAT of today: nothing that it prepared is prepared again. Raise FORMAT, and this test goes."""
+    cache = put(LATER / "cache", tmp_path / "later")
+    monkeypatch.setenv("DSTRAIN_CACHE", str(cache))
+    before = states(cache)
+    result = invoke("prepare", str(untouched / "rm/recipe.yaml"))
+    assert result.exit_code == 0, result.output
+    assert states(cache) == before

@@ -39,9 +39,20 @@ FLOORS_WITHIN = {
         ("cache",),
     ),
     "tasks": (("common",), ("rm", "sft", "dpo", "kto"), ("vlm",)),
+    "train": (
+        ("state", "ds_config"),
+        ("engine",),
+        ("health", "build_model", "evaluate", "generate", "profiler"),
+        ("checkpoint", "monitors", "precompute_reference", "rendezvous"),
+        ("resume", "run"),
+        ("loop", "run_dir"),
+        ("plan",),
+        ("startup",),
+        ("setup",),
+    ),
 }
 """Package -> floors of its modules and subpackages, checked as FLOORS are; `__init__` stands above all of them."""
-NO_FLOORS_YET = ("commands", "launch", "models", "train")
+NO_FLOORS_YET = ("commands", "launch", "models")
 """Packages that have subpackages and no row in FLOORS_WITHIN."""
 DOORS = {
     "deepspeed": (

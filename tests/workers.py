@@ -1,4 +1,4 @@
-"""Worker processes that tests share: importing deepspeed takes longer than most tests.
+"""Worker processes shared by tests: importing deepspeed takes longer than most tests.
 
 `Workers(2)("tests.parity.cases:gradient", stage=3)` calls the function on every rank and returns the results by rank.
 """
@@ -27,13 +27,13 @@ ROOT = Path(__file__).parent.parent
 
 
 class WorkerError(AssertionError):
-    """A call failed on a rank; its traceback is the message."""
+    """A call failed on a rank; the message is its traceback."""
 
 
 class Workers:
     """Processes with a process group over gloo, started at the first call and again after a hang.
 
-    The timeout leaves room for DeepSpeed's kernels, which the first call that needs one compiles for minutes.
+    The timeout allows for DeepSpeed's kernels, whose compilation at the first use takes minutes.
     """
 
     def __init__(self, size: int, timeout: float = 560.0) -> None:
@@ -56,7 +56,7 @@ class Workers:
         return [value for _, value in results]
 
     def _collect(self, function: str) -> list[tuple[bool, Any]]:
-        """All results, or the first failure."""
+        """Return all results, or the first failure."""
         until, results = time.monotonic() + self._timeout, {}
         while len(results) < self.size:
             for rank, pipe in enumerate(self._pipes):

@@ -1,4 +1,4 @@
-"""Look at held-out data: every sample once, the same number of passes on every rank."""
+"""Evaluation over a held-out split: each sample once, the same number of passes on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dstrain.train.engine.base import EvalEngine
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out samples and how they are cut up."""
+    """Evaluation data and its micro-batch size."""
 
     task: Task
     examples: Dataset
@@ -25,7 +25,7 @@ class Evaluation:
     """The metric that `best` compares."""
 
     def run(self, engine: EvalEngine) -> dict[str, float]:
-        """Loss and metrics: each one sum over all ranks, divided once. Collective."""
+        """Return loss and metrics: each is one sum over all ranks, divided once. Collective."""
         meter = Meter(engine.world)
         ranks = engine.world.size, engine.world.rank
         shares = eval_micro_batches(len(self.examples), self.micro_batch_size, *ranks, self.examples.lengths)
@@ -35,17 +35,21 @@ class Evaluation:
             meter.add(result)
             engine.world.log.record_progress()
         row = meter.drain()
-        row.pop("step_seconds", None)  # a pass is no step
+        row.pop("step_seconds", None)  # the meter counts each forward pass as a step
         return row
 
 
 def iter_eval_results(
     engine: EvalEngine, task: Task, load_batches: Callable[[], Iterable[Batch]]
 ) -> Iterator[StepResult]:
-    """Sums over each batch, once all have been surveyed where the task asks for that: `read` is then called twice. Collective."""
+    """Yield the sums of each batch. Collective.
+
+    For a task with step statistics they are computed over all batches first; `load_batches` is then
+    called twice, since all batches together may not fit into memory.
+    """
     batches = load_batches()
     if task.loss_inputs.step_stats is not None:
-        told = engine.compute_step_stats(batches)
-        batches = (batch.with_tensors(more) for batch, more in zip(load_batches(), told, strict=True))
+        stats = engine.compute_step_stats(batches)
+        batches = (batch.with_tensors(more) for batch, more in zip(load_batches(), stats, strict=True))
     for batch in batches:
         yield engine.evaluate(batch)

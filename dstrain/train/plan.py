@@ -66,7 +66,7 @@ class RunPlan:
     local_world_size: int
     """Processes on this host."""
     fingerprints: Mapping[str, Any]
-    """Of weights that checkpoints leave out and of the training inputs; rank 0 has them, others have none."""
+    """Fingerprints of weights that checkpoints leave out, and of the training inputs; on rank 0 only."""
     launch_id: str = ""
     """Id of this launch in the lease of the run folder; empty without a lease."""
 
@@ -80,19 +80,22 @@ def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
     ):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     torch.set_num_threads(threads_per_process(worker.local_world_size, count_available_cores()))
+    # Deprecations inside torch and DeepSpeed, which a user cannot act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.(distributed|jit)")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    if worker.local_rank == 0:
+    if worker.local_rank == 0:  # one process per host: the folder of compiled extensions belongs to the host
         for line in remove_stale_locks(get_extensions_dir(os.environ)):
             print(line, flush=True)
     if config.deterministic:
+        # cuBLAS is deterministic only with a fixed workspace (NVIDIA cuBLAS documentation, reproducibility).
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if is_cpu_requested(os.environ) or not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         return torch.device("cpu")
+    # Batches of different lengths fragment the fixed segments of the default allocator.
     if not any(name in os.environ for name in ALLOCATOR_ENV_VARS):
         os.environ[ALLOCATOR_ENV_VARS[0]] = "expandable_segments:True"
     index = worker.local_rank % torch.cuda.device_count()  # Slurm may show each task only its own GPU
@@ -153,9 +156,12 @@ def _initial_world_size(checkpoint: CheckpointInfo | None, worker: Worker) -> in
 def _prepare_datasets(
     task: Task, ds_config: Mapping[str, Any], worker: Worker, rendezvous: Rendezvous | None
 ) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
-    """Return both splits, and on rank 0 the fingerprints. It takes long if the cache is cold. Raises UsageError."""
+    """Return both splits, and on rank 0 the fingerprints. It takes long if the cache is cold.
+
+    Raises UsageError.
+    """
     task.checks.run()
-    if worker.rank == 0:
+    if worker.rank == 0:  # the other ranks write no metrics, and their hosts may lack the packages
         check_trackers(task.recipe.log)
     # Without the cache each process makes its own examples: waiting for another one would gain nothing.
     with (

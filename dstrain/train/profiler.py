@@ -1,4 +1,4 @@
-"""A close look at a few steps: a torch profiler trace of each rank, DeepSpeed's flops table, the memory."""
+"""Profiling of selected steps: torch profiler trace, table of FLOPs per module, CUDA memory history."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from dstrain.units import format_count
 log = logging.getLogger(__name__)
 
 MAX_ALLOCATIONS = 100_000
-"""Of the memory history: some KB each in its file, and the newest stay."""
+"""Limit of the memory history: each takes a few KB in its file, and the newest are kept."""
 
 
 class Recorder(Protocol):
-    """Something that watches the steps from its construction on."""
+    """Recorder of steps, from its construction on."""
 
     def write(self, path: Path) -> None:
-        """Stop watching, and write what was seen."""
+        """Stop recording and write the file."""
 
 
 class StepProfiler:
-    """Watches the steps that `profile.steps` names, as far as this process takes them. Never stops the run."""
+    """Profiler of the steps in `profile.steps`. An error in it never stops the run."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class StepProfiler:
         total_steps: int,
         log_event: Callable[..., None],
     ) -> None:
-        """`folder`: where files go; `steps`: the last step of the run; `tell`: writes an event."""
+        """Write files to `output_dir`. Without `config` every method does nothing."""
         self._config, self._output_dir, self._engine, self._log_event = config, output_dir, engine, log_event
         self._first_step: int | None = None
         self._recorders: list[tuple[str, Recorder]] = []
@@ -50,11 +50,11 @@ class StepProfiler:
         self._step_range: Any = None
         if config is not None and config.steps[1] > total_steps and engine.world.rank == 0:
             what = f"profile.steps is {list(config.steps)}, but the run ends with step {total_steps}"
-            log.warning("%s: what comes after it is not profiled", what)
+            log.warning("%s: later steps are not profiled", what)
             log_event("warning", what=what)
 
     def begin_step(self, step: int) -> None:
-        """Call it before each step, which is counted from 1 as in metrics.jsonl."""
+        """Begin to record if the step, counted from 1 as in metrics.jsonl, is to be profiled."""
         if self._config is None or not self._config.steps[0] <= step <= self._config.steps[1]:
             return
         if self._first_step is None:
@@ -64,28 +64,29 @@ class StepProfiler:
         self._step_range.__enter__()
 
     def end_step(self, step: int, is_last: bool) -> bool:
-        """Call it after each step: whether `write` is due, since the last step to profile was taken or the run is over."""
+        """End the mark of a step; return True if `write` is due: after the last profiled step or the run's end."""
         if self._step_range is not None:
             self._step_range.__exit__(None, None, None)
             self._step_range = None
         return self._config is not None and self._first_step is not None and (is_last or step >= self._config.steps[1])
 
     def write(self, step: int) -> None:
-        """Write the files, and say where they lie. Collective."""
+        """Write the files of the steps up to `step`, and report their folder. Collective."""
         world, first = self._engine.world, self._first_step
         files = []
+        # The trace was started last and is written first, so that it does not show the others being written.
         for name, record in reversed(self._recorders):
             path = self._output_dir / name.format(rank=world.rank, first=first, last=step)
             with self._errors_as_warnings(path.name):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 record.write(path)
                 files.append(path.name)
-        told = world.gather((files, self._errors))
+        results = world.gather((files, self._errors))
         self._config, self._recorders = None, []
-        for rank, (_, faults) in enumerate(told):
-            for fault in faults:
-                self._log_event("profile_failed", rank=rank, why=fault)
-        found = sorted(name for names, _ in told for name in names)
+        for rank, (_, errors) in enumerate(results):
+            for error in errors:
+                self._log_event("profile_failed", rank=rank, why=error)
+        found = sorted(name for names, _ in results for name in names)
         self._log_event("profiled", steps=[first, step], files=found)
         if world.rank == 0 and found:
             print(
@@ -95,7 +96,7 @@ class StepProfiler:
             )
 
     def _start_recorders(self, step: int, with_memory: bool) -> None:
-        """Begin to watch; the trace comes last, so that it does not show the others begin."""
+        """Start the recorders; the trace comes last, so that it does not show the start of the others."""
         device, rank = self._engine.world.device, self._engine.world.rank
         wanted: list[tuple[str, Callable[[], Recorder]]] = []
         if rank == 0:
@@ -109,16 +110,16 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def _errors_as_warnings(self, name: str) -> Iterator[None]:
-        """Inside, an exception becomes a warning: nobody wants to lose a run over a look at it."""
+        """Context that turns an exception into a warning: a profile is not worth losing a run."""
         try:
             yield
         except Exception as error:
             self._errors.append(f"{name}: {error}")
-            log.warning("the profile goes without %s (%s: %s)", name, type(error).__name__, error)
+            log.warning("the profile lacks %s (%s: %s)", name, type(error).__name__, error)
 
 
 class Trace:
-    """Every operation, with its shapes, on the CPU and where there is one on the GPU."""
+    """Trace of every operation, with its shapes, on the CPU and the GPU."""
 
     def __init__(self, device: torch.device, with_memory: bool) -> None:
         kinds = torch.profiler.ProfilerActivity
@@ -139,7 +140,7 @@ class Trace:
 
 
 class MemoryHistory:
-    """What was allocated where, for https://pytorch.org/memory_viz."""
+    """History of CUDA allocations, for https://pytorch.org/memory_viz."""
 
     def __init__(self) -> None:
         torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
@@ -163,7 +164,7 @@ class FlopsTable:
         self._totals: dict[torch.nn.Module, _ModuleTotals] = {}
         self._open: list[tuple[float, int]] = []
         """(start time, operations before) of each module whose forward pass is running, outermost first."""
-        # Before the others, so that the counter is there when the first of them asks for its total.
+        # Root first and prepended, so that the counter is there when the first of them asks for its total.
         self._hooks = [module.register_forward_pre_hook(self._start_counter, prepend=True)]
         for child in module.modules():
             self._hooks.append(child.register_forward_pre_hook(self._enter_module))

@@ -58,6 +58,7 @@ class Run:
         if self.start_checkpoint is not None:
             self._load_checkpoint(self.start_checkpoint)
             progress = self.start_checkpoint.progress
+        # After the load: the checksums are compared with the loaded weights, not with those of `init`.
         self.monitors.start()
         if progress.step < self.total_steps:
             self.signal_handler.begin_training()
@@ -92,6 +93,7 @@ class Run:
 
     def take_step(self, step: Step, progress: Progress) -> StepResult:
         """Take one optimizer step. Collective."""
+        # Dropout depends on seed, step and rank only, so a resumed run draws the same masks.
         seed_step(self.seed, progress.step, self.engine.world.rank)
         self.monitors.begin(progress.step + 1)
         return self.engine.step(step.batches, self.schedule.lr(progress.step))
@@ -100,6 +102,7 @@ class Run:
         """Add the step to the metrics and check it. Raises RunError on every rank alike. Collective."""
         self.meter.add(result)
         self.monitors.end(result, progress, self.schedule.lr(progress.step - 1))
+        # Before the ranks agree on a stop: a failed background save ends the run with its own error.
         self.saver.poll()
 
     def should_stop(self, progress: Progress) -> bool:
@@ -121,8 +124,9 @@ class Run:
         """
         profiler = self.monitors.profiler
         if profiler.end_step(progress.step, is_last):
-            with self.meter.pause():
+            with self.meter.pause():  # writing a trace may take longer than a step
                 profiler.write(progress.step)
+        # Before the last checkpoint, which would pass for a trained model.
         if progress.step >= self.total_steps:
             self.monitors.nonfinite.check_run(progress)
 

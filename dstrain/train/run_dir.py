@@ -201,6 +201,7 @@ def check_run_dir_writable(run_dir: Path) -> None:
 
 def check_run_dir_shared(run_dir: Path, world: World) -> None:
     """Raise UsageError on every rank unless all see the same run folder. Collective."""
+    # A new name each time: an NFS client may remember that an earlier one was absent.
     token = run_dir / f".shared-{world.broadcast(secrets.token_hex(8))}"
     if world.rank == 0:
         token.write_bytes(b"")

@@ -74,6 +74,7 @@ def _run_and_close(plan: RunPlan, world: World, terminal: TextIO | None, signal_
     run, code = None, 1
     try:
         check_run_dir_shared(plan.run_dir, world)
+        # Only now: a plan that is refused must leave an earlier run where it is.
         archive_previous_run(plan.run_dir, plan.resume, world)
         run = build_run(with_reference_outputs(plan, world), world, terminal, signal_handler)
         code = finish_run(run, _train_to_end(run), plan.resume.source)
@@ -87,7 +88,7 @@ def _run_and_close(plan: RunPlan, world: World, terminal: TextIO | None, signal_
         raise
     finally:
         if run is not None:
-            for sink in run.sinks:
+            for sink in run.sinks:  # W&B marks the run by its exit code
                 sink.close(code)
             run.run_log.close()
 
@@ -249,15 +250,14 @@ def _build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngi
         train_module = build_train_module(plan.task, run_log)
     groups = build_param_groups(train_module.model, plan.config.optim)
     total, trained = count_parameters(train_module.model)
-    parts = summarize_components(train_module.model, plan.config.optim, _scaled_lr(plan, 1.0))
-    about = {"parts": [asdict(part) for part in parts]} if parts else {}
-    run_log.log_event(
-        "model", parameters=total, trainable=trained, reference=plan.task.loss_inputs.reference.kind, **about
-    )
+    components = summarize_components(train_module.model, plan.config.optim, _scaled_lr(plan, 1.0))
+    fields = {"parts": [asdict(part) for part in components]} if components else {}
+    reference = plan.task.loss_inputs.reference.kind
+    run_log.log_event("model", parameters=total, trainable=trained, reference=reference, **fields)
     report_warnings(batch_norm_warnings(train_module.model), run_log, world)
     if world.rank == 0:
         print(f"model: {format_count(total)} parameters, {format_count(trained)} of them trained", flush=True)
-        for part in parts:
+        for part in components:
             print(f"  {part}", flush=True)
         if train_module.reference_model is not None:
             where = "sharded" if plan.preset.stage == 3 else "replicated in every process; zero3 would shard it"

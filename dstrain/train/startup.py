@@ -25,7 +25,7 @@ def make_sinks(
 ) -> list[Sink]:
     """Build the sinks of rank 0; the other ranks wait, so that the first step is not timed with it. Collective."""
     sinks = _build_sinks(plan, run_log, start, terminal) if world.rank == 0 else []
-    world.barrier()
+    world.barrier()  # W&B may take seconds to connect
     return sinks
 
 
@@ -46,7 +46,7 @@ def _build_sinks(plan: RunPlan, run_log: RunLog, start: CheckpointInfo | None, t
 
 def report_start(plan: RunPlan, run_log: RunLog, world: World, start: CheckpointInfo | None) -> None:
     """Report the start of a run in events.jsonl and on rank 0's terminal."""
-    about = {
+    fields = {
         "world_size": world.size,
         "preset": plan.preset.name,
         "batch": {"total": plan.batch.total, "micro": plan.batch.micro, "accumulate": plan.batch.accumulate},
@@ -54,7 +54,7 @@ def report_start(plan: RunPlan, run_log: RunLog, world: World, start: Checkpoint
         "train_samples": len(plan.train_dataset),
         "eval_samples": None if plan.eval_dataset is None else len(plan.eval_dataset),
     }
-    run_log.log_event("started", step=start.step if start else 0, **about)
+    run_log.log_event("started", step=start.step if start else 0, **fields)
     reports = {
         split: report
         for split, examples in (("train", plan.train_dataset), ("eval", plan.eval_dataset))

@@ -1,4 +1,4 @@
-"""What the workers of tests on the best checkpoint do."""
+"""Worker functions of the tests of the best checkpoint."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from tests.resume.cases import run
 
 
 def sums(found: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> a hash of the values in 64 bits."""
+    """Return name -> hash of the values as float64."""
     exact = {name: np.asarray(value.double() if isinstance(value, torch.Tensor) else value, dtype=np.float64)
              for name, value in found.items()}  # fmt: skip
     return {name: hashlib.sha256(value.tobytes()).hexdigest()[:16] for name, value in sorted(exact.items())}
 
 
 def run_told(recipe: str, run_dir: str, told: Mapping[int, float]) -> None:
-    """Train; the metric of each evaluation is what is told."""
+    """Train with the given metric at each evaluation."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "evaluate", lambda self, progress: told[progress.step])
         run(recipe, run_dir)
 
 
 def held(folder: str, step: str, ds_config: str | None) -> dict[str, str]:
-    """The weights that `evaluate` would look with. Collective."""
+    """Return hashes of the weights that `evaluate` loads. Collective."""
     found = ModelSelector(folder=Path(folder), step=step, ds_config=ds_config).find_model()
     hold = found.build_ds_config(ds_config, world().size, Device("cpu", True))
     return sums(weights(load_saved_model(found, hold, world())))
 
 
 def refusal(folder: str, step: str, ds_config: str | None) -> str:
-    """Why the weights cannot be had. Collective."""
+    """Return the error with which loading the weights is refused. Collective."""
     with pytest.raises(CheckpointError) as caught:
         held(folder, step, ds_config)
     return str(caught.value)
 
 
 def resumed(recipe: str, run_dir: str, resume: str, sets: Sequence[str]) -> dict[str, Any]:
-    """Where a run begins that is told to go on from there; no step is taken. Collective."""
+    """Return step and weights of a run that resumes with `--resume`, before its first step. Collective."""
     ranks = world()
     worker = Worker(ranks.rank, ranks.rank, ranks.size, "tests", ranks.size)
     plan = make_plan(

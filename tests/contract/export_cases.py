@@ -1,4 +1,4 @@
-"""What the workers of export and loading tests do."""
+"""Worker functions of the export and loading tests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.resume.cases import run
 
 
 def export(run: str, to: str, step: str = "last") -> dict[str, Any]:
-    """Export, then score one text as a stranger would: with transformers alone, unpadded."""
+    """Export, then score one text with transformers only, unpadded."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     proof = export_model(Path(run), step, Path(to))
@@ -72,7 +72,7 @@ def export_only(run: str, to: str, step: str = "last", merge: bool = False) -> N
 
 
 def make_run(folder: Path, task: str, changes: dict[str, Any] | None = None, precision: str = "fp32") -> Path:
-    """A run folder with one checkpoint of a model that was moved by noise, as plain PyTorch holds it: no step is taken."""
+    """Write a run folder with one checkpoint of a perturbed model, without taking a step; return it."""
     folder.mkdir(parents=True, exist_ok=True)
     values = find_task(task).tiny(folder)
     for key, value in (changes or {}).items():
@@ -95,9 +95,9 @@ def make_run(folder: Path, task: str, changes: dict[str, Any] | None = None, pre
 
 
 def export_when_told(tiny: str, run: str, to: str, *flags: str) -> None:
-    """`python -m tests.contract.export_cases TINY RUN TO [--merge]`: a process whose memory somebody watches.
+    """`python -m tests.contract.export_cases TINY RUN TO [--merge]`: run in a process whose memory is measured.
 
-    A tiny run is exported before, so that whatever is imported late is there.
+    A tiny run is exported first, so that all late imports are done.
     """
     torch.set_num_threads(1)
     export_model(Path(tiny), "last", Path(to + "-tiny"), merge_lora="--merge" in flags)
@@ -112,7 +112,7 @@ def make_run_there(folder: str, **wanted: Any) -> None:
 
 
 def read_as_a_stranger(folder: Path, scores: bool) -> tuple[Any, dict[str, Any]]:
-    """The model as transformers alone reads it, and what that says of missing, unexpected and mismatched tensors."""
+    """Return the model loaded by transformers only, and its report of missing, unexpected and mismatched tensors."""
     import transformers
 
     auto = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
@@ -120,7 +120,7 @@ def read_as_a_stranger(folder: Path, scores: bool) -> tuple[Any, dict[str, Any]]
 
 
 def stored(checkpoint: str) -> dict[str, torch.Tensor]:
-    """The weights in a checkpoint."""
+    """Return the weights in a checkpoint."""
     state = CheckpointReader(Path(checkpoint))
     return {name: state.read_tensor(name) for name in state.shapes}
 
@@ -129,7 +129,7 @@ Change = Callable[[dict[str, torch.Tensor]], Any]
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, change: Change, of: type | None = None) -> None:
-    """Have what is written changed behind the writer's back. `of`: PeftModel for adapters; None: whole models."""
+    """Patch `save_pretrained` to change the written tensors. `of`: PeftModel for adapters; None: complete models."""
     from transformers import PreTrainedModel
 
     written = of or PreTrainedModel
@@ -155,7 +155,7 @@ def generate(
 
 
 def answer_alone(folder: str, rows: list[dict[str, Any]], most: int) -> list[str]:
-    """The answers to the rows' prompts as a stranger would have them: with transformers, one after another, unpadded."""
+    """Return the answers to the rows' prompts by transformers' `generate`, one at a time, unpadded."""
     trained = load_trained_model(Path(folder), "last")
     tokenizer: Any = trained.task.tokenizer  # type: ignore[attr-defined]
     texts = []
@@ -171,13 +171,13 @@ def prepare(recipe: str) -> dict[str, Any]:
 
 
 def share(job: Any) -> Any:
-    """What a job gives, this process being one of those it is spread over."""
+    """Return the result of a job that runs on all workers. Collective."""
     job.check_recipe()
     return job.run(job.prepare(world().size, Device("cpu", True)), world())
 
 
 def train_counting(recipe: str, run_dir: str) -> int:
-    """Train; how many references were asked."""
+    """Train; return how many reference engines were built."""
     made: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
         ask = precompute_reference.ForwardEngine
@@ -187,7 +187,7 @@ def train_counting(recipe: str, run_dir: str) -> int:
 
 
 def save_base(folder: str, recipe: dict[str, Any]) -> None:
-    """A base model without a head, and its tokenizer, as they would come from the hub."""
+    """Save a base model without a head and its tokenizer, as on the Hub."""
     from transformers import AutoModel
 
     task: Any = make_task(RunConfig.model_validate(recipe))
@@ -197,7 +197,7 @@ def save_base(folder: str, recipe: dict[str, Any]) -> None:
 
 
 def load(folder: str, recipe: dict[str, Any], preset: str) -> dict[str, Any]:
-    """Build the model from its folder; how much memory that took at most, and a few weights. Collective."""
+    """Build the model from its folder; return peak memory and sums of the weights. Collective."""
     task = make_task(RunConfig.model_validate(recipe))
     config = ds_config(preset, {"world_size": world().size})
     before, seen, done = psutil.Process().memory_info().rss, [0], threading.Event()

@@ -1,4 +1,4 @@
-"""What the workers of adapter tests do."""
+"""Worker functions of the adapter tests."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TEXT = "\n\nHuman: How do I mend the pump?\n\nAssistant: Gladly: open it."
 
 
 def save_base(folder: str, recipe: dict[str, Any]) -> None:
-    """A whole model and its tokenizer, as they would come from the hub."""
+    """Save a complete model and its tokenizer, as on the Hub."""
     task: Any = make_task(RunConfig.model_validate(recipe | {"seed": 5}))
     task.build_model().save_pretrained(folder)
     task.tokenizer.save_pretrained(folder)
 
 
 def export(run: str, to: str, merge: bool) -> dict[str, Any]:
-    """Export, then read a text as a stranger would, with transformers or peft alone."""
+    """Export, then compute the logits of a text with transformers or peft only."""
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

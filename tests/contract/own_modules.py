@@ -1,4 +1,4 @@
-"""Tasks in a file with a module of their own: buffers, tied weights, a backbone of transformers inside."""
+"""Tasks in a file with a custom module: buffers, tied weights, a transformers backbone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the workers of profile tests do."""
+"""Worker functions of the profiler tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.resume.cases import run
 
 
 def run_with_broken_profilers(recipe: str, run_dir: str) -> dict[str, Any]:
-    """A run in which rank 0's table cannot begin and rank 1's trace cannot be written."""
+    """Train while rank 0's flops table cannot start and rank 1's trace cannot be written."""
 
     def broken(*arguments: Any) -> None:
         raise OSError("no room")

@@ -1,4 +1,4 @@
-"""What the workers of sft tests do: a trained model, asked as a stranger would, with transformers alone."""
+"""Worker functions of the sft tests: a trained model, evaluated with transformers only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dstrain.commands.export import export_model
 
 
 def export(run: str, to: str, data: str) -> dict[str, Any]:
-    """Export, then transformers' own loss and accuracy over the answers of a file of messages."""
+    """Export, then return transformers' loss and accuracy on the answers of a file of messages."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     proof = export_model(Path(run), "last", Path(to))
@@ -31,7 +31,7 @@ def export(run: str, to: str, data: str) -> dict[str, Any]:
 
 
 def _encode(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
-    """Ids and what of them is learnt, as transformers says, or turn by turn where there is no template."""
+    """Return ids and loss mask by transformers, or turn by turn if there is no template."""
     if tokenizer.chat_template:
         found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         return found["input_ids"], found["assistant_masks"]

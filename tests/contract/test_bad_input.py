@@ -278,7 +278,7 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "clipping in a JSON": (preset({"gradient_clipping": 1.0}), ["gradient_clipping", "optim.clip"]),
     "offload below stage 3": (preset({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}), ["offload_param", "stage"]),
     "stage 4": (preset({"zero_optimization": {"stage": 4}}), ["zero_optimization.stage"]),
-    "an nvme_path that is not there": (preset({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/proc/none"}}}), ["offload_param.nvme_path /proc/none: there is no such folder on this machine", "create it on a local disk"]),
+    "an nvme_path that is not there": (preset({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/proc/none"}}}), ["offload_param.nvme_path /proc/none: this folder does not exist on this machine", "create it on a local disk"]),
     "two precisions": (preset({"fp16": {"enabled": True}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}), ["fp16", "bf16"]),
     "two micros": (preset({"train_micro_batch_size_per_gpu": 7, "zero_optimization": {"stage": 1}}), ["batch.micro", "is 2 in the recipe and 7"]),
     "a profile that ends before it begins": (sets("profile={steps: [5, 3]}"), ["profile.steps", "ends with step 3, before its first step 5", "[3, 5]"]),

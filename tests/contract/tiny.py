@@ -1,4 +1,4 @@
-"""A second task in about fifty lines, so that a bent abstraction shows: a line through made-up points of any number."""
+"""A second task in about fifty lines, to test the task interface: a regression on synthetic data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes and examples of models that see: what they name is there, what is left to fill in is asked for, the chain runs."""
+"""Recipes and examples of vision-language models are complete, ask for missing values, and run."""
 
 from __future__ import annotations
 

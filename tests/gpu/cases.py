@@ -1,4 +1,4 @@
-"""What the workers of GPU tests do."""
+"""Worker functions of the GPU tests."""
 
 from __future__ import annotations
 

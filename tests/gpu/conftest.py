@@ -1,4 +1,4 @@
-"""Tests that need a GPU. Where there is none they are skipped, and the reason is printed once."""
+"""Fixtures of tests that need a GPU; without one they are skipped and the reason is printed once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 @cache
 def why_not() -> str:
-    """Why the tests cannot run here; empty where they can. Torch is imported only where there is a driver."""
+    """Return why the tests cannot run here, or an empty string. Torch is imported only if there is a driver."""
     if REHEARSAL:
         return ""
     if not Path("/dev/nvidiactl").exists() and shutil.which("nvidia-smi") is None:
@@ -46,7 +46,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(scope="session")
 def gpus(own_cache: None) -> Iterator[GpuWorkers]:
-    """One worker on each GPU, two at most."""
+    """One worker per GPU, at most two."""
     import torch
 
     workers = GpuWorkers(2 if REHEARSAL else min(2, torch.cuda.device_count()))
@@ -56,6 +56,6 @@ def gpus(own_cache: None) -> Iterator[GpuWorkers]:
 
 @pytest.fixture
 def only_gpu() -> None:
-    """For what no CPU can rehearse."""
+    """Skip in the rehearsal on a CPU."""
     if REHEARSAL:
         pytest.skip("a CPU cannot rehearse this")

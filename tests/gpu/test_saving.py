@@ -1,4 +1,4 @@
-"""Checkpoints on GPUs: behind training from pinned memory, and on with another stage."""
+"""Checkpoints on GPUs: background saves from pinned memory, and resuming with another stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On GPUs, too, a step is the same step: at every stage, offloaded or not, and as close as each precision allows."""
+"""On GPUs a step equals plain PyTorch's at every stage, with and without offloading, within each precision."""
 
 from __future__ import annotations
 

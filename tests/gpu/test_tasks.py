@@ -1,4 +1,4 @@
-"""Every task, with each kind of reference and with adapters, learns on GPUs in each precision, and the same at every stage."""
+"""Every task, reference kind and adapter trains on GPUs in each precision, with equal losses at every stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the workers of accumulation tests do: the gradient of one bf16 step, beside the fp32 sum of its micro-batches' own."""
+"""Worker functions of the accumulation tests: a bf16 step's gradient and the fp32 sum of its micro-batches' gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LR = 1.0e6
 
 
 def error(preset: str, micro_batches: int) -> float:
-    """||g - g'|| / ||g|| of a step over so many micro-batches of one sample on each rank: g' the engine's, g the fp32 sum of
+    """Return ||g - g'|| / ||g|| of a step over `count` micro-batches per rank: g' of the engine, g the fp32 sum of
     the same bf16 gradients. Collective."""
     ranks = world()
     task = tiny_task("sft", {"optim": {"name": "sgd", "lr": LR, "clip": 0.0}, "precision": "bf16"})
@@ -48,7 +48,7 @@ def _seen(found: list[tuple[str, int, torch.Tensor]]) -> int:
 
 
 def _taken(task: Any, config: dict[str, Any], batches: list[Batch]) -> list[tuple[str, int, torch.Tensor]]:
-    """(name, first value, gradient) of what this rank holds after a step of the engine. Collective."""
+    """Yield (name, first value, gradient) of this rank's slices after a step of the engine. Collective."""
     with zero3_init(config):
         objective = build_train_module(task)
     engine = DeepSpeedEngine(

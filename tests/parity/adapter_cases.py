@@ -1,4 +1,4 @@
-"""What the workers of the tests of adapter folders do."""
+"""Worker functions of the tests of adapter folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.parity.cases import ds_config, weights, world
 
 
 def loaded(kind: str, path: str, auto: str) -> dict[str, Any]:
-    """The weights of a model whose path is an adapter folder."""
+    """Return the weights of a model whose path is an adapter folder."""
     model = ModelConfig(path=path)
     config = read_config(model)
     config.num_labels = 1

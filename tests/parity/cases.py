@@ -1,4 +1,4 @@
-"""What the workers of parity tests do: one step of a task on given samples, as any engine takes it."""
+"""Worker functions of the parity tests: one step of a task on given samples with any engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def world() -> World:
 
 
 def tiny_task(name: str, changes: dict[str, Any] | None = None) -> Task:
-    """A task with its tiny recipe, `rm, with images` with a model that sees; `changes` overrides sections."""
+    """Return a task with its tiny recipe; `rm, with images`: a vision-language model. `changes` overrides sections."""
     _, recipe = named_recipe(name, Path(tempfile.mkdtemp()))
     for key, value in (changes or {}).items():
         recipe[key] = {**recipe.get(key, {}), **value} if isinstance(value, dict) else value
@@ -49,7 +49,7 @@ def ds_config(preset: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Made:
-    """An engine with its task's samples; its world is that of the tests, or this process alone."""
+    """An engine with its task's samples, in the workers' world or this process alone."""
 
     task: Task
     examples: Sequence[Any]
@@ -60,7 +60,7 @@ class Made:
         return self.engine.train_module.model
 
     def batches(self, samples: list[int], accumulate: int) -> list[Batch]:
-        """This rank's share of the samples, as the plan cuts it."""
+        """Return this rank's share of the samples, split as in training."""
         ranks = self.engine.world
         chunks = np.array_split(np.array(samples), ranks.size * accumulate)
         mine = chunks[ranks.rank * accumulate : (ranks.rank + 1) * accumulate]
@@ -91,7 +91,7 @@ def made(task: str, kind: str, accumulate: int, changes: dict[str, Any] | None =
 
 
 def move(model: torch.nn.Module) -> None:
-    """A little noise on what learns, so that it is no longer its reference. Collective."""
+    """Add noise to the trainable parameters, so that the policy differs from its reference. Collective."""
     noise = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -109,7 +109,7 @@ def one_step(
     changes: dict[str, Any] | None = None,
     precision: str = "fp32",
 ) -> dict[str, Any]:
-    """Sums and the gradient (as a step of SGD at a large rate shows it) of one step over the samples."""
+    """Return the sums and the gradient of one step over the samples, measured by SGD with a large rate."""
     run = made(task, kind, accumulate, changes, precision)
     ranks, lr = run.engine.world, run.task.recipe.optim.lr
     before = weights(run.model)
@@ -127,7 +127,7 @@ def one_step(
 
 
 def several_steps(task: str, kind: str, changes: dict[str, Any] | None = None) -> list[float]:
-    """Losses of four steps, with a look at held-out samples before each."""
+    """Return the losses of four steps, each after an evaluation on held-out samples."""
     run = made(task, kind, 2, changes)
     losses = []
     for step in range(4):
@@ -138,7 +138,7 @@ def several_steps(task: str, kind: str, changes: dict[str, Any] | None = None) -
 
 
 def weights(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Name -> whole parameter, float64. Collective."""
+    """Return name -> full parameter, float64. Collective."""
     with gathered(model.parameters()):
         return {name: p.detach().double().numpy().copy() for name, p in model.named_parameters()}
 

@@ -1,4 +1,4 @@
-"""What the workers of test_families do: one step with few rows of logits at a time."""
+"""Worker functions of test_families: one step with few rows of logits at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCABULARY = 320
 
 
 def step_in_chunks(rows: int, **arguments: Any) -> dict[str, Any]:
-    """`one_step` with so many rows of logits in a chunk, and how many models did not run their head in chunks. Collective."""
+    """Return `one_step` with `rows` rows of logits per chunk, and how many models did not use chunks. Collective."""
     with mock.patch.dict(chunked_lm_head.MAX_CHUNK_BYTES, cpu=4 * VOCABULARY * rows):
         found = one_step(**arguments)
     inseparable = len(chunked_lm_head._IN_PLACE_MODELS)

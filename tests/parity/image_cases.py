@@ -1,4 +1,4 @@
-"""What the workers of test_images do: steps of samples with and without images, dealt out to the ranks by hand."""
+"""Worker functions of test_images: steps of samples with and without images, assigned to the ranks by hand."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Dealt = Sequence[Sequence[Sequence[int]]]
 
 @dataclass(frozen=True)
 class Course:
-    """Steps, and the held-out samples that are looked at before each."""
+    """Steps, and the held-out samples that are evaluated before each."""
 
     steps: Sequence[Dealt]
     looks: Sequence[Sequence[int]] = ()
 
     def batches(self, run: Made, step: int) -> list[Batch]:
-        """This rank's passes, fillers as the loader makes them; all samples in one where there is one process."""
+        """Return this rank's batches with fillers as the loader makes them; with one process all samples in one batch."""
         ranks, dealt = run.engine.world, self.steps[step]
         every = [sample for passes in dealt for ids in passes for sample in ids]
         mine = dealt[ranks.rank] if ranks.size > 1 else [every]
@@ -44,7 +44,7 @@ class Course:
 def losses(
     task: str, kind: str, course: Course, changes: dict[str, Any] | None = None, blank: bool = True
 ) -> dict[str, Any]:
-    """The mean loss of each step and look, and whether the reference is in shards. `blank` off: no blank images. Collective."""
+    """Return the mean loss of each step and evaluation, and whether the reference is sharded. Collective."""
     with nullcontext() if blank else without_blank_images():
         run = made(task, kind, len(course.steps[0][0]), changes)
         told = []
@@ -61,7 +61,7 @@ def losses(
 
 
 def without_blank_images() -> AbstractContextManager[Any]:
-    """Inside, a batch has images where its samples have."""
+    """Within the context, batches without images get no blank image."""
     into = VisionProcessor.attach_images
     return mock.patch.object(
         VisionProcessor, "attach_images", lambda sight, batch, images: into(sight, batch, images) if images else batch
@@ -69,5 +69,5 @@ def without_blank_images() -> AbstractContextManager[Any]:
 
 
 def ready() -> None:
-    """Done once all that workers import is there. Collective."""
+    """Import everything that the workers need. Collective."""
     world()

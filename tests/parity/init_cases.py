@@ -1,4 +1,4 @@
-"""What the workers of the tests of `model.init` do."""
+"""Worker functions of the tests of `model.init`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.parity.cases import ds_config, tiny_task, weights, world
 
 
 def save_old(path: str, task: str, changes: dict[str, Any], prefix: str = "") -> None:
-    """The task's model under another seed, as a run of old would have left it."""
+    """Save the task's model with another seed, as an earlier run would."""
     state = tiny_task(task, {"seed": 7, **changes}).build_model().state_dict()
     if path.endswith(".safetensors"):
         state.pop("lm_head.weight", None)  # tied: one of two names
@@ -23,7 +23,7 @@ def save_old(path: str, task: str, changes: dict[str, Any], prefix: str = "") ->
 
 
 def started(task: str, kind: str, path: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """The weights and the report of a model that starts from a file; `RANK` in its name is this process's."""
+    """Return weights and report of a model initialized from a file; `RANK` in its name is replaced by the rank."""
     ranks = world()
     made = tiny_task(task, changes)
     precision = "bf16" if made.recipe.model.dtype == "bfloat16" else "fp32"

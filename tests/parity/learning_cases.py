@@ -1,4 +1,4 @@
-"""A model of which one part is not used, one cannot move, and the look at it after the first steps."""
+"""A model with an unused part and a part without gradient, and its check after the first steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.parity.optimizer_cases import ds_config
 
 
 class Parts(torch.nn.Module):
-    """`used` learns, `idle` is in no sum, `nought` gets gradients of zero."""
+    """`used` is trained, `idle` is in no sum, `nought` gets zero gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Sum(Task):
 
 
 def look(kind: str, rates: Sequence[float] = (0.1, 0.1, 0.1)) -> Any:
-    """What is told after steps of these rates; `kind`: a preset, or torch. Collective."""
+    """Return what is reported after steps with these rates; `kind`: a preset, or torch. Collective."""
     recipe = RunConfig.model_validate(
         {"task": "sum", "optim": {"name": "sgd", "lr": 0.1, "clip": 0.0}, "precision": "fp32"}
     )

@@ -1,4 +1,4 @@
-"""What the workers of optimizer tests do: steps on gradients that are whole numbers, so that every split sums them alike."""
+"""Worker functions of the optimizer tests: steps on integer gradients, whose sums do not depend on the split."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SAMPLES = 8
 
 
 class Slopes(torch.nn.Module):
-    """Layers beside one another, so that no gradient depends on a weight."""
+    """Parallel layers, so that no gradient depends on a weight."""
 
     def __init__(self, wide: bool) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Slopes(torch.nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Pull(Task):
-    """Minimises a sum that is linear in every weight."""
+    """A task whose loss is linear in every weight."""
 
     wide: bool = False
 
@@ -84,7 +84,7 @@ class Pull(Task):
 def make(
     kind: str, optim: dict[str, Any], precision: str = "fp32", more: dict[str, Any] | None = None, wide: bool = False
 ) -> Any:
-    """An engine over fresh weights; `kind` is `torch`, or a preset's name, to whose JSON `more` is added. Collective.
+    """Return an engine on new weights; `kind` is `torch` or a preset, to whose JSON `more` is added. Collective.
 
     In bf16 the weights begin as numbers that bf16 has; the definition goes on from them in fp32, as ZeRO's masters do.
     """
@@ -114,7 +114,7 @@ def ds_config(kind: str, recipe: RunConfig, processes: int, more: dict[str, Any]
 
 
 def take(engine: Any, numbers: Sequence[int], poison: int | None = None) -> list[float]:
-    """Steps of these numbers, each on samples of its own in two micro-batches; their norms. Collective."""
+    """Take steps, each on its own samples in two micro-batches; return their norms. Collective."""
     ranks, task, norms = engine.world, engine.train_module.task, []
     for number in numbers:
         samples = np.arange(SAMPLES) + number * SAMPLES
@@ -127,7 +127,7 @@ def take(engine: Any, numbers: Sequence[int], poison: int | None = None) -> list
 
 
 def steps(poison: int | None = None, **arguments: Any) -> dict[str, Any]:
-    """The weights before and after three steps of an engine that `make` makes. Collective."""
+    """Return the weights before and after three steps. Collective."""
     engine = make(**arguments)
     before = weights(engine.train_module.model)
     norms = take(engine, range(3), poison)
@@ -135,7 +135,7 @@ def steps(poison: int | None = None, **arguments: Any) -> dict[str, Any]:
 
 
 def unchecked(**arguments: Any) -> dict[str, Any]:
-    """`steps` of an optimizer that is refused here. Collective."""
+    """Return `steps` of an optimizer that dstrain refuses. Collective."""
     check, settings.check_optimizer = settings.check_optimizer, lambda *_: None
     try:
         return steps(**arguments)
@@ -144,7 +144,7 @@ def unchecked(**arguments: Any) -> dict[str, Any]:
 
 
 def resumed(kind: str, optim: dict[str, Any], folder: str, precision: str = "fp32") -> float:
-    """The largest difference between five steps, and two, a checkpoint and three more. Collective."""
+    """Return the largest difference between five steps and two plus three steps across a checkpoint. Collective."""
     whole = make(kind, optim, precision)
     take(whole, range(5))
     first = make(kind, optim, precision)
@@ -158,7 +158,7 @@ def resumed(kind: str, optim: dict[str, Any], folder: str, precision: str = "fp3
 
 
 def muon_steps(rows: int, columns: int, gradients: Sequence[Any], rates: Sequence[float]) -> np.ndarray:
-    """A matrix of ones after steps of Muon along these gradients, with a decay of 0.1; alone, no engine around it."""
+    """Return a matrix of ones after Muon steps along these gradients with decay 0.1, without an engine."""
     layer = torch.nn.Linear(columns, rows, bias=False)
     layer.weight.data.fill_(1.0)
     optim = OptimConfig(name="muon", lr=1.0, weight_decay=0.1)
@@ -172,7 +172,7 @@ def muon_steps(rows: int, columns: int, gradients: Sequence[Any], rates: Sequenc
 
 
 def muons_functions() -> list[bool]:
-    """Whether each function of DeepSpeed's Muon is a plain one, once the optimizer is made."""
+    """Return whether each function of DeepSpeed's Muon is uncompiled after the optimizer is built."""
     from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
 
     muon_steps(2, 2, [], [])

@@ -1,4 +1,4 @@
-"""What the workers of the tests of precision do: train from weights that were loaded in one precision or another."""
+"""Worker functions of the precision tests: train from weights loaded in different precisions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.parity.cases import made, tiny_task
 
 
 def save_base(folder: str, task: str, dtype: str) -> None:
-    """A model of the task with what lies beside it, its weights in files of this type."""
+    """Save a model of the task and its tokenizer with weights of this dtype."""
     base = tiny_task(task, {"seed": 11})
     writer = tiny_task("sft", {"seed": 11}) if task == "rm" else base  # a reward model begins with a model that writes
     model: Any = writer.build_model()
@@ -21,7 +21,7 @@ def save_base(folder: str, task: str, dtype: str) -> None:
 
 
 def trained(task: str, kind: str, dtype: str, changes: dict[str, Any], steps: int = 3) -> dict[str, Any]:
-    """Losses, gradient norms, and a digest of all that this rank holds after some steps in bf16."""
+    """Return losses, gradient norms, and a digest of this rank's state after some bf16 steps."""
     model = {**changes.get("model", {}), "dtype": dtype}
     run = made(task, kind, 2, {**changes, "model": model}, precision="bf16")
     told = []

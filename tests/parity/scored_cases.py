@@ -1,4 +1,4 @@
-"""What the workers of the tests of reward models that see do."""
+"""Worker functions of the tests of vision-language reward models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.parity.cases import ds_config, weights, world
 
 
 def save(values: dict[str, Any], writer: str, scored: str) -> None:
-    """A model that writes, and a reward model with other weights, each in a folder."""
+    """Save a generative model and a reward model with other weights."""
     config = read_config(ModelConfig(config=values))
     AutoModelForImageTextToText.from_config(config).save_pretrained(writer)
     config.num_labels = 1
@@ -23,7 +23,7 @@ def save(values: dict[str, Any], writer: str, scored: str) -> None:
 
 
 def started(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The weights of a reward model, and how many parameters each part has."""
+    """Return the weights of a reward model and the number of parameters of each component."""
     model = ModelConfig(**settings)
     config = read_config(model)
     config.num_labels = 1

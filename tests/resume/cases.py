@@ -1,4 +1,4 @@
-"""What the workers of resume tests do: a whole run, broken off where asked."""
+"""Worker functions of the resume tests: a complete run, interrupted on request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.parity.cases import world
 
 
 class Crash(Exception):
-    """Stands for a kill -9: nothing is cleaned up behind it."""
+    """Simulates kill -9: nothing is cleaned up."""
 
 
 def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | None = None, stop_at: int | None = None,
@@ -34,7 +34,7 @@ def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | Non
         memory: int | None = None) -> dict[str, Any]:  # fmt: skip
     """Train as a worker does. `crash_at`: die in that step. `stop_at`: a signal reaches rank 0 in that step.
 
-    `poison`: ids of samples whose loss becomes inf. `full`: rank 1 cannot write. `memory`: bytes that the host has free.
+    `poison`: ids of samples whose loss becomes inf. `full`: rank 1 cannot write. `memory`: free bytes of the host.
     """
     ranks = world()
     torch.set_num_threads(1)
@@ -90,5 +90,5 @@ def _poisoned(batch: Batch) -> Batch:
 
 
 def weights_in(checkpoint: str) -> list[str]:
-    """Names of the weights that a checkpoint holds, whichever rank's file they are in."""
+    """Return the names of the weights in a checkpoint, in any rank's file."""
     return sorted(CheckpointReader(Path(checkpoint)).shapes)

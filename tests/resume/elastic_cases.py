@@ -1,4 +1,4 @@
-"""What the workers of elastic tests do: an engine's state read back with DeepSpeed's own functions, before and after."""
+"""Worker functions of the elastic tests: an engine's state before and after, read by DeepSpeed's functions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ BEFORE, AFTER = 3, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Guess(Task):
-    """Guesses the next of some numbers; its model has a buffer that belongs to its state."""
+    """Predicts the next of some numbers; its model has a persistent buffer."""
 
     def examples(self, split: str) -> Sequence[int]:
         return range(200)
@@ -85,7 +85,7 @@ class Guess(Task):
 
 
 def save_model(folder: str, shape: Mapping[str, Any] = SHAPE) -> None:
-    """A model drawn once, so that no process draws one of its own."""
+    """Save a model that is initialized once, so that all processes share it."""
     import transformers
 
     torch.manual_seed(0)
@@ -95,7 +95,9 @@ def save_model(folder: str, shape: Mapping[str, Any] = SHAPE) -> None:
 
 
 def engine(model: str, kind: str, preset: str, precision: str = "fp32", **more: Any) -> DeepSpeedEngine:
-    """An engine over the model in a folder. `more`: `optim`, `accumulate`, `more_model` for the recipe, `zero` for the JSON. Collective."""
+    """Return an engine on the model in a folder. `more`: `optim`, `accumulate`, `more_model` for the recipe, `zero` for the JSON.
+
+    Collective."""
     values = {
         "task": "guess",
         "model": {"path": model, "gradient_checkpointing": False, **KINDS[kind], **more.get("more_model", {})},
@@ -110,7 +112,7 @@ def engine(model: str, kind: str, preset: str, precision: str = "fp32", **more: 
 
 
 def ds_config(recipe: RunConfig, preset: str, accumulate: int, zero: Mapping[str, Any]) -> dict[str, Any]:
-    """A preset with a few keys of its own; `zero1_offload`: stage 1 with its optimizer on the host."""
+    """Return a preset with changed keys; `zero1_offload`: stage 1 with its optimizer on the host."""
     read = read_preset("zero1" if preset == "zero1_offload" else preset)
     block = {**read.block["zero_optimization"]} | {
         k: v for k, v in zero.items() if k in read.block["zero_optimization"]
@@ -129,7 +131,7 @@ def ds_config(recipe: RunConfig, preset: str, accumulate: int, zero: Mapping[str
 
 
 def take(made: DeepSpeedEngine, first: int, number: int, accumulate: int = 2) -> list[float]:
-    """Steps from `first` on; the mean loss of each. Collective."""
+    """Take steps from `first` on; return the mean loss of each. Collective."""
     ranks, task, losses = made.world, made.train_module.task, []
     for step in range(first, first + number):
         ids = np.arange(SAMPLES) + step * SAMPLES
@@ -141,13 +143,13 @@ def take(made: DeepSpeedEngine, first: int, number: int, accumulate: int = 2) ->
 
 
 def filler(task: Task, ids: np.ndarray) -> Batch:
-    """A pass that weighs nothing, where a rank has no sample left."""
+    """Return a batch of weight 0, for a rank without a sample."""
     full = task.collate([int(ids[0])])
     return Batch(tensors=full.tensors, weight=0.0, samples=(), tokens=0, is_filler=True)
 
 
 def mark(made: DeepSpeedEngine) -> None:
-    """Move what does not learn, so that it can only come from the checkpoint; an adapters' base stays. Collective."""
+    """Change frozen weights, so that they can only come from the checkpoint; the base of adapters is unchanged. Collective."""
     import deepspeed
 
     model, noise = made.train_module.model, torch.Generator().manual_seed(7)
@@ -171,7 +173,7 @@ def _gathered(deepspeed: Any, parameter: Any, modifier: int | None = None) -> It
 
 
 def state(made: DeepSpeedEngine) -> dict[str, str]:
-    """NAME/KEY -> hash of the whole tensor, and the counters, by DeepSpeed's functions or torch's optimizer. Collective."""
+    """Return NAME/KEY -> hash of the full tensor, and the counters. Collective."""
     import deepspeed
 
     told: dict[str, str] = {}
@@ -192,7 +194,7 @@ def state(made: DeepSpeedEngine) -> dict[str, str]:
 
 
 def _learnt(optimizer: Any, parameter: Any) -> dict[str, torch.Tensor]:
-    """Key -> (whole shape), fp32: the master and what the optimizer keeps beside it."""
+    """Return key -> (full shape), fp32: the master weight and its optimizer state."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if not (hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")):
@@ -211,14 +213,14 @@ def _many(value: Any) -> bool:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Of the values in fp32, in the tensor's order."""
+    """Return a hash of the values in fp32."""
     values = tensor.detach().float().contiguous().view(-1).cpu()
     assert values.isfinite().all()
     return f"{hashlib.sha256(values.numpy().tobytes()).hexdigest()[:20]} {int(values.count_nonzero()) > 0}"
 
 
 def source(folder: str, after: int = AFTER, **made: Any) -> dict[str, Any]:
-    """Train, write a checkpoint, and go on unbroken for `after` steps. Collective."""
+    """Train, save a checkpoint, and continue for `after` steps. Collective."""
     began = engine(**made)
     mark(began)
     accumulate = made.get("accumulate", 2)
@@ -229,7 +231,7 @@ def source(folder: str, after: int = AFTER, **made: Any) -> dict[str, Any]:
 
 
 def target(checkpoint: str, first: int = BEFORE, to: str | None = None, **made: Any) -> dict[str, Any]:
-    """Go on from it; `to`: write another one after these steps. Collective."""
+    """Continue from the checkpoint; `to`: save another one after these steps. Collective."""
     goes_on = engine(**made)
     go_on(goes_on, Path(checkpoint))
     told = {"state": state(goes_on), "losses": take(goes_on, first, AFTER, made.get("accumulate", 2))}
@@ -239,7 +241,7 @@ def target(checkpoint: str, first: int = BEFORE, to: str | None = None, **made: 
 
 
 def refused(checkpoint: str, fails: str | None = None, **made: Any) -> str:
-    """What going on from a checkpoint is refused with; `fails`: what rank 1 alone cannot do. Collective."""
+    """Return the error of loading a checkpoint; `fails`: what fails on rank 1 only. Collective."""
     goes_on = engine(**made)
     broken = {"open": ("__init__", OSError("stale file handle")), "read": ("read_into", KeyError("no such stretch"))}
     name, error = broken[fails or "open"]
@@ -253,11 +255,11 @@ def refused(checkpoint: str, fails: str | None = None, **made: Any) -> str:
 
 
 def footprint(checkpoint: str, **made: Any) -> dict[str, int]:
-    """Bytes of resident memory before a load, at its peak, and at the peak of a step after it; and of what is loaded. Collective."""
+    """Return bytes of resident memory before a load, at its peak, at the peak of a step, and of the state. Collective."""
     goes_on = engine(**made)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _resident()["VmRSS"]
     go_on(goes_on, Path(checkpoint))
     peak, parts = _resident()["VmHWM"], [part for parts in goes_on.state_slices() for part in parts]
@@ -274,6 +276,6 @@ def footprint(checkpoint: str, **made: Any) -> dict[str, int]:
 
 
 def _resident() -> dict[str, int]:
-    """Of this process, by the names of /proc; bytes."""
+    """Return this process's memory in bytes by the names in /proc."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return {name: int(line.split()[1]) << 10 for line in lines if (name := line.split(":")[0]) in ("VmRSS", "VmHWM")}

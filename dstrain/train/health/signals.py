@@ -90,7 +90,7 @@ class SignalHandler:
             if (
                 self._first_signal_time is not None
                 and time.monotonic() - self._first_signal_time > DUPLICATE_SIGNAL_SECONDS
-            ):
+            ):  # a launcher and the shell may both send the first one, a moment apart
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
             self._first_signal_time = self._first_signal_time or time.monotonic()

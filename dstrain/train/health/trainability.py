@@ -38,6 +38,7 @@ class TrainabilityCheck:
         for name, parameter in self._train_module.model.named_parameters():
             if name in self._train_module.trainable_names:
                 self._trainable_names.append(name)
+                # A hook, since ZeRO partitions and frees gradients before the step returns.
                 self._hooks.append(parameter.register_hook(self._make_grad_hook(name)))
         self._initial_checksums = dict(_iter_checksums(self._engine.state_slices()))
 
@@ -46,6 +47,7 @@ class TrainabilityCheck:
 
         Raises RunError on every rank alike if no parameter changed.
         """
+        # A skipped step, or one with learning rate 0, changes nothing.
         if not self._steps_left or not result.applied or not lr:
             return
         self._steps_left -= 1
@@ -64,6 +66,7 @@ class TrainabilityCheck:
             for (name, start), found in _iter_checksums(self._engine.state_slices())
             if found != self._initial_checksums[name, start]
         }
+        # Each rank holds a part of the state, and a rank's micro-batches may not reach every parameter.
         moved = set().union(*world.gather(moved))
         reached = set().union(*world.gather(self._names_with_grad))
         without = [name for name in self._trainable_names if name not in reached]

@@ -51,8 +51,8 @@ def test_a_taken_port_is_named_with_who_holds_it(taken, monkeypatch):
         Rendezvous(Worker(0, 0, 2, "tests", 2), timedelta(minutes=10)),
     ):
         pass
-    assert str(caught.value).startswith(f"meeting the other processes: port {taken} of {socket.gethostname()}, where ")
-    assert re.search(rf"is taken by \S+ \(pid {os.getpid()}\); start the same command again", str(caught.value))
+    assert str(caught.value).startswith(f"meeting the other processes: the rendezvous port {taken} of ")
+    assert re.search(rf"is already in use by \S+ \(pid {os.getpid()}\); rerun the command", str(caught.value))
 
 
 def test_ranks_of_one_host_meet_although_the_port_was_taken(taken, tmp_path):

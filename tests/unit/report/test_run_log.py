@@ -113,7 +113,7 @@ def test_a_full_disk_is_named_where_rows_are_cut_back_and_no_row_is_lost(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunError, match=r"cannot write .*metrics\.jsonl: No space left on device; make room"):
+    with pytest.raises(RunError, match=r"cannot write .*metrics\.jsonl: No space left on device; free some"):
         journal.truncate_after(1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     assert not list(tmp_path.glob("*.partial"))
@@ -122,9 +122,7 @@ def test_a_full_disk_is_named_where_rows_are_cut_back_and_no_row_is_lost(
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
 def test_a_folder_in_the_place_of_a_file_is_told(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    with pytest.raises(
-        RunError, match=rf"cannot read .*/{name}: Is a directory; it must be a file that can be written"
-    ):
+    with pytest.raises(RunError, match=rf"cannot read .*/{name}: Is a directory; it must be a writable file"):
         RunLog(tmp_path)
 
 
@@ -135,7 +133,7 @@ def test_a_disk_that_fails_at_fsync_is_told(tmp_path: Path, monkeypatch: pytest.
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(RunError, match=r"cannot write .*/events\.jsonl: Input/output error; the disk or the network"):
+    with pytest.raises(RunError, match=r"cannot write .*/events\.jsonl: Input/output error; the disk or network"):
         journal.log_event("saved")
 
 

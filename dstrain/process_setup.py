@@ -48,3 +48,8 @@ def reset_sigchld() -> None:
     """
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def log_stderr(message: str) -> None:
+    """Print a message to stderr and flush it; stdout is reserved for a command's result."""
+    print(message, file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "dstrain"
 FLOORS = (
-    ("errors", "files", "old_paths", "patching", "units", "resources", "process_setup", "console"),
+    ("errors", "files", "old_paths", "patching", "units", "resources", "process_setup"),
     ("distributed", "source_map"),
     ("batch", "cache_dir", "schedule", "config", "preset"),
     ("data", "models", "report", "planner", "launch"),
@@ -83,7 +83,6 @@ CONTROL_PLANE = (
     "units",
     "resources",
     "process_setup",
-    "console",
     "source_map",
     "batch",
     "distributed",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from dstrain.commands.evaluate import make_eval_source, resolve_data_path
 from dstrain.commands.trained_model import ModelSelector, SavedModel, hash_weights, load_saved_model, quiet_libraries
 from dstrain.config import RunConfig
-from dstrain.console import log_stderr
 from dstrain.data.cache.build import PreparePolicy, check_bad_records, iter_encoded
 from dstrain.data.cache.token_store import BuildReport
 from dstrain.data.encoding.prompts import EncodedPrompt
@@ -22,6 +21,7 @@ from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import HeadSource, open_source
 from dstrain.errors import DataError, TaskError, UsageError
 from dstrain.preset import Device
+from dstrain.process_setup import log_stderr
 from dstrain.tasks.common.prompts import PromptEncode, PromptReader
 from dstrain.tasks.common.text import TextTask
 

@@ -126,10 +126,16 @@ RENAMED_OPTIONS: Mapping[str, Mapping[str, str]] = {
 """Task -> its renamed options, old name -> new name. The old names are accepted until version 2."""
 RENAMED_CHAT_TEMPLATES: Mapping[str, str] = {"turns": "human_assistant"}
 """Renamed values of model.chat_template, old -> new."""
+RENAMED_LAUNCH_KEYS: Mapping[str, str] = {"silence_seconds": "heartbeat_timeout_seconds"}
+"""Renamed keys of `launch`, old -> new."""
 
 
-def rename_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe's values with new option names. An option that is set under both names stays as it is."""
+def rename_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe's values with new key and option names. A key that is set under both names stays as it is."""
+    launch = values.get("launch")
+    if isinstance(launch, dict) and RENAMED_LAUNCH_KEYS.keys() & launch.keys():
+        new = {old: old if name in launch else name for old, name in RENAMED_LAUNCH_KEYS.items()}
+        values = {**values, "launch": {new.get(key, key): value for key, value in launch.items()}}
     options = values.get("options")
     renamed = RENAMED_OPTIONS.get(str(values.get("task")), {})
     if not isinstance(options, dict) or not renamed.keys() & options.keys():
@@ -140,7 +146,10 @@ def rename_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def find_deprecations(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for each old name in the recipe's values."""
-    options, model = values.get("options"), values.get("model")
+    options, model, launch = values.get("options"), values.get("model"), values.get("launch")
+    for old, name in RENAMED_LAUNCH_KEYS.items():
+        if isinstance(launch, dict) and old in launch:
+            yield f"launch.{old} is deprecated; write launch.{name}"
     for old, name in RENAMED_OPTIONS.get(str(values.get("task")), {}).items():
         if isinstance(options, dict) and old in options:
             yield f"options.{old} is deprecated; write options.{name}"

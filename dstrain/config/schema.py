@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
-from dstrain.config.aliases import find_deprecations, rename_options
+from dstrain.config.aliases import find_deprecations, rename_keys
 from dstrain.config.field_types import EnvVar, Fraction, NonNegativeFloat, PositiveInt, SplitName
 from dstrain.config.model_section import LoraConfig, ModelConfig, ProcessorConfig, Section, TokenizerConfig
 
@@ -227,20 +227,11 @@ class LaunchConfig(Section):
     env: list[EnvVar] = []
     """Environment variables for every rank on every host: NAME (its value on the launching host) or NAME=value."""
     grace_seconds: NonNegativeFloat | None = 30.0
-    """What the scheduler leaves between SIGTERM and SIGKILL; a checkpoint that takes longer is warned of. null: not known."""
+    """Seconds between the scheduler's SIGTERM and SIGKILL; slower checkpoints cause a warning. null: unknown."""
     heartbeat_timeout_seconds: Annotated[float, Field(ge=3, le=1e6)] = 30.0
     """If a host sends no message for this long, the launch is ended on all hosts."""
     slurm: SlurmConfig = SlurmConfig()
     """Settings of the Slurm launcher."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_old_name(cls, values: Any) -> Any:
-        """Read `silence_seconds`, the key's name up to version 0.1, in recipes and run folders."""
-        old, new = "silence_seconds", "heartbeat_timeout_seconds"
-        if isinstance(values, dict) and old in values and new not in values:
-            return {new if key == old else key: value for key, value in values.items()}
-        return values
 
 
 class RunConfig(Section):
@@ -299,6 +290,6 @@ class RunConfig(Section):
     def _accept_old_names(cls, values: Any, handler: ModelWrapValidatorHandler[RunConfig]) -> RunConfig:
         if not isinstance(values, dict):
             return handler(values)
-        config = handler(rename_options(values))
+        config = handler(rename_keys(values))
         config._deprecations = tuple(find_deprecations(values))
         return config

@@ -21,11 +21,11 @@ from dstrain.commands.checks.untrusted_folder import (
 )
 from dstrain.config import RunConfig, read_recipe
 from dstrain.config.schema import LaunchConfig
-from dstrain.console import log_stderr
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import Fault, UsageError
 from dstrain.models.folder.adapter_config import read_adapter
 from dstrain.models.folder.location import is_local_path
+from dstrain.process_setup import log_stderr
 from dstrain.tasks import Task, builtin_tasks, find_task
 from dstrain.tasks.common.reference import ReferenceTask
 from dstrain.tasks.common.text import TextTask

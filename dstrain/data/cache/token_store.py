@@ -20,13 +20,13 @@ import numpy as np
 
 from dstrain.cache_dir import cache_root as cache_root
 from dstrain.cache_dir import hash_key as hash_key
-from dstrain.console import log_stderr
 from dstrain.data.cache.columns import ColumnWriter
 from dstrain.data.records import BadRow, Example
 from dstrain.data.vision.image_index import IMAGE_INDEX_FILE as ALBUM
 from dstrain.data.vision.image_index import ImageIndex
 from dstrain.errors import DataError
 from dstrain.files import atomic_folder, is_occupied, partial_path, remove_stale_partials
+from dstrain.process_setup import log_stderr
 from dstrain.units import format_duration
 
 _POLL_SECONDS = 0.1

@@ -114,7 +114,7 @@ def _load_split(hub_split: HubSplit) -> Any:
             f"{hub_split.dataset} is not a local file, and reading it from the hub requires the library `datasets`"
         )
         raise DataError(f'{problem}; run pip install "dstrain[hub]"') from fault
-    from dstrain.console import log_stderr
+    from dstrain.process_setup import log_stderr
 
     revision = None
     if not _is_offline():

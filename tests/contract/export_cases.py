@@ -172,8 +172,8 @@ def prepare(recipe: str) -> dict[str, Any]:
 
 def share(job: Any) -> Any:
     """What a job gives, this process being one of those it is spread over."""
-    job.check()
-    return job.run(job.ready(world().size, Device("cpu", True)), world())
+    job.check_recipe()
+    return job.run(job.prepare(world().size, Device("cpu", True)), world())
 
 
 def train_counting(recipe: str, run_dir: str) -> int:

@@ -95,7 +95,7 @@ def move(model: torch.nn.Module) -> None:
     noise = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            with gathered([parameter], change=True), torch.no_grad():
+            with gathered([parameter], modify=True), torch.no_grad():
                 parameter.add_(
                     torch.randn(parameter.shape, generator=noise, dtype=torch.float64).to(parameter), alpha=0.02
                 )

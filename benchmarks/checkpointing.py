@@ -28,7 +28,7 @@ from benchmarks.common import (
     take_turns,
     wait_for,
 )
-from dstrain.train.engine.deepspeed import TorchEngine
+from dstrain.train.engine.torch import TorchEngine
 
 MIB = 2**20
 

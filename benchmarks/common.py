@@ -76,7 +76,7 @@ def join_alone() -> Any:
     """The world of this one process, with a process group, as DeepSpeed wants it. TF32 is off."""
     import torch
 
-    from dstrain.distributed.world import TorchWorld, init_process_group
+    from dstrain.distributed.world import TorchWorld
     from dstrain.launch.command import free_port
 
     cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
@@ -92,10 +92,10 @@ def join_alone() -> Any:
         os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_float32_matmul_precision("highest")
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    init_process_group(device, timedelta(minutes=5))
+    world = TorchWorld.join(device, timedelta(minutes=5))
     import deepspeed  # noqa: F401  its log lines and compiled helpers come here, not in a measured step
 
-    return TorchWorld(device, timedelta(minutes=5))
+    return world
 
 
 def made_model(task: Any, ds_config: Mapping[str, Any] | None = None) -> tuple[Any, Any]:

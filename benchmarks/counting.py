@@ -14,21 +14,21 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import join_alone, ratio, run, take_turns
-from dstrain.distributed.collective_log import COLLECTIVE_LOG
 
 
 def measure(rounds: int = 40, calls: int = 200) -> dict[str, Any]:
     """A row for each; both are checked to give the same sums, and the second to be counted."""
-    device = join_alone().device
+    world = join_alone()
+    device, log = world.device, world.log
     kinds = {"plain": dist.all_reduce.__wrapped__, "counted": dist.all_reduce}
     values = torch.arange(8.0, device=device)
-    entered, sums = COLLECTIVE_LOG.group_log(None).last_started, []
+    entered, sums = log.group_log(None).last_started, []
     for reduce in kinds.values():
         vector = values.clone()
         reduce(vector)
         sums.append(vector.tolist())
     assert sums[0] == sums[1], sums
-    assert COLLECTIVE_LOG.group_log(None).last_started == entered + 1
+    assert log.group_log(None).last_started == entered + 1
 
     def call(reduce: Any, _: int) -> None:
         for _ in range(calls):

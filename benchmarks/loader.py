@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.common import join_alone, made_model, made_task, run, wait_for
 from dstrain.data.loading.loader import Loader
 from dstrain.data.loading.sampler import StepSampler
-from dstrain.train.engine.deepspeed import TorchEngine
+from dstrain.train.engine.torch import TorchEngine
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def made_loader(task: Any, workers: int, decode_ms: float, batch: tuple[int, int
 def check_order(task: Any, workers: Sequence[int], batch: tuple[int, int, int]) -> int:
     """The samples of all loaders are the same. Returns how many."""
     seen = [
-        [b.samples for step in made_loader(task, count, 0.0, batch, False).iter_steps(0) for b in step]
+        [b.samples for step in made_loader(task, count, 0.0, batch, False).iter_steps(0) for b in step.batches]
         for count in workers
     ]
     assert all(found == seen[0] for found in seen), f"workers {workers}: {seen}"
@@ -64,12 +64,12 @@ def check_order(task: Any, workers: Sequence[int], batch: tuple[int, int, int]) 
 def take(loader: Loader, engine: Any, lr: float) -> tuple[float, float]:
     """(seconds, seconds of them waited) of all steps of the loader but the first, which no one could read ahead."""
     steps = loader.iter_steps(0)
-    engine.step(next(steps), lr)
+    engine.step(next(steps).batches, lr)
     loader.pop_wait_seconds()
     wait_for(engine.world.device)
     began = time.perf_counter()
-    for batches in steps:
-        engine.step(batches, lr)
+    for step in steps:
+        engine.step(step.batches, lr)
     wait_for(engine.world.device)
     return time.perf_counter() - began, loader.pop_wait_seconds()
 

@@ -23,7 +23,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.data.loading.sampler import StepSampler
 from dstrain.tasks import make_task
-from dstrain.train.engine.deepspeed import TorchEngine
+from dstrain.train.engine.torch import TorchEngine
 
 WAYS = ("as they come", "sorted")
 

@@ -15,9 +15,8 @@ from typing import Any
 
 from benchmarks.common import join_alone, made_batches, made_engine, made_task, ratio, run, wait_for
 from dstrain.batch import Progress
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.saver import CheckpointSaver
-from dstrain.train.state.load import estimate_checkpoint_bytes
 
 
 def measure(
@@ -29,11 +28,11 @@ def measure(
     engine = made_engine(task, preset, world, precision=precision)
     (batches,) = made_batches(task, 1, 1)
     engine.step(batches, task.recipe.optim.lr)
-    size = estimate_checkpoint_bytes(engine.objective, "adamw")
+    size = engine.train_module.stored_model.estimate_checkpoint_bytes("adamw")
     folder = Path(tempfile.mkdtemp(prefix="dstrain-bench-"))
     ways = {
         name: CheckpointSaver(
-            checkpoints=CheckpointManager(folder=folder / name, world=world.apart(), keep=1),
+            checkpoints=CheckpointStore(folder=folder / name, world=world.apart(), keep=1),
             engine=engine, run_info={}, log_event=lambda *_, **__: None, checkpoint_size=size, background=name == "behind",
         )
         for name in ("waiting", "behind")

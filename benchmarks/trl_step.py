@@ -59,7 +59,7 @@ def measure(
     import torch
 
     from dstrain.distributed.world import SingleProcessWorld
-    from dstrain.train.engine.deepspeed import TorchEngine
+    from dstrain.train.engine.torch import TorchEngine
 
     warmup, limit = 2, 1e-4
     made_task = made(task, shape, length, micro, checked_steps + warmup + rounds + 1)

@@ -26,6 +26,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+EXIT_STOPPED = 75
+"""Stopped on request after a checkpoint; the same command continues. EX_TEMPFAIL of sysexits.h."""
+MAX_NAMES = 3
+"""Names that a message lists before `and N more`."""
 URL_PASSWORD = re.compile(r"(://[^\s/@:]*:)[^\s/@]+@")
 
 
@@ -48,7 +53,7 @@ class Fault:
 class DstrainError(Exception):
     """Root of the errors dstrain raises on purpose."""
 
-    exit_code = 1
+    exit_code = EXIT_FAILED
 
     def __str__(self) -> str:
         return mask_passwords(super().__str__())
@@ -57,7 +62,7 @@ class DstrainError(Exception):
 class UsageError(DstrainError):
     """Bad usage, recipe, preset or data. Found before any process group starts."""
 
-    exit_code = 2
+    exit_code = EXIT_USAGE
 
     def __init__(self, problem: str | Fault | Iterable[Fault]) -> None:
         if isinstance(problem, str):
@@ -129,18 +134,23 @@ def describe_decode_error(content: bytes, error: UnicodeDecodeError) -> str:
     return f"not valid UTF-8 (byte {error.start}); re-save the file as UTF-8"
 
 
+def first_names(names: Collection[object], limit: int = MAX_NAMES) -> str:
+    """Return `a, b, c and 3 more`; `none` for no names."""
+    more = len(names) - limit
+    return (", ".join(map(str, islice(names, limit))) or "none") + (f" and {more} more" if more > 0 else "")
+
+
+def describe_key_diff(missing: Collection[str], unexpected: Collection[str]) -> str:
+    """Return `missing keys: a; unexpected keys: none`, the words that torch uses for a state dict that does not fit."""
+    return f"missing keys: {first_names(missing)}; unexpected keys: {first_names(unexpected)}"
+
+
 def suggest_name(name: str, known: Sequence[str]) -> str:
     """`did you mean 'lr'?`, or the known words where none is near, as the mend of a Fault."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
         return f"did you mean '{one_line(near[0])}'?"
     return f"known here: {one_line(', '.join(sorted(known)))}" if known else "remove it"
-
-
-def first_names(names: Collection[str], limit: int = 3) -> str:
-    """Return the first names, comma-separated, and how many more there are; `none` where there are none."""
-    more = len(names) - limit
-    return (", ".join(islice(names, limit)) or "none") + (f" and {more} more" if more > 0 else "")
 
 
 def explain_system_error(error: Exception) -> DstrainError | None:

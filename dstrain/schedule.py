@@ -1,4 +1,4 @@
-"""When things fall due, and the learning rate as a function of the step."""
+"""Learning rate schedules, and intervals in steps."""
 
 from __future__ import annotations
 
@@ -14,23 +14,55 @@ WSD_DECAY_FRACTION = 0.1
 
 
 def fraction_of_steps(steps: int, fraction: float) -> int:
-    """A part of the steps, rounded up; 0.07 of 100 steps is 7, although the product is a little more in floating point."""
+    """Return a fraction of the steps, rounded up; 0.07 of 100 steps is 7, although the float product is more."""
     return math.ceil(round(steps * fraction, 9))
 
 
 @dataclass(frozen=True)
 class Every:
-    """Something that falls due at every so many steps."""
+    """Interval in steps."""
 
     steps: int | None
-    """Steps between two times; null for never."""
+    """Steps from one time to the next; None for never."""
 
     def __post_init__(self) -> None:
-        assert self.steps is None or self.steps > 0, f"Every({self.steps}): the configuration lets only 1 and more pass"
+        assert self.steps is None or self.steps > 0, f"Every({self.steps}): the configuration accepts only 1 and more"
 
     def is_due(self, step: int) -> bool:
-        """Whether it is due after `step` steps were taken."""
+        """Return True if it is due after `step` steps."""
         return self.steps is not None and step > 0 and step % self.steps == 0
+
+
+@dataclass(frozen=True)
+class Due:
+    """What has to be done after a step."""
+
+    log: bool
+    eval: bool
+    save: bool
+    is_last: bool
+    """No step follows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSchedule:
+    """When a run logs, evaluates, saves and ends, and its learning rate."""
+
+    total_steps: int
+    lr: LRSchedule
+    log_every: Every
+    eval_every: Every
+    save_every: Every
+
+    def due_after(self, step: int, stop: bool) -> Due:
+        """Return what is due after `step` steps. A run that stops early is logged and saved, not evaluated."""
+        done = step >= self.total_steps
+        return Due(
+            log=self.log_every.is_due(step) or done or stop,
+            eval=done or (self.eval_every.is_due(step) and not stop),
+            save=self.save_every.is_due(step) or done or stop,
+            is_last=done or stop,
+        )
 
 
 def _constant(step: int, decay_steps: int) -> float:
@@ -46,26 +78,27 @@ def _cosine(step: int, decay_steps: int) -> float:
 
 
 SCHEDULES: dict[str, Callable[[int, int], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
-"""Name -> the share of the peak, `step` steps after the warmup, of `rest` steps in all after the warmup."""
+"""Name -> function from (steps since the warmup, all steps after the warmup) to a fraction of the peak."""
 
 SCHEDULE_NAMES = (*SCHEDULES, "wsd")
 
 
 def warmup_steps(steps: int, warmup: float) -> int:
-    """`warmup` below 1 is a share of the steps, rounded up; from 1 on it is steps."""
+    """Return warmup steps: `warmup` below 1 is a fraction of the steps, rounded up; from 1 on it is steps."""
     return fraction_of_steps(steps, warmup) if warmup < 1 else round(warmup)
 
 
 def compute_lr(step: int, *, schedule: str, steps: int, warmup: float, peak: float) -> float:
-    """The rate of the step numbered `step`, counted from 0, of `steps` in all.
+    """Return the learning rate of a step, counted from 0, of `steps` in all.
 
     The shapes are those of transformers' `get_linear_schedule_with_warmup` and
-    `get_cosine_schedule_with_warmup` but for one thing: their warmup begins at 0, and a first
-    step with rate 0 wastes a batch, so ours begins at peak / warmup steps and is at the peak with
-    its last step. As there, the rate would be 0 at `step == steps`, so the last step still learns.
+    `get_cosine_schedule_with_warmup`, except for the warmup: theirs starts at 0, which wastes the first
+    batch; ours starts at peak / warmup steps and reaches the peak with its last step. As there, the
+    rate reaches 0 only at `step == steps`, after the last step.
 
-    `wsd` (warmup, stable, decay; arXiv 2404.06395) stays at the peak and goes down to 0 over the last
-    tenth: in a straight line as in Hägele et al. (arXiv 2405.18392), where MiniCPM halves at intervals.
+    `wsd` (warmup, stable, decay; arXiv 2404.06395) stays at the peak and decays over the last tenth,
+    linearly as in Hägele et al. (arXiv 2405.18392); MiniCPM halves the rate at intervals instead.
+    Raises RecipeError for an unknown schedule.
     """
     if schedule not in SCHEDULE_NAMES:
         raise RecipeError(
@@ -81,10 +114,10 @@ def compute_lr(step: int, *, schedule: str, steps: int, warmup: float, peak: flo
 
 
 def scale_lr(peak: float, rule: Literal["none", "linear", "sqrt"], world_size: int, base_world_size: int) -> float:
-    """The peak for `world_size` processes where `peak` was found with `base` processes.
+    """Return the peak for `world_size` processes, given a peak tuned for `base_world_size`.
 
-    `linear` keeps the sum of updates per sample when the batch grows (arXiv 1706.02677); `sqrt`
-    keeps their variance, which fits Adam better (arXiv 2205.10287).
+    `linear` keeps the sum of updates per sample as the batch grows (arXiv 1706.02677); `sqrt` keeps
+    their variance, which fits Adam better (arXiv 2205.10287).
     """
     ratio = world_size / base_world_size
     return peak * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
@@ -92,7 +125,7 @@ def scale_lr(peak: float, rule: Literal["none", "linear", "sqrt"], world_size: i
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """The learning rate of a run: call it with the step, counted from 0."""
+    """Learning rate of a run as a function of the step, counted from 0."""
 
     peak: float
     """Highest rate, reached at the end of the warmup."""
@@ -101,7 +134,7 @@ class LRSchedule:
     steps: int
     """Steps of the whole run."""
     warmup: float = 0.0
-    """Below 1 a share of the steps, from 1 on steps."""
+    """Below 1 a fraction of the steps, from 1 on steps."""
 
     def __call__(self, step: int) -> float:
         return compute_lr(step, schedule=self.schedule, steps=self.steps, warmup=self.warmup, peak=self.peak)

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.batch import Progress
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.state.files import CheckpointReader, write_state
 
 
 def keep(engine: Any, folder: Path, step: int = 1) -> Path:
     """Commit a checkpoint of this engine; returns its folder. Collective."""
-    about = engine.about() if engine.world.rank == 0 else None
-    checkpoints = CheckpointManager(folder=folder, world=engine.world)
+    about = engine.state_metadata() if engine.world.rank == 0 else None
+    checkpoints = CheckpointStore(folder=folder, world=engine.world)
     return checkpoints.save(lambda path: write_state(path, engine.state_files(), about), Progress(step, step), {})
 
 

@@ -11,11 +11,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dstrain.launch.command import free_port
+
+if TYPE_CHECKING:
+    import torch
+
+    from dstrain.distributed.world import TorchWorld
 
 ROOT = Path(__file__).parent.parent
 
@@ -98,18 +104,25 @@ class Workers:
         self._pipes, self._processes = [], []
 
 
-def serve(address: str) -> None:
-    """The worker's side: take calls until the tests are gone."""
+def worker_world() -> TorchWorld:
+    """Return the world that this worker process joined."""
+    return _joined[0]
+
+
+_joined: list[TorchWorld] = []
+
+
+def serve(address: str, device: torch.device | None = None, timeout: timedelta = timedelta(minutes=9)) -> None:
+    """Take calls until the tests are gone; the worker's side."""
     import gc
     import importlib
     import logging
     import traceback
     import warnings
-    from datetime import timedelta
 
     import torch
 
-    from dstrain.distributed.world import init_process_group
+    from dstrain.distributed.world import TorchWorld
     from dstrain.launch.worker import exit_with_parent
 
     exit_with_parent()
@@ -118,7 +131,7 @@ def serve(address: str) -> None:
     warnings.filterwarnings("ignore")
     pipe = Client(address, "AF_UNIX", authkey=b"tests")
     pipe.send(int(os.environ["RANK"]))
-    init_process_group(torch.device("cpu"), timedelta(minutes=9))
+    _joined.append(TorchWorld.join(device or torch.device("cpu"), timeout))
     import deepspeed  # noqa: F401  here, once
 
     while True:
@@ -137,4 +150,6 @@ def serve(address: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    from tests import workers  # not __main__: the cases import `worker_world` from there
+
+    workers.serve(sys.argv[1])

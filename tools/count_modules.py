@@ -52,7 +52,7 @@ def count(name: str) -> set[str]:
     from dstrain.models.params.groups import build_param_groups
     from dstrain.tasks import make_task
     from dstrain.train.build_model import build_train_module
-    from dstrain.train.engine.deepspeed import TorchEngine
+    from dstrain.train.engine.torch import TorchEngine
     from dstrain.train.plan import BatchPlan, build_sample_plan
     from tests.seeing import named_recipe
 

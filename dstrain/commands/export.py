@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ from dstrain.commands.checks.untrusted_recipe import check_probe_data
 from dstrain.commands.trained_model import EXPORT_RECIPE, LoadedModel, load_trained_model
 from dstrain.config import dump_recipe
 from dstrain.errors import CheckpointError, DstrainError, UsageError
+from dstrain.files import atomic_folder, remove_stale_partials, sync_folder
 from dstrain.models.adapters.merge import merge_adapters
 from dstrain.models.folder.adapter_config import read_adapter
 from dstrain.models.weights.module_file import save_module
-from dstrain.report.run_log import sync_folder
 from dstrain.tasks import Task
 from dstrain.tasks.common.registry import copy_task_file
 from dstrain.train.checkpoint.disk_space import get_free_bytes
@@ -89,7 +88,8 @@ def export_model(
             f"--to {output_dir}: a disk is mounted there, which no folder can replace; name a folder inside"
         )
     check_probe_data(run_dir, EXPORT_RECIPE, overrides)
-    with _atomic_folder(place) as partial:
+    remove_stale_partials(place)
+    with atomic_folder(place, _rename_synced) as partial:
         said = _write_export(
             load_trained_model(run_dir, step, [*_fp16_overrides(run_dir), *overrides]), partial, merge_lora
         )
@@ -107,20 +107,13 @@ def _fp16_overrides(run_dir: Path) -> list[str]:
     )
 
 
-@contextmanager
-def _atomic_folder(output_dir: Path) -> Iterator[Path]:
-    """Yields a name beside `to`; the folder that comes there is renamed at the end, or removed where anything fails."""
-    partial = output_dir.with_name(f".{output_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-    try:
-        yield partial
-        with _as_checkpoint_error(f"--to {output_dir}: cannot be written"):
-            for path in (*partial.rglob("*"), partial):
-                sync_folder(path)
-            os.rename(partial, output_dir)
-            sync_folder(output_dir.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+def _rename_synced(partial: Path, output_dir: Path) -> None:
+    """Rename the folder once all its files are on the disk. Raises CheckpointError."""
+    with _as_checkpoint_error(f"--to {output_dir}: cannot be written"):
+        for path in (*partial.rglob("*"), partial):
+            sync_folder(path)
+        os.rename(partial, output_dir)
+        sync_folder(output_dir.parent)
 
 
 @contextmanager

@@ -113,10 +113,10 @@ def _read_learning_rate(run_dir: Path, resume: str) -> float | None:
 
     A recipe that names no rate goes on with it, also where the task's own has changed since.
     """
-    from dstrain.train.run_dir import ResumeOptions, find_resume_checkpoint, read_recorded_recipe
+    from dstrain.train.resume.recorded import ResumeOptions, find_resume_candidate, read_recorded_recipe
 
     try:
-        start = find_resume_checkpoint(run_dir, ResumeOptions(resume))
+        start = find_resume_candidate(run_dir, ResumeOptions(resume))
         before = None if start is None else read_recorded_recipe(start)
         return None if before is None else before.optim.lr
     except UsageError:  # said in its own words when the run begins
@@ -145,6 +145,9 @@ def check_run_dir(request: TrainRequest, name: str) -> None:
         shown = str(folder).encode(errors="surrogateescape").decode(errors="backslashreplace")
         problem = f"--run-dir {shown}: the path is not valid UTF-8, and logs and trackers hold it"
         raise UsageError(f"{problem}; rename the folder, or choose another") from None
+    place = next((path for path in (folder, *folder.parents) if _exists(path)), folder)
+    if _exists(place) and not place.is_dir():
+        raise UsageError(f"--run-dir {folder}: cannot be written ({place} is not a folder); choose another folder")
     checkpoints = folder / "checkpoints"
     if (checkpoints.is_symlink() or _exists(checkpoints)) and not checkpoints.is_dir():
         problem = "is a link to a folder that is not there" if checkpoints.is_symlink() else "is not a folder"

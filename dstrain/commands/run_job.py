@@ -135,7 +135,7 @@ def join_world(
 
     Raises LostError where another process ends or falls silent, by name where there is a folder to leave word in.
     """
-    from dstrain.distributed.world import SingleProcessWorld, TorchWorld, destroy_process_groups, init_process_group
+    from dstrain.distributed.world import SingleProcessWorld, joined_world
     from dstrain.train.health.watchdog import peer_watchdog
 
     if worker is None:
@@ -145,13 +145,11 @@ def join_world(
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     config, store = config_and_store
     timeout = timedelta(minutes=config.timeout_minutes)
-    init_process_group(device, timeout, store)
-    try:
-        world = TorchWorld(device, timeout)
-        with peer_watchdog(shared_dir, world, timeout, "the work", "fix the cause and run the command again"):
-            yield world
-    finally:
-        destroy_process_groups()
+    with (
+        joined_world(device, timeout, store) as world,
+        peer_watchdog(shared_dir, world, timeout, "the work", "fix the cause and run the command again"),
+    ):
+        yield world
 
 
 @contextlib.contextmanager
@@ -185,7 +183,7 @@ def _run_as_worker(job: Job, worker: Worker, scratch_dir: Path) -> int:
 
 def _launch_workers(launch: LocalLaunch | MultiHostLaunch, scratch_dir: Path) -> JobResult:
     """Start the workers and wait for them; their logs are kept where they failed."""
-    from dstrain.launch.exit_code import EXIT_DONE, EXIT_FAILED
+    from dstrain.errors import EXIT_DONE, EXIT_FAILED
     from dstrain.launch.multihost.job import open_job
     from dstrain.launch.supervise import StopState, supervise
 

@@ -16,15 +16,15 @@ from typing import Any
 from dstrain.commands.checks.preflight import check_data, check_launch
 from dstrain.commands.recipe_args import TrainRequest, get_run_dir, resolve_recipe
 from dstrain.config import Recipe, dump_recipe, resolve_batch
-from dstrain.errors import ResumeError, UsageError
+from dstrain.errors import EXIT_FAILED, EXIT_USAGE, ResumeError
 from dstrain.launch.command import LaunchOptions, LocalLaunch
-from dstrain.launch.exit_code import EXIT_FAILED
 from dstrain.launch.lease import Lease
 from dstrain.launch.multihost.plan import MultiHostLaunch, cpu_overload_warning, plan_launch, show_launch
 from dstrain.launch.topology import Worker, gpus_support_bf16, worker_from_env
 from dstrain.preset import Device, read_preset
 from dstrain.train.ds_config import batch_warnings, check_offload_folders
-from dstrain.train.run_dir import ResumeOptions, check_run_dir_writable
+from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.run_dir import check_run_dir_writable
 
 
 def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dry_run: bool) -> int:
@@ -77,17 +77,17 @@ def _launch_training(
             remove_rank_records(run_dir, launch.ranks)
             remove_port_files(run_dir)
         launch = replace(launch, environment={**launch.environment, LAUNCH_ID_ENV: lease.launch_id})
-        code = UsageError.exit_code
+        code = EXIT_USAGE
         try:
             with open_job(launch, run_dir) as crew:
-                lease.on_lost = partial(setattr, crew, "lost")
+                lease.on_lost = partial(setattr, crew, "abort_reason")
                 if isinstance(crew, MultiHostJob):  # now that the hosts have said what they have
                     device = Device("cpu", True) if crew.use_cpu else Device("cuda", crew.supports_bf16)
                     check_launch(recipe, run_dir, resume, launch.world_size, device)
                 code = EXIT_FAILED
                 code = supervise(crew)
         finally:
-            if made and alone and code == UsageError.exit_code and not has_progress(run_dir):
+            if made and alone and code == EXIT_USAGE and not has_progress(run_dir):
                 shutil.rmtree(run_dir, ignore_errors=True)
         return code
 

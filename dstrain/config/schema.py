@@ -227,11 +227,20 @@ class LaunchConfig(Section):
     env: list[EnvVar] = []
     """Environment variables for every rank on every host: NAME (its value on the launching host) or NAME=value."""
     grace_seconds: NonNegativeFloat | None = 30.0
-    """Seconds that the scheduler leaves between SIGTERM and SIGKILL; checkpoints that take longer cause a warning. null: unknown."""
-    silence_seconds: Annotated[float, Field(ge=3, le=1e6)] = 30.0
-    """Heartbeat timeout in seconds: after it a silent host counts as lost, and the launch ends on all hosts."""
+    """What the scheduler leaves between SIGTERM and SIGKILL; a checkpoint that takes longer is warned of. null: not known."""
+    heartbeat_timeout_seconds: Annotated[float, Field(ge=3, le=1e6)] = 30.0
+    """If a host sends no message for this long, the launch is ended on all hosts."""
     slurm: SlurmConfig = SlurmConfig()
     """Settings of the Slurm launcher."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_old_name(cls, values: Any) -> Any:
+        """Read `silence_seconds`, the key's name up to version 0.1, in recipes and run folders."""
+        old, new = "silence_seconds", "heartbeat_timeout_seconds"
+        if isinstance(values, dict) and old in values and new not in values:
+            return {new if key == old else key: value for key, value in values.items()}
+        return values
 
 
 class RunConfig(Section):

@@ -1,1 +1,1 @@
-"""Data: files to records, records to examples, examples to batches in a planned order."""
+"""Data pipeline: record sources, formats, images, encoding, the token cache and the loader."""

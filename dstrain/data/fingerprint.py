@@ -1,4 +1,4 @@
-"""Fingerprints of tokenizers, as parts of cache keys."""
+"""Fingerprint of a tokenizer, a part of cache keys."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A hash of all that decides which ids a text becomes."""
+    """Return a hash of everything that determines the ids of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         state: Any = sorted(tokenizer.get_vocab().items())
     else:
         state = json.loads(backend.to_str())
-        # Left behind by the last call that padded or cut; they decide nothing here.
+        # The last call that padded or truncated leaves these settings behind; ids do not depend on them.
         state = {name: value for name, value in state.items() if name not in ("padding", "truncation")}
     special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
     parts = [type(tokenizer).__name__, state, special, getattr(tokenizer, "chat_template", None)]

@@ -1,4 +1,4 @@
-"""Memory of the host that this process may still take: of the machine, and of the cgroups that it is in (Slurm, containers)."""
+"""The memory still available to this process: of the host, and of its cgroups (Slurm, containers)."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ CGROUP_ROOT, OWN_CGROUP_FILE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def get_available_memory() -> int:
-    """Bytes free in the machine, or in a cgroup of this process where it has less."""
+    """Return the bytes available on the host, or in a cgroup of this process if it has less."""
     import psutil
 
     return min([int(psutil.virtual_memory().available), *_iter_available_in_cgroups()])
 
 
 def _iter_available_in_cgroups() -> Iterator[int]:
-    """Bytes free below the limit of each cgroup that has one, of version 2 and 1. What a file's cache takes counts as used."""
+    """Yield the bytes below the limit of each cgroup with one, of version 2 and 1.
+
+    The page cache counts as used.
+    """
     try:
         lines = OWN_CGROUP_FILE.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
+        if controllers in ("", "memory"):  # "": version 2
             root = CGROUP_ROOT / controllers
             inside = root / path.lstrip("/")
             names = (
@@ -34,6 +37,6 @@ def _iter_available_in_cgroups() -> Iterator[int]:
                     break
                 try:
                     most, used = (int((group / name).read_text()) for name in names)
-                except (OSError, ValueError):  # none of its own, or the word max
+                except (OSError, ValueError):  # no limit of its own, or "max"
                     continue
                 yield max(0, most - used)

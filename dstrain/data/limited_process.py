@@ -1,7 +1,4 @@
-"""Work that somebody else's file decides the size of, tried in a process of its own under the kernel's limits.
-
-Nothing inside of Python stops `9 ** (9 ** 9)` or an allocation of gigabytes, and no thread can be ended.
-"""
+"""Untrusted work run in a forked process under memory, CPU-time and wall-time limits."""
 
 from __future__ import annotations
 
@@ -20,38 +17,43 @@ from typing import Any, Literal, NoReturn
 
 _PR_SET_PDEATHSIG = 1
 OUT_OF_MEMORY_CODE = 3
-"""How a process ends where memory ran out."""
+"""Exit code of a process that ran out of memory."""
 
 
 @dataclass(frozen=True)
 class ResourceLimits:
-    """What a process may take."""
+    """Limits of a forked process."""
 
     memory_bytes: int
-    """Bytes beside what the process has that forks it."""
+    """Bytes in addition to the memory of the parent."""
     cpu_seconds: int | None = None
-    """Of processor time."""
+    """Processor time."""
     wall_seconds: float | None = None
-    """Seconds after which a process is given up that does not compute either."""
+    """Time after which the process is killed even if it uses no processor time."""
 
 
 @dataclass(frozen=True)
 class SubprocessResult:
-    """What came of it."""
+    """Status and value of limited work."""
 
     status: Literal["done", "raised", "memory", "time", "lost"]
-    """lost: nothing is known, the process was ended by somebody or waits for something."""
+    """lost: the result is unknown; the process was killed from outside or waits for something."""
     value: Any = None
-    """What the work returned, which JSON must hold; of an exception that it raised the type's name and the text."""
+    """What the function returned, as JSON; for an exception [name of its type, text]."""
 
 
 def run_limited(func: Callable[[], Any], limits: ResourceLimits) -> SubprocessResult:
-    """Run `work` in a forked process, on Linux; elsewhere here, without limits. What it returns or raises is sent back."""
+    """Run `func` in a forked process on Linux; on other systems in this one, without limits.
+
+    A process, because nothing inside of Python stops `9 ** (9 ** 9)` or an allocation of gigabytes,
+    and a thread cannot be killed. What `func` returns or raises is in the result.
+    """
     if sys.platform != "linux":
         return _parse_result(_serialize_result(func)) or SubprocessResult("lost")
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        # Python 3.12 warns of a fork beside threads; the child computes, and takes no lock that a thread may hold.
+        # Python 3.12 warns of a fork in a process with threads; the child only computes, and takes
+        # no lock that another thread may hold.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -71,18 +73,18 @@ def run_limited(func: Callable[[], Any], limits: ResourceLimits) -> SubprocessRe
 
 
 def _parse_result(payload: bytes) -> SubprocessResult | None:
-    """What `_result` wrote; None where it was not written to its end."""
+    """Return the result that `_serialize_result` wrote; None if it is incomplete."""
     try:
-        how, value = json.loads(payload)
+        status, value = json.loads(payload)
     except (ValueError, TypeError):
         return None
-    return SubprocessResult(how, value)
+    return SubprocessResult(status, value)
 
 
 def _wait_for_child(child: int, reader: int, wall_seconds: float | None) -> tuple[int | None, bytes]:
-    """(how the process ended, what it sent). It is ended where this one is interrupted.
+    """Return (exit code, bytes sent) of the child; kill it if this process is interrupted.
 
-    How it ended is None where somebody else heard of it, as the system does where SIGCHLD is ignored.
+    The exit code is None if it is unknown: where SIGCHLD is ignored, the system reaps children.
     """
     began, sent = time.monotonic(), b""
     os.set_blocking(reader, False)
@@ -109,7 +111,7 @@ def _wait_for_child(child: int, reader: int, wall_seconds: float | None) -> tupl
 
 
 def _run_child(func: Callable[[], Any], limits: ResourceLimits, writer: int) -> NoReturn:
-    """The life of the process that tries."""
+    """Run in the child: set the limits, run the function, send the result, exit."""
     import resource
 
     code = 1
@@ -122,21 +124,24 @@ def _run_child(func: Callable[[], Any], limits: ResourceLimits, writer: int) -> 
             resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_seconds, limits.cpu_seconds + 1))
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + limits.memory_bytes
-        with suppress(ValueError, OSError):  # a lower one is set already
+        with suppress(ValueError, OSError):  # a lower limit is in force already
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
         sent = _serialize_result(func)
         while sent:
             sent = sent[os.write(writer, sent) :]
         code = 0
     except MemoryError:
-        os.write(writer, b'["memory", null]')  # where nobody hears of the code
+        os.write(writer, b'["memory", null]')  # for a parent that cannot see the exit code
         code = OUT_OF_MEMORY_CODE
     finally:
         os._exit(code)
 
 
 def _serialize_result(func: Callable[[], Any]) -> bytes:
-    """How the work went, and its value. No pickle: an exception of two arguments cannot be read back from one."""
+    """Return status and value as JSON.
+
+    Not as pickle: an exception whose constructor takes two arguments cannot be unpickled.
+    """
     try:
         return json.dumps(["done", func()]).encode()
     except MemoryError:

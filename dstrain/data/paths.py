@@ -10,9 +10,9 @@ from typing import BinaryIO
 
 
 def display_path(path: Path) -> str:
-    """Relative to the working folder where the file is inside it, as it was given elsewhere.
+    """Return the path for a message: relative if it is inside the working folder, else as given.
 
-    A path that nothing can be read from has a name too: a loop of links, a zero byte.
+    Paths that cannot be read are displayed too, such as a loop of links or one with a null byte.
     """
     try:
         return str(Path(os.path.realpath(path)).relative_to(os.path.realpath(os.getcwd())))
@@ -20,18 +20,19 @@ def display_path(path: Path) -> str:
         return str(path)
 
 
-NOT_REGULAR = "is no regular file"
+NOT_REGULAR = "is not a regular file"
 
 
 def open_regular_file(path: Path) -> BinaryIO:
-    """A regular file, open to be read. Never waits for a writer, as opening a FIFO does, and opens no device.
+    """Open a regular file for reading.
 
-    Raises OSError: IsADirectoryError for a folder, one with NOT_REGULAR for what is neither.
+    Never opens a device and never waits for a writer, as opening a FIFO would. Raises OSError:
+    IsADirectoryError for a folder, with the text NOT_REGULAR for other kinds.
     """
     _check_regular_file(os.stat(path).st_mode)
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
-        _check_regular_file(os.fstat(descriptor).st_mode)  # where it was exchanged meanwhile
+        _check_regular_file(os.fstat(descriptor).st_mode)  # it may have been replaced since the stat
     except OSError:
         os.close(descriptor)
         raise
@@ -46,13 +47,16 @@ def _check_regular_file(mode: int) -> None:
 
 
 def not_file_reason(path: Path) -> str:
-    """Why a path that has an entry is no file that can be read; empty where there is no entry, or it is a file or a folder."""
+    """Return why a path that exists is not a readable file.
+
+    Empty if it does not exist, or is a file or a folder.
+    """
     try:
         mode = os.stat(path).st_mode
     except OSError as fault:
         if fault.errno == errno.ELOOP:
-            return "is a link that leads back to itself"
-        return f"is a link to {os.readlink(path)}, which is not there" if os.path.islink(path) else ""
-    except ValueError:  # a zero byte in it
+            return "is a link that points to itself"
+        return f"is a link to {os.readlink(path)}, which does not exist" if os.path.islink(path) else ""
+    except ValueError:  # a null byte in the path
         return ""
     return "" if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else NOT_REGULAR

@@ -1,53 +1,58 @@
-"""The only door to torch.distributed: who we are among how many, and agreeing on numbers."""
+"""The processes of a run: rank, size, and agreement on small values."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
-import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from dstrain.distributed.collective_log import COLLECTIVE_LOG, find_connection_error, patch_collectives
-from dstrain.errors import PeerFailureError, RunError
+from dstrain.distributed.collective_log import CollectiveLog
+from dstrain.distributed.patches import CollectivePatches
+from dstrain.distributed.store import rendezvous_errors
 
 if TYPE_CHECKING:
     import torch
 
 
-class World(Protocol):
-    """The processes of a run. Host-side, so agreeing on a number never waits for the GPU."""
+class Ranks(Protocol):
+    """Processes that exchange small values, before a process group exists or over one."""
 
     rank: int
     size: int
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's small picklable value, by rank, on every rank. Collective."""
+
+
+class World(Ranks, Protocol):
+    """Processes of a run. Values go over host memory, so agreeing on a number never waits for the GPU."""
+
     device: torch.device
+    log: CollectiveLog
+    """Activity of this process: its collectives and its progress."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Element-wise float64 sum over all ranks, the same on every rank. Collective."""
+        """Return the element-wise float64 sum over all ranks, the same on every rank. Collective."""
 
     def any(self, flag: bool) -> bool:
-        """True where any rank says so. Collective."""
+        """Return true if the flag is true on any rank. Collective."""
 
     def barrier(self) -> None:
         """Wait until every rank is here. Collective."""
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's small plain value, by rank, on every rank. Collective."""
-
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's plain value, on every rank; what the others give is not looked at. Collective."""
+        """Return rank 0's picklable value on every rank; the values of other ranks are ignored. Collective."""
 
     def new_group(self) -> World:
-        """The same processes, agreeing over a group of their own: for another thread. Collective."""
+        """Return the same processes with a process group of their own, for use in another thread. Collective."""
 
 
 class SingleProcessWorld:
-    """One process that need not ask anyone."""
+    """World of one process without a process group."""
 
     rank = 0
     size = 1
@@ -55,7 +60,7 @@ class SingleProcessWorld:
     def __init__(self, device: torch.device | None = None) -> None:
         import torch
 
-        self.device = device or torch.device("cpu")
+        self.device, self.log = device or torch.device("cpu"), CollectiveLog()
 
     def sum(self, values: Sequence[float]) -> list[float]:
         return [float(value) for value in values]
@@ -77,14 +82,43 @@ class SingleProcessWorld:
 
 
 class TorchWorld:
-    """The ranks of torch.distributed, agreeing over a gloo group of their own."""
+    """Ranks of torch.distributed, with a gloo group of their own for values on the host."""
 
-    def __init__(self, device: torch.device, timeout: timedelta) -> None:
+    def __init__(self, device: torch.device, timeout: timedelta, patches: CollectivePatches | None = None) -> None:
+        """Use the process group that is there. Without `patches`, the log holds progress but no collectives."""
         import torch.distributed as dist
 
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
-        with _rendezvous_errors(timeout):
+        self.log, self.patches = patches.log if patches else CollectiveLog(), patches
+        with rendezvous_errors(timeout):
             self._group, self._timeout = dist.new_group(backend="gloo", timeout=timeout), timeout
+
+    @classmethod
+    def join(cls, device: torch.device, timeout: timedelta, store: Any = None) -> TorchWorld:
+        """Start the process group, NCCL between GPUs and gloo between CPUs, and log its collectives. Collective.
+
+        `store` is that of `rendezvous_over_store`; without one, RANK, WORLD_SIZE and MASTER_* are read, and a single
+        process needs no port. From here on every new process group gets `timeout`, DeepSpeed's too. Raises
+        PeerFailureError where a rank does not come. Call `close` at the end.
+        """
+        patches = CollectivePatches(CollectiveLog(), timeout)
+        patches.apply()
+        try:
+            _init_process_group(device, timeout, store)
+            return cls(device, timeout, patches)
+        except BaseException:
+            destroy_process_groups()
+            patches.undo()
+            raise
+
+    def close(self) -> None:
+        """Destroy all process groups and put torch's functions back: ZeRO-3 workers can abort at exit otherwise."""
+        self.log.clear()
+        try:
+            destroy_process_groups()
+        finally:
+            if self.patches is not None:
+                self.patches.undo()
 
     def sum(self, values: Sequence[float]) -> list[float]:
         import torch
@@ -117,106 +151,36 @@ class TorchWorld:
         return values[0]
 
     def new_group(self) -> World:
-        return TorchWorld(self.device, self._timeout)
+        return TorchWorld(self.device, self._timeout, self.patches)
 
 
-def rendezvous_over_store(timeout: timedelta, message: str, port_file: Path | None = None) -> tuple[Any, list[str]]:
-    """Meet the other processes over a store, before any process group: the store, and every rank's word, by rank.
-
-    `place`: a file, where all are on one host: rank 0 takes a free port at the moment it listens, and writes it there. One that
-    was chosen before the ranks started may be taken by then.
-
-    Reads RANK, WORLD_SIZE and MASTER_*; rank 0 serves the store, or torchrun's agent does. Raises LostError where one
-    did not come in time.
-    """
-    from torch.distributed import rendezvous
-
-    with _rendezvous_errors(timeout):
-        store, rank, size = (
-            _open_local_store(port_file, timeout) if port_file else next(rendezvous("env://", timeout=timeout))
-        )
-        store.set_timeout(timeout)
-        store.set(f"dstrain/word/{rank}", message)
-        words = store.multi_get([f"dstrain/word/{other}" for other in range(size)])
-    if port_file and rank == 0:
-        port_file.unlink(missing_ok=True)
-    return store, [told.decode() for told in words]
-
-
-def _open_local_store(port_file: Path, timeout: timedelta) -> tuple[Any, int, int]:
-    """The store, this rank and how many there are; MASTER_PORT is set to where they meet."""
-    from torch.distributed import DistStoreError, TCPStore
-
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if rank == 0:
-        store = TCPStore("127.0.0.1", 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
-        port_file.parent.mkdir(parents=True, exist_ok=True)
-        partial = port_file.with_suffix(".partial")
-        partial.write_text(str(store.port))
-        os.replace(partial, port_file)
-    else:
-        until = time.monotonic() + timeout.total_seconds()
-        while not port_file.exists():
-            if time.monotonic() > until:
-                raise DistStoreError("rank 0 did not listen")
-            time.sleep(0.02)
-        store = TCPStore("127.0.0.1", int(port_file.read_text()), size, is_master=False, timeout=timeout)
-    os.environ["MASTER_PORT"] = str(store.port)
-    return store, rank, size
-
-
-def init_process_group(device: torch.device, timeout: timedelta, store: Any = None) -> None:
-    """Start the process group: NCCL between GPUs, gloo between CPUs. Reads RANK, WORLD_SIZE, MASTER_*. Collective.
-
-    `store`: what `meet` gave; a process alone needs none, and no port. From here on collectives are counted, and groups that are made get the timeout. Raises
-    LostError where one did not come.
-    """
-    import torch.distributed as dist
-
-    patch_collectives(timeout)
-    if store is None and os.environ.get("WORLD_SIZE") == "1":
-        store = dist.HashStore()
-    if not dist.is_initialized():
-        with _rendezvous_errors(timeout):
-            place = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if store is not None else (-1, -1)
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=place[0], world_size=place[1])
-
-
-_HOST_ERROR_FIXES = {
-    "Unable to find interface": "bring its network interface up (`ip link set lo up` for loopback), or name one in GLOO_SOCKET_IFNAME",
-    "File name too long": "gloo takes host names of up to 63 characters: shorten it, or name a network interface in GLOO_SOCKET_IFNAME",
-    "Resource temporarily unavailable": "raise `ulimit -u`, or the container's limit of process IDs: no more threads can be started",
-}
-"""What gloo says where this host is at fault and no other process, and what to do."""
-
-
-@contextlib.contextmanager
-def _rendezvous_errors(timeout: timedelta) -> Iterator[None]:
-    """Inside, all processes have to come; LostError where one does not."""
-    began = time.monotonic()
+@contextmanager
+def joined_world(device: torch.device, timeout: timedelta, store: Any = None) -> Iterator[TorchWorld]:
+    """Join the other processes, and leave at the end. See `TorchWorld.join`. Collective."""
+    world = TorchWorld.join(device, timeout, store)
     try:
-        yield
-    except RuntimeError as error:
-        why = find_connection_error(error)
-        if mend := next((mend for text, mend in _HOST_ERROR_FIXES.items() if text in str(error)), ""):
-            raise RunError(
-                f"the process group cannot start on {socket.gethostname()} ({why or error}); {mend}"
-            ) from error
-        if why is None:
-            raise
-        at = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
-        mend = f"see the logs of the others, and whether every host reaches {at}"
-        what = f"not all came within {timeout.total_seconds():g} s ({why})"
-        if time.monotonic() - began < timeout.total_seconds() / 2:  # not for want of time
-            what = f"it failed ({why})"
-        raise PeerFailureError("meeting the other processes", what, mend) from error
+        yield world
+    finally:
+        world.close()
 
 
 def destroy_process_groups() -> None:
-    """Destroy the process groups: ZeRO-3 workers can abort at exit where this is left out."""
+    """Destroy all process groups of this process, if there are any."""
     import torch.distributed as dist
 
-    COLLECTIVE_LOG.clear()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _init_process_group(device: torch.device, timeout: timedelta, store: Any) -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    if store is None and os.environ.get("WORLD_SIZE") == "1":
+        store = dist.HashStore()
+    # torch reads rank and size from the environment only where it makes the store itself.
+    rank, size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if store is not None else (-1, -1)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    with rendezvous_errors(timeout):
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)

@@ -6,9 +6,9 @@ import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from dstrain.launch.worker import RankRecord
 
-EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 0, 1, 2, 75
 OUT_OF_MEMORY_HINT = " (is the host's memory full? see dmesg)"
 
 

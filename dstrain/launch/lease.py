@@ -37,8 +37,7 @@ from dstrain.launch.lease_file import (
     parse_lease_number,
     read_latest_lease,
 )
-from dstrain.launch.multihost.probe import get_host_id
-from dstrain.launch.processes import is_process_alive, start_time
+from dstrain.launch.processes import get_host_id, is_process_alive, start_time
 from dstrain.launch.worker import get_workers_dir
 
 HEARTBEAT_SECONDS = 3.0
@@ -46,6 +45,8 @@ LEASE_TIMEOUT_SECONDS = 15.0
 """A holder on another host whose heartbeat stands still for this long is gone."""
 _POLL_SECONDS = 0.25
 _MAX_ATTEMPTS = 20
+CANDIDATE_PREFIX = ".lease-"
+"""Of the file that a waiting launch links to the name of a lease."""
 
 
 class Lease:
@@ -97,10 +98,9 @@ class Lease:
 
     def _try_acquire(self, timeout: float) -> bool:
         """Whether the folder is held now; False where another start was sooner, and it is to be looked at again."""
-        temporary = self._folder / f".lease-{self.launch_id}"
-        temporary.write_bytes(
-            self._encode_holder()
-        )  # before the folder is listed: what a network file system knew of it is forgotten
+        temporary = self._folder / f"{CANDIDATE_PREFIX}{self.launch_id}"
+        # Written before the folder is listed: a change by this host makes NFS drop its cached listing.
+        temporary.write_bytes(self._encode_holder())
         try:
             number, content = read_latest_lease(self._folder)
             if content is not None and not self._is_free(content, timeout):
@@ -108,18 +108,26 @@ class Lease:
             if not link_exclusive(temporary, lease_path(self._folder, number + 1)):
                 return False
             self._number = number + 1
-            if (
-                read_latest_lease(self._folder)[0] != self._number
-            ):  # this start was asleep for long, and others came and went
+            # A higher number exists if this process was suspended while others acquired and released.
+            if read_latest_lease(self._folder)[0] != self._number:
                 lease_path(self._folder, self._number).unlink(missing_ok=True)
                 return False
         finally:
             temporary.unlink(missing_ok=True)
-        for older in (
-            path for path in self._folder.glob("lease-*.json") if parse_lease_number(path.name) < self._number
-        ):
-            older.unlink(missing_ok=True)
+        self._remove_stale_files()
         return True
+
+    def _remove_stale_files(self) -> None:
+        """Remove older leases, and the candidates of launches that were killed while they waited."""
+        for path in self._folder.glob("lease-*.json"):
+            if parse_lease_number(path.name) < self._number:
+                path.unlink(missing_ok=True)
+        for path in self._folder.glob(f"{CANDIDATE_PREFIX}*"):
+            # Suppressed: it is gone meanwhile, or its process runs (ResumeError): both leave nothing to remove.
+            with contextlib.suppress(OSError, ResumeError):
+                holder = parse_holder(path.read_bytes())
+                if holder is not None and self._is_holder_dead(holder):
+                    path.unlink(missing_ok=True)
 
     def _encode_holder(self) -> bytes:
         own = LeaseHolder(

@@ -107,8 +107,8 @@ def link_exclusive(temporary: Path, target: Path) -> bool:
         os.link(temporary, target)
         return True
     except FileExistsError:
-        pass
-    except OSError:  # a file system without hard links, each of which says so in its own way
+        pass  # another launch's file, or ours after a repeated NFS request: compared below
+    except OSError:  # a file system without hard links; the errno differs between file systems
         with contextlib.suppress(FileExistsError):
             _copy_exclusive(temporary, target)
             return True

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -40,6 +41,17 @@ def _has_rank(process: psutil.Process) -> bool:
     return ("RANK" in names and "LOCAL_RANK" in names) or "OMPI_COMM_WORLD_RANK" in names
 
 
+def get_host_id() -> str:
+    """Return a string that is equal where process ids mean the same: same host name, boot and pid namespace."""
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        try:
+            parts.append(os.readlink(path) if path.endswith("pid") else Path(path).read_text().strip())
+        except OSError:
+            parts.append("")
+    return " ".join(parts)
+
+
 def process_state(pid: int) -> str:
     """The kernel's letter (Z: it ended and nobody has asked how yet), or `gone`."""
     fields = _read_stat(pid)
@@ -70,7 +82,7 @@ def is_process_alive(pid: int, started_at: str) -> bool | None:
     except (ProcessLookupError, OverflowError, ValueError):
         return False
     except PermissionError:
-        pass
+        pass  # another user's process has the pid: its start time, below, tells if it is the one
     now = start_time(pid)
     return now == started_at if now and started_at else None
 
@@ -83,16 +95,21 @@ def _read_stat(pid: int) -> list[str]:
         return []
 
 
-def find_marked(marker: str, variable: str) -> list[psutil.Process]:
-    """All living processes of this host that have `mark` in their command line or in the variable `name`, but for this one."""
+def find_processes(matches: Callable[[Sequence[str], Callable[[], Mapping[str, str]]], bool]) -> list[psutil.Process]:
+    """Return this host's running processes, except this one, for which `matches(command line, get_environ)` is true."""
     found = []
     for process in psutil.process_iter():
+        # Suppressed: it has ended, or belongs to another user, whose environment cannot be read.
         with contextlib.suppress(psutil.Error, OSError):
-            words = process.cmdline()
-            ours = any(marker in word for word in words) or process.environ().get(variable) == marker
-            if ours and process.pid != os.getpid() and process_state(process.pid) not in ("gone", "Z"):
+            ours = process.pid != os.getpid() and matches(process.cmdline(), process.environ)
+            if ours and process_state(process.pid) not in ("gone", "Z"):
                 found.append(process)
     return found
+
+
+def has_marker(words: Sequence[str], env: Callable[[], Mapping[str, str]], marker: str, variable: str) -> bool:
+    """Return True if `marker` is part of the command line or the value of the variable."""
+    return any(marker in word for word in words) or env().get(variable) == marker
 
 
 def kill_descendants(excluded_pids: set[int], launcher_pid: int) -> list[int]:

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from dstrain.launch.exit_code import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, LaunchOutcome, compute_outcome
+from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from dstrain.launch.exit_code import LaunchOutcome, compute_outcome
+from dstrain.launch.heartbeat import print_error
 from dstrain.launch.job import LaunchedJob
-from dstrain.launch.multihost.heartbeat import print_error
 from dstrain.launch.worker import DUPLICATE_SIGNAL_SECONDS, finish_log_copy, log_path, set_child_subreaper
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

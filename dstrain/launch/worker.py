@@ -17,8 +17,9 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dstrain.errors import DstrainError, mask_passwords
-from dstrain.launch.multihost.heartbeat import watch_heartbeat
+from dstrain.errors import EXIT_DONE, EXIT_STOPPED, DstrainError, mask_passwords
+from dstrain.files import atomic_write
+from dstrain.launch.heartbeat import watch_heartbeat
 
 SUPERVISOR_ENV = "DSTRAIN_SUPERVISOR"
 """`HOST PID` of what supervises this launch on this host: the `dstrain` command, or its agent."""
@@ -79,7 +80,7 @@ def exit_code_for_launcher(code: int) -> int:
     Launchers take everything but 0 for a failure and end the other ranks over it. Where `dstrain`
     supervises it reads the record, so that a rank that stopped as asked may leave quietly.
     """
-    return 0 if code == 75 and _supervisor_pid() is not None else code
+    return EXIT_DONE if code == EXIT_STOPPED and _supervisor_pid() is not None else code
 
 
 def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
@@ -106,9 +107,7 @@ def _write_record(run_dir: Path, record: RankRecord) -> None:
     folder = get_workers_dir(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _record_name(record.rank, os.environ.get(LAUNCH_ID_ENV, ""))
-    partial = path.with_suffix(f".{record.pid}")
-    partial.write_text(json.dumps(asdict(record)))
-    os.replace(partial, path)
+    atomic_write(path, json.dumps(asdict(record)))
 
 
 def _record_name(rank: int, launch_id: str) -> str:

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import cached_file, logging
 
-from dstrain.errors import Fault, RecipeError, TaskError, UsageError
+from dstrain.errors import Fault, RecipeError, TaskError, UsageError, first_names
 from dstrain.models.folder.adapter_config import read_adapter
 from dstrain.models.folder.hub_code import find_hub_code
 from dstrain.models.params.zero3 import assign, full_shape, gathered
@@ -221,7 +221,7 @@ def _load_score_head(model: Any, file: str, missing_keys: Collection[str]) -> No
     """Collective under ZeRO-3."""
     stored, place = load_file(file), model.score.weight
     if lost := sorted({*missing_keys} - {SCORE_WEIGHT_KEY}):
-        raise RecipeError(f"{Path(file).parent}: lacks {lost[0]} and {len(lost) - 1} more weights; export it again")
+        raise RecipeError(f"{Path(file).parent}: missing keys: {first_names(lost)}; export it again")
     if stored.keys() != {SCORE_WEIGHT_KEY} or tuple(stored[SCORE_WEIGHT_KEY].shape) != full_shape(place):
         shapes = {name: tuple(value.shape) for name, value in stored.items()}
         raise RecipeError(f"{file}: holds {shapes}, and the model's head is {full_shape(place)}; export it again")

@@ -1,4 +1,4 @@
-"""Adds up what steps leave behind and divides once."""
+"""Accumulator of step results: weighted means over all ranks, and throughput."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from dstrain.distributed.world import World
 
 
 class Meter:
-    """Keeps sums of StepResults on the device; `drain` turns them into numbers and starts anew."""
+    """Accumulator of StepResults on the device; `drain` returns their means and starts from zero."""
 
     def __init__(self, world: World, clock: Callable[[], float] = time.perf_counter) -> None:
         self._world, self._clock = world, clock
         self._sums, self._start_time, self._paused_seconds = _MeterSums(), clock(), 0.0
 
     def add(self, result: StepResult) -> None:
-        """Take in one step. Never waits for the device."""
+        """Add one step. Never waits for the device."""
         self._sums.add(result)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave the time spent inside (evaluation, a save) out of the rates."""
-        self._sums.to_host([])  # waits for the device, whose work belongs before the pause
+        """Exclude the time spent inside (evaluation, a save) from the rates."""
+        self._sums.to_host([])  # waits for the device: its queued steps belong to the time before the pause
         start = self._clock()
         try:
             yield
@@ -35,14 +35,15 @@ class Meter:
             self._paused_seconds += self._clock() - start
 
     def drain(self, data_wait_seconds: float | None = None) -> dict[str, float]:
-        """Means over all ranks and micro-batches since the last drain, the same on every rank, and rates.
+        """Return means over all ranks and micro-batches since the last drain, and rates, alike on every rank.
 
-        A mean is one sum divided by one weight. Where the weight is 0 there is no mean, and its key
-        is left out. `data_wait_seconds` is what this rank waited for data since the last drain; give
-        it on all ranks or on none. Collective.
+        A mean is one sum divided by one weight; the key of a metric with weight 0 is left out.
+        `data_wait_seconds` is the time this rank waited for data since the last drain; give it on all
+        ranks or on none. Collective.
         """
         sums = self._sums
-        # A metric that only some batches have (say, of images) may be missing on this rank.
+        # A metric that only some batches have (for example of images) may be missing on this rank, and
+        # every rank has to sum the same values in the same order.
         names = sorted(set().union(*self._world.gather(sorted(sums.metrics))))
         mine = sums.to_host(names)
         seconds = self._clock() - self._start_time - self._paused_seconds
@@ -66,7 +67,7 @@ class Meter:
 
 @dataclass
 class _MeterSums:
-    """What came in since the last drain, on this rank."""
+    """Sums since the last drain, on this rank."""
 
     loss: Tensor | float | None = None
     weight: float = 0.0
@@ -78,7 +79,7 @@ class _MeterSums:
     grad_norm: float | None = None
 
     def add(self, result: StepResult) -> None:
-        if result.applied:  # a step left out has no part in the means
+        if result.applied:  # a skipped step is not part of the means: its loss is not finite
             self.loss = _add_float64(0.0 if self.loss is None else self.loss, result.loss)
             self.weight += result.weight
             for name, (total, weight) in result.metrics.items():
@@ -91,7 +92,7 @@ class _MeterSums:
         self.grad_norm = result.grad_norm
 
     def to_host(self, names: Sequence[str]) -> list[float]:
-        """Samples, tokens, loss, its weight, and the pair of each name; one copy, which waits for the device."""
+        """Return samples, tokens, loss, its weight, and (sum, weight) of each name, in one copy from the device."""
         if self.loss is None:
             return [float(self.samples), float(self.tokens), 0.0, 0.0, *[0.0] * (2 * len(names))]
         pairs = [value for name in names for value in self.metrics.get(name, (0.0, 0.0))]
@@ -99,5 +100,5 @@ class _MeterSums:
 
 
 def _add_float64(total: Tensor | float, value: Tensor | float) -> Tensor | float:
-    """The sum in 64 bits: many small sums would drown in a large one of 32."""
+    """Return the sum in float64: in float32 small terms vanish next to a large sum."""
     return total + (value.detach().double() if isinstance(value, Tensor) else value)

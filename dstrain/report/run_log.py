@@ -1,4 +1,4 @@
-"""metrics.jsonl and events.jsonl: one JSON object per line, whole lines only."""
+"""The run log: metrics.jsonl and events.jsonl, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import RunError
+from dstrain.files import atomic_write, remove_stale_partials
 
 Row = Mapping[str, Any]
-"""One log or evaluation: name -> number, word or None."""
+"""Metrics of a log or evaluation: name -> number, text or None."""
 
 LEADING_COLUMNS = ("time", "step", "samples", "epoch", "split", "loss")
 TRAILING_COLUMNS = (
@@ -35,22 +36,22 @@ TRAILING_COLUMNS = (
 
 
 def format_current_time() -> str:
-    """The time as ISO 8601 in UTC with milliseconds: `2025-01-31T12:00:00.000Z`."""
+    """Return the time as ISO 8601 in UTC with milliseconds: `2025-01-31T12:00:00.000Z`."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def task_metric_names(row: Row) -> list[str]:
-    """The names in a row that a task chose, as they came."""
+    """Return the names of the task's own metrics in a row, in their order."""
     return [name for name in row if name not in LEADING_COLUMNS and name not in TRAILING_COLUMNS]
 
 
 def order_columns(row: Row) -> dict[str, Any]:
-    """The same row in the order of the file: when and where, loss, the task's metrics, rates."""
+    """Return the row in the order of the file: time and position, loss, the task's metrics, rates."""
     return {name: row[name] for name in (*LEADING_COLUMNS, *task_metric_names(row), *TRAILING_COLUMNS) if name in row}
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """The same value with null for what JSON cannot say: inf and nan."""
+    """Return the value with None for inf and nan, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -58,22 +59,11 @@ def replace_nonfinite(value: Any) -> Any:
     return [replace_nonfinite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk, after a rename, where the file system can (some network ones cannot)."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
 class RunLog:
-    """The two files of a run folder. Only rank 0 writes; on the others every call does nothing."""
+    """Writer of the two files. Only rank 0 writes; on other ranks every method does nothing."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.folder = folder
         self._is_writer = rank == 0
         if self._is_writer:
             folder.mkdir(parents=True, exist_ok=True)
@@ -81,37 +71,38 @@ class RunLog:
             self._events = _JsonLinesFile(folder / "events.jsonl")
 
     def log_metrics(self, row: Row) -> None:
-        """Append a row to metrics.jsonl."""
+        """Append a row to metrics.jsonl. Raises RunError if it cannot be written."""
         if self._is_writer:
             self._metrics.append(order_columns({"time": format_current_time(), **row}))
 
     def log_event(self, event: str, **fields: Any) -> None:
-        """Append to events.jsonl, and have it on the disk before this returns."""
+        """Append a row to events.jsonl and sync it to disk. Raises RunError if it cannot be written."""
         if self._is_writer:
             self._events.append({"time": format_current_time(), "event": event, **fields})
             self._events.sync()
 
     def truncate_after(self, step: int) -> int:
-        """Drop the rows after `step`, which a resumed run writes again; returns how many.
+        """Remove the rows after `step`, which a resumed run writes again; return their number.
 
-        Lines that cannot be read are dropped too, and named in an event.
+        Damaged lines are removed too, and their numbers logged as an event.
         """
         if not self._is_writer:
             return 0
         dropped, damaged = self._metrics.filter_rows(lambda row: row.get("step", 0) <= step)
         if damaged:
-            what = "not valid JSON, such as a changed byte makes; removed"
+            what = "not valid JSON, such as after a flipped byte; removed"
             self.log_event("rows_damaged", file="metrics.jsonl", lines=damaged[:100], count=len(damaged), what=what)
         return dropped
 
     def close(self) -> None:
+        """Close both files."""
         if self._is_writer:
             self._metrics.close()
             self._events.close()
 
 
 class _JsonLinesFile:
-    """A file of JSON lines that is appended to."""
+    """File of JSON lines, opened for appending."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -120,9 +111,9 @@ class _JsonLinesFile:
 
     def append(self, row: Row) -> None:
         text = json.dumps(replace_nonfinite(row), ensure_ascii=False, allow_nan=False)
-        line = text.encode(errors="backslashreplace") + b"\n"  # a file name need not be UTF-8
+        line = text.encode(errors="backslashreplace") + b"\n"  # file names in events need not be UTF-8
         with _wrap_os_errors(self._path):
-            # Unbuffered, so that another process sees the row at once; a short write leaves a rest.
+            # The file is unbuffered, so that readers see the row at once, but then a write may be partial.
             while line:
                 line = line[self._file.write(line) :]
 
@@ -131,29 +122,20 @@ class _JsonLinesFile:
             os.fsync(self._file.fileno())
 
     def filter_rows(self, predicate: Callable[[Row], bool]) -> tuple[int, list[int]]:
-        """Rewrite the file with the wanted rows, whole or not at all; (how many were dropped, the damaged lines)."""
+        """Rewrite the file atomically with the rows that match; return (rows removed, numbers of damaged lines)."""
         with _wrap_os_errors(self._path, "read"):
             lines = self._path.read_bytes().splitlines(keepends=True)
         rows = [_parse_row(line) for line in lines]
-        kept = [line for line, row in zip(lines, rows, strict=True) if row is not None and predicate(row)]
-        if len(kept) < len(lines):
-            self._rewrite(kept)
-        return len(lines) - len(kept), [number for number, row in enumerate(rows, 1) if row is None]
+        remaining = [line for line, row in zip(lines, rows, strict=True) if row is not None and predicate(row)]
+        if len(remaining) < len(lines):
+            self._rewrite(remaining)
+        return len(lines) - len(remaining), [number for number, row in enumerate(rows, 1) if row is None]
 
     def _rewrite(self, lines: list[bytes]) -> None:
-        temporary = self._path.with_suffix(".tmp")
-        try:
-            with _wrap_os_errors(temporary), temporary.open("wb") as file:
-                file.writelines(lines)
-                file.flush()
-                os.fsync(file.fileno())
-        except RunError:
-            temporary.unlink(missing_ok=True)
-            raise
         with _wrap_os_errors(self._path):
+            remove_stale_partials(self._path)
+            atomic_write(self._path, b"".join(lines), sync=True)
             self._file.close()
-            os.replace(temporary, self._path)
-            sync_folder(self._path.parent)
         self._open()
 
     def close(self) -> None:
@@ -164,45 +146,61 @@ class _JsonLinesFile:
             self._file = self._path.open("ab", buffering=0)
 
     def _truncate_partial_line(self) -> None:
-        """Cut off a last line that a kill -9 or a power cut left unfinished."""
+        """Remove a last line that a kill -9 or a power cut left incomplete."""
         if not self._path.exists():
             return
         with _wrap_os_errors(self._path, "read"):
             content = self._path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        last = whole[whole.rfind(b"\n", 0, -1) + 1 :]
+        complete = content[: content.rfind(b"\n") + 1]
+        last = complete[complete.rfind(b"\n", 0, -1) + 1 :]
+        # After a power cut the last line may end in a newline and still hold zero bytes.
         if last and _parse_row(last) is None:
-            whole = whole[: -len(last)]
-        if len(whole) < len(content):
+            complete = complete[: -len(last)]
+        if len(complete) < len(content):
             with _wrap_os_errors(self._path):
-                os.truncate(self._path, len(whole))
+                os.truncate(self._path, len(complete))
 
 
 @contextlib.contextmanager
 def _wrap_os_errors(path: Path, action: str = "write") -> Iterator[None]:
-    """Raises RunError, in a sentence, for what the system says."""
+    """Context that raises RunError, with a fix, for an OSError."""
     try:
         yield
     except OSError as error:
-        mend = "make room and start again"
+        fix = "free some disk space and start again"
         if error.errno in (errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS):
-            mend = "it must be a file that can be written: correct that, or give another --run-dir"
+            fix = "it must be a writable file: correct that, or give another --run-dir"
         elif error.errno == errno.EIO:
-            mend = "the disk or the network file system has a fault: start again where it is well"
-        raise RunError(f"cannot {action} {path}: {error.strerror}; {mend}") from error
+            fix = "the disk or network file system failed: start again on one that works"
+        raise RunError(f"cannot {action} {path}: {error.strerror}; {fix}") from error
+
+
+RENAMED_EVENTS = {
+    "begins_anew": "optimizer_state_reset",
+    "reshaped": "resharded",
+    "checkpoint_passed_over": "checkpoint_skipped",
+    "checkpoint_set_aside": "checkpoint_superseded",
+    "save_waits": "async_save_unavailable",
+    "not_learning": "parameters_without_update",
+}
+"""Name of an event in files of dstrain 0.1 -> its name now."""
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines, without the damaged ones; none where there is no file."""
+    """Return the rows of metrics.jsonl or events.jsonl without damaged lines; events get their present names.
+
+    Returns no rows if the file cannot be read.
+    """
     try:
         lines = path.read_bytes().splitlines()
-    except OSError:
+    except OSError:  # a missing file has no rows; a summary at the end of a run must not fail it
         return []
-    return [row for row in map(_parse_row, lines) if row is not None]
+    rows = [row for row in map(_parse_row, lines) if row is not None]
+    return [row | {"event": RENAMED_EVENTS.get(row["event"], row["event"])} if "event" in row else row for row in rows]
 
 
 def _parse_row(line: bytes) -> dict[str, Any] | None:
-    """The row in a line; None where it is damaged: not a JSON object, or with a step that is not a number."""
+    """Return the row in a line; None if it is not a JSON object, or its step is not a number."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Where rows go: the console, metrics.jsonl, TensorBoard; Weights & Biases has a file of its own. Made on rank 0 only."""
+"""Metric sinks: console, metrics.jsonl and TensorBoard, on rank 0 only."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """A place that takes the rows of a run. A place that is gone never stops the run."""
+    """Receiver of the rows of a run. One that becomes unavailable never stops the run."""
 
     def write(self, row: Row) -> None:
-        """Take one row of logging or evaluation."""
+        """Write one row of training or evaluation metrics."""
 
     def close(self, exit_code: int = 0) -> None:
-        """Write out what is still held; `code`: the run's exit code."""
+        """Flush and close; `exit_code` is that of the run."""
 
 
 class RunLogSink:
-    """metrics.jsonl of the run folder."""
+    """Sink that writes metrics.jsonl."""
 
     def __init__(self, run_log: RunLog) -> None:
         self._run_log = run_log
@@ -40,11 +40,11 @@ class RunLogSink:
         self._run_log.log_metrics(row)
 
     def close(self, exit_code: int = 0) -> None:
-        """The run closes its journal itself: events come after the last row."""
+        """Do nothing: the run closes its log itself, since events follow the last row."""
 
 
 class ConsoleSink:
-    """One line per row, or a progress bar where the stream is a terminal."""
+    """Sink that prints one line per row, or a progress bar on a terminal."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
         self._total_steps, self._stream = total_steps, stream or sys.stdout
@@ -66,7 +66,7 @@ class ConsoleSink:
 
     def close(self, exit_code: int = 0) -> None:
         if self._progress_bar is not None:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
                 self._progress_bar.stop()
             self._progress_bar = None
 
@@ -82,10 +82,10 @@ class ConsoleSink:
             self._progress_bar.update(self._task, completed=row["step"], text=text, refresh=True)
 
     def _silence(self) -> None:
-        """The reader is gone (`| head`, a closed terminal, a full disk): say nothing more, and go on.
+        """Stop printing after the reader has gone (`| head`, a closed terminal, a full disk).
 
-        What is still buffered would fail again at exit and turn the exit code into 120, so the
-        stream's file descriptor is pointed at the null device, as Python's own note on SIGPIPE does.
+        Buffered output would fail again at exit and turn the exit code into 120, so the stream's file
+        descriptor is redirected to the null device, as Python's own note on SIGPIPE does.
         """
         self._is_silent = True
         with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
@@ -97,14 +97,14 @@ class ConsoleSink:
 
 
 class TensorBoardSink:
-    """Event files in the run folder, with the tags `train/loss`, `eval/loss`, … and the recipe as a text."""
+    """Sink that writes TensorBoard event files, with tags such as `train/loss`, and the recipe as text."""
 
     def __init__(self, log_dir: Path, start_step: int = 0, recipe_yaml: str = "") -> None:
         check_tensorboard()
         from torch.utils.tensorboard import SummaryWriter
 
-        # Steps after the checkpoint are written again, all of them after a crash before the first one:
-        # tell TensorBoard to forget what it has of them.
+        # A resumed run writes the steps after its checkpoint again (all of them without a checkpoint):
+        # purge_step makes TensorBoard drop the earlier copies.
         self._writer: Any = SummaryWriter(log_dir=str(log_dir), purge_step=start_step + 1 if start_step else 0)
         if recipe_yaml:
             self._writer.add_text("recipe", "```yaml\n" + recipe_yaml + "\n```", start_step)
@@ -118,17 +118,17 @@ class TensorBoardSink:
                     self._writer.add_scalar(f"{row['split']}/{name}", value, row["step"])
             self._writer.flush()
         except OSError as error:
-            log.warning("TensorBoard's files cannot be written (%s); this run goes on without them", error)
+            log.warning("TensorBoard files cannot be written (%s); this run continues without them", error)
             self._writer = None
 
     def close(self, exit_code: int = 0) -> None:
         if self._writer is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a full disk must not fail a run that has ended
                 self._writer.close()
 
 
 def check_tensorboard() -> None:
-    """Refuse `log.tensorboard` where TensorBoard is not installed. Imports nothing heavy."""
+    """Raise UsageError if TensorBoard is not installed. Does not import it."""
     if importlib.util.find_spec("tensorboard") is None:
         raise UsageError(
             "log.tensorboard is true, but tensorboard is not installed; "
@@ -137,7 +137,7 @@ def check_tensorboard() -> None:
 
 
 def check_trackers(log_config: LogConfig) -> None:
-    """Refuse trackers that cannot work on this host, which is rank 0's. Raises UsageError."""
+    """Raise UsageError for trackers that cannot work on this host, which is that of rank 0."""
     if log_config.tensorboard:
         check_tensorboard()
     if log_config.wandb is not None:
@@ -145,13 +145,13 @@ def check_trackers(log_config: LogConfig) -> None:
 
 
 def format_row(row: Row, total_steps: int) -> str:
-    """`step 120/1000  loss 0.6931  accuracy 0.512  lr 9.9e-06  grad 1.23  1234 tokens/s  0.41 s/step`."""
+    """Return a row as `step 120/1000  loss 0.6931  accuracy 0.512  lr 9.9e-06  grad 1.23  1234 tokens/s  0.41 s/step`."""
     begin = "eval at step" if row.get("split") == "eval" else "step"
     return "  ".join([f"{begin} {row['step']}/{total_steps}", *_format_columns(row)])
 
 
 def _format_columns(row: Row) -> list[str]:
-    """The numbers a reader watches, each with its name or unit."""
+    """Return the main numbers of a row, each with its name or unit."""
     parts = [f"loss {_format_number(row['loss'], '.4g')}"] if "loss" in row else []
     parts += [f"{name} {_format_number(row[name], '.3g')}" for name in task_metric_names(row)]
     known: Mapping[str, tuple[str, str]] = {
@@ -169,12 +169,12 @@ def _format_number(value: Any, format_spec: str) -> str:
 
 
 def _make_progress_bar(stream: TextIO) -> Any:
-    """A bar with the step, the time left and a text; drawn only when a row comes."""
+    """Return a bar with the step, the time left and a text, drawn only for a new row."""
     from rich.console import Console as RichConsole
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Column
 
-    # A refresh thread of rich's would meet a dead terminal where nobody can catch it.
+    # No auto refresh: rich's thread would raise on a closed terminal, where nothing catches it.
     return Progress(
         MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=9)),
         BarColumn(bar_width=10),

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from dstrain.config.schema import WandbConfig
-from dstrain.errors import UsageError, mask_passwords
+from dstrain.errors import EXIT_STOPPED, UsageError, mask_passwords
 from dstrain.report.run_log import Row
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ FINISH_SECONDS = 20.0
 """Timeout of the last upload; rows that were not uploaded stay on disk."""
 GRACE_SECONDS = 10.0
 """Additional time before a hanging service process is killed."""
-EXIT_STOPPED = 75
 SETTINGS = {
     "silent": True,
     "console": "off",  # the output is in logs/ already

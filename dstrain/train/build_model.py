@@ -1,4 +1,4 @@
-"""A task's model as it learns: loaded or drawn, its starting weights put in, adapters put on, parts frozen."""
+"""The model to train: loaded or initialized, with adapters, frozen parameters and its dtype."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from dstrain.train.engine.module import TrainModule
 
 
 def build_model(task: Task, run_log: RunLog | None = None) -> torch.nn.Module:
-    """The model of a new run; `journal` is told what came of `model.init`. Collective under ZeRO-3."""
+    """Return the model of a new run; log which weights `model.init` matched. Collective under ZeRO-3."""
     model = task.build_model()
     wanted = task.recipe.model
     if wanted.init is not None:
         report = load_init(model, wanted.init)
         if run_log is not None:
             run_log.log_event("init", **report.as_event())
-            print(report, flush=True)  # into each rank's log; the terminal is rank 0's
+            print(report, flush=True)  # stdout of each rank is its log file; rank 0's is on the terminal too
     return _add_adapters_and_freeze(task, model)
 
 
 def build_train_module(task: Task, run_log: RunLog | None = None) -> TrainModule:
-    """The task with its model, and with its reference where that is held in memory. Collective under ZeRO-3."""
+    """Return the task with its model, and its reference model if that is in memory. Collective under ZeRO-3."""
     model = build_model(task, run_log)
     return TrainModule(task, model, build_reference(task))
 
@@ -45,7 +45,7 @@ def build_reference(task: Task) -> torch.nn.Module | None:
 
 
 def build_model_without_init(task: Task) -> torch.nn.Module:
-    """The same parts, for weights that a checkpoint brings. Collective under ZeRO-3."""
+    """Return the model without the weights of `model.init`: a checkpoint will replace them. Collective under ZeRO-3."""
     return _add_adapters_and_freeze(task, task.build_model())
 
 
@@ -54,39 +54,41 @@ def _add_adapters_and_freeze(task: Task, model: torch.nn.Module) -> torch.nn.Mod
     if wanted.lora is not None:
         model = add_adapters(model, wanted.lora, task.export.modules_to_save, task.recipe.seed)
         if has_dropout_disabled(task):
-            disable_dropout_in_model(unwrap_peft(model))  # the adapters' too; their config keeps what it says
+            disable_dropout_in_model(
+                unwrap_peft(model)
+            )  # also of the adapters; their saved config keeps its lora_dropout
     freeze(model, wanted.freeze)
     return model
 
 
 def batch_norm_warnings(model: torch.nn.Module) -> list[str]:
-    """A sentence where a step is not the same however its samples are split, as far as the model's parts tell."""
+    """Return a warning if batch normalization makes a step depend on how its samples are split."""
     parts = [name for name, part in model.named_modules() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)]
     if not parts:
         return []
     return [
-        f"the model has batch normalization ({parts[0]}{' and more' if len(parts) > 1 else ''}), whose means are those of each "
+        f"the model has batch normalization ({parts[0]}{' and more' if len(parts) > 1 else ''}), which takes means over each "
         "micro-batch of each process: losses depend on batch.micro and on the number of processes"
     ]
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
-    """(parameters, parameters that learn)."""
+    """Return (parameters, trainable parameters), counted over all shards."""
     sizes = [(full_numel(parameter), parameter.requires_grad) for parameter in model.parameters()]
-    return sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
+    return sum(size for size, _ in sizes), sum(size for size, is_trainable in sizes if is_trainable)
 
 
 def resolve_model_dtype(config: RunConfig, ds_config: Mapping[str, Any]) -> RunConfig:
-    """The recipe that a run's task is made for: weights are loaded in the run's precision, or in `model.dtype`.
+    """Return the recipe with the dtype in which weights are loaded: `model.dtype`, or the run's precision.
 
-    DeepSpeed casts weights to its 16 bits before it makes fp32 masters of them, so weights that are loaded in 32 bits
-    give the same masters. In 16 bits the files of a model stay mapped into memory, which the processes of a host share.
+    DeepSpeed casts weights to 16 bits before it copies them to fp32 masters, so loading them in 32 bits
+    would give the same masters. In 16 bits the files stay memory-mapped, and processes of a host share them.
     """
     return config if config.model.dtype is not None else with_training_dtype(config, ds_config)
 
 
 def with_training_dtype(config: RunConfig, ds_config: Mapping[str, Any]) -> RunConfig:
-    """The recipe with the weights loaded in the precision that DeepSpeed would cast them to."""
+    """Return the recipe with weights loaded in the precision that DeepSpeed would cast them to."""
     enabled = [name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")]
     if not enabled:
         return config

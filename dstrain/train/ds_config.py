@@ -1,4 +1,4 @@
-"""What DeepSpeed is told: a preset completed by what the recipe and the machine decide. Torch-free."""
+"""The resolved DeepSpeed config of a run: a preset completed by recipe and machine."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from dstrain.preset import Device, Precision, Preset, RunSettings, complete_pres
 def resolve_ds_config(
     config: RunConfig, preset: Preset, batch: BatchPlan, world_and_device: tuple[int, Device], run_dir: Path
 ) -> dict[str, Any]:
-    """The whole DeepSpeed JSON of a run; `machine` is (processes, what each computes on).
+    """Return the complete DeepSpeed JSON of a run. Imports no torch.
 
-    Raises PresetError, or RecipeError where the optimizer does not run with the preset.
+    Raises PresetError, or RecipeError if the recipe contradicts the preset or its precision.
     """
     world_size, device = world_and_device
     precision = resolve_precision(preset, config.precision, device)
     if faults := [Fault(".".join(key), *rest) for key, *rest in check_dtype(config, precision)]:
-        raise RecipeError(faults)  # precision: auto has been settled only now
+        raise RecipeError(faults)  # `precision: auto` is resolved only here
     if (
         preset.block.get("activation_checkpointing", {}).get("cpu_checkpointing")
         and not config.model.gradient_checkpointing
     ):
-        problem = "is false, and the preset's activation_checkpointing.cpu_checkpointing keeps the inputs of recomputed layers"
+        problem = "is false, but the preset's activation_checkpointing.cpu_checkpointing needs recomputed layers"
         raise RecipeError(Fault("model.gradient_checkpointing", problem, "write true, or remove cpu_checkpointing"))
     check_optimizer(config.optim, preset, precision)
     settings = RunSettings(
@@ -48,9 +48,9 @@ def resolve_ds_config(
 
 
 def check_offload_folders(ds_config: Mapping[str, Any], run_dir: Path) -> None:
-    """Raise PresetError where a folder that the preset offloads into is not there, or takes no file.
+    """Raise PresetError if an NVMe offload folder of the preset is missing or not writable.
 
-    DeepSpeed makes it wherever it can, and ends with the system's words where it cannot. The one in the run folder is made.
+    DeepSpeed would create it on whatever disk is there. The default folder in the run folder is created.
     """
     zero, faults = ds_config["zero_optimization"], []
     for name in ("offload_optimizer", "offload_param"):
@@ -58,29 +58,29 @@ def check_offload_folders(ds_config: Mapping[str, Any], run_dir: Path) -> None:
         if path is None or Path(path) == run_dir / "nvme":
             continue
         if not Path(path).is_dir():
-            problem, mend = "there is no such folder on this machine", "create it on a local disk of every host"
+            problem, fix = "this folder does not exist on this machine", "create it on a local disk of every host"
         elif not os.access(path, os.W_OK | os.X_OK):
-            problem, mend = "the folder cannot be written", "change its permissions, or name another"
+            problem, fix = "the folder is not writable", "change its permissions, or name another"
         else:
             continue
-        faults.append(Fault(f"zero_optimization.{name}.nvme_path {path}", problem, mend))
+        faults.append(Fault(f"zero_optimization.{name}.nvme_path {path}", problem, fix))
     if faults:
         raise PresetError(faults)
 
 
 def ds_config_warnings(ds_config: Mapping[str, Any]) -> list[str]:
-    """What to tell at the start of a run with this JSON: a sentence each."""
+    """Return warnings about this JSON for the start of a run."""
     several, stage = ds_config["gradient_accumulation_steps"] > 1, ds_config["zero_optimization"]["stage"]
     if not (several and ds_config["bf16"]["enabled"] and stage == 0):
         return []
     count = ds_config["gradient_accumulation_steps"]
     return [
-        f"at stage 0 DeepSpeed sums the gradients of {count} micro-batches in bf16, which loses digits; zero1 sums in fp32"
+        f"at stage 0 DeepSpeed sums the gradients of {count} micro-batches in bf16, which loses precision; zero1 sums in fp32"
     ]
 
 
 def batch_warnings(batch: BatchPlan, world_size: int) -> list[str]:
-    """What to tell of a batch that so many processes share: a sentence each."""
+    """Return warnings about a batch that `world_size` processes share."""
     largest = batch.largest_micro(world_size)
     if batch.accumulate > 1 or largest >= batch.micro:
         return []
@@ -91,20 +91,20 @@ def batch_warnings(batch: BatchPlan, world_size: int) -> list[str]:
 
 
 def check_optimizer(optim: OptimConfig, preset: Preset, precision: Precision) -> None:
-    """Raise RecipeError for an optimizer that the preset's ZeRO stage would turn into another one.
+    """Raise RecipeError for an optimizer that would compute something else at the preset's ZeRO stage.
 
-    DeepSpeed itself trains all of these without a word.
+    DeepSpeed itself accepts all of these silently.
     """
     faults, stage = [], f"ZeRO stage {preset.stage}"
     if optim.name == "adafactor" and preset.stage:
-        problem = f"adafactor needs whole matrices, which {stage} cuts into flat pieces"
-        faults.append(Fault("optim.name", problem, "take ds_config: zero0, or optim.name: adamw"))
+        problem = f"adafactor needs whole matrices, but {stage} partitions them into flat ranges"
+        faults.append(Fault("optim.name", problem, "use ds_config: zero0, or optim.name: adamw"))
     if optim.name == "muon" and precision == "fp16":
-        problem = "muon keeps a momentum of gradients, which fp16 scales by a factor that changes"
-        faults.append(Fault("optim.name", problem, "write precision: bf16, or optim.name: adamw"))
+        problem = "muon keeps a momentum of gradients, but the loss scale of fp16 changes between steps"
+        faults.append(Fault("optim.name", problem, "use precision: bf16, or optim.name: adamw"))
     if optim.name == "muon" and preset.stage and optim.clip:
-        problem = f"is {optim.clip:g}, and at {stage} DeepSpeed clips Muon's finished steps instead of the gradient"
-        mend = "leave it out (Muon's steps have one length), or take ds_config: zero0"
-        faults.append(Fault("optim.clip", problem, mend))
+        problem = f"is {optim.clip:g}, but at {stage} DeepSpeed clips Muon's updates instead of the gradient"
+        fix = "remove it (Muon's updates all have the same norm), or use ds_config: zero0"
+        faults.append(Fault("optim.clip", problem, fix))
     if faults:
         raise RecipeError(faults)

@@ -1,4 +1,4 @@
-"""Look at held-out data: every sample once, the same number of passes on every rank."""
+"""Evaluation over a held-out split: each sample once, the same number of passes on every rank."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from dstrain.batch import Batch, StepResult
 from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import iter_batches
 from dstrain.data.loading.sampler import eval_micro_batches
-from dstrain.distributed.collective_log import COLLECTIVE_LOG
 from dstrain.report.meter import Meter
 from dstrain.tasks import Task
-from dstrain.train.engine.deepspeed import EvalEngine
+from dstrain.train.engine.base import EvalEngine
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out samples and how they are cut up."""
+    """Evaluation data and its micro-batch size."""
 
     task: Task
     examples: Dataset
     micro_batch_size: int
+    best_metric: str = "loss"
+    """The metric that `best` compares."""
 
     def run(self, engine: EvalEngine) -> dict[str, float]:
-        """Loss and metrics: each one sum over all ranks, divided once. Collective."""
+        """Return loss and metrics: each is one sum over all ranks, divided once. Collective."""
         meter = Meter(engine.world)
         ranks = engine.world.size, engine.world.rank
         shares = eval_micro_batches(
@@ -34,19 +35,23 @@ class Evaluation:
             engine, self.task, lambda: iter_batches(self.examples, self.task.collate, shares)
         ):
             meter.add(result)
-            COLLECTIVE_LOG.record_progress()
+            engine.world.log.record_progress()
         row = meter.drain()
-        row.pop("step_seconds", None)  # a pass is no step
+        row.pop("step_seconds", None)  # the meter counts each forward pass as a step
         return row
 
 
 def iter_eval_results(
     engine: EvalEngine, task: Task, load_batches: Callable[[], Iterable[Batch]]
 ) -> Iterator[StepResult]:
-    """Sums over each batch, once all have been surveyed where the task asks for that: `read` is then called twice. Collective."""
+    """Yield the sums of each batch. Collective.
+
+    For a task with step statistics they are computed over all batches first; `load_batches` is then
+    called twice, since all batches together may not fit into memory.
+    """
     batches = load_batches()
     if task.loss_inputs.step_stats is not None:
-        told = engine.compute_step_stats(batches)
-        batches = (batch.with_tensors(more) for batch, more in zip(load_batches(), told, strict=True))
+        stats = engine.compute_step_stats(batches)
+        batches = (batch.with_tensors(more) for batch, more in zip(load_batches(), stats, strict=True))
     for batch in batches:
         yield engine.evaluate(batch)

@@ -1,4 +1,4 @@
-"""Answers of a policy, written token by token on all processes: the same ones, however many there are."""
+"""Batched text generation across ranks; the output does not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from dstrain.data.vision.image_io import read_image
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.errors import TaskError
 from dstrain.tasks.common.forward import vision_inputs
-from dstrain.train.engine.deepspeed import seed_step
+from dstrain.train.engine.base import seed_step
 from dstrain.train.engine.inference import ForwardEngine
+
+# Shapes: B rows (prompts), L tokens of the padded prompts.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen, and how prompts are put together."""
+    """Sampling of tokens, and the batch size of prompts."""
 
     max_new_tokens: int = 256
-    """Tokens of an answer at most."""
+    """Limit of tokens per answer."""
     temperature: float = 0.0
-    """Flattens the distribution above 1, sharpens it below; 0: the likeliest token, always the same."""
+    """Above 1 flattens the distribution, below 1 sharpens it; 0 is greedy decoding."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that together have this probability (Holtzman et al., arXiv 1904.09751)."""
+    """Sample from the most likely tokens with this total probability (Holtzman et al., arXiv 1904.09751)."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the sampling."""
     batch: int = 8
-    """Prompts that are answered together."""
+    """Prompts per batch."""
 
 
 def generate_answers(
@@ -43,50 +45,53 @@ def generate_answers(
     tokenizer: Any,
     vision_processor: VisionProcessor | None = None,
 ) -> list[list[int]]:
-    """The ids of each prompt's answer, without the one that ends it, in the prompts' order. Collective.
+    """Return the token ids of each prompt's answer, in the order of the prompts, without the stop token. Collective.
 
-    `sight`: of a model that sees, its processor.
-
-    Prompts of like length are put together, and these batches are dealt out to the ranks: what is in a batch and what
-    it draws do not depend on the number of processes. In shards every rank makes as many passes as the others.
+    A vision-language model needs its `vision_processor`. Prompts of like length are batched, and the
+    batches are distributed over the ranks: their content and seeds do not depend on the number of
+    processes. Under ZeRO-3 every rank runs the same number of forward passes. Raises TaskError for a
+    model that cannot generate.
     """
     model, world = engine.unwrapped, engine.world
     stops = _set_generation_config(model, sampling, tokenizer)
+    # Like lengths together: less padding.
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
-    seen = vision_processor if any(prompt.images for prompt in prompts) else None
+    processor = vision_processor if any(prompt.images for prompt in prompts) else None
     batches = [order[start : start + sampling.batch] for start in range(0, len(order), sampling.batch)]
     mine: dict[int, list[int]] = {}
     for place in range(world.rank, -(-len(batches) // world.size) * world.size, world.size):
         if place < len(batches):
-            seed_step(sampling.seed, place, 0)
+            seed_step(sampling.seed, place, 0)  # by batch, not by rank: the same draws for any world size
             rows = [prompts[index] for index in batches[place]]
-            written = _generate_batch(engine, _collate_prompts(engine, rows, seen), stops, sampling.max_new_tokens)
+            written = _generate_batch(engine, _collate_prompts(engine, rows, processor), stops, sampling.max_new_tokens)
             mine.update(zip(batches[place], written, strict=True))
-        elif engine.is_sharded:  # the others' passes need this rank's shards
-            _generate_batch(engine, _collate_prompts(engine, [prompts[order[0]]], seen), stops, 1)
-    told = {index: answer for of_rank in world.gather(mine) for index, answer in of_rank.items()}
-    return [told[index] for index in range(len(prompts))]
+        elif engine.is_sharded:  # the forward passes of other ranks gather this rank's shards
+            _generate_batch(engine, _collate_prompts(engine, [prompts[order[0]]], processor), stops, 1)
+    answers = {index: answer for share in world.gather(mine) for index, answer in share.items()}
+    return [answers[index] for index in range(len(prompts))]
 
 
 def _set_generation_config(model: Any, sampling: SamplingParams, tokenizer: Any) -> set[int]:
-    """Have the model generate as `sampling` says and not as its files do. The ids that end an answer."""
+    """Replace the model's generation config by `sampling`; return the ids that end an answer."""
     from transformers import GenerationConfig
 
     if not hasattr(model, "generation_config"):
         raise TaskError(
-            f"{type(model).__name__}: is no model of transformers that generates; export it and ask it there"
+            f"{type(model).__name__}: not a transformers model that can generate; export it and use its own code"
         )
     own = getattr(model.generation_config, "eos_token_id", None)
     stops = stop_token_ids(tokenizer) | {
         int(token) for token in (own if isinstance(own, list) else [own]) if token is not None
     }
-    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampling.temperature else {}
+    sampling_args = (
+        {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampling.temperature else {}
+    )
     model.generation_config = GenerationConfig(
-        do_sample=bool(drawn),
+        do_sample=bool(sampling_args),
         use_cache=True,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=sorted(stops),
-        **drawn,
+        **sampling_args,
     )
     return stops
 
@@ -94,9 +99,10 @@ def _set_generation_config(model: Any, sampling: SamplingParams, tokenizer: Any)
 def _collate_prompts(
     engine: ForwardEngine, prompts: Sequence[EncodedPrompt], vision_processor: VisionProcessor | None
 ) -> Batch:
-    """The prompts padded on the left, so that all end together, and their images.
+    """Return the prompts padded on the left, so that all end at the same position, and their images.
 
-    In shards, a blank image where other ranks' prompts may have one: it has a row of its own, as in training.
+    Under ZeRO-3 a batch without images gets a blank one in a dummy row, as in training: other ranks may
+    have images, and every rank has to run the vision tower.
     """
     images = [read_image(image) for prompt in prompts for image in prompt.images]
     blank = vision_processor is not None and engine.is_sharded and not images
@@ -116,7 +122,7 @@ def _collate_prompts(
 
 @torch.no_grad()
 def _generate_batch(engine: ForwardEngine, batch: Batch, stop_ids: set[int], max_new_tokens: int) -> list[list[int]]:
-    """Up to `most` ids behind each row of the batch. Collective in shards."""
+    """Return up to `max_new_tokens` ids for each row of the batch. Collective under ZeRO-3."""
     here = batch.to(engine.world.device)
     written = engine.unwrapped.generate(
         **{name: here.tensors[name] for name in ("input_ids", "attention_mask")},
@@ -130,13 +136,13 @@ def _generate_batch(engine: ForwardEngine, batch: Batch, stop_ids: set[int], max
 
 
 class _IgnoreDummyRows(StoppingCriteria):
-    """The last rows of a batch are nobody's, and no answer waits for them."""
+    """Stopping criterion that never waits for the dummy rows at the end of a batch."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """(B,) true where a row is done."""
+        """Return (B,) bool, true for the dummy rows."""
         return torch.arange(len(input_ids), device=input_ids.device) >= len(input_ids) - self._num_rows
 
 

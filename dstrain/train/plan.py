@@ -1,4 +1,4 @@
-"""Everything that one process can decide alone, before any process group starts."""
+"""The run plan: all values of a run that are known before a process group starts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from dstrain.config import BatchPlan, Recipe, RunConfig, resolve_batch, resolve_steps
 from dstrain.data.dataset import Dataset
 from dstrain.data.loading.sampler import StepSampler
+from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError
 from dstrain.launch.command import free_port
 from dstrain.launch.kernel_locks import get_extensions_dir, remove_stale_locks
@@ -28,25 +29,23 @@ from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import load_dataset
 from dstrain.tasks.common.text import TextTask
 from dstrain.train.build_model import resolve_model_dtype
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.ds_config import check_offload_folders, resolve_ds_config
 from dstrain.train.rendezvous import Rendezvous
+from dstrain.train.resume.decision import StartDecision, decide_start
 from dstrain.train.resume.fingerprints import check_fingerprints, fingerprint_weights
 from dstrain.train.resume.inputs import check_inputs_unchanged, digest_input_files, digest_inputs
-from dstrain.train.run_dir import (
-    ResumeOptions,
-    check_run_dir_writable,
-    find_compatible_checkpoint,
-    with_saved_batch_total,
-    with_saved_tokenizer,
-)
+from dstrain.train.resume.recorded import ResumeOptions, check_recipe_unchanged, with_saved_batch_total
+from dstrain.train.run_dir import check_run_dir_writable, with_saved_tokenizer
+from dstrain.train.state.manifest import CheckpointInfo
 
 ALLOCATOR_ENV_VARS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Settings of torch's memory on a GPU, read when the first tensor is put there; the second name is known from torch 2.9 on."""
+"""Variables of torch's CUDA allocator, read when the first tensor is put on a GPU; torch 2.9 added the second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """All that is known before any process group starts."""
+    """All values of a run that are known before a process group starts."""
 
     config: RunConfig
     preset: Preset
@@ -60,42 +59,47 @@ class RunPlan:
     device: torch.device
     run_dir: Path
     resume: ResumeOptions
+    start: StartDecision
+    """The checkpoint to continue from; all ranks have agreed on it."""
     initial_world_size: int
-    """Processes that the run began with: the learning rate goes by them where it goes by processes."""
+    """World size that the run began with; `optim.scale_lr` scales the learning rate by it."""
     local_world_size: int
-    """Processes of this host."""
+    """Processes on this host."""
     fingerprints: Mapping[str, Any]
-    """Of weights that checkpoints do not hold, and of what the run learns from; found by rank 0, empty on the others."""
+    """Fingerprints of weights that checkpoints leave out, and of the training inputs; on rank 0 only."""
     launch_id: str = ""
-    """What the lease of the run folder calls this launch; empty where nobody holds it."""
+    """Id of this launch in the lease of the run folder; empty without a lease."""
 
 
 def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
-    """Threads, device and noise of this process, the same under every launcher."""
+    """Set threads, device and log levels of this process, alike under every launcher; return the device."""
     os.environ.update(worker.environment)
-    os.environ.setdefault("MASTER_PORT", str(free_port()))  # left open only where one process is alone
+    os.environ.setdefault("MASTER_PORT", str(free_port()))  # launchers set it for more than one process
     if "GLOO_SOCKET_IFNAME" not in os.environ and (
         interface := find_gloo_interface(worker, os.environ.get("MASTER_ADDR", ""))
     ):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     torch.set_num_threads(threads_per_process(worker.local_world_size, count_available_cores()))
+    # Deprecations inside torch and DeepSpeed, which a user cannot act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.(distributed|jit)")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    if worker.local_rank == 0:
+    if worker.local_rank == 0:  # one process per host: the folder of compiled extensions belongs to the host
         for line in remove_stale_locks(get_extensions_dir(os.environ)):
             print(line, flush=True)
     if config.deterministic:
+        # cuBLAS is deterministic only with a fixed workspace (NVIDIA cuBLAS documentation, reproducibility).
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if is_cpu_requested(os.environ) or not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         return torch.device("cpu")
+    # Batches of different lengths fragment the fixed segments of the default allocator.
     if not any(name in os.environ for name in ALLOCATOR_ENV_VARS):
         os.environ[ALLOCATOR_ENV_VARS[0]] = "expandable_segments:True"
-    index = worker.local_rank % torch.cuda.device_count()  # Slurm may show each task one GPU
-    # DeepSpeed computes on the device of the first, and compares the two (runtime/engine.py).
+    index = worker.local_rank % torch.cuda.device_count()  # Slurm may show each task only its own GPU
+    # DeepSpeed takes its device from LOCAL_RANK and asserts that the other is equal (runtime/engine.py).
     for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
         if name in os.environ:
             os.environ[name] = str(index)
@@ -106,65 +110,81 @@ def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
 def make_plan(
     recipe: Recipe, run_dir: Path, resume: ResumeOptions, worker: Worker, rendezvous: Rendezvous | None = None
 ) -> RunPlan:
-    """Check and prepare everything that one process can check alone. Raises UsageError.
+    """Check the recipe and prepare the data, before a process group starts.
 
-    `together`: where the others prepare at the same time; entered once what is cheap was checked. Raises LostError there.
+    `rendezvous` lets the ranks agree on the checkpoint and wait for each other; without one, this
+    process decides alone. Raises UsageError, CheckpointError if no checkpoint of the run folder can
+    be used, and PeerFailureError if another rank fails or stops responding.
     """
     config = recipe.config
     check_run_dir_writable(run_dir)
     device = set_up_process(worker, config)
     preset = read_preset(config.ds_config)
-    before = find_compatible_checkpoint(run_dir, resume, config)
-    asked = with_saved_batch_total(config.batch, before, resume.allowed_keys)
-    kept = asked is not config.batch
-    batch = resolve_batch(asked, worker.world_size, preset.micro, None if kept else preset.accumulate)
-    ds_config = resolve_ds_config(config, preset, batch, (worker.world_size, get_preset_device(device)), run_dir)
-    check_offload_folders(ds_config, run_dir)
-    task = make_task(with_saved_tokenizer(before, resolve_model_dtype(config, ds_config), resume.allowed_keys))
     with rendezvous or contextlib.nullcontext():
-        if worker.rank == 0 and before is not None:  # before the records are looked at: the cause is told first
-            check_inputs_unchanged(before, digest_input_files(task), resume.allowed_keys)
-        train, test, weights = _prepare_datasets(task, ds_config, worker, rendezvous)
-        if worker.rank == 0 and before is not None:
-            check_fingerprints(before, weights, task, resume.allowed_keys)
-    data = build_sample_plan(config, train, batch, worker.world_size)
-    steps, total = resolve_steps(config, data.samples_per_epoch, batch.total)
+        checkpoints = CheckpointStore(folder=run_dir / "checkpoints", world=rendezvous or SingleProcessWorld())
+        start = decide_start(checkpoints, resume)
+        checkpoint = start.checkpoint
+        check_recipe_unchanged(checkpoint, config, resume.allowed_keys)
+        batch_config = with_saved_batch_total(config.batch, checkpoint, resume.allowed_keys)
+        # The preset's accumulation would contradict the total that was taken from the checkpoint.
+        accumulate = preset.accumulate if batch_config is config.batch else None
+        batch = resolve_batch(batch_config, worker.world_size, preset.micro, accumulate)
+        ds_config = resolve_ds_config(config, preset, batch, (worker.world_size, get_preset_device(device)), run_dir)
+        check_offload_folders(ds_config, run_dir)
+        task = make_task(with_saved_tokenizer(checkpoint, resolve_model_dtype(config, ds_config), resume.allowed_keys))
+        recorded = checkpoint if worker.rank == 0 else None  # rank 0 alone has digests to compare with it
+        if recorded is not None:  # before the records are read, which would fail on what a changed file causes
+            check_inputs_unchanged(recorded, digest_input_files(task), resume.allowed_keys)
+        train_dataset, eval_dataset, fingerprints = _prepare_datasets(task, ds_config, worker, rendezvous)
+        if recorded is not None:
+            check_fingerprints(recorded, fingerprints, task, resume.allowed_keys)
+    sample_plan = build_sample_plan(config, train_dataset, batch, worker.world_size)
+    steps, total_samples = resolve_steps(config, sample_plan.samples_per_epoch, batch.total)
     return RunPlan(
-        config=config, preset=preset, ds_config=ds_config, batch=batch, task=task, train_dataset=train, eval_dataset=test,
-        sample_plan=replace(data, total_samples=total), steps=steps, device=device, run_dir=run_dir, resume=resume,
-        initial_world_size=worker.world_size if before is None else before.read_run_info().get("began_with", worker.world_size),
-        local_world_size=worker.local_world_size, fingerprints=weights,
+        config=config, preset=preset, ds_config=ds_config, batch=batch, task=task, steps=steps, device=device,
+        train_dataset=train_dataset, eval_dataset=eval_dataset, run_dir=run_dir, resume=resume, start=start,
+        sample_plan=replace(sample_plan, total_samples=total_samples), fingerprints=fingerprints,
+        initial_world_size=_initial_world_size(checkpoint, worker), local_world_size=worker.local_world_size,
     )  # fmt: skip
+
+
+def _initial_world_size(checkpoint: CheckpointInfo | None, worker: Worker) -> int:
+    began_with = None if checkpoint is None else checkpoint.read_run_info().get("began_with")
+    return began_with or worker.world_size
 
 
 def _prepare_datasets(
     task: Task, ds_config: Mapping[str, Any], worker: Worker, rendezvous: Rendezvous | None
 ) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
-    """Both splits, and on rank 0 the fingerprints: what may take long where a cache is cold. Raises UsageError."""
+    """Return both splits, and on rank 0 the fingerprints. It takes long if the cache is cold.
+
+    Raises UsageError.
+    """
     task.checks.run()
-    if worker.rank == 0:
+    if worker.rank == 0:  # the other ranks write no metrics, and their hosts may lack the packages
         check_trackers(task.recipe.log)
-    # Of a task whose examples do not come from the cache, each process has to make its own: none need wait.
+    # Without the cache each process makes its own examples: waiting for another one would gain nothing.
     with (
         rendezvous.local_main_process_first() if rendezvous and isinstance(task, TextTask) else contextlib.nullcontext()
     ):
-        train, test = load_dataset(task, "train"), load_dataset(task, "eval")
-    if not train:
-        raise DataError("data.train: holds no sample to train on; give a file with records that the task can use")
+        train_dataset, eval_dataset = load_dataset(task, "train"), load_dataset(task, "eval")
+    if not train_dataset:
+        raise DataError("data.train: no sample to train on; give a file with records that the task can use")
     if worker.rank > 0:
-        return train, test, {}
-    return train, test, {**fingerprint_weights(task, ds_config), "inputs": digest_inputs(task, train, test)}
+        return train_dataset, eval_dataset, {}
+    inputs = digest_inputs(task, train_dataset, eval_dataset)
+    return train_dataset, eval_dataset, {**fingerprint_weights(task, ds_config), "inputs": inputs}
 
 
 def get_preset_device(device: torch.device) -> Device:
-    """What this process computes on, for presets."""
+    """Return the device of this process as presets describe it."""
     if device.type == "cpu":
         return Device("cpu", True)
     return Device("cuda", torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def build_sample_plan(config: RunConfig, train_dataset: Dataset, batch: BatchPlan, world_size: int) -> StepSampler:
-    """Return the order of the samples, by sources, weights and lengths of the dataset."""
+    """Return the sampler; a dataset may define the sizes and weights of its sources, and sample lengths."""
     return StepSampler(
         sizes=train_dataset.sizes,
         weights=train_dataset.weights,

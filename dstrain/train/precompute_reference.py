@@ -1,13 +1,9 @@
-"""A reference's answers for every sample, computed once on all processes and kept in the cache.
-
-references/KEY/rows-00000000.npz    the columns of 1024 examples, written whole; a run that died goes on behind it
-"""
+"""Precomputed reference model outputs for every sample, in the cache."""
 
 from __future__ import annotations
 
 import gc
 import json
-import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from dstrain.cache_dir import atomic_write_text, cache_root, hash_key, partial_path
+from dstrain.cache_dir import cache_root, hash_key
 from dstrain.data.cache.dataset import TokenizedDataset
 from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.dataset import Dataset
@@ -25,6 +21,7 @@ from dstrain.data.loading.loader import iter_batches
 from dstrain.data.loading.sampler import sort_longest_first, split_for_rank
 from dstrain.distributed.world import World
 from dstrain.errors import DataError, TaskError
+from dstrain.files import atomic_write
 from dstrain.models.params.zero3 import is_zero3, zero3_init
 from dstrain.models.weights.fingerprint import weights_fingerprint
 from dstrain.tasks import Task, make_task
@@ -33,15 +30,16 @@ from dstrain.train.engine.inference import ForwardEngine
 from dstrain.train.engine.module import ReferenceModel
 
 CACHE_VERSION = 1
-"""Raise it when the same reference would give other answers: what was kept before is then left alone."""
+"""Raise it if the same reference would give other outputs: earlier files are then ignored."""
 ROWS_PER_FILE = 1024
+"""Rows of a file `references/KEY/rows-00000000.npz`, written atomically: an interrupted job continues after it."""
 
 OutputColumns = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceJob:
-    """How a reference is asked."""
+    """Task, DeepSpeed config, micro-batch size and world for precomputing reference log-probs."""
 
     task: Task
     ds_config: Mapping[str, Any]
@@ -50,9 +48,10 @@ class ReferenceJob:
 
 
 def add_reference_outputs(job: ReferenceJob, splits: Sequence[Dataset | None]) -> list[Dataset | None]:
-    """The examples of each split with the reference's answers in them, where the task keeps them. Collective.
+    """Return each split with the reference outputs as columns, if the task caches them. Collective.
 
-    Raises TaskError for a task whose examples are no token store.
+    Raises TaskError for a task whose dataset is not a token store, DataError for non-finite outputs or
+    a cache that cannot be written.
     """
     if job.task.loss_inputs.reference.kind != "cached":
         return list(splits)
@@ -62,6 +61,7 @@ def add_reference_outputs(job: ReferenceJob, splits: Sequence[Dataset | None]) -
     stores = {
         split.store.folder: split.store for split in cast("Sequence[TokenizedDataset]", splits) if split is not None
     }
+    # Rank 0 hashes the weights: every rank reading the files of a large model would overload the file system.
     weights = job.world.broadcast(_weights_fingerprint(job.task) if job.world.rank == 0 else None)
     engine = _LazyEngine(job)
     columns = {folder: _load_or_compute(job, store, weights, engine) for folder, store in stores.items()}
@@ -80,14 +80,16 @@ def _weights_fingerprint(task: Task) -> str:
 
 
 def build_cache_key(job: ReferenceJob, store: TokenStore, weights_digest: str) -> dict[str, Any]:
-    """All that the answers depend on.
+    """Return everything that the outputs depend on.
 
-    The store's name stands for data, tokenizer, template and truncation, and for a model that sees for its processor;
-    what its images show is not in it, for records name files.
+    The folder of the store is named after data, tokenizer, template, truncation and processor, but
+    records only name image files: the digest of the images is added.
     """
     task = job.task
     precision = with_training_dtype(task.recipe, job.ds_config).model.dtype or "float32"
-    drawn_in_shards = task.loss_inputs.reference.config.path is None and precision != "float32" and is_zero3(job.ds_config)
+    drawn_in_shards = (
+        task.loss_inputs.reference.config.path is None and precision != "float32" and is_zero3(job.ds_config)
+    )
     return {
         "what": "reference", "version": CACHE_VERSION, "task": task.recipe.task, "tokens": store.folder.name,
         "weights": weights_digest, "dtype": precision, "attention": task.recipe.model.attention, "drawn_in_shards": drawn_in_shards,
@@ -96,96 +98,95 @@ def build_cache_key(job: ReferenceJob, store: TokenStore, weights_digest: str) -
 
 
 def _load_or_compute(job: ReferenceJob, store: TokenStore, weights_digest: str, engine: _LazyEngine) -> OutputColumns:
-    """The answers for a whole store, from the cache as far as they are there. Collective."""
+    """Return the outputs of a whole store; compute and cache those that are missing. Collective."""
     world, key = job.world, build_cache_key(job, store, weights_digest)
-    place = cache_root() / "references" / hash_key(key)
+    folder = cache_root() / "references" / hash_key(key)
     starts = range(0, len(store), ROWS_PER_FILE)
-    kept = world.broadcast([_read_columns(place, start, store) for start in starts] if world.rank == 0 else None)
-    missing = sum(part is None for part in kept)
+    columns_by_file = world.broadcast(
+        [_read_columns(folder, start, store) for start in starts] if world.rank == 0 else None
+    )
+    missing = sum(part is None for part in columns_by_file)
     if missing and world.rank == 0:
         print(
-            f"reference: {missing * ROWS_PER_FILE if missing < len(starts) else len(store)} samples to ask for",
+            f"reference: {missing * ROWS_PER_FILE if missing < len(starts) else len(store)} samples to compute",
             flush=True,
         )
     for index, start in enumerate(starts):
-        if kept[index] is None:
-            kept[index] = _compute_outputs(job, store, start, engine)
+        if columns_by_file[index] is None:
+            columns_by_file[index] = _compute_outputs(job, store, start, engine)
             if world.rank == 0:
-                _write_columns(place, start, kept[index], key)
+                _write_columns(folder, start, columns_by_file[index], key)
                 print(f"reference: {min(start + ROWS_PER_FILE, len(store))} of {len(store)} samples", flush=True)
-    return {name: np.concatenate([part[name] for part in kept]) for name in kept[0]}
+    return {name: np.concatenate([part[name] for part in columns_by_file]) for name in columns_by_file[0]}
 
 
 def _compute_outputs(job: ReferenceJob, store: TokenStore, first_row: int, engine: _LazyEngine) -> OutputColumns:
-    """The answers for up to ROWS examples, each rank a share, of like length together. Collective."""
+    """Compute the outputs of one file of rows; each rank takes a share, in batches of like length. Collective."""
     rows = np.arange(first_row, min(first_row + ROWS_PER_FILE, len(store)))
+    # Longest first: an out-of-memory error comes at the start, and little padding is computed.
     order = rows[sort_longest_first(store.max_lengths(rows))]
     passes = -(-len(order) // (job.micro_batch_size * job.world.size))
     mine = [chunk.tolist() for chunk in split_for_rank(order, passes, job.world.size, job.world.rank)]
-    answers: dict[str, list[float]] = {}
-    for batch in iter_batches(store, job.task.collate, mine):
+    outputs: dict[str, list[float]] = {}
+    for batch in iter_batches(cast("Sequence[Any]", store), job.task.collate, mine):
         for name, column in engine.get()(batch).items():
-            answers.setdefault(name, []).extend([] if batch.is_filler else column.double().tolist())
-    told = job.world.gather(([row for share in mine for row in share], answers))
-    places = np.concatenate([np.array(of_rank, dtype=np.int64) for of_rank, _ in told]) - first_row
+            outputs.setdefault(name, []).extend([] if batch.is_filler else column.double().tolist())
+    shares = job.world.gather(([row for chunk in mine for row in chunk], outputs))
+    positions = np.concatenate([np.array(rank_rows, dtype=np.int64) for rank_rows, _ in shares]) - first_row
     found = {}
-    for name in answers:
+    for name in outputs:
         found[name] = np.empty(len(rows))
-        found[name][places] = np.concatenate([columns[name] for _, columns in told])
+        found[name][positions] = np.concatenate([columns[name] for _, columns in shares])
         if not np.isfinite(found[name]).all():
             where = rows[~np.isfinite(found[name])][:8].tolist()
-            raise DataError(
-                f"the reference's {name} of samples {where} is not finite; look at its weights and precision"
-            )
+            raise DataError(f"the reference's {name} of samples {where} is not finite; check its weights and precision")
     return found
 
 
 class _LazyEngine:
-    """The reference's engine, made when it is first asked, so that a full cache builds no model."""
+    """Engine of the reference, built on first use: a full cache builds no model."""
 
     def __init__(self, job: ReferenceJob) -> None:
         self._job = job
         self._engine: ForwardEngine | None = None
 
     def get(self) -> ForwardEngine:
-        """Collective at the first call."""
+        """Return the engine. The first call builds it and is collective."""
         if self._engine is None:
-            asking = self._job
-            task = make_task(with_training_dtype(asking.task.recipe, asking.ds_config))
-            with zero3_init(asking.ds_config):
+            job = self._job
+            task = make_task(with_training_dtype(job.task.recipe, job.ds_config))
+            with zero3_init(job.ds_config):
                 model = task.loss_inputs.reference.build()
-            self._engine = ForwardEngine(ReferenceModel(task, model), asking.ds_config, asking.world)
+            self._engine = ForwardEngine(ReferenceModel(task, model), job.ds_config, job.world)
         return self._engine
 
     def release(self) -> None:
+        """Free the memory of the engine."""
         self._engine = None
-        gc.collect()  # engines hang in cycles, with all their memory
+        gc.collect()  # DeepSpeed engines are part of reference cycles, with all their memory
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 def _read_columns(folder: Path, first_row: int, store: TokenStore) -> OutputColumns | None:
-    """One file of answers; None where it is absent or damaged."""
+    """Return the columns of one file; None if it is missing or damaged."""
     try:
         with np.load(folder / f"rows-{first_row:08d}.npz", allow_pickle=False) as file:
             columns = {name: file[name] for name in file.files}
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):  # it is computed and written again
         return None
-    whole = all(len(column) == min(ROWS_PER_FILE, len(store) - first_row) for column in columns.values())
-    return columns if columns and whole else None
+    is_complete = all(len(column) == min(ROWS_PER_FILE, len(store) - first_row) for column in columns.values())
+    return columns if columns and is_complete else None
 
 
 def _write_columns(folder: Path, first_row: int, columns: OutputColumns, cache_key: Mapping[str, Any]) -> None:
-    """Whole or not at all. Raises DataError where the cache cannot be written."""
+    """Write one file atomically. Raises DataError if the cache cannot be written."""
     final = folder / f"rows-{first_row:08d}.npz"
-    partial = partial_path(final)
     try:
-        atomic_write_text(folder / "key.json", json.dumps(cache_key, indent=1))
-        with partial.open("wb") as file:
-            np.savez(file, **columns)  # type: ignore[arg-type]  # its stub takes a column for a flag
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, final)
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write(folder / "key.json", json.dumps(cache_key, indent=1))
+        # numpy's stub takes a column for a flag
+        atomic_write(final, lambda file: np.savez(file, **columns), sync=True)  # type: ignore[arg-type]
     except OSError as error:
         raise DataError(
             f"{folder} cannot be written ({error.strerror}); set DSTRAIN_CACHE to another folder"

@@ -1,34 +1,38 @@
-"""A close look at a few steps: a torch profiler trace of each rank, DeepSpeed's flops table, the memory."""
+"""Profiling of selected steps: torch profiler trace, table of FLOPs per module, CUDA memory history."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from dstrain.config.schema import ProfileConfig
 from dstrain.models.params.zero3 import full_numel
-from dstrain.train.engine.deepspeed import Engine
+from dstrain.train.engine.base import Engine
+from dstrain.units import format_count
 
 log = logging.getLogger(__name__)
 
 MAX_ALLOCATIONS = 100_000
-"""Of the memory history: some KB each in its file, and the newest stay."""
+"""Limit of the memory history: each takes a few KB in its file, and the newest are kept."""
 
 
 class Recorder(Protocol):
-    """Something that watches the steps from its construction on."""
+    """Recorder of steps, from its construction on."""
 
     def write(self, path: Path) -> None:
-        """Stop watching, and write what was seen."""
+        """Stop recording and write the file."""
 
 
 class StepProfiler:
-    """Watches the steps that `profile.steps` names, as far as this process takes them. Never stops the run."""
+    """Profiler of the steps in `profile.steps`. An error in it never stops the run."""
 
     def __init__(
         self,
@@ -38,7 +42,7 @@ class StepProfiler:
         total_steps: int,
         log_event: Callable[..., None],
     ) -> None:
-        """`folder`: where files go; `steps`: the last step of the run; `tell`: writes an event."""
+        """Write files to `output_dir`. Without `config` every method does nothing."""
         self._config, self._output_dir, self._engine, self._log_event = config, output_dir, engine, log_event
         self._first_step: int | None = None
         self._recorders: list[tuple[str, Recorder]] = []
@@ -46,11 +50,11 @@ class StepProfiler:
         self._step_range: Any = None
         if config is not None and config.steps[1] > total_steps and engine.world.rank == 0:
             what = f"profile.steps is {list(config.steps)}, but the run ends with step {total_steps}"
-            log.warning("%s: what comes after it is not profiled", what)
+            log.warning("%s: later steps are not profiled", what)
             log_event("warning", what=what)
 
     def begin_step(self, step: int) -> None:
-        """Call it before each step, which is counted from 1 as in metrics.jsonl."""
+        """Begin to record if the step, counted from 1 as in metrics.jsonl, is to be profiled."""
         if self._config is None or not self._config.steps[0] <= step <= self._config.steps[1]:
             return
         if self._first_step is None:
@@ -60,28 +64,29 @@ class StepProfiler:
         self._step_range.__enter__()
 
     def end_step(self, step: int, is_last: bool) -> bool:
-        """Call it after each step: whether `write` is due, since the last step to profile was taken or the run is over."""
+        """End the mark of a step; return True if `write` is due: after the last profiled step or the run's end."""
         if self._step_range is not None:
             self._step_range.__exit__(None, None, None)
             self._step_range = None
         return self._config is not None and self._first_step is not None and (is_last or step >= self._config.steps[1])
 
     def write(self, step: int) -> None:
-        """Write the files, and say where they lie. Collective."""
+        """Write the files of the steps up to `step`, and report their folder. Collective."""
         world, first = self._engine.world, self._first_step
         files = []
+        # The trace was started last and is written first, so that it does not show the others being written.
         for name, record in reversed(self._recorders):
             path = self._output_dir / name.format(rank=world.rank, first=first, last=step)
             with self._errors_as_warnings(path.name):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 record.write(path)
                 files.append(path.name)
-        told = world.gather((files, self._errors))
+        results = world.gather((files, self._errors))
         self._config, self._recorders = None, []
-        for rank, (_, faults) in enumerate(told):
-            for fault in faults:
-                self._log_event("profile_failed", rank=rank, why=fault)
-        found = sorted(name for names, _ in told for name in names)
+        for rank, (_, errors) in enumerate(results):
+            for error in errors:
+                self._log_event("profile_failed", rank=rank, why=error)
+        found = sorted(name for names, _ in results for name in names)
         self._log_event("profiled", steps=[first, step], files=found)
         if world.rank == 0 and found:
             print(
@@ -91,11 +96,11 @@ class StepProfiler:
             )
 
     def _start_recorders(self, step: int, with_memory: bool) -> None:
-        """Begin to watch; the trace comes last, so that it does not show the others begin."""
+        """Start the recorders; the trace comes last, so that it does not show the start of the others."""
         device, rank = self._engine.world.device, self._engine.world.rank
         wanted: list[tuple[str, Callable[[], Recorder]]] = []
         if rank == 0:
-            wanted.append(("flops.txt", lambda: FlopsTable(self._engine, step)))
+            wanted.append(("flops.txt", lambda: FlopsTable(self._engine.train_module, step)))
         if with_memory and device.type == "cuda":
             wanted.append(("memory-rank-{rank:05d}-steps-{first}-{last}.pickle", MemoryHistory))
         wanted.append(("trace-rank-{rank:05d}-steps-{first}-{last}.json.gz", lambda: Trace(device, with_memory)))
@@ -105,16 +110,16 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def _errors_as_warnings(self, name: str) -> Iterator[None]:
-        """Inside, an exception becomes a warning: nobody wants to lose a run over a look at it."""
+        """Context that turns an exception into a warning: a profile is not worth losing a run."""
         try:
             yield
         except Exception as error:
             self._errors.append(f"{name}: {error}")
-            log.warning("the profile goes without %s (%s: %s)", name, type(error).__name__, error)
+            log.warning("the profile lacks %s (%s: %s)", name, type(error).__name__, error)
 
 
 class Trace:
-    """Every operation, with its shapes, on the CPU and where there is one on the GPU."""
+    """Trace of every operation, with its shapes, on the CPU and the GPU."""
 
     def __init__(self, device: torch.device, with_memory: bool) -> None:
         kinds = torch.profiler.ProfilerActivity
@@ -135,7 +140,7 @@ class Trace:
 
 
 class MemoryHistory:
-    """What was allocated where, for https://pytorch.org/memory_viz."""
+    """History of CUDA allocations, for https://pytorch.org/memory_viz."""
 
     def __init__(self) -> None:
         torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
@@ -148,53 +153,111 @@ class MemoryHistory:
 
 
 class FlopsTable:
-    """DeepSpeed's table of modules: parameters, operations and time of one forward pass of one micro-batch."""
+    """Table of modules: parameters, floating point operations and time of one forward pass of one micro-batch.
 
-    def __init__(self, engine: Any, step: int) -> None:
-        from deepspeed.profiling.flops_profiler import profiler
+    Operations are counted by torch's FlopCounterMode. It knows matrix products, convolutions and attention.
+    """
 
-        objective, self._step = engine.objective, step
-        self._profiler = profiler.FlopsProfiler(objective, getattr(engine, "engine", None))
-        with _skip_count_errors(profiler):
-            self._profiler.start_profile()
-        for module in objective.modules():  # DeepSpeed counts what a shard holds, at stage 3 nothing
-            module.__params__ = sum(full_numel(parameter) for parameter in module.parameters())
-        # The first forward pass alone: recomputation in the backward pass would count as a second one.
-        self._first_pass_hook = objective.register_forward_hook(lambda *_: _with_fallback(self._stop, None)())
+    def __init__(self, module: torch.nn.Module, step: int) -> None:
+        self._module, self._step = module, step
+        self._counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+        self._totals: dict[torch.nn.Module, _ModuleTotals] = {}
+        self._open: list[tuple[float, int]] = []
+        """(start time, operations before) of each module whose forward pass is running, outermost first."""
+        # On the root and before its other hooks: they read the total of the counter.
+        self._hooks = [module.register_forward_pre_hook(self._start_counter, prepend=True)]
+        for child in module.modules():
+            self._hooks.append(child.register_forward_pre_hook(self._enter_module))
+            self._hooks.append(child.register_forward_hook(self._leave_module, always_call=True))
+        # Only the first forward pass: recomputation in the backward pass would count as a second one.
+        self._hooks.append(module.register_forward_hook(lambda *_: self._stop(), always_call=True))
 
     def write(self, path: Path) -> None:
+        """Write the table as text."""
         self._stop()
-        try:
-            with path.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
-                self._profiler.print_model_profile(profile_step=self._step)
-        finally:
-            self._profiler.end_profile()
+        rows = [("module", "class", "parameters", "FLOPs", "seconds")]
+        # Modules that were not called have no row: containers such as ModuleList, unused layers.
+        called = {name: self._totals[child] for name, child in self._module.named_modules() if child in self._totals}
+        for name, total in called.items():
+            child = self._module.get_submodule(name)
+            size = sum(full_numel(parameter) for parameter in child.parameters())  # under ZeRO-3 of all shards
+            parts = name.split(".")
+            prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
+            parents = [prefix for prefix in prefixes if prefix in called]
+            own_name = name.removeprefix(f"{parents[-1]}.") if parents else name or "(all)"
+            label = "  " * (len(parents) + bool(name)) + own_name
+            numbers = format_count(size), format_count(total.flops), f"{total.seconds:.4f}"
+            rows.append((label, type(child).__name__, *numbers))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [f"One forward pass of one micro-batch on rank 0 at step {self._step}", ""]
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+            cells += [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+            lines.append("  ".join(cells))
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def _start_counter(self, *_: Any) -> None:
+        self._counter.__enter__()
+
+    def _enter_module(self, *_: Any) -> None:
+        self._open.append((self._read_clock(), self._counter.get_total_flops()))
+
+    def _leave_module(self, module: torch.nn.Module, *_: Any) -> None:
+        start, flops = self._open.pop()
+        totals = self._totals.setdefault(module, _ModuleTotals())
+        totals.seconds += self._read_clock() - start
+        totals.flops += self._counter.get_total_flops() - flops
+
+    def _read_clock(self) -> float:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # kernels run after the call that queued them has returned
+        return time.perf_counter()
 
     def _stop(self) -> None:
-        self._first_pass_hook.remove()
-        self._profiler.stop_profile()
+        if not self._hooks:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._counter.mode is not None:
+            self._counter.__exit__(None, None, None)
 
 
-@contextlib.contextmanager
-def _skip_count_errors(profiler: Any) -> Iterator[None]:
-    """Inside, DeepSpeed patches torch so that a call it cannot count is not counted.
+@dataclass
+class _ModuleTotals:
+    """Totals of a module over its calls in one forward pass, its submodules included."""
 
-    Its counting functions know most arguments by place only, and would raise within the model's forward pass.
+    seconds: float = 0.0
+    flops: int = 0
+
+
+def _count_cpu_attention(
+    query_shape: Sequence[int], key_shape: Sequence[int], value_shape: Sequence[int], *_: Any, **__: Any
+) -> int:
+    """Return operations of the two matrix products; shapes are (B, heads, L or S, width)."""
+    batch, heads, length, width = query_shape
+    return 2 * batch * heads * length * key_shape[2] * (width + value_shape[3])
+
+
+def _or_zero(formula: Callable[..., int]) -> Callable[..., int]:
+    """Return a formula of torch's table that counts 0 for shapes it does not know.
+
+    They raise for some valid calls, such as attention with fewer key heads than query heads, and they
+    are called in the middle of the model's forward pass: the run would stop.
     """
-    wrap, hooks = profiler.wrapFunc, profiler.MODULE_HOOK_MAPPING
-    profiler.wrapFunc = lambda function, count: wrap(function, _with_fallback(count, (0, 0)))
-    profiler.MODULE_HOOK_MAPPING = {kind: _with_fallback(hook, None) for kind, hook in hooks.items()}
-    try:
-        yield
-    finally:
-        profiler.wrapFunc, profiler.MODULE_HOOK_MAPPING = wrap, hooks
 
-
-def _with_fallback(function: Callable[..., Any], fallback: Sequence[int] | None) -> Callable[..., Any]:
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def count(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         try:
-            return function(*args, **kwargs)
+            return formula(*args, out_val=out_shape, **kwargs)
         except Exception:
-            return fallback
+            return 0
 
-    return wrapper
+    return count
+
+
+# Higher-order operators (flex_attention) have no overloads and take tensors, not shapes: their formulas stay.
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **{op: _or_zero(formula) for op, formula in flop_registry.items() if hasattr(op, "overloads")},
+    # torch 2.13 has formulas of the attention kernels for GPUs only (torch/utils/flop_counter.py).
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_cpu_attention,
+}

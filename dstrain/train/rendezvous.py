@@ -1,13 +1,4 @@
-"""The processes of a launch before any process group: they meet over a store, and each prepares its data at its own pace.
-
-    beat/RANK    a number that grows while a rank lives    failures   how many ranks have failed
-    data/RANK    the stores whose images it looked at      failed     who did, how, and why
-    ready        how many ranks have prepared all          heard      how many others know of it
-
-Preparing takes as long as it takes: minutes to tokenise, where a host's cache is cold, or to hash weights. A collective
-would be waited in with the run's timeout. Here a thread of each rank counts up its heartbeat, and only a rank whose
-heartbeat stands still for that long is given up.
-"""
+"""Rendezvous of all ranks over a store, with heartbeats while each prepares its data."""
 
 from __future__ import annotations
 
@@ -23,51 +14,63 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dstrain.cache_dir import cache_root, host_id
+from dstrain.cache_dir import cache_root
 from dstrain.data.cache.token_store import check_images_once
-from dstrain.distributed.collective_log import find_connection_error
-from dstrain.distributed.world import rendezvous_over_store
-from dstrain.errors import DstrainError, PeerFailureError, UsageError, one_line
+from dstrain.distributed.connection_errors import find_connection_error
+from dstrain.distributed.store import rendezvous_over_store
+from dstrain.errors import EXIT_FAILED, EXIT_USAGE, DstrainError, PeerFailureError, UsageError, first_names, one_line
+from dstrain.files import host_id
 from dstrain.launch.command import PORT_FILE_ENV, describe_port_owner
+from dstrain.launch.multihost.versions import hash_source_tree, iter_version_diffs, read_package_versions
 from dstrain.launch.topology import Worker
-from dstrain.launch.versions import hash_source_tree, iter_version_diffs, read_package_versions
 from dstrain.train.health.rank_status import call_with_timeout
 from dstrain.train.health.signals import StoppedBySignal
 
+# Keys of the store, after `dstrain/preparing/`:
+#
+#     beat/RANK       a number that grows while a rank is alive    failures   number of ranks that failed
+#     data/RANK       the token stores whose images it checked     failed     which rank failed first, and why
+#     gather/N/RANK   a rank's value of the N-th `gather`          heard      number of ranks that know of it
+#     ready           number of ranks that have prepared all
+#
+# Preparing may take minutes: tokenizing with a cold cache, or hashing weights. A collective would end
+# with the run's timeout. Here a thread of each rank sends heartbeats, and only a rank without one for
+# that long is given up.
 ACTION = "preparing the data"
-FIX_HINT = "fix the cause and start again: what is prepared stays in the cache"
+FIX_HINT = "fix the cause and start again: prepared data stays in the cache"
 CODE_DIGEST_KEY = "code of dstrain, digest"
 HEARTBEAT_SECONDS = 1.0
 POLL_SECONDS = 0.2
 FAILURE_WAIT_SECONDS = 5.0
-"""How long a rank that failed waits for the others to hear of it: with rank 0 the store goes."""
+"""How long a failed rank waits until the others know: the store ends with rank 0."""
 
 
 class Rendezvous:
-    """Within `with`, this rank prepares; it leaves when all ranks have. One process alone meets nobody.
+    """Context in which this rank prepares its data; it ends when all ranks have. A single process waits for nobody.
 
-    Raises LostError where another rank does not come, ends or falls silent, and what ended another rank's preparation:
-    UsageError where that was one, Interrupted for a signal.
+    Raises PeerFailureError if another rank does not connect, ends or stops sending heartbeats. If its
+    preparation fails, raises UsageError or StoppedBySignal like that rank, else PeerFailureError.
     """
 
     def __init__(self, worker: Worker, timeout: timedelta) -> None:
-        """Opens nothing yet: MASTER_ADDR and MASTER_PORT have to be in the environment on entering."""
-        self.rank, self.world_size = worker.rank, worker.world_size
+        """Connect to nothing yet. Entering needs MASTER_ADDR and MASTER_PORT in the environment."""
+        self.rank, self.size = worker.rank, worker.world_size
+        self._num_gathers = 0
         self._timeout = timeout
         self._store: Any = None
         self._members: list[dict[str, Any]] = []
         self._failure: dict[str, Any] | None = None
-        """What ended another rank's preparation."""
+        """Error that ended the preparation of another rank."""
         self._stop_event = threading.Event()
         self._heartbeat_thread = threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True)
 
     @property
     def store(self) -> Any:
-        """The store to start the process group with; None for one process alone."""
+        """Store to start the process group with; None for a single process."""
         return self._store
 
     def __enter__(self) -> Self:
-        if self.world_size == 1:
+        if self.size == 1:
             return self
         own: dict[str, Any] = {"host": socket.gethostname(), "place": f"{host_id()} {os.path.realpath(cache_root())}"}
         own["software"] = read_package_versions() | {CODE_DIGEST_KEY: hash_source_tree()}
@@ -83,26 +86,24 @@ class Rendezvous:
         return self
 
     def _exchange_info(self, info: str) -> tuple[Any, list[str]]:
-        """As `meet`; where rank 0 cannot listen, with who does."""
+        """Call `rendezvous_over_store`; if rank 0's port is taken, name the process that holds it."""
         place = os.environ.get(PORT_FILE_ENV)
         try:
             return rendezvous_over_store(self._timeout, info, Path(place) if place else None)
         except PeerFailureError as error:
             port = os.environ.get("MASTER_PORT", "")
             if self.rank == 0 and "EADDRINUSE" in str(error.__cause__) and port.isdecimal():
-                what = (
-                    f"port {port} of {socket.gethostname()}, where all meet, is taken{describe_port_owner(int(port))}"
-                )
-                mend = (
-                    "start the same command again, with another --master-port where you gave one, or end that process"
-                )
-                raise PeerFailureError(error.phase, what, mend) from error
+                owner = describe_port_owner(int(port))
+                what = f"the rendezvous port {port} of {socket.gethostname()} is already in use{owner}"
+                fix = "rerun the command, with another --master-port if you gave one, or end that process"
+                raise PeerFailureError(error.phase, what, fix) from error
             raise
 
     def _check_versions(self) -> None:
-        """Raise UsageError, on every rank the same, where a rank on another host than rank 0's runs other versions."""
+        """Raise UsageError, the same on every rank, if a rank on another host has other versions than rank 0."""
         first = self._members[0]
         for rank, member in enumerate(self._members):
+            # Ranks of one host share an installation; another host may have an older one.
             if member["host"] != first["host"] and (
                 differ := [*iter_version_diffs(first["software"], member["software"])]
             ):
@@ -123,7 +124,7 @@ class Rendezvous:
                 return
             with self._translate_store_errors():
                 self._store.add(_store_key("ready"), 1)
-                self._wait_until(lambda: self._store.add(_store_key("ready"), 0) >= self.world_size)
+                self._wait_until(lambda: self._store.add(_store_key("ready"), 0) >= self.size)
         except BaseException as cause:
             self._report_failure(cause)
             raise
@@ -132,7 +133,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Inside, one process goes before the others of its host that share its cache; they do not look at images again."""
+        """Context that one process per host and cache enters first; the others do not check images again."""
         if self._store is None:
             with check_images_once():
                 yield
@@ -150,8 +151,21 @@ class Rendezvous:
             with self._translate_store_errors():
                 self._set_key(f"data/{self.rank}", json.dumps(sorted(checked)))
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's JSON value, by rank, on every rank. Collective.
+
+        A rank that is still busy is waited for while its heartbeat counts. Raises PeerFailureError.
+        """
+        if self._store is None:
+            return [value]
+        kind, self._num_gathers = f"gather/{self._num_gathers}", self._num_gathers + 1
+        with self._translate_store_errors():
+            self._set_key(f"{kind}/{self.rank}", json.dumps(value))
+            self._wait_until(lambda: self._store.check(self._rank_keys(kind)))
+            return [json.loads(content) for content in self._store.multi_get(self._rank_keys(kind))]
+
     def _send_heartbeats(self) -> None:
-        """In a thread: say that this rank lives, and hear of another's failure."""
+        """Send heartbeats and listen for the failure of another rank. Runs in a thread."""
         count = 0
         while not self._stop_event.is_set():
             count += 1
@@ -160,7 +174,7 @@ class Rendezvous:
                 if self._failure is None and self._store.add(_store_key("failures"), 0):
                     self._failure = json.loads(self._store.get(_store_key("failed")))
                     self._store.add(_store_key("heard"), 1)
-            except RuntimeError:  # the store went with rank 0: this rank learns of it when it asks
+            except RuntimeError:  # rank 0 has ended, and the store with it: the main thread raises on its next request
                 return
             self._stop_event.wait(self._heartbeat_interval())
 
@@ -168,9 +182,9 @@ class Rendezvous:
         return min(HEARTBEAT_SECONDS, self._timeout.total_seconds() / 10)
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Until `done`. Raises where another rank failed, or where its heartbeat stands still."""
+        """Wait for `is_done`. Raises if another rank failed or stopped sending heartbeats."""
         limit, look_at = self._timeout.total_seconds(), 0.0
-        seen = [("", time.monotonic())] * self.world_size
+        seen = [("", time.monotonic())] * self.size
         while not is_done():
             if self._failure is not None:
                 raise self._to_exception(self._failure)
@@ -180,47 +194,45 @@ class Rendezvous:
                 seen = [(beat, now if beat != last else since) for beat, (last, since) in zip(beats, seen, strict=True)]
                 silent = [self._describe_rank(rank) for rank, (_, since) in enumerate(seen) if now - since > limit]
                 if silent:
-                    names = f"{', '.join(silent[:8])}{' and others' * (len(silent) > 8)}"
+                    names = first_names(silent, 8)
                     raise PeerFailureError(
-                        ACTION, f"{names} gave no sign of life for {limit:g} s (timeout_minutes)", FIX_HINT
+                        ACTION, f"{names} sent no heartbeat for {limit:g} s (timeout_minutes)", FIX_HINT
                     )
+            # Polled, not waited for with `store.wait`: that would not notice a failure of another rank.
             time.sleep(min(POLL_SECONDS, limit / 20))
 
     def _read_heartbeats(self) -> list[str]:
-        """Every rank's heartbeat, by rank; empty of one that has not counted yet: to ask for it would wait for it."""
+        """Return every rank's heartbeat; empty for a rank that has sent none, since `get` would block on it."""
         keys = self._rank_keys("beat")
         if self._store.check(keys):
             return [beat.decode() for beat in self._store.multi_get(keys)]
         return [self._store.get(key).decode() if self._store.check([key]) else "" for key in keys]
 
     def _report_failure(self, error: BaseException) -> None:
-        """Leave word of why this rank ends, and give the others time to hear it. Never raises."""
-        if self._failure is not None:  # they know
+        """Publish why this rank ends, and give the others time to read it. Never raises."""
+        if self._failure is not None:  # all ranks know of a failure already
             return
         known = isinstance(error, DstrainError)
         text = str(error) if known else one_line(f"{type(error).__name__}: {error}")
-        told = {"rank": self.rank, "exit": getattr(error, "exit_code", 1), "error": text[:4000]}
+        failure = {"rank": self.rank, "exit": getattr(error, "exit_code", EXIT_FAILED), "error": text[:4000]}
         if isinstance(error, PeerFailureError):
-            told["error"] = text.removeprefix(f"{error.phase}: ").removesuffix(f"; {error.fix}")
+            failure["error"] = text.removeprefix(f"{error.phase}: ").removesuffix(f"; {error.fix}")
         if isinstance(error, StoppedBySignal):
-            told["stopped"] = error.signal_name
+            failure["stopped"] = error.signal_name
 
         def publish() -> None:
-            self._failure = told
-            self._set_key("failed", json.dumps(told | {"lost": isinstance(error, PeerFailureError)}))
+            self._failure = failure
+            self._set_key("failed", json.dumps(failure | {"lost": isinstance(error, PeerFailureError)}))
             self._store.add(_store_key("failures"), 1)
             while not self._stop_event.is_set():
-                if (
-                    self._store.add(_store_key("heard"), 0) + self._store.add(_store_key("failures"), 0)
-                    >= self.world_size
-                ):
+                if self._store.add(_store_key("heard"), 0) + self._store.add(_store_key("failures"), 0) >= self.size:
                     return
                 time.sleep(0.05)
 
         call_with_timeout(publish, None, FAILURE_WAIT_SECONDS)
 
     def _to_exception(self, failure: Mapping[str, Any]) -> BaseException:
-        """Another rank's failure as an error of this one, with the same exit code."""
+        """Return the failure of another rank as an exception with the same exit code."""
         if failure.get("stopped"):
             return StoppedBySignal(failure["stopped"])
         what = (
@@ -228,31 +240,29 @@ class Rendezvous:
             if failure.get("lost")
             else f"{self._describe_rank(failure['rank'])} failed: {failure['error']}"
         )
-        return UsageError(what) if failure["exit"] == UsageError.exit_code else PeerFailureError(ACTION, what, FIX_HINT)
+        return UsageError(what) if failure["exit"] == EXIT_USAGE else PeerFailureError(ACTION, what, FIX_HINT)
 
     def _describe_rank(self, rank: int) -> str:
         return f"rank {rank} on {self._members[rank]['host']}"
 
     def _rank_keys(self, kind: str) -> list[str]:
-        return [_store_key(f"{kind}/{rank}") for rank in range(self.world_size)]
+        return [_store_key(f"{kind}/{rank}") for rank in range(self.size)]
 
     def _set_key(self, name: str, value: str) -> None:
         self._store.set(_store_key(name), value)
 
     @contextlib.contextmanager
     def _translate_store_errors(self) -> Iterator[None]:
-        """Inside, the store is asked; LostError where it does not answer."""
+        """Context for requests to the store. Raises PeerFailureError if it does not answer."""
         try:
             yield
         except RuntimeError as error:
-            if self._failure is not None:  # heard of before rank 0 left, and the store with it
+            if self._failure is not None:  # read before rank 0 ended, and the store with it
                 raise self._to_exception(self._failure) from error
             if (why := find_connection_error(error)) is None:
                 raise
             at = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
-            raise PeerFailureError(
-                ACTION, f"rank 0 at {at}, where all meet, does not answer ({why}), its log says why", FIX_HINT
-            ) from error
+            raise PeerFailureError(ACTION, f"rank 0 at {at} does not answer ({why}); see its log", FIX_HINT) from error
 
 
 def _store_key(name: str) -> str:

@@ -1,137 +1,162 @@
-"""A run, put together: everything the loop touches."""
+"""A training run: its components, and the operations of the loop that need several of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from dstrain.batch import Progress
-from dstrain.data.loading.loader import Loader
-from dstrain.distributed.collective_log import COLLECTIVE_LOG
+from dstrain.batch import Progress, StepResult
+from dstrain.data.loading.loader import Loader, Step
 from dstrain.report.memory import memory_metrics
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
 from dstrain.report.sinks import Sink
-from dstrain.schedule import Every, LRSchedule
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.schedule import Due, StepSchedule
 from dstrain.train.checkpoint.saver import CheckpointSaver
-from dstrain.train.engine.deepspeed import Engine
+from dstrain.train.engine.base import Engine, seed_step
 from dstrain.train.evaluate import Evaluation
-from dstrain.train.health.nonfinite import NonFiniteGuard
-from dstrain.train.health.signals import STOP_SIGNALS, SignalHandler
-from dstrain.train.health.trainability import TrainabilityCheck
-from dstrain.train.profiler import StepProfiler
+from dstrain.train.health.signals import SignalHandler
+from dstrain.train.monitors import StepMonitors
 from dstrain.train.state.load import open_checkpoint
 from dstrain.train.state.manifest import CheckpointInfo
+
+Phase = Literal["step", "evaluation", "save"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The nouns of a training run, and the few verbs that need several of them."""
+    """The components of a training run."""
 
     engine: Engine
     loader: Loader
     evaluation: Evaluation | None
-    checkpoints: CheckpointManager
+    """None without evaluation data."""
     saver: CheckpointSaver
     start_checkpoint: CheckpointInfo | None
-    """Where to go on from."""
+    """The checkpoint to continue from; None for a new run."""
     run_log: RunLog
     sinks: Sequence[Sink]
     meter: Meter
-    profiler: StepProfiler
-    nonfinite_guard: NonFiniteGuard
-    trainability: TrainabilityCheck
+    monitors: StepMonitors
     signal_handler: SignalHandler
-    lr_schedule: LRSchedule
+    schedule: StepSchedule
     seed: int
-    total_steps: int
-    best_metric: str
-    """The metric `best` goes by."""
-    log_every: Every
-    eval_every: Every
-    save_every: Every
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.schedule.total_steps
 
     def resume(self) -> Progress:
-        """Go on from the newest whole checkpoint, or from nothing. Collective."""
+        """Load the start checkpoint, if there is one, and return its progress. Collective.
+
+        Raises StoppedBySignal if a signal came before the first step.
+        """
+        progress = Progress()
         if self.start_checkpoint is not None:
             self._load_checkpoint(self.start_checkpoint)
-        self.trainability.start()
-        return Progress() if self.start_checkpoint is None else self.start_checkpoint.progress
+            progress = self.start_checkpoint.progress
+        # After the load: the checksums are compared with the loaded weights, not with those of `init`.
+        self.monitors.start()
+        if progress.step < self.total_steps:
+            self.signal_handler.begin_training()
+        return progress
 
     def _load_checkpoint(self, checkpoint: CheckpointInfo) -> None:
-        anew = self.engine.load(open_checkpoint(checkpoint.path, self.engine.world))
-        if anew:
-            self.run_log.log_event("begins_anew", step=checkpoint.step, what=anew)
+        reset = self.engine.load(open_checkpoint(checkpoint.path, self.engine.world))
+        if reset:
+            self.run_log.log_event("optimizer_state_reset", step=checkpoint.step, what=reset)
             if self.engine.world.rank == 0:
-                print(anew, flush=True)
+                print(reset, flush=True)
 
-    def log_train_metrics(self, progress: Progress) -> None:
-        """One row of training numbers, to every sink. Collective."""
-        row = self.meter.drain(self.loader.pop_wait_seconds())
-        self._write_row(
-            progress,
-            {
-                "split": "train",
-                **row,
-                "lr": self.lr_schedule(progress.step - 1),
-                **self.saver.pop_timings(),
-                **memory_metrics(self.engine.world),
-            },
-        )
+    @contextmanager
+    def phase(self, name: Phase, progress: Progress) -> Iterator[None]:
+        """Name what this rank does inside, for the report of a stall. Phases may be nested.
 
-    def end_profiled_step(self, progress: Progress, is_last: bool) -> None:
-        """Write the profile where its last step was just taken; `over`: as it was the run's last. Collective."""
-        if self.profiler.end_step(progress.step, is_last):
-            with self.meter.pause():
-                self.profiler.write(progress.step)
+        `progress` is that before a step, and after the step for an evaluation or a save.
+        """
+        log = self.engine.world.log
+        outer = log.phase, log.step
+        if name == "step":
+            step, text = progress.step + 1, f"step {progress.step + 1}"
+        else:
+            step, text = progress.step, f"{name} after step {progress.step}"
+        log.record_progress(text, step)
+        yield  # not in try/finally: after an error the phase in which it was raised is to be reported
+        log.record_progress(*outer)
 
-    def evaluate(self, progress: Progress) -> float | None:
-        """One row of held-out numbers; returns the metric `best` goes by, None without held-out data. Collective."""
-        if self.evaluation is None:
-            return None
-        self.set_phase("evaluation", progress)
-        with self.meter.pause():
-            row = self.evaluation.run(self.engine)
-        self._write_row(progress, {"split": "eval", **row})
-        return row.get(self.best_metric)
+    def iter_steps(self, progress: Progress) -> Iterator[Step]:
+        """Return this rank's batches of each step after `progress`."""
+        return self.loader.iter_steps(progress.samples)
 
-    def save_checkpoint(self, progress: Progress, metric: float | None, is_last: bool) -> None:
-        """Write a checkpoint, or begin to; the `last` is there on return. Collective."""
-        self.set_phase("save", progress)
-        with self.meter.pause():
-            self.saver.save(progress, metric, is_last)
+    def take_step(self, step: Step, progress: Progress) -> StepResult:
+        """Take one optimizer step. Collective."""
+        # Dropout depends on seed, step and rank only, so a resumed run draws the same masks.
+        seed_step(self.seed, progress.step, self.engine.world.rank)
+        self.monitors.begin(progress.step + 1)
+        return self.engine.step(step.batches, self.schedule.lr(progress.step))
+
+    def end_step(self, result: StepResult, progress: Progress) -> None:
+        """Add the step to the metrics and check it. Raises RunError on every rank alike. Collective."""
+        self.meter.add(result)
+        self.monitors.end(result, progress, self.schedule.lr(progress.step - 1))
+        # Before the ranks agree on a stop: a failed background save ends the run with its own error.
+        self.saver.poll()
 
     def should_stop(self, progress: Progress) -> bool:
-        """Whether any rank was asked to stop. Raises on all where a save behind training failed on one. Collective."""
-        asked = [float(self.signal_handler.received_signal == number.name) for number in STOP_SIGNALS]
-        *signals, failed, flying = self.engine.world.sum([*asked, self.saver.has_failed, not self.saver.is_finished])
-        if failed or not flying:
-            self.saver.wait()
-        if not any(signals):
-            return False
-        self.signal_handler.agreed_signal = next(
-            number.name for number, ranks in zip(STOP_SIGNALS, signals, strict=True) if ranks
-        )
-        if progress.step < self.total_steps:
-            about = {
-                "signal": self.signal_handler.agreed_signal,
-                "expected_seconds": self.saver.grace.expected_stop_seconds(),
-            }
-            self.run_log.log_event("stopping", step=progress.step, **about)
-        return True
+        """Return True if a signal asked any rank to stop, the same on every rank. Collective."""
+        signal_name = self.signal_handler.agree(self.engine.world)
+        if signal_name is not None and progress.step < self.total_steps:
+            seconds = self.monitors.grace.expected_stop_seconds()
+            self.run_log.log_event("stopping", step=progress.step, signal=signal_name, expected_seconds=seconds)
+        return signal_name is not None
 
-    def set_phase(self, phase: str, progress: Progress) -> None:
-        """Say what comes now, for the case that it does not end: `step`, `evaluation` or `save`; empty: nothing."""
-        step = progress.step + (phase == "step")
-        COLLECTIVE_LOG.record_progress({"step": f"step {step}", "": ""}.get(phase, f"{phase} after step {step}"), step)
+    def due_after(self, progress: Progress, stop: bool) -> Due:
+        """Return what has to be done after a step; `stop`: a signal asked for a stop."""
+        return self.schedule.due_after(progress.step, stop)
+
+    def write_profile(self, progress: Progress, is_last: bool) -> None:
+        """Write the profile after its last step or the last step of the run.
+
+        Raises NonFiniteError after the last step of a run that changed no weight. Collective.
+        """
+        profiler = self.monitors.profiler
+        if profiler.end_step(progress.step, is_last):
+            with self.meter.pause():  # writing a trace may take longer than a step
+                profiler.write(progress.step)
+        # Before the last checkpoint, which would pass for a trained model.
+        if progress.step >= self.total_steps:
+            self.monitors.nonfinite.check_run(progress)
+
+    def log_train_metrics(self, progress: Progress) -> None:
+        """Write one row of training metrics to every sink. Collective."""
+        row = self.meter.drain(self.loader.pop_wait_seconds())
+        timings = self.saver.pop_timings()
+        lr = self.schedule.lr(progress.step - 1)
+        memory = memory_metrics(self.engine.world)
+        self._write_row(progress, {"split": "train", **row, "lr": lr, **timings, **memory})
+
+    def evaluate(self, progress: Progress) -> float | None:
+        """Write one row of evaluation metrics; return the metric that `best` compares. Collective.
+
+        Returns None without evaluation data.
+        """
+        if self.evaluation is None:
+            return None
+        with self.phase("evaluation", progress), self.meter.pause():
+            row = self.evaluation.run(self.engine)
+        self._write_row(progress, {"split": "eval", **row})
+        return row.get(self.evaluation.best_metric)
+
+    def save_checkpoint(self, progress: Progress, metric: float | None, is_last: bool) -> None:
+        """Write a checkpoint, or begin to in the background; the last one is complete on return. Collective."""
+        with self.phase("save", progress), self.meter.pause():
+            self.saver.save(progress, metric, is_last)
 
     def _write_row(self, progress: Progress, row: Mapping[str, Any]) -> None:
-        where = {
-            "step": progress.step,
-            "samples": progress.samples,
-            "epoch": round(self.loader.sampler.epoch_at(progress.samples), 4),
-        }
+        epoch = round(self.loader.epoch_at(progress.samples), 4)
+        position = {"step": progress.step, "samples": progress.samples, "epoch": epoch}
         for sink in self.sinks:
-            sink.write({**where, **row})
+            sink.write({**position, **row})

@@ -1,4 +1,4 @@
-"""The run folder: what is in it before the first step, and whether a run may go on in it."""
+"""The run folder: its configuration files, earlier runs in it, and checks that all ranks can write to it."""
 
 from __future__ import annotations
 
@@ -10,86 +10,27 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from dstrain.config import RunConfig, check_learning_changes, dump_recipe, read_recipe
-from dstrain.config.schema import BatchConfig
+from dstrain.config import RunConfig, dump_recipe
 from dstrain.distributed.world import World
-from dstrain.errors import ResumeError, RunError, UsageError
+from dstrain.errors import RunError, UsageError
+from dstrain.files import atomic_write, remove_stale_partials
 from dstrain.models.base_config import save_base_config
-from dstrain.train.resume.inputs import is_change_allowed
-from dstrain.train.state.manifest import CheckpointInfo, find_fault, find_latest_complete, read_checkpoint_info
+from dstrain.train.resume.recorded import ResumeOptions, get_run_dir, is_change_allowed
+from dstrain.train.state.manifest import CheckpointInfo
 
 LIBRARIES = ("dstrain", "torch", "deepspeed", "transformers", "peft", "tokenizers", "numpy", "safetensors")
-
-
-@dataclass(frozen=True)
-class ResumeOptions:
-    """What --resume and --allow-change ask for."""
-
-    source: str = "auto"
-    """auto, never, or the folder of a run or of a checkpoint."""
-    allowed_keys: Collection[str] = ()
-    """Keys that may differ from the recipe the run was started with."""
-
-
-def find_compatible_checkpoint(run_dir: Path, resume: ResumeOptions, config: RunConfig) -> CheckpointInfo | None:
-    """The checkpoint that the run would go on from, by what is cheap to read. Raises ResumeError where it cannot."""
-    start = find_resume_checkpoint(run_dir, resume)
-    before = None if start is None else read_recorded_recipe(start)
-    if before is not None and (faults := check_learning_changes(before, config, resume.allowed_keys)):
-        raise ResumeError(faults)
-    return start
-
-
-def find_resume_checkpoint(run_dir: Path, resume: ResumeOptions) -> CheckpointInfo | None:
-    """The newest that is whole by its sizes; None where a new run begins. Raises ResumeError."""
-    if resume.source == "never":
-        return None
-    if resume.source != "auto":
-        return find_checkpoint_at(resume.source)
-    return find_latest_complete(run_dir / "checkpoints")
-
-
-def read_recorded_recipe(checkpoint: CheckpointInfo) -> RunConfig | None:
-    """The recipe that a checkpoint learned by; None where nothing tells.
-
-    The checkpoint records it. recipe.yaml of its run folder, which may be edited or lost, counts only for a checkpoint
-    of a version that did not.
-    """
-    if (recorded := checkpoint.read_run_info().get("recipe")) is not None:
-        try:
-            return RunConfig.model_validate(recorded)
-        except ValidationError as error:
-            at = ".".join(map(str, error.errors()[0]["loc"]))
-            raise ResumeError(
-                f"{checkpoint.path}/run.json: its recipe does not fit this version of dstrain ({at}); go on with the one that wrote it"
-            ) from None
-    file = get_run_dir(checkpoint) / "recipe.yaml"
-    return read_recipe(file).config if file.is_file() else None
-
-
-def get_run_dir(checkpoint: CheckpointInfo) -> Path:
-    """The run folder of a checkpoint."""
-    return checkpoint.path.parent.parent
-
-
-def dump_training_recipe(config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint records of the recipe: all but how it was launched and what it told."""
-    return config.model_dump(mode="json", exclude={"launch", "log", "profile"})
 
 
 def with_saved_tokenizer(
     checkpoint: CheckpointInfo | None, config: RunConfig, allowed_keys: Collection[str]
 ) -> RunConfig:
-    """The recipe with the tokenizer or the processor that a run trained or made at its start, where it goes on.
+    """Return the recipe with the tokenizer or processor that the run trained or built at its start.
 
-    To train it again would give every id another meaning wherever the data, or the library that trains it, has changed.
+    Training it again would give every id another meaning if the data or the library has changed.
     """
     model = config.model
     if checkpoint is None or model.config is None or is_change_allowed("model.tokenizer", allowed_keys):
@@ -104,51 +45,24 @@ def with_saved_tokenizer(
     return config.model_copy(update={"model": model.model_copy(update=own)})
 
 
-def with_saved_batch_total(
-    batch: BatchConfig, checkpoint: CheckpointInfo | None, allowed_keys: Collection[str]
-) -> BatchConfig:
-    """The recipe's batch with the total that the run began with, whatever the number of processes is now."""
-    total = None if checkpoint is None else checkpoint.read_run_info().get("batch_total")
-    if total is None or any(key.split(".")[0] == "batch" for key in allowed_keys):
-        return batch
-    if batch.total is None or (batch.micro is not None and batch.accumulate is not None):
-        return batch.model_copy(update={"total": batch.total or total, "accumulate": None})
-    return batch
-
-
-def find_checkpoint_at(folder: str) -> CheckpointInfo:
-    """The whole checkpoint that `--resume DIR` names: the folder itself, or the newest of a run folder."""
-    path = Path(folder).expanduser().resolve()
-    if (path / "MANIFEST.json").is_file():
-        fault = find_fault(path, check_hashes=False)
-        if fault:
-            raise ResumeError(f"--resume {folder}: the checkpoint is damaged ({fault}); choose another one")
-        return read_checkpoint_info(path, None)
-    whole = find_latest_complete(path / "checkpoints")
-    if whole is None:
-        raise ResumeError(f"--resume {folder}: holds no whole checkpoint; give a run folder or a checkpoint in it")
-    return whole
-
-
 def write_run_config(run_dir: Path, config: RunConfig, ds_config: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
-    """recipe.yaml, ds_config.json, environment.json and the model's config: enough to repeat the run. Rank 0 calls it."""
+    """Write recipe.yaml, ds_config.json, environment.json and the model config. Only rank 0 calls it."""
     (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     for name, text in (
         ("recipe.yaml", dump_recipe(config)),
         ("ds_config.json", json.dumps(ds_config, indent=2) + "\n"),
         ("environment.json", json.dumps({**extra, **collect_environment()}, indent=2) + "\n"),
     ):
-        temporary = run_dir / f".{name}.new"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, run_dir / name)
+        remove_stale_partials(run_dir / name)
+        atomic_write(run_dir / name, text)
     save_base_config(config.model, run_dir / "model")
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Have `write` make a folder anew: the old one stays until the new one is whole. `write` may write nothing."""
+    """Replace a folder by what `write` creates; the old one stays until then, or if `write` creates nothing."""
     restore_folder(folder)
     new, old = (folder.with_name(f".{folder.name}.{which}-{secrets.token_hex(4)}") for which in ("new", "old"))
-    for which in ("new", "old"):  # of earlier starts: NFS keeps a folder in which a process has a file open
+    for which in ("new", "old"):  # of earlier starts: NFS cannot remove a folder while a process has a file of it open
         for path in folder.parent.glob(f".{folder.name}.{which}*"):
             _remove_folder(path)
     write(new)
@@ -161,15 +75,15 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def restore_folder(folder: Path) -> None:
-    """Give a folder its name back where `replace_folder` was killed between two renames."""
-    kept = sorted(folder.parent.glob(f".{folder.name}.old*"))
-    if kept and not os.path.lexists(folder):
-        with contextlib.suppress(OSError):  # another rank was sooner
-            os.rename(kept[-1], folder)
+    """Restore the name of a folder if `replace_folder` was killed between its two renames."""
+    old = sorted(folder.parent.glob(f".{folder.name}.old*"))
+    if old and not os.path.lexists(folder):
+        with contextlib.suppress(OSError):  # another rank has renamed it already
+            os.rename(old[-1], folder)
 
 
 def _remove_folder(path: Path) -> None:
-    """A folder, or a link to one, which is not followed."""
+    """Remove a folder, or a link to one without its target."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -177,38 +91,42 @@ def _remove_folder(path: Path) -> None:
 
 
 def archive_previous_run(run_dir: Path, resume: ResumeOptions, world: World) -> None:
-    """With `--resume never`, move an earlier run out of the way, into a folder that is a run folder of its own. Collective."""
+    """With `--resume never`, move an earlier run into `previous-N`, a run folder of its own. Collective.
+
+    Raises RunError on every rank if it cannot be moved.
+    """
     fault = ""
     try:
         if world.rank == 0:
             _archive_run(run_dir, resume.source == "never")
     except OSError as error:
-        why = f"cannot be moved aside ({error.strerror})"
-        fault = f"--resume never: the earlier run in {run_dir} {why}; move it yourself"
+        fault = f"--resume never: cannot move the earlier run in {run_dir} ({error.strerror}); move it yourself"
     if fault := world.broadcast(fault):
         raise RunError(fault)
 
 
 def _archive_run(run_dir: Path, is_requested: bool) -> None:
-    """Into `.previous`, which gets its number when all is there. What an interrupted start began is finished, asked or not."""
-    aside, checkpoints = run_dir / ".previous", run_dir / "checkpoints"
-    begun = aside.is_dir()
-    if begun and is_requested and os.path.lexists(checkpoints) and any(aside.iterdir()):
-        _rename_to_number(aside)  # of an earlier run than the one that is here now
+    """Move the files into `.previous`, and rename it to `previous-N` once all are there.
+
+    A move that an interrupted start has begun is completed even if `is_requested` is false.
+    """
+    archive, checkpoints = run_dir / ".previous", run_dir / "checkpoints"
+    begun = archive.is_dir()
+    if begun and is_requested and os.path.lexists(checkpoints) and any(archive.iterdir()):
+        _rename_to_number(archive)  # of a run before the present one
     elif begun and not is_requested and os.path.lexists(checkpoints):
         return
     if not begun and not (
         is_requested and any(os.path.lexists(run_dir / name) for name in ("checkpoints", "metrics.jsonl"))
     ):
         return
-    aside.mkdir(exist_ok=True)
-    names = sorted(
-        os.listdir(run_dir), key=lambda name: name != "checkpoints"
-    )  # first: no start goes on with the run then
+    archive.mkdir(exist_ok=True)
+    # Checkpoints first: without them an interrupted move is never resumed as a run.
+    names = sorted(os.listdir(run_dir), key=lambda name: name != "checkpoints")
     for name in names:
         if name in _RUN_FILE_NAMES or name.startswith("events.out.tfevents"):
-            _move(run_dir / name, aside / name)
-    print(f"--resume never: the run that was here is in {_rename_to_number(aside)} now", flush=True)
+            _move(run_dir / name, archive / name)
+    print(f"--resume never: the earlier run is in {_rename_to_number(archive)} now", flush=True)
 
 
 def _rename_to_number(archive: Path) -> Path:
@@ -220,7 +138,7 @@ def _rename_to_number(archive: Path) -> Path:
 
 
 def _move(path: Path, new_path: Path) -> None:
-    """Into a folder beside the path; a link goes on to lead where it led."""
+    """Move a file or folder into a sibling folder; a relative link keeps its target."""
     if path.is_symlink() and not os.path.isabs(target := os.readlink(path)):
         new_path.symlink_to(os.path.join(os.pardir, target))
         path.unlink()
@@ -234,22 +152,22 @@ _RUN_FILE_NAMES = (
     "tokenizer", "model", "task.py", "wandb", "profile",
 )
 # fmt: on
-"""What a run writes into its folder. Logs belong to the launch, and everything else to the user."""
+"""Files of a run in its folder. Logs belong to the launch, and any other file to the user."""
 
 
 def get_library_versions() -> dict[str, str]:
-    """Versions of the libraries that a result depends on."""
+    """Return versions of the installed libraries that a result depends on."""
     found = {}
     for name in LIBRARIES:
         try:
             found[name] = version(name)
-        except PackageNotFoundError:
+        except PackageNotFoundError:  # such as peft without the extra: nothing to record
             continue
     return found
 
 
 def collect_environment() -> dict[str, Any]:
-    """Machine, versions and the command, without anything from the environment's variables."""
+    """Return machine, versions and command; no environment variables, which may hold secrets."""
     import torch
 
     return {
@@ -266,32 +184,33 @@ def collect_environment() -> dict[str, Any]:
 
 
 def check_run_dir_writable(run_dir: Path) -> None:
-    """Raise UsageError where the run folder, or what a run adds to in it, cannot be made or written to."""
+    """Raise UsageError if the run folder, or a file that a run appends to, cannot be created or written."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        probe = run_dir / f".probe-{secrets.token_hex(8)}"  # processes of two hosts may have the same id
+        probe = run_dir / f".probe-{secrets.token_hex(8)}"  # not the process id: two hosts may use the same one
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
         raise UsageError(f"--run-dir {run_dir}: cannot be written ({error.strerror}); choose another folder") from None
-    kept = (run_dir / name for name in ("logs", "checkpoints", "metrics.jsonl", "events.jsonl"))
-    for path in (*kept, *run_dir.glob("logs/rank-*.log")):
-        if path.exists() and not os.access(path, os.W_OK):  # another user's, in a folder of the group
-            mend = "have its owner allow it, or go on in another folder with --resume"
-            raise UsageError(f"--run-dir {run_dir}: {path} may not be written by this user; {mend} {run_dir}")
+    appended = (run_dir / name for name in ("logs", "checkpoints", "metrics.jsonl", "events.jsonl"))
+    for path in (*appended, *run_dir.glob("logs/rank-*.log")):
+        if path.exists() and not os.access(path, os.W_OK):  # it belongs to another user of a shared folder
+            fix = f"ask its owner for write permission, or continue in another folder with --resume {run_dir}"
+            raise UsageError(f"--run-dir {run_dir}: {path} is not writable for this user; {fix}")
 
 
 def check_run_dir_shared(run_dir: Path, world: World) -> None:
-    """Raise UsageError where not every process sees the same run folder. Collective."""
+    """Raise UsageError on every rank unless all see the same run folder. Collective."""
+    # A new name each time: an NFS client may remember that an earlier one was absent.
     token = run_dir / f".shared-{world.broadcast(secrets.token_hex(8))}"
     if world.rank == 0:
         token.write_bytes(b"")
     world.barrier()
-    blind = [rank for rank, sees in enumerate(world.gather(token.exists())) if not sees]
+    missing = [rank for rank, sees_token in enumerate(world.gather(token.exists())) if not sees_token]
     if world.rank == 0:
         token.unlink()
-    if blind:
+    if missing:
         raise UsageError(
-            f"--run-dir {run_dir}: ranks {', '.join(map(str, blind))} do not see what rank 0 writes there; "
+            f"--run-dir {run_dir}: ranks {', '.join(map(str, missing))} do not see what rank 0 writes there; "
             f"give a folder that all hosts share"
         )

@@ -1,4 +1,4 @@
-"""Put a run together, in the order in which things can go wrong cheaply: recipe, data, then processes."""
+"""Construction of a run from its plan: process group, model, engine, loader, saver and sinks."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ from functools import partial
 from typing import Any, TextIO
 
 from dstrain.data.loading.loader import Loader
-from dstrain.distributed.world import TorchWorld, World, destroy_process_groups, init_process_group
-from dstrain.errors import CheckpointError, RunError, UsageError
-from dstrain.launch.exit_code import EXIT_STOPPED
+from dstrain.distributed.world import World, joined_world
+from dstrain.errors import EXIT_STOPPED, RunError, UsageError
 from dstrain.launch.lease import check_lease
 from dstrain.models.params.groups import build_param_groups
 from dstrain.models.params.summary import summarize_components
 from dstrain.models.params.zero3 import zero3_init
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
-from dstrain.schedule import Every, LRSchedule, scale_lr
+from dstrain.schedule import Every, LRSchedule, StepSchedule, scale_lr
 from dstrain.tasks.common.registry import copy_task_file
 from dstrain.train.build_model import batch_norm_warnings, build_train_module, count_parameters
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.disk_space import (
     DiskForecast,
     check_disk_space,
     compute_max_checkpoints,
-    ensure_disk_space,
     get_free_bytes,
 )
 from dstrain.train.checkpoint.saver import CheckpointSaver
@@ -37,50 +35,46 @@ from dstrain.train.health.nonfinite import NonFiniteGuard
 from dstrain.train.health.signals import SignalHandler, StoppedBySignal
 from dstrain.train.health.trainability import TrainabilityCheck
 from dstrain.train.health.watchdog import peer_watchdog
+from dstrain.train.loop import train
+from dstrain.train.monitors import StepMonitors
 from dstrain.train.plan import RunPlan
 from dstrain.train.precompute_reference import ReferenceJob, add_reference_outputs
 from dstrain.train.profiler import StepProfiler
 from dstrain.train.resume.changes import iter_resume_changes
 from dstrain.train.resume.fingerprints import check_fingerprints
+from dstrain.train.resume.prepare import prepare_start
+from dstrain.train.resume.recorded import dump_training_recipe, get_run_dir
 from dstrain.train.run import Run
 from dstrain.train.run_dir import (
     archive_previous_run,
     check_run_dir_shared,
-    dump_training_recipe,
-    find_checkpoint_at,
     get_library_versions,
-    get_run_dir,
     replace_folder,
     write_run_config,
 )
 from dstrain.train.startup import finish_run, make_sinks, report_changes, report_start, report_warnings
 from dstrain.train.state.files import check_state_complete
-from dstrain.train.state.load import estimate_checkpoint_bytes
 from dstrain.train.state.manifest import CheckpointInfo
 from dstrain.units import format_count
 
 
 def run_training(plan: RunPlan, terminal: TextIO | None, signal_handler: SignalHandler, store: Any = None) -> int:
-    """Join the other processes, train, and leave. Returns the exit code. Collective.
+    """Join the process group, train, and leave it. Returns the exit code. Collective.
 
-    `screen`: rank 0's terminal. `store`: where the processes met (`Rendezvous.store`).
-
-    Raises LostError where another process ends or falls silent, Interrupted for a signal before the first step.
+    `terminal` is that of rank 0, None on other ranks and without a terminal. `store` is
+    `Rendezvous.store`. Raises PeerFailureError if another process ends or stops responding,
+    StoppedBySignal for a signal before the first step.
     """
     timeout = timedelta(minutes=plan.config.timeout_minutes)
-    init_process_group(plan.device, timeout, store)
-    try:
-        world = TorchWorld(plan.device, timeout)
-        with peer_watchdog(plan.run_dir, world, timeout):
-            return _run_and_close(plan, world, terminal, signal_handler)
-    finally:
-        destroy_process_groups()
+    with joined_world(plan.device, timeout, store) as world, peer_watchdog(plan.run_dir, world, timeout):
+        return _run_and_close(plan, world, terminal, signal_handler)
 
 
 def _run_and_close(plan: RunPlan, world: World, terminal: TextIO | None, signal_handler: SignalHandler) -> int:
     run, code = None, 1
     try:
         check_run_dir_shared(plan.run_dir, world)
+        # Only now: a plan that is refused must leave an earlier run where it is.
         archive_previous_run(plan.run_dir, plan.resume, world)
         run = build_run(with_reference_outputs(plan, world), world, terminal, signal_handler)
         code = finish_run(run, _train_to_end(run), plan.resume.source)
@@ -94,15 +88,17 @@ def _run_and_close(plan: RunPlan, world: World, terminal: TextIO | None, signal_
         raise
     finally:
         if run is not None:
-            for sink in run.sinks:
+            for sink in run.sinks:  # W&B marks the run by its exit code
                 sink.close(code)
             run.run_log.close()
 
 
 def _train_to_end(run: Run) -> int:
-    """Train; the step that was reached. What a task finds wrong with its data in mid-training is no bad usage: it exits with 1."""
-    from dstrain.train.loop import train
+    """Train and return the step that was reached.
 
+    An error that a task finds in its data during training exits with 1 (run failed), not with 2
+    (bad usage): processes have started and may have saved checkpoints.
+    """
     try:
         return train(run).step
     except UsageError as error:
@@ -110,61 +106,80 @@ def _train_to_end(run: Run) -> int:
 
 
 def with_reference_outputs(plan: RunPlan, world: World) -> RunPlan:
-    """The plan with a reference's answers in its samples, where the task keeps them. Collective."""
-    asking = ReferenceJob(task=plan.task, ds_config=plan.ds_config, micro_batch_size=plan.batch.micro, world=world)
-    train, test = add_reference_outputs(asking, (plan.train_dataset, plan.eval_dataset))
-    assert train is not None
-    return replace(plan, train_dataset=train, eval_dataset=test)
+    """Return the plan with precomputed reference log-probs in its samples, if the task caches them. Collective."""
+    job = ReferenceJob(task=plan.task, ds_config=plan.ds_config, micro_batch_size=plan.batch.micro, world=world)
+    train_dataset, eval_dataset = add_reference_outputs(job, (plan.train_dataset, plan.eval_dataset))
+    assert train_dataset is not None
+    return replace(plan, train_dataset=train_dataset, eval_dataset=eval_dataset)
 
 
 def build_run(
     plan: RunPlan, world: World, terminal: TextIO | None = None, signal_handler: SignalHandler | None = None
 ) -> Run:
-    """Build model, engine and everything around them. Collective."""
+    """Build the components of a run, and write its configuration to the run folder. Collective."""
     config, run_dir, save = plan.config, plan.run_dir, plan.config.save
-    apart = world.new_group() if save.background else world
-    checkpoints = CheckpointManager(
-        folder=run_dir / "checkpoints", world=apart, keep=save.keep, keep_every=save.keep_every, best_mode=config.eval.best,
+    # A background save exchanges values while training does: on one group the two would be mixed up.
+    save_world = world.new_group() if save.background else world
+    checkpoints = CheckpointStore(
+        folder=run_dir / "checkpoints", world=save_world, keep=save.keep, keep_every=save.keep_every, best_mode=config.eval.best,
         check_usable=check_state_complete, check_owner=partial(check_lease, run_dir, plan.launch_id),
     )  # fmt: skip
-    journal = RunLog(run_dir, world.rank)
+    run_log = RunLog(run_dir, world.rank)
     weights = world.broadcast(plan.fingerprints)
-    start = find_start_checkpoint(plan, checkpoints, journal, world)
+    start = prepare_start(plan.start, checkpoints, run_log, save.prune_when_full)
     if start:
         check_fingerprints(start, weights, plan.task, plan.resume.allowed_keys)
-        report_changes(iter_resume_changes(start, plan, weights.get("inputs", {})), journal, world)
+        report_changes(iter_resume_changes(start, plan, weights.get("inputs", {})), run_log, world)
     if world.rank == 0:
         _write_run_files(plan, world, start)
-    report_start(plan, journal, world, start)
-    engine = _build_engine(plan, world, journal)
+    report_start(plan, run_log, world, start)
+    engine = _build_engine(plan, world, run_log)
+    saver = _build_saver(plan, engine, checkpoints, run_log, weights)
     return Run(
         engine=engine,
         loader=_build_loader(plan, world),
-        evaluation=None if plan.eval_dataset is None else Evaluation(plan.task, plan.eval_dataset, plan.batch.micro),
-        checkpoints=checkpoints,
-        saver=_build_saver(plan, engine, checkpoints, journal, weights),
+        evaluation=_build_evaluation(plan),
+        saver=saver,
         start_checkpoint=start,
-        run_log=journal,
-        sinks=make_sinks(plan, journal, world, start, terminal),
+        run_log=run_log,
+        sinks=make_sinks(plan, run_log, world, start, terminal),
         meter=Meter(world),
-        profiler=StepProfiler(config.profile, run_dir / "profile", engine, plan.steps, journal.log_event),
-        nonfinite_guard=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], journal.log_event),
-        trainability=TrainabilityCheck(engine, engine.train_module, journal.log_event),
+        monitors=_build_monitors(plan, engine, run_log, saver.grace),
         signal_handler=signal_handler or SignalHandler(),
-        lr_schedule=LRSchedule(
-            _scaled_lr(plan, config.optim.peak_lr), config.optim.schedule, plan.steps, config.optim.warmup
-        ),
+        schedule=_build_schedule(plan),
         seed=config.seed,
+    )
+
+
+def _build_evaluation(plan: RunPlan) -> Evaluation | None:
+    if plan.eval_dataset is None:
+        return None
+    return Evaluation(plan.task, plan.eval_dataset, plan.batch.micro, plan.config.eval.metric)
+
+
+def _build_monitors(plan: RunPlan, engine: DeepSpeedEngine, run_log: RunLog, grace: GracePeriod) -> StepMonitors:
+    config, log_event = plan.config, run_log.log_event
+    return StepMonitors(
+        profiler=StepProfiler(config.profile, plan.run_dir / "profile", engine, plan.steps, log_event),
+        grace=grace,
+        trainability=TrainabilityCheck(engine, engine.train_module, log_event),
+        nonfinite=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], log_event),
+    )
+
+
+def _build_schedule(plan: RunPlan) -> StepSchedule:
+    config, optim = plan.config, plan.config.optim
+    return StepSchedule(
         total_steps=plan.steps,
-        best_metric=config.eval.metric,
+        lr=LRSchedule(_scaled_lr(plan, optim.peak_lr), optim.schedule, plan.steps, optim.warmup),
         log_every=Every(config.log.every),
         eval_every=Every(_interval_in_steps(plan, config.eval.every)),
-        save_every=Every(_interval_in_steps(plan, save.every)),
+        save_every=Every(_interval_in_steps(plan, config.save.every)),
     )
 
 
 def _write_run_files(plan: RunPlan, world: World, start: CheckpointInfo | None) -> None:
-    """What the run folder says of the run; a finished run that is started again keeps what it says."""
+    """Write configuration, task file and tokenizer to the run folder; leave those of a finished run as they are."""
     if start is not None and start.step >= plan.steps and get_run_dir(start) == plan.run_dir:
         return
     write_run_config(plan.run_dir, plan.config, plan.ds_config, {"world_size": world.size, "preset": plan.preset.name})
@@ -181,13 +196,13 @@ def _write_run_files(plan: RunPlan, world: World, start: CheckpointInfo | None) 
 def _build_saver(
     plan: RunPlan,
     engine: DeepSpeedEngine,
-    checkpoints: CheckpointManager,
+    checkpoints: CheckpointStore,
     run_log: RunLog,
     fingerprints: Mapping[str, Any],
 ) -> CheckpointSaver:
-    """How checkpoints are written; says what they will take. Raises CheckpointError where not one fits."""
+    """Build the saver and log a forecast of disk use. Raises CheckpointError if not even one checkpoint fits."""
     save = plan.config.save
-    size = estimate_checkpoint_bytes(engine.train_module, plan.config.optim.name)
+    size = engine.train_module.stored_model.estimate_checkpoint_bytes(plan.config.optim.name)
     every = _interval_in_steps(plan, save.every)
     saves = -(-plan.steps // every)
     free = engine.world.broadcast(get_free_bytes(checkpoints.folder))  # one number, so that all ranks decide alike
@@ -218,71 +233,39 @@ def _interval_in_steps(plan: RunPlan, every: int | str) -> int:
 
 
 def _checkpoint_metadata(plan: RunPlan) -> dict[str, Any]:
-    """What each checkpoint says of its run."""
+    """Return what each checkpoint records of its run in run.json."""
     preset = plan.preset
-    about: dict[str, Any] = {"recipe": dump_training_recipe(plan.config)}
-    about |= {
+    metadata: dict[str, Any] = {"recipe": dump_training_recipe(plan.config)}
+    metadata |= {
         "preset": preset.name,
         "zero_stage": preset.stage,
         "steps": plan.steps,
         "versions": get_library_versions(),
     }
-    return about | {"batch_total": plan.batch.total, "began_with": plan.initial_world_size}
-
-
-def find_start_checkpoint(
-    plan: RunPlan, checkpoints: CheckpointManager, run_log: RunLog, world: World
-) -> CheckpointInfo | None:
-    """The checkpoint to go on from; metrics.jsonl is cut back to its step. Collective."""
-    removed = checkpoints.remove_incomplete()
-    if plan.resume.source not in ("auto", "never"):
-        chosen = find_checkpoint_at(plan.resume.source)
-        start: CheckpointInfo | None = chosen
-        passed_over: list[CheckpointInfo] = []
-        if fault := checkpoints.find_fault(chosen.path):
-            raise CheckpointError(f"--resume {plan.resume.source}: {chosen.path} is damaged ({fault}); choose another")
-    else:
-        start, passed_over = checkpoints.find_latest_valid()
-        if start is None and passed_over:
-            raise CheckpointError(
-                f"{checkpoints.folder}: none of its {len(passed_over)} checkpoints is whole, {passed_over[0].path.name} is "
-                f"{passed_over[0].status}; put a whole one there, or give a new --run-dir to begin anew"
-            )
-    if start is not None and plan.config.save.prune_when_full:  # metrics.jsonl is about to be written anew
-        ensure_disk_space(checkpoints, start.size, True, run_log.log_event)
-    for name in removed:
-        run_log.log_event("partial_checkpoint_removed", checkpoint=name)
-    for info in passed_over:
-        run_log.log_event("checkpoint_passed_over", checkpoint=info.path.name, why=info.status)
-    dropped = run_log.truncate_after(start.step if start else 0)
-    if start:
-        for name in checkpoints.supersede_newer(start):
-            run_log.log_event("checkpoint_set_aside", checkpoint=name, why=f"the run goes on from step {start.step}")
-        run_log.log_event("resumed", step=start.step, checkpoint=str(start.path), rows_dropped=dropped)
-    return start
+    return metadata | {"batch_total": plan.batch.total, "began_with": plan.initial_world_size}
 
 
 def _build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngine:
     with zero3_init(plan.ds_config):
-        objective = build_train_module(plan.task, run_log)
-    groups = build_param_groups(objective.model, plan.config.optim)
-    total, trained = count_parameters(objective.model)
-    parts = summarize_components(objective.model, plan.config.optim, _scaled_lr(plan, 1.0))
-    about = {"parts": [asdict(part) for part in parts]} if parts else {}
-    run_log.log_event("model", parameters=total, trainable=trained, reference=plan.task.loss_inputs.reference.kind, **about)
-    report_warnings(batch_norm_warnings(objective.model), run_log, world)
+        train_module = build_train_module(plan.task, run_log)
+    groups = build_param_groups(train_module.model, plan.config.optim)
+    total, trained = count_parameters(train_module.model)
+    components = summarize_components(train_module.model, plan.config.optim, _scaled_lr(plan, 1.0))
+    fields = {"parts": [asdict(part) for part in components]} if components else {}
+    run_log.log_event("model", parameters=total, trainable=trained, reference=plan.task.loss_inputs.reference.kind, **fields)
+    report_warnings(batch_norm_warnings(train_module.model), run_log, world)
     if world.rank == 0:
         print(f"model: {format_count(total)} parameters, {format_count(trained)} of them trained", flush=True)
-        for part in parts:
+        for part in components:
             print(f"  {part}", flush=True)
-        if objective.reference_model is not None:
-            where = "in shards" if plan.preset.stage == 3 else "whole in every process; zero3 would shard it"
-            print(f"reference: a frozen model beside it, {where}", flush=True)
-    return DeepSpeedEngine(objective, groups, plan.config.optim, plan.ds_config, world)
+        if train_module.reference_model is not None:
+            where = "sharded" if plan.preset.stage == 3 else "replicated in every process; zero3 would shard it"
+            print(f"reference: a frozen second model, {where}", flush=True)
+    return DeepSpeedEngine(train_module, groups, plan.config.optim, plan.ds_config, world)
 
 
 def _scaled_lr(plan: RunPlan, lr: float) -> float:
-    """A learning rate for as many processes as the run began with."""
+    """Return a learning rate scaled to the world size that the run began with."""
     optim = plan.config.optim
     return scale_lr(lr, optim.scale_lr, plan.initial_world_size, optim.scale_lr_base)
 

@@ -1,4 +1,4 @@
-"""What a run tells: where its rows go, how it starts and how it ended."""
+"""Start and end messages of a run, its warnings, and the sinks of its metrics."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from dstrain.config import dump_recipe
 from dstrain.data.encoding.truncation import describe_cuts
 from dstrain.distributed.world import World
+from dstrain.errors import EXIT_STOPPED
 from dstrain.report.run_log import RunLog, read_rows
 from dstrain.report.sinks import ConsoleSink, RunLogSink, Sink, TensorBoardSink, format_row
 from dstrain.report.wandb import WandbSink
@@ -22,18 +23,18 @@ from dstrain.train.state.manifest import CheckpointInfo
 def make_sinks(
     plan: RunPlan, run_log: RunLog, world: World, start: CheckpointInfo | None, terminal: TextIO | None
 ) -> list[Sink]:
-    """Rank 0 gets them; the others wait for it, so that the first step is not charged with it. Collective."""
+    """Build the sinks of rank 0; the other ranks wait, so that the first step is not timed with it. Collective."""
     sinks = _build_sinks(plan, run_log, start, terminal) if world.rank == 0 else []
-    world.barrier()
+    world.barrier()  # W&B may take seconds to connect
     return sinks
 
 
 def _build_sinks(plan: RunPlan, run_log: RunLog, start: CheckpointInfo | None, terminal: TextIO | None) -> list[Sink]:
-    """A terminal gets a progress bar, everything else lines."""
+    """Build a console sink, which draws a bar on a terminal, and those that the recipe asks for."""
     sinks: list[Sink] = [RunLogSink(run_log), ConsoleSink(plan.steps, terminal)]
     wanted, step = plan.config.log, start.step if start else 0
     if step >= plan.steps:
-        return sinks  # nothing will come
+        return sinks  # a finished run has no more rows: no TensorBoard file or W&B run is opened for it
     if wanted.tensorboard:
         sinks.append(TensorBoardSink(plan.run_dir, step, dump_recipe(plan.config)))
     if wanted.wandb is not None:
@@ -44,8 +45,8 @@ def _build_sinks(plan: RunPlan, run_log: RunLog, start: CheckpointInfo | None, t
 
 
 def report_start(plan: RunPlan, run_log: RunLog, world: World, start: CheckpointInfo | None) -> None:
-    """Say what is about to happen, in events.jsonl and on rank 0's terminal."""
-    about = {
+    """Report the start of a run in events.jsonl and on rank 0's terminal."""
+    fields = {
         "world_size": world.size,
         "preset": plan.preset.name,
         "batch": {"total": plan.batch.total, "micro": plan.batch.micro, "accumulate": plan.batch.accumulate},
@@ -53,7 +54,7 @@ def report_start(plan: RunPlan, run_log: RunLog, world: World, start: Checkpoint
         "train_samples": len(plan.train_dataset),
         "eval_samples": None if plan.eval_dataset is None else len(plan.eval_dataset),
     }
-    run_log.log_event("started", step=start.step if start else 0, **about)
+    run_log.log_event("started", step=start.step if start else 0, **fields)
     reports = {
         split: report
         for split, examples in (("train", plan.train_dataset), ("eval", plan.eval_dataset))
@@ -65,25 +66,25 @@ def report_start(plan: RunPlan, run_log: RunLog, world: World, start: Checkpoint
     if world.rank == 0:
         print(
             f"{task_name(plan.config.task)}: {len(plan.train_dataset)} samples, {plan.steps} steps of {plan.batch.describe(world.size)}, "
-            f"preset {plan.preset.name}" + (f", going on from step {start.step}" if start else ""),
+            f"preset {plan.preset.name}" + (f", continuing from step {start.step}" if start else ""),
             flush=True,
         )
-        told = [*describe_truncation(reports), *filter(None, [REFERENCE_MESSAGES.get(plan.task.loss_inputs.reference.kind)])]
-        print("".join(f"{line}\n" for line in told), end="", flush=True)
+        lines = [*describe_truncation(reports), *filter(None, [REFERENCE_MESSAGES.get(plan.task.loss_inputs.reference.kind)])]
+        print("".join(f"{line}\n" for line in lines), end="", flush=True)
     for line in plan.task.checks.info_messages():
         run_log.log_event("notice", what=line)
         if world.rank == 0:
             print(line, flush=True)
     warnings = *ds_config_warnings(plan.ds_config), *batch_warnings(plan.batch, world.size)
     report_warnings((*plan.task.checks.warnings(), *warnings), run_log, world)
-    if start is not None and (other := describe_resharding(plan, world.size, start)):
-        run_log.log_event("reshaped", step=start.step, how=other)
+    if start is not None and (resharding := describe_resharding(plan, world.size, start)):
+        run_log.log_event("resharded", step=start.step, how=resharding)
         if world.rank == 0:
-            print(other, flush=True)
+            print(resharding, flush=True)
 
 
 def report_warnings(warnings: Iterable[str], run_log: RunLog, world: World) -> None:
-    """Say what is allowed and may surprise, in events.jsonl and on rank 0's terminal."""
+    """Report warnings in events.jsonl and on rank 0's terminal."""
     for line in warnings:
         run_log.log_event("warning", what=line)
         if world.rank == 0:
@@ -91,7 +92,7 @@ def report_warnings(warnings: Iterable[str], run_log: RunLog, world: World) -> N
 
 
 def report_changes(changes: Iterable[ResumeChange], run_log: RunLog, world: World) -> None:
-    """Say what is other than before, in events.jsonl and on rank 0's terminal."""
+    """Report differences from the checkpoint in events.jsonl and on rank 0's terminal."""
     for change in changes:
         run_log.log_event(change.event_name, **change.event_fields)
         if world.rank == 0:
@@ -99,26 +100,26 @@ def report_changes(changes: Iterable[ResumeChange], run_log: RunLog, world: Worl
 
 
 REFERENCE_MESSAGES = {
-    "adapter": "reference: the model with its adapters off",
-    "cached": "reference: its answers, kept in the cache",
+    "adapter": "reference: the model with its adapters disabled",
+    "cached": "reference: precomputed log-probs from the cache",
 }
-"""Kind of a task's reference -> a line on it; a frozen model is told where it is built (`assemble`)."""
+"""Reference kind -> line for the terminal; `setup` reports a frozen model when it builds one."""
 
 
 def task_name(task: str) -> str:
-    """A packaged task's name, or that of the file, without its folder."""
+    """Return the name of a packaged task, or of the task file without its folder."""
     return Path(task).name if task.endswith(".py") else task
 
 
 def describe_truncation(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What was cut of each split's samples, in sentences; once where both splits were held apart from one file."""
+    """Return a line per split about truncated samples; one line if both splits come from one file."""
     if reports.get("train") == reports.get("eval"):
         reports = {"data": reports["train"]} if reports else {}
     return [f"{split}: {line}" for split, report in reports.items() if (line := describe_cuts(report))]
 
 
 def describe_resharding(plan: RunPlan, world_size: int, start: CheckpointInfo) -> str:
-    """What changes of how the state is held, in a sentence; empty where nothing does."""
+    """Return a sentence about another world size, ZeRO stage or preset; empty if all are the same."""
     before = (start.read_run_info().get("preset"), start.world_size, start.zero_stage)
     now = (plan.preset.name, world_size, plan.preset.stage)
     if before == now:
@@ -128,30 +129,30 @@ def describe_resharding(plan: RunPlan, world_size: int, start: CheckpointInfo) -
         for preset, count, stage in (before, now)
     )
     return (
-        f"step {start.step} was written by {was} and goes on as {becomes}: weights, optimizer state, counters and data "
-        f"position are taken over by name, the total batch stays {plan.batch.total}"
+        f"step {start.step} was written by {was} and continues with {becomes}: weights, optimizer state, counters "
+        f"and data position are loaded by name, the total batch stays {plan.batch.total}"
     )
 
 
 def finish_run(run: Run, step: int, resume_option: str = "auto") -> int:
-    """Say how it ended; the exit code. `resume`: what --resume asked for."""
-    folder = run.checkpoints.folder.parent
+    """Report how a run ended and return the exit code. `resume_option` is the value of --resume."""
+    folder = run.run_log.folder
     if step < run.total_steps:
         run.run_log.log_event("stopped", step=step, signal=run.signal_handler.agreed_signal)
         how = (
-            "the same command goes on"
+            "the same command continues"
             if resume_option == "auto"
-            else f"without `--resume {resume_option}` the same command goes on"
+            else f"without `--resume {resume_option}` the same command continues"
         )
-        line, code = f"stopped at step {step} of {run.total_steps}; {how} from there", 75
+        line, code = f"stopped at step {step} of {run.total_steps}; {how} from there", EXIT_STOPPED
     elif run.start_checkpoint is not None and run.start_checkpoint.step >= run.total_steps:
         run.run_log.log_event("already_finished", step=step)
-        line, code = f"this run is finished already: all {run.total_steps} steps are done", 0
+        line, code = f"this run is already finished: all {run.total_steps} steps are done", 0
     else:
         run.run_log.log_event("finished", step=step)
         left_out = (
-            f"; {run.nonfinite_guard.num_skipped} left out, their loss or gradients not finite"
-            if run.nonfinite_guard.num_skipped
+            f"; {run.monitors.nonfinite.num_skipped} skipped, their loss or gradients not finite"
+            if run.monitors.nonfinite.num_skipped
             else ""
         )
         line, code = f"finished: {run.total_steps} steps{left_out}", 0
@@ -164,7 +165,7 @@ def finish_run(run: Run, step: int, resume_option: str = "auto") -> int:
 
 
 def format_last_eval(run_dir: Path, total_steps: int) -> str:
-    """The last held-out numbers of a run of so many steps, for people."""
-    rows = read_rows(run_dir / "metrics.jsonl")  # not a reason for a run that is done to fail
-    tests = [row for row in rows if row.get("split") == "eval" and "step" in row]
-    return f"held-out: {format_row(tests[-1], total_steps)}" if tests else ""
+    """Return the last evaluation metrics as a line; empty without any, or if metrics.jsonl cannot be read."""
+    rows = read_rows(run_dir / "metrics.jsonl")  # never raises: a summary must not fail a run that is done
+    evaluations = [row for row in rows if row.get("split") == "eval" and "step" in row]
+    return f"held-out: {format_row(evaluations[-1], total_steps)}" if evaluations else ""

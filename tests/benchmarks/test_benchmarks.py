@@ -64,7 +64,7 @@ def measure_unequal() -> None:
 
     from benchmarks.common import made_batches, made_model, made_task
     from benchmarks.step import ByHand, differences
-    from dstrain.train.engine.deepspeed import TorchEngine
+    from dstrain.train.engine.torch import TorchEngine
 
     task, device = made_task("tiny", 48), torch.device("cpu")
     other = _Doubled(TorchEngine(*made_model(task), task.recipe.optim, device))

@@ -17,8 +17,8 @@ from dstrain.errors import CheckpointError
 from dstrain.launch.topology import Worker
 from dstrain.preset import Device
 from dstrain.train.plan import make_plan
+from dstrain.train.resume.recorded import ResumeOptions
 from dstrain.train.run import Run
-from dstrain.train.run_dir import ResumeOptions
 from dstrain.train.setup import build_run, with_reference_outputs
 from tests.parity.cases import weights, world
 from tests.resume.cases import run
@@ -64,4 +64,4 @@ def resumed(recipe: str, run_dir: str, resume: str, sets: Sequence[str]) -> dict
     for sink in made.sinks:
         sink.close()
     made.run_log.close()
-    return {"step": progress.step, "weights": sums(weights(made.engine.objective.model))}  # type: ignore[attr-defined]
+    return {"step": progress.step, "weights": sums(weights(made.engine.train_module.model))}  # type: ignore[attr-defined]

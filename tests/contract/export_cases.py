@@ -35,9 +35,9 @@ from dstrain.preset import Device
 from dstrain.tasks import find_task, make_task
 from dstrain.train import precompute_reference
 from dstrain.train.build_model import build_model
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
-from dstrain.train.engine.deepspeed import TorchEngine
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.engine.module import TrainModule
+from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.state.files import CheckpointReader, write_state
 from tests.parity.cases import ds_config, move, weights, world
 from tests.resume.cases import run
@@ -83,7 +83,7 @@ def make_run(folder: Path, task: str, changes: dict[str, Any] | None = None, pre
     groups = build_param_groups(model, made.recipe.optim)
     engine = TorchEngine(TrainModule(made, model), groups, made.recipe.optim, torch.device("cpu"))
     record = {"base": weights_fingerprint(made.recipe.model, made.recipe.seed)} if made.recipe.model.lora else {}
-    checkpoints = CheckpointManager(folder=folder / "run/checkpoints", world=SingleProcessWorld())
+    checkpoints = CheckpointStore(folder=folder / "run/checkpoints", world=SingleProcessWorld())
     checkpoints.save(
         lambda path: write_state(path, engine.state_files(), engine.state_metadata()), Progress(1, 4), record
     )
@@ -172,8 +172,8 @@ def prepare(recipe: str) -> dict[str, Any]:
 
 def share(job: Any) -> Any:
     """What a job gives, this process being one of those it is spread over."""
-    job.checks.run()
-    return job.run(job.ready(world().size, Device("cpu", True)), world())
+    job.check_recipe()
+    return job.run(job.prepare(world().size, Device("cpu", True)), world())
 
 
 def train_counting(recipe: str, run_dir: str) -> int:

@@ -23,8 +23,9 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import UsageError
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
-from dstrain.train.run_dir import ResumeOptions, write_run_config
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
+from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.run_dir import write_run_config
 from dstrain.train.state.hashed_file import write_hashed_file
 
 Folder = Path
@@ -168,7 +169,7 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "a variable with a blank": (sets("launch.env=['A B']"), ["--set launch.env.0", "name of an environment variable, or NAME=value"]),
     "a password in a URL in the recipe": (sets("launch.env=['HTTPS_PROXY=http://me:abc123@proxy:1']"), ["--set launch.env.0", "is 'HTTPS_PROXY=...', but", "a URL with a password", "write the name alone, and set it where you launch"]),
     "a secret in the recipe": (sets("launch.env=[WANDB_API_KEY=abc123]"), ["--set launch.env.0", "is 'WANDB_API_KEY=...', but", "write the name alone, and set it where you launch"]),
-    "a host given up at once": (sets("launch.silence_seconds=1"), ["--set launch.silence_seconds", "greater than or equal to 3", "raise it"]),
+    "a host given up at once": (sets("launch.heartbeat_timeout_seconds=1"), ["--set launch.heartbeat_timeout_seconds", "greater than or equal to 3", "raise it"]),
     "a grace before the signal": (sets("launch.grace_seconds=-1"), ["--set launch.grace_seconds", "greater than or equal to 0"]),
     "a dropout of 2": (sets("model.lora={dropout: 2}"), ["--set model.lora.dropout", "less than 1", "lower it"]),
     "adapters that are scaled away": (sets("model.lora={alpha: 0}"), ["--set model.lora.alpha", "greater than 0"]),
@@ -277,7 +278,7 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "clipping in a JSON": (preset({"gradient_clipping": 1.0}), ["gradient_clipping", "optim.clip"]),
     "offload below stage 3": (preset({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}), ["offload_param", "stage"]),
     "stage 4": (preset({"zero_optimization": {"stage": 4}}), ["zero_optimization.stage"]),
-    "an nvme_path that is not there": (preset({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/proc/none"}}}), ["offload_param.nvme_path /proc/none: there is no such folder on this machine", "create it on a local disk"]),
+    "an nvme_path that is not there": (preset({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/proc/none"}}}), ["offload_param.nvme_path /proc/none: this folder does not exist on this machine", "create it on a local disk"]),
     "two precisions": (preset({"fp16": {"enabled": True}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}), ["fp16", "bf16"]),
     "two micros": (preset({"train_micro_batch_size_per_gpu": 7, "zero_optimization": {"stage": 1}}), ["batch.micro", "is 2 in the recipe and 7"]),
     "a profile that ends before it begins": (sets("profile={steps: [5, 3]}"), ["profile.steps", "ends with step 3, before its first step 5", "[3, 5]"]),
@@ -433,7 +434,7 @@ WORKER_TABLE: dict[str, tuple[list[str], Callable[[Path], None] | None, str]] = 
     "a line that is no UTF-8": (ONE, holds("x.jsonl", b'{"chosen": "\xff"}'), r"x\.jsonl:1: not valid UTF-8 .*; re-save the file as UTF-8"),
     "a line that is a list": (ONE, holds("x.jsonl", "[1]"), r"x\.jsonl:1: an array, not an object; write"),
     "commas and no JSON": (["data.train=x.csv"], holds("x.csv", "a,b\n"), r"x\.csv ends in '\.csv'; data files end in \.jsonl"),
-    "an object and no list": (["data.train=x.json"], holds("x.json", '{"rows": []}'), r"x\.json holds no list of records; write"),
+    "an object and no list": (["data.train=x.json"], holds("x.json", '{"rows": []}'), r"x\.json has no list of records; write"),
     "lines in a list's file": (["data.train=x.json"], holds("x.json", LINES), r"x\.json is not valid JSON: .*; name it \.jsonl"),
     "an empty list": (["data.train=x.json"], holds("x.json", "[]"), r"x\.json has no records; its list is empty"),
     "a list of brackets": (["data.train=x.json"], holds("x.json", "[" * 99999), r"x\.json is not valid JSON: .*; fix the file"),
@@ -443,11 +444,11 @@ WORKER_TABLE: dict[str, tuple[list[str], Callable[[Path], None] | None, str]] = 
     "records of another task": (ONE, records(messages=[{"role": "user", "content": "q"}], label=True), r"x\.jsonl:1: no 'chosen' \(known here: label, messages\); write it, or rename a column"),
     "one answer instead of two": (ONE, records(instruction="q", output="a"), r"x\.jsonl:1: 'output' is text, not two answers; write \[chosen, rejected\]"),
     "an instruction of nothing": (ONE, records(instruction=" ", input="", chosen="a", rejected="b"), r"x\.jsonl:1: 'instruction' is empty; write one"),
-    "a history that is none": (ONE, records(instruction="q", history=["a", "b"], chosen="a", rejected="b"), r"'history' is no list of pairs; write"),
-    "tools that are none": (ONE, records(prompt="q", tools={"name": "f"}, chosen="a", rejected="b"), r"'tools' is no list of functions; write"),
+    "a history that is none": (ONE, records(instruction="q", history=["a", "b"], chosen="a", rejected="b"), r"'history' is not a list of pairs; write"),
+    "tools that are none": (ONE, records(prompt="q", tools={"name": "f"}, chosen="a", rejected="b"), r"'tools' is not a list of functions; write"),
     "tools without a template": (ONE, records(prompt="q", tools=[{"name": "f"}], chosen="a", rejected="b"), r"'tools' need a chat template, and the tokenizer has none; give it one"),
     "a system text without a prompt": (ONE, records(system="s", chosen="q a", rejected="q b"), r"'system' is given with texts that contain the prompt; write 'prompt'"),
-    "an unknown speaker": (ONE, records(conversations=[{"from": "alien", "value": "q"}], chosen="a", rejected="b"), r"'conversations\[0\]\.from' is 'alien', no known role; known here"),
+    "an unknown speaker": (ONE, records(conversations=[{"from": "alien", "value": "q"}], chosen="a", rejected="b"), r"'conversations\[0\]\.from' is 'alien', an unknown role; known roles"),
     "a margin that is no number": (ONE, records(prompt="q", chosen="a", rejected="b", margin=float("nan")), r"x\.jsonl:1: 'margin' is nan, not a finite number"),
     "all data held out by rounding": (["data.eval=null", "data.eval_fraction=0.9999"], None, r"data\.eval_fraction 0\.9999: holds out all 64 records of source 1 .*; lower it"),
     "a source that is never shown": (["data.train=[{path: train.jsonl, weight: 1.0e-9}]"], None, r"weight 1e-09 would never be shown; give it more records"),
@@ -487,7 +488,7 @@ def test_what_only_a_worker_sees_is_said_before_any_process_group(wrong: str, fo
 @pytest.mark.parametrize(
     ("changes", "resume", "wanted"),
     [
-        ([], ResumeOptions("nowhere"), r"--resume nowhere: holds no whole checkpoint"),
+        ([], ResumeOptions("nowhere"), r"--resume nowhere: holds no complete checkpoint"),
         (
             ["optim.lr=1"],
             ResumeOptions(),
@@ -500,7 +501,7 @@ def test_a_run_goes_on_only_as_it_was_begun(
     changes: list[str], resume: ResumeOptions, wanted: str, folder: Path
 ) -> None:
     write_run_config(folder / "run", resolve_recipe(TrainRequest(recipe=RECIPE)).config, {}, {})
-    kept = CheckpointManager(folder=folder / "run/checkpoints", world=SingleProcessWorld())
+    kept = CheckpointStore(folder=folder / "run/checkpoints", world=SingleProcessWorld())
     kept.save(
         lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), {"zero_stage": 2}, None
     )

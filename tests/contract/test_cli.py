@@ -20,7 +20,7 @@ from dstrain.config import read_recipe
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import builtin_tasks, find_task, task_options
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.state.hashed_file import write_hashed_file
 
 
@@ -224,7 +224,7 @@ def test_data_check_of_images_says_what_training_says(tmp_path: Path) -> None:
     told = call("data", "check", str(tmp_path / "seen.jsonl"), "--task", "vlm")
     assert told.exit_code == 2
     for words in (
-        "seen.jsonl:1: 1 mark (<image>) and 0 images: more marks than images",
+        "seen.jsonl:1: 1 placeholder (<image>) and 0 images: more placeholders than images",
         "seen.jsonl:2: 'image' is an empty path; write the path, or remove the key",
         "seen.jsonl:3: note: 'image' is null: the record is used as text alone",
         "1 good records, 2 bad, 1 note on records that can be used",
@@ -233,7 +233,7 @@ def test_data_check_of_images_says_what_training_says(tmp_path: Path) -> None:
 
 
 def test_checkpoints_tells_whole_from_damaged(tmp_path: Path) -> None:
-    kept = CheckpointManager(folder=tmp_path / "checkpoints", world=SingleProcessWorld(), best_mode="max")
+    kept = CheckpointStore(folder=tmp_path / "checkpoints", world=SingleProcessWorld(), best_mode="max")
     for step, metric in ((10, 0.9), (20, 0.4)):
         kept.save(
             lambda folder: {"w.dat": write_hashed_file(folder / "w.dat", b"x" * 100)},

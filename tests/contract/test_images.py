@@ -26,7 +26,7 @@ from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task, make_task
 from dstrain.train.plan import make_plan
 from dstrain.train.precompute_reference import ReferenceJob, build_cache_key
-from dstrain.train.run_dir import ResumeOptions
+from dstrain.train.resume.recorded import ResumeOptions
 from tests.contract.test_cli import call
 from tests.contract.test_evaluate import start
 from tests.seeing import picture
@@ -77,21 +77,21 @@ GOOD: dict[str, tuple[str, Write | None, str]] = {
 }
 UNUSUAL: dict[str, tuple[str, Write | None, str]] = {
     "cmyk.jpg": ("<image>?", saved(picture(7).convert("CMYK")), "note: cmyk.jpg: CMYK: it is converted to RGB"),
-    "animated.gif": ("<image>?", animated, "note: animated.gif: animated, 2 frames: the first alone is used"),
-    "rotated.jpg": ("<image>?", rotated, "note: rotated.jpg: its EXIF says it is rotated by 90°: it is turned upright"),
+    "animated.gif": ("<image>?", animated, "note: animated.gif: animated, 2 frames: only the first is used"),
+    "rotated.jpg": ("<image>?", rotated, "note: rotated.jpg: rotated by 90° according to EXIF: it is turned upright"),
 }
 BAD: dict[str, tuple[str, Write | None, str]] = {
     "missing.png": ("<image>?", None, "image not found: missing.png (paths are relative to the data file); check the path"),
-    "short.jpg": ("<image>?", cut_off("JPEG"), "short.jpg is damaged or cut off (image file is truncated"),
-    "short.png": ("<image>?", cut_off("PNG"), "short.png is damaged or cut off"),
+    "short.jpg": ("<image>?", cut_off("JPEG"), "short.jpg is damaged or truncated (image file is truncated"),
+    "short.png": ("<image>?", cut_off("PNG"), "short.png is damaged or truncated"),
     "bomb.png": ("<image>?", bomb, "bomb.png has 1000000000 pixels, more than the 89478485 that are decoded; make it"),
-    "dot.png": ("<image>?", saved(picture(8, (1, 1))), "dot.png is 1x1 pixels, and an image has two or more either way"),
-    "text.png": ("<image>?", lambda path: path.write_text("hello"), "text.png is no image that is known here (it is text; k"),
+    "dot.png": ("<image>?", saved(picture(8, (1, 1))), "dot.png is 1x1 pixels; width and height must be two or more"),
+    "text.png": ("<image>?", lambda path: path.write_text("hello"), "text.png is not an image in a known format (it is text; k"),
     "folder.png": ("<image>?", Path.mkdir, "folder.png is a folder, not an image; name a file in it"),
-    "many.png": ("Is it?", saved(picture(9)), "1 mark (<image>) and 2 images: fewer marks than images; write one mark"),
-    "few.png": ("<image>, <image>?", saved(picture(9)), "2 marks (<image>) and 1 image: more marks than images; write"),
-    "answer.png": ("?", saved(picture(9)), "an image is marked in an answer, and only what is asked can hold images; move"),
-    "https://example.org/x.png": ("<image>?", None, "an image is the address https://example.org/x.png; fetch it first"),
+    "many.png": ("Is it?", saved(picture(9)), "1 placeholder (<image>) and 2 images: fewer placeholders than images; write one"),
+    "few.png": ("<image>, <image>?", saved(picture(9)), "2 placeholders (<image>) and 1 image: more placeholders than images; write"),
+    "answer.png": ("?", saved(picture(9)), "an answer contains an image placeholder, and only questions can contain images; move"),
+    "https://example.org/x.png": ("<image>?", None, "an image is the URL https://example.org/x.png; download it first"),
 }  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def test_images_within_a_parquet_file_are_kept_in_the_cache(tmp_path: Path, monk
     parquet.write_table(arrow.table(columns), "x.parquet")
     found = call("data", "check", "x.parquet", "--task", "vlm")
     assert (found.exit_code, found.stderr) == (2, f"3 good records, 1 bad\n{NO_TOKENIZER_HINT}\n")
-    assert found.stdout.startswith("x.parquet[3]: an image of 200 bytes is damaged or cut off")
+    assert found.stdout.startswith("x.parquet[3]: an image of 200 bytes is damaged or truncated")
     values = recipe(tmp_path, on_error="skip")
     values["data"] |= {"train": "x.parquet"}
     made = examples(values)

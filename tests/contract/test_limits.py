@@ -127,7 +127,7 @@ def test_a_run_folder_of_the_group_with_files_of_another_user_is_refused(
     path.touch()
     access = os.access
     monkeypatch.setattr(os, "access", lambda at, mode: Path(at) != path and access(at, mode))
-    with pytest.raises(UsageError, match=f"{name} may not be written by this user; .*--resume {tmp_path}"):
+    with pytest.raises(UsageError, match=f"{name} is not writable for this user; .*--resume {tmp_path}"):
         check_run_dir_writable(tmp_path)
     path.unlink()
     check_run_dir_writable(tmp_path)

@@ -42,10 +42,10 @@ def test_training_asks_no_reference_after_prepare(
     assert result.exit_code == 0
     assert "train: 64 samples" in result.stdout
     assert "its outputs for all samples are cached" in result.stdout
-    assert "reference: 64 samples to ask for" in result.stderr
+    assert "reference: 64 samples to compute" in result.stderr
     assert not list((tmp_path / "here").iterdir())
     assert two(CASES + "train_counting", recipe=recipe, run_dir=str(tmp_path / "run")) == [0, 0]
-    assert "to ask for" not in call("prepare", recipe).stderr
+    assert "to compute" not in call("prepare", recipe).stderr
     other = written(tmp_path, **REMEMBERED | {"seed": 78})
     assert two(CASES + "train_counting", recipe=other, run_dir=str(tmp_path / "other")) == [1, 1]
 

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from dstrain.tasks import find_task
+from dstrain.train import profiler
 from dstrain.train.profiler import MAX_ALLOCATIONS, MemoryHistory
 from tests.workers import Workers
 
@@ -53,10 +54,11 @@ def steps_in(path: Path) -> list[str]:
     return sorted({event["name"] for event in trace(path) if str(event.get("name")).startswith("step ")})
 
 
-def figure(table: str, name: str) -> str:
-    found = re.search(rf"^{re.escape(name)}: +(\S.*\S)\s*$", table, flags=re.M)
+def module_row(table: str, name: str) -> list[str]:
+    """Class, parameters, FLOPs and seconds of the first module of this name."""
+    found = re.search(rf"^ *{re.escape(name)}  +(\S.*\S)\s*$", table, flags=re.M)
     assert found, table[:2000]
-    return found[1]
+    return re.split(r"  +", found[1])
 
 
 @pytest.mark.parametrize(
@@ -78,10 +80,12 @@ def test_profiling_changes_no_loss(preset: str, recipe: str, tmp_path: Path, two
     assert any(event.get("args", {}).get("Input Dims") for event in seen)
     assert any(event.get("name") == "[memory]" for event in seen)
     table = (with_it / "profile" / "flops.txt").read_text()
-    assert "Profile Summary at step 2" in table
-    assert figure(table, "params per GPU") == "25.79 K", "of the whole model, in shards or not"
-    assert figure(table, "fwd MACs per GPU") != "0 MACs"
-    assert "(q_proj): Linear(" in table
+    assert "at step 2" in table
+    kind, parameters, flops, seconds = module_row(table, "(all)")
+    assert (kind, parameters) == ("TrainModule", "25.8 k"), "of the whole model, in shards or not"
+    assert flops != "0"
+    assert float(seconds) > 0
+    assert module_row(table, "q_proj")[0] == "Linear"
 
 
 def test_a_run_may_stop_and_go_on_within_the_steps(recipe: str, tmp_path: Path, two: Workers) -> None:
@@ -114,12 +118,39 @@ def test_a_profiler_that_fails_never_stops_the_run(recipe: str, tmp_path: Path, 
     assert told["files"] == ["trace-rank-00000-steps-2-4.json.gz"]
 
 
-def test_a_call_that_deepspeed_cannot_count_is_left_out_of_the_table(tmp_path: Path, one: Workers) -> None:
-    """Its counting functions would raise in the middle of the forward pass."""
-    ((same, table),) = one(f"{CASES}:table_of_calls_by_name", path=str(tmp_path / "flops.txt"))
+def test_the_table_counts_one_forward_pass_and_changes_no_output(tmp_path: Path, one: Workers) -> None:
+    ((same, table),) = one(f"{CASES}:table_of_one_pass", path=str(tmp_path / "flops.txt"))
     assert same
-    assert "Profile Summary at step 7" in table
-    assert figure(table, "fwd MACs per GPU") == "96 MACs", "2 x 3 positions, 4 x 4 weights"
+    assert "at step 7" in table
+    assert module_row(table, "layer")[:3] == ["Linear", "16", "192"], "2 x 2 x 3 positions, 4 x 4 weights"
+    assert module_row(table, "(all)")[0] == "ByName"
+
+
+def test_a_call_that_torch_cannot_count_is_left_out_of_the_table(tmp_path: Path) -> None:
+    """Its formulas would raise in the middle of the forward pass."""
+
+    class Product(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ x
+
+    def broken(*_: Any, **__: Any) -> int:
+        raise AssertionError("heads differ")
+
+    assert profiler._or_zero(broken)((2, 2), (2, 2)) == 0
+    table = profiler.FlopsTable(model := Product(), 1)
+    model(torch.eye(2))
+    table.write(tmp_path / "flops.txt")
+    assert module_row((tmp_path / "flops.txt").read_text(), "(all)")[2] == "16"
+
+
+def test_a_forward_pass_that_fails_ends_the_count(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    table = profiler.FlopsTable(model, 1)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 3))
+    assert table._counter.mode is None
+    assert torch.equal(model(torch.zeros(1, 2))[0], model.bias)
+    table.write(tmp_path / "flops.txt")
 
 
 def test_a_memory_history_is_ended_even_if_it_cannot_be_written(

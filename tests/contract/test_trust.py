@@ -268,7 +268,7 @@ def test_what_is_no_file_of_the_folder_is_not_read(kind: str, folder: Path) -> N
     assert said.exit_code == 2
     file.unlink()
     os.mkfifo(file)
-    assert "is no regular file" in (said := dstrain(*asked)).output
+    assert "is not a regular file" in (said := dstrain(*asked)).output
     assert said.exit_code == 2
     file.unlink()
     (folder / kind / "kept.json").symlink_to("tokenizer_config.json")

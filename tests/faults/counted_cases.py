@@ -10,38 +10,38 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d as c10d
 
-from dstrain.distributed.collective_log import COLLECTIVE_LOG, patch_collectives
 from dstrain.train.evaluate import iter_eval_results
 from tests.parity.cases import made, world
+from tests.workers import worker_world
 
 
 def step(kind: str, changes: dict[str, Any] | None = None) -> dict[str, Any]:
     """Of two steps and a look: (collectives entered, torch's count) by group, and the names of those entered."""
     run = made("rm", kind, 2, changes)
     run.engine.step(run.batches(list(range(8)), 2), lr=0.1)
-    before = {name: (line["entered"], _sequence(name)) for name, line in COLLECTIVE_LOG.snapshot().items()}
+    before = {name: (line["entered"], _sequence(name)) for name, line in worker_world().log.snapshot().items()}
     names: set[str] = set()
     for first in (8, 16):
         run.engine.step(run.batches(list(range(first, first + 7)), 2), lr=0.1)
         list(iter_eval_results(run.engine, run.task, lambda: run.batches(list(range(40, 46)), 1)))
     counts = {}
-    for name, line in COLLECTIVE_LOG.snapshot().items():
+    for name, line in worker_world().log.snapshot().items():
         entered, sequence = before.get(name, (0, 0))
         counts[name] = (line["entered"] - entered, _sequence(name) - sequence)
         names |= set(line["names"]) if counts[name][0] else set()
     return {
         "counts": counts,
         "names": sorted(names),
-        "inside": [one["entered"] - one["left"] for one in COLLECTIVE_LOG.snapshot().values()],
+        "inside": [one["entered"] - one["left"] for one in worker_world().log.snapshot().values()],
     }
 
 
 def broadcast() -> dict[str, Any]:
     """What each rank has of rank 0's value, and the names of the collectives that took."""
     ranks = world()
-    before = {name: line["entered"] for name, line in COLLECTIVE_LOG.snapshot().items()}
+    before = {name: line["entered"] for name, line in worker_world().log.snapshot().items()}
     got = ranks.broadcast({"of": 0, "rows": list(range(1000))} if ranks.rank == 0 else object())
-    new = {name: line for name, line in COLLECTIVE_LOG.snapshot().items() if line["entered"] > before.get(name, 0)}
+    new = {name: line for name, line in worker_world().log.snapshot().items() if line["entered"] > before.get(name, 0)}
     return {"got": got, "names": [line["names"][-1] for line in new.values()]}
 
 
@@ -51,15 +51,16 @@ def _sequence(name: str) -> int:
 
 def timeouts(kind: str, seconds: float) -> list[float]:
     """Of the groups that come to be while an engine is made, with references before, as a new process makes them."""
-    world()  # ours, if it was not there
-    before, whole = set(c10d._world.pg_map), timedelta(minutes=9)
+    patches = worker_world().patches
+    assert patches is not None
+    before, whole = set(c10d._world.pg_map), patches.timeout
     clone, groups._WORLD_GROUP = groups._WORLD_GROUP, None
-    patch_collectives(timedelta(seconds=seconds))
+    patches.timeout = timedelta(seconds=seconds)
     try:
         made("dpo", kind, 1, {"options": {"precompute_ref_log_probs": True}})
         dist.new_group()
     finally:
-        patch_collectives(whole)
+        patches.timeout = whole
         groups._WORLD_GROUP = clone or groups._WORLD_GROUP
     return [_timeout(group) for group in set(c10d._world.pg_map) - before]
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dstrain.distributed.collective_log import COLLECTIVE_LOG
-from dstrain.distributed.world import TorchWorld, World, destroy_process_groups, init_process_group
+from dstrain.distributed.world import World, joined_world
 from dstrain.launch.worker import run_worker
 from dstrain.train.health.signals import SignalHandler, run_with_signals
 from dstrain.train.health.watchdog import peer_watchdog
@@ -57,7 +56,7 @@ def act(fault: str, world: World) -> None:
 def train(world: World, fault: str) -> int:
     vector = torch.ones(4, device=world.device)
     for step in range(1, STEPS + 1):
-        COLLECTIVE_LOG.record_progress(f"step {step}", step)
+        world.log.record_progress(f"step {step}", step)
         world.sum([1.0])
         if step == STEPS:
             act(fault, world)
@@ -67,7 +66,7 @@ def train(world: World, fault: str) -> int:
         if fault == "skip" and step == STEPS and world.rank == 1:
             hang_here()
         world.barrier()
-    COLLECTIVE_LOG.record_progress("")
+    world.log.record_progress("")
     return 0
 
 
@@ -77,16 +76,11 @@ def main(folder: Path, fault: str) -> int:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")
         if ON_GPU:
             torch.cuda.set_device(device)
-        init_process_group(device, TIMEOUT)
-        try:
-            world = TorchWorld(device, TIMEOUT)
-            with peer_watchdog(folder, world, TIMEOUT):
-                if fault == "early":
-                    return load(world)
-                interrupt.begin_training()
-                return train(world, fault)
-        finally:
-            destroy_process_groups()
+        with joined_world(device, TIMEOUT) as world, peer_watchdog(folder, world, TIMEOUT):
+            if fault == "early":
+                return load(world)
+            interrupt.begin_training()
+            return train(world, fault)
 
     with SignalHandler() as interrupt:
         return run_worker(folder, int(os.environ["RANK"]), lambda: run_with_signals(work, interrupt, folder))

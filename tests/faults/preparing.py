@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from dstrain.distributed.world import TorchWorld, destroy_process_groups, init_process_group
+from dstrain.distributed.world import joined_world
 from dstrain.errors import DataError
 from dstrain.launch.topology import Worker
 from dstrain.launch.worker import run_worker
@@ -61,14 +61,12 @@ def main(folder: Path, fault: str) -> int:
             (folder / f"began-{rank}").write_text(str(time.time()))
             act(fault, rank, folder)
             (folder / f"ended-{rank}").write_text(str(time.time()))
-        init_process_group(torch.device("cpu"), TIMEOUT, together.store)
-        try:
-            world = TorchWorld(torch.device("cpu"), TIMEOUT)
-            with peer_watchdog(folder, world, TIMEOUT):
-                interrupt.begin_training()
-                return 0 if world.sum([1.0]) == [size] else 1
-        finally:
-            destroy_process_groups()
+        with (
+            joined_world(torch.device("cpu"), TIMEOUT, together.store) as world,
+            peer_watchdog(folder, world, TIMEOUT),
+        ):
+            interrupt.begin_training()
+            return 0 if world.sum([1.0]) == [size] else 1
 
     with SignalHandler() as interrupt:
         return run_worker(folder, rank, lambda: run_with_signals(work, interrupt, folder))

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import nn
 
 from dstrain.batch import Batch, Progress
 from dstrain.config import BatchPlan, RunConfig
-from dstrain.distributed.collective_log import find_connection_error
+from dstrain.distributed.connection_errors import find_connection_error, unknown_peer_message
 from dstrain.distributed.world import TorchWorld
 from dstrain.errors import DstrainError
 from dstrain.models.params.groups import build_param_groups
@@ -35,13 +34,14 @@ from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
 from dstrain.train.build_model import build_train_module
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.saver import CheckpointSaver
 from dstrain.train.ds_config import resolve_ds_config
-from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
-from dstrain.train.health.rank_status import unknown_peer_message
-from dstrain.train.run_dir import ResumeOptions
-from dstrain.train.setup import find_start_checkpoint
+from dstrain.train.engine.deepspeed import DeepSpeedEngine
+from dstrain.train.engine.torch import TorchEngine
+from dstrain.train.resume.decision import decide_start
+from dstrain.train.resume.prepare import prepare_start
+from dstrain.train.resume.recorded import ResumeOptions
 from dstrain.train.state.load import open_checkpoint
 from dstrain.train.state.manifest import find_checkpoints
 from tests.faults.points import Points
@@ -116,7 +116,7 @@ class Scene:
         self.folder, self._task = folder, Squares(recipe=_recipe())
         self.engine = self._engine(engine)
         self.journal = RunLog(folder, rank)
-        self.checkpoints = CheckpointManager(folder=folder / "checkpoints", world=self.world, keep=KEEP)
+        self.checkpoints = CheckpointStore(folder=folder / "checkpoints", world=self.world, keep=KEEP)
 
     def _engine(self, kind: str) -> Any:
         recipe, size = self._task.recipe, self.world.size
@@ -153,7 +153,7 @@ class Scene:
 
     def saving(self, background: bool = False) -> CheckpointSaver:
         size = 12 * 3 * WIDTH * WIDTH
-        checkpoints = CheckpointManager(
+        checkpoints = CheckpointStore(
             folder=self.checkpoints.folder, world=self.world.new_group() if background else self.world, keep=KEEP
         )
         record = {"zero_stage": 0, "preset": "tests"}
@@ -252,9 +252,9 @@ def fill(folder: Path, left: int) -> None:
 def start_anew(store: str, rank: int, size: int, folder: str, engine: str = "torch", more: int = 2) -> Started | str:
     """Start as `dstrain train` does, then take and save `more` steps. Returns the error where it cannot. Collective."""
     scene = Scene(store, rank, size, Path(folder), engine)
-    plan: Any = SimpleNamespace(resume=ResumeOptions("auto"), config=_recipe())
     try:
-        start = find_start_checkpoint(plan, scene.checkpoints, scene.journal, scene.world)
+        decision = decide_start(scene.checkpoints, ResumeOptions("auto"))
+        start = prepare_start(decision, scene.checkpoints, scene.journal, _recipe().save.prune_when_full)
         assert start is not None
         scene.engine.load(open_checkpoint(start.path, scene.world))
     except DstrainError as error:
@@ -274,7 +274,7 @@ def start_anew(store: str, rank: int, size: int, folder: str, engine: str = "tor
         start.step,
         start.progress.samples,
         found,
-        {row["checkpoint"]: row["why"] for row in told if row["event"] == "checkpoint_passed_over"},
+        {row["checkpoint"]: row["why"] for row in told if row["event"] == "checkpoint_skipped"},
         [row["checkpoint"] for row in told if row["event"] == "partial_checkpoint_removed"],
         later,
         sorted(path.name for path in scene.checkpoints.folder.iterdir()),

@@ -64,7 +64,7 @@ def test_killing_the_whole_tree_in_mid_run_changes_nothing(tmp_path: Path) -> No
     again = start(recipe, tmp_path / "killed")
     output, _ = again.communicate(timeout=180)
     assert again.returncode == 0, output.decode()[-3000:]
-    assert b"going on from step" in output
+    assert b"continuing from step" in output
     assert told(tmp_path / "killed") == told(tmp_path / "unbroken")
 
 
@@ -107,7 +107,7 @@ def test_a_save_killed_twenty_times_at_random_moments_is_resumed_twenty_times(tm
     assert last.returncode == 0, output.decode()[-3000:]
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "resumed"] == resumed
-    assert not [event for event in events if event["event"] == "checkpoint_passed_over"]
+    assert not [event for event in events if event["event"] == "checkpoint_skipped"]
     unbroken = start(recipe, tmp_path / "unbroken")
     unbroken.communicate(timeout=180)
     assert told(run_dir) == told(tmp_path / "unbroken")

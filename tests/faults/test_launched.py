@@ -77,7 +77,7 @@ def hang_here():
     time.sleep(600)
 
 def trace(frame, event, argument):
-    if frame.f_code.co_name == "seed_step" and frame.f_globals["__name__"] == "dstrain.train.engine.deepspeed":
+    if frame.f_code.co_name == "seed_step" and frame.f_globals["__name__"] == "dstrain.train.engine.base":
         if frame.f_locals["step"] == 2:
             hang_here()
 

@@ -90,8 +90,8 @@ def test_a_rank_whose_heartbeat_stands_still_is_named(kind: str, tmp_path: Path)
     with launched(tmp_path, kind, timeout=2.0) as processes:
         assert processes[0].wait(timeout=60) == 1
     assert log_path(tmp_path, 0).read_text().splitlines()[-1] == (
-        f"error: preparing the data: rank 1 on {HOST} gave no sign of life for 2 s (timeout_minutes); "
-        "fix the cause and start again: what is prepared stays in the cache"
+        f"error: preparing the data: rank 1 on {HOST} sent no heartbeat for 2 s (timeout_minutes); "
+        "fix the cause and start again: prepared data stays in the cache"
     )
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Mapping
-from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +16,23 @@ from benchmarks.loader import made_loader
 from benchmarks.loading import anonymous, bf16_task
 from dstrain.batch import Progress
 from dstrain.data.loading.loader import make_batch
-from dstrain.distributed.world import SingleProcessWorld, TorchWorld, World
+from dstrain.distributed.world import SingleProcessWorld, World
 from dstrain.models.params.groups import ParamGroup
 from dstrain.models.params.zero3 import gathered
 from dstrain.preset import read_preset
-from dstrain.train.engine.deepspeed import TorchEngine
 from dstrain.train.engine.optimizers import make_optimizer
+from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.health.nonfinite import NonFiniteGuard
 from tests.gpu.workers import device
 from tests.parity.cases import tiny_task
 from tests.resume import cases as resume_cases
+from tests.workers import worker_world
 
 SAMPLES_PER_STEP = 7  # no even number, so that shares and micro-batches differ
 
 
-@cache
 def world() -> World:
-    return TorchWorld(device(), timedelta(minutes=3))
+    return worker_world()
 
 
 def made(kind: str, task: Any, accumulate: int, precision: str) -> Any:
@@ -59,7 +57,7 @@ def steps(
     task = tiny_task("rm", dict(changes or {}))
     engine = made(kind, task, accumulate, precision)
     ranks = SingleProcessWorld(device()) if kind == "torch" else world()
-    module = engine.objective if kind == "torch" else engine.engine.module
+    module = engine.train_module if kind == "torch" else engine.engine.module
     before, losses, norms, applied = weights(module), [], [], []
     guard, told = watched(precision == "fp16")
     for step in range(count):
@@ -145,7 +143,7 @@ def fused_and_plain(count: int) -> float:
     )
     assert here.type != "cuda" or first.defaults["fused"]
     for _ in range(count):
-        for a, b in zip(ours, plain, strict=True):
+        for a, b in zip(ours.batches, plain.batches, strict=True):
             gradient = torch.randn(a.shape, generator=draw).to(here)
             a.grad, b.grad = gradient.clone(), gradient.clone()
         first.step()
@@ -160,7 +158,7 @@ def pinned(workers: int) -> dict[str, Any]:
     both = [made_loader(task, workers, 0.0, (2, 2, 4), pin).iter_steps(0) for pin in (True, False)]
     locked, same = [], []
     for ours, plain in zip(*both, strict=True):
-        for a, b in zip(ours, plain, strict=True):
+        for a, b in zip(ours.batches, plain.batches, strict=True):
             there = a.to(device())
             locked += [tensor.is_pinned() for tensor in a.tensors.values()]
             same += [torch.equal(there.tensors[name].cpu(), b.tensors[name]) for name in b.tensors]
@@ -185,6 +183,6 @@ def host_memory(folder: str, shape: str, preset: str) -> dict[str, int]:
         before = anonymous()
         engine = made_engine(task, preset, world(), precision="bf16")
         found = anonymous() - before
-        count = sum(parameter.numel() for parameter in engine.objective.parameters())
+        count = sum(parameter.numel() for parameter in engine.train_module.parameters())
         clean_up(engine)
     return {"anonymous": found, "parameters": count}

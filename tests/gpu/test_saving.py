@@ -30,7 +30,7 @@ def test_what_is_written_behind_training_is_what_training_would_have_waited_for(
         del one["state/about.json"], other["state/about.json"]
         assert "state/rank-00000-000.safetensors" in one
         assert one == other
-    assert not events(tmp_path / "behind", "save_waits")
+    assert not events(tmp_path / "behind", "async_save_unavailable")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -49,7 +49,7 @@ def test_a_run_goes_on_at_every_stage_and_with_offloading(precision: str, gpus: 
     ):
         sets = [f"ds_config={preset}"]
         gpus(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets, crash_at=crash)
-    assert [event["step"] for event in events(tmp_path / "run", "reshaped")] == [2, 4, 6, 8, 10]
+    assert [event["step"] for event in events(tmp_path / "run", "resharded")] == [2, 4, 6, 8, 10]
     assert [row["step"] for row in rows(tmp_path / "run") if row["split"] == "train"] == list(range(1, 13))
     close(rows(tmp_path / "run"), rows(tmp_path / "whole"), 2e-2 if precision == "bf16" else 1e-4)
 

@@ -54,19 +54,13 @@ def _only_ours() -> dict[str, str]:
 def main(address: str) -> None:
     import torch
 
-    import dstrain.distributed.world
-
-    join = dstrain.distributed.world.init_process_group
     torch.set_float32_matmul_precision("highest")  # no TF32: fp32 is compared to 1e-5
     if not REHEARSAL:
         torch.cuda.set_device(device())
-    with patch.object(
-        dstrain.distributed.world,
-        "join",
-        lambda _, timeout, *store: join(device(), timeout or timedelta(minutes=4), *store),
-    ):
-        serve(address)
+    serve(address, device(), timedelta(minutes=4))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    from tests.gpu import workers
+
+    workers.main(sys.argv[1])

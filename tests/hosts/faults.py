@@ -100,7 +100,7 @@ class Outcome:
 
 def suffer(fault: Fault, lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
     """Train on the lab's hosts, do the harm, and judge. `losses`: of a run that nothing happened to."""
-    run = Run(folder, **{"launch": {"silence_seconds": SILENCE}, **fault.recipe})
+    run = Run(folder, **{"launch": {"heartbeat_timeout_seconds": SILENCE}, **fault.recipe})
     job = start(lab, run, fault.launcher, env=SECRET)
     run.wait_for_step(job, HARM_AT)
     begin = time.monotonic()
@@ -235,7 +235,7 @@ FAULTS = (
     ),
     Fault(
         "cable pulled for 5 s", "host2", _pulled_for_a_while, 0, "^finished: ", within=40, lost=0,
-        recipe={"launch": {"silence_seconds": 30}, "timeout_minutes": 0.5},
+        recipe={"launch": {"heartbeat_timeout_seconds": 30}, "timeout_minutes": 0.5},
     ),
     Fault(
         "SIGSTOP of a rank, timeout 6 s", "host2", lambda scene: scene.kill_rank(1, signal.SIGSTOP), 1,

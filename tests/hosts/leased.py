@@ -22,7 +22,7 @@ HERE = ("--num-gpus", "2")
 
 def started_twice(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
     """The same command from another host, while the first one trains: it ends before anything is touched."""
-    run = Run(folder, launch={"silence_seconds": SILENCE})
+    run = Run(folder, launch={"heartbeat_timeout_seconds": SILENCE})
     job = start(lab, run)
     run.wait_for_step(job, 1)
     begin = time.monotonic()
@@ -43,7 +43,7 @@ def started_twice(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
 
 def taken_over(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
     """A launch stands still, another host takes the run over, and the first wakes up: it ends and writes nothing more."""
-    run = Run(folder, launch={"silence_seconds": SILENCE})
+    run = Run(folder, launch={"heartbeat_timeout_seconds": SILENCE})
     said = "^dstrain: another launch took .* over"
     fault = Fault("the launch stands still, another host goes on, it wakes up", "host1", lambda scene: None, 1, said,
                   within=SILENCE, but=str(run.folder))  # fmt: skip
@@ -56,7 +56,7 @@ def taken_over(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
         second = lab.start(2, dstrain(run, *HERE), cwd=run.folder)
         jobs.callback(second.end)
         jobs.callback(lambda: lab.kill(1, OURS, signal.SIGCONT))
-        wait_for(lambda: "going on from step" in second.output(), START_SECONDS, "the second launch does not begin")
+        wait_for(lambda: "continuing from step" in second.output(), START_SECONDS, "the second launch does not begin")
         took = time.monotonic() - begin
         lab.kill(1, OURS, signal.SIGCONT)
         job.signal(signal.SIGCONT)

@@ -22,7 +22,7 @@ STEPS, SAVE_EVERY = 40, 5
 PACE = 0.15
 """Seconds a step takes until harm is done."""
 SILENCE = 6.0
-"""launch.silence_seconds of these runs."""
+"""launch.heartbeat_timeout_seconds of these runs."""
 TIMEOUT_MINUTES = 0.25
 START_SECONDS = 120.0
 """For all processes to import deepspeed on a busy machine, and some steps."""

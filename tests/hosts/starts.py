@@ -163,7 +163,7 @@ def _by_hand(what: str, lab: Lab, folder: Path, number: int, code: int) -> Outco
 
 
 def _new(folder: Path) -> Run:
-    return Run(folder, launch={"silence_seconds": SILENCE})
+    return Run(folder, launch={"heartbeat_timeout_seconds": SILENCE})
 
 
 Start = Callable[[Lab, Path, Sequence[Any]], Outcome]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.launch.multihost.heartbeat import RANK_TIMEOUT_FACTOR
+from dstrain.launch.heartbeat import RANK_TIMEOUT_FACTOR
 from dstrain.launch.worker import log_path
 from tests.hosts.faults import AGENT, HARM_AT, LAUNCH, SECRET, Fault, Outcome, differences, go_on, judge
 from tests.hosts.lab import PATH, Lab, wait_for
@@ -28,7 +28,7 @@ def agent_stopped(lab: Lab, folder: Path, losses: Sequence[Any], launcher: str =
         "^dstrain: host2 said nothing for .*nothing of the launch is left there; start the same command again",
         within=SILENCE + 8, launcher=launcher,
     )  # fmt: skip
-    run = Run(folder, launch={"silence_seconds": SILENCE})
+    run = Run(folder, launch={"heartbeat_timeout_seconds": SILENCE})
     outcome = _stop_agent(fault, lab, run)
     return _judged(outcome, fault, lab, run, losses) if again else outcome
 
@@ -50,7 +50,7 @@ def agent_stopped_and_no_ssh(lab: Lab, folder: Path, losses: Sequence[Any]) -> O
     def iptables(how: str) -> None:
         subprocess.run([*lab._within(2), "iptables", how, *refuse], check=True, env={"PATH": PATH})
 
-    run = Run(folder, launch={"silence_seconds": SILENCE})
+    run = Run(folder, launch={"heartbeat_timeout_seconds": SILENCE})
     outcome = _stop_agent(fault, lab, run, lambda: iptables("-I"))
     said = "has sent no heartbeat for 18 s" in log_path(run.run_dir, 0).read_text()
     iptables("-D")
@@ -88,7 +88,7 @@ def dstrain_stopped(lab: Lab, folder: Path, losses: Sequence[Any]) -> Outcome:
     fault = Fault(
         what, "host1", lambda scene: None, 1, "^dstrain: .*this process itself did not run for 1.* s", within=22
     )
-    run = Run(folder, launch={"silence_seconds": SILENCE})
+    run = Run(folder, launch={"heartbeat_timeout_seconds": SILENCE})
     job = start(lab, run, env=SECRET)
     run.wait_for_step(job, HARM_AT)
     begin = time.monotonic()

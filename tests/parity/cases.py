@@ -5,8 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +14,23 @@ import torch
 from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
-from dstrain.distributed.world import SingleProcessWorld, TorchWorld, World
+from dstrain.distributed.world import SingleProcessWorld, World
 from dstrain.models.params.groups import build_param_groups
 from dstrain.models.params.zero3 import gathered, zero3_init
 from dstrain.preset import RunSettings, complete_preset, read_preset
 from dstrain.tasks import Task, make_task
 from dstrain.train.build_model import build_train_module
-from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
+from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.engine.module import TrainModule
+from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.evaluate import iter_eval_results
 from dstrain.train.precompute_reference import ReferenceJob, add_reference_outputs
 from tests.seeing import named_recipe
+from tests.workers import worker_world
 
 
-@cache
 def world() -> World:
-    return TorchWorld(torch.device("cpu"), timedelta(minutes=9))
+    return worker_world()
 
 
 def tiny_task(name: str, changes: dict[str, Any] | None = None) -> Task:
@@ -58,7 +57,7 @@ class Made:
 
     @property
     def model(self) -> torch.nn.Module:
-        return self.engine.objective.model
+        return self.engine.train_module.model
 
     def batches(self, samples: list[int], accumulate: int) -> list[Batch]:
         """This rank's share of the samples, as the plan cuts it."""

@@ -13,8 +13,9 @@ from dstrain.config.schema import RunConfig
 from dstrain.models.params.groups import build_param_groups
 from dstrain.models.params.zero3 import zero3_init
 from dstrain.tasks import Loss, Task
-from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
+from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.engine.module import TrainModule
+from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.health.trainability import TrainabilityCheck
 from tests.parity.cases import world
 from tests.parity.optimizer_cases import ds_config
@@ -72,7 +73,7 @@ def look(kind: str, rates: Sequence[float] = (0.1, 0.1, 0.1)) -> Any:
             objective = TrainModule(task, task.build_model())
         groups = build_param_groups(objective.model, recipe.optim)
         engine = DeepSpeedEngine(objective, groups, recipe.optim, config, ranks)
-    learning = TrainabilityCheck(engine, engine.objective, tell)
+    learning = TrainabilityCheck(engine, engine.train_module, tell)
     learning.start()
     for number, rate in enumerate(rates):
         first = number * 8 + ranks.rank * 4 // ranks.size

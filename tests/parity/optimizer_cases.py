@@ -22,9 +22,10 @@ from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
 from dstrain.train import ds_config as settings
-from dstrain.train.engine.deepspeed import DeepSpeedEngine, TorchEngine
+from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.engine.module import TrainModule
 from dstrain.train.engine.optimizers import make_optimizer
+from dstrain.train.engine.torch import TorchEngine
 from tests.parity.cases import weights, world
 from tests.states import go_on, keep
 
@@ -114,7 +115,7 @@ def ds_config(kind: str, recipe: RunConfig, processes: int, more: dict[str, Any]
 
 def take(engine: Any, numbers: Sequence[int], poison: int | None = None) -> list[float]:
     """Steps of these numbers, each on samples of its own in two micro-batches; their norms. Collective."""
-    ranks, task, norms = engine.world, engine.objective.task, []
+    ranks, task, norms = engine.world, engine.train_module.task, []
     for number in numbers:
         samples = np.arange(SAMPLES) + number * SAMPLES
         chunks = np.array_split(samples, ranks.size * 2)[ranks.rank * 2 : ranks.rank * 2 + 2]
@@ -128,9 +129,9 @@ def take(engine: Any, numbers: Sequence[int], poison: int | None = None) -> list
 def steps(poison: int | None = None, **arguments: Any) -> dict[str, Any]:
     """The weights before and after three steps of an engine that `make` makes. Collective."""
     engine = make(**arguments)
-    before = weights(engine.objective.model)
+    before = weights(engine.train_module.model)
     norms = take(engine, range(3), poison)
-    return {"before": before, "after": weights(engine.objective.model), "norms": norms}
+    return {"before": before, "after": weights(engine.train_module.model), "norms": norms}
 
 
 def unchecked(**arguments: Any) -> dict[str, Any]:
@@ -152,7 +153,7 @@ def resumed(kind: str, optim: dict[str, Any], folder: str, precision: str = "fp3
     second = make(kind, optim, precision)
     go_on(second, kept)
     take(second, range(2, 5))
-    wanted, found = weights(whole.objective.model), weights(second.objective.model)
+    wanted, found = weights(whole.train_module.model), weights(second.train_module.model)
     return max(float(abs(found[name] - wanted[name]).max()) for name in wanted)
 
 

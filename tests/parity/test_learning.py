@@ -13,14 +13,14 @@ ABOUT = {"without_gradient": ["idle.weight", "idle.bias"], "not_moved": ["nought
 @pytest.mark.parametrize("kind", ["torch", "zero0", "zero1", "zero2", "zero3", "zero2_offload"])
 def test_what_does_not_learn_is_named(kind: str, one: Workers, two: Workers) -> None:
     for told in (one if kind == "torch" else two)(LOOK, kind=kind):
-        assert told == [("not_learning", ABOUT)]
+        assert told == [("parameters_without_update", ABOUT)]
 
 
 def test_the_look_waits_for_steps_that_could_move_something(two: Workers) -> None:
     assert two(LOOK, kind="zero2", rates=(0.0, 0.1, 0.0, 0.1)) == [[], []]
-    assert two(LOOK, kind="zero2", rates=(0.0, 0.1, 0.0, 0.1, 0.1)) == [[("not_learning", ABOUT)]] * 2
+    assert two(LOOK, kind="zero2", rates=(0.0, 0.1, 0.0, 0.1, 0.1)) == [[("parameters_without_update", ABOUT)]] * 2
 
 
 def test_where_nothing_moves_the_run_ends(one: Workers) -> None:
-    with pytest.raises(WorkerError, match=r"none of the 6 parameters that should learn moved in the first 3 steps"):
+    with pytest.raises(WorkerError, match=r"none of the 6 trainable parameters changed in the first 3 steps"):
         one(LOOK, kind="torch", rates=(1e-30,) * 3)

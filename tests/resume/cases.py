@@ -17,7 +17,7 @@ from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.launch.topology import Worker
 from dstrain.train.loop import train
 from dstrain.train.plan import make_plan
-from dstrain.train.run_dir import ResumeOptions
+from dstrain.train.resume.recorded import ResumeOptions
 from dstrain.train.setup import build_run, with_reference_outputs
 from dstrain.train.startup import finish_run
 from dstrain.train.state import files

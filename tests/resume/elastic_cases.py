@@ -152,7 +152,7 @@ def mark(made: DeepSpeedEngine) -> None:
 
     model, noise = made.train_module.model, torch.Generator().manual_seed(7)
     for parameter in model.parameters():
-        if parameter.requires_grad or made.train_module.has_adapters:
+        if parameter.requires_grad or made.train_module.stored_model.adapters_only:
             continue
         with torch.no_grad(), _gathered(deepspeed, parameter, 0):
             parameter.add_(torch.randn(parameter.shape, generator=noise).to(parameter), alpha=0.05)

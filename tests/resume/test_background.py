@@ -66,6 +66,6 @@ def test_where_one_rank_cannot_write_all_ranks_stop(
 
 def test_where_a_copy_does_not_fit_training_waits_and_says_why(recipe: str, tmp_path: Path, one: Workers) -> None:
     one(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=["steps=5"], memory=0)
-    (why,) = events(tmp_path / "run", "save_waits")
+    (why,) = events(tmp_path / "run", "async_save_unavailable")
     assert "does not fit into host memory" in why["why"]
     assert [event["stall_seconds"] == event["seconds"] for event in events(tmp_path / "run", "saved")] == [True] * 3

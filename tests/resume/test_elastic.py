@@ -165,9 +165,9 @@ def test_a_run_goes_on_with_two_processes_one_and_three(
     for workers, preset, crash in ((two, "zero3", 5), (one, "zero2_offload", 8), (three, "zero1", None)):
         workers(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=[f"ds_config={preset}"], crash_at=crash)
     close(rows(tmp_path / "run"), rows(tmp_path / "whole"))
-    told = events(tmp_path / "run", "reshaped")
+    told = events(tmp_path / "run", "resharded")
     assert [event["step"] for event in told] == [3, 6]
-    assert "zero3 (ZeRO stage 3) on 2 processes and goes on as zero2_offload (ZeRO stage 2) on 1" in told[0]["how"]
+    assert "zero3 (ZeRO stage 3) on 2 processes and continues with zero2_offload (ZeRO stage 2) on 1" in told[0]["how"]
 
 
 CHAINS = {
@@ -267,7 +267,7 @@ def test_another_optimizer_begins_anew_and_says_so(recipe: str, tmp_path: Path, 
     ours, theirs = rows(tmp_path / "run"), rows(tmp_path / "whole")
     assert ours[3]["loss"] == pytest.approx(theirs[3]["loss"], rel=1e-6), "the weights go on"
     assert ours[5]["loss"] != pytest.approx(theirs[5]["loss"], rel=1e-6), "and learn in another way"
-    (told,) = events(tmp_path / "run", "begins_anew")
+    (told,) = events(tmp_path / "run", "optimizer_state_reset")
     assert "was adamw and is lion" in told["what"]
     assert told["step"] == 3
 
@@ -287,7 +287,7 @@ def test_frozen_weights_may_thaw(
     ours, theirs = rows(tmp_path / "run"), rows(tmp_path / "whole")
     assert ours[3]["loss"] == pytest.approx(theirs[3]["loss"], rel=1e-6), "the weights go on"
     assert ours[3]["grad_norm"] > theirs[3]["grad_norm"] * 1.0001, "more of them learn"
-    (told,) = events(tmp_path / "run", "begins_anew")
+    (told,) = events(tmp_path / "run", "optimizer_state_reset")
     assert "model.layers.0" in told["what"]
 
 

@@ -60,7 +60,7 @@ def test_a_run_with_a_frozen_tower_goes_on_elsewhere(
     taken, left = whole
     assert by_step(again) == by_step(taken)[3:], "the same samples in each step"
     close(rows(tmp_path), left)
-    (told,) = events(tmp_path, "reshaped")
+    (told,) = events(tmp_path, "resharded")
     assert told["step"] == 3
 
 
@@ -84,7 +84,7 @@ def images(task: Task, samples: int, world_size: int, accumulate: int) -> Iterat
     ranks = [Loader(examples=examples, collate=task.collate, sampler=plan, rank=rank) for rank in range(world_size)]
     for passes in zip(*(loader.iter_steps(samples) for loader in ranks), strict=True):
         step: dict[int, torch.Tensor] = {}
-        for batch in (batch for of_rank in passes for batch in of_rank if not batch.filler):
+        for batch in (batch for of_rank in passes for batch in of_rank.batches if not batch.is_filler):
             counts = [len(examples[sample]["images"]) for sample in batch.samples]
             if any(counts):
                 step |= zip(batch.samples, batch.vision["pixel_values"].split(counts), strict=True)

@@ -98,7 +98,7 @@ def test_a_damaged_checkpoint_is_passed_over(recipe: str, tmp_path: Path, two: W
     again = two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"))
     assert [result["code"] for result in again] == [0, 0]
     assert events(tmp_path / "broken", "resumed")[0]["step"] == 4
-    assert "sha256" in events(tmp_path / "broken", "checkpoint_passed_over")[0]["why"]
+    assert "sha256" in events(tmp_path / "broken", "checkpoint_skipped")[0]["why"]
     assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
 
 

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from dstrain.errors import RecipeError
-from dstrain.schedule import SCHEDULE_NAMES, Every, LRSchedule, compute_lr, scale_lr, warmup_steps
+from dstrain.schedule import (
+    SCHEDULE_NAMES,
+    Due,
+    Every,
+    LRSchedule,
+    StepSchedule,
+    compute_lr,
+    scale_lr,
+    warmup_steps,
+)
 
 
 def test_every_is_due_at_its_multiples_and_never_before_the_first_step() -> None:
@@ -122,3 +131,17 @@ def test_the_shape_is_that_of_transformers_after_the_warmup(schedule: str) -> No
     ours = LRSchedule(3.0, schedule, 60, 6)
     assert [ours(step) for step in range(6, 61)] == pytest.approx([3.0 * theirs(step) for step in range(6, 61)])
     assert [ours(step) for step in range(5)] == pytest.approx([3.0 * theirs(step + 1) for step in range(5)])
+
+
+def test_a_run_that_stops_early_is_logged_and_saved_but_not_evaluated() -> None:
+    schedule = StepSchedule(
+        total_steps=4,
+        lr=LRSchedule(1.0, "constant", 4),
+        log_every=Every(None),
+        eval_every=Every(2),
+        save_every=Every(None),
+    )
+    assert schedule.due_after(1, stop=False) == Due(log=False, eval=False, save=False, is_last=False)
+    assert schedule.due_after(2, stop=False) == Due(log=False, eval=True, save=False, is_last=False)
+    assert schedule.due_after(2, stop=True) == Due(log=True, eval=False, save=True, is_last=True)
+    assert schedule.due_after(4, stop=True) == Due(log=True, eval=True, save=True, is_last=True)

@@ -18,7 +18,7 @@ from dstrain.tasks.common.bad_record_policy import policy_of
 from dstrain.tasks.common.text import TextTask
 from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.resume.inputs import check_inputs_unchanged, digest_input_files
-from dstrain.train.run_dir import ResumeOptions, find_compatible_checkpoint, with_saved_batch_total
+from dstrain.train.resume.recorded import ResumeOptions, find_compatible_candidate, with_saved_batch_total
 
 MAX_CHECKED_BYTES = 256 << 20
 """Data files of more, all together, are left to the ranks: to read them twice would be felt."""
@@ -34,7 +34,7 @@ def check_launch(
     task = make_task(config)
     task.checks.required_keys()
     preset = read_preset(config.ds_config)
-    start = find_compatible_checkpoint(run_dir, resume, config)
+    start = find_compatible_candidate(run_dir, resume, config)
     asked = with_saved_batch_total(config.batch, start, resume.allowed_keys)
     batch = resolve_batch(asked, world_size, preset.micro, None if asked is not config.batch else preset.accumulate)
     return resolve_ds_config(config, preset, batch, (world_size, device), run_dir)
@@ -49,7 +49,7 @@ def check_data(config: RunConfig, run_dir: Path, resume: ResumeOptions) -> None:
     files = [Path(item.path).expanduser() for item in items]
     if not all(file.is_file() for file in files) or sum(file.stat().st_size for file in files) > MAX_CHECKED_BYTES:
         return
-    if (start := find_compatible_checkpoint(run_dir, resume, config)) is not None:
+    if (start := find_compatible_candidate(run_dir, resume, config)) is not None:
         check_inputs_unchanged(start, digest_input_files(make_task(config)), resume.allowed_keys)
     data = config.data.model_dump(mode="json")
     judged = {"judged": MAX_CHECKED_RECORDS, "task": config.task, "options": config.options, "data": data}

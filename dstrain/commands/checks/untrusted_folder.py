@@ -118,7 +118,7 @@ def _find_file_fault(path: Path) -> str | None:
         mode = os.stat(path).st_mode
     except OSError as error:
         return f"cannot be read ({error.strerror})" if os.path.islink(path) else f"is not there ({error.strerror})"
-    return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else "is no regular file"
+    return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else "is not a regular file"
 
 
 def _adapter_fault(config: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ from dstrain.console import log_stderr
 from dstrain.data.sources.hub import is_hub_name
 from dstrain.errors import Fault, UsageError
 from dstrain.models.folder.adapter_config import read_adapter
+from dstrain.models.folder.location import is_local_path
 from dstrain.tasks import Task, builtin_tasks, find_task
 from dstrain.tasks.common.reference import ReferenceTask
 from dstrain.tasks.common.text import TextTask
@@ -168,8 +169,7 @@ def _is_dataset_cached(name: str) -> bool:
 
 def _is_hub_model_name(name: str) -> bool:
     """Whether transformers would take a name for one on the hub, `gpt2` too."""
-    local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    return bool(name) and not local and not Path(name).is_dir()
+    return bool(name) and not is_local_path(name) and not Path(name).is_dir()
 
 
 def _is_model_cached(name: str) -> bool:

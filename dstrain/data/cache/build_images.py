@@ -20,7 +20,8 @@ from dstrain.data.formats.prompts import ParsedPrompt
 from dstrain.data.records import BadRecord, Encode, EncodeResult
 from dstrain.data.sources.base import Source
 from dstrain.data.vision.expansion import PlaceholderExpansion
-from dstrain.data.vision.image_index import ImageEntry, ImageIndexWriter
+from dstrain.data.vision.image_index import ImageEntry
+from dstrain.data.vision.image_index_writer import ImageIndexWriter
 from dstrain.data.vision.image_io import read_image, resolve_image
 from dstrain.data.vision.processor import VisionProcessor
 

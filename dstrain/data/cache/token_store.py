@@ -20,13 +20,13 @@ import numpy as np
 
 from dstrain.cache_dir import cache_root as cache_root
 from dstrain.cache_dir import hash_key as hash_key
-from dstrain.cache_dir import partial_path, remove_stale_partials
 from dstrain.console import log_stderr
 from dstrain.data.cache.columns import ColumnWriter
 from dstrain.data.records import BadRow, Example
 from dstrain.data.vision.image_index import IMAGE_INDEX_FILE as ALBUM
 from dstrain.data.vision.image_index import ImageIndex
 from dstrain.errors import DataError
+from dstrain.files import atomic_folder, is_occupied, partial_path, remove_stale_partials
 from dstrain.units import format_duration
 
 _POLL_SECONDS = 0.1
@@ -264,27 +264,24 @@ def _build_store(store_path: Path, key: Mapping[str, Any], build: Build) -> Toke
 
     The lock alone is not enough: it may be local to a host (Lustre's localflock, NFS's local_lock).
     """
-    remove_stale_partials(store_path)
-    partial = partial_path(store_path)
-    partial.mkdir()
-    try:
+    remove_stale_partials(store_path, unowned=True)
+    with atomic_folder(store_path, _publish_store) as partial:
+        partial.mkdir()
         write_store(partial, key, build)
-        return _publish_store(partial, store_path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    return TokenStore(store_path)
 
 
-def _publish_store(partial: Path, store_path: Path) -> TokenStore:
-    """Rename to the store's name, or take the complete store of a faster process; a damaged one is removed."""
+def _publish_store(partial: Path, store_path: Path) -> None:
+    """Give the store its name, or leave a complete one that another process has built; remove a damaged one."""
     while True:
         try:
-            partial.rename(store_path)
-            return TokenStore(store_path)
+            os.rename(partial, store_path)
+            return
         except OSError as fault:
-            if fault.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            if not is_occupied(fault):
                 raise
-        if (store := _open_if_valid(store_path, lambda line: None)) is not None:
-            return store
+        if _open_if_valid(store_path, lambda line: None) is not None:
+            return
         aside = partial_path(store_path)
         with contextlib.suppress(FileNotFoundError):  # another process removed it
             store_path.rename(aside)

@@ -129,8 +129,8 @@ class TemplateAligner:
         span = self._find_by_prefix(index, generation_prompt) or self._find_by_sentinel(index, generation_prompt)
         if span is None or span[0] >= span[1]:
             raise BadRecord(
-                f"the tokenizer's chat template does not show where turn {index + 1} of the dialog stands; put "
-                "{% generation %} marks into the template, or set options.assistant_only_loss to false"
+                f"turn {index + 1} of the dialog cannot be located in the text of the tokenizer's chat template; put "
+                "{% generation %} tags into the template, or set options.assistant_only_loss to false"
             )
         return span
 

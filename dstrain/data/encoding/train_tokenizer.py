@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import errno
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrain.cache_dir import hash_key, partial_path, remove_stale_partials
+from dstrain.cache_dir import hash_key
 from dstrain.config.rules import MIN_VOCAB_SIZE
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.base import Source
 from dstrain.errors import DataError
+from dstrain.files import atomic_folder, is_occupied, remove_stale_partials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -101,17 +100,14 @@ def _is_cached(path: Path) -> bool:
 
 def _save_to_cache(tokenizer: Any, path: Path) -> None:
     """Write the tokenizer to the cache atomically. Raises DataError if the cache is not writable."""
-    partial = partial_path(path)
     try:
-        remove_stale_partials(path)
-        partial.mkdir(parents=True)
-        tokenizer.save_pretrained(str(partial))
-        _rename_into_place(partial, path)
+        remove_stale_partials(path, unowned=True)
+        with atomic_folder(path, _rename_into_place) as partial:
+            partial.mkdir(parents=True)
+            tokenizer.save_pretrained(str(partial))
     except Exception as fault:  # the tokenizers library raises a bare Exception for a full disk
         fix = "where that folder is full or read-only, set DSTRAIN_CACHE to another"
         raise DataError(f"the tokenizer cannot be written into the cache ({path}): {fault}; {fix}") from fault
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _rename_into_place(partial_dir: Path, path: Path) -> None:
@@ -119,7 +115,7 @@ def _rename_into_place(partial_dir: Path, path: Path) -> None:
     try:
         partial_dir.rename(path)
     except OSError as fault:
-        if fault.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        if not is_occupied(fault):
             raise
 
 

@@ -53,7 +53,7 @@ def read_with_images(
     parsed = read(_caption_to_messages(texts))
     found = [char for text in _prompt_texts(parsed) for char in _IMAGE_CHAR_PATTERN.findall(text)]
     if any(_IMAGE_CHAR_PATTERN.search(text) for text in _answer_texts(parsed)):
-        raise BadRecord("an image is marked in an answer, and only what is asked can hold images; move the mark")
+        raise BadRecord("an answer contains an image placeholder, and only questions can contain images; move it")
     images = images or inline
     if images and not found:
         parsed, found = _prepend_images(parsed, len(images)), [IMAGE_PLACEHOLDER] * len(images)
@@ -85,7 +85,7 @@ def _read_images(record: Mapping[str, Any]) -> list[Any]:
             f"'{empty[0]}' is an empty path; write the path, or remove the key from a record without an image"
         )
     if all(record.get(key) not in (None, []) for key in IMAGE_KEYS):
-        raise BadRecord("both 'image' and 'images' hold something; keep one of them")
+        raise BadRecord("both 'image' and 'images' are set; keep one of them")
     value: Any = next((record[key] for key in IMAGE_KEYS if record.get(key) not in (None, [])), [])
     return value if isinstance(value, list) else [value]
 
@@ -154,21 +154,21 @@ def _image_order(placeholders: list[str], count: int) -> list[int]:
     """Return the image index of each placeholder. Raises BadRecord if the counts differ."""
     numbers = [ord(char) - _INDEXED_BASE - 1 for char in placeholders if char != IMAGE_PLACEHOLDER]
     if numbers and len(numbers) < len(placeholders):
-        raise BadRecord("some marks of images are numbered (<image1>) and some are not; write them alike")
+        raise BadRecord("some image placeholders are numbered (<image1>) and some are not; number all or none")
     there = f"{count} image{'s' * (count != 1)}"
     if numbers:
         if wrong := [number + 1 for number in numbers if not 0 <= number < count]:
-            raise BadRecord(f"<image{wrong[0]}> is marked, and there are {there}; name the image, or correct the mark")
+            raise BadRecord(f"<image{wrong[0]}> is used, and there are {there}; add the image, or correct the number")
         if missing := sorted(set(range(count)) - set(numbers)):
             raise BadRecord(
-                f"image {missing[0] + 1} of {count} has no mark; write <image{missing[0] + 1}>, or remove it"
+                f"image {missing[0] + 1} of {count} has no placeholder; write <image{missing[0] + 1}>, or remove it"
             )
         return numbers
     if len(placeholders) != count:
         few = "more" if len(placeholders) > count else "fewer"
         raise BadRecord(
-            f"{len(placeholders)} mark{'s' * (len(placeholders) != 1)} (<image>) and {there}: {few} marks than images; "
-            "write one mark for each image"
+            f"{len(placeholders)} placeholder{'s' * (len(placeholders) != 1)} (<image>) and {there}: {few} placeholders "
+            "than images; write one placeholder for each image"
         )
     return [*range(count)]
 

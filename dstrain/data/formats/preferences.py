@@ -105,7 +105,7 @@ def _reject_null_prompt(record: Mapping[str, Any], chosen: Any, rejected: Any) -
     """
     plain = all(isinstance(answer, str) and not is_transcript(answer) for answer in (chosen, rejected))
     if "prompt" in record and plain:
-        raise BadRecord("'prompt' is null; write it, or leave the key out where the answers hold the whole text")
+        raise BadRecord("'prompt' is null; write it, or leave the key out if the answers contain the full text")
 
 
 def _split_with_prompt(prompt: Any, chosen: Any, rejected: Any) -> PromptChosenRejected:
@@ -113,7 +113,7 @@ def _split_with_prompt(prompt: Any, chosen: Any, rejected: Any) -> PromptChosenR
     answers = _read_answer(chosen, "chosen"), _read_answer(rejected, "rejected")
     if isinstance(prompt, str):
         if not prompt.strip():
-            raise BadRecord("'prompt' is empty; write one, or leave the key out of whole dialogs")
+            raise BadRecord("'prompt' is empty; write one, or leave the key out of full dialogs")
         if all(isinstance(answer, str) for answer in answers):
             return _split_text_prompt(prompt, chosen, rejected)
         before: list[Message] = [{"role": "user", "content": prompt}]
@@ -203,12 +203,12 @@ def _split_messages(chosen: list[Message], rejected: list[Message]) -> tuple[lis
 
 def _check_split(prompt: list[Message], chosen: list[Message], rejected: list[Message]) -> None:
     if not prompt:
-        raise BadRecord("'chosen' and 'rejected' do not begin with the same turn; both must begin with the prompt")
+        raise BadRecord("'chosen' and 'rejected' do not start with the same turn; both must start with the prompt")
     for key, rest in (("chosen", chosen), ("rejected", rejected)):
         if not rest or rest[0]["role"] != "assistant":
             raise BadRecord(
-                f"'{key}' has no assistant's turn where the dialogs part (turn {len(prompt) + 1}); "
-                "both must begin with the same prompt and go on with an answer"
+                f"'{key}' has no assistant's turn where the dialogs diverge (turn {len(prompt) + 1}); "
+                "both must start with the same prompt and continue with an answer"
             )
 
 
@@ -241,8 +241,8 @@ def _check_answer(answer: Response, key: str) -> Response:
         for message in (answer[0], answer[-1]):
             if message["role"] != "assistant":
                 raise BadRecord(
-                    f"'{key}' has the turn of the {message['role']} for an answer; "
-                    "an answer begins and ends with an assistant's turn"
+                    f"'{key}' has a turn of the {message['role']} as answer; "
+                    "an answer must start and end with an assistant's turn"
                 )
     last = answer if isinstance(answer, str) else answer[-1]["content"]
     if not last.strip():

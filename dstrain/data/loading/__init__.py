@@ -1,1 +1,1 @@
-"""Loading: sampler, collation, background loader."""
+"""Loading: sampler, collation and the background loader."""

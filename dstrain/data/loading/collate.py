@@ -1,4 +1,7 @@
-"""Sequences of different lengths as one tensor."""
+"""Padding, attention masks and loss masks of sequences of different lengths."""
+
+# Shapes: B rows (samples), L tokens of the longest row, K tokens from the first target of any row
+# to the end of the padded rows, N targets.
 
 from __future__ import annotations
 
@@ -13,30 +16,29 @@ if TYPE_CHECKING:
 Sequences = Sequence[Sequence[int] | np.ndarray]
 
 
-def pad(sequences: Sequences, value: int, multiple_of: int = 1) -> torch.Tensor:
-    """(B, L) int64, filled up on the right with the value; L is the longest, rounded up to the multiple."""
+def pad(sequences: Sequences, value: int) -> torch.Tensor:
+    """Return the sequences as (B, L) int64, padded on the right with the value."""
     import torch
 
-    length = padded_length(sequences, multiple_of)
-    table = np.full((len(sequences), length), value, dtype=np.int64)
+    table = np.full((len(sequences), padded_length(sequences)), value, dtype=np.int64)
     for row, sequence in zip(table, sequences, strict=True):
         row[: len(sequence)] = sequence
     return torch.from_numpy(table)  # (B, L)
 
 
-def attention_mask(sequences: Sequences, multiple_of: int = 1) -> torch.Tensor:
-    """(B, L) int64, 1 where `pad` keeps a token and 0 where it fills up."""
+def attention_mask(sequences: Sequences) -> torch.Tensor:
+    """Return (B, L) int64, 1 for the tokens of `pad` and 0 for its padding."""
     import torch
 
     lengths = np.array([len(sequence) for sequence in sequences])
-    table = np.arange(padded_length(sequences, multiple_of)) < lengths[:, None]
+    table = np.arange(padded_length(sequences)) < lengths[:, None]
     return torch.from_numpy(table.astype(np.int64))  # (B, L)
 
 
 def loss_mask_tail(loss_masks: Sequences) -> torch.Tensor:
-    """(B, K) int64 from a sequence of 0 and 1 for each token: the last K places of the padded sequences.
+    """Return the last K columns of padded loss masks of 0 and 1, (B, K) int64.
 
-    K is as small as it can be with every 1 inside.
+    K is the smallest that includes every 1: no logits are needed for the columns before.
     """
     table = pad(loss_masks, 0)  # (B, L)
     columns = table.any(0).nonzero()
@@ -44,9 +46,9 @@ def loss_mask_tail(loss_masks: Sequences) -> torch.Tensor:
 
 
 def answer_mask_tail(answers: Sequence[tuple[Sequence[int] | np.ndarray, int]]) -> torch.Tensor:
-    """(B, K) as `learnt_tail`, from each sequence and where its answer begins.
+    """Return `loss_mask_tail`, (B, K), of sequences given with the index where their answer starts.
 
-    Nothing predicts the first token of a sequence: an answer that fills it whole is learnt from its second on.
+    The first token of a sequence is not a target, because there is nothing to predict it from.
     """
     starts = [max(begin, 1) for _, begin in answers]
     return loss_mask_tail(
@@ -55,16 +57,16 @@ def answer_mask_tail(answers: Sequence[tuple[Sequence[int] | np.ndarray, int]]) 
 
 
 def loss_positions(loss_mask: torch.Tensor, length: int) -> torch.Tensor:
-    """(N, 2) int64: row and column of each token of padded sequences (B, length) that is learnt; `learnt` as above.
+    """Return row and column of each target in padded sequences (B, length), (N, 2) int64.
 
-    Made on the host: on a device nobody knows their number before all earlier work is done.
+    `loss_mask`: (B, K), as `loss_mask_tail` returns it. Call it on the host: on a GPU, `nonzero`
+    waits for all earlier work to learn the number of targets.
     """
     import torch
 
     return loss_mask.nonzero() + torch.tensor([0, length - loss_mask.shape[1]], device=loss_mask.device)
 
 
-def padded_length(sequences: Sequences, multiple_of: int = 1) -> int:
-    """The longest length, rounded up to the multiple."""
-    longest = max(len(sequence) for sequence in sequences)
-    return -(-longest // multiple_of) * multiple_of
+def padded_length(sequences: Sequences) -> int:
+    """Return the length of the longest sequence, L."""
+    return max(len(sequence) for sequence in sequences)

@@ -1,4 +1,4 @@
-"""Reads ahead: turns the plan's ids into batches on the host while the device works."""
+"""Batches of each step, made by threads ahead of their use."""
 
 from __future__ import annotations
 
@@ -17,31 +17,41 @@ from dstrain.errors import RunError
 Collate = Callable[[list[Any]], Batch]
 
 
+@dataclass(frozen=True)
+class Step:
+    """The data of one optimizer step."""
+
+    batches: list[Batch]
+    """The micro-batches of this rank, as many as on every other rank."""
+    num_samples: int
+    """Samples of the step over all ranks."""
+
+
 @dataclass(kw_only=True)
 class Loader:
-    """This rank's batches of every step, in the plan's order."""
+    """Loader of this rank's batches of every step, in the order of the sampler."""
 
     examples: Samples
-    """What the plan's ids index; read from several threads at once."""
+    """Dataset that the sampler's ids index; read from several threads at once."""
     collate: Collate
     sampler: StepSampler
     rank: int = 0
     workers: int = 0
-    """Threads that read and collate; 0: none, each batch is made when it is asked for."""
+    """Threads that read and collate; with 0 each batch is made when it is requested."""
     prefetch: int = 2
-    """Steps to be ahead of the one in use."""
+    """Steps to read ahead of the one in use."""
     pin_memory: bool = False
-    """Page-locked memory, where there is a GPU to copy to."""
+    """Copy batches to page-locked memory if there is a GPU."""
     _wait_seconds: float = field(default=0.0, init=False)
 
-    @property
-    def samples_per_step(self) -> int:
-        return self.sampler.samples_per_step
+    def epoch_at(self, consumed_samples: int) -> float:
+        """Return passes over the data after so many samples."""
+        return self.sampler.epoch_at(consumed_samples)
 
-    def iter_steps(self, consumed_samples: int) -> Iterator[list[Batch]]:
-        """The micro-batches of each step after `samples` samples, to the end of the plan.
+    def iter_steps(self, consumed_samples: int) -> Iterator[Step]:
+        """Yield this rank's batches of each step after the consumed samples, to the end of the plan.
 
-        Closing the iterator stops the threads.
+        Closing the iterator stops the threads. Raises RunError for samples that cannot be collated.
         """
         if not self.workers:
             while (ids := self.sampler.step_ids(consumed_samples)).size:
@@ -52,30 +62,34 @@ class Loader:
                 ]
                 self._wait_seconds += time.perf_counter() - began
                 consumed_samples += len(ids)
-                yield batches
+                yield Step(batches, len(ids))
             return
+        # Threads, not processes: tokenized samples are memory-mapped, and decoding images releases the GIL.
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="dstrain-loader")
         try:
             yield from self._prefetch_steps(pool, consumed_samples)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _prefetch_steps(self, pool: ThreadPoolExecutor, consumed_samples: int) -> Iterator[list[Batch]]:
-        queue: deque[list[Future[Batch]]] = deque()
+    def _prefetch_steps(self, pool: ThreadPoolExecutor, consumed_samples: int) -> Iterator[Step]:
+        queue: deque[tuple[list[Future[Batch]], int]] = deque()
         while True:
+            # `prefetch` steps and the one that is yielded next.
             while len(queue) <= max(self.prefetch, 0) and (ids := self.sampler.step_ids(consumed_samples)).size:
                 mine = self._rank_micro_batches(consumed_samples)
-                queue.append([pool.submit(self._make_batch, share, int(ids[0]), places) for share, places in mine])
+                futures = [pool.submit(self._make_batch, share, int(ids[0]), places) for share, places in mine]
+                queue.append((futures, len(ids)))
                 consumed_samples += len(ids)
             if not queue:
                 return
             began = time.perf_counter()
-            batches = [future.result() for future in queue.popleft()]
+            futures, num_samples = queue.popleft()
+            batches = [future.result() for future in futures]
             self._wait_seconds += time.perf_counter() - began
-            yield batches
+            yield Step(batches, num_samples)
 
     def _rank_micro_batches(self, consumed_samples: int) -> Iterator[tuple[list[int], list[int]]]:
-        """This rank's ids of each micro-batch, and their places in the run's order."""
+        """Return (ids, positions in the order of the run) of each micro-batch of this rank."""
         return zip(
             self.sampler.micro_batches(consumed_samples, self.rank),
             self.sampler.positions(consumed_samples, self.rank),
@@ -87,7 +101,7 @@ class Loader:
         return batch.pin_memory() if self.pin_memory and _has_gpu() else batch
 
     def pop_wait_seconds(self) -> float:
-        """Seconds the consumer waited for batches since this was last asked."""
+        """Return the seconds the consumer has waited for batches since the last call."""
         wait, self._wait_seconds = self._wait_seconds, 0.0
         return wait
 
@@ -95,9 +109,10 @@ class Loader:
 def make_batch(
     examples: Samples, collate: Collate, ids: list[int], filler_id: int, positions: Sequence[int] = ()
 ) -> Batch:
-    """The batch of these ids; of the stand-in, weighing nothing, where there are none.
+    """Return the batch of these ids, or without ids a filler of weight 0 made from `filler_id`.
 
-    Where `places` are given, for training, `collate` finds each sample's under `place`.
+    `positions`, given in training, are passed to `collate` as `place` of each sample: augmentation
+    draws from them. Raises RunError that names the samples.
     """
     chosen: list[Any] = []
     try:
@@ -110,6 +125,7 @@ def make_batch(
         samples = ", ".join(str(name) for name in names or ids or [filler_id])
         cause = f"{type(fault).__name__}: {fault}"
         raise RunError(f"samples {samples} could not be made into a batch: {cause}; fix or remove them") from fault
+    # Ranks without a sample run a forward pass of weight 0: collectives in it need every rank.
     return batch if ids else batch.as_filler()
 
 
@@ -118,9 +134,9 @@ def _with_position(example: Any, position: int) -> Any:
 
 
 def iter_batches(examples: Samples, collate: Collate, micro_batches: Sequence[list[int]]) -> Iterator[Batch]:
-    """The batches of `eval_share`, fillers included."""
+    """Yield the batches of `eval_micro_batches`, fillers included."""
     for ids in micro_batches:
-        yield make_batch(examples, collate, ids, 0)
+        yield make_batch(examples, collate, ids, 0)  # any sample serves as filler; the first one always exists
 
 
 def _has_gpu() -> bool:

@@ -1,4 +1,4 @@
-"""Which samples each step takes: arithmetic on (seed, epoch, position), the same for any world size."""
+"""The sampler: the sample ids of each step from seed, epoch and position, for any world size."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dstrain.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class StepSampler:
-    """The order of all samples of a run. Its whole state is one integer: how many samples were taken."""
+    """The order of all samples of a run. Its whole state is one integer: the samples consumed."""
 
     sizes: tuple[int, ...]
-    """Records in each source; ids count through the sources one after another."""
+    """Records of each source; ids count through the sources one after another."""
     weights: tuple[float, ...] | None = None
-    """How often an epoch shows each source: 0.5 shows half of it (the other half in the next epoch), 2 all twice."""
+    """Passes over each source per epoch: 0.5 is half of it (the next epoch takes the other half)."""
     seed: int
     samples_per_step: int
     """Samples of one optimizer step, over all processes."""
@@ -28,10 +28,9 @@ class StepSampler:
     accumulate: int
     """Micro-batches of one rank in one step."""
     total_samples: int | None = None
-    """Where the run ends; None: never."""
-    shuffle: bool = True
+    """Samples of the whole run; None: no end."""
     lengths: LengthFunction | None = field(default=None, compare=False)
-    """Where given, the samples of a step are sorted by it before they are cut into micro-batches: little padding."""
+    """If given, a step's samples are sorted by length before they are split, for little padding."""
     _epoch_orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -50,7 +49,7 @@ class StepSampler:
 
     @property
     def samples_per_source(self) -> tuple[int, ...]:
-        """Samples that one epoch takes from each source."""
+        """Samples of one epoch from each source."""
         weights = self.weights or (1.0,) * len(self.sizes)
         return tuple(round(weight * size) for weight, size in zip(weights, self.sizes, strict=True))
 
@@ -58,17 +57,12 @@ class StepSampler:
     def samples_per_epoch(self) -> int:
         return sum(self.samples_per_source)
 
-    @property
-    def num_steps(self) -> int | None:
-        """Steps of the run; the last one may take fewer samples."""
-        return None if self.total_samples is None else math.ceil(self.total_samples / self.samples_per_step)
-
     def epoch_at(self, consumed_samples: int) -> float:
-        """Epochs done after this many samples, with the fraction."""
+        """Return the epochs completed after this many samples, with the fraction."""
         return consumed_samples / self.samples_per_epoch
 
     def step_ids(self, consumed_samples: int) -> np.ndarray:
-        """The ids of the step that starts after `samples` samples; empty where the run is over."""
+        """Return the ids of the step after `consumed_samples`; empty if the run is over."""
         stop = consumed_samples + self.samples_per_step
         if self.total_samples is not None:
             stop = max(min(stop, self.total_samples), consumed_samples)
@@ -80,66 +74,73 @@ class StepSampler:
         return np.concatenate(parts)
 
     def micro_batches(self, consumed_samples: int, rank: int) -> list[list[int]]:
-        """The step's micro-batches of this rank: as many on every rank, of sizes that differ by at most one."""
+        """Return the ids of this rank's micro-batches of a step.
+
+        Every rank has the same number of them; sizes differ by at most one.
+        """
         ids = self.step_ids(consumed_samples)
         return [ids[chunk].tolist() for chunk in self._split_step(ids, rank)]
 
     def positions(self, consumed_samples: int, rank: int) -> list[list[int]]:
-        """The position of each sample of `share` in the run's order, the same for any world size."""
+        """Return the positions of the samples of `micro_batches` in the run's order.
+
+        A sample's position is the same for any world size.
+        """
         return [
             (consumed_samples + chunk).tolist() for chunk in self._split_step(self.step_ids(consumed_samples), rank)
         ]
 
     def _split_step(self, ids: np.ndarray, rank: int) -> list[np.ndarray]:
-        """Indices into the step's ids, one array for each micro-batch of this rank."""
+        """Return indices into the step's ids, one array for each micro-batch of this rank."""
         order = np.arange(len(ids)) if self.lengths is None else sort_longest_first(self.lengths(ids))
         return split_for_rank(order, self.accumulate, self.world_size, rank)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
-        """The ids of an epoch. The last two are kept: a step may cross from one into the next."""
+        """Return the ids of an epoch; the last two epochs are cached, as a step may span both."""
         order = self._epoch_orders.get(epoch)
         if order is None:
             starts = np.cumsum((0, *self.sizes))[:-1]
             order = np.concatenate([start + self._source_ids(source, epoch) for source, start in enumerate(starts)])
-            if self.shuffle:
-                order = order[_make_permutation(len(order), (self.seed, EPOCH_STREAM, epoch))]
+            order = order[_make_permutation(len(order), (self.seed, EPOCH_STREAM, epoch))]
             while len(self._epoch_orders) > 1:
                 self._epoch_orders.pop(next(iter(self._epoch_orders)))
             self._epoch_orders[epoch] = order
         return order
 
     def _source_ids(self, source: int, epoch: int) -> np.ndarray:
-        """The source's records for an epoch: the next piece of an endless stream of its permutations."""
+        """Return the source's records for an epoch: the next part of an endless stream of permutations.
+
+        So every record is used once before any is used twice, whatever the weight.
+        """
         size, count = self.sizes[source], self.samples_per_source[source]
-        place, stop = epoch * count, (epoch + 1) * count
+        position, stop = epoch * count, (epoch + 1) * count
         parts = []
-        while place < stop:
-            lap, start = divmod(place, size)
-            order = (
-                _make_permutation(size, (self.seed, RECORD_STREAM, source, lap)) if self.shuffle else np.arange(size)
-            )
-            parts.append(order[start : start + stop - place])
-            place += len(parts[-1])
+        while position < stop:
+            lap, start = divmod(position, size)
+            order = _make_permutation(size, (self.seed, RECORD_STREAM, source, lap))
+            parts.append(order[start : start + stop - position])
+            position += len(parts[-1])
         return np.concatenate(parts)
 
 
 def _make_permutation(size: int, key: Sequence[int]) -> np.ndarray:
-    """A permutation fixed by the key."""
+    """Return a permutation fixed by the key."""
     return make_random_state(key).permutation(size).astype(np.int64)
 
 
 def sort_longest_first(lengths: np.ndarray) -> np.ndarray:
-    """(N,) indices, the longest sample first, those of equal length in their order.
+    """Return (N,) indices, the longest sample first; samples of equal length keep their order.
 
-    The largest micro-batch is then the first of every step: memory that does not suffice is found in the first one.
+    The largest micro-batch is then the first of every step, so a lack of memory shows in the first.
     """
     return np.argsort(-lengths.astype(np.int64), kind="stable")
 
 
 def split_for_rank(order: np.ndarray, num_micro_batches: int, world_size: int, rank: int) -> list[np.ndarray]:
-    """This rank's `count` micro-batches: of each run of `world_size` neighbouring pieces, one goes to each rank.
+    """Return this rank's micro-batches: of every `world_size` adjacent pieces, each rank gets one.
 
-    Pieces differ in size by at most one. The ranks' j-th micro-batches are neighbours, so that none waits long for another.
+    Sizes differ by at most one. The ranks' j-th micro-batches are adjacent in `order`, so their
+    lengths are similar and no rank waits long for another.
     """
     pieces = np.array_split(order, world_size * num_micro_batches) if num_micro_batches else []
     return pieces[rank::world_size]
@@ -148,9 +149,10 @@ def split_for_rank(order: np.ndarray, num_micro_batches: int, world_size: int, r
 def eval_micro_batches(
     num_samples: int, micro: int, world_size: int, rank: int, lengths: LengthFunction | None = None
 ) -> list[list[int]]:
-    """This rank's micro-batches of an evaluation: each sample once over all ranks, as many batches on every rank.
+    """Return this rank's micro-batches of an evaluation; all ranks together have each sample once.
 
-    None is larger than `micro`; an empty one stands for a filler. With `lengths`, samples of like length stand together.
+    Every rank has the same number of them, none larger than `micro`; an empty one is a filler. With
+    `lengths`, samples of similar length are in the same batch.
     """
     ids = np.arange(num_samples)
     order = ids if lengths is None else sort_longest_first(lengths(ids))

@@ -1,1 +1,1 @@
-"""Sources: records by index, from files and from the Hub."""
+"""Record sources: files and Hub datasets, read by index."""

@@ -1,4 +1,4 @@
-"""What every kind of source shares: its records by index, the bad ones by name, and renamed columns."""
+"""The source protocol, and its base class with renamed columns."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from dstrain.errors import DataError, Fault, suggest_name
 
 
 class Source(Protocol):
-    """Records by index. Only rows that decode are counted; the others are in `bad`."""
+    """Records by index. Only rows that decode are counted; the others are in `bad_rows`."""
 
     digest: str
-    """Hash of the data and of the renaming: equal digests give equal records."""
+    """Hash of the data and of the column renaming: equal digests mean equal records."""
 
     @property
     def bad_rows(self) -> list[BadRow]:
-        """The rows that are no record at all."""
+        """Rows that are not records."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
     def location(self, index: int) -> str:
-        """`train.jsonl:12`, for messages."""
+        """Return where a record is, for messages: `train.jsonl:12`."""
 
     def get_base_dir(self, index: int) -> Path:
-        """The folder that relative paths in this record start from."""
+        """Return the folder that relative paths in this record start from."""
 
 
 class BaseSource:
-    """A source with a name of its own, a folder, and names of columns to change."""
+    """Base class of sources that read one file or dataset, with a name, a folder and renamed columns."""
 
     def __init__(self, name: str, base_dir: Path, columns: Mapping[str, str]) -> None:
         self.name, self.base_dir, self.columns = name, base_dir, dict(columns)
@@ -45,7 +45,7 @@ class BaseSource:
         return self.base_dir
 
     def _set_digest(self, content_digest: str, column_names: set[str]) -> None:
-        """Fix the digest, and refuse to rename columns that no record has."""
+        """Set the digest. Raises DataError for renamed columns that no record has."""
         renaming = json.dumps(sorted(self.columns.items()))
         self.digest = (
             hashlib.sha256(f"{content_digest} {renaming}".encode()).hexdigest() if self.columns else content_digest
@@ -53,8 +53,8 @@ class BaseSource:
         missing = [name for name in self.columns if name not in column_names] if column_names else []
         if missing:
             raise DataError(
-                Fault(f"data.columns.{name}", f"no record of {self.name} has the column '{name}'", mend)
-                for name, mend in ((name, suggest_name(name, sorted(column_names))) for name in missing)
+                Fault(f"data.columns.{name}", f"no record of {self.name} has the column '{name}'", fix)
+                for name, fix in ((name, suggest_name(name, sorted(column_names))) for name in missing)
             )
 
     def _rename_columns(self, record: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Bytes to records: what a line of JSON must be."""
+"""Strict JSON decoding: bytes of a file or line to records, with a reason for each refusal."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from dstrain.errors import describe_decode_error
 BOM = b"\xef\xbb\xbf"
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _UTF16_PREFIXES = (b"\xff\xfe", b"\xfe\xff", b"{\0", b"\0{", b"[\0", b"\0[")
-"""How a file begins that is UTF-16, with a byte order mark or without."""
+"""First bytes of a JSON file in UTF-16, with a byte order mark or without."""
 
 
 def is_blank(line: bytes) -> bool:
+    """Return whether a line has no content besides whitespace and a byte order mark."""
     return not line.removeprefix(BOM).strip()
 
 
 def has_surrogate_escape(text: str) -> bool:
-    """True where an escape writes half a character; most often the other half follows."""
+    """Return whether the text has an escape of a surrogate, one half of a character.
+
+    Usually the other half follows it; `check_record` finds out.
+    """
     return bool(_SURROGATE_ESCAPE.search(text))
 
 
 def is_utf16(head: bytes) -> bool:
-    """Whether a file that begins so writes each letter in two bytes or more."""
+    """Return whether a file with these first bytes is UTF-16."""
     return head.startswith(_UTF16_PREFIXES)
 
 
 def decode_text(content: bytes) -> str:
-    """The text of a file. Raises ValueError with what is said of another encoding."""
+    """Return the text of a file. Raises ValueError with the reason if it is not UTF-8."""
     if is_utf16(content[:2]):
         raise ValueError("is UTF-16; save it as UTF-8")
     try:
@@ -39,7 +43,7 @@ def decode_text(content: bytes) -> str:
 
 
 def decode_record(line: bytes) -> dict[str, Any]:
-    """One line as a JSON object. Raises ValueError with the reason."""
+    """Return the JSON object of a line. Raises ValueError with the reason."""
     try:
         text = line.removeprefix(BOM).decode("utf-8")
     except UnicodeDecodeError as fault:
@@ -52,17 +56,17 @@ def decode_record(line: bytes) -> dict[str, Any]:
 
 
 class DuplicateKeyDict(dict[str, Any]):
-    """An object in which a key is written twice: which of the two values is meant, nobody knows."""
+    """A JSON object with a duplicate key: there is no way to know which value is meant."""
 
     duplicate_key: str
 
 
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    inner = next((value for value in made.values() if isinstance(value, DuplicateKeyDict)), None)
-    if len(made) == len(pairs) and inner is None:
-        return made
-    found = DuplicateKeyDict(made)
+    plain = dict(pairs)
+    inner = next((value for value in plain.values() if isinstance(value, DuplicateKeyDict)), None)
+    if len(plain) == len(pairs) and inner is None:
+        return plain
+    found = DuplicateKeyDict(plain)
     names = [name for name, _ in pairs]
     found.duplicate_key = next(
         (name for name in names if names.count(name) > 1), inner.duplicate_key if inner is not None else ""
@@ -71,19 +75,22 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 parse_json = json.JSONDecoder(object_pairs_hook=_build_object).decode
-"""A text's JSON value, its objects `Ambiguous` where they, or those right inside of them, have a key twice."""
+"""parse_json(text) -> JSON value.
+
+Objects are DuplicateKeyDicts if they, or objects directly inside, have a duplicate key.
+"""
 
 
 def check_record(value: Any, check_surrogates: bool) -> dict[str, Any]:
-    """The value if it is an object whose text can be written down. Raises ValueError with the reason.
+    """Return the value if it is a JSON object that tokenizers can read. Raises ValueError with the reason.
 
-    `suspect`: its text may hold half a character, which no tokenizer takes.
+    `check_surrogates`: its text may contain an unpaired surrogate, which no tokenizer accepts.
     """
     if not isinstance(value, dict):
         kinds = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
         raise ValueError(f'{kinds.get(type(value), "a number")}, not an object; write {{"key": value, …}}')
-    if twice := _find_duplicate_key(value):
-        raise ValueError(f"the key '{twice}' is written twice in it; keep one of them")
+    if duplicate := _find_duplicate_key(value):
+        raise ValueError(f"the key '{duplicate}' is written twice in it; keep one of them")
     if check_surrogates:
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -93,8 +100,8 @@ def check_record(value: Any, check_surrogates: bool) -> dict[str, Any]:
 
 
 def _find_duplicate_key(value: dict[str, Any]) -> str:
-    """The key that is written twice, in the record or in a message of one of its lists; empty where none is."""
+    """Return a duplicate key of the record or of an object in one of its lists; empty if there is none."""
     if isinstance(value, DuplicateKeyDict):
         return value.duplicate_key
-    inside = (item for held in value.values() if isinstance(held, list) for item in held)
+    inside = (item for inner in value.values() if isinstance(inner, list) for item in inner)
     return next((item.duplicate_key for item in inside if isinstance(item, DuplicateKeyDict)), "")

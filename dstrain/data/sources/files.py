@@ -1,4 +1,4 @@
-"""The files that records come in: jsonl and json, packed with gzip or not, and parquet."""
+"""Record sources for JSON Lines and JSON files, plain or gzipped, and the table of file types."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from dstrain.errors import DataError
 from dstrain.units import format_bytes
 
 MAX_DISK_SHARE = 0.5
-"""Share of the free room in TMPDIR that one packed file may fill: a megabyte can unpack to a thousand."""
+"""Share of the free space in TMPDIR that one gzip file may unpack to: 1 MB may become 1000."""
 MAX_LINE_BYTES = 256 << 20
-"""Bytes of a line; a record has some thousands."""
+"""Maximum size of a line; a record usually has a few thousand bytes."""
 _LINE_LIMIT_HINT = f"has {MAX_LINE_BYTES >> 20} MiB at most; split the record, or name a file for what it holds"
 JSON_MEMORY_FACTOR = 3
-"""Bytes of memory, at least, for a byte of a JSON list: as it is in the file, as text, and as objects."""
+"""Bytes of memory per byte of a JSON list, at least: the file's bytes, the text and the objects."""
 
 
 class JsonLinesSource(BaseSource):
-    """One JSON object per line, read by offset: nothing but the index stays in memory. Thread-safe."""
+    """A JSON Lines file, read by offset: only the index is in memory. Thread-safe."""
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
         super().__init__(display_path(path), path.parent, columns)
@@ -57,14 +57,14 @@ class JsonLinesSource(BaseSource):
             self._reject_json_array()
 
     def _reject_utf16(self) -> None:
-        """Raise DataError for UTF-16, of which no line decodes."""
+        """Raise DataError for UTF-16, in which no line decodes."""
         head = self._file.read(2)
         self._file.seek(0)
         if is_utf16(head):
             raise DataError(f"{self.name} is UTF-16; save it as UTF-8")
 
     def _reject_json_array(self) -> None:
-        """Raise DataError where the lines are those of one array of objects."""
+        """Raise DataError if the lines are one array of objects."""
         self._file.seek(0)
         if not self._file.read(64).removeprefix(BOM).lstrip().startswith(b"["):
             return
@@ -115,18 +115,18 @@ class JsonLinesSource(BaseSource):
 
 
 class JsonListSource(BaseSource):
-    """A JSON list of objects, or an object with such a list under `data`. Held in memory."""
+    """A JSON list of objects, or an object with such a list under `data`; all in memory."""
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
         super().__init__(display_path(path), path.parent, columns)
         with _open_maybe_gzip(path) as file:
             _check_memory(self.name, os.fstat(file.fileno()).st_size)
             content = file.read()
-        rows, suspect = self._parse(content)
+        rows, check_surrogates = self._parse(content)
         self._rows: list[tuple[int, dict[str, Any]]] = []
         for index, row in enumerate(rows):
             try:
-                self._rows.append((index, check_record(row, suspect)))
+                self._rows.append((index, check_record(row, check_surrogates)))
             except ValueError as fault:
                 self.bad_rows.append(BadRow(f"{self.name}[{index}]", str(fault)))
         names = {name for _, row in self._rows for name in row}
@@ -140,11 +140,11 @@ class JsonListSource(BaseSource):
         try:
             value = parse_json(text)
         except (ValueError, RecursionError) as fault:
-            mend = "name it .jsonl if it has one object per line" if "Extra data" in str(fault) else "fix the file"
-            raise DataError(f"{self.name} is not valid JSON: {fault}; {mend}") from fault
+            fix = "name it .jsonl if it has one object per line" if "Extra data" in str(fault) else "fix the file"
+            raise DataError(f"{self.name} is not valid JSON: {fault}; {fix}") from fault
         rows = value.get("data") if isinstance(value, dict) else value
         if not isinstance(rows, list):
-            raise DataError(f'{self.name} holds no list of records; write [{{…}}, …] or {{"data": [{{…}}, …]}}')
+            raise DataError(f'{self.name} has no list of records; write [{{…}}, …] or {{"data": [{{…}}, …]}}')
         if not rows:
             raise DataError(f"{self.name} has no records; its list is empty")
         return rows, has_surrogate_escape(text)
@@ -156,7 +156,7 @@ class JsonListSource(BaseSource):
         return self._rename_columns(self._rows[index][1])
 
     def location(self, index: int) -> str:
-        """`train.json[12]`: the place in the list, from 0."""
+        """Return `train.json[12]`, with the index in the list, from 0."""
         return f"{self.name}[{self._rows[index][0]}]"
 
 
@@ -167,21 +167,21 @@ SOURCE_TYPES: dict[str, Callable[[Path, Mapping[str, str]], Source]] = {
     ".json.gz": JsonListSource,
     ".parquet": ParquetSource,
 }
-"""The end of a file's name -> what reads it."""
+"""File extension -> source class."""
 
 
 def file_extension(name: str) -> str:
-    """`.jsonl.gz` of `a.b.jsonl.gz`, `.csv` of `a.csv`, in small letters."""
+    """Return the extension in lower case: `.jsonl.gz` of `a.b.jsonl.gz`, `.csv` of `a.csv`."""
     suffixes = [suffix.lower() for suffix in Path(name).suffixes]
     return "".join(suffixes[-2:] if suffixes[-1:] == [".gz"] else suffixes[-1:])
 
 
 def _iter_lines(file: BinaryIO, update_hash: Callable[[bytes], Any]) -> Iterator[tuple[bytes, int]]:
-    """(a line, its bytes); of one longer than LONGEST_LINE only the beginning is held."""
+    """Yield (line, its size in bytes); of a line longer than MAX_LINE_BYTES only the start."""
     while line := file.readline(MAX_LINE_BYTES + 1):
         update_hash(line)
         size, end = len(line), line
-        while len(end) > MAX_LINE_BYTES and not end.endswith(b"\n"):  # the rest of a long one, in pieces
+        while len(end) > MAX_LINE_BYTES and not end.endswith(b"\n"):  # skip the rest of a long line
             if not (end := file.readline(MAX_LINE_BYTES + 1)):
                 break
             update_hash(end)
@@ -190,22 +190,22 @@ def _iter_lines(file: BinaryIO, update_hash: Callable[[bytes], Any]) -> Iterator
 
 
 def _check_memory(name: str, size: int) -> None:
-    """Raise DataError for a list that would not fit the memory: Python needs several bytes for each of a JSON text."""
+    """Raise DataError for a list that would not fit into memory."""
     free = int(psutil.virtual_memory().available)
     if size * JSON_MEMORY_FACTOR > free:
-        problem = f"{name} has {format_bytes(size)}, is held in memory whole, and {format_bytes(free)} of that are free"
+        problem = f"{name} has {format_bytes(size)} and is read into memory, of which {format_bytes(free)} are free"
         raise DataError(f"{problem}; write one record per line (.jsonl), which is read line by line")
 
 
 def _open_maybe_gzip(path: Path) -> BinaryIO:
-    """The file's bytes, to be read at any place. What is packed is unpacked beside, into a file that has no name."""
+    """Open a file for random access; a gzip file is first unpacked into an unnamed file in TMPDIR."""
     if path.suffix.lower() != ".gz":
         return path.open("rb")
-    place = tempfile.gettempdir()
+    temp_dir = tempfile.gettempdir()
     try:
-        plain = tempfile.TemporaryFile()  # noqa: SIM115  it is open as long as the source is
+        plain = tempfile.TemporaryFile()  # noqa: SIM115  it stays open as long as the source
         with gzip.open(path) as packed:
-            shutil.copyfileobj(packed, _SizeLimitedWriter(plain, path, place), 1 << 20)
+            shutil.copyfileobj(packed, _SizeLimitedWriter(plain, path, temp_dir), 1 << 20)
         plain.flush()
         plain.seek(0)
     except (EOFError, zlib.error, gzip.BadGzipFile) as fault:
@@ -213,13 +213,13 @@ def _open_maybe_gzip(path: Path) -> BinaryIO:
             f"{display_path(path)}: gzip file is incomplete or damaged ({fault}); download it again"
         ) from fault
     except OSError as fault:
-        mend = "set TMPDIR to a folder with room, or unpack it yourself"
-        raise DataError(f"{display_path(path)} cannot be unpacked into {place}: {fault}; {mend}") from fault
+        fix = "set TMPDIR to a folder with more space, or unpack it yourself"
+        raise DataError(f"{display_path(path)} cannot be unpacked into {temp_dir}: {fault}; {fix}") from fault
     return plain
 
 
 class _SizeLimitedWriter:
-    """A file that takes no more than its share of a disk. Raises DataError where more comes."""
+    """A file that takes only a share of the free disk space. Raises DataError if more is written."""
 
     def __init__(self, file: BinaryIO, path: Path, temp_dir: str) -> None:
         self._file, self._path, self._temp_dir = file, path, temp_dir
@@ -230,5 +230,5 @@ class _SizeLimitedWriter:
         if self._remaining_bytes >= 0:
             return self._file.write(chunk)
         size, most = format_bytes(self._path.stat().st_size), format_bytes(self._max_bytes)
-        problem = f"{display_path(self._path)} has {size} and unpacks to more than {most}, half of what is free in {self._temp_dir}"
-        raise DataError(f"{problem}; set TMPDIR to a folder with room, or unpack it yourself")
+        problem = f"{display_path(self._path)} has {size} and unpacks to more than {most}, half of the free space in"
+        raise DataError(f"{problem} {self._temp_dir}; set TMPDIR to a folder with more space, or unpack it yourself")

@@ -1,4 +1,4 @@
-"""Records by index, from files and from the hub: one source, the first records of it, and several joined."""
+"""Opening of record sources, and wrappers: head, concatenation and lazy opening."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from dstrain.data.sources.hub import HubSource, HubSplit, is_hub_name, parse_hub
 from dstrain.errors import DataError
 
 READER_VERSION = 2
-"""Raise it when the same file would give other records, or another digest: what is known of files is then forgotten."""
+"""Increase it when the same file would give other records or another digest: cached results are then ignored."""
 
 
 class HeadSource:
-    """The first so many records of a source."""
+    """The first `count` records of a source."""
 
     def __init__(self, source: Source, count: int) -> None:
         self._source, self._count = source, count
@@ -38,7 +38,7 @@ class HeadSource:
         return self._source.bad_rows
 
     def __bool__(self) -> bool:
-        """Whether it has records, without counting them."""
+        """Return whether it has records, without counting them."""
         return bool(self._count and self._source)
 
     def __len__(self) -> int:
@@ -77,11 +77,11 @@ class ConcatSource:
         return [row for source in self.sources for row in source.bad_rows]
 
     def find_source(self, index: int) -> tuple[Source, int]:
-        """The source that holds the record, and the record's index there."""
+        """Return the source that holds the record, and the record's index there."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        which = bisect.bisect_right(self._cumulative_sizes, index)
-        return self.sources[which], index - self._cumulative_sizes[which] + self.sizes[which]
+        at = bisect.bisect_right(self._cumulative_sizes, index)
+        return self.sources[at], index - self._cumulative_sizes[at] + self.sizes[at]
 
     def __len__(self) -> int:
         return self._cumulative_sizes[-1] if self._cumulative_sizes else 0
@@ -100,10 +100,10 @@ class ConcatSource:
 
 
 class LazySource:
-    """A file whose records an earlier start has read: it is opened where one of them is asked for. Thread-safe."""
+    """A file with known digest and size, opened when a record is first read. Thread-safe."""
 
     def __init__(self, path: Path, load: Callable[[], Source], digest: str, count: int) -> None:
-        """`digest` and `count`: what `read` gave when the file was as it is now."""
+        """Take digest and count of an earlier `load` of the unchanged file."""
         self._path, self._load, self.digest, self._count = path, load, digest, count
         self._lock, self._loaded = threading.Lock(), cast("Source | None", None)
 
@@ -136,10 +136,11 @@ class LazySource:
 
 
 def open_source(path_or_config: str | Path | DatasetConfig, columns: Mapping[str, str] | None = None) -> Source:
-    """The records of a .jsonl, .json (both also .gz) or .parquet file, or of a dataset on the hub.
+    """Open a .jsonl, .json (both also .gz) or .parquet file, or a dataset of the Hub.
 
-    `columns` renames names in the data to names the format knows. What the recipe says of a source is given whole, so
-    that its split counts; in a text a split may follow the dataset's name: `org/name:test`. Raises DataError.
+    `columns` renames columns of the data to keys of a known form. A recipe's DatasetConfig gives
+    split and configuration; in a string they may follow the dataset's name: `org/name:test`.
+    Raises DataError.
     """
     part = None
     if isinstance(path_or_config, DatasetConfig):
@@ -180,12 +181,12 @@ def _open_file(path: Path, columns: Mapping[str, str]) -> Source:
             )
         return source
 
-    what = {"records": READER_VERSION, "columns": dict(columns)}
-    if (known := load_file_result(path, what)) is not None:
+    result_name = {"records": READER_VERSION, "columns": dict(columns)}
+    if (known := load_file_result(path, result_name)) is not None:
         return LazySource(path, load, *known)
-    began, state = time.time_ns(), file_state(path)
+    read_start, state = time.time_ns(), file_state(path)
     source = load()
-    save_file_result(path, what, [source.digest, len(source)], began, state)
+    save_file_result(path, result_name, [source.digest, len(source)], read_start, state)
     return source
 
 
@@ -197,10 +198,10 @@ def _format_extensions() -> str:
 def _missing_file_message(path: Path) -> str:
     if path.is_dir():
         return f"{path} is a folder; name a .jsonl, .json or .parquet file in it"
-    if why := not_file_reason(path):
-        return f"{path} {why}; name a .jsonl, .json or .parquet file"
+    if reason := not_file_reason(path):
+        return f"{path} {reason}; name a .jsonl, .json or .parquet file"
     folder = path.parent
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file()) if folder.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
-    mend = f"near it: {', '.join(near)}" if near else f"{folder} has none like it, or does not exist"
-    return f"there is no file {path} (looked from {Path.cwd()}); {mend}"
+    fix = f"similar names: {', '.join(near)}" if near else f"{folder} has no similar name, or does not exist"
+    return f"there is no file {path} (looked from {Path.cwd()}); {fix}"

@@ -1,4 +1,4 @@
-"""The rows of a parquet file, decoded a few at a time from where the file is mapped."""
+"""Record source for parquet files, decoded in small batches from a memory-mapped file."""
 
 from __future__ import annotations
 
@@ -19,32 +19,34 @@ from dstrain.errors import DataError
 from dstrain.units import format_bytes
 
 BATCH_ROWS, BATCH_BYTES = 1000, 16 << 20
-"""Rows that are decoded together: up to so many, of about so many bytes."""
+"""Maximum number and approximate size of rows that are decoded together."""
 MAX_CACHED_BATCHES = 4
-"""Batches that stay in memory: threads that read side by side are not far from one another."""
-
+"""Decoded batches in memory; threads that read at the same time need rows close to each other."""
 MAX_CACHED_BYTES = 256 << 20
-"""Of them together, but that the newest stays."""
+"""Maximum size of these batches together, apart from the newest."""
 MAX_DECODE_BYTES, MAX_DECODE_FACTOR = 4 << 30, 64
-"""Bytes that decoding may take beside what the process has, and how many times the file's size: the larger one counts, but no
-more than half of what is free. The second is for rows of gigabytes."""
+"""Memory for decoding in addition to the process's own: bytes, and a multiple of the file's size.
+
+The larger one counts; the multiple, meant for rows of gigabytes, is at most half of the free memory.
+"""
 MAX_UNPACKED_BYTES, MAX_UNPACKED_FACTOR = 4 << 30, 10_000
-"""Bytes that a file may unpack to, and how many times its size: the larger one counts."""
+"""Bytes that a file may unpack to, and a multiple of its size: the larger one counts."""
 
 
 def decode_memory_limit(file_size: int) -> int:
-    """Bytes that decoding a file of `size` bytes may take beside what the process has."""
+    """Return the bytes that decoding a file of this size may take in addition to the process's own."""
     return max(MAX_DECODE_BYTES, min(file_size * MAX_DECODE_FACTOR, get_available_memory() // 2))
 
 
 class ParquetSource(BaseSource):
-    """The rows of a parquet file, by index. Thread-safe, and may be read by a forked process.
+    """The rows of a parquet file, by index. Thread-safe; forked processes may read it too.
 
-    Reading in order decodes every row once; an index before the newest batches begins its row group anew.
+    Reading in order decodes every row once; an index before the cached batches decodes its row
+    group again from the start.
     """
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
-        """Decodes the whole file once, batch by batch: what cannot be read would only be found where its row is."""
+        """Decode the whole file once, to report unreadable rows at the start. Raises DataError."""
         super().__init__(display_path(path), path.parent, columns)
         try:
             import pyarrow
@@ -68,7 +70,10 @@ class ParquetSource(BaseSource):
         self._set_digest(file_digest(path), names)
 
     def _check_in_subprocess(self, path: Path) -> set[str]:
-        """`_check`, where the file cannot take all memory: 400 bytes can unpack to gigabytes. Raises DataError."""
+        """Run `_check_batches` with limited memory, because 400 bytes may unpack to gigabytes.
+
+        Raises DataError.
+        """
         size = path.stat().st_size
         memory = decode_memory_limit(size)
         tried = run_limited(
@@ -80,41 +85,43 @@ class ParquetSource(BaseSource):
         if tried.status == "raised":
             raise DataError(f"{self.name} is not a readable parquet file ({tried.value[1]}); regenerate it")
         if tried.status == "memory":
-            problem = f"{self.name} has {format_bytes(size)}, and a few of its rows take more than {format_bytes(memory)} of memory"
+            problem = f"{self.name} has {format_bytes(size)}, and a few of its rows take more than"
+            problem += f" {format_bytes(memory)} of memory"
         else:
-            problem = f"the process that looked through {self.name} was ended from outside"
+            problem = f"the process that checked {self.name} was ended from outside"
         raise DataError(f"{problem}; write it again with smaller values")
 
     def _load_row_group_ends(self) -> None:
-        about = self._file.metadata
-        self._row_group_ends = [
-            *itertools.accumulate(about.row_group(group).num_rows for group in range(about.num_row_groups))
-        ]
+        metadata = self._file.metadata
+        groups = (metadata.row_group(group) for group in range(metadata.num_row_groups))
+        self._row_group_ends = [*itertools.accumulate(group.num_rows for group in groups)]
 
     def _check_batches(self, max_bytes: int) -> list[str]:
-        """The names of the columns. Raises what pyarrow raises of a damaged file.
+        """Return the column names.
 
-        ValueError where it unpacks to more than `most` bytes.
+        Raises pyarrow's errors for a damaged file, and ValueError for duplicate columns or for a
+        file that unpacks to more than `max_bytes`.
         """
         self._load_row_group_ends()
         names = list(self._file.schema_arrow.names)
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"it has two columns '{twice[0]}'")
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"it has two columns '{duplicates[0]}'")
         for group in range(len(self._row_group_ends)):
             for start, batch in self._iter_batches(group):
                 max_bytes -= batch.nbytes
                 if max_bytes < 0:
                     raise ValueError(f"it unpacks to more than {MAX_UNPACKED_FACTOR} times its size")
-                batch.validate(full=True)  # text that is no UTF-8
+                batch.validate(full=True)  # finds text that is not valid UTF-8
                 if start == 0:
                     batch.slice(0, 1).to_pylist()
         return names
 
     def _iter_batches(self, row_group: int) -> Iterator[tuple[int, Any]]:
-        """(the first row's index in the file, rows) of a row group. One thread: pyarrow's own do not outlive a fork."""
-        about = self._file.metadata.row_group(row_group)
-        rows = min(BATCH_ROWS, max(1, BATCH_BYTES * about.num_rows // max(about.total_byte_size, 1)))
-        start = self._row_group_ends[row_group] - about.num_rows
+        """Yield (index of the first row in the file, rows) for a row group."""
+        group = self._file.metadata.row_group(row_group)
+        rows = min(BATCH_ROWS, max(1, BATCH_BYTES * group.num_rows // max(group.total_byte_size, 1)))
+        start = self._row_group_ends[row_group] - group.num_rows
+        # use_threads=False: pyarrow's threads do not survive a fork, and the child would wait for them.
         for batch in self._file.iter_batches(batch_size=rows, row_groups=[row_group], use_threads=False):
             yield start, batch
             start += batch.num_rows
@@ -128,7 +135,7 @@ class ParquetSource(BaseSource):
         try:
             start, batch = self._get_batch(index)
             return self._rename_columns(batch.slice(index - start, 1).to_pylist()[0])
-        except self._read_errors as fault:  # a date that Python has no word for
+        except self._read_errors as fault:  # such as a date outside of the range of Python's datetime
             raise DataError(
                 f"{self.location(index)}: a value cannot be read ({fault}); leave its column out"
             ) from fault
@@ -144,15 +151,15 @@ class ParquetSource(BaseSource):
             for start, batch in self._batch_iterator:
                 self._next_position = (group, start + batch.num_rows)
                 self._cached_batches.append((start, batch))
-                while (
-                    len(self._cached_batches) > 1
-                    and sum(kept.nbytes for _, kept in self._cached_batches) > MAX_CACHED_BYTES
-                ):
+                while len(self._cached_batches) > 1 and self._cached_bytes() > MAX_CACHED_BYTES:
                     self._cached_batches.popleft()
                 if index < self._next_position[1]:
                     return start, batch
         raise ValueError("the file was changed while it was in use")
 
+    def _cached_bytes(self) -> int:
+        return sum(batch.nbytes for _, batch in self._cached_batches)
+
     def location(self, index: int) -> str:
-        """`train.parquet[12]`: the row, from 0."""
+        """Return `train.parquet[12]`, with the row, from 0."""
         return f"{self.name}[{index}]"

@@ -1,1 +1,1 @@
-"""Images: reading, indexing, augmentation, and the model's processor."""
+"""Images: reading, index, augmentation, and the model's processor."""

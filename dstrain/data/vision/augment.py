@@ -1,4 +1,6 @@
-"""Images of training seen otherwise each time: random numbers fixed by the seed and the sample's place in the run."""
+"""Random augmentation of training images, seeded by the sample's position in the run."""
+
+# Shapes of images: H height, W width, 3 channels.
 
 from __future__ import annotations
 
@@ -15,36 +17,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageAugmentation:
-    """What happens to an image before the model's processor sees it."""
+    """Random changes of an image before the model's processor."""
 
     random_translate: bool
-    """Move what stands on a background of one colour to a random place in the frame; other images stay."""
+    """Move the content of an image with a border of one colour to a random place; others stay."""
     flip_probability: float
-    """Chance of a mirror image, left for right, from 0 to 1."""
+    """Probability of a horizontal flip, from 0 to 1."""
     seed: int
 
     def __call__(self, image: Image, sample_position: int, image_no: int) -> Image:
-        """Image `which` of the sample at this place in the run's order: the same for the same three, in any split."""
+        """Return image `image_no` of the sample at a position of the run, augmented.
+
+        Seed, position and number determine the result, whatever the world size.
+        """
         from PIL import Image
 
-        chance = make_random_state((self.seed, IMAGE_STREAM, sample_position, image_no))
+        random = make_random_state((self.seed, IMAGE_STREAM, sample_position, image_no))
         pixels = before = np.asarray(image)
-        if chance.random_sample() < self.flip_probability:
+        if random.random_sample() < self.flip_probability:
             pixels = pixels[:, ::-1]
         if self.random_translate:
-            pixels = translate_foreground(pixels, *chance.random_sample(2))
+            pixels = translate_foreground(pixels, *random.random_sample(2))
         return image if pixels is before else Image.fromarray(np.ascontiguousarray(pixels))
 
 
 def translate_foreground(pixels: np.ndarray, down: float, right: float) -> np.ndarray:
-    """What differs from the border's one colour, moved whole; the same array where the border has several.
+    """Return pixels (H, W, 3) uint8 with the part that differs from the border's colour moved.
 
-    pixels (H, W, 3) uint8; `down` and `right` in [0, 1) choose among the places where it is within the frame.
+    `down` and `right` in [0, 1) select among the places inside the frame. An image whose border has
+    several colours is returned unchanged.
     """
-    ground = pixels[0, 0]
-    if any((edge != ground).any() for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1])):
+    background = pixels[0, 0]
+    if any((edge != background).any() for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1])):
         return pixels
-    differs = (pixels != ground).any(axis=-1)  # (H, W)
+    differs = (pixels != background).any(axis=-1)  # (H, W)
     rows, columns = np.flatnonzero(differs.any(axis=1)), np.flatnonzero(differs.any(axis=0))
     if not len(rows):
         return pixels
@@ -52,6 +58,6 @@ def translate_foreground(pixels: np.ndarray, down: float, right: float) -> np.nd
     top = int(down * (len(pixels) - len(found) + 1))
     left = int(right * (pixels.shape[1] - found.shape[1] + 1))
     moved = np.empty_like(pixels)
-    moved[:] = ground
+    moved[:] = background
     moved[top : top + len(found), left : left + found.shape[1]] = found
     return moved

@@ -1,4 +1,4 @@
-"""A smaller image of which a model's image processor makes the very same: decoding and scaling are then done once."""
+"""Downscaling of images to the smallest one with the same processor output."""
 
 from __future__ import annotations
 
@@ -12,49 +12,53 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _RESIZE_METHODS = ("resize", "center_crop")
-"""Methods of transformers' image processors that make an image smaller before its numbers are scaled."""
+"""Methods of transformers' image processors that reduce an image before its values are normalized."""
 
 
 def downscale_if_equivalent(image: Image, image_processor: Any) -> Image | None:
-    """The RGB image as it is after the processor's own resize, or crop, the smaller one first; None where none will do.
+    """Return the RGB image after the processor's own resize or crop, if that is equivalent.
 
-    It has fewer pixels, and every tensor that the processor makes of it is bit-equal to the one it makes of `image`.
-    Raises what the processor raises of `image`.
+    It has fewer pixels, and every tensor that the processor makes of it is bit-equal to that of
+    `image`, so that decoding and scaling are done once, when data is prepared. None if there is no
+    such image. Raises the processor's errors for `image`.
     """
-    watched, seen = _make_recording_copy(image_processor)
-    wanted = watched(image)
-    for pixels in sorted(seen.values(), key=lambda pixels: pixels.shape[0] * pixels.shape[1]):
+    recording, recorded = _make_recording_copy(image_processor)
+    expected = recording(image)
+    for pixels in sorted(recorded.values(), key=lambda pixels: pixels.shape[0] * pixels.shape[1]):
         if pixels.shape[0] * pixels.shape[1] < image.width * image.height and min(pixels.shape[:2]) > 1:
             smaller = _to_image(pixels)
-            if _has_same_output(watched, smaller, wanted):
+            if _has_same_output(recording, smaller, expected):
                 return smaller
     return None
 
 
 def _make_recording_copy(image_processor: Any) -> tuple[Any, dict[str, np.ndarray]]:
-    """A copy that tells all it can, and, once it has run, what the first call of each step returned: (H, W, 3) uint8."""
-    watched, seen = copy.copy(image_processor), dict[str, np.ndarray]()
+    """Return a copy with all optional outputs, and a dict for the first result of each resize method.
+
+    A call of the copy fills the dict: method -> (H, W, 3) uint8.
+    """
+    recording, recorded = copy.copy(image_processor), dict[str, np.ndarray]()
     for name in dir(type(image_processor)):
-        if name.startswith("return_") and getattr(watched, name, None) is False:
-            setattr(watched, name, True)  # rows and columns of tiles, for instance
+        if name.startswith("return_") and getattr(recording, name, None) is False:
+            setattr(recording, name, True)  # such as rows and columns of tiles, which must be equal too
     for name in _RESIZE_METHODS:
         if callable(getattr(image_processor, name, None)):
-            setattr(watched, name, _record_output(getattr(watched, name), name, seen))
-    return watched, seen
+            setattr(recording, name, _record_output(getattr(recording, name), name, recorded))
+    return recording, recorded
 
 
 def _record_output(method: Callable[..., Any], name: str, outputs: dict[str, np.ndarray]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        made = method(*args, **kwargs)
-        if name not in outputs and (pixels := _to_pixels(made)) is not None:
+        result = method(*args, **kwargs)
+        if name not in outputs and (pixels := _to_pixels(result)) is not None:
             outputs[name] = pixels
-        return made
+        return result
 
     return wrapper
 
 
 def _to_pixels(output: Any) -> np.ndarray | None:
-    """(H, W, 3) uint8 of one image that a processor holds; None where it is no such thing."""
+    """Return a processor's image as (H, W, 3) uint8; None if the value is not a single RGB image."""
     pixels = np.asarray(output)
     if pixels.ndim == 4 and len(pixels) == 1:  # a batch of one
         pixels = pixels[0]
@@ -74,13 +78,13 @@ def _to_image(pixels: np.ndarray) -> Image:
 def _has_same_output(processor: Any, image: Image, expected: Any) -> bool:
     try:
         return _is_equal(processor(image), expected)
-    except Exception:  # too small for it, or of a shape that it does not take
+    except Exception:  # the image is too small for it, or of a shape that it rejects
         return False
 
 
 def _is_equal(actual: Any, expected: Any) -> bool:
-    """Whether both hold the same numbers, bit by bit, in the same shapes and types."""
-    if isinstance(expected, Mapping):  # BatchFeature is one
+    """Return whether both have the same values, bit by bit, in the same shapes and types."""
+    if isinstance(expected, Mapping):  # includes transformers' BatchFeature
         return {*actual} == {*expected} and all(_is_equal(actual[key], value) for key, value in expected.items())
     if isinstance(expected, list | tuple):
         return len(actual) == len(expected) and all(_is_equal(*pair) for pair in zip(actual, expected, strict=True))

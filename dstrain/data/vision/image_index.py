@@ -1,26 +1,23 @@
-"""The images of one token store: which files they are, what they were, and where smaller copies of them lie.
+"""The index of a token store's images: their files, hashes and downscaled copies in the cache."""
 
-STORE/images.json             a row for each image, in the order of their numbers, and for each file that was looked at in vain
-CACHE/ab/abcd….png            what is kept of the image whose file has this sha256; CACHE belongs to one processor
-"""
+# STORE/images.json       a row for each image, in the order of their positions, and for each file
+#                         that a record names but no example uses
+# CACHE/ab/abcd….png      the copy of the image whose file has this sha256; each processor has its own CACHE
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
-import threading
-import uuid
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dstrain.data.paths import display_path
 from dstrain.data.records import BadRecord
-from dstrain.data.vision.image_io import decode_image, read_content, read_image, resolve_image
+from dstrain.data.vision.image_io import read_image
 from dstrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -33,20 +30,20 @@ _CHECK_THREADS, _CHECK_CHUNK_SIZE = 16, 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageEntry:
-    """One image of an album."""
+    """An image of the index, a row of images.json."""
 
     path: str | None
-    """Its file; None where its bytes stood in the data, so that there is only the copy."""
+    """Its file; None if its bytes are in the data, so that only the copy is a file."""
     bytes: int
-    """Of the file, or of the bytes."""
+    """Size of the file, or of the bytes."""
     mtime_ns: int
     sha256: str
-    """Of the file's bytes."""
+    """Hash of the file's bytes."""
     width: int
-    """Pixels of the image that `load` gives: the copy where there is one."""
+    """Pixels of the image that `load` returns: of the copy if there is one."""
     height: int
     copy: str | None
-    """The PNG that stands for it."""
+    """The PNG that is loaded instead."""
     copy_bytes: int
 
     @property
@@ -55,87 +52,87 @@ class ImageEntry:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The image's name in messages."""
         return display_path(Path(self.path)) if self.path else f"an image of {self.bytes} bytes within the data"
 
     def find_change(self) -> str | None:
-        """What is no more as it was, as a sentence without its mend; a look at the files' sizes and times."""
-        if self.path and (state := _size_and_mtime(Path(self.path))) != (self.bytes, self.mtime_ns):
+        """Return what has changed, from the files' sizes and times, as a clause without the fix."""
+        if self.path and (state := size_and_mtime(Path(self.path))) != (self.bytes, self.mtime_ns):
             if state is not None:
-                return f"{self.name} is not the file that it was"
-            if self.copy is None:
+                return f"{self.name} has changed"
+            if self.copy is None:  # with a copy, the original may be deleted
                 return f"{self.name} is gone"
-        if self.copy and (state := _size_and_mtime(Path(self.copy)) or (0, 0))[0] != self.copy_bytes:
+        if self.copy and (state := size_and_mtime(Path(self.copy)) or (0, 0))[0] != self.copy_bytes:
             return f"the copy of {self.name}, {self.copy}, is gone or damaged"
         return None
 
     def load(self) -> Image:
-        """The image as RGB. Raises DataError where what is kept of it has changed."""
-        kept = Path(self.copy or self.path or "")
+        """Return the image as RGB. Raises DataError if its file has changed."""
+        path = Path(self.copy or self.path or "")
         if self.copy is None and (reason := self.find_change()):
             raise DataError(f"{reason}; {RERUN_PREPARE}")
         try:
-            image = read_image(kept)
+            image = read_image(path)
         except BadRecord as fault:
-            raise DataError(f"{self.name} was whole once, and now: {fault.reason}; {RERUN_PREPARE}") from fault
+            raise DataError(f"{self.name} was readable before, and now: {fault.reason}; {RERUN_PREPARE}") from fault
         if image.size != self.size:
-            raise DataError(f"{display_path(kept)} is not the image that it was; {RERUN_PREPARE}")
+            raise DataError(f"{display_path(path)} has changed; {RERUN_PREPARE}")
         return image
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RejectedImage:
-    """A file that records name and no example has: it is bad, or the record is. Mended, it makes another store."""
+    """An image file that a record names but no example uses, because the file or the record is bad.
+
+    If it changes, the cache is rebuilt.
+    """
 
     path: str
     bytes: int | None
-    """None where there was no such file."""
+    """None if there was no such file."""
     ctime_ns: int | None
-    """Other than the time of its content, it tells that a permission was given."""
+    """Unlike mtime, it changes also when the file becomes readable by a change of permissions."""
 
     @classmethod
     def from_path(cls, path: Path) -> RejectedImage:
+        """Return the entry for the file's present state."""
         found = _stat_or_none(path)
         return cls(path=str(path), bytes=found and found.st_size, ctime_ns=found and found.st_ctime_ns)
 
     def find_change(self) -> str | None:
-        """As of a Picture."""
-        name = display_path(Path(self.path))
-        return (
-            None
-            if RejectedImage.from_path(Path(self.path)) == self
-            else f"{name}, which could not be used, is another now"
-        )
+        """Return what has changed, as `ImageEntry.find_change`."""
+        if RejectedImage.from_path(Path(self.path)) == self:
+            return None
+        return f"{display_path(Path(self.path))}, which could not be used, has changed"
 
 
 def _stat_or_none(path: Path) -> os.stat_result | None:
-    """None where there is no such file."""
     try:
         return path.stat()
     except (OSError, ValueError):
         return None
 
 
-def _size_and_mtime(path: Path) -> tuple[int, int] | None:
-    """Size and time of a file; None where it is gone."""
+def size_and_mtime(path: Path) -> tuple[int, int] | None:
+    """Return the size and mtime of a file; None if it does not exist."""
     found = _stat_or_none(path)
     return None if found is None else (found.st_size, found.st_mtime_ns)
 
 
 @dataclass(frozen=True)
 class LazyImage:
-    """An image of a sample, decoded when it is asked for."""
+    """An image of a sample, decoded on `load`."""
 
     image_index: ImageIndex
     position: int
 
     def load(self) -> Image:
-        """The image as RGB. Raises DataError where it has changed."""
+        """Return the image as RGB. Raises DataError if its file has changed."""
         return self.image_index.load(self.position)
 
     @property
     def has_copy(self) -> bool:
-        """As `Album.copied`."""
+        """True if the image is loaded from a copy in the cache."""
         return self.image_index.has_copy(self.position)
 
 
@@ -147,158 +144,37 @@ class ImageIndex:
     """The images of a store, read-only. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        """Open what `AlbumWriter` wrote. Raises OSError, ValueError, KeyError or TypeError where it is not whole."""
+        """Read what `ImageIndexWriter` wrote.
+
+        Raises OSError, ValueError, KeyError or TypeError if it is incomplete.
+        """
         rows = json.loads((folder / IMAGE_INDEX_FILE).read_text(encoding="utf-8"))
         self._entries = [ImageEntry(**row) for row in rows["images"]]
         self._rejected = [RejectedImage(**row) for row in rows["unused"]]
-        self.digest = hashlib.sha256(" ".join(picture.sha256 for picture in self._entries).encode()).hexdigest()
-        """Equal where all the images are, in the same order."""
+        self.digest = hashlib.sha256(" ".join(entry.sha256 for entry in self._entries).encode()).hexdigest()
+        """Equal for equal images in the same order."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def has_copy(self, position: int) -> bool:
-        """Whether the image lies in the cache, smaller or because the data holds it itself."""
+        """Return whether the image is in the cache, smaller or because its bytes are in the data."""
         return self._entries[position].copy is not None
 
     def load(self, position: int) -> Image:
-        """The image as RGB. Raises DataError where it has changed."""
+        """Return the image as RGB. Raises DataError if its file has changed."""
         return self._entries[position].load()
 
     def select(self, positions: Iterable[int]) -> list[LazyImage]:
+        """Return the images at these positions."""
         return [LazyImage(self, int(index)) for index in positions]
 
     def find_change(self) -> str | None:
-        """The first image that is gone or other than it was, as a sentence without its mend.
+        """Return the first image that is gone or has changed, as a clause without the fix.
 
-        One whose copy is kept may be gone itself. One that could not be used counts too: it may have been mended.
+        The original of a copy may be gone. Rejected images count too: they may have been fixed.
         """
         files = [*self._entries, *self._rejected]
         parts = [files[start : start + _CHECK_CHUNK_SIZE] for start in range(0, len(files), _CHECK_CHUNK_SIZE)]
-        with ThreadPoolExecutor(_CHECK_THREADS) as pool:  # a file server answers many questions at once
+        with ThreadPoolExecutor(_CHECK_THREADS) as pool:  # a file server answers many requests at once
             return next(filter(None, pool.map(_find_first_change, parts)), None)
-
-
-class ImageIndexWriter:
-    """Reads images as records name them, each once, and keeps what is smaller."""
-
-    def __init__(self, downscale: Callable[[Image], Image | None], cache_dir: Path) -> None:
-        """`settle` makes a smaller image that says the same, or None; `cache` is a folder of its results alone."""
-        self._downscale, self._cache_dir = downscale, cache_dir
-        self._entry_by_source: dict[str, ImageEntry | str | Future[ImageEntry | str]] = {}
-        """The file's path from the root, or the hash of bytes -> the image, or why it cannot be used, or who is finding out."""
-        self._lock = threading.Lock()
-        self._positions: dict[ImageEntry, int] = {}
-        self._rejected: dict[str, RejectedImage] = {}
-
-    def get_entry(self, value: Any, folder: Path) -> ImageEntry:
-        """The image that a record names, decoded, settled and hashed where nobody did so before. Thread-safe.
-
-        `folder` is where relative paths start. Raises BadRecord.
-        """
-        source = resolve_image(value, folder)
-        # Links are followed each time anew: one that leads elsewhere later gives another image.
-        key = hashlib.sha256(source).hexdigest() if isinstance(source, bytes) else str(source.absolute())
-        with self._lock:
-            known = self._entry_by_source.get(key)
-            if known is None:
-                self._entry_by_source[key] = found = Future[ImageEntry | str]()
-        if known is None:
-            known = self._resolve_entry(source, key, found)
-        elif isinstance(known, Future):
-            known = known.result()
-        if isinstance(known, str):
-            raise BadRecord(known)
-        return known
-
-    def assign_position(self, entry: ImageEntry) -> int:
-        """The picture's number in the album: they are given in the order of asking. Not thread-safe."""
-        return self._positions.setdefault(entry, len(self._positions))
-
-    def write(self, folder: Path) -> list[str]:
-        """Write the list of images that have a number into a store's folder, a row a line; the names of the files written."""
-        used = {picture.path for picture in self._positions}
-        unused = [asdict(self._rejected[path]) for path in sorted(self._rejected) if path not in used]
-        lists = {"images": [asdict(picture) for picture in self._positions], "unused": unused}
-        parts = (f"{json.dumps(name)}: [{_format_rows(rows)}]" for name, rows in lists.items())
-        with (folder / IMAGE_INDEX_FILE).open("w", encoding="utf-8") as file:
-            file.write("{" + ",\n".join(parts) + "}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        return [IMAGE_INDEX_FILE]
-
-    def _resolve_entry(self, source: Path | bytes, key: str, pending: Future[ImageEntry | str]) -> ImageEntry | str:
-        """Find out for all that wait. Of a fault its words are kept: the fault itself would hold the file's content."""
-        try:
-            known: ImageEntry | str = self._build_entry(source, key)
-        except BadRecord as fault:
-            known = fault.reason
-        except BaseException as fault:
-            pending.set_exception(fault)
-            raise
-        self._entry_by_source[key] = known
-        pending.set_result(known)
-        return known
-
-    def _build_entry(self, source: Path | bytes, key: str) -> ImageEntry:
-        path = None if isinstance(source, bytes) else Path(key)
-        state = None  # of before it is read: a change in between is then seen
-        if path:
-            self._rejected[key], state = RejectedImage.from_path(path), _size_and_mtime(path)
-        content, name = read_content(source)
-        sha256 = hashlib.sha256(content).hexdigest()
-        copy = self._cache_dir / sha256[:2] / f"{sha256}.png"
-        image = _read_cached_copy(copy)
-        if image is None:
-            whole = decode_image(content, name)
-            image, smaller = whole, self._try_downscale(whole, name)
-            if smaller is not None or path is None:
-                image = smaller or whole
-                _write_copy(image, copy)
-        kept = _size_and_mtime(copy)
-        return ImageEntry(
-            path=str(path) if path else None,
-            bytes=len(content),
-            mtime_ns=state[1] if state else 0,
-            sha256=sha256,
-            width=image.width,
-            height=image.height,
-            copy=str(copy.absolute()) if kept else None,
-            copy_bytes=kept[0] if kept else 0,
-        )
-
-    def _try_downscale(self, image: Image, name: str) -> Image | None:
-        try:
-            return self._downscale(image)
-        except (MemoryError, DataError):
-            raise
-        except Exception as fault:
-            cause = f"{type(fault).__name__}: {fault}"
-            problem = f"the model's image processor cannot use {name}, {image.width}x{image.height} pixels ({cause})"
-            raise BadRecord(f"{problem}; change the image, or remove the record") from fault
-
-
-def _format_rows(rows: Iterable[dict[str, Any]]) -> str:
-    return ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-
-
-def _read_cached_copy(copy: Path) -> Image | None:
-    """The copy that an earlier preparation kept; None where there is none, or a damaged one."""
-    try:
-        return read_image(copy) if copy.is_file() else None
-    except BadRecord:
-        return None
-
-
-def _write_copy(image: Image, copy: Path) -> None:
-    """Write the PNG whole or not at all, whoever else writes it too."""
-    file = io.BytesIO()
-    image.save(file, "PNG", compress_level=1)
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    partial = copy.with_name(f"{copy.name}.{uuid.uuid4().hex}.partial")
-    try:
-        partial.write_bytes(file.getbuffer())
-        os.replace(partial, copy)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

@@ -1,4 +1,4 @@
-"""From a file, or bytes, to an RGB image that stands upright. What an image says of itself is never believed."""
+"""Reading of images: from a file or bytes to an upright RGB image, without trusting the content."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import os
 import re
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,41 +15,41 @@ from dstrain.data.formats.messages import json_type_name
 from dstrain.data.paths import NOT_REGULAR, display_path, open_regular_file
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.file_type import describe_content
+from dstrain.data.vision.pillow_settings import disallow_truncation
 from dstrain.errors import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_PIXELS = 89_478_485
-"""Pillow's own bound for an image that nobody vouches for: 256 MiB of RGB."""
+"""Pillow's own limit for untrusted images (Image.MAX_IMAGE_PIXELS): 256 MiB of RGB."""
 MAX_FILE_BYTES = 1 << 30
-"""Of a file; one with so many pixels has fewer."""
+"""Maximum size of a file; one with MAX_PIXELS is smaller."""
 IMAGE_FORMATS = ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
-"""What is decoded. Pillow knows more, some of which run a program (EPS) or have no mark of their own (TGA)."""
+"""Formats that are decoded. Of the others, EPS runs a program and TGA has no signature."""
 _FORMAT_NAMES = ", ".join(name for name in IMAGE_FORMATS if name not in ("DIB", "MPO"))
 
 _EXIF_ORIENTATION_TAG = 0x0112
 _UPRIGHT_TRANSPOSE = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
-"""EXIF's orientation -> the Transpose that undoes it (Pillow's numbers)."""
+"""EXIF orientation -> the Pillow Transpose that reverses it."""
 _ROTATION_NAMES = {3: "rotated by 180°", 6: "rotated by 90°", 8: "rotated by 270°"}
 
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
 _PNG_SIGNATURE = b"\x89PNG"
 
-_truncation_lock, _active_readers, _load_truncated_before = threading.Lock(), 0, False
-
 
 def read_image(source: Path | bytes) -> Image:
-    """The image as RGB, upright, the first frame of an animated one, on white where it is transparent.
+    """Return the image as RGB: upright, the first frame, transparent parts white.
 
-    Raises BadRecord, with the file's name, for what is missing, no image, damaged, too large or too small.
+    Raises BadRecord, with the file's name, if it is missing, not an image, damaged, too large or
+    too small.
     """
     content, name = read_content(source)
     return decode_image(content, name)
 
 
 def read_content(source: Path | bytes) -> tuple[bytes, str]:
-    """The file's bytes and its name for messages. Raises BadRecord."""
+    """Return the file's bytes and its name for messages. Raises BadRecord."""
     if isinstance(source, bytes):
         return source, f"an image of {len(source)} bytes"
     name = display_path(source)
@@ -61,55 +60,55 @@ def read_content(source: Path | bytes) -> tuple[bytes, str]:
                 raise BadRecord(
                     f"{name} has {size} bytes, more than the {MAX_FILE_BYTES} that are read; make it smaller"
                 )
-            # Files of /proc have no size and may never end.
+            # Files of /proc have size 0 and may be endless.
             return file.read(MAX_FILE_BYTES) if size else b"", name
     except IsADirectoryError as fault:
         raise BadRecord(f"{name} is a folder, not an image; name a file in it") from fault
     except FileNotFoundError as fault:
         raise BadRecord(f"image not found: {name} (paths are relative to the data file); check the path") from fault
-    except (OSError, ValueError) as fault:  # ValueError: a path with a zero byte in it
+    except (OSError, ValueError) as fault:  # ValueError: a null byte in the path
         if isinstance(fault, BadRecord):
             raise
         if fault.args == (NOT_REGULAR,):
-            raise BadRecord(f"{name} is no regular file; name an image's file") from fault
+            raise BadRecord(f"{name} is not a regular file; name an image's file") from fault
         cause = getattr(fault, "strerror", None) or fault
         raise BadRecord(f"{name} cannot be read ({cause}); check the path and its permissions") from fault
 
 
 def decode_image(content: bytes, name: str) -> Image:
-    """What `read_image` does, for bytes in hand; `name` is for messages. Raises BadRecord."""
+    """Return the image in `content` as `read_image` does; `name` is for messages. Raises BadRecord."""
     image, _ = _decode_frame(content, name)
     if _has_unknown_range(image):
-        problem = f"{name} has pixels of a kind (Pillow's {image.mode}) in which white is not known"
-        raise BadRecord(f"{problem}; save it with 8 or 16 bits a colour")
+        problem = f"{name} has pixels of Pillow's mode {image.mode}, in which the value of white is unknown"
+        raise BadRecord(f"{problem}; save it with 8 or 16 bits per channel")
     with _raise_as_bad_record(name):
         return _to_rgb(_apply_exif_rotation(image))
 
 
 def describe_conversions(source: Path | bytes) -> list[str]:
-    """What is unusual in an image and yet can be used, a sentence each. Raises BadRecord as `read_image` does."""
+    """Return a sentence for each conversion that an image needs. Raises BadRecord as `read_image`."""
     content, name = read_content(source)
     image, orientation = _decode_frame(content, name)
     found = []
     if orientation in _UPRIGHT_TRANSPOSE:
-        found.append(f"its EXIF says it is {_ROTATION_NAMES.get(orientation, 'mirrored')}: it is turned upright")
+        found.append(f"{_ROTATION_NAMES.get(orientation, 'mirrored')} according to EXIF: it is turned upright")
     if image.mode == "CMYK":
         found.append("CMYK: it is converted to RGB")
     if image.mode.startswith("I") or (image.format == "PNG" and content[24:25] == b"\x10"):
-        found.append("16 bits a colour: it is scaled to 8")
+        found.append("16 bits per channel: it is scaled to 8")
     if image.has_transparency_data and _has_transparency(image):
-        found.append("transparent in places: it is laid on white")
+        found.append("partly transparent: the background becomes white")
     if (frames := _count_frames(content, name)) > 1:
         many = f"{frames} pages" if image.format == "TIFF" else f"animated, {frames} frames"
-        found.append(f"{many}: the first alone is used")
+        found.append(f"{many}: only the first is used")
     return found
 
 
 def resolve_image(value: Any, folder: Path) -> Path | bytes:
-    """The file, or the bytes, that a record's value names.
+    """Return the file or the bytes of an image in a record.
 
-    A path is relative to `folder`, the data file's; {"bytes", "path"} is how datasets and parquet hold an image; one
-    that was decoded already becomes a PNG. Raises BadRecord.
+    A path is relative to `folder`, the data file's; {"bytes", "path"} is the form of `datasets` and
+    parquet; an image that is already decoded becomes a PNG. Raises BadRecord.
     """
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
@@ -132,39 +131,41 @@ def _check_path(value: str) -> str:
     if value[:5].lower() == "data:":
         raise BadRecord(f"an image is a data: URI ({value[:30]}…); write it to a file and name that")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", value):
-        raise BadRecord(f"an image is the address {value}; fetch it first and write the path of the file")
+        raise BadRecord(f"an image is the URL {value}; download it first and write the path of the file")
     return value
 
 
 def _encode_png(image: Image) -> bytes:
-    """A PNG of an image that somebody else decoded: the same image gives the same bytes."""
+    """Return a PNG of a decoded image: equal images give equal bytes."""
     if _has_unknown_range(image):
-        raise BadRecord(f"a decoded image is of Pillow's kind {image.mode}, in which white is not known; make it RGB")
+        raise BadRecord(
+            f"a decoded image has Pillow's mode {image.mode}, in which the value of white is unknown; make it RGB"
+        )
     with _raise_as_bad_record("a decoded image"):
         upright, file = _apply_exif_rotation(image), io.BytesIO()
         kept = upright.copy() if upright.mode in _PNG_MODES else _to_rgb(upright)
-        kept.info = {
-            key: value for key, value in kept.info.items() if key == "transparency"
-        }  # EXIF would turn it again
+        # Without EXIF, which would turn the image a second time when the PNG is read.
+        kept.info = {key: value for key, value in kept.info.items() if key == "transparency"}
         kept.save(file, "PNG", compress_level=1)
         return file.getvalue()
 
 
 def _decode_frame(content: bytes, name: str) -> tuple[Image, int]:
-    """The image as its file holds it, the first frame decoded whole, and EXIF's number for how it lies."""
+    """Return the first frame, decoded, in the file's mode and rotation, and its EXIF orientation."""
     _require_pillow(name)
     if not content:
         raise BadRecord(f"{name} is empty; download it again")
-    with _disallow_truncation():
+    with disallow_truncation():
         if content.startswith(_PNG_SIGNATURE):
             with _raise_as_bad_record(name):
-                _open_image(content, name).verify()  # checksums, which decoding leaves alone
+                _open_image(content, name).verify()  # checks the checksums, which decoding does not
         image = _open_image(content, name)
         width, height = image.size
         if min(width, height) < 2:
-            problem = f"{name} is {width}x{height} pixels, and an image has two or more either way"
+            problem = f"{name} is {width}x{height} pixels; width and height must be two or more"
             raise BadRecord(f"{problem}; replace it, or remove the record")
-        turned = _get_exif_rotation(image) if image.format == "TIFF" else 0  # which Pillow turns upright as it decodes
+        # Read before decoding: Pillow turns TIFF images upright on load and drops the EXIF entry.
+        turned = _get_exif_rotation(image) if image.format == "TIFF" else 0
         with _raise_as_bad_record(name):
             image.load()
     return image, turned or _get_exif_rotation(image)
@@ -178,7 +179,7 @@ def _require_pillow(name: str) -> None:
 
 
 def _open_image(content: bytes, name: str) -> Image:
-    """The image with its header read and no pixel decoded. Raises BadRecord."""
+    """Return the image with its header read and no pixel decoded. Raises BadRecord."""
     from PIL import Image, UnidentifiedImageError
 
     Image.init()
@@ -190,8 +191,8 @@ def _open_image(content: bytes, name: str) -> Image:
         pixels = max(map(int, re.findall(r"\d+", str(fault))), default=MAX_PIXELS + 1)
     except UnidentifiedImageError as fault:
         if any(accept and accept(content[:16]) for accept in (Image.OPEN[form][1] for form in known)):
-            raise BadRecord(f"{name} is damaged or cut off in its first bytes; download it again") from fault
-        problem = f"{name} is no image that is known here ({describe_content(content)}; known: {_FORMAT_NAMES})"
+            raise BadRecord(f"{name} is damaged or truncated in its first bytes; download it again") from fault
+        problem = f"{name} is not an image in a known format ({describe_content(content)}; known: {_FORMAT_NAMES})"
         raise BadRecord(f"{problem}; save it as PNG or JPEG") from fault
     except MemoryError:
         raise
@@ -204,7 +205,7 @@ def _open_image(content: bytes, name: str) -> Image:
 
 @contextmanager
 def _raise_as_bad_record(name: str) -> Iterator[None]:
-    """Whatever Pillow trips over in a file, and it is of many kinds, is the file's fault; too little memory is not."""
+    """Raise every error of Pillow, whatever its type, as BadRecord; a lack of memory stays MemoryError."""
     try:
         yield
     except (BadRecord, DataError, MemoryError):
@@ -214,31 +215,11 @@ def _raise_as_bad_record(name: str) -> Iterator[None]:
 
 
 def _bad_image_error(name: str, fault: Exception) -> BadRecord:
-    return BadRecord(f"{name} is damaged or cut off ({str(fault) or type(fault).__name__}); download it again")
-
-
-@contextmanager
-def _disallow_truncation() -> Iterator[None]:
-    """Pillow fills up what is cut off where LOAD_TRUNCATED_IMAGES is set, which other code may have done."""
-    global _active_readers, _load_truncated_before
-    from PIL import ImageFile
-
-    with _truncation_lock:
-        if not _active_readers:
-            _load_truncated_before = ImageFile.LOAD_TRUNCATED_IMAGES
-        _active_readers += 1
-        ImageFile.LOAD_TRUNCATED_IMAGES = False
-    try:
-        yield
-    finally:
-        with _truncation_lock:
-            _active_readers -= 1
-            if not _active_readers:
-                ImageFile.LOAD_TRUNCATED_IMAGES = _load_truncated_before
+    return BadRecord(f"{name} is damaged or truncated ({str(fault) or type(fault).__name__}); download it again")
 
 
 def _get_exif_rotation(image: Image) -> int:
-    """1 where EXIF says nothing, or cannot be read: it is no part of the picture."""
+    """Return the EXIF orientation; 1, upright, if there is none or it cannot be read."""
     try:
         return int(image.getexif().get(_EXIF_ORIENTATION_TAG, 1))
     except Exception:
@@ -248,12 +229,12 @@ def _get_exif_rotation(image: Image) -> int:
 def _apply_exif_rotation(image: Image) -> Image:
     from PIL.Image import Transpose
 
-    turn = _UPRIGHT_TRANSPOSE.get(_get_exif_rotation(image))
-    return image if turn is None else image.transpose(Transpose(turn))
+    transpose = _UPRIGHT_TRANSPOSE.get(_get_exif_rotation(image))
+    return image if transpose is None else image.transpose(Transpose(transpose))
 
 
 def _has_unknown_range(image: Image) -> bool:
-    """Whether nothing says which of its numbers is white: floats, 32-bit integers, and LAB, which needs a profile."""
+    """Return whether the value of white is unknown: floats, 32-bit integers, LAB without a profile."""
     return image.mode in ("F", "LAB") or (image.mode == "I" and image.format not in ("PNG", "PPM"))
 
 
@@ -271,14 +252,14 @@ def _to_rgb(image: Image) -> Image:
 
 
 def _scale_to_8_bits(image: Image) -> Image:
-    """Grey of 0..65535 as 0..255, which convert("L") would cut off at 255."""
+    """Return grey values of 0..65535 as 0..255; convert("L") would clip them at 255."""
     import numpy as np
     from PIL import Image
 
-    deep = np.asarray(image).astype(np.uint32)
-    grey = ((deep * 255 + 32767) // 65535).astype(np.uint8)
-    if (clear := image.info.get("transparency")) is not None:
-        grey[deep == clear] = 255
+    values = np.asarray(image).astype(np.uint32)
+    grey = ((values * 255 + 32767) // 65535).astype(np.uint8)
+    if (transparent := image.info.get("transparency")) is not None:
+        grey[values == transparent] = 255
     return Image.fromarray(grey)
 
 
@@ -289,7 +270,10 @@ def _has_transparency(image: Image) -> bool:
 
 
 def _count_frames(content: bytes, name: str) -> int:
-    """1 for a photograph with a second picture hidden behind it, and where what follows the first is damaged."""
+    """Return the number of frames.
+
+    1 for MPO, a photograph with a hidden second image, and if the frames after the first are damaged.
+    """
     image = _open_image(content, name)
     try:
         return 1 if image.format == "MPO" else int(getattr(image, "n_frames", 1))

@@ -1,4 +1,4 @@
-"""The mean and deviation of a source's images, by which a model from scratch sees them."""
+"""Channel means and standard deviations of a source's images, for models trained from scratch."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from typing import Any
 
 import numpy as np
 
-from dstrain.cache_dir import atomic_write_text, hash_key
+from dstrain.cache_dir import hash_key
 from dstrain.data.formats.image_placeholders import RecordWithImages
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.base import Source
 from dstrain.data.vision.image_io import read_image, resolve_image
 from dstrain.errors import DataError
+from dstrain.files import atomic_write
 
 ParseRecord = Callable[[dict[str, Any]], RecordWithImages[Any]]
 MAX_IMAGES = 10_000
-"""The first so many, each once."""
+"""Maximum number of different images that are counted."""
 
 
 def compute_image_stats(
     source: Source, parse: ParseRecord, cache_dir: Path, threads: int = 1
 ) -> tuple[list[float], list[float]]:
-    """(mean, deviation) of each channel over all pixels, in shares of the brightest; kept in the cache.
+    """Return (mean, standard deviation) per channel over all pixels, in 0..1; cached.
 
-    Raises DataError where the source has no image that can be read.
+    Raises DataError if the source has no readable image.
     """
     found = _find_images(source, parse)
     key = {"images": [*found], "most": MAX_IMAGES, "format": 2}
-    place = cache_dir / "colours" / f"{hash_key(key)}.json"
-    if place.is_file():
-        kept = json.loads(place.read_text())
-        return kept["mean"], kept["std"]
+    path = cache_dir / "colours" / f"{hash_key(key)}.json"
+    if path.is_file():
+        cached = json.loads(path.read_text())
+        return cached["mean"], cached["std"]
     with ThreadPoolExecutor(threads) as pool:
         counts = sum(pool.map(partial(_channel_histogram, source, parse), found.values()), np.zeros((3, 256)))
     if not counts.any():
@@ -44,26 +45,28 @@ def compute_image_stats(
             "model.processor.normalize: no record of data.train has an image that can be read; leave it out"
         )
     mean, std = _mean_and_std(counts)
-    made = {"mean": mean.round(6).tolist(), "std": std.round(6).tolist()}
-    atomic_write_text(place, json.dumps(made))
-    return made["mean"], made["std"]
+    stats = {"mean": mean.round(6).tolist(), "std": std.round(6).tolist()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, json.dumps(stats))
+    return stats["mean"], stats["std"]
 
 
 def _find_images(source: Source, parse: ParseRecord) -> dict[str, tuple[int, int]]:
-    """What tells an image from others, and from what it was -> its record, and its place there."""
+    """Return image key -> (index of its record, index of the image there), each image once."""
     found: dict[str, tuple[int, int]] = {}
     for index in range(len(source)):
         try:
             for at, value in enumerate(parse(source[index]).images):
                 found.setdefault(_image_key(resolve_image(value, source.get_base_dir(index))), (index, at))
         except BadRecord:
-            continue  # judged where the examples are made
+            continue  # reported when the examples are encoded
         if len(found) >= MAX_IMAGES:
             break
     return dict([*found.items()][:MAX_IMAGES])
 
 
 def _image_key(image: Path | bytes) -> str:
+    """Return a key that changes with the image's content: a hash, or path, size and time of the file."""
     if isinstance(image, bytes):
         return hashlib.sha256(image).hexdigest()
     try:
@@ -74,7 +77,7 @@ def _image_key(image: Path | bytes) -> str:
 
 
 def _channel_histogram(source: Source, parse: ParseRecord, position: tuple[int, int]) -> np.ndarray:
-    """(3, 256): how many pixels have each brightness, by channel; none of an image that cannot be read."""
+    """Return the pixel count per channel and value, (3, 256); zeros for an unreadable image."""
     index, at = position
     try:
         image = resolve_image(parse(source[index]).images[at], source.get_base_dir(index))
@@ -84,7 +87,7 @@ def _channel_histogram(source: Source, parse: ParseRecord, position: tuple[int, 
 
 
 def _mean_and_std(histogram: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and deviation of each channel."""
+    """Return mean and standard deviation per channel, (3,) each, of a histogram (3, 256)."""
     levels = np.arange(256) / 255
     mean = histogram @ levels / histogram.sum(1)
     square = histogram @ levels**2 / histogram.sum(1)

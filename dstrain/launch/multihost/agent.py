@@ -20,11 +20,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dstrain.launch.heartbeat import HeartbeatServer
 from dstrain.launch.job import LauncherSpec, LocalJob
 from dstrain.launch.multihost.channel import Channel
-from dstrain.launch.multihost.heartbeat import HeartbeatServer
 from dstrain.launch.multihost.probe import ReservedPort, collect_host_info, try_connect
-from dstrain.launch.processes import find_marked, kill_processes
+from dstrain.launch.processes import find_processes, has_marker, kill_processes
 from dstrain.launch.rank_monitor import RankMonitor
 from dstrain.launch.worker import LAUNCH_FILE_ENV, LAUNCH_ID_ENV, read_rank_records, set_child_subreaper
 
@@ -85,7 +85,8 @@ class Agent:
             return []
         if self._local_job is not None:
             self._local_job.kill()
-        return kill_processes(lambda: find_marked(self._launch_file, LAUNCH_FILE_ENV))
+        file = self._launch_file
+        return kill_processes(lambda: find_processes(lambda words, env: has_marker(words, env, file, LAUNCH_FILE_ENV)))
 
     def start_ranks(self, spec: Mapping[str, Any]) -> None:
         """Watch for these ranks of a run; `argv`: what starts them, where that is not done from elsewhere."""

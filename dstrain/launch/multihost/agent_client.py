@@ -31,6 +31,20 @@ _TAIL_BYTES = 1 << 16
 """Bytes that are looked at of what a host wrote."""
 
 
+def start_session(command: Sequence[str], log_path: Path, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    """Start ssh with a pipe for its output; its error output is appended to the log. It ends with this process."""
+    with log_path.open("ab") as errors:
+        return subprocess.Popen(
+            list(command),
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=set_parent_death_signal,
+        )
+
+
 class AgentClient:
     """A host and the ssh session to its agent."""
 
@@ -44,16 +58,8 @@ class AgentClient:
         self.interface = ""
         """The one over which it reaches where the ranks meet."""
         self.log_path, self._heartbeat_timeout = log_path, heartbeat_timeout
-        with log_path.open("wb") as errors:
-            self.process = subprocess.Popen(
-                list(make_command(host, self.nonce)),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                bufsize=0,
-                start_new_session=True,
-                preexec_fn=set_parent_death_signal,
-            )
+        log_path.write_bytes(b"")
+        self.process = start_session(make_command(host, self.nonce), log_path, subprocess.PIPE)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.channel = Channel(self.process.stdout.fileno(), self.process.stdin.fileno(), heartbeat_timeout, self.nonce)

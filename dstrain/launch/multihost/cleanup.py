@@ -7,20 +7,17 @@ is the path of the launch file in hexadecimal digits: a command line with the pa
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import psutil
-
-from dstrain.launch.multihost.agent_client import AgentClient, wait_readable
+from dstrain.launch.multihost.agent_client import AgentClient, start_session, wait_readable
 from dstrain.launch.multihost.plan import remote_command
-from dstrain.launch.processes import find_marked, kill_processes
-from dstrain.launch.worker import LAUNCH_FILE_ENV, set_parent_death_signal
+from dstrain.launch.processes import find_processes, has_marker, kill_processes
+from dstrain.launch.worker import LAUNCH_FILE_ENV
 
 CLEANUP_TIMEOUT_SECONDS = 15.0
 """For a host to answer and to kill; one that ssh does not reach says so sooner."""
@@ -66,34 +63,20 @@ def _start_session(client: AgentClient, launch_file: Path, heartbeat_timeout: fl
         os.environ,
     )
     words[1:1] = ["-o", f"ConnectTimeout={_CONNECT_TIMEOUT_SECONDS}"]  # of an option given twice ssh takes the first
-    with client.log_path.open("ab") as errors:
-        return subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            bufsize=0,
-            start_new_session=True,
-            preexec_fn=set_parent_death_signal,
-        )
+    return start_session(words, client.log_path)
 
 
 def main(hex_path: str, nonce: str) -> int:
     """Kill what belongs to the launch here. The exit code says whether nothing is left."""
     file = os.fsdecode(bytes.fromhex(hex_path))
-    left = kill_processes(lambda: [*find_marked(file, LAUNCH_FILE_ENV), *_find_agents(nonce)])
+    left = kill_processes(lambda: find_processes(lambda words, env: is_of_launch(words, env, file, nonce)))
     print(f"\n{nonce} ended: {len(left)} left", flush=True)
     return bool(left)
 
 
-def _find_agents(nonce: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            words = process.cmdline()
-            if nonce in words and AGENT_MODULE in words and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+def is_of_launch(words: Sequence[str], env: Callable[[], Mapping[str, str]], launch_file: str, nonce: str) -> bool:
+    """Return True for an agent with this nonce, and for processes that carry the path of the launch file."""
+    return (nonce in words and AGENT_MODULE in words) or has_marker(words, env, launch_file, LAUNCH_FILE_ENV)
 
 
 if __name__ == "__main__":

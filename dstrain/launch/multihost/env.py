@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dstrain.errors import Fault, UsageError
 from dstrain.launch.command import PORT_FILE_ENV
-from dstrain.launch.multihost.heartbeat import HEARTBEAT_ENV
+from dstrain.launch.heartbeat import HEARTBEAT_ENV
 from dstrain.launch.worker import LAUNCH_FILE_ENV, SUPERVISOR_ENV
 
 FORWARDED_PREFIXES = (

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.launch.command import PORT_FILE_ENV, LocalLaunch
+from dstrain.launch.heartbeat import RANK_TIMEOUT_FACTOR
 from dstrain.launch.job import LaunchedJob, LauncherSpec, LocalJob
 from dstrain.launch.multihost.agent_client import KILL_TIMEOUT_SECONDS, AgentClient, open_agents, wait_readable
 from dstrain.launch.multihost.channel import BEATS_PER_TIMEOUT
 from dstrain.launch.multihost.cleanup import RemoteCleanup
-from dstrain.launch.multihost.heartbeat import RANK_TIMEOUT_FACTOR
 from dstrain.launch.multihost.plan import (
     MasterEndpoint,
     MultiHostLaunch,

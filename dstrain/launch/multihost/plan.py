@@ -88,7 +88,7 @@ def plan_launch(
         arguments=tuple(arguments),
         environment=build_remote_env(env, config.env, list_deepspeed_env_files(env)),
         use_cpu=is_cpu_requested(env),
-        heartbeat_timeout=config.silence_seconds,
+        heartbeat_timeout=config.heartbeat_timeout_seconds,
     )
 
 

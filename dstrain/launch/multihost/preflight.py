@@ -13,7 +13,7 @@ from dstrain import __version__
 from dstrain.errors import Fault, UsageError
 from dstrain.launch.multihost.agent_client import AgentClient, request
 from dstrain.launch.multihost.plan import MasterEndpoint, MultiHostLaunch, format_cpu_overload
-from dstrain.launch.versions import find_source_diff, hash_source_files, iter_version_diffs
+from dstrain.launch.multihost.versions import find_source_diff, hash_source_files, iter_version_diffs
 from dstrain.launch.worker import get_workers_dir
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import psutil
 
 from dstrain.launch.command import find_port_fault
+from dstrain.launch.multihost.versions import hash_source_files, read_package_versions
+from dstrain.launch.processes import get_host_id
 from dstrain.launch.threads import count_available_cores
 from dstrain.launch.topology import Worker, count_gpus, gpus_support_bf16
-from dstrain.launch.versions import hash_source_files, read_package_versions
 
 CONNECT_TIMEOUT_SECONDS = 10.0
 _EXTERNAL_ADDRESS = "192.0.2.1"
@@ -36,17 +37,6 @@ def collect_host_info(token: str, cwd: str, cpu: bool) -> dict[str, Any]:
         "reached_at": _ssh_server_address(),
         "addresses": get_interfaces_by_address(),
     }
-
-
-def get_host_id() -> str:
-    """The same for two names of one machine, another one for every container that has processes of its own."""
-    parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        try:
-            parts.append(os.readlink(path) if path.endswith("pid") else Path(path).read_text().strip())
-        except OSError:
-            parts.append("")
-    return " ".join(parts)
 
 
 def get_interfaces_by_address() -> dict[str, str]:

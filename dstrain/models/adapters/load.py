@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from dstrain.errors import Fault, RecipeError
+from dstrain.errors import Fault, RecipeError, first_names
 from dstrain.models.folder.adapter_config import (
     CONFIG_FILE,
     DOWNLOAD_FIX,
@@ -88,12 +88,10 @@ def _match_tensors(model: Any, adapter: Adapter) -> tuple[Any, dict[str, torch.T
     places = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
     lacking = sorted(places.keys() - stored.keys())
     if lacking:
-        raise _mismatch_error(adapter, f"it lacks {lacking[0]}" + _and_more(lacking))
+        raise _mismatch_error(adapter, f"it lacks {first_names(lacking)}")
     saved = {name: named.get(_model_key(name)) for name in stored if name not in places}
     if homeless := sorted(name for name, place in saved.items() if place is None):
-        raise _mismatch_error(
-            adapter, f"the model has no place for its {_model_key(homeless[0])}" + _and_more(homeless)
-        )
+        raise _mismatch_error(adapter, f"the model has no place for its {first_names([*map(_model_key, homeless)])}")
     places |= cast("dict[str, torch.Tensor]", saved)
     for name, place in places.items():
         if stored[name].shape != full_shape(place):
@@ -106,10 +104,6 @@ def _match_tensors(model: Any, adapter: Adapter) -> tuple[Any, dict[str, torch.T
 def _model_key(name: str) -> str:
     """A name in the file as the model has it: peft saves an embedding that it adapts, too."""
     return name.removeprefix(STATE_DICT_PREFIX).replace(".base_layer.", ".")
-
-
-def _and_more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def _mismatch_error(adapter: Adapter, reason: str) -> RecipeError:

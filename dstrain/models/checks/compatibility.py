@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dstrain.config.schema import ModelConfig, RunConfig
-from dstrain.errors import DataError, Fault, RecipeError, first_names
+from dstrain.errors import MAX_NAMES, DataError, Fault, RecipeError, first_names
 from dstrain.models.adapters.load import check_adapter
 from dstrain.models.checks.max_positions import check_positions, rope_length_warning
 from dstrain.models.checks.preflight import bidirectional_fault
@@ -18,7 +18,6 @@ from dstrain.models.params.freeze import freeze, trains_on_text
 from dstrain.models.params.groups import check_freeze_and_groups
 from dstrain.models.weights.init_weights import check_init
 from dstrain.models.weights.load_report import (
-    MAX_NAMES,
     LoadReport,
     build_load_report,
     is_head_key,

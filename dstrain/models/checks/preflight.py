@@ -14,6 +14,7 @@ from dstrain.errors import Fault, RecipeError, suggest_name
 from dstrain.models.folder.adapter_config import CONFIG_FILE as ADAPTER_CONFIG
 from dstrain.models.folder.adapter_config import read_adapter
 from dstrain.models.folder.hub_code import check_hub_code
+from dstrain.models.folder.location import is_local_path
 from dstrain.models.folder.model_types import is_bidirectional, max_learned_positions
 from dstrain.models.folder.tokenizer_files import find_tokenizer_files, find_tokenizer_folder
 from dstrain.models.weights.check_files import check_weight_files
@@ -81,9 +82,8 @@ def _check_weights(model: ModelConfig) -> list[Fault]:
 def _read_config(name: str, key: str) -> dict[str, Any] | list[Fault] | None:
     """The config.json of a local folder; faults where it cannot be read; None for a hub id."""
     folder = Path(name).expanduser()
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if not os.path.isdir(folder):
-        if not looks_local and not os.path.exists(folder):
+        if not is_local_path(name) and not os.path.exists(folder):
             return None
         problem = "is a file, not a folder" if os.path.exists(folder) else "is no folder"
         return [Fault(key, f"'{name}' {problem}", f"give an existing folder or a hub id (we are in {Path.cwd()})")]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.errors import Fault, RecipeError
+from dstrain.models.folder.location import is_local_path
 
 if TYPE_CHECKING:
     from dstrain.config.schema import ModelConfig
@@ -124,7 +125,7 @@ def _find_merge_problem(folder: Path, values: Mapping[str, Any]) -> tuple[str, s
             f"and there is no {WEIGHTS_FILE}",
             "export or download it again; pickles (adapter_model.bin) are not read",
         )
-    if base.startswith((".", "/", "~")) and not Path(base).expanduser().is_dir():
+    if is_local_path(base) and not Path(base).expanduser().is_dir():
         return (
             "which is not there",
             f"put the model there, or write its folder into {CONFIG_FILE} (base_model_name_or_path)",

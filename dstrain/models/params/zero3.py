@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
+from dstrain.distributed.deepspeed_patches import skip_shm_comm_build
+
 if TYPE_CHECKING:
     import torch
 
@@ -16,14 +18,10 @@ def is_zero3(ds_config: Mapping[str, Any]) -> bool:
 
 
 def init_deepspeed() -> None:
-    """Have DeepSpeed use the process group that stands. Collective.
-
-    On a CPU it would compile a shared-memory all-reduce for inference at every first start: it needs a compiler, a
-    killed build locks all later ones out, and a killed run leaves 66 MiB a rank in /dev/shm.
-    """
+    """Let DeepSpeed use the existing process group. Collective."""
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    skip_shm_comm_build()
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 

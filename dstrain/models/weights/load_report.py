@@ -18,9 +18,6 @@ from dstrain.models.weights.files import find_weight_files, open_tensors
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MAX_NAMES = 3
-"""How many names a sentence holds."""
-
 QUANTIZED_DTYPE = re.compile(r"(F8|I8|U8|I4|F4|float8|int8|uint8)\w*")
 """Types of values that mean nothing without their scales."""
 

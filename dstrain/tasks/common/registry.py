@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import os
 import pkgutil
-import shutil
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dstrain.config.schema import RunConfig
 from dstrain.errors import Fault, TaskError, suggest_name
+from dstrain.files import atomic_write, remove_stale_partials
 from dstrain.tasks.common.old_names import accept_old_names
 from dstrain.tasks.common.task import Task
 
@@ -98,9 +98,8 @@ def copy_task_file(task: Task, folder: Path) -> None:
     if source is None or source == kept.resolve():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{TASK_FILE}.new"
-    shutil.copyfile(source, temporary)
-    os.replace(temporary, kept)
+    remove_stale_partials(kept)
+    atomic_write(kept, source.read_bytes())
 
 
 def _import_from_file(path: Path) -> ModuleType:

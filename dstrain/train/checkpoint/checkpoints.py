@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from dstrain.batch import Progress
-from dstrain.distributed.collective_log import find_connection_error
-from dstrain.distributed.world import World
+from dstrain.distributed.connection_errors import find_connection_error, unknown_peer_message
+from dstrain.distributed.world import Ranks
 from dstrain.errors import CheckpointError, PeerFailureError, RunFolderTakenError
-from dstrain.report.run_log import format_current_time, sync_folder
+from dstrain.files import sync_folder
+from dstrain.report.run_log import format_current_time
 from dstrain.train.checkpoint.nfs import clear_path, remove_folder, rename_folder
 from dstrain.train.checkpoint.select import clear_best, read_best_name, restore_best_copy, set_best
-from dstrain.train.health.rank_status import unknown_peer_message
 from dstrain.train.state.hashed_file import FileEntry
 from dstrain.train.state.manifest import (
     MANIFEST_FIELDS,
@@ -46,12 +46,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointManager:
+class CheckpointStore:
     """The checkpoints of a run."""
 
     folder: Path
     """`checkpoints` in the run folder; shared by all hosts."""
-    world: World
+    world: Ranks
     keep: int | None = 3
     """Newest checkpoints to keep; null for all."""
     keep_every: int | None = None

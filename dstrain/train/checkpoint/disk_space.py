@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dstrain.errors import CheckpointError
-from dstrain.train.checkpoint.checkpoints import CheckpointManager, list_superseded, remove_checkpoint
+from dstrain.train.checkpoint.checkpoints import CheckpointStore, list_superseded, remove_checkpoint
 from dstrain.train.checkpoint.select import read_best_name
 from dstrain.train.state.manifest import find_checkpoints, find_latest_complete, get_folder_size
 from dstrain.units import format_bytes
@@ -70,7 +70,7 @@ def check_disk_space(forecast: DiskForecast, folder: Path, prune_when_full: bool
 
 
 def ensure_disk_space(
-    checkpoints: CheckpointManager, num_bytes: int, prune_when_full: bool, log_event: Callable[..., None]
+    checkpoints: CheckpointStore, num_bytes: int, prune_when_full: bool, log_event: Callable[..., None]
 ) -> None:
     """See that about `size` bytes fit before anything is written. Raises CheckpointError on every rank. Collective.
 

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from dstrain.errors import CheckpointError
+from dstrain.errors import CheckpointError, describe_key_diff, first_names
 from dstrain.models.weights.files import open_tensors
 from dstrain.train.state.files import SAFETENSORS_DTYPES, CheckpointReader
 from dstrain.train.state.hashed_file import BLOCK_BYTES
-from dstrain.train.state.layout import WEIGHT_KEY
-from dstrain.train.state.load import first_names
+from dstrain.train.state.slices import WEIGHT_KEY
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,8 @@ def check_exported_files(folder: Path, expected: Mapping[str, torch.Tensor]) -> 
     unexpected = sorted(found.keys() - expected.keys())
     if missing or unexpected:
         raise CheckpointError(
-            f"what was written lacks {first_names(missing)} and has {first_names(unexpected)} too much; nothing was left there"
+            f"the exported files do not match the model: {describe_key_diff(missing, unexpected)}; "
+            "nothing was left there"
         )
     for name, stored in found.items():
         value = expected[name]
@@ -159,7 +159,7 @@ def check_loaded_model(model: torch.nn.Module, expected: Mapping[str, TensorDige
     missing, unexpected = _sorted_diff(expected, found), _sorted_diff(found, expected)
     if missing or unexpected:
         raise CheckpointError(
-            f"the reloaded model lacks {first_names(missing)} and has {first_names(unexpected)} too much; nothing was written"
+            f"the reloaded model does not match: {describe_key_diff(missing, unexpected)}; nothing was written"
         )
     wrong = []
     known: dict[tuple[Any, ...], TensorDigest] = {}

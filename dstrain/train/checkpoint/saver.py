@@ -14,10 +14,10 @@ import psutil
 import torch
 
 from dstrain.batch import Progress
-from dstrain.distributed.collective_log import COLLECTIVE_LOG
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.distributed.collective_log import CollectiveLog
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.disk_space import ensure_disk_space
-from dstrain.train.engine.deepspeed import Engine
+from dstrain.train.engine.base import Engine
 from dstrain.train.health.grace import GracePeriod
 from dstrain.train.state.files import StateFile, write_state
 from dstrain.units import format_bytes
@@ -30,7 +30,7 @@ HOST_MEMORY_FRACTION = 0.9
 class CheckpointSaver:
     """Writes checkpoints. At most one is in flight; whoever comes next waits for it."""
 
-    checkpoints: CheckpointManager
+    checkpoints: CheckpointStore
     """With a process group of its own, where `background`."""
     engine: Engine
     run_info: Mapping[str, Any]
@@ -59,7 +59,8 @@ class CheckpointSaver:
         ensure_disk_space(self.checkpoints, self.checkpoint_size, self.prune_when_full, self.log_event)
         about = self.engine.state_metadata() if self.engine.world.rank == 0 else None
         if not self._can_save_async(is_last):
-            write = partial(write_state, state_files=_with_heartbeats(self.engine.state_files()), metadata=about)
+            state_files = _with_progress(self.engine.state_files(), self.engine.world.log)
+            write = partial(write_state, state_files=state_files, metadata=about)
             folder = self.checkpoints.save(write, progress, self.run_info, metric)
             seconds = time.perf_counter() - start
             self._log_saved(progress, folder, seconds, seconds)
@@ -76,6 +77,17 @@ class CheckpointSaver:
         if flight is not None:
             flight.thread.join()
             self._finish_save(flight)
+
+    def poll(self) -> None:
+        """Commit a background save once every rank has written it. Collective while one is in flight.
+
+        Raises on every rank an error that kept any rank from writing it.
+        """
+        if self._async_save is None:  # the same on every rank: saves begin and end together
+            return
+        failed, writing = self.engine.world.sum([self.has_failed, not self.is_finished])
+        if failed or not writing:
+            self.wait()
 
     @property
     def is_finished(self) -> bool:
@@ -122,17 +134,17 @@ class CheckpointSaver:
             where = f"a copy of {format_bytes(needed)} does not fit into host memory, {format_bytes(free)} are free"
             why = "the optimizer's state lies on a disk" if self.is_state_on_nvme else where
             if not self._reason_logged:
-                self.log_event("save_waits", why=why)
+                self.log_event("async_save_unavailable", why=why)
             self._reason_logged = True
             return False
         return True
 
 
-def _with_heartbeats(state_files: Iterable[StateFile]) -> Iterator[StateFile]:
-    """The shards, each of them progress."""
-    for shard in state_files:
-        COLLECTIVE_LOG.record_progress()
-        yield shard
+def _with_progress(state_files: Iterable[StateFile], log: CollectiveLog) -> Iterator[StateFile]:
+    """Yield the files, recording progress for each, so that a long save does not look like a stalled run."""
+    for state_file in state_files:
+        log.record_progress()
+        yield state_file
 
 
 class _AsyncSave:

@@ -11,6 +11,7 @@ from dstrain.batch import Batch, StepResult, to_floats
 from dstrain.distributed.world import World
 from dstrain.models.adapters.lora import adapters_disabled
 from dstrain.tasks import Task
+from dstrain.train.state.load import StoredModel
 
 MetricSums = dict[str, tuple[torch.Tensor, torch.Tensor | float]]
 """Name -> (sum, weight). A weight that the host knows stays a number: a copy of it to a GPU would wait for the GPU."""
@@ -46,9 +47,9 @@ class TrainModule(torch.nn.Module):
         """Parameters of the model that are trained. Decided here, once: `requires_grad` may be changed later by a library."""
 
     @property
-    def has_adapters(self) -> bool:
-        """Whether adapters learn on a frozen base, which checkpoints then leave out."""
-        return self.task.recipe.model.lora is not None
+    def stored_model(self) -> StoredModel:
+        """The model, and which of its parameters checkpoints hold: with LoRA the frozen base is left out."""
+        return StoredModel(self.model, self.trainable_names, self.task.recipe.model.lora is not None)
 
     def forward(self, batch: Batch, stats_only: bool = False) -> tuple[Any, MetricSums]:
         """(scalar sum of the loss, name -> (sum, weight)); a filler's are all zero.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from dstrain.config.schema import OptimConfig
+from dstrain.distributed.deepspeed_patches import uncompile_muon
 from dstrain.models.params.groups import ParamGroup
 
 MUON_MOMENTUM = 0.95
@@ -70,10 +70,7 @@ def _make_muon(param_groups: Sequence[ParamGroup], optim: OptimConfig) -> Any:
 
     Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024); AdamW for the other groups.
     """
-    from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
-
-    for module in (original_muon, muon_optimizer):
-        _unwrap_compiled(module)
+    muon_optimizer = uncompile_muon()
     params: list[dict[str, Any]] = []
     for group in param_groups:
         own = {"momentum": MUON_MOMENTUM} if group.use_muon else {"betas": optim.betas, "eps": optim.eps}
@@ -83,21 +80,10 @@ def _make_muon(param_groups: Sequence[ParamGroup], optim: OptimConfig) -> Any:
         for parameter in group.params:
             parameter.use_muon = group.use_muon  # ZeRO's optimizers look here
 
-    class Muon(muon_optimizer.MuonWithAuxAdam):
+    class Muon(muon_optimizer.MuonWithAuxAdam):  # type: ignore[name-defined]
         def step(self, closure: None = None, step_id: int | None = None) -> None:
             """No step without gradients, as where one was not finite: DeepSpeed's would go on along the momentum."""
             if any(parameter.grad is not None for group in self.param_groups for parameter in group["params"]):
                 super().step(closure, step_id)
 
     return Muon(params)
-
-
-def _unwrap_compiled(module: Any) -> None:
-    """Put the plain functions in the place of those that DeepSpeed hands to torch.compile.
-
-    Compiled, they round as the shapes seen before have made them: a resumed run, whose first shape is another, would
-    differ. And they need a compiler on every host.
-    """
-    for name in ("muon_update", "zeropower_via_newtonschulz5", "zeropower_via_gram_newtonschulz"):
-        if hasattr(module, name):
-            setattr(module, name, inspect.unwrap(getattr(module, name)))

@@ -1,4 +1,4 @@
-"""Whether a stop by a signal can write its checkpoint before the SIGKILL that follows the signal."""
+"""Check that a checkpoint can be written between SIGTERM and SIGKILL."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable
 from statistics import median
 
 STEP_TIME_WINDOW = 21
-"""Steps whose median tells how long one takes."""
+"""Number of recent steps whose median is the expected time of a step."""
 
 
 class GracePeriod:
-    """Compares what a stop takes, the rest of a step and a save, with the time that is given for it."""
+    """Comparison of the time a stop takes (the rest of a step and a save) with the grace period."""
 
     def __init__(
         self, seconds: float | None, log_event: Callable[..., None] = lambda *_, **__: None, has_terminal: bool = False
     ) -> None:
-        """`seconds`: `launch.grace_seconds`. `tell` writes an event. `says`: this rank has the terminal."""
+        """`seconds` is `launch.grace_seconds`, None to check nothing; `has_terminal` is true on rank 0."""
         self._seconds, self._log_event, self._has_terminal = seconds, log_event, has_terminal
         self._step_seconds: deque[float] = deque(maxlen=STEP_TIME_WINDOW)
         self._save_seconds: float | None = None
@@ -25,31 +25,31 @@ class GracePeriod:
         self._has_warned = False
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """Start the clock of a step."""
         self._step_start = time.monotonic()
 
     def end_step(self) -> None:
-        """It is done."""
+        """Record the duration of the step."""
         self._step_seconds.append(time.monotonic() - self._step_start)
 
     def record_save(self, seconds: float) -> None:
-        """A checkpoint took so long. Warns once where a stop would take longer than is given."""
+        """Record the duration of a save in seconds; warn once if a stop would exceed the grace period."""
         self._save_seconds = seconds
         if self._seconds is None or self._has_warned or seconds + self._median_step_seconds() <= self._seconds:
             return
         self._has_warned = True
         what = (
-            f"a stop by a signal would not be done in time: a checkpoint takes {seconds:.1f} s and a step "
-            f"{self._median_step_seconds():.1f} s, and {self._seconds:g} s after SIGTERM comes SIGKILL (launch.grace_seconds); raise the "
-            f"scheduler's grace (Kubernetes: terminationGracePeriodSeconds; Slurm: KillWait, or --signal=USR1@120) and the "
-            f"key with it, or save faster"
+            f"a stop by a signal would not finish in time: a checkpoint takes {seconds:.1f} s and a step "
+            f"{self._median_step_seconds():.1f} s, but SIGKILL follows SIGTERM after {self._seconds:g} s "
+            f"(launch.grace_seconds); raise the scheduler's grace period (Kubernetes: "
+            f"terminationGracePeriodSeconds; Slurm: KillWait, or --signal=USR1@120) and the key, or save faster"
         )
         self._log_event("warning", what=what)
         if self._has_terminal:
             print(what, flush=True)
 
     def expected_stop_seconds(self) -> float | None:
-        """Seconds that a stop takes from the end of a step on; None before the first save."""
+        """Return the seconds a stop takes after the end of a step; None before the first save."""
         return self._save_seconds
 
     def _median_step_seconds(self) -> float:

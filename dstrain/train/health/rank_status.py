@@ -1,10 +1,4 @@
-"""The roll call: each rank leaves a word in the run folder when one of them is missed, and the missing one is named.
-
-    .workers/roll-TOKEN              grows by a byte with each call; TOKEN is this launch's
-    .workers/word-TOKEN-00000.json   what a rank last said of itself
-
-A rank answers from a thread of its own (`Watchdog`), also while it waits in a collective. Where one does not answer,
-it has ended, is stopped, or its host is out of reach."""
+"""Status files of the ranks, written when a collective fails, to name the rank that does not answer."""
 
 from __future__ import annotations
 
@@ -21,8 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from dstrain.distributed.collective_log import COLLECTIVE_LOG
+from dstrain.distributed.connection_errors import unknown_peer_message
 from dstrain.distributed.world import World
+from dstrain.files import atomic_write
 from dstrain.launch.processes import process_state
 from dstrain.launch.worker import LAUNCH_ID_ENV, get_workers_dir, read_rank_records
 from dstrain.train.health.diagnosis import FINAL_KINDS, Diagnosis, RankStatus, StatusReport, diagnose
@@ -30,18 +25,25 @@ from dstrain.train.health.diagnosis import FINAL_KINDS, Diagnosis, RankStatus, S
 T = TypeVar("T")
 
 STATUS_TIMEOUT_SECONDS = 5.0
-"""How long the words of the others are waited for; a rank known to have ended is not."""
+"""Wait for the status of other ranks; a rank known to have ended is not waited for."""
 _POLL_SECONDS = 0.1
 _STATE_TIMEOUT_SECONDS = {"gone": _POLL_SECONDS, "T": 1.0}
-"""By the kernel's word for a process of this host that gives none itself."""
+"""Shorter waits for processes of this host that do not answer, by their kernel state."""
 
 
 class RankStatusBoard:
-    """Call the roll of a launch's ranks, answer it, and judge what came. Files that cannot be used end nothing."""
+    """Status requests and answers of a launch's ranks, as files in the run folder.
+
+        .workers/roll-TOKEN              grows by one byte per request; TOKEN is unique per launch
+        .workers/word-TOKEN-00000.json   last status of a rank
+
+    A rank answers from the thread of its `Watchdog`, also while it waits in a collective. A rank that does not answer
+    has ended, is stopped, or its host is unreachable. Files that cannot be read or written are not an error here.
+    """
 
     def __init__(self, run_dir: Path, world: World) -> None:
-        """Collective."""
-        self.rank, self.size, self._run_dir = world.rank, world.size, run_dir
+        """Remove the files of earlier launches and exchange host names and pids. Collective."""
+        self.rank, self.size, self.log, self._run_dir = world.rank, world.size, world.log, run_dir
         self._status_dir = get_workers_dir(run_dir)
         self._requests_seen, self._last_status, self._lock = 0, ("ready", ""), threading.Lock()
         token = secrets.token_hex(4)
@@ -54,26 +56,25 @@ class RankStatusBoard:
         own = (socket.gethostname(), _pid_namespace(), os.getpid())
         self._initial_status = {self.rank: RankStatus(rank=self.rank, host=own[0], place=own[1], pid=own[2])}
         with contextlib.suppress(OSError):
-            self._write_status(
-                "ready", ""
-            )  # a network file system may hide a file that was looked for before it was there
+            # Written before anyone reads it: NFS caches for a while that a file does not exist.
+            self._write_status("ready", "")
         self._initial_status |= {
             rank: RankStatus(rank=rank, host=host, place=place, pid=pid)
             for rank, (host, place, pid) in enumerate(world.gather(own))
         }
 
     def _remove_old_files(self) -> None:
-        """Remove what earlier launches left."""
+        """Remove the status files of earlier launches."""
         self._status_dir.mkdir(parents=True, exist_ok=True)
         for old in (*self._status_dir.glob("word-*"), *self._status_dir.glob("roll-*")):
             old.unlink(missing_ok=True)
 
     def sign_off(self, kind: Literal["lost", "failed", "stopped", "done"], text: str = "") -> None:
-        """Say a last word, with which the others need not wait for another."""
+        """Write the last status of this rank; other ranks do not wait for a newer one."""
         call_with_timeout(lambda: self._write_status(kind, text), None, STATUS_TIMEOUT_SECONDS)
 
     def answer_request(self) -> None:
-        """Say where this rank is, if the roll was called since it last did."""
+        """Write this rank's status if it was requested since the last one."""
         with contextlib.suppress(OSError):
             size = self._num_requests()
             if size > self._requests_seen:
@@ -81,7 +82,10 @@ class RankStatusBoard:
                 self._write_status(*self._last_status)
 
     def request_diagnosis(self, reason: str, timeout: float = STATUS_TIMEOUT_SECONDS) -> Diagnosis:
-        """Call the roll and say who is missing; `why`: what the error said. Never raises, and never hangs."""
+        """Request the status of all ranks and diagnose it. Never raises and never hangs.
+
+        `reason` is the message of the error; an empty one asks without reporting this rank as failed.
+        """
         return call_with_timeout(
             lambda: diagnose(self._request_status(reason, timeout)),
             Diagnosis((), unknown_peer_message(reason)),
@@ -89,31 +93,35 @@ class RankStatusBoard:
         )
 
     def is_lowest_alive(self, missing: tuple[int, ...]) -> bool:
-        """Whether this rank is the one to speak for all."""
+        """Return True if this rank is the lowest that is not in `missing`: it reports for all."""
         return self.rank == min(set(range(self.size)) - set(missing), default=self.rank)
 
     def _request_status(self, reason: str, timeout: float) -> StatusReport:
         descriptor = os.open(self._request_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.write(descriptor, b".")
-        self._requests_seen = calls = os.fstat(descriptor).st_size
+        self._requests_seen = num_requests = os.fstat(descriptor).st_size
         os.close(descriptor)
         self._write_status("lost" if reason else self._last_status[0], reason)
-        words, answered, states = dict(self._initial_status), frozenset[int](), dict[int, str]()
-        began = time.monotonic()
+        statuses, answered, states = dict(self._initial_status), frozenset[int](), dict[int, str]()
+        started_at = time.monotonic()
         while True:
-            words |= {
-                rank: word for rank in words if rank not in answered and (word := self._read_status(rank)) is not None
+            statuses |= {
+                rank: status
+                for rank in statuses
+                if rank not in answered and (status := self._read_status(rank)) is not None
             }
-            answered = frozenset(rank for rank, word in words.items() if word.kind in FINAL_KINDS or word.seen >= calls)
-            states = {rank: self._kernel_state(words[rank]) for rank in words if rank not in answered}
-            waited = time.monotonic() - began
-            sure = max((_STATE_TIMEOUT_SECONDS.get(state, timeout) for state in states.values()), default=0.0)
-            if waited > min(sure, timeout) or not states:
-                return StatusReport(statuses=words, answered_ranks=answered, process_states=states, reason=reason)
+            answered = frozenset(
+                rank for rank, status in statuses.items() if status.kind in FINAL_KINDS or status.seen >= num_requests
+            )
+            states = {rank: self._kernel_state(statuses[rank]) for rank in statuses if rank not in answered}
+            waited = time.monotonic() - started_at
+            wait_seconds = max((_STATE_TIMEOUT_SECONDS.get(state, timeout) for state in states.values()), default=0.0)
+            if waited > min(wait_seconds, timeout) or not states:
+                return StatusReport(statuses=statuses, answered_ranks=answered, process_states=states, reason=reason)
             time.sleep(_POLL_SECONDS)
 
     def _kernel_state(self, status: RankStatus) -> str:
-        """What the kernel says of the rank's process; empty where it is another host's. A zombie has ended."""
+        """Return the kernel's state letter of a rank's process, `gone` for a zombie, "" on another host."""
         state = process_state(status.pid) if status.place == _pid_namespace() else ""
         return "gone" if state == "Z" else state
 
@@ -123,19 +131,17 @@ class RankStatusBoard:
                 kind, text = self._last_status
             self._last_status = (kind if kind in FINAL_KINDS else "alive", text)
             now = {
-                "quiet": round(COLLECTIVE_LOG.idle_seconds(), 3),
-                "doing": COLLECTIVE_LOG.phase,
-                "step": COLLECTIVE_LOG.step,
-                "lines": COLLECTIVE_LOG.snapshot(),
+                "quiet": round(self.log.idle_seconds(), 3),
+                "doing": self.log.phase,
+                "step": self.log.step,
+                "lines": self.log.snapshot(),
             }
             said = {"kind": self._last_status[0], "seen": self._requests_seen, "text": text}
             path = self._status_path(self.rank)
-            partial = path.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps(asdict(self._initial_status[self.rank]) | said | now), encoding="utf-8")
-            os.replace(partial, path)
+            atomic_write(path, json.dumps(asdict(self._initial_status[self.rank]) | said | now))
 
     def _read_status(self, rank: int) -> RankStatus | None:
-        """What a rank said; where it said nothing, what its record says of how it ended."""
+        """Return a rank's status file, or a status made of its exit record; None if there is neither."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             return RankStatus(**json.loads(self._status_path(rank).read_text(encoding="utf-8")))
         record = read_rank_records(self._run_dir, os.environ.get(LAUNCH_ID_ENV, "")).get(rank)
@@ -146,7 +152,7 @@ class RankStatusBoard:
         )
 
     def _num_requests(self) -> int:
-        """Opened, so that a network file system asks its server."""
+        """Return the number of requests. The file is opened so that NFS asks its server for the size."""
         with self._request_file.open("rb") as file:
             return os.fstat(file.fileno()).st_size
 
@@ -155,28 +161,23 @@ class RankStatusBoard:
 
 
 def call_with_timeout(function: Callable[[], T], fallback: T, timeout: float) -> T:
-    """What `act` gives; `otherwise` where it raises or takes longer: a file system may hang as well."""
+    """Return `function()`, or `fallback` if it raises or takes longer: a file system may hang."""
     result = [fallback]
 
     def run() -> None:
         with contextlib.suppress(Exception):
             result[0] = function()
 
-    thread = threading.Thread(target=run, name="roll-call", daemon=True)
+    thread = threading.Thread(target=run, name="call-with-timeout", daemon=True)
     thread.start()
     thread.join(timeout)
     return result[0]
 
 
-def unknown_peer_message(reason: str) -> str:
-    """What can be said where nobody can be asked."""
-    return f"another process has ended or does not answer ({reason}), its log says why"
-
-
 @cache
 def _pid_namespace() -> str:
-    """This host and pid namespace, where a pid means something."""
+    """Return host name and pid namespace: pids can be compared only within both."""
     try:
         return f"{socket.gethostname()} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
-        return f"{socket.gethostname()} {secrets.token_hex(4)}"  # no /proc: a pid says nothing
+        return f"{socket.gethostname()} {secrets.token_hex(4)}"  # no /proc: never equal

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: it finishes the step, saves, and exits with 75."""
+"""Stop signals: the run finishes the current step, saves a checkpoint and exits with 75."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from dstrain.errors import RunError
-from dstrain.launch.exit_code import EXIT_STOPPED
+from dstrain.distributed.world import World
+from dstrain.errors import EXIT_STOPPED, RunError
 from dstrain.launch.worker import DUPLICATE_SIGNAL_SECONDS
 from dstrain.train.state.manifest import find_latest_complete
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 FORCED_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""Of these a second one ends the process. USR1 and HUP are often sent ahead of a SIGTERM, which is the first then."""
+"""A second one of these ends the process. Schedulers often send USR1 or HUP before a first SIGTERM."""
 
 
 class StoppedBySignal(BaseException):
-    """A signal came before the first step. Not an Exception: what runs then must not take it for an error of its own."""
+    """A signal before the first step. Not an Exception, so that `except Exception` in a library does not catch it."""
 
     def __init__(self, signal_name: str) -> None:
         self.signal_name = signal_name
@@ -31,26 +31,35 @@ class StoppedBySignal(BaseException):
 
 
 class SignalHandler:
-    """Within `with`, signals ask for an end. Before the first step it comes at once, as Interrupted; after `begin` the
-    signal is noted, so that the step is finished and saved. A second SIGTERM or SIGINT ends the process then and there.
+    """Context in which signals ask for a stop.
 
-    Enter it in the main thread; within itself that does nothing.
+    Before `begin_training` a signal raises StoppedBySignal at once. Later it is recorded, and the loop
+    finishes the step and saves. A second SIGTERM or SIGINT ends the process immediately. Enter the
+    context in the main thread; entering it again inside has no effect.
     """
 
     def __init__(self) -> None:
         self.received_signal: str | None = None
-        """Name of the signal this rank got; the loop stops once any rank has one (`Run.stops`)."""
+        """Signal that this rank got; the loop stops once any rank has one (`Run.should_stop`)."""
         self.agreed_signal: str | None = None
-        """Name of the signal that one of the ranks got, known to all."""
+        """Signal that a rank got, known to all ranks."""
         self.is_done = False
-        """Whether the work is done: signals mean nothing then, but end nothing either until it is recorded."""
+        """True once the work is done: a signal must not end the process before its result is recorded."""
         self._first_signal_time: float | None = None
         self._depth = 0
         self._is_training = False
         self._previous_handlers: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
+    def agree(self, world: World) -> str | None:
+        """Return the signal that any rank got, the same on every rank; None if no rank got one. Collective."""
+        counts = world.sum([float(self.received_signal == number.name) for number in STOP_SIGNALS])
+        agreed = [number.name for number, ranks in zip(STOP_SIGNALS, counts, strict=True) if ranks]
+        if agreed:
+            self.agreed_signal = agreed[0]
+        return agreed[0] if agreed else None
+
     def begin_training(self) -> None:
-        """The first step is about to come: from here on signals are noted. Raises Interrupted where one came before."""
+        """Record signals from here on, instead of raising. Raises StoppedBySignal if one came before."""
         self._is_training = True
         if self.received_signal is not None:
             raise StoppedBySignal(self.received_signal)
@@ -61,7 +70,7 @@ class SignalHandler:
             for number in STOP_SIGNALS:
                 handler = signal.getsignal(number)
                 if number is signal.SIGHUP and handler is signal.SIG_IGN:
-                    continue  # nohup: the terminal may go
+                    continue  # started by nohup: the terminal may be closed
                 self._previous_handlers[number] = handler
                 signal.signal(number, self._handle)
         return self
@@ -81,7 +90,7 @@ class SignalHandler:
             if (
                 self._first_signal_time is not None
                 and time.monotonic() - self._first_signal_time > DUPLICATE_SIGNAL_SECONDS
-            ):
+            ):  # a launcher and the shell may both send the first one, a moment apart
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
             self._first_signal_time = self._first_signal_time or time.monotonic()
@@ -90,9 +99,9 @@ class SignalHandler:
 
 
 def run_with_signals(function: Callable[[SignalHandler], int], signal_handler: SignalHandler, run_dir: Path) -> int:
-    """The exit code of `work`; 75 and a line where a signal came before its first step, and a checkpoint is there.
+    """Return the exit code of `function`, or 75 after a signal before its first step.
 
-    Raises RunError where none is: 75 promises one.
+    Raises RunError if there is no checkpoint then: code 75 promises one to the scheduler.
     """
     with signal_handler:
         try:
@@ -102,7 +111,7 @@ def run_with_signals(function: Callable[[SignalHandler], int], signal_handler: S
             if find_latest_complete(run_dir / "checkpoints") is None:
                 raise RunError(f"stopped by {stop}") from None
             code = EXIT_STOPPED
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):  # the terminal may be gone; the exit code counts
                 print(f"stopped by {stop}", flush=True)
         signal_handler.is_done = True
         return code

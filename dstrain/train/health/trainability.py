@@ -1,4 +1,4 @@
-"""Whether what should learn does: looked at once, after the first steps."""
+"""Check after the first steps that every trainable parameter gets gradients and changes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from typing import Any
 import torch
 
 from dstrain.batch import StepResult
-from dstrain.errors import RunError
-from dstrain.train.engine.deepspeed import Engine
+from dstrain.errors import RunError, first_names
+from dstrain.train.engine.base import Engine
 from dstrain.train.engine.module import TrainModule
-from dstrain.train.state.layout import StateSlice
-from dstrain.train.state.load import first_names
+from dstrain.train.state.slices import StateSlice
 
 CHECKED_STEPS = 3
-"""Steps taken before the look: LoRA's first matrices move only from the second on, as the others begin at zero."""
+"""Steps before the check. LoRA's A matrices change only from the second on: B starts at zero, and so do their gradients."""
 CHUNK_NUMEL = 1 << 22
-"""Values that are summed at a time."""
+"""Values summed at a time, which bounds the float64 copy."""
 
 
 class TrainabilityCheck:
-    """Names the parameters that should learn and got no gradient or did not move; an error where none moved."""
+    """Report of trainable parameters without a gradient or without a change after the first steps.
+
+    It is an error if none changed.
+    """
 
     def __init__(self, engine: Engine, train_module: TrainModule, log_event: Callable[..., None]) -> None:
         self._engine, self._train_module, self._log_event = engine, train_module, log_event
@@ -32,15 +34,20 @@ class TrainabilityCheck:
         self._steps_left = CHECKED_STEPS
 
     def start(self) -> None:
-        """Note where the weights are. Call after a load. Collective where they lie on a disk."""
+        """Record checksums of the weights. Call it after loading. Collective if weights are offloaded to NVMe."""
         for name, parameter in self._train_module.model.named_parameters():
             if name in self._train_module.trainable_names:
                 self._trainable_names.append(name)
+                # A hook, since ZeRO partitions and frees gradients before the step returns.
                 self._hooks.append(parameter.register_hook(self._make_grad_hook(name)))
         self._initial_checksums = dict(_iter_checksums(self._engine.state_slices()))
 
     def check_step(self, result: StepResult, lr: float) -> None:
-        """Take notice of a step; the look is taken once. Raises RunError on every rank alike. Collective then."""
+        """Count a step, and run the check after the last of `CHECKED_STEPS`; that call is collective.
+
+        Raises RunError on every rank alike if no parameter changed.
+        """
+        # A skipped step, or one with learning rate 0, changes nothing.
         if not self._steps_left or not result.applied or not lr:
             return
         self._steps_left -= 1
@@ -59,18 +66,19 @@ class TrainabilityCheck:
             for (name, start), found in _iter_checksums(self._engine.state_slices())
             if found != self._initial_checksums[name, start]
         }
+        # Each rank holds a part of the state, and a rank's micro-batches may not reach every parameter.
         moved = set().union(*world.gather(moved))
         reached = set().union(*world.gather(self._names_with_grad))
         without = [name for name in self._trainable_names if name not in reached]
         still = [name for name in self._trainable_names if name in reached and name not in moved]
         if not moved:
             raise RunError(
-                f"none of the {len(self._trainable_names)} parameters that should learn moved in the first {CHECKED_STEPS} steps (rate {lr:g}): "
-                + ("none got a gradient; the task's loss must hang on the model's outputs"
-                   if not reached else "raise optim.lr, or look at the task's loss")
+                f"none of the {len(self._trainable_names)} trainable parameters changed in the first {CHECKED_STEPS} steps (learning rate {lr:g}): "
+                + ("none got a gradient; the task's loss must depend on the model's outputs"
+                   if not reached else "raise optim.lr, or check the task's loss")
             )  # fmt: skip
         if without or still:
-            self._log_event("not_learning", without_gradient=without, not_moved=still)
+            self._log_event("parameters_without_update", without_gradient=without, not_moved=still)
             if world.rank == 0:
                 print("\n".join(self._format_warnings(without, still)), flush=True)
 
@@ -78,15 +86,18 @@ class TrainabilityCheck:
         total = len(self._trainable_names)
         if without_grad:
             yield (
-                f"warning: {len(without_grad)} of {total} parameters that should learn got no gradient in the first {CHECKED_STEPS} "
-                f"steps: {first_names(without_grad)}; the loss does not use them: put them into model.freeze, or fix the task"
+                f"warning: {len(without_grad)} of {total} trainable parameters got no gradient in the first {CHECKED_STEPS} "
+                f"steps: {first_names(without_grad)}; the loss does not depend on them: add them to model.freeze, or fix the task"
             )
         if unchanged:
-            yield f"warning: {len(unchanged)} of {total} did not move, their gradients were zero: {first_names(unchanged)}"
+            yield f"warning: {len(unchanged)} of {total} did not change, their gradients were zero: {first_names(unchanged)}"
 
 
 def _iter_checksums(slices: Iterable[Sequence[StateSlice]]) -> Iterator[tuple[tuple[str, int], tuple[int, float]]]:
-    """((parameter, first value), sums that change with any of its values) of the stretches that learn here."""
+    """Yield ((parameter, first element), checksums) of the trainable ranges on this rank.
+
+    The sum of the bits finds a change that the sum of the values rounds away.
+    """
     for parts in slices:
         for part in parts:
             if part.optimizer is None:

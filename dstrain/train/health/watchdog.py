@@ -1,10 +1,4 @@
-"""A thread on each rank that answers roll calls, and reports a run in which nothing moves. It ends nothing.
-
-Two watches, since each is blind where the other sees. A Python thread knows what was progress, can ask the other
-ranks and write a sentence, but does not run while a call into C keeps the interpreter's lock. The C thread of
-`faulthandler` needs no lock, but knows a deadline only and can write stacks only. So the Python thread puts the C
-thread's deadline off for as long as it runs itself: that one fires only where nothing in Python runs any more.
-"""
+"""Watchdog thread of each rank: answers status requests and reports a stalled run; it ends nothing."""
 
 from __future__ import annotations
 
@@ -19,20 +13,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from dstrain.distributed.collective_log import COLLECTIVE_LOG, find_connection_error
+from dstrain.distributed.collective_log import CollectiveLog
+from dstrain.distributed.connection_errors import find_connection_error, unknown_peer_message
 from dstrain.distributed.world import World
 from dstrain.errors import PeerFailureError, one_line
 from dstrain.report.run_log import RunLog, format_current_time
-from dstrain.train.health.rank_status import STATUS_TIMEOUT_SECONDS, RankStatusBoard, unknown_peer_message
+from dstrain.train.health.rank_status import STATUS_TIMEOUT_SECONDS, RankStatusBoard
 from dstrain.train.health.signals import StoppedBySignal
 
 STALL_FRACTION = 0.8
-"""Of the groups' timeout, after which a run in which nothing moves is reported."""
+"""Share of the process groups' timeout after which a run without progress is reported."""
 RESTART_HINT = "fix the cause and start again: the run goes on from its newest whole checkpoint"
 
 
 class Watchdog:
-    """Within `with`, roll calls are answered; and while `LEDGER.doing` says that something is under way, it is watched."""
+    """Context manager that answers status requests and watches the phase named by `world.log.phase`.
+
+    Two timers: a Python thread can ask other ranks but is blocked while C code holds the GIL; faulthandler's C timer is
+    not, but can only dump stacks. The Python thread postpones the C timer while it runs, so that the C timer fires only
+    if no Python code runs any more.
+    """
 
     def __init__(self, status_board: RankStatusBoard, run_dir: Path, timeout: timedelta) -> None:
         self._status_board, self._run_dir, self._timeout = status_board, run_dir, timeout.total_seconds()
@@ -54,7 +54,7 @@ class Watchdog:
         self, exc_type: type[BaseException] | None, exc_value: BaseException | None, exc_tb: TracebackType | None
     ) -> None:
         self._stop_event.set()
-        self._thread.join(self._poll_seconds)  # it may hang in a file system: it must not keep this one
+        self._thread.join(self._poll_seconds)  # bounded: it may hang in a file system
         faulthandler.cancel_dump_traceback_later()
         if self._stacks_file is not None and not self._thread.is_alive():
             self._stacks_file.close()
@@ -63,55 +63,59 @@ class Watchdog:
 
     def _poll_until_stopped(self) -> None:
         while not self._stop_event.wait(self._poll_seconds):
-            with contextlib.suppress(Exception):  # a full disk, say: it only reports, and must not end
+            with contextlib.suppress(Exception):  # such as a full disk: reporting must not end the thread
                 self._check_progress()
 
     def _check_progress(self) -> None:
-        quiet = COLLECTIVE_LOG.idle_seconds()
+        log = self._status_board.log
+        idle = log.idle_seconds()
         self._reset_faulthandler()
-        if quiet > 2 * self._poll_seconds:
+        if idle > 2 * self._poll_seconds:
             self._status_board.answer_request()
-        if not COLLECTIVE_LOG.phase or quiet < self._max_idle_seconds:
+        if not log.phase or idle < self._max_idle_seconds:
             self._has_reported = False
         elif not self._has_reported:
             self._has_reported = True
-            self._report_idle(quiet)
+            self._report_idle(idle)
 
     def _reset_faulthandler(self) -> None:
-        """Arm the C thread anew. It costs a thread, so not at every tick."""
+        """Postpone the C timer. Each call starts a C thread, so not at every poll."""
         self._seconds_to_rearm -= self._poll_seconds
         if self._seconds_to_rearm <= 0 and self._stacks_file is not None:
             self._seconds_to_rearm = self._max_idle_seconds / 10
             faulthandler.dump_traceback_later(self._timeout, file=self._stacks_file)
 
     def _report_idle(self, idle_seconds: float) -> None:
-        """This rank's stacks; and from the lowest rank that answers, one line and one event for all."""
-        doing, step = COLLECTIVE_LOG.phase, COLLECTIVE_LOG.step
+        """Write this rank's stacks; on the lowest rank that answers also print a line and log an event."""
+        log = self._status_board.log
+        doing, step = log.phase, log.step
         if self._stacks_file is not None:
             with contextlib.suppress(OSError):
                 self._stacks_file.write(
-                    f"\n{format_current_time()} {doing}: nothing moved for {idle_seconds:.0f} s; {_format_last_collectives()}\n"
+                    f"\n{format_current_time()} {doing}: nothing moved for {idle_seconds:.0f} s; {_format_last_collectives(log)}\n"
                 )
                 self._stacks_file.flush()
                 faulthandler.dump_traceback(self._stacks_file, all_threads=True)
-        verdict = self._status_board.request_diagnosis("", timeout=min(STATUS_TIMEOUT_SECONDS, 4 * self._poll_seconds))
+        diagnosis = self._status_board.request_diagnosis(
+            "", timeout=min(STATUS_TIMEOUT_SECONDS, 4 * self._poll_seconds)
+        )
         if (
-            not self._status_board.is_lowest_alive(verdict.ranks)
+            not self._status_board.is_lowest_alive(diagnosis.ranks)
             or self._stop_event.is_set()
-            or COLLECTIVE_LOG.idle_seconds() < self._max_idle_seconds
+            or log.idle_seconds() < self._max_idle_seconds
         ):
             return
         ends = f"it ends after {self._timeout:.0f} s (timeout_minutes)"
         with contextlib.suppress(OSError, ValueError):
-            print(f"stalled: {doing}: {verdict.message}; {ends}", flush=True)
-        # Rank 0 writes it otherwise; of that nothing is heard, or it is this one.
+            print(f"stalled: {doing}: {diagnosis.message}; {ends}\n{diagnosis.table}", flush=True)
+        # Rank 0 writes events.jsonl otherwise; here it does not answer, or it is this rank.
         journal = RunLog(self._run_dir, rank=0)
         about = {
             "step": step,
             "doing": doing,
             "seconds": round(idle_seconds, 1),
-            "ranks": verdict.ranks,
-            "what": verdict.message,
+            "ranks": diagnosis.ranks,
+            "what": diagnosis.message,
         }
         journal.log_event("stalled", **about)
         journal.close()
@@ -122,7 +126,7 @@ def stacks_path(run_dir: Path, rank: int) -> Path:
 
 
 def _open_stacks_file(run_dir: Path, rank: int) -> IO[str] | None:
-    """The file for stacks, open before anything goes wrong."""
+    """Open the file for stacks, before a failure could prevent it; None if that fails."""
     path = stacks_path(run_dir, rank)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,69 +138,74 @@ def _open_stacks_file(run_dir: Path, rank: int) -> IO[str] | None:
 def _remove_if_empty(path: Path) -> None:
     if not path.stat().st_size:
         path.unlink()
-        path.parent.rmdir()  # raises where the others' are
+        path.parent.rmdir()  # raises if it holds files of other ranks
 
 
-def _format_last_collectives() -> str:
-    """`all_reduce no. 45 of group 1 (in it)`."""
-    lines = [(name, line) for name, line in COLLECTIVE_LOG.snapshot().items() if line["entered"]]
-    told = (
+def _format_last_collectives(log: CollectiveLog) -> str:
+    """Return `last collectives: all_reduce no. 45 of group 1 (in it)`."""
+    lines = [(name, line) for name, line in log.snapshot().items() if line["entered"]]
+    entries = (
         f"{line['names'][-1]} no. {line['entered']} of group {name}" + " (in it)" * (line["entered"] > line["left"])
         for name, line in lines
     )
-    return "last collectives: " + (", ".join(told) or "none")
+    return "last collectives: " + (", ".join(entries) or "none")
 
 
 @contextlib.contextmanager
 def peer_watchdog(
     run_dir: Path | None, world: World, timeout: timedelta, phase: str = "starting", fix: str = RESTART_HINT
 ) -> Iterator[None]:
-    """Inside, the processes of this launch look after each other: where one ends or falls silent, the others name it.
+    """Replace torch's connection errors inside by a PeerFailureError that names the failed rank. Collective.
 
-    What torch raises then becomes a LostError, or Interrupted where the other was stopped by a signal before the first
-    step. `run_dir` is shared by all; without one nobody can be named. `doing`: where `LEDGER` does not say. Collective.
+    Raises StoppedBySignal instead if the other rank was stopped by a signal before the first step. `run_dir` is shared
+    by all ranks; with None no rank can be named. `phase` is used while `world.log.phase` is empty. `fix` is the
+    last part of the message. The status of all ranks is printed as a table before the error is raised.
     """
-    roll = None
+    status_board = None
     try:
         if run_dir is None:
             yield
             return
-        roll = RankStatusBoard(run_dir, world)
-        with Watchdog(roll, run_dir, timeout):
+        status_board = RankStatusBoard(run_dir, world)
+        with Watchdog(status_board, run_dir, timeout):
             yield
-        roll.sign_off("done")
+        status_board.sign_off("done")
     except StoppedBySignal as stop:
-        if roll is not None:
-            roll.sign_off("stopped", stop.signal_name)
+        if status_board is not None:
+            status_board.sign_off("stopped", stop.signal_name)
         raise
     except Exception as error:
-        why = find_connection_error(error)
-        if why is None:
-            if roll is not None:
-                roll.sign_off("failed", one_line(f"{type(error).__name__}: {error}")[:500])
+        reason = find_connection_error(error)
+        if reason is None:
+            if status_board is not None:
+                status_board.sign_off("failed", one_line(f"{type(error).__name__}: {error}")[:500])
             raise
         known = (
             error
             if isinstance(error, PeerFailureError)
-            else PeerFailureError(COLLECTIVE_LOG.phase or phase, unknown_peer_message(why), fix)
+            else PeerFailureError(world.log.phase or phase, unknown_peer_message(reason), fix)
         )
-        if run_dir is None or roll is None:
+        if run_dir is None or status_board is None:
             raise known from error
-        _log_error(error, known.phase, roll.rank, run_dir)
-        verdict = roll.request_diagnosis(why)
-        if verdict.stop_signal:
-            raise StoppedBySignal(verdict.stop_signal) from error
-        raise PeerFailureError(known.phase, verdict.message, known.fix) from error
+        _log_error(error, known.phase, status_board, run_dir)
+        diagnosis = status_board.request_diagnosis(reason)
+        if diagnosis.stop_signal:
+            raise StoppedBySignal(diagnosis.stop_signal) from error
+        if diagnosis.table:
+            with contextlib.suppress(OSError, ValueError):  # a full disk or a closed stream
+                print(diagnosis.table, file=sys.stderr, flush=True)
+        raise PeerFailureError(known.phase, diagnosis.message, known.fix) from error
     finally:
-        COLLECTIVE_LOG.record_progress("")
+        world.log.record_progress("")
 
 
-def _log_error(error: Exception, phase: str, rank: int, run_dir: Path) -> None:
-    """Put what torch said into the log, and where it came from to the stacks."""
+def _log_error(error: Exception, phase: str, status_board: RankStatusBoard, run_dir: Path) -> None:
+    """Print torch's message, and append its traceback to the stacks file."""
     cause = error.__cause__ or error if isinstance(error, PeerFailureError) else error
     with contextlib.suppress(OSError):
-        print(f"rank {rank}: {type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
-        if (stacks := _open_stacks_file(run_dir, rank)) is not None:
-            stacks.write(f"\n{format_current_time()} {phase}: the error came from here; {_format_last_collectives()}\n")
+        print(f"rank {status_board.rank}: {type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
+        if (stacks := _open_stacks_file(run_dir, status_board.rank)) is not None:
+            last = _format_last_collectives(status_board.log)
+            stacks.write(f"\n{format_current_time()} {phase}: the error came from here; {last}\n")
             traceback.print_exception(cause, file=stacks)
             stacks.close()

@@ -1,4 +1,4 @@
-"""The weights that a run needs and that its checkpoints do not hold: under adapters, and in a reference beside the model."""
+"""Fingerprints of weights that checkpoints leave out: the LoRA base and the reference model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dstrain.errors import ResumeError
 from dstrain.models.params.zero3 import is_zero3
 from dstrain.models.weights.fingerprint import BASE_CHANGED_MESSAGE, weights_fingerprint
 from dstrain.tasks import Task
-from dstrain.train.resume.inputs import check_inputs_unchanged, is_change_allowed
+from dstrain.train.resume.inputs import check_inputs_unchanged
+from dstrain.train.resume.recorded import is_change_allowed
 from dstrain.train.state.manifest import CheckpointInfo
 
 
 def fingerprint_weights(task: Task, ds_config: Mapping[str, Any]) -> dict[str, str]:
-    """What each checkpoint's run.json records: `base`, where adapters learn on it, and `reference`, where it is a model of its own.
+    """Return the fingerprints for run.json: `base` with LoRA, and `reference` for a separate reference model.
 
-    Reads every byte of files whose hash is not in the cache, so it runs before any process group starts. The reference
-    counts also where its answers are remembered: another one would be asked anew. That of adapters is their base.
+    Reads every byte of files whose hash is not cached, so it runs before any process group starts. A
+    precomputed reference counts too, since its log-probs depend on it. With LoRA the reference is the base.
     """
     model, seed = task.recipe.model, task.recipe.seed
     coarse = is_half_precision_init(ds_config)
@@ -28,17 +29,17 @@ def fingerprint_weights(task: Task, ds_config: Mapping[str, Any]) -> dict[str, s
 
 
 def is_half_precision_init(ds_config: Mapping[str, Any]) -> bool:
-    """Whether weights that are drawn are drawn in 16 bits, as DeepSpeed does in shards."""
+    """Return True if new weights are initialized in 16 bits, as DeepSpeed does under ZeRO-3."""
     return is_zero3(ds_config) and any(ds_config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
 
 
 def check_fingerprints(
     checkpoint: CheckpointInfo, current: Mapping[str, Any], task: Task, allowed_keys: Collection[str]
 ) -> None:
-    """Raise ResumeError where a checkpoint's run had other weights or other data; `allowed` as --allow-change has it.
+    """Raise ResumeError if the checkpoint's run had other weights or data, unless `allowed_keys` permits it.
 
-    Adapters are worthless on another base, so that is never allowed. A checkpoint of a version that did not record its
-    reference is taken as it is.
+    Adapters do not fit another base, so that is never allowed. A checkpoint of an old version that did
+    not record its reference is accepted.
     """
     check_inputs_unchanged(checkpoint, current.get("inputs", {}), allowed_keys)
     before = checkpoint.read_run_info()
@@ -50,13 +51,13 @@ def check_fingerprints(
     if is_change_allowed(key, allowed_keys):
         return
     raise ResumeError(
-        f"{checkpoint.path}: the run compares its model with a reference, whose weights are not those that {key} names now; "
-        f"put the old ones back, choose another --run-dir, or pass --allow-change {key}"
+        f"{checkpoint.path}: the weights of the run's reference model are not those that {key} names now; "
+        f"restore the old ones, choose another --run-dir, or pass --allow-change {key}"
     )
 
 
 def get_reference_key(task: Task) -> str:
-    """The key of the recipe that names the reference's weights."""
+    """Return the recipe key that names the weights of the reference."""
     model, wanted = task.recipe.model, task.loss_inputs.reference.config
     if task.recipe.options.get("ref_model"):
         return "options.ref_model"

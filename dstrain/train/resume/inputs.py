@@ -1,11 +1,4 @@
-"""What a run learns from, by content: each checkpoint records it, and a run that goes on is held to it.
-
-    data.train        {digest, samples, images}    data.eval    {path, digest, samples, images}
-    model.tokenizer   {digest}                     task         {digest}: of a task file of one's own
-
-A path in the recipe says where something lies, not what it is. Without this, a file that changed between two starts would
-change the samples, and a tokenizer trained on it would give every id another meaning for the weights learned so far.
-"""
+"""Digests of training data, tokenizer and task file, recorded in checkpoints and compared on resume."""
 
 from __future__ import annotations
 
@@ -23,24 +16,32 @@ from dstrain.errors import DataError, Fault, ResumeError
 from dstrain.tasks import Task
 from dstrain.tasks.common.registry import find_task_file
 from dstrain.tasks.common.text import TextTask
+from dstrain.train.resume.recorded import is_change_allowed
 from dstrain.train.state.manifest import CheckpointInfo
 
+# A path in the recipe does not show that a file has changed between two starts. Another file would change
+# the samples, and a tokenizer trained on it would give every id another meaning for the trained weights.
 InputDigests = Mapping[str, Mapping[str, Any]]
+"""Key -> content, as run.json has it under `inputs`:
+
+    data.train        {digest, samples, images}    data.eval    {path, digest, samples, images}
+    model.tokenizer   {digest}                     task         {digest}, for a task file of the user
+"""
 
 _CHANGE_MESSAGES = {
-    "digest": "its content is not what it was when the run learned from it",
-    "images": "its images are not those that the run learned from",
+    "digest": "its content is not what the run was trained on",
+    "images": "its images are not those that the run was trained on",
 }
 _FIX_MESSAGES = {
-    "data.train": "put the old file back",
-    "data.eval": "put the old file back",
-    "model.tokenizer": "put the old tokenizer back",
-    "task": "put the old task file back",
+    "data.train": "restore the old file",
+    "data.eval": "restore the old file",
+    "model.tokenizer": "restore the old tokenizer",
+    "task": "restore the old task file",
 }
 
 
 def digest_input_files(task: Task) -> dict[str, dict[str, Any]]:
-    """What can be told without torch: of the files that the recipe names. Raises DataError where one cannot be read."""
+    """Return the digests of files that the recipe names, computed without torch. Raises DataError."""
     data, found = task.recipe.data, dict[str, dict[str, Any]]()
     if data.train:
         found["data.train"] = {"digest": _digest_sources(task, data.train)}
@@ -54,7 +55,7 @@ def digest_input_files(task: Task) -> dict[str, dict[str, Any]]:
 def digest_inputs(
     task: Task, train_dataset: Dataset, eval_dataset: Dataset | None
 ) -> dict[str, dict[str, Any]]:
-    """All of it, for a checkpoint's run.json. `train` and `test`: the task's examples."""
+    """Return all digests, for run.json of a checkpoint."""
     found = digest_input_files(task)
     for key, examples in (("data.train", train_dataset), ("data.eval", eval_dataset)):
         if examples is not None and key in found:
@@ -73,9 +74,9 @@ def digest_inputs(
 
 
 def check_inputs_unchanged(checkpoint: CheckpointInfo, current: InputDigests, allowed_keys: Collection[str]) -> None:
-    """Raise ResumeError for all that is not what a checkpoint's run learned from; `allowed` as --allow-change has it.
+    """Raise ResumeError for every input that differs from the checkpoint's, unless `allowed_keys` permits it.
 
-    A checkpoint that recorded nothing of it is taken as it is.
+    A checkpoint of an old version that recorded no inputs is accepted.
     """
     faults = [
         Fault(
@@ -85,30 +86,25 @@ def check_inputs_unchanged(checkpoint: CheckpointInfo, current: InputDigests, al
         )
         for key, what in iter_input_changes(checkpoint.read_run_info().get("inputs", {}), current)
         if not is_change_allowed(key, allowed_keys)
-        and not (what.startswith("gives") and allowed_keys)  # an allowed key may change their number
+        and not (what.startswith("gives") and allowed_keys)  # an allowed key may change the number of samples
     ]
     if faults:
         raise ResumeError(faults)
 
 
 def iter_input_changes(previous: InputDigests, current: InputDigests) -> Iterator[tuple[str, str]]:
-    """(key, what is true of it) for what differs of all that both know of."""
+    """Yield (key, difference) for inputs that both have and that differ."""
     for key, was in previous.items():
         has = current.get(key, {})
         if was.get("path") != has.get("path"):
-            continue  # another evaluation file: the recipe says so
+            continue  # another evaluation file was chosen in the recipe: nothing to refuse
         for part, what in _CHANGE_MESSAGES.items():
             if part in was and part in has and was[part] != has[part]:
                 yield key, what
                 break
         else:
             if key != "data.eval" and "samples" in was and "samples" in has and was["samples"] != has["samples"]:
-                yield key, f"gives {has['samples']} samples, and the run learns from {was['samples']}"
-
-
-def is_change_allowed(key: str, allowed_keys: Collection[str]) -> bool:
-    """Whether --allow-change names the key or the block that it stands in."""
-    return any(key == name or key.startswith(f"{name}.") for name in allowed_keys)
+                yield key, f"gives {has['samples']} samples, but the run is trained on {was['samples']}"
 
 
 def _digest_sources(task: Task, sources: Sequence[DatasetConfig]) -> str:
@@ -118,7 +114,10 @@ def _digest_sources(task: Task, sources: Sequence[DatasetConfig]) -> str:
 
 
 def _digest_source(source: DatasetConfig) -> str:
-    """Of a file its bytes; of a folder the names and sizes of its files, since to read them all may take as long as training."""
+    """Return a digest of a file's bytes, or of the names and sizes of a folder's files.
+
+    Reading all files of a folder could take as long as training.
+    """
     path = Path(source.path).expanduser()
     try:
         if path.is_file():
@@ -129,3 +128,9 @@ def _digest_source(source: DatasetConfig) -> str:
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); check the path and its permissions") from error
     return open_source(source).digest
+
+
+def _image_digest(examples: Any) -> dict[str, str]:
+    """Return a hash of the images of a token store, by content."""
+    index = getattr(getattr(examples, "store", None), "image_index", None)
+    return {} if index is None else {"images": index.digest}

@@ -29,8 +29,8 @@ from dstrain.train.state.hashed_file import (
     check_no_pickles,
     write_hashed_file,
 )
-from dstrain.train.state.layout import WEIGHT_KEY, ParamRange, StateSlice
 from dstrain.train.state.manifest import read_file_entries
+from dstrain.train.state.slices import WEIGHT_KEY, ParamRange, StateSlice
 
 STATE_DIR = "state"
 METADATA_FILE = "state/about.json"

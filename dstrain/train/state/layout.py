@@ -14,111 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-WEIGHT_KEY = "weight"
-"""The key of a parameter's own values; what an optimizer keeps has its own keys (exp_avg, step, ...)."""
-
-
-@dataclass(frozen=True)
-class ParamRange:
-    """Where a stretch of a parameter lies in a part."""
-
-    name: str
-    """The parameter or buffer in the task's model."""
-    start: int
-    """First value in the flattened parameter."""
-    numel: int
-    offset: int
-    """First value in the flattened part."""
-
-
-@dataclass(frozen=True, eq=False)
-class StateSlice:
-    """One tensor of this process, and what the optimizer keeps for it."""
-
-    tensor: torch.Tensor
-    """The values that learn, in the master's precision; as the optimizer knows it."""
-    ranges: Sequence[ParamRange]
-    is_replicated: bool
-    """Whether all processes hold the same."""
-    optimizer: Any = None
-    """Of torch's kind; None where nothing learns."""
-    param_group: Mapping[str, Any] = field(default_factory=dict)
-    """The optimizer's settings for it."""
-    key_ranges: Mapping[str, Sequence[ParamRange]] = field(default_factory=dict)
-    """Key -> places, for what the optimizer lays out in another way."""
-
-    @property
-    def optimizer_state(self) -> dict[str, Any]:
-        """What the optimizer keeps for it; empty before its first step."""
-        return {} if self.optimizer is None else self.optimizer.state.get(self.tensor, {})
-
-    def get_ranges(self, key: str) -> Sequence[ParamRange]:
-        """Where the stretches lie in the tensor of a key."""
-        return self.key_ranges.get(key, self.ranges)
-
-    def elementwise_state(self) -> dict[str, torch.Tensor]:
-        """Key -> (n,), what has values for those of the parameters."""
-        kept = {key: value for key, value in self.optimizer_state.items() if self._is_elementwise(key, value)}
-        return {key: value.detach().view(-1) for key, value in {WEIGHT_KEY: self.tensor, **kept}.items()}
-
-    def other_tensors(self) -> dict[str, torch.Tensor]:
-        """Key -> the optimizer's other tensors, such as row and column means of a whole matrix."""
-        return {
-            key: value
-            for key, value in self.optimizer_state.items()
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and not self._is_elementwise(key, value)
-        }
-
-    def scalars(self) -> dict[str, float]:
-        """Key -> what is one number for the whole part, such as the step."""
-        return {
-            key: float(value)
-            for key, value in self.optimizer_state.items()
-            if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)
-        }
-
-    def set_scalar(self, key: str, value: float) -> None:
-        """Set a number in the form that the optimizer gave it."""
-        old = self.optimizer_state[key]
-        if isinstance(old, torch.Tensor):
-            old.fill_(value)
-        else:
-            self.optimizer_state[key] = type(old)(value)
-
-    def _is_elementwise(self, key: str, value: Any) -> bool:
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            return False
-        return key in self.key_ranges or value.shape == self.tensor.shape
-
-    def allocate_state(self, key: str, dtype: torch.dtype) -> None:
-        """Have room for what the optimizer makes only when it needs it."""
-        numel = sum(place.numel for place in self.key_ranges[key]) if key in self.key_ranges else self.tensor.numel()
-        self.optimizer.state[self.tensor][key] = torch.zeros(numel, dtype=dtype, device=self.tensor.device)
-
-    def init_optimizer_state(self) -> None:
-        """Have the optimizer make what it keeps: a step with zero gradients at rate 0. The weights are not looked at after.
-
-        Where values are laid end to end it steps on two others, and what it keeps is made in the part's size: the step
-        itself would take several times the part's memory.
-        """
-        kept, grad = self.optimizer.param_groups, self.tensor.grad
-        probe = self.tensor if self.tensor.dim() > 1 else self.tensor.new_zeros(2)
-        self.optimizer.param_groups = [{**self.param_group, "params": [probe], "lr": 0.0}]
-        probe.grad = torch.zeros_like(probe)
-        try:
-            self.optimizer.step()
-        finally:
-            self.optimizer.param_groups, self.tensor.grad = kept, grad
-        if probe is not self.tensor and probe in self.optimizer.state:
-            self.optimizer.state[self.tensor] = {
-                key: value.new_zeros(self.tensor.shape) if getattr(value, "shape", None) == probe.shape else value
-                for key, value in self.optimizer.state.pop(probe).items()
-            }
+from dstrain.distributed.deepspeed_patches import Zero3Subgroups
+from dstrain.train.state.slices import ParamRange, StateSlice
 
 
 class ReplicatedLayout:
@@ -144,8 +45,10 @@ class ReplicatedLayout:
         for name, parameter in self._model.named_parameters():
             tensor = self._master_weights.get(id(parameter), parameter)
             group = self._param_groups.get(id(tensor))
-            learnt = {} if group is None else {"optimizer": self._optimizer, "group": group}
-            yield StateSlice(tensor, [ParamRange(name, 0, tensor.numel(), 0)], is_replicated=True, **learnt)
+            if group is None:
+                yield _replicated_slice((name, tensor))
+            else:
+                yield _replicated_slice((name, tensor), self._optimizer, group)
         yield from _iter_buffer_slices(self._model)
 
 
@@ -207,18 +110,20 @@ class Zero3Layout:
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, rank: int) -> None:
         self._model, self._zero_optimizer, self._rank = model, optimizer, rank
+        self._subgroups = Zero3Subgroups(optimizer)
 
     def iter_slice_groups(self, write_back: bool = False) -> Iterator[list[StateSlice]]:
         """Parts that are in memory together; with `change` their values go where the model sees them. Collective with `change`."""
         zero = self._zero_optimizer
         if write_back:
             zero.checkpoint_event_prologue()  # persistent parameters give up their whole copies
-        staying = [index for index in range(len(zero.fp16_groups)) if not zero._swappable_optimizer_subgroup(index)]
+        on_nvme = [index for index in range(len(self._subgroups)) if self._subgroups.is_on_nvme(index)]
+        staying = [index for index in range(len(self._subgroups)) if index not in on_nvme]
         yield [*map(self._trained_slice, staying), *_iter_buffer_slices(self._model)]
         if write_back:
             for index in staying:
-                zero._reassign_or_swap_out_partitioned_parameters(index)
-        for index in sorted(set(range(len(zero.fp16_groups))) - set(staying)):
+                self._subgroups.update_weights(index)
+        for index in on_nvme:
             with self._group_in_memory(index, write_back):
                 yield [self._trained_slice(index)]
         frozen = _frozen_params(self._model, zero.fp16_groups)
@@ -254,14 +159,13 @@ class Zero3Layout:
     @contextmanager
     def _group_in_memory(self, group_index: int, write_back: bool) -> Iterator[None]:
         """Inside, a group that lies on a disk is in memory."""
-        zero = self._zero_optimizer
-        zero._optimizer_states_and_gradient_swap_in(group_index)
+        self._subgroups.swap_in(group_index)
         yield
         if write_back:
-            zero._reassign_or_swap_out_partitioned_parameters(group_index)
-            zero._optimizer_states_and_gradient_swap_out(group_index)
+            self._subgroups.update_weights(group_index)
+            self._subgroups.swap_out(group_index)
         else:
-            zero._release_swap_buffers(group_index)
+            self._subgroups.release(group_index)
 
 
 def _is_on_nvme(parameter: Any) -> bool:
@@ -289,8 +193,12 @@ def _frozen_params(
     return [pair for pair in model.named_parameters() if id(pair[1]) not in trained]
 
 
-def _replicated_slice(named_tensor: tuple[str, torch.Tensor]) -> StateSlice:
-    return StateSlice(named_tensor[1], [ParamRange(named_tensor[0], 0, named_tensor[1].numel(), 0)], is_replicated=True)
+def _replicated_slice(
+    named_tensor: tuple[str, torch.Tensor], optimizer: Any = None, param_group: Mapping[str, Any] | None = None
+) -> StateSlice:
+    name, tensor = named_tensor
+    places = [ParamRange(name, 0, tensor.numel(), 0)]
+    return StateSlice(tensor, places, is_replicated=True, optimizer=optimizer, param_group=param_group or {})
 
 
 def _iter_buffer_slices(model: torch.nn.Module) -> Iterator[StateSlice]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,40 +12,45 @@ from typing import Any
 import torch
 
 from dstrain.distributed.world import World
-from dstrain.errors import CheckpointError
+from dstrain.errors import CheckpointError, describe_key_diff, first_names
 from dstrain.models.params.zero3 import full_numel, full_shape
-from dstrain.train.engine.module import TrainModule
 from dstrain.train.state.files import CheckpointReader
-from dstrain.train.state.layout import WEIGHT_KEY, StateSlice, detect_layout
+from dstrain.train.state.layout import detect_layout
+from dstrain.train.state.slices import WEIGHT_KEY, StateSlice
 
 STATE_BYTES_PER_PARAM = {"adamw": 8, "muon": 4, "lion": 4, "adafactor": 1, "sgd": 0}
-"""Bytes that an optimizer keeps for each value that learns, about."""
-MAX_NAMES = 4
-"""Names in a message."""
+"""Approximate bytes that an optimizer keeps per trained value."""
 
 
-def get_stored_shapes(train_module: TrainModule) -> dict[str, list[int]]:
-    """Parameter or buffer of the model -> its whole shape, for all that checkpoints hold.
+@dataclass(frozen=True)
+class StoredModel:
+    """A model, with which of its parameters a checkpoint holds."""
 
-    With adapters, only what is trained; the base and frozen adapters are left out.
-    """
-    model, trainable = train_module.model, train_module.trainable_names
-    found = {name: p for name, p in model.named_parameters() if name in trainable or not train_module.has_adapters}
-    lasting = model.state_dict(keep_vars=True).keys()
-    found |= {name: buffer for name, buffer in model.named_buffers() if name in lasting}
-    return {name: list(full_shape(tensor)) for name, tensor in found.items()}
+    model: torch.nn.Module
+    trainable_names: Collection[str]
+    """Names of the trained parameters."""
+    adapters_only: bool
+    """True if frozen parameters, such as the base of LoRA adapters, are left out."""
 
+    def shapes(self) -> dict[str, list[int]]:
+        """Return name -> full shape of every stored parameter and persistent buffer, also where ZeRO-3 shards it."""
+        model = self.model
+        parameters = (pair for pair in model.named_parameters() if not self.adapters_only or self._is_trained(pair[0]))
+        persistent = model.state_dict(keep_vars=True).keys()
+        buffers = (pair for pair in model.named_buffers() if pair[0] in persistent)
+        return {name: list(full_shape(tensor)) for name, tensor in (*parameters, *buffers)}
 
-def estimate_checkpoint_bytes(train_module: TrainModule, optimizer_name: str) -> int:
-    """Bytes of a checkpoint, about: fp32 masters and what the optimizer keeps, and frozen weights as they are."""
-    names, size = get_stored_shapes(train_module), 0
-    for name, parameter in train_module.model.named_parameters():
-        if name in names:
-            trained = name in train_module.trainable_names
-            size += full_numel(parameter) * (
-                4 + STATE_BYTES_PER_PARAM[optimizer_name] if trained else parameter.element_size()
-            )
-    return size
+    def _is_trained(self, name: str) -> bool:
+        return name in self.trainable_names
+
+    def estimate_checkpoint_bytes(self, optimizer_name: str) -> int:
+        """Return the approximate size of a checkpoint: fp32 masters and optimizer state, and frozen weights as is."""
+        names, size = self.shapes(), 0
+        for name, parameter in self.model.named_parameters():
+            if name in names:
+                trained = 4 + STATE_BYTES_PER_PARAM[optimizer_name]
+                size += full_numel(parameter) * (trained if self._is_trained(name) else parameter.element_size())
+        return size
 
 
 def open_checkpoint(checkpoint: Path, world: World) -> CheckpointReader:
@@ -55,47 +61,44 @@ def open_checkpoint(checkpoint: Path, world: World) -> CheckpointReader:
     return stored
 
 
-def load_state(
-    train_module: TrainModule, optimizer: Any, reader: CheckpointReader, optimizer_name: str, world: World
-) -> str:
-    """Put a checkpoint into the model and its optimizer, called `name`; another's state begins anew.
+def load_state(model: StoredModel, optimizer: Any, reader: CheckpointReader, optimizer_name: str, world: World) -> str:
+    """Load a checkpoint into the model and its optimizer; the state of another optimizer is left out. Collective.
 
-    Returns what begins anew, in a sentence; empty where nothing does. Collective.
+    Returns a sentence on the optimizer state that starts from zero; empty if all of it was loaded. Raises
+    CheckpointError on every rank if the checkpoint does not fit the model or cannot be read.
     """
-    shapes = {key: tuple(shape) for key, shape in get_stored_shapes(train_module).items()}
+    shapes = {key: tuple(shape) for key, shape in model.shapes().items()}
     check_state_names(shapes, shapes, reader)
     load_slices(
-        iter_state(train_module, optimizer, world.rank, write_back=True),
+        iter_state(model, optimizer, world.rank, write_back=True),
         reader,
         reader.metadata["optimizer"] == optimizer_name,
         world,
     )
-    return _describe_reset_state(train_module, reader, optimizer_name)
+    return _describe_reset_state(model, reader, optimizer_name)
 
 
-def _describe_reset_state(train_module: TrainModule, reader: CheckpointReader, optimizer_name: str) -> str:
+def _describe_reset_state(model: StoredModel, reader: CheckpointReader, optimizer_name: str) -> str:
     before = reader.metadata["optimizer"]
     if before != optimizer_name:
         return f"the optimizer was {before} and is {optimizer_name} from here on: the weights go on, what it keeps begins anew"
-    learning = sorted(train_module.trainable_names)
-    new = [key for key in learning if not reader.scalars(key) and reader.state_keys(key) <= {WEIGHT_KEY}]
-    if not new or len(new) == len(learning):  # plain SGD keeps nothing
+    trained = sorted(model.trainable_names)
+    new = [key for key in trained if not reader.scalars(key) and reader.state_keys(key) <= {WEIGHT_KEY}]
+    if not new or len(new) == len(trained):  # plain SGD keeps nothing
         return ""
     return (
         f"{first_names(new)} did not learn before: the weights go on, what {optimizer_name} keeps for them begins anew"
     )
 
 
-def iter_state(
-    train_module: TrainModule, optimizer: Any, rank: int, write_back: bool = False
-) -> Iterator[list[StateSlice]]:
-    """The parts of this process that checkpoints hold; with `change` their values go where the model sees them.
+def iter_state(model: StoredModel, optimizer: Any, rank: int, write_back: bool = False) -> Iterator[list[StateSlice]]:
+    """Yield the slices of this rank that checkpoints hold, in groups that are in memory together.
 
-    Collective with `change`.
+    With `write_back`, the slices' values are copied into the model's weights afterwards: Collective.
     """
-    names = get_stored_shapes(train_module).keys()
-    for parts in detect_layout(train_module.model, optimizer, rank).iter_slice_groups(write_back):
-        yield [part for part in parts if not part.ranges or any(place.name in names for place in part.ranges)]
+    names = model.shapes().keys()
+    for slices in detect_layout(model.model, optimizer, rank).iter_slice_groups(write_back):
+        yield [part for part in slices if not part.ranges or any(place.name in names for place in part.ranges)]
 
 
 def check_state_names(shapes: Mapping[str, tuple[int, ...]], required: Iterable[str], reader: CheckpointReader) -> None:
@@ -107,7 +110,7 @@ def check_state_names(shapes: Mapping[str, tuple[int, ...]], required: Iterable[
     unexpected = [name for name in reader.shapes if name not in shapes]
     if missing or unexpected:
         raise CheckpointError(
-            f"{reader.checkpoint}: lacks {first_names(missing)} and has {first_names(unexpected)} too much; "
+            f"{reader.checkpoint}: {describe_key_diff(missing, unexpected)}; "
             "the recipe's model is not the one that was trained"
         )
     wrong = [name for name, shape in reader.shapes.items() if shape != shapes[name]]
@@ -116,14 +119,6 @@ def check_state_names(shapes: Mapping[str, tuple[int, ...]], required: Iterable[
             f"{reader.checkpoint}: {first_names(wrong)} has another shape in the recipe's model, "
             "which is not the one that was trained"
         )
-
-
-def first_names(names: Sequence[str]) -> str:
-    """A few of the names, for a message."""
-    return (
-        ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
-        or "nothing"
-    )
 
 
 def load_slices(

@@ -14,7 +14,8 @@ from typing import Any
 
 from dstrain.batch import Progress
 from dstrain.errors import CheckpointError
-from dstrain.report.run_log import replace_nonfinite, sync_folder
+from dstrain.files import sync_folder
+from dstrain.report.run_log import replace_nonfinite
 from dstrain.train.state.hashed_file import BLOCK_BYTES, FileEntry, HashedFileReader, write_hashed_file
 
 MANIFEST_FILE = "MANIFEST.json"

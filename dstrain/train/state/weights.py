@@ -12,8 +12,8 @@ from dstrain.distributed.world import SingleProcessWorld, World
 from dstrain.errors import CheckpointError
 from dstrain.models.params.zero3 import assign, full_shape
 from dstrain.train.state.files import CheckpointReader
-from dstrain.train.state.layout import WEIGHT_KEY
 from dstrain.train.state.load import check_state_names, raise_on_all_ranks
+from dstrain.train.state.slices import WEIGHT_KEY
 
 
 def load_weights(model: torch.nn.Module, checkpoint: Path, world: World, adapters_only: bool = False) -> None:

@@ -18,13 +18,13 @@ from tests.workers import ROOT
 WORKER = """
 import json, sys, time
 from pathlib import Path
-from dstrain.launch.worker import live
+from dstrain.launch.worker import run_worker
 place = Path(sys.argv[1])
 def work():
     {}
     (place / "result.json").write_text(json.dumps({{"loss": 0.5}}))
     return 0
-sys.exit(live(place, 0, work))
+sys.exit(run_worker(place, 0, work))
 """
 
 
@@ -57,10 +57,10 @@ def test_a_signal_ends_it_at_once(tmp_path: Path) -> None:
     main = f"""
         import sys
         from pathlib import Path
-        from dstrain.commands.run_job import _launched
+        from dstrain.commands.run_job import _launch_workers
         from tests.unit.commands.test_run_job import launch
         place = Path({str(tmp_path / "place")!r})
-        sys.exit(_launched(launch({work!r}, place), place).code)
+        sys.exit(_launch_workers(launch({work!r}, place), place).exit_code)
     """
     started = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(main)], cwd=ROOT, stderr=subprocess.PIPE, text=True

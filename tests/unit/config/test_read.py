@@ -143,6 +143,13 @@ def test_a_number_that_everybody_reads_alike_is_taken(text: str, tmp_path: Path)
     assert read_recipe(write(tmp_path, f"task: rm\noptions: {{a: {text}}}")).config.options.keys() == {"a"}
 
 
+def test_the_old_name_of_the_heartbeat_timeout_is_read(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("task: rm\nlaunch: {silence_seconds: 7}\n")
+    assert read_recipe(tmp_path / "recipe.yaml").config.launch.heartbeat_timeout_seconds == 7.0
+    with pytest.raises(RecipeError, match="silence_seconds"):
+        read_recipe(tmp_path / "recipe.yaml", ["launch.heartbeat_timeout_seconds=8"])
+
+
 def test_renamed_options_and_values_are_accepted_under_their_old_names() -> None:
     old = ["options.flip=0.5", "options.shift=true", "options.one_sample_per_image=true", "model.chat_template=turns"]
     new = {"horizontal_flip": 0.5, "random_translate": True, "group_by_image": True}

@@ -81,8 +81,8 @@ def test_a_parquet_file_is_read_with_sigchld_ignored(tmp_path: Path) -> None:
     script = """
         import sys
         from pathlib import Path
-        from dstrain.data.sources.parquet import Parquet
-        print(len(Parquet(Path(sys.argv[1]), {})))
+        from dstrain.data.sources.parquet import ParquetSource
+        print(len(ParquetSource(Path(sys.argv[1]), {})))
     """
     assert run(script, str(tmp_path / "rows.parquet")) == "2"
 

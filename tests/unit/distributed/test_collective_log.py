@@ -7,38 +7,38 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dstrain.distributed import collective_log
-from dstrain.distributed.collective_log import HISTORY_SIZE, CollectiveLog, GroupLog, _log_calls, find_connection_error
+from dstrain.distributed.collective_log import HISTORY_SIZE, CollectiveLog, GroupLog
+from dstrain.distributed.connection_errors import find_connection_error
+from dstrain.distributed.patches import log_calls
 from dstrain.errors import PeerFailureError
 
 
 @pytest.fixture
-def ledger(monkeypatch: pytest.MonkeyPatch) -> CollectiveLog:
-    ledger = CollectiveLog()
-    monkeypatch.setattr(collective_log, "COLLECTIVE_LOG", ledger)
-    ledger._group_logs.update({None: GroupLog((0, 1)), "pair": GroupLog((0, 1))})
-    return ledger
+def log() -> CollectiveLog:
+    log = CollectiveLog()
+    log._group_logs.update({None: GroupLog((0, 1)), "pair": GroupLog((0, 1))})
+    return log
 
 
-def test_a_collective_is_counted_in_its_group_however_it_is_given(ledger: CollectiveLog) -> None:
+def test_a_collective_is_counted_in_its_group_however_it_is_given(log: CollectiveLog) -> None:
     def reduce(tensor: Any, op: Any = None, group: Any = None) -> Any:
-        return tensor, ledger.group_log(group).snapshot()
+        return tensor, log.group_log(group).snapshot()
 
-    counted = _log_calls("reduce", reduce)
+    counted = log_calls("reduce", reduce, log)
     assert counted(3)[0] == 3
     assert counted(3, None, "pair")[1]["entered"] == 1
     within = counted(3, group="pair")[1]
     assert (within["entered"], within["left"], within["names"]) == (2, 1, ["reduce", "reduce"])
-    assert [ledger.group_log(group).last_returned for group in (None, "pair")] == [1, 2]
+    assert [log.group_log(group).last_returned for group in (None, "pair")] == [1, 2]
 
 
-def test_one_that_fails_stays_entered(ledger: CollectiveLog) -> None:
+def test_one_that_fails_stays_entered(log: CollectiveLog) -> None:
     def broken(tensor: Any, group: Any = None) -> Any:
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        _log_calls("broken", broken)(3)
-    line = ledger.group_log(None).snapshot()
+        log_calls("broken", broken, log)(3)
+    line = log.group_log(None).snapshot()
     assert (line["entered"], line["left"]) == (1, 0)
 
 
@@ -52,13 +52,13 @@ def test_the_newest_names_are_kept_in_order() -> None:
     assert names == [f"no. {number}" for number in range(1001 - len(names), 1001)]
 
 
-def test_what_moved_last_counts(ledger: CollectiveLog) -> None:
-    ledger._last_activity -= 100
-    for line in ledger._group_logs.values():
+def test_what_moved_last_counts(log: CollectiveLog) -> None:
+    log._last_activity -= 100
+    for line in log._group_logs.values():
         line.last_activity -= 50
-    assert 49 < ledger.idle_seconds() < 52
-    ledger.record_progress()
-    assert ledger.idle_seconds() < 1
+    assert 49 < log.idle_seconds() < 52
+    log.record_progress()
+    assert log.idle_seconds() < 1
 
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] "

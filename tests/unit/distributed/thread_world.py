@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from dstrain.distributed.collective_log import CollectiveLog
+
 T = TypeVar("T")
 
 
@@ -17,6 +19,7 @@ class ThreadWorld:
 
     def __init__(self, rank: int, size: int, slots: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size, self._slots, self._barrier = rank, size, slots, barrier
+        self.log = CollectiveLog()
 
     def sum(self, values: Sequence[float]) -> list[float]:
         return [float(sum(column)) for column in zip(*self.gather(list(values)), strict=True)]

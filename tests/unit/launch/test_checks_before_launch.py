@@ -28,12 +28,9 @@ from dstrain.tasks.rm import RewardModel
 
 @dataclass(frozen=True, kw_only=True)
 class Own(RewardModel):
-    def texts(self, record):
+    def parse_record(self, record):
         assert self.tokenizer.eos_token
-        return super().texts(record)
-
-    def convert(self, record):
-        return list(self.texts(record))
+        return super().parse_record(record)
 """
 
 

@@ -72,6 +72,16 @@ def test_the_folder_of_a_process_that_ended_is_taken_at_once(tmp_path: Path) -> 
         assert holder_of(tmp_path).launch == lease.launch_id
 
 
+def test_what_a_killed_wait_left_is_removed_and_what_a_living_one_wrote_is_not(tmp_path: Path) -> None:
+    ended = gone(tmp_path)
+    living = replace(ended, launch="waits", pid=os.getpid(), started=start_time(os.getpid()))
+    for holder in (ended, living, replace(ended, launch="far", machine="another")):
+        (tmp_path / f".workers/.lease-{holder.launch}").write_text(json.dumps(asdict(holder)))
+    with Lease(tmp_path) as lease:
+        lease.acquire()
+    assert sorted(path.name for path in (tmp_path / ".workers").glob(".lease-*")) == [".lease-far", ".lease-waits"]
+
+
 def test_a_process_id_given_again_holds_nothing(tmp_path: Path) -> None:
     found = replace(gone(tmp_path), pid=os.getpid())
     started = str(int(found.started) - 1)
@@ -209,7 +219,7 @@ def test_of_many_starts_at_once_one_holds_the_folder(left: bool, tmp_path: Path)
             thread.start()
         for thread in threads:
             thread.join()
-        held = [lease for lease in took if holder_of(tmp_path).launch == lease.launch]
+        held = [lease for lease in took if holder_of(tmp_path).launch == lease.launch_id]
         assert len(held) == 1
         for lease in took:
             lease.release()

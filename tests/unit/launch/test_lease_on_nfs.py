@@ -29,6 +29,14 @@ def launch_of(run: Path) -> str:
     return str(json.loads(read_latest_lease(run / ".workers")[1] or b"{}")["launch"])
 
 
+def assert_only_first_acquires(run: Path) -> None:
+    with Lease(run) as first, Lease(run) as second:
+        first.acquire()
+        with pytest.raises(ResumeError, match="another launch writes into it"):
+            second.acquire()
+        assert launch_of(run) == first.launch_id
+
+
 def wait_until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not holds():
@@ -47,11 +55,7 @@ def test_a_link_that_was_made_and_reported_as_a_fault_is_its_own(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", answered_twice)
-    with Lease(tmp_path) as first, Lease(tmp_path) as second:
-        first.acquire()
-        with pytest.raises(ResumeError, match="another launch writes into it"):
-            second.acquire()
-        assert launch_of(tmp_path) == first.launch_id
+    assert_only_first_acquires(tmp_path)
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EACCES, errno.EXDEV])
@@ -62,10 +66,7 @@ def test_a_link_that_is_refused_in_whatever_way_is_replaced_by_an_exclusive_open
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", refuse)
-    with Lease(tmp_path) as first, Lease(tmp_path) as second:
-        first.acquire()
-        with pytest.raises(ResumeError, match="another launch writes into it"):
-            second.acquire()
+    assert_only_first_acquires(tmp_path)
 
 
 def test_a_file_that_another_host_removes_while_it_is_read_is_looked_for_again(

@@ -45,12 +45,12 @@ sys.exit(max(worker.returncode for worker in workers) % 256)
 WORKER = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from dstrain.launch.worker import follow_parent, record_end, record_start, redirect_output
+from dstrain.launch.worker import exit_with_parent, record_end, record_start, redirect_output
 rank, run = int(os.environ["RANK"]), Path("run")
 asked = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, lambda n, f: asked.append(n))
-follow_parent()
+exit_with_parent()
 record_start(run, rank)
 def end(code, error=None):
     record_end(run, rank, code, error)
@@ -72,9 +72,9 @@ class Run:
         (folder / "launcher.py").write_text(textwrap.dedent(launcher))
         (folder / "main.py").write_text(
             "import os, sys\nfrom pathlib import Path\n"
-            "from dstrain.launch.job import LocalCrew, Program\nfrom dstrain.launch.supervise import supervise\n"
-            "crew = LocalCrew(Program([sys.executable, 'launcher.py'], os.environ), Path('run'), range(2))\n"
-            "sys.exit(supervise(crew))\n"
+            "from dstrain.launch.job import LauncherSpec, LocalJob\nfrom dstrain.launch.supervise import supervise\n"
+            "job = LocalJob(LauncherSpec([sys.executable, 'launcher.py'], os.environ), Path('run'), range(2))\n"
+            "sys.exit(supervise(job))\n"
         )
         env = {**os.environ, "PYTHONPATH": str(ROOT), "MARK": str(folder)}
         self.process = subprocess.Popen(
@@ -147,7 +147,7 @@ def test_one_rank_with_a_usage_error_is_2(run):
 def test_a_failed_rank_is_1_and_named_after_the_end_of_its_log(run):
     code, said = run("""
         if rank == 1:
-            redirect_output(run / "logs" / "rank-00001.log", terminal=False)
+            redirect_output(run / "logs" / "rank-00001.log", copy_to_terminal=False)
             for line in range(30):
                 print("line", line)
             end(1, "the loss is nan at step 7")
@@ -187,10 +187,10 @@ def test_a_launcher_that_refuses_its_options_is_2(run):
 
 def test_a_rank_that_stopped_as_asked_may_leave_quietly(run):
     started = run("""
-        from dstrain.launch.worker import code_for_launcher
+        from dstrain.launch.worker import exit_code_for_launcher
         work()
         record_end(run, rank, 75)
-        os._exit(code_for_launcher(75))
+        os._exit(exit_code_for_launcher(75))
     """)
     started.pids()
     started.process.terminate()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import signal
 import socket
 import subprocess
@@ -60,7 +59,7 @@ def test_a_torn_record_is_no_record(tmp_path):
 
 def test_rank_0_writes_to_its_log_and_to_the_terminal(tmp_path):
     script = (
-        "redirect_output(Path('logs/a.log'), terminal=True)\n"
+        "redirect_output(Path('logs/a.log'), copy_to_terminal=True)\n"
         "print('python'); os.system('echo a child'); os.write(2, b'a library\\n'); sys.exit(3)"
     )
     process = start(script, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -71,7 +70,7 @@ def test_rank_0_writes_to_its_log_and_to_the_terminal(tmp_path):
 
 def test_other_ranks_write_to_their_log_only(tmp_path):
     log = log_path(tmp_path, 1)
-    script = f"print('before'); redirect_output(Path('{log}'), terminal=False); print('after')"
+    script = f"print('before'); redirect_output(Path('{log}'), copy_to_terminal=False); print('after')"
     process = start(script, tmp_path, stdout=subprocess.PIPE, text=True)
     assert process.communicate(timeout=10)[0] == "before\n"
     assert log.read_text() == "after\n"
@@ -116,25 +115,12 @@ def test_the_last_words_of_a_killed_rank_reach_log_and_terminal(tmp_path):
     assert process.returncode == -signal.SIGKILL
 
 
-def test_progress_is_for_a_terminal_only_and_known_before_the_redirect(tmp_path):
-    script = "Path('seen').write_text(str(redirect_output(Path('a.log'), True)))"
-    start(script, tmp_path, stdout=subprocess.DEVNULL).wait(timeout=10)
-    assert (tmp_path / "seen").read_text() == "False"
-    ours, theirs = pty.openpty()
-    try:
-        start(script, tmp_path, stdout=theirs).wait(timeout=10)
-        assert (tmp_path / "seen").read_text() == "True"
-    finally:
-        os.close(ours)
-        os.close(theirs)
-
-
 def test_nothing_is_left_of_a_rank_that_ended(tmp_path):
     process = start("redirect_output(Path('a.log'), True); os._exit(0)", tmp_path, stdout=subprocess.DEVNULL)
     process.wait(timeout=10)
     deadline = time.monotonic() + 5
     while any(
-        "copy_output.py" in " ".join(p.info["cmdline"] or []) and p.info["ppid"] == 1 and str(tmp_path) in p.cwd()
+        "tee_log.py" in " ".join(p.info["cmdline"] or []) and p.info["ppid"] == 1 and str(tmp_path) in p.cwd()
         for p in psutil.process_iter(["cmdline", "ppid"])
     ):
         assert time.monotonic() < deadline
@@ -148,10 +134,10 @@ def test_a_url_with_a_password_reaches_neither_log_nor_record(kind: str, tmp_pat
 import sys
 from pathlib import Path
 from dstrain.errors import DstrainError
-from dstrain.launch.worker import live
+from dstrain.launch.worker import run_worker
 def work():
     raise {kind}("the hub https://me:pass-w%40rd@host:1/a and s3://:pass-w%40rd@b cannot be reached; http://host:80/a@b, me@host")
-sys.exit(live(Path(sys.argv[1]), 0, work))
+sys.exit(run_worker(Path(sys.argv[1]), 0, work))
 """
     told = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
     kept = [log_path(tmp_path, 0).read_text(), read_rank_records(tmp_path)[0].error or ""]

@@ -74,7 +74,7 @@ def test_cutting_back_drops_later_rows_and_no_events(tmp_path: Path) -> None:
     journal.log_metrics({"step": 4})
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     assert len(rows(tmp_path / "events.jsonl")) == 5
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
@@ -113,17 +113,17 @@ def test_a_full_disk_is_named_where_rows_are_cut_back_and_no_row_is_lost(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunError, match=r"cannot write .*metrics\.tmp: No space left on device; make room"):
+    with pytest.raises(RunError, match=r"cannot write .*metrics\.jsonl: No space left on device; free some"):
         journal.truncate_after(1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    assert not (tmp_path / "metrics.tmp").exists()
+    assert not list(tmp_path.glob("*.partial"))
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
 def test_a_folder_in_the_place_of_a_file_is_told(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(
-        RunError, match=rf"cannot read .*/{name}: Is a directory; it must be a file that can be written"
+        RunError, match=rf"cannot read .*/{name}: Is a directory; it must be a writable file"
     ):
         RunLog(tmp_path)
 
@@ -135,7 +135,7 @@ def test_a_disk_that_fails_at_fsync_is_told(tmp_path: Path, monkeypatch: pytest.
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(RunError, match=r"cannot write .*/events\.jsonl: Input/output error; the disk or the network"):
+    with pytest.raises(RunError, match=r"cannot write .*/events\.jsonl: Input/output error; the disk or network"):
         journal.log_event("saved")
 
 
@@ -161,3 +161,9 @@ def test_a_row_that_cannot_be_read_is_dropped_and_named(row: str, tmp_path: Path
     journal.close()
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
     assert [(row["event"], row["lines"]) for row in read_rows(tmp_path / "events.jsonl")] == [("rows_damaged", [2])]
+
+
+def test_events_of_an_older_version_are_read_by_their_present_names(tmp_path: Path) -> None:
+    rows = [{"event": "reshaped", "step": 2}, {"event": "saved", "step": 4}, {"step": 5, "loss": 1.0}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row.get("event") for row in read_rows(tmp_path / "events.jsonl")] == ["resharded", "saved", None]

@@ -106,7 +106,7 @@ def test_a_closed_stream_makes_the_console_quiet() -> None:
 
 
 def test_a_reader_that_leaves_does_not_change_the_exit_code() -> None:
-    script = "from dstrain.report.sinks import Console\nfor i in range(20000): Console(9).write({'step': i})"
+    script = "from dstrain.report.sinks import ConsoleSink\nfor i in range(20000): ConsoleSink(9).write({'step': i})"
     root = str(Path(dstrain.__file__).parents[1])
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=root)
     assert process.stdout is not None

@@ -21,8 +21,8 @@ from dstrain.tasks.common import losses as ops
 from dstrain.tasks.kto import KTO
 from dstrain.tasks.rm import RewardModel
 from dstrain.train.build_model import build_train_module
-from dstrain.train.engine.deepspeed import TorchEngine
 from dstrain.train.engine.module import TrainModule, compute_step_stats, with_step_stats
+from dstrain.train.engine.torch import TorchEngine
 from dstrain.train.evaluate import Evaluation
 from dstrain.train.precompute_reference import ReferenceJob, add_reference_outputs
 from tests.parity.cases import move

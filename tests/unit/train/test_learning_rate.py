@@ -17,8 +17,8 @@ from dstrain.errors import ResumeError
 from dstrain.models.params.groups import build_param_groups
 from dstrain.tasks import default_learning_rate, find_task, make_task
 from dstrain.tasks.rm import RewardModel
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
-from dstrain.train.run_dir import ResumeOptions, find_compatible_checkpoint
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
+from dstrain.train.resume.recorded import ResumeOptions, find_compatible_candidate
 from dstrain.train.state.hashed_file import write_hashed_file
 from tests.workers import ROOT
 
@@ -68,14 +68,14 @@ def test_an_older_run_goes_on_with_the_rate_that_it_began_with(tmp_path: Path) -
     began(run_dir, recipe, lr=3e-05)
     wish = TrainRequest(recipe=str(recipe), run_dir=run_dir)
     assert resolve_recipe(wish).config.optim.lr == 3e-05
-    assert find_compatible_checkpoint(run_dir, ResumeOptions(), resolve_recipe(wish).config) is not None
+    assert find_compatible_candidate(run_dir, ResumeOptions(), resolve_recipe(wish).config) is not None
     elsewhere = TrainRequest(recipe=str(recipe), run_dir=tmp_path / "other", resume=str(run_dir))
     assert resolve_recipe(elsewhere).config.optim.lr == 3e-05
     assert resolve_recipe(TrainRequest(recipe=str(recipe), run_dir=run_dir, resume="never")).config.optim.lr == 1e-5
     assert resolve_recipe(TrainRequest(recipe=str(recipe), run_dir=tmp_path / "new")).config.optim.lr == 1e-5
     named = resolve_recipe(TrainRequest(recipe=str(recipe), run_dir=run_dir, overrides=["optim.lr=1e-3"]))
     with pytest.raises(ResumeError, match=r"optim\.lr: is 0\.001, but the run was started with 3e-05; put it back"):
-        find_compatible_checkpoint(run_dir, ResumeOptions(), named.config)
+        find_compatible_candidate(run_dir, ResumeOptions(), named.config)
     shutil.rmtree(run_dir / "checkpoints")
     (run_dir / "checkpoints").mkdir()
     assert resolve_recipe(wish).config.optim.lr == 1e-5, "nothing was learnt with the old one"
@@ -91,7 +91,7 @@ def started(folder: Path) -> Path:
 
 def began(run_dir: Path, recipe: Path, lr: float) -> None:
     """A run folder with a checkpoint, and the recipe as the run wrote it down."""
-    checkpoints = CheckpointManager(folder=run_dir / "checkpoints", world=SingleProcessWorld())
+    checkpoints = CheckpointStore(folder=run_dir / "checkpoints", world=SingleProcessWorld())
     checkpoints.save(lambda folder: {"x": write_hashed_file(folder / "x", b"values")}, Progress(1, 1), {})
     config = resolve_recipe(TrainRequest(recipe=str(recipe), overrides=[f"optim.lr={lr}"])).config
     (run_dir / "recipe.yaml").write_text(dump_recipe(config))

@@ -20,7 +20,7 @@ from dstrain.train import rendezvous
 from dstrain.train.health.signals import StoppedBySignal
 from dstrain.train.rendezvous import Rendezvous
 
-MEND = "fix the cause and start again: what is prepared stays in the cache"
+MEND = "fix the cause and start again: prepared data stays in the cache"
 
 
 @pytest.fixture
@@ -67,7 +67,10 @@ def test_a_host_with_other_software_is_refused_on_every_rank(
     def other(value: Any) -> Callable[[], Any]:
         return lambda: (own | {"torch": "1.13.1"} if name == "torch" else "0" * 12) if first() else value
 
-    monkeypatch.setattr(rendezvous, *(("versions", other(own)) if name == "torch" else ("digest", other(own_code))))
+    monkeypatch.setattr(
+        rendezvous,
+        *(("read_package_versions", other(own)) if name == "torch" else ("hash_source_tree", other(own_code))),
+    )
     errors = prepared(3, lambda rank, together: pytest.fail("it prepares"))
     assert {type(error) for error in errors} == {UsageError}
     (said,) = {str(error) for error in errors}
@@ -119,7 +122,7 @@ def test_all_are_interrupted_where_one_is(prepared: Callable[..., list[Any]]) ->
         if rank == 1:
             raise StoppedBySignal("SIGTERM")
 
-    assert [(type(error), error.signal) for error in prepared(3, act)] == [(StoppedBySignal, "SIGTERM")] * 3
+    assert [(type(error), error.signal_name) for error in prepared(3, act)] == [(StoppedBySignal, "SIGTERM")] * 3
 
 
 def test_a_rank_whose_heartbeat_stands_still_is_named(prepared: Callable[..., list[Any]]) -> None:
@@ -132,7 +135,7 @@ def test_a_rank_whose_heartbeat_stands_still_is_named(prepared: Callable[..., li
     for error in errors[:2]:
         assert isinstance(error, PeerFailureError)
         assert "preparing the data: rank 2 on h2 " in str(error)
-        assert str(error).endswith(f" gave no sign of life for 0.5 s (timeout_minutes); {MEND}")
+        assert str(error).endswith(f" sent no heartbeat for 0.5 s (timeout_minutes); {MEND}")
 
 
 def test_of_ranks_that_share_a_cache_one_goes_first_and_is_taken_at_its_word(
@@ -174,3 +177,27 @@ def test_a_process_alone_meets_nobody() -> None:
     assert together.store is None
     with pytest.raises(DataError), together:
         raise DataError("bad; mend")
+
+
+def test_values_are_gathered_by_rank_and_a_slow_rank_is_waited_for(prepared: Callable[..., list[Any]]) -> None:
+    gathered: list[list[Any]] = []
+
+    def act(rank: int, together: Rendezvous) -> None:
+        time.sleep(1.0 if rank == 1 else 0)  # longer than the timeout: its heartbeat counts
+        gathered.append(together.gather(rank))
+        gathered.append(together.gather([f"second {rank}", None]))
+
+    assert prepared(3, act, timeout=0.4) == [None] * 3
+    assert gathered.count([0, 1, 2]) == 3
+    assert gathered.count([[f"second {rank}", None] for rank in range(3)]) == 3
+
+
+def test_a_rank_that_fails_ends_the_others_in_a_gather(prepared: Callable[..., list[Any]]) -> None:
+    def act(rank: int, together: Rendezvous) -> None:
+        if rank == 1:
+            raise DataError("x.jsonl is empty")
+        together.gather(rank)
+
+    errors = prepared(3, act)
+    assert all(isinstance(error, UsageError) for error in errors)
+    assert "rank 1 on h1" in str(errors[0])

@@ -10,7 +10,8 @@ import pytest
 
 from dstrain.config.schema import BatchConfig
 from dstrain.errors import UsageError
-from dstrain.train.run_dir import check_run_dir_shared, with_saved_batch_total
+from dstrain.train.resume.recorded import with_saved_batch_total
+from dstrain.train.run_dir import check_run_dir_shared
 from tests.unit.distributed.thread_world import on_ranks
 
 
@@ -38,7 +39,7 @@ def test_ranks_that_see_another_folder_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_the_total_stays_whatever_the_processes_are(batch: dict[str, int], wanted: dict[str, int | None]) -> None:
-    start: Any = SimpleNamespace(record=lambda: {"batch_total": 12})
+    start: Any = SimpleNamespace(read_run_info=lambda: {"batch_total": 12})
     found = with_saved_batch_total(BatchConfig(**batch), start, [])
     assert {name: getattr(found, name) for name in wanted} == wanted
     assert with_saved_batch_total(BatchConfig(**batch), start, ["batch.total"]) == BatchConfig(**batch)

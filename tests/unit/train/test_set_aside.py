@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from dstrain.distributed.world import SingleProcessWorld
-from dstrain.train.run_dir import ResumeOptions, archive_previous_run
+from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.run_dir import archive_previous_run
 
 FILES = ("recipe.yaml", "metrics.jsonl", "events.jsonl")
 

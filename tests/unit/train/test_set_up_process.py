@@ -12,7 +12,7 @@ from dstrain.commands.train import TrainRequest, resolve_recipe
 from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
 from dstrain.train.plan import RunPlan, make_plan
-from dstrain.train.run_dir import ResumeOptions
+from dstrain.train.resume.recorded import ResumeOptions
 
 
 def planned(folder: Path, **changes: Any) -> RunPlan:

@@ -3,59 +3,57 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dstrain.batch import Progress
-from dstrain.config.schema import RunConfig
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
 from dstrain.report.run_log import RunLog
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
-from dstrain.train.run_dir import ResumeOptions
-from dstrain.train.setup import find_start_checkpoint
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
+from dstrain.train.resume.decision import decide_start
+from dstrain.train.resume.prepare import prepare_start
+from dstrain.train.resume.recorded import ResumeOptions
 from dstrain.train.state.hashed_file import write_hashed_file
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> CheckpointManager:
+def checkpoints(tmp_path: Path) -> CheckpointStore:
     """Of steps 1 and 2."""
-    made = CheckpointManager(folder=tmp_path / "checkpoints", world=SingleProcessWorld())
+    made = CheckpointStore(folder=tmp_path / "checkpoints", world=SingleProcessWorld())
     for step in (1, 2):
         made.save(lambda folder: {"x": write_hashed_file(folder / "x", b"values")}, Progress(step, step), {})
     return made
 
 
-def start(checkpoints: CheckpointManager) -> Any:
-    plan: Any = SimpleNamespace(resume=ResumeOptions("auto"), config=RunConfig.model_validate({"task": "rm"}))
+def start(checkpoints: CheckpointStore) -> Any:
     journal = RunLog(checkpoints.folder.parent)
     for step in (1, 2, 3):
         journal.log_metrics({"step": step})
-    return find_start_checkpoint(plan, checkpoints, journal, SingleProcessWorld())
+    return prepare_start(decide_start(checkpoints, ResumeOptions("auto")), checkpoints, journal, prune_when_full=False)
 
 
-def damage(checkpoints: CheckpointManager, step: int) -> None:
+def damage(checkpoints: CheckpointStore, step: int) -> None:
     (checkpoints.folder / f"step-{step:08d}" / "x").write_bytes(b"Values")
 
 
-def test_a_damaged_one_is_passed_over_and_later_rows_are_cut(checkpoints: CheckpointManager) -> None:
+def test_a_damaged_one_is_passed_over_and_later_rows_are_cut(checkpoints: CheckpointStore) -> None:
     damage(checkpoints, 2)
     assert start(checkpoints).step == 1
     assert len((checkpoints.folder.parent / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_where_none_is_whole_nothing_begins_and_nothing_is_cut(checkpoints: CheckpointManager) -> None:
+def test_where_none_is_whole_nothing_begins_and_nothing_is_cut(checkpoints: CheckpointStore) -> None:
     damage(checkpoints, 1)
     damage(checkpoints, 2)
-    words = r"none of its 2 checkpoints is whole, step-00000002 is damaged: x is not what was written.*new --run-dir"
+    words = r"all of its 2 checkpoints are damaged, step-00000002 is damaged: x is not what was written.*new --run-dir"
     with pytest.raises(CheckpointError, match=words):
         start(checkpoints)
     assert len((checkpoints.folder.parent / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_what_never_became_a_checkpoint_stops_no_beginning(checkpoints: CheckpointManager) -> None:
+def test_what_never_became_a_checkpoint_stops_no_beginning(checkpoints: CheckpointStore) -> None:
     for step in (1, 2):
         (checkpoints.folder / f"step-{step:08d}").rename(checkpoints.folder / f"step-{step:08d}.partial")
     assert start(checkpoints) is None

@@ -17,7 +17,7 @@ from PIL import Image
 from dstrain.config.schema import RunConfig
 from dstrain.data.cache import build_images
 from dstrain.data.cache.dataset import TokenizedDataset
-from dstrain.data.vision import image_index
+from dstrain.data.vision import image_index_writer
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.common.text import TextTask
 from tests.seeing import picture
@@ -52,7 +52,7 @@ def built(
     monkeypatch.setenv("DSTRAIN_CACHE", str(cache))
     monkeypatch.setattr("dstrain.tasks.common.store_builder.count_available_cores", lambda: threads)
     decoded: list[str] = []
-    real = image_index.decode_image
+    real = image_index_writer.decode_image
 
     def slowly(content: bytes, name: str) -> Image.Image:
         decoded.append(threading.current_thread().name)
@@ -60,7 +60,7 @@ def built(
         return real(content, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(image_index, "decode_image", slowly)
+        patch.setattr(image_index_writer, "decode_image", slowly)
         found = task.examples("train")
     assert found is not None
     return found, decoded

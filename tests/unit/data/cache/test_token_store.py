@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dstrain.cache_dir import cache_root, hash_key, partial_path, remove_stale_partials
+from dstrain.cache_dir import cache_root, hash_key
 from dstrain.config import RunConfig
 from dstrain.data.cache.bad_record_summary import format_bad_rows
 from dstrain.data.cache.build import PreparePolicy, check_bad_records, iter_encoded, prepare
@@ -23,6 +23,7 @@ from dstrain.data.formats.preferences import read_preference
 from dstrain.data.records import BadRecord, BadRow
 from dstrain.data.sources.open import ConcatSource, open_source
 from dstrain.errors import DataError
+from dstrain.files import partial_path, remove_stale_partials
 from dstrain.tasks import make_task
 
 KEY = {"what": "test", "n": 1}
@@ -214,7 +215,7 @@ def test_partial_folders_of_the_dead_are_removed_and_of_the_living_left(tmp_path
         (folder / "ids.npy").write_bytes(b"")
     for path in (old / "ids.npy", old):
         os.utime(path, (0, time.time() - 25 * 3600))
-    remove_stale_partials(place)
+    remove_stale_partials(place, unowned=True)
     assert [folder.is_dir() for folder in (mine, gone, far, old)] == [True, False, True, False]
 
 

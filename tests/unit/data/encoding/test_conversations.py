@@ -223,7 +223,7 @@ def test_bos_comes_once_and_is_not_learnt(tokenizer: Any, chat: Any) -> None:
 def test_a_template_that_hides_an_answer_is_told(chat: Any) -> None:
     tokenizer = copy.deepcopy(chat("chatml"))
     tokenizer.chat_template = "{% for m in messages | reverse %}{{ m.content }}|{% endfor %}"
-    with pytest.raises(BadRecord, match=r"does not show where turn 2 of the dialog stands; put .*assistant_only_loss"):
+    with pytest.raises(BadRecord, match=r"turn 2 of the dialog cannot be located in .*; put .*assistant_only_loss"):
         encode(tokenizer, dialog("the fox?", "a fox"))
     assert encode(tokenizer, dialog("the fox?", "a fox"), EncodingConfig(max_length=99, assistant_only=False))
 
@@ -401,7 +401,7 @@ def test_no_cut_is_longer_than_asked_or_without_a_learnt_token(seed: int, chat: 
 def test_a_length_without_room_and_a_text_of_one_token_are_told(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="max_length 1 leaves no room"):
         encode_conversations(tokenizer, [PromptCompletion("", "fox")], EncodingConfig(max_length=1))
-    with pytest.raises(BadRecord, match="one token is all it becomes"):
+    with pytest.raises(BadRecord, match="the text is a single token"):
         encode(tokenizer, PromptCompletion("", "</s>"))
 
 

@@ -116,10 +116,10 @@ def test_a_signal_reaches_who_asked_and_nobody_is_left(tmp_path: Path) -> None:
     """Ctrl-C goes to the whole group: the process that tries ends with it."""
     script = """
         from tests.unit.data.encoding.test_template_timeout import ASKED, NESTED, tokenizer_with
-        from dstrain.data import limited, sandbox
+        from dstrain.data.encoding.template_timeout import check_template_terminates
         tokenizer = tokenizer_with(NESTED)
         print("ready", flush=True)
-        sandbox.require_end(tokenizer, ASKED)
+        check_template_terminates(tokenizer, ASKED)
     """
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-c", textwrap.dedent(script)]

@@ -63,7 +63,7 @@ def test_a_full_cache_is_said_and_nothing_is_left_there(
         (Path(folder) / "tokenizer.json").write_text("{")
         raise fault
 
-    class Dead(Exception):
+    class Dead(BaseException):
         pass
 
     def dies(*_: Any, **__: Any) -> None:
@@ -71,12 +71,12 @@ def test_a_full_cache_is_said_and_nothing_is_left_there(
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", full)
     remove = shutil.rmtree
-    monkeypatch.setattr("dstrain.data.encoding.train_tokenizer.shutil.rmtree", dies)
+    monkeypatch.setattr("dstrain.files.shutil.rmtree", dies)
     with pytest.raises(Dead):
         load_or_train_tokenizer(source, texts, 270, tmp_path / "cache")
-    monkeypatch.setattr("dstrain.data.encoding.train_tokenizer.shutil.rmtree", remove)
+    monkeypatch.setattr("dstrain.files.shutil.rmtree", remove)
     assert len([*(tmp_path / "cache/tokenizers").glob("*.partial")]) == 1
-    monkeypatch.setattr("dstrain.cache_dir._is_alive", lambda pid: False)
+    monkeypatch.setattr("dstrain.files._is_alive", lambda pid: False)
     with pytest.raises(
         DataError, match=r"the tokenizer cannot be written into the cache \(.*No space left.*set DSTRAIN_CACHE"
     ):

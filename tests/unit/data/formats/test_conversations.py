@@ -137,25 +137,28 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an empty output": ({"instruction": "2+2?", "output": ""}, "'output' (turn 2 of the dialog) is an empty answer"),
     "an empty instruction": ({"instruction": "", "output": "4"}, "'instruction' is empty"),
     "an empty text": ({"text": ""}, "'text' is an empty answer"),
-    "an odd weight": ({"messages": [ASKED, SAID | {"weight": 0.5}]}, "weight 0.5; write 0 (not learnt) or 1"),
-    "nothing learnt": ({"messages": [ASKED, SAID | {"weight": 0}]}, "no turn of the assistant to learn from"),
+    "an odd weight": ({"messages": [ASKED, SAID | {"weight": 0.5}]}, "weight 0.5; write 0 (not trained on) or 1"),
+    "nothing learnt": ({"messages": [ASKED, SAID | {"weight": 0}]}, "no turn of the assistant to train on"),
     "what people did not want": (
         {"messages": [ASKED, SAID], "label": False},
         "'label' is false: the answer was not wanted",
     ),
     "one side of a preference": ({"prompt": "2+2?", "chosen": "4"}, "no 'rejected'"),
-    "an image": ({"messages": [ASKED, SAID], "images": ["a.png"]}, "'images' is no text"),
+    "an image": ({"messages": [ASKED, SAID], "images": ["a.png"]}, "'images' is not text"),
     "an image of a preference": (
         {"prompt": "2+2?", "chosen": "4", "rejected": "5", "image": "a"},
-        "'image' is no text",
+        "'image' is not text",
     ),
     "a part that is an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "?"}]}, SAID]},
         "'image_url' is not text, and sft trains on text only; train on images with task vlm",
     ),
     "a video": ({"messages": [ASKED, SAID], "video": "a.mp4"}, "'video' is neither text nor an image"),
-    "tools that are no list": ({"messages": [ASKED, SAID], "tools": "add"}, "'tools' is no list of functions"),
-    "calls that are no list": ({"messages": [ASKED, SAID | {"tool_calls": "add"}]}, "tool_calls' is no list of calls"),
+    "tools that are no list": ({"messages": [ASKED, SAID], "tools": "add"}, "'tools' is not a list of functions"),
+    "calls that are no list": (
+        {"messages": [ASKED, SAID | {"tool_calls": "add"}]},
+        "tool_calls' is not a list of calls",
+    ),
     "a call of nothing": ({"messages": [ASKED, {"from": "function_call", "value": "add!"}]}, "names no function"),
 }
 

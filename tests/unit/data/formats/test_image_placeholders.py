@@ -73,13 +73,22 @@ def test_both_answers_are_to_the_same_image(record: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"images": ["a", "b"], "messages": [user("<image>"), OK]}, r"1 mark \(<image>\) and 2 images: fewer marks"),
-        ({"images": ["a"], "messages": [user("<image><image>"), OK]}, r"2 marks \(<image>\) and 1 image: more marks"),
-        ({"messages": [user("<image>"), OK]}, "1 mark .* and 0 images"),
-        ({"images": ["a"], "messages": [user("<image2>"), OK]}, "<image2> is marked, and there are 1 image"),
-        ({"images": ["a", "b"], "messages": [user("<image1> <image1>"), OK]}, "image 2 of 2 has no mark"),
+        (
+            {"images": ["a", "b"], "messages": [user("<image>"), OK]},
+            r"1 placeholder \(<image>\) and 2 images: fewer placeholders",
+        ),
+        (
+            {"images": ["a"], "messages": [user("<image><image>"), OK]},
+            r"2 placeholders \(<image>\) and 1 image: more placeholders",
+        ),
+        ({"messages": [user("<image>"), OK]}, "1 placeholder .* and 0 images"),
+        ({"images": ["a"], "messages": [user("<image2>"), OK]}, "<image2> is used, and there are 1 image"),
+        ({"images": ["a", "b"], "messages": [user("<image1> <image1>"), OK]}, "image 2 of 2 has no placeholder"),
         ({"images": ["a", "b"], "messages": [user("<image1> <image>"), OK]}, "numbered .* and some are not"),
-        ({"image": "a", "messages": [user("See"), {**OK, "content": "<image>"}]}, "an image is marked in an answer"),
+        (
+            {"image": "a", "messages": [user("See"), {**OK, "content": "<image>"}]},
+            "an answer contains an image placeholder",
+        ),
         ({"image": "a", "images": ["b"], "messages": [user("<image>"), OK]}, "both 'image' and 'images'"),
         ({"image": "a", "messages": [user([{"type": "image", "image": "b"}]), OK]}, "keep one of them"),
         ({"image": "a", "messages": [OK]}, "no user's turn"),

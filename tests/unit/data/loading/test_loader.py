@@ -38,24 +38,26 @@ def test_steps_come_in_the_plans_order_with_any_number_of_threads(workers):
         return collate(examples)
 
     reader = loader(workers=workers, collate=slow)
-    got = [[batch.samples for batch in step] for step in reader.iter_steps(0)]
+    got = [[batch.samples for batch in step.batches] for step in reader.iter_steps(0)]
     shares = [reader.sampler.micro_batches(samples, 0) for samples in range(0, 30, 4)]
     assert got == [[tuple(100 + i for i in chunk) for chunk in share] for share in shares]
     assert threads() == []
 
 
 def test_a_run_goes_on_where_it_stopped():
-    whole = [batch.samples for step in loader().iter_steps(0) for batch in step]
-    assert [batch.samples for step in loader(workers=2).iter_steps(8) for batch in step] == whole[4:]
+    whole = [batch.samples for step in loader().iter_steps(0) for batch in step.batches]
+    assert [batch.samples for step in loader(workers=2).iter_steps(8) for batch in step.batches] == whole[4:]
 
 
 def test_a_rank_without_samples_gets_a_filler():
     plan = {"samples_per_step": 3, "world_size": 2, "total_samples": 3}
-    step = next(loader(rank=1, **plan).iter_steps(0))
+    taken = next(loader(rank=1, **plan).iter_steps(0))
+    step = taken.batches
+    assert taken.num_samples == 3, "of all ranks"
     assert [batch.is_filler for batch in step] == [False, True]
     assert (step[1].weight, step[1].samples, step[1].tokens) == (0.0, (), 0)
     assert len(step[1].tensors["ids"]) == 1
-    assert sum(batch.weight for rank in (0, 1) for batch in next(loader(rank=rank, **plan).iter_steps(0))) == 3
+    assert sum(batch.weight for rank in (0, 1) for batch in next(loader(rank=rank, **plan).iter_steps(0)).batches) == 3
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -82,7 +84,9 @@ def test_neither_a_filler_nor_an_evaluation_has_a_place():
         assert not any("place" in example for example in examples)
         return collate(examples)
 
-    step = next(loader(rank=1, samples_per_step=1, world_size=2, accumulate=1, collate=none_placed).iter_steps(0))
+    step = next(
+        loader(rank=1, samples_per_step=1, world_size=2, accumulate=1, collate=none_placed).iter_steps(0)
+    ).batches
     assert [batch.is_filler for batch in step] == [True]
     assert list(iter_batches(EXAMPLES, none_placed, eval_micro_batches(10, 2, 1, 0)))
     assert not any("place" in example for example in EXAMPLES)
@@ -135,11 +139,11 @@ def test_an_iterator_left_open_does_not_keep_the_process():
     code = """
 from dstrain.batch import Batch
 from dstrain.data.loading.loader import Loader
-from dstrain.data.loading.sampler import DataPlan
-plan = DataPlan(sizes=(9,), seed=0, samples_per_step=2, world_size=1, accumulate=1)
-steps = Loader(examples=range(9), collate=lambda e: Batch(tensors={}, weight=1, samples=()), plan=plan, workers=2)
-steps = steps.steps(0)
-print(len(next(steps)))
+from dstrain.data.loading.sampler import StepSampler
+sampler = StepSampler(sizes=(9,), seed=0, samples_per_step=2, world_size=1, accumulate=1)
+steps = Loader(examples=range(9), collate=lambda e: Batch(tensors={}, weight=1, samples=()), sampler=sampler, workers=2)
+steps = steps.iter_steps(0)
+print(len(next(steps).batches))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True)
     assert (done.stdout.strip(), done.stderr) == ("1", "")

@@ -29,7 +29,7 @@ from dstrain.errors import DataError
 for what, columns in json.loads(sys.argv[1]):
     try:
         source = open_source(what, columns)
-        said = {"rows": [source[at] for at in range(len(source))], "where": source.where(2), "digest": source.digest}
+        said = {"rows": [source[at] for at in range(len(source))], "where": source.location(2), "digest": source.digest}
     except DataError as fault:
         said = {"error": str(fault)}
     print(json.dumps(said))
@@ -138,9 +138,9 @@ def test_digests_tell_splits_apart(said: dict[str, Any]) -> None:
     ("name", "words"),
     [
         ("org/pairs:dev", ["has no split 'dev'; it has train, test"]),
-        ("org/none", ["is no file here and no dataset on http://127.0.0.1", "set HF_TOKEN where it is private"]),
-        ("org/gated", ["only to those who were let in", "/datasets/org/gated and set HF_TOKEN"]),
-        ("org/script", ["a Python file of its own, which is never run", "a copy in parquet or jsonl"]),
+        ("org/none", ["is neither a local file nor a dataset on http://127.0.0.1", "set HF_TOKEN if it is private"]),
+        ("org/gated", ["is a gated dataset", "/datasets/org/gated and set HF_TOKEN"]),
+        ("org/script", ["a Python script of its own, which is never run", "a copy in parquet or jsonl"]),
     ],
 )
 def test_what_cannot_be_had_is_said_with_a_mend(name: str, words: list[str], said: dict[str, Any]) -> None:
@@ -192,12 +192,12 @@ def test_another_revision_has_another_digest(said: dict[str, Any], hub: Hub, hom
 MIX = """
 import json, sys
 from pathlib import Path
-from dstrain.commands.recipe_args import Wish, resolve_wish
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.tasks import find_task, make_task
 model = json.dumps(find_task("rm").tiny(Path.cwd())["model"])
 sources = json.dumps([{"path": "org/pairs"}, {"path": "train.jsonl", "weight": 2}])
 for more in json.loads(sys.argv[1]):
-    config = resolve_wish(Wish(task="rm", sets=[f"model={model}", f"data.train={sources}", *more])).config
+    config = resolve_recipe(TrainRequest(task="rm", overrides=[f"model={model}", f"data.train={sources}", *more])).config
     task = make_task(config)
     train, test = task.examples("train"), task.examples("eval")
     print(json.dumps({
@@ -229,12 +229,14 @@ def test_a_check_of_a_hub_dataset_ends_with_2_where_it_cannot_be_had(tmp_path: P
     command = [sys.executable, "-m", "dstrain", "data", "check", "org/pairs", "--task", "rm"]
     done = subprocess.run(command, env=told, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: org/pairs is no file here, and the hub http://127.0.0.1:9 cannot be reached")
+    assert done.stderr.startswith(
+        "error: org/pairs is not a local file, and the hub http://127.0.0.1:9 cannot be reached"
+    )
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r'org/pairs is no file here, .*; run pip install "dstrain\[hub\]"'):
+    with pytest.raises(DataError, match=r'org/pairs is not a local file, .*; run pip install "dstrain\[hub\]"'):
         open_source("org/pairs")
 
 

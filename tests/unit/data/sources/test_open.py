@@ -19,7 +19,7 @@ def test_records_and_lines_are_found_past_blank_lines_windows_ends_and_a_byte_or
     assert [source[i]["a"] for i in range(len(source))] == [1, "é", 3]
     assert [source.location(i) for i in range(3)] == ["train.jsonl:1", "train.jsonl:4", "train.jsonl:5"]
     assert source.bad_rows == []
-    assert source.get_base_dir(0) == source.folder == Path()
+    assert source.get_base_dir(0) == source.base_dir == Path()
 
 
 def test_the_last_line_needs_no_line_break(tmp_path):

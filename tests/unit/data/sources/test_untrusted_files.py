@@ -66,7 +66,7 @@ def test_nothing_but_a_file_with_bytes_is_read_as_an_image(name: str, tmp_path: 
     reader.start()
     reader.join(10)
     assert told, "it hangs"
-    assert any(word in told[0] for word in ("is no regular file", "is empty", "Permission denied", "not permitted"))
+    assert any(word in told[0] for word in ("is not a regular file", "is empty", "Permission denied", "not permitted"))
 
 
 def test_a_file_that_became_a_fifo_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_a_file_that_became_a_fifo_is_not_waited_for(tmp_path: Path, monkeypatch
     (tmp_path / "a.png").unlink()
     os.mkfifo(tmp_path / "a.png")
     monkeypatch.setattr("dstrain.data.paths.os.stat", lambda path: regular)
-    with pytest.raises(OSError, match="is no regular file"):
+    with pytest.raises(OSError, match="is not a regular file"):
         open_regular_file(tmp_path / "a.png")
 
 
@@ -85,15 +85,15 @@ def test_a_file_that_became_a_fifo_is_not_waited_for(tmp_path: Path, monkeypatch
     [
         (b"root:*:20228:0:99999:7:::\n", "it is text"),
         (b"-----BEGIN OPENSSH PRIVATE KEY-----\n", "it is text"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "it is a pointer of Git LFS, `git lfs pull`"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "it is a Git LFS pointer, `git lfs pull`"),
         (b"\xef\xbb\xbf<!DOCTYPE html>", "it is HTML, SVG or XML"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n", "it is PostScript"),
         (b"icns\x00\x00\x01\x00", "it is an Apple icon"),
-        (b"\x7fELF\x02\x01", "its first bytes are of no known kind"),
+        (b"\x7fELF\x02\x01", "its first bytes are unknown"),
     ],
 )
 def test_messages_hold_nothing_of_a_file_that_is_no_image(content: bytes, looks: str) -> None:
-    with pytest.raises(BadRecord, match="is no image that is known here") as said:
+    with pytest.raises(BadRecord, match="is not an image in a known format") as said:
         read_image(content)
     assert looks in str(said.value)
     assert not any(secret in str(said.value) for secret in ("root", "OPENSSH", "DOCTYPE", "ELF"))
@@ -117,7 +117,7 @@ def test_a_packed_file_fills_no_more_than_its_share_of_the_disk(
         return len(piece)
 
     monkeypatch.setattr(files._SizeLimitedWriter, "write", count)
-    with pytest.raises(DataError, match=r"unpacks to more than 32\.0 MiB, half of what is free in .*; set TMPDIR"):
+    with pytest.raises(DataError, match=r"unpacks to more than 32\.0 MiB, half of the free space in .*; set TMPDIR"):
         open_source(packed)
     assert wrote <= room // 2
 
@@ -146,19 +146,17 @@ def test_a_line_without_end_is_one_bad_record(tmp_path: Path, monkeypatch: pytes
 def test_a_list_that_would_not_fit_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.json").write_text(json.dumps([{"a": "x" * 1000}]))
     monkeypatch.setattr(files.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2000}))
-    with pytest.raises(
-        DataError, match=r"is held in memory whole, and 2\.0 KiB of that are free; write one record per"
-    ):
+    with pytest.raises(DataError, match=r"is read into memory, of which 2\.0 KiB are free; write one record per"):
         open_source(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda path: os.mkfifo(path), "is no regular file"),
-        (lambda path: path.symlink_to("/dev/null"), "is no regular file"),
-        (lambda path: path.symlink_to(path.name), "is a link that leads back to itself"),
-        (lambda path: path.symlink_to("gone"), "is a link to gone, which is not there"),
+        (lambda path: os.mkfifo(path), "is not a regular file"),
+        (lambda path: path.symlink_to("/dev/null"), "is not a regular file"),
+        (lambda path: path.symlink_to(path.name), "is a link that points to itself"),
+        (lambda path: path.symlink_to("gone"), "is a link to gone, which does not exist"),
     ],
 )
 def test_what_is_there_and_is_no_file_is_called_that(make, why, tmp_path, monkeypatch):
@@ -204,7 +202,7 @@ def test_formats_that_run_programs_or_hold_many_sizes_are_not_decoded(form: str,
         file.write(b"8BPS" + b"\0" * 60)
     else:
         image.save(file, form)
-    with pytest.raises(BadRecord, match="is no image that is known here"):
+    with pytest.raises(BadRecord, match="is not an image in a known format"):
         read_image(file.getvalue())
 
 

@@ -13,8 +13,9 @@ from dstrain.data.cache.build import PreparePolicy, prepare
 from dstrain.data.cache.token_store import WithExtraFiles, load_or_build_store
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
-from dstrain.data.vision import image_index as module
-from dstrain.data.vision.image_index import ImageIndex, ImageIndexWriter
+from dstrain.data.vision import image_index_writer as module
+from dstrain.data.vision.image_index import ImageIndex
+from dstrain.data.vision.image_index_writer import ImageIndexWriter
 from dstrain.data.vision.image_io import resolve_image
 from dstrain.errors import DataError
 
@@ -73,7 +74,7 @@ def test_an_image_is_in_the_album_once_for_each_name_and_a_link_is_followed(tmp_
     assert album.find_change() is None
     (images / "link.png").unlink()
     (images / "link.png").symlink_to("3.png")
-    assert "link.png is not the file that it was" in album.find_change()
+    assert "link.png has changed" in album.find_change()
 
 
 def test_a_smaller_image_is_kept_and_one_that_stands_in_the_data_is_kept_whole(tmp_path, images):
@@ -111,7 +112,7 @@ def test_a_fault_of_ours_reaches_all_that_wait_for_the_image(tmp_path, images):
 def test_a_bad_image_is_decoded_once_and_refused_each_time(tmp_path, images, decoded):
     writer = ImageIndexWriter(lambda image: None, tmp_path / "cache")
     for _ in range(3):
-        with pytest.raises(BadRecord, match=r"bad\.png is no image"):
+        with pytest.raises(BadRecord, match=r"bad\.png is not an image"):
             writer.get_entry("bad.png", images)
         with pytest.raises(BadRecord, match=r"image not found: .*gone\.png"):
             writer.get_entry("gone.png", images)
@@ -139,7 +140,7 @@ def test_a_copy_that_is_there_is_used_and_a_damaged_one_is_made_anew(tmp_path, i
     assert decoded == ["0.png"]
     os.truncate(kept, 50)
     assert "copy of" in first.find_change()
-    with pytest.raises(DataError, match=r"0\.png was whole once.*run `dstrain prepare` again"):
+    with pytest.raises(DataError, match=r"0\.png was readable before.*run `dstrain prepare` again"):
         first.load(0)
     again, _, _ = written(tmp_path, images, ["0.png"], halve)
     assert same(again.load(0), halve(picture(0)))
@@ -163,8 +164,8 @@ def test_an_image_that_changed_is_found(tmp_path, images, harm, copies):
         assert (reason is None) == (harm == "gone")
         assert same(album.load(1), halve(picture(1)))
     else:
-        assert "1.png is gone" in reason if harm == "gone" else "1.png is not the file that it was" in reason
-        with pytest.raises(DataError, match=r"1.png is .*; run `dstrain prepare` again"):
+        assert "1.png is gone" in reason if harm == "gone" else "1.png has changed" in reason
+        with pytest.raises(DataError, match=r"1.png (is|has) .*; run `dstrain prepare` again"):
             album.load(1)
     assert album.load(0).mode == "RGB"
 
@@ -184,7 +185,7 @@ def test_a_file_that_could_not_be_used_is_looked_at_again_once_it_is_mended(tmp_
     assert len(album) == 1
     assert album.find_change() is None
     picture(3).save(images / name)
-    assert f"{name}, which could not be used, is another now" in album.find_change()
+    assert f"{name}, which could not be used, has changed" in album.find_change()
 
 
 def test_a_digest_follows_images_and_order_not_their_names(tmp_path, images):
@@ -243,7 +244,7 @@ def test_a_store_whose_images_changed_is_built_again(tmp_path, images, harm):
     store = load_or_build_store(tmp_path, {"n": 1}, build(tmp_path, images, NAMES, built), echo=lines.append)
     assert len(built) == (1 if harm == "nothing" else 2)
     assert same(store[0]["images"][0].load(), picture(50 if harm == "image" else 0))
-    told = "0.png is not the file that it was"
+    told = "0.png has changed"
     assert [told in line and "is built again" in line for line in lines] == [True] * (harm == "image")
 
 
@@ -264,7 +265,7 @@ def test_prepare_leaves_an_encoders_files_in_the_store(write_lines, tmp_path, im
     store = prepare(source, WithExtraFiles(encode, writer.write), {}, policy, tmp_path / "cache")
     assert (len(store), len(store.image_index)) == (1, 1)
     assert store.report.bad[0].location == "train.jsonl:2"
-    assert "bad.png is no image" in store.report.bad[0].reason
+    assert "bad.png is not an image" in store.report.bad[0].reason
 
 
 def test_a_decoded_image_and_its_bytes_are_one(tmp_path, images):

@@ -72,23 +72,26 @@ JPEG, PNG, WEBP = saved("JPEG"), saved("PNG"), saved("WEBP")
 MIDDLE = len(PNG) // 2
 HARMED = {
     "missing.png": (None, "image not found: .*missing.png .*; check the path"),
-    "cut.jpg": (JPEG[: len(JPEG) // 2], "cut.jpg is damaged or cut off .*truncated.*; download it again"),
-    "unended.jpg": (JPEG[:-2], "unended.jpg is damaged or cut off"),
-    "cut.png": (PNG[:MIDDLE], "cut.png is damaged or cut off .*; download it again"),
-    "unended.png": (PNG[:-12], "unended.png is damaged or cut off"),
-    "flipped.png": (PNG[:MIDDLE] + bytes([PNG[MIDDLE] ^ 255]) + PNG[MIDDLE + 1 :], "flipped.png is damaged or cut off"),
-    "cut.webp": (WEBP[: len(WEBP) // 2], "cut.webp is damaged or cut off"),
-    "head.png": (PNG[:12], "head.png is damaged or cut off in its first bytes"),
-    "head.jpg": (JPEG[:20], "head.jpg is damaged or cut off"),
+    "cut.jpg": (JPEG[: len(JPEG) // 2], "cut.jpg is damaged or truncated .*truncated.*; download it again"),
+    "unended.jpg": (JPEG[:-2], "unended.jpg is damaged or truncated"),
+    "cut.png": (PNG[:MIDDLE], "cut.png is damaged or truncated .*; download it again"),
+    "unended.png": (PNG[:-12], "unended.png is damaged or truncated"),
+    "flipped.png": (
+        PNG[:MIDDLE] + bytes([PNG[MIDDLE] ^ 255]) + PNG[MIDDLE + 1 :],
+        "flipped.png is damaged or truncated",
+    ),
+    "cut.webp": (WEBP[: len(WEBP) // 2], "cut.webp is damaged or truncated"),
+    "head.png": (PNG[:12], "head.png is damaged or truncated in its first bytes"),
+    "head.jpg": (JPEG[:20], "head.jpg is damaged or truncated"),
     "bomb.png": (png(30000, 30000), "bomb.png has 900000000 pixels, more than the 89478485 .*; make it smaller"),
     "warned.png": (png(10000, 10000), "warned.png has 100000000 pixels, more than the 89478485"),
     "text.png": (
         b"<html>404</html>",
-        "text.png is no image that is known here .it is HTML, SVG or XML; .*; save it as PNG",
+        "text.png is not an image in a known format .it is HTML, SVG or XML; .*; save it as PNG",
     ),
-    "program.png": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "program.png is no image that is known"),
+    "program.png": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "program.png is not an image in a known"),
     "empty.png": (b"", "empty.png is empty; download it again"),
-    "dot.png": (png(1, 1), "dot.png is 1x1 pixels, and an image has two or more either way"),
+    "dot.png": (png(1, 1), "dot.png is 1x1 pixels; width and height must be two or more"),
     "line.png": (png(300, 1), "line.png is 300x1 pixels"),
 }
 
@@ -138,7 +141,7 @@ def test_a_folder_and_what_is_no_regular_file_are_refused_at_once(tmp_path):
     with pytest.raises(BadRecord, match=f"{tmp_path.name} is a folder"):
         read_image(tmp_path)
     os.mkfifo(tmp_path / "pipe.png")
-    with pytest.raises(BadRecord, match=r"pipe\.png is no regular file"):
+    with pytest.raises(BadRecord, match=r"pipe\.png is not a regular file"):
         read_image(tmp_path / "pipe.png")
     for name in ("zero\0byte.png", "a" * 300 + ".png"):
         with pytest.raises(BadRecord, match="cannot be read"):
@@ -164,7 +167,7 @@ def test_an_image_is_turned_upright_as_its_exif_says(tmp_path, form, orientation
     image = read_image(path)
     assert np.array_equal(np.asarray(image), np.asarray(upright))
     assert image.size == ((10, 20) if orientation > 4 else (20, 10))
-    assert describe_conversions(path) == ([f"its EXIF says it is {said}: it is turned upright"] if said else [])
+    assert describe_conversions(path) == ([f"{said} according to EXIF: it is turned upright"] if said else [])
 
 
 def test_damaged_exif_does_not_spoil_the_picture(tmp_path):
@@ -184,14 +187,14 @@ def test_sixteen_bits_of_grey_are_scaled_not_cut_off(tmp_path, form):
     path = save(tmp_path / "a", Image.fromarray(ramp), format=form)
     grey = np.asarray(read_image(path))[..., 0]
     assert np.abs(grey - ramp / 257).max() <= 0.5
-    assert describe_conversions(path) == ["16 bits a colour: it is scaled to 8"]
+    assert describe_conversions(path) == ["16 bits per channel: it is scaled to 8"]
 
 
 @pytest.mark.parametrize("number", ["F", "I"])
 def test_numbers_of_which_none_is_known_to_be_white_are_refused(tmp_path, number):
     path = save(tmp_path / "depth.tiff", Image.new(number, (8, 8), 3))
     with pytest.raises(
-        BadRecord, match=f"depth.tiff has pixels of a kind .Pillow's {number}. .*; save it with 8 or 16"
+        BadRecord, match=f"depth.tiff has pixels of Pillow's mode {number}, .*; save it with 8 or 16"
     ):
         read_image(path)
 
@@ -207,7 +210,7 @@ def test_what_is_transparent_lies_on_white(tmp_path):
     for name, image in TRANSPARENT.items():
         path = save(tmp_path / f"{name}.png", image)
         assert colours(read_image(path))[0] == ((127, 127, 255) if name == "half" else WHITE)
-        assert describe_conversions(path) == ["transparent in places: it is laid on white"]
+        assert describe_conversions(path) == ["partly transparent: the background becomes white"]
     palette = Image.new("P", (8, 8), 1)
     palette.putpalette([255, 0, 0, 0, 0, 255])
     path = save(tmp_path / "palette.png", palette, transparency=1)
@@ -231,9 +234,9 @@ def test_of_an_animated_image_the_first_frame_is_seen(tmp_path, form):
     settings = {"lossless": True} if form == "WEBP" else {}
     path = save(tmp_path / "a", frames[0], format=form, save_all=True, append_images=frames[1:], **settings)
     assert colours(read_image(path))[0] == RED
-    assert describe_conversions(path) == ["animated, 3 frames: the first alone is used"]
+    assert describe_conversions(path) == ["animated, 3 frames: only the first is used"]
     pages = save(tmp_path / "pages.tiff", frames[0], save_all=True, append_images=frames[1:])
-    assert describe_conversions(pages) == ["3 pages: the first alone is used"]
+    assert describe_conversions(pages) == ["3 pages: only the first is used"]
 
 
 def test_a_record_names_a_file_from_the_data_files_folder(tmp_path):
@@ -248,12 +251,12 @@ def test_a_record_names_a_file_from_the_data_files_folder(tmp_path):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("https://a.b/c.png", "the address https://a.b/c.png; fetch it first"),
-        ("file:///c.png", "the address file"),
+        ("https://a.b/c.png", "the URL https://a.b/c.png; download it first"),
+        ("file:///c.png", "the URL file"),
         ("data:image/png;base64,iVBORw0KGgo", "a data: URI"),
         ("  ", "an image's path is empty"),
         ({"bytes": None, "path": None}, 'an object without "path" and "bytes"'),
-        ({"path": "s3://a/b.png"}, "fetch it first"),
+        ({"path": "s3://a/b.png"}, "download it first"),
         (7, "an image is a number, not the path of a file"),
         (None, "an image is null"),
         (["a.png"], "an image is a list"),
@@ -275,7 +278,7 @@ def test_an_image_that_was_decoded_already_is_the_same_image(tmp_path):
     turned = Image.open(save(tmp_path / "turned.png", HALVES, exif=exif))
     assert colours(read_image(resolve_image(turned, tmp_path))) == [RED, BLUE]
     assert read_image(resolve_image(turned, tmp_path)).size == (10, 20)
-    with pytest.raises(BadRecord, match="Pillow's kind F"):
+    with pytest.raises(BadRecord, match="Pillow's mode F"):
         resolve_image(Image.new("F", (4, 4)), tmp_path)
     (tmp_path / "cut.jpg").write_bytes(JPEG[: len(JPEG) // 2])
     with pytest.raises(BadRecord, match="a decoded image is damaged"):

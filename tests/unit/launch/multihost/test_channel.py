@@ -63,16 +63,16 @@ def message(**content: object) -> bytes:
 def test_noise_is_no_message_and_hides_none(noise, pair):
     assert pair.comes(noise) == []
     assert pair.comes(message(facts={"a": 1}) + noise + message(left=[])) == [{"facts": {"a": 1}}, {"left": []}]
-    assert pair.line.noise == (bool(noise.strip()) and NONCE.encode() not in noise)
+    assert pair.line.has_noise == (bool(noise.strip()) and NONCE.encode() not in noise)
 
 
 def test_noise_is_no_sign_of_life(pair):
     for _ in range(4):
         pair.comes(b"still here\n")
         time.sleep(0.3)
-    assert pair.line.silent()
+    assert pair.line.is_timed_out()
     assert pair.comes(message()) == []
-    assert not pair.line.silent()
+    assert not pair.line.is_timed_out()
 
 
 def test_a_line_without_end_is_not_kept(pair):

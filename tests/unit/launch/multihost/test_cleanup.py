@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,12 +15,13 @@ import pytest
 from dstrain.launch.job import LauncherSpec, LocalJob
 from dstrain.launch.multihost import cleanup
 from dstrain.launch.multihost.job import MultiHostJob, open_job
+from dstrain.launch.processes import find_processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process trees are Linux's here")
 
 
 def agent_of(nonce: str) -> psutil.Process:
-    (found,) = cleanup._find_agents(nonce)
+    (found,) = find_processes(lambda words, env: cleanup.is_of_launch(words, env, "no launch file", nonce))
     return found
 
 
@@ -44,7 +46,7 @@ def over(process: psutil.Process) -> bool:
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_stopped_agent_and_its_ranks_are_ended_over_another_session(stopped, launch, tmp_path):
     with open_job(launch("here slots=2\n"), tmp_path) as crew:
-        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(crew._file)]) as rank:
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(crew._launch_file)]) as rank:
             if stopped:
                 rank.send_signal(signal.SIGSTOP)
             agent = stop_agent(crew)
@@ -85,30 +87,31 @@ def test_a_starter_that_does_not_end_with_the_ranks_is_not_waited_for(launch, tm
         assert not crew.is_alive()
 
 
+@contextlib.contextmanager
+def killed_without_agent(crew, tmp_path, ssh):
+    """Stop the agent, make every further ssh run this shell command, and kill the job."""
+    agent = stop_agent(crew)
+    (tmp_path / "bin/ssh").write_text(f"#!/bin/sh\n{ssh}\n")
+    started_at = time.monotonic()
+    crew.kill()
+    assert time.monotonic() - started_at < 5
+    yield
+    agent.resume()
+
+
 def test_where_ssh_does_not_answer_the_sentence_says_so(launch, tmp_path):
-    with open_job(launch("here slots=2\n"), tmp_path) as crew:
-        agent = stop_agent(crew)
-        (tmp_path / "bin/ssh").write_text("#!/bin/sh\nexit 255\n")
-        began = time.monotonic()
-        crew.kill()
-        assert time.monotonic() - began < 5
+    with open_job(launch("here slots=2\n"), tmp_path) as crew, killed_without_agent(crew, tmp_path, "exit 255"):
         assert crew.abort_reason.endswith(
             "; rank 0, 1 ran there; rank 0, 1 on here cannot be ended from here: where it still runs, it ends by itself "
             "within 20 s; wait for that, then start the same command again to go on"
         )
-        agent.resume()
 
 
 def test_a_host_that_never_answers_is_not_waited_for_without_end(launch, tmp_path, monkeypatch):
     monkeypatch.setattr(cleanup, "CLEANUP_TIMEOUT_SECONDS", 0.5)
-    with open_job(launch("here slots=1\n"), tmp_path) as crew:
-        agent = stop_agent(crew)
-        (tmp_path / "bin/ssh").write_text("#!/bin/sh\nwhile :; do echo y; done\n")
-        began = time.monotonic()
-        crew.kill()
-        assert time.monotonic() - began < 5
+    endless = "while :; do echo y; done"
+    with open_job(launch("here slots=1\n"), tmp_path) as crew, killed_without_agent(crew, tmp_path, endless):
         assert "cannot be ended from here" in crew.abort_reason
-        agent.resume()
 
 
 def test_an_agent_that_is_stopped_only_at_the_end_is_ended_too(launch, tmp_path, monkeypatch):
@@ -145,6 +148,7 @@ def test_another_launchs_loss_is_not_embroidered(launch, tmp_path):
 
 def test_only_exact_words_of_an_agents_command_line_count():
     nonce = "0a1b2c3d4e5f6071"
-    with subprocess.Popen(["sleep", "60", nonce], stderr=subprocess.DEVNULL) as other:
-        assert cleanup._find_agents(nonce) == []
-        other.kill()
+    agent = ["python", "-m", cleanup.AGENT_MODULE, "20", nonce]
+    assert cleanup.is_of_launch(agent, dict, "/run/launch", nonce)
+    for words in (["sleep", "60", nonce], [*agent[:-1], f"{nonce}0"], ["sh", "-c", " ".join(agent)]):
+        assert not cleanup.is_of_launch(words, dict, "/run/launch", nonce)

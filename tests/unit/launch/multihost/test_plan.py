@@ -102,7 +102,7 @@ def test_no_secret_stands_on_a_command_line(plan):
 
 def test_ranks_follow_the_hosts(plan):
     launch = plan()
-    assert (launch.processes, launch.ranks_of(0), launch.ranks_of(1)) == (6, range(2), range(2, 6))
+    assert (launch.world_size, launch.ranks_of(0), launch.ranks_of(1)) == (6, range(2), range(2, 6))
 
 
 def test_without_ssh_a_host_runs_its_share(plan):
@@ -134,7 +134,7 @@ def test_a_missing_program_is_named_with_its_package(plan, monkeypatch):
         UsageError, match=r"pdsh is not installed here; install it \(apt install pdsh\), or add --launcher ssh"
     ):
         plan()
-    assert plan(launcher="ssh").processes == 6
+    assert plan(launcher="ssh").world_size == 6
 
 
 @pytest.mark.parametrize("strange", ["%h", "$x", "a'b", 'a"b', "a;b", "a b"])

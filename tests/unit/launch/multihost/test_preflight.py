@@ -15,7 +15,7 @@ from dstrain.errors import UsageError
 from dstrain.launch.multihost import agent_client, preflight
 from dstrain.launch.multihost.hostfile import parse_hostfile
 from dstrain.launch.multihost.job import MultiHostJob, open_job, remove_launch_files
-from dstrain.launch.versions import (
+from dstrain.launch.multihost.versions import (
     find_source_diff,
     hash_source_files,
     hash_source_tree,
@@ -80,7 +80,7 @@ def test_the_reason_is_what_ssh_said_and_not_the_host(launch, tmp_path):
 
 
 def test_agents_wait_while_the_data_are_looked_at(launch, tmp_path):
-    """Between the hosts' answers and the start of the ranks lies a check that may take longer than launch.silence_seconds."""
+    """Between the hosts' answers and the start of the ranks lies a check that may take longer than launch.heartbeat_timeout_seconds."""
     with open_job(replace(launch("here slots=2\n"), heartbeat_timeout=1.0), tmp_path) as crew:
         time.sleep(2.5)
         crew.poll()
@@ -126,7 +126,7 @@ def test_versions_are_told_without_importing_anything_heavy():
     assert list(iter_version_diffs({"a": "1", "b": "2"}, {"a": "1"})) == [("b", "2", "none")]
     assert find_source_diff({"x": "1", "y": "2"}, {"y": "2", "z": "3"}) == ("x", 2)
     assert find_source_diff(hash_source_files(), dict(hash_source_files())) == ("", 0)
-    assert {"launch/versions.py", "ds_configs/zero2.json"} <= hash_source_files().keys()
+    assert {"launch/multihost/versions.py", "ds_configs/zero2.json"} <= hash_source_files().keys()
     assert not [name for name in hash_source_files() if name.startswith("launchers/")]
     assert len(hash_source_tree()) == 12
 
@@ -145,13 +145,13 @@ def test_the_environment_is_in_no_file_of_a_launch(launch, tmp_path):
 RANK = """
 import json, os, sys
 from pathlib import Path
-from dstrain.launch import rank
+from dstrain.launch.multihost import rank_main
 def become(path, command, environment):
     keep = {name: environment.get(name) for name in ("HF_TOKEN", "DSTRAIN_LAUNCH", "DSTRAIN_HEARTBEAT")}
     Path(sys.argv[2]).write_text(json.dumps([command[3:], keep]))
     sys.exit(0)
 os.execve = become
-rank.main(sys.argv[1])
+rank_main.main(sys.argv[1])
 """
 
 

@@ -13,7 +13,6 @@ from dstrain.models.adapters.lora import adapters_disabled
 from dstrain.tasks import find_task, make_task
 from dstrain.train.build_model import build_train_module
 from dstrain.train.engine.module import TrainModule
-from dstrain.train.state.load import get_stored_shapes
 
 
 @pytest.fixture(autouse=True)
@@ -36,15 +35,15 @@ def trained(model: torch.nn.Module) -> set[str]:
 @pytest.mark.parametrize("dora", [False, True])
 def test_asking_the_reference_trains_no_frozen_adapter(task: str, dora: bool, tmp_path: Path) -> None:
     made: Any = objective(task, tmp_path, dora=dora)
-    before, names = trained(made.model), set(get_stored_shapes(made))
-    assert before == made.trainable_names
+    before, names = trained(made.model), set(made.stored_model.shapes())
+    assert before == made.trainable
     assert before
     assert not any(".layers.0." in name for name in before)
     batch = made.task.collate([made.task.examples("train")[index] for index in range(2)])
     made.train()
-    made(batch, survey=made.task.loss_inputs.step_stats is not None)
+    made(batch, stats_only=made.task.loss_inputs.step_stats is not None)
     assert trained(made.model) == before
-    assert set(get_stored_shapes(made)) == names
+    assert set(made.stored_model.shapes()) == names
 
 
 def test_the_model_answers_without_its_adapters_inside(tmp_path: Path) -> None:

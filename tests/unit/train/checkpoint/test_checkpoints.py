@@ -22,7 +22,7 @@ import dstrain
 from dstrain.batch import Progress
 from dstrain.errors import CheckpointError, RunFolderTakenError
 from dstrain.train.checkpoint import checkpoints as module
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.state import manifest
 from dstrain.train.state.hashed_file import FileEntry, write_hashed_file
 from dstrain.train.state.manifest import find_checkpoints, find_fault, read_checkpoint_info, read_file_entries
@@ -38,8 +38,8 @@ class OneRank:
         return [value]
 
 
-def solo(folder: Path, **options: Any) -> CheckpointManager:
-    return CheckpointManager(folder=folder, world=OneRank(), **options)  # type: ignore[arg-type]
+def solo(folder: Path, **options: Any) -> CheckpointStore:
+    return CheckpointStore(folder=folder, world=OneRank(), **options)  # type: ignore[arg-type]
 
 
 def write(folder: Path) -> dict[str, FileEntry]:
@@ -48,7 +48,7 @@ def write(folder: Path) -> dict[str, FileEntry]:
 
 
 def save(
-    checkpoints: CheckpointManager, *steps: int, metric: float | None = None, by: Callable[..., Any] = write
+    checkpoints: CheckpointStore, *steps: int, metric: float | None = None, by: Callable[..., Any] = write
 ) -> None:
     for step in steps:
         checkpoints.save(by, Progress(step, 64 * step), {"zero_stage": 2, "preset": "zero2"}, metric)
@@ -173,7 +173,7 @@ def test_a_listing_that_reads_sizes_only_finds_what_is_missing_and_reading_all_f
 
 
 def test_the_newest_are_kept_and_the_multiples_and_the_best(tmp_path: Path) -> None:
-    checkpoints = solo(tmp_path, keep=2, keep_every=40, best="max")
+    checkpoints = solo(tmp_path, keep=2, keep_every=40, best_mode="max")
     for step in range(10, 110, 10):
         save(checkpoints, step, metric={30: 0.9}.get(step, 0.5))
     assert steps(tmp_path) == [100, 90, 80, 40, 30]
@@ -202,7 +202,7 @@ def test_the_checkpoint_just_written_is_kept_beside_newer_ones(tmp_path: Path) -
 
 @pytest.mark.parametrize(("mode", "expected"), [("min", 2), ("max", 3)])
 def test_best_points_to_the_best_metric_and_equals_do_not_move_it(tmp_path: Path, mode: Any, expected: int) -> None:
-    checkpoints = solo(tmp_path, keep=1, best=mode)
+    checkpoints = solo(tmp_path, keep=1, best_mode=mode)
     for step, metric in enumerate([0.5, 0.1, 0.9, 0.1, 0.9, float("nan"), None], start=1):
         save(checkpoints, step, metric=metric)
     assert best(tmp_path) == f"step-{expected:08d}"
@@ -235,7 +235,7 @@ def write_shard(world: ThreadWorld) -> Callable[[Path], dict[str, FileEntry]]:
 
 def test_every_rank_writes_and_all_agree_on_the_newest(tmp_path: Path) -> None:
     def act(world: ThreadWorld) -> Any:
-        checkpoints = CheckpointManager(folder=tmp_path, world=world)
+        checkpoints = CheckpointStore(folder=tmp_path, world=world)
         save(checkpoints, 1, 2, by=write_shard(world))
         world.barrier()
         if world.rank == 0:
@@ -247,11 +247,11 @@ def test_every_rank_writes_and_all_agree_on_the_newest(tmp_path: Path) -> None:
     assert all(result == results[0] for result in results)
     info, passed_over = results[0]  # type: ignore[misc]
     assert (info.step, info.world_size) == (1, 3)
-    assert "rank-00002.dat is not what was written" in passed_over[0].state
+    assert "rank-00002.dat is not what was written" in passed_over[0].status
     assert json.loads((info.path / "MANIFEST.json").read_text())["files_per_rank"] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("phase", ["write", "seal", "_commit"])
+@pytest.mark.parametrize("phase", ["write", "finalize_checkpoint", "_commit"])
 def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_the_older_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
@@ -259,7 +259,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_the_older_ones(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def act(world: ThreadWorld) -> None:
-        checkpoints = CheckpointManager(folder=tmp_path, world=world)
+        checkpoints = CheckpointStore(folder=tmp_path, world=world)
         save(checkpoints, 1, by=write_shard(world))
         if phase != "write" and world.rank == 0:
             monkeypatch.setattr(module, phase, full)
@@ -333,8 +333,8 @@ SAVE_FOR_EVER = """
 import sys
 from pathlib import Path
 from dstrain.batch import Progress
-from dstrain.train.state.hashed_file import write_hashed
-from dstrain.train.checkpoint.checkpoints import Checkpoints
+from dstrain.train.state.hashed_file import write_hashed_file
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 
 class OneRank:
     rank, size, device = 0, 1, None
@@ -342,11 +342,11 @@ class OneRank:
         return [value]
 
 def write(folder):
-    return {name: write_hashed(folder / name, bytes([rank]) * 200_000) for rank, name in enumerate("abcd")}
+    return {name: write_hashed_file(folder / name, bytes([rank]) * 200_000) for rank, name in enumerate("abcd")}
 
-checkpoints = Checkpoints(folder=Path(sys.argv[1]), world=OneRank(), keep=2)
-checkpoints.clean()
-newest, passed_over = checkpoints.newest()
+checkpoints = CheckpointStore(folder=Path(sys.argv[1]), world=OneRank(), keep=2)
+checkpoints.remove_incomplete()
+newest, passed_over = checkpoints.find_latest_valid()
 assert not passed_over, passed_over
 step = newest.step if newest else 0
 assert "torch" not in sys.modules

@@ -11,7 +11,7 @@ from dstrain.batch import Progress
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
 from dstrain.train.checkpoint import disk_space
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.disk_space import (
     DiskForecast,
     check_disk_space,
@@ -50,9 +50,9 @@ def test_a_disk_that_will_be_full_is_told_before_training() -> None:
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> CheckpointManager:
+def kept(tmp_path: Path) -> CheckpointStore:
     """Three checkpoints, of which the first is the best."""
-    checkpoints = CheckpointManager(folder=tmp_path, world=SingleProcessWorld(), keep=9)
+    checkpoints = CheckpointStore(folder=tmp_path, world=SingleProcessWorld(), keep=9)
     for step, metric in ((1, 0.1), (2, 0.5), (3, 0.4)):
         checkpoints.save(
             lambda folder: {"x": write_hashed_file(folder / "x", bytes(SIZE))}, Progress(step, step), {}, metric
@@ -61,7 +61,7 @@ def kept(tmp_path: Path) -> CheckpointManager:
 
 
 @pytest.fixture
-def disk(kept: CheckpointManager, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def disk(kept: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """[size of the disk]: free is what the checkpoints leave."""
     size = [10**9]
     used = lambda: sum(info.size for info in find_checkpoints(kept.folder) if info.is_complete)  # noqa: E731
@@ -69,16 +69,16 @@ def disk(kept: CheckpointManager, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return size
 
 
-def steps(kept: CheckpointManager) -> list[int]:
+def steps(kept: CheckpointStore) -> list[int]:
     return [info.step for info in kept.list_all()]
 
 
-def test_with_room_nothing_is_removed(kept: CheckpointManager, disk: list[int]) -> None:
+def test_with_room_nothing_is_removed(kept: CheckpointStore, disk: list[int]) -> None:
     ensure_disk_space(kept, SIZE, True, lambda *_, **__: None)
     assert steps(kept) == [3, 2, 1]
 
 
-def test_without_leave_nothing_is_removed(kept: CheckpointManager, disk: list[int]) -> None:
+def test_without_leave_nothing_is_removed(kept: CheckpointStore, disk: list[int]) -> None:
     disk[0] = 350_000
     with pytest.raises(CheckpointError, match=r"free some, lower save\.keep or set save\.prune_when_full"):
         ensure_disk_space(kept, SIZE, False, lambda *_, **__: None)
@@ -86,7 +86,7 @@ def test_without_leave_nothing_is_removed(kept: CheckpointManager, disk: list[in
 
 
 def test_with_leave_the_oldest_goes_first_the_best_last_and_the_newest_never(
-    kept: CheckpointManager, disk: list[int]
+    kept: CheckpointStore, disk: list[int]
 ) -> None:
     told: list[Any] = []
     tell = lambda event, **about: told.append((event, about["checkpoint"]))  # noqa: E731

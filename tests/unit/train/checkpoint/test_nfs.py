@@ -14,23 +14,23 @@ import pytest
 from dstrain.batch import Progress
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
-from dstrain.report.run_log import sync_folder
-from dstrain.train.checkpoint.checkpoints import CheckpointManager, remove_checkpoint
+from dstrain.files import sync_folder
+from dstrain.train.checkpoint.checkpoints import CheckpointStore, remove_checkpoint
 from dstrain.train.checkpoint.select import read_best_name, select_checkpoint
 from dstrain.train.run_dir import replace_folder
 from dstrain.train.state.hashed_file import FileEntry, write_hashed_file
 from dstrain.train.state.manifest import find_checkpoints
 
 
-def solo(folder: Path, **options: Any) -> CheckpointManager:
-    return CheckpointManager(folder=folder, world=SingleProcessWorld(), **options)
+def solo(folder: Path, **options: Any) -> CheckpointStore:
+    return CheckpointStore(folder=folder, world=SingleProcessWorld(), **options)
 
 
 def write(folder: Path) -> dict[str, FileEntry]:
     return {"rank-00000.dat": write_hashed_file(folder / "rank-00000.dat", b"o" * 10)}
 
 
-def save(checkpoints: CheckpointManager, *steps: int, metric: float | None = None) -> None:
+def save(checkpoints: CheckpointStore, *steps: int, metric: float | None = None) -> None:
     for step in steps:
         checkpoints.save(write, Progress(step, 64 * step), {"zero_stage": 2, "preset": "zero2"}, metric)
 

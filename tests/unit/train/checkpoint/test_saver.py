@@ -14,7 +14,7 @@ import torch
 from dstrain.batch import Progress
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.saver import CheckpointSaver
 from dstrain.train.state import files
 from dstrain.train.state.files import CheckpointReader, StateFile
@@ -39,7 +39,7 @@ def saving(folder: Path, engine: Any, told: list[Any], **options: Any) -> Checkp
     def tell(event: str, **about: Any) -> None:
         told.append((event, about))
 
-    checkpoints = CheckpointManager(folder=folder, world=SingleProcessWorld())
+    checkpoints = CheckpointStore(folder=folder, world=SingleProcessWorld())
     return CheckpointSaver(
         checkpoints=checkpoints,
         engine=engine,
@@ -112,8 +112,8 @@ def test_where_a_copy_cannot_be_made_training_waits_and_it_is_said_once(
     told: list[Any] = []
     if why == "memory":
         monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=100))
-    kept = saving(tmp_path, Weights(), told, on_disk=why == "disk")
+    kept = saving(tmp_path, Weights(), told, is_state_on_nvme=why == "disk")
     for step in (1, 2):
         kept.save(Progress(step, step), None)
-    assert [event for event, _ in told] == ["save_waits", "saved", "saved"]
+    assert [event for event, _ in told] == ["async_save_unavailable", "saved", "saved"]
     assert ("lies on a disk" if why == "disk" else "does not fit into host memory") in told[0][1]["why"]

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from dstrain.batch import Progress
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.checkpoint.select import select_checkpoint
 from dstrain.train.state.hashed_file import FileEntry, write_hashed_file
 from dstrain.train.state.manifest import find_checkpoints
 from tests.unit.distributed.thread_world import ThreadWorld
 
 
-def solo(folder: Path, **options: Any) -> CheckpointManager:
-    return CheckpointManager(
+def solo(folder: Path, **options: Any) -> CheckpointStore:
+    return CheckpointStore(
         folder=folder, world=ThreadWorld(0, 1, [None], threading.Barrier(1)), best_mode="max", **options
     )
 
@@ -28,7 +28,7 @@ def write(folder: Path) -> dict[str, FileEntry]:
     return {"rank-00000.dat": write_hashed_file(folder / "rank-00000.dat", b"o" * 10)}
 
 
-def save(checkpoints: CheckpointManager, step: int, metric: float | None) -> None:
+def save(checkpoints: CheckpointStore, step: int, metric: float | None) -> None:
     checkpoints.save(write, Progress(step, 64 * step), {"zero_stage": 2, "preset": "zero2"}, metric)
 
 

@@ -23,7 +23,7 @@ def test_no_number_of_the_host_is_copied_to_the_device(name: str, tmp_path: Path
     batch = make_batch(task.examples("train"), task.collate, [0, 1, 2], 0)
     objective = build_train_module(task)
     if task.needs_step_stats:
-        answers, totals = objective(batch, survey=True)
+        answers, totals = objective(batch, stats_only=True)
         batch = batch.with_tensors({**answers, **{key: total / weight for key, (total, weight) in totals.items()}})
     made: list[Any] = []
 

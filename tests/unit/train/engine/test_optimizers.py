@@ -147,7 +147,9 @@ def test_a_group_may_be_left_to_adamw() -> None:
 
 def test_muon_without_a_matrix_is_refused() -> None:
     norms = torch.nn.ModuleDict({"table": torch.nn.Embedding(4, 8), "norm": torch.nn.LayerNorm(8)})
-    with pytest.raises(RecipeError, match="muon finds no hidden matrix that learns, and would be AdamW; write adamw"):
+    with pytest.raises(
+        RecipeError, match="muon finds no trainable hidden matrix, so it would be the same as adamw; write adamw"
+    ):
         build_param_groups(norms, OptimConfig(name="muon"))
 
 
@@ -169,21 +171,21 @@ def resolved(name: str, preset: str, precision: str = "fp32", optim: dict[str, A
 
 @pytest.mark.parametrize("preset", ["zero1", "zero2", "zero2_offload", "zero3"])
 def test_adafactor_is_refused_where_zero_cuts_matrices(preset: str) -> None:
-    said = rf"needs whole matrices, which ZeRO stage {preset[4]} cuts .* zero0, or optim\.name: adamw"
+    said = rf"needs whole matrices, but ZeRO stage {preset[4]} partitions .* zero0, or optim\.name: adamw"
     with pytest.raises(RecipeError, match=said):
         resolved("adafactor", preset)
     assert resolved("adafactor", "zero0")
 
 
 def test_muon_with_clipping_is_refused_where_deepspeed_would_clip_its_steps() -> None:
-    with pytest.raises(RecipeError, match=r"optim\.clip: is 1, and at ZeRO stage 2 DeepSpeed clips Muon's finished"):
+    with pytest.raises(RecipeError, match=r"optim\.clip: is 1, but at ZeRO stage 2 DeepSpeed clips Muon's updates"):
         resolved("muon", "zero2", optim={"clip": 1.0})
     assert resolved("muon", "zero0", optim={"clip": 1.0})["gradient_clipping"] == 1.0
     assert resolved("muon", "zero2")["gradient_clipping"] == 0.0
 
 
 def test_muon_is_refused_in_fp16() -> None:
-    with pytest.raises(RecipeError, match="which fp16 scales by a factor that changes; write precision: bf16"):
+    with pytest.raises(RecipeError, match="but the loss scale of fp16 changes between steps; use precision: bf16"):
         resolved("muon", "zero2", "fp16")
     assert resolved("lion", "zero2", "fp16")
 

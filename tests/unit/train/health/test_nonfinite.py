@@ -36,7 +36,9 @@ def test_however_many_steps_are_left_out_by_rule() -> None:
 
 
 def test_so_is_one_that_only_looked_for_its_loss_scale() -> None:
-    with pytest.raises(NonFiniteError, match=r"none of the 5 steps.*looking for its loss scale; train for more steps"):
+    with pytest.raises(
+        NonFiniteError, match=r"none of the 5 steps.*searching for its loss scale; train for more steps"
+    ):
         after([SCALING] * 5, fp16=True)
 
 

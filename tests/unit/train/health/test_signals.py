@@ -31,17 +31,17 @@ def send(number: int) -> None:
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_in_training_a_signal_is_noted(number: signal.Signals) -> None:
-    with SignalHandler() as interrupt:
-        interrupt.begin_training()
+    with SignalHandler() as handler:
+        handler.begin_training()
         send(number)
-        assert interrupt.received_signal == number.name
+        assert handler.received_signal == number.name
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_before_the_first_step_it_ends_the_work_and_75_means_that_there_is_a_checkpoint(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def work(interrupt: SignalHandler) -> int:
+    def work(handler: SignalHandler) -> int:
         try:
             send(number)
         except Exception:
@@ -60,41 +60,41 @@ def test_before_the_first_step_it_ends_the_work_and_75_means_that_there_is_a_che
 
 
 def test_a_signal_that_something_swallowed_still_stops_before_the_first_step() -> None:
-    with SignalHandler() as interrupt:
+    with SignalHandler() as handler:
         with pytest.raises(StoppedBySignal):
             send(signal.SIGTERM)
         with pytest.raises(StoppedBySignal):
-            interrupt.begin_training()
+            handler.begin_training()
 
 
 def test_after_the_work_a_signal_ends_nothing(tmp_path: Path) -> None:
-    with SignalHandler() as interrupt:
-        assert run_with_signals(lambda _: 0, interrupt, tmp_path) == 0
+    with SignalHandler() as handler:
+        assert run_with_signals(lambda _: 0, handler, tmp_path) == 0
         send(signal.SIGTERM)
 
 
 def test_the_same_request_twice_is_one() -> None:
-    with SignalHandler() as interrupt:
-        interrupt.begin_training()
+    with SignalHandler() as handler:
+        handler.begin_training()
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             send(number)
-        assert interrupt.received_signal == "SIGTERM"
+        assert handler.received_signal == "SIGTERM"
 
 
 def test_a_term_after_usr1_or_hup_is_the_first() -> None:
     """Slurm sends USR1 ahead of the time limit and SIGTERM at it; a save may be under way."""
-    with SignalHandler() as interrupt, mock.patch.object(module, "DUPLICATE_SIGNAL_SECONDS", 0.0):
-        interrupt.begin_training()
+    with SignalHandler() as handler, mock.patch.object(module, "DUPLICATE_SIGNAL_SECONDS", 0.0):
+        handler.begin_training()
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
             send(number)
-        assert interrupt.received_signal == "SIGUSR1"
+        assert handler.received_signal == "SIGUSR1"
 
 
 SECOND = """
 import os, signal, time
-from dstrain.train.health.signals import Interrupt
-with Interrupt() as interrupt:
-    interrupt.begin()
+from dstrain.train.health.signals import SignalHandler
+with SignalHandler() as handler:
+    handler.begin_training()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.6)
     os.kill(os.getpid(), signal.SIGINT)
@@ -111,18 +111,18 @@ def test_a_second_term_or_ctrl_c_ends_at_once() -> None:
 def test_nohup_is_respected() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with SignalHandler() as interrupt:
-            interrupt.begin_training()
+        with SignalHandler() as handler:
+            handler.begin_training()
             send(signal.SIGHUP)
-            assert interrupt.received_signal is None
+            assert handler.received_signal is None
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 def test_entered_twice_it_stays_until_the_outer_is_left() -> None:
-    with SignalHandler() as interrupt:
-        with interrupt:
+    with SignalHandler() as handler:
+        with handler:
             pass
-        interrupt.begin_training()
+        handler.begin_training()
         send(signal.SIGTERM)
-        assert interrupt.received_signal == "SIGTERM"
+        assert handler.received_signal == "SIGTERM"

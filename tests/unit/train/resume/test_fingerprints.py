@@ -22,10 +22,10 @@ from dstrain.errors import ResumeError
 from dstrain.launch.topology import Worker
 from dstrain.models.weights import fingerprint as module
 from dstrain.tasks import Task, make_task
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.plan import RunPlan, make_plan
 from dstrain.train.resume.fingerprints import check_fingerprints, fingerprint_weights
-from dstrain.train.run_dir import ResumeOptions
+from dstrain.train.resume.recorded import ResumeOptions
 from dstrain.train.state.hashed_file import write_hashed_file
 from dstrain.train.state.manifest import CheckpointInfo
 from tests.contract.lora_cases import save_base
@@ -53,7 +53,7 @@ def task(path: Path, kind: str = "dpo", lora: bool = False, **options: Any) -> T
 
 
 def saved(folder: Path, record: dict[str, Any]) -> CheckpointInfo:
-    kept = CheckpointManager(folder=folder, world=SingleProcessWorld())
+    kept = CheckpointStore(folder=folder, world=SingleProcessWorld())
     kept.save(lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), record, None)
     return kept.list_all()[0]
 
@@ -65,9 +65,7 @@ def test_another_reference_is_refused_by_name_unless_it_is_allowed(kind: str, tm
     check_fingerprints(start, fingerprint_weights(made, PLAIN), made, ())
     weights(tmp_path / "base", b"other")
     now = fingerprint_weights(made, PLAIN)
-    wanted = (
-        r"step-00000002: the run compares its model with a reference, .* model\.path .* --allow-change model\.path$"
-    )
+    wanted = r"step-00000002: the weights of the run's reference model .* model\.path .* --allow-change model\.path$"
     for allowed in ((), ("options",), ("model.path.x",)):
         with pytest.raises(ResumeError, match=wanted):
             check_fingerprints(start, now, made, allowed)
@@ -123,7 +121,9 @@ def test_a_base_that_was_written_anew_is_refused_before_any_process_group(tmp_pa
     assert plan().resume.source == "auto"
     file = tmp_path / "model/model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x40")
-    with pytest.raises(ResumeError, match=r"a reference, whose weights are not those that model\.path names now"):
+    with pytest.raises(
+        ResumeError, match=r"the weights of the run's reference model are not those that model\.path names now"
+    ):
         plan()
     assert not torch.distributed.is_initialized()
     plan("model.path")

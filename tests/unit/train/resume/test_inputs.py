@@ -18,10 +18,11 @@ from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import ResumeError, RunError
 from dstrain.launch.topology import Worker
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.plan import RunPlan, make_plan
 from dstrain.train.resume.changes import iter_resume_changes
-from dstrain.train.run_dir import ResumeOptions, archive_previous_run, dump_recipe, replace_folder, write_run_config
+from dstrain.train.resume.recorded import ResumeOptions, dump_training_recipe
+from dstrain.train.run_dir import archive_previous_run, replace_folder, write_run_config
 from dstrain.train.state.hashed_file import write_hashed_file
 from dstrain.train.state.manifest import CheckpointInfo
 from tests.seeing import named_recipe
@@ -67,9 +68,9 @@ def save(folder: Path, *more: str) -> CheckpointInfo:
     made = plan(folder, more)
     run = folder / "run"
     write_run_config(run, made.config, made.ds_config, {})
-    made.task.export.save_extras(run / "tokenizer")
-    record = {"recipe": dump_recipe(made.config), "steps": made.steps, **made.fingerprints}
-    kept = CheckpointManager(folder=run / "checkpoints", world=SingleProcessWorld())
+    made.task.save_extras(run / "tokenizer")
+    record = {"recipe": dump_training_recipe(made.config), "steps": made.steps, **made.fingerprints}
+    kept = CheckpointStore(folder=run / "checkpoints", world=SingleProcessWorld())
     kept.save(lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), record, None)
     return kept.list_all()[0]
 
@@ -92,7 +93,7 @@ def test_nothing_is_refused_where_nothing_changed(kind: str, tmp_path: Path) -> 
 
 
 def save_info(folder: Path) -> CheckpointInfo:
-    return CheckpointManager(folder=folder / "run/checkpoints", world=SingleProcessWorld()).list_all()[0]
+    return CheckpointStore(folder=folder / "run/checkpoints", world=SingleProcessWorld()).list_all()[0]
 
 
 @pytest.mark.parametrize("key", ["train", "eval"])
@@ -124,7 +125,7 @@ def test_another_evaluation_file_is_the_users_word_and_told(tmp_path: Path) -> N
     other.write_text(file_of(values).read_text())
     made = plan(tmp_path, [f"data.eval={other}"])
     (told,) = iter_resume_changes(save_info(tmp_path), made, made.fingerprints["inputs"])
-    assert "held-out numbers of the two do not compare" in told.message
+    assert "evaluation metrics before and after are not comparable" in told.message
 
 
 def test_a_run_keeps_the_tokenizer_that_it_trained(tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_a_task_file_of_other_content_is_refused(tmp_path: Path) -> None:
     assert save(tmp_path).read_run_info()["inputs"].keys() == {"task", "data.train"}
     plan(tmp_path)
     (tmp_path / "halves.py").write_text(TASK + "# changed\n")
-    with pytest.raises(ResumeError, match=r"^task: .*put the old task file back.* --allow-change task$"):
+    with pytest.raises(ResumeError, match=r"^task: .*restore the old task file.* --allow-change task$"):
         plan(tmp_path)
     plan(tmp_path, (), "task")
 
@@ -177,9 +178,9 @@ def test_another_number_of_samples_is_refused_unless_a_key_that_may_change_it_is
     record = json.loads(file.read_text())
     record["inputs"]["data.train"]["samples"] += 1
     shutil.rmtree(start.path)
-    kept = CheckpointManager(folder=tmp_path / "run/checkpoints", world=SingleProcessWorld())
+    kept = CheckpointStore(folder=tmp_path / "run/checkpoints", world=SingleProcessWorld())
     kept.save(lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), record, None)
-    with pytest.raises(ResumeError, match=r"^data\.train: gives \d+ samples, and the run learns from \d+ "):
+    with pytest.raises(ResumeError, match=r"^data\.train: gives \d+ samples, but the run is trained on \d+ "):
         plan(tmp_path)
     plan(tmp_path, (), "data.max_length")
 
@@ -204,7 +205,7 @@ def test_other_steps_are_told_with_the_rate_that_follows(tmp_path: Path) -> None
     made = plan(tmp_path, ["steps=44", "epochs=null"], "steps", "epochs")
     told = [change.message for change in iter_resume_changes(save_info(tmp_path), made, made.fingerprints["inputs"])]
     assert "steps: 44 from step 2 on" in told[-2]
-    assert "the learning rate is that of a run of 44 steps from here on" in told[-1]
+    assert "the learning rate follows the schedule of a run of 44 steps from here on" in told[-1]
 
 
 def test_changed_data_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -235,7 +236,7 @@ def test_what_cannot_be_moved_aside_is_a_sentence(tmp_path: Path, monkeypatch: p
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("os.rename", refuse)
-    with pytest.raises(RunError, match=r"--resume never: .* cannot be moved aside \(Permission denied\)"):
+    with pytest.raises(RunError, match=r"--resume never: cannot move .* \(Permission denied\)"):
         archive_previous_run(tmp_path / "run", ResumeOptions("never"), SingleProcessWorld())
 
 

@@ -17,12 +17,12 @@ from safetensors import safe_open
 from dstrain.batch import Progress
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError
-from dstrain.train.checkpoint.checkpoints import CheckpointManager
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.state import files as shards
 from dstrain.train.state.files import CheckpointReader, StateFile, check_state_complete, iter_state_files, write_state
 from dstrain.train.state.hashed_file import write_hashed_file
-from dstrain.train.state.layout import ParamRange, StateSlice
 from dstrain.train.state.manifest import find_fault
+from dstrain.train.state.slices import ParamRange, StateSlice
 
 
 def kept(folder: Path, *ranks: Sequence[StateFile], shapes: dict[str, list[int]]) -> Path:
@@ -35,7 +35,7 @@ def kept(folder: Path, *ranks: Sequence[StateFile], shapes: dict[str, list[int]]
             found |= write_state(place, own, about if not index else None)
         return found
 
-    return CheckpointManager(folder=folder, world=SingleProcessWorld()).save(write, Progress(1, 1), {})
+    return CheckpointStore(folder=folder, world=SingleProcessWorld()).save(write, Progress(1, 1), {})
 
 
 def flat_cuts(values: torch.Tensor, ends: Sequence[int]) -> list[list[StateFile]]:
@@ -176,7 +176,7 @@ def test_a_table_that_cannot_be_is_refused(content: bytes, tmp_path: Path, monke
 )
 def test_an_account_that_cannot_be_is_refused(about: Any, tmp_path: Path) -> None:
     own = flat_cuts(torch.randn(10), [10])[0]
-    checkpoints = CheckpointManager(folder=tmp_path, world=SingleProcessWorld())
+    checkpoints = CheckpointStore(folder=tmp_path, world=SingleProcessWorld())
     place = checkpoints.save(lambda folder: write_state(folder, own, about), Progress(1, 1), {})
     assert find_fault(place) is None, "its hash is right"
     with pytest.raises(CheckpointError, match="choose another checkpoint"):
@@ -200,7 +200,7 @@ def test_a_hole_between_two_stretches_is_named_and_an_overlap_is_none(tmp_path: 
 
 
 def test_a_checkpoint_without_this_state_is_refused(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(folder=tmp_path, world=SingleProcessWorld())
+    checkpoints = CheckpointStore(folder=tmp_path, world=SingleProcessWorld())
     place = checkpoints.save(lambda folder: {"x": write_hashed_file(folder / "x", b"")}, Progress(1, 1), {})
     with pytest.raises(CheckpointError, match="holds no state that this version reads"):
         CheckpointReader(place)
@@ -248,7 +248,7 @@ def test_a_checkpoint_without_a_value_it_names_is_refused_before_it_gets_its_nam
     def write(place: Path) -> Any:
         return write_state(place, whole[0], {"shapes": named, "optimizer": "adamw"})
 
-    checkpoints = CheckpointManager(
+    checkpoints = CheckpointStore(
         folder=tmp_path / "run", world=SingleProcessWorld(), check_usable=check_state_complete
     )
     with pytest.raises(CheckpointError, match="no weight of w from value 4"):

@@ -1,4 +1,4 @@
-"""What a step is divided by."""
+"""Weight of a step, by which its loss is divided."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dstrain.models.params.groups import build_param_groups
 from dstrain.tasks import make_task
 from dstrain.tasks.rm import RewardModel
 from dstrain.train.build_model import build_train_module
-from dstrain.train.engine.deepspeed import TorchEngine
+from dstrain.train.engine.torch import TorchEngine
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
@@ -28,6 +28,6 @@ def test_a_step_that_weighs_nothing_names_its_samples(weight: float, tmp_path: P
     examples: Any = task.examples("train")
     batches = [replace(make_batch(examples, task.collate, [at], 0), weight=weight) for at in (5, 2)]
     before = [parameter.clone() for parameter in objective.parameters()]
-    with pytest.raises(RunError, match=r"samples of one step, 2, 5, weigh .*leave out samples that"):
+    with pytest.raises(RunError, match=r"samples of one step, 2, 5, have a total weight of .*leave out samples"):
         engine.step([*batches, make_batch(examples, task.collate, [7], 0).as_filler()], 1e-3)
     assert all(torch.equal(a, b) for a, b in zip(before, objective.parameters(), strict=True))

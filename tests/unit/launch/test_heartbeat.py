@@ -16,21 +16,21 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.launch.multihost import heartbeat
-from dstrain.launch.multihost.heartbeat import HEARTBEAT_ENV, HeartbeatServer, fetch_environment
+from dstrain.launch import heartbeat
+from dstrain.launch.heartbeat import HEARTBEAT_ENV, HeartbeatServer, fetch_environment
 from tests.workers import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract socket names are Linux's")
 SILENCE = 0.6
-RANK = "import time\nfrom dstrain.launch.multihost.heartbeat import follow_heartbeat\nfollow_heartbeat()\nprint('on', flush=True)\ntime.sleep(60)"
+RANK = "import time\nfrom dstrain.launch.heartbeat import watch_heartbeat\nwatch_heartbeat()\nprint('on', flush=True)\ntime.sleep(60)"
 AGENT = """
 import sys, time
-from dstrain.launch.multihost.heartbeat import Heartbeat
-beats = Heartbeat(float(sys.argv[1]))
-beats.hand_out({"HF_TOKEN": "secret"})
-print(beats.name, flush=True)
+from dstrain.launch.heartbeat import HeartbeatServer
+beats = HeartbeatServer(float(sys.argv[1]))
+beats.set_environment({"HF_TOKEN": "secret"})
+print(beats.socket_name, flush=True)
 while True:
-    beats.beat()
+    beats.send_heartbeats()
     time.sleep(0.02)
 """
 
@@ -117,12 +117,12 @@ def test_another_user_is_told_nothing(monkeypatch):
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_another_user_is_told_nothing_by_the_kernels_word(tmp_path):
     become = "import os, sys\nos.setuid(65534)\n"
-    ask = "import sys\nfrom dstrain.launch.multihost.heartbeat import environment_from\nprint(environment_from(sys.argv[1], sys.argv[2], 5))"
+    ask = "import sys\nfrom dstrain.launch.heartbeat import fetch_environment\nprint(fetch_environment(sys.argv[1], sys.argv[2], 5))"
     beats = HeartbeatServer(1.0)
     beats.set_environment({"HF_TOKEN": "secret"})
     with (
         beating(beats),
-        start("import dstrain.launch.multihost.heartbeat\n" + become + ask, beats.socket_name, beats.token) as stranger,
+        start("import dstrain.launch.heartbeat\n" + become + ask, beats.socket_name, beats.token) as stranger,
     ):
         said, errors = stranger.communicate(timeout=20)
     assert stranger.returncode == 1

@@ -25,13 +25,13 @@ from collections.abc import Mapping
 from typing import Any
 
 HEARTBEAT_ENV = "DSTRAIN_HEARTBEAT"
-"""`NAME SECONDS`: the agent's socket, and launch.silence_seconds. For ranks that an agent watches."""
+"""`NAME SECONDS`: the agent's socket, and launch.heartbeat_timeout_seconds. For ranks that an agent watches."""
 RANK_TIMEOUT_FACTOR = 3
-"""A rank ends itself when nothing came for so many times launch.silence_seconds: by then the launch has given its agent up."""
+"""A rank ends itself when nothing came for so many times launch.heartbeat_timeout_seconds: by then the launch has given its agent up."""
 ENVIRONMENT_TIMEOUT_SECONDS = 60.0
 """For an agent to hand out the environment: it may wait for a file system."""
 _BEATS_PER_TIMEOUT, _POLLS_PER_TIMEOUT = 6, 2
-"""Beats, and looks for one, in launch.silence_seconds."""
+"""Beats, and looks for one, in launch.heartbeat_timeout_seconds."""
 _LOG_TIMEOUT_SECONDS = 2.0
 """For a sentence: the log may lie on the file system that hangs."""
 _MAX_PENDING_BYTES = 1 << 12
@@ -134,7 +134,7 @@ def _watch(socket_name: str, heartbeat_timeout: float) -> None:
                     missed = 0
                 else:  # it has ended
                     break
-    except OSError:
+    except OSError:  # the agent has ended, or cannot be reached: this process ends below, as after silence
         pass
     if silent:
         print_error(

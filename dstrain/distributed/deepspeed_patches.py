@@ -1,0 +1,135 @@
+"""Patches of DeepSpeed, and its private functions that this package calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dstrain.patching import check_version
+
+if TYPE_CHECKING:
+    import torch
+
+TESTED_DEEPSPEED = ("0.19", "0.20")
+"""First version tested, and the first one not tested."""
+PAGE_BYTES = 4096
+"""Alignment of direct I/O, in bytes."""
+MUON_COMPILED = ("muon_update", "zeropower_via_newtonschulz5", "zeropower_via_gram_newtonschulz")
+"""Functions of DeepSpeed's Muon that are wrapped in torch.compile."""
+
+
+def skip_shm_comm_build() -> None:
+    """Keep DeepSpeed from compiling its shared-memory all-reduce for inference, at every first start on a CPU.
+
+    It needs a compiler, a killed build locks all later ones out, and a killed run leaves 66 MiB per rank in /dev/shm.
+    """
+    import deepspeed
+
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+    # deepspeed/comm/torch.py builds the op only where it is marked as compatible.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def keep_unaligned_gradients(swapper: Any) -> None:
+    """Patch an NVMe optimizer swapper: gradients that are not page-aligned in their group's buffer stay in memory.
+
+    DeepSpeed writes each gradient above 1 MiB to a file and reads it back to its position among the others. Direct I/O
+    works on whole pages: at any other position the values arrive up to a page too early, without an error, and another
+    weight is updated with them (seen with 0.19.8, `_swap_in_pinned_gradients` in
+    deepspeed/runtime/swap_tensor/partitioned_optimizer_swapper.py).
+    """
+    swap_out = swapper.swap_out_gradients
+
+    def swap_out_aligned(
+        parameter: Any, gradient_offsets: Sequence[int], gradient_tensors: Sequence[torch.Tensor]
+    ) -> None:
+        swap_info = swapper.swap_params_info.get(swapper.parameter_id(parameter))
+        pairs = list(zip(gradient_offsets, gradient_tensors, strict=True))
+        for offset, tensor in pairs:
+            if swap_info is not None and offset * tensor.element_size() % PAGE_BYTES:
+                swap_info.unswapped_gradients[offset] = tensor
+        aligned = [(offset, tensor) for offset, tensor in pairs if not offset * tensor.element_size() % PAGE_BYTES]
+        if aligned:
+            swap_out(parameter, [offset for offset, _ in aligned], [tensor for _, tensor in aligned])
+
+    swapper.swap_out_gradients = swap_out_aligned
+
+
+def uncompile_muon() -> Any:
+    """Replace the compiled functions of DeepSpeed's Muon by the plain ones; return the module with the optimizer.
+
+    A compiled function rounds as the shapes that it was traced with demand: a resumed run, whose first shape is
+    another, would differ. Compiling also needs a compiler on every host.
+    """
+    from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
+
+    for module in (original_muon, muon_optimizer):  # the second imports functions of the first by name
+        for name in MUON_COMPILED:
+            if hasattr(module, name):
+                setattr(module, name, inspect.unwrap(getattr(module, name)))
+    return muon_optimizer
+
+
+def replay_bias_correction(adam: Any) -> None:
+    """Bring the beta^t of a DeepSpeedCPUAdam to the step that was loaded, by the products of an unbroken run.
+
+    Other optimizers are left alone. The powers are a running product in fp32 outside the optimizer's state. On a jump
+    of the step CPUAdam calls pow instead, and a resumed run would differ in the last bit (`IncrementStep` in
+    deepspeed/ops/csrc/includes/cpu_adam.h).
+    """
+    import torch
+
+    if not hasattr(adam, "ds_opt_adam"):
+        return
+    num_steps = max((int(state["step"]) for state in adam.state.values() if "step" in state), default=0)
+    betas, eps = adam.param_groups[0]["betas"], adam.param_groups[0]["eps"]
+    dummies = [torch.zeros(1) for _ in range(4)]  # parameter, gradient and two averages
+    for step in range(1, num_steps + 1):
+        adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *dummies)
+
+
+class Zero3Subgroups:
+    """Subgroups of DeepSpeed's stage-3 optimizer, each in memory or on a disk.
+
+    DeepSpeed has no public way to read its NVMe state in parts: its own checkpoints need all of it in memory.
+    """
+
+    PRIVATE = (
+        "_swappable_optimizer_subgroup",
+        "_optimizer_states_and_gradient_swap_in",
+        "_optimizer_states_and_gradient_swap_out",
+        "_reassign_or_swap_out_partitioned_parameters",
+        "_release_swap_buffers",
+    )
+
+    def __init__(self, zero_optimizer: Any) -> None:
+        """Raises RuntimeError if this version of DeepSpeed lacks one of the private methods."""
+        self._zero = zero_optimizer
+        if missing := [name for name in self.PRIVATE if not hasattr(zero_optimizer, name)]:
+            raise RuntimeError(
+                f"DeepSpeed's stage-3 optimizer has no {missing[0]}; install deepspeed>={TESTED_DEEPSPEED[0]},"
+                f"<{TESTED_DEEPSPEED[1]}"
+            )
+
+    def __len__(self) -> int:
+        return len(self._zero.fp16_groups)
+
+    def is_on_nvme(self, index: int) -> bool:
+        return bool(self._zero._swappable_optimizer_subgroup(index))
+
+    def swap_in(self, index: int) -> None:
+        """Read a subgroup's state from the disk into buffers."""
+        self._zero._optimizer_states_and_gradient_swap_in(index)
+
+    def swap_out(self, index: int) -> None:
+        """Write a subgroup's state to the disk and free its buffers."""
+        self._zero._optimizer_states_and_gradient_swap_out(index)
+
+    def release(self, index: int) -> None:
+        """Free a subgroup's buffers without writing them."""
+        self._zero._release_swap_buffers(index)
+
+    def update_weights(self, index: int) -> None:
+        """Copy a subgroup's master weights into the model's, in memory or on the disk."""
+        self._zero._reassign_or_swap_out_partitioned_parameters(index)

@@ -1,0 +1,91 @@
+"""Rendezvous of the processes of a launch over a torch store, before any process group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from dstrain.distributed.connection_errors import find_connection_error
+from dstrain.errors import PeerFailureError, RunError
+from dstrain.files import atomic_write
+
+_HOST_ERROR_FIXES = {
+    "Unable to find interface": "bring its network interface up (`ip link set lo up` for loopback), or set "
+    "GLOO_SOCKET_IFNAME to another one",
+    "File name too long": "gloo takes host names of up to 63 characters: shorten it, or set GLOO_SOCKET_IFNAME to a "
+    "network interface",
+    "Resource temporarily unavailable": "raise `ulimit -u`, or the container's limit of process IDs: no more threads "
+    "can be started",
+}
+"""Text in an error of gloo that is caused by this host and not by another process -> what to do."""
+
+
+def rendezvous_over_store(timeout: timedelta, message: str, port_file: Path | None = None) -> tuple[Any, list[str]]:
+    """Meet the other processes; return the store and the message of every rank, by rank.
+
+    With `port_file`, where all ranks are on one host, rank 0 listens on a free port and writes it to that file: a port
+    chosen before the ranks started may be taken by then. Without it, MASTER_ADDR and MASTER_PORT say where to meet.
+
+    Reads RANK, WORLD_SIZE and MASTER_*; rank 0 serves the store, or torchrun's agent does. Raises PeerFailureError
+    where a rank does not come in time.
+    """
+    from torch.distributed import rendezvous
+
+    with rendezvous_errors(timeout):
+        store, rank, size = (
+            _open_local_store(port_file, timeout) if port_file else next(rendezvous("env://", timeout=timeout))
+        )
+        store.set_timeout(timeout)
+        store.set(f"dstrain/word/{rank}", message)
+        messages = store.multi_get([f"dstrain/word/{other}" for other in range(size)])
+    if port_file and rank == 0:
+        port_file.unlink(missing_ok=True)
+    return store, [encoded.decode() for encoded in messages]
+
+
+def _open_local_store(port_file: Path, timeout: timedelta) -> tuple[Any, int, int]:
+    """Return the store, this rank and the number of ranks; set MASTER_PORT to the store's port."""
+    from torch.distributed import DistStoreError, TCPStore
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        port_file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(port_file, str(store.port))
+    else:
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not port_file.exists():
+            if time.monotonic() > deadline:
+                raise DistStoreError("rank 0 did not listen")
+            time.sleep(0.02)
+        store = TCPStore("127.0.0.1", int(port_file.read_text()), size, is_master=False, timeout=timeout)
+    os.environ["MASTER_PORT"] = str(store.port)
+    return store, rank, size
+
+
+@contextlib.contextmanager
+def rendezvous_errors(timeout: timedelta) -> Iterator[None]:
+    """Raise PeerFailureError for a rank that does not come, and RunError for an error of this host's network."""
+    start = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        reason = find_connection_error(error)
+        if fix := next((fix for text, fix in _HOST_ERROR_FIXES.items() if text in str(error)), ""):
+            raise RunError(
+                f"the process group cannot start on {socket.gethostname()} ({reason or error}); {fix}"
+            ) from error
+        if reason is None:
+            raise
+        address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+        problem = f"not all came within {timeout.total_seconds():g} s ({reason})"
+        if time.monotonic() - start < timeout.total_seconds() / 2:  # the time was not the cause
+            problem = f"it failed ({reason})"
+        fix = f"see the logs of the others, and whether every host reaches {address}"
+        raise PeerFailureError("meeting the other processes", problem, fix) from error

@@ -1,0 +1,142 @@
+"""Atomic writes of files and folders: a temporary name next to the final one, then a rename.
+
+PATH.HOST-PID-TOKEN.partial     PATH while one process writes it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+Content = bytes | str | Callable[[IO[bytes]], object]
+"""Bytes, a text (written as UTF-8), or a function that writes into the open file."""
+STALE_PARTIAL_SECONDS = 24 * 3600.0
+"""A partial file of another host counts as a dead process's after this many seconds without a write."""
+_OWNER = r"\.([0-9a-f]{12})-(\d+)-[0-9a-f]{8}"
+
+
+@cache
+def host_id() -> str:
+    """Return a hash of this host and its PID namespace, within which a PID is unique."""
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        namespace = 0
+    return hashlib.sha256(f"{socket.gethostname()} {namespace}".encode()).hexdigest()[:12]
+
+
+def partial_path(path: Path) -> Path:
+    """Return a path next to `path`, on the same file system, that no other process on any host writes to."""
+    return path.with_name(f"{path.name}.{host_id()}-{os.getpid()}-{secrets.token_hex(4)}.partial")
+
+
+def atomic_write(path: Path, content: Content, sync: bool = False) -> None:
+    """Write a file so that readers find the old content or the new, never a part. Raises OSError.
+
+    The folder must exist. With `sync`, the content and the new name are on the disk on return.
+    """
+    partial = partial_path(path)
+    try:
+        with partial.open("wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode() if isinstance(content, str) else content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path, rename: Callable[[Path, Path], object] = os.rename) -> Iterator[Path]:
+    """Yield a name next to `path` for a new folder; rename that folder to `path` at the end.
+
+    The new folder is removed where the body or `rename(partial, path)` raises, and where `rename` leaves it behind.
+    os.rename raises an OSError that `is_occupied` recognizes where `path` exists and is not an empty folder.
+    """
+    partial = partial_path(path)
+    try:
+        yield partial
+        rename(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def is_occupied(error: OSError) -> bool:
+    """Return true for the error of a rename onto a folder that another process has put there."""
+    return error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+
+
+def remove_stale_partials(path: Path, unowned: bool = False) -> None:
+    """Remove the partial files and folders of `path` that dead processes left.
+
+    Those of another host go after a day without a write. `unowned`: also PATH.partial, the name in early versions.
+    """
+    name = re.compile(re.escape(path.name) + (f"(?:{_OWNER})?" if unowned else _OWNER) + r"\.partial")
+    with contextlib.suppress(OSError):  # a folder that does not exist, or that only its owner may list
+        for entry in os.listdir(path.parent):
+            if (owner := name.fullmatch(entry)) and _is_stale(path.with_name(entry), owner[1], owner[2]):
+                _remove(path.with_name(entry))
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk, after a rename, where the file system can (some network ones cannot)."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _is_stale(partial: Path, host: str | None, pid: str | None) -> bool:
+    if host == host_id() and pid is not None:
+        return not _is_alive(int(pid))
+    return time.time() - _last_modified(partial) > STALE_PARTIAL_SECONDS
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
+def _last_modified(path: Path) -> float:
+    """Return the newest time of a file, or of a folder and its entries; now, where it cannot be read."""
+    try:
+        entries = path.iterdir() if path.is_dir() else ()
+        return max(entry.stat().st_mtime for entry in (path, *entries))
+    except OSError:
+        return time.time()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,43 @@
+"""Patches of other libraries: a check of the library's version, and attributes replaced for a while."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_RELEASE = re.compile(r"\d+(?:\.\d+)*")
+
+
+def check_version(library: str, first: str, below: str) -> None:
+    """Warn where the installed version is not one that the patches of the library were tested with.
+
+    `first` is tested, `below` is not: check_version("deepspeed", "0.19", "0.20"). Python shows a warning once.
+    """
+    version = importlib.metadata.version(library)
+    if not _parse(first) <= _parse(version) < _parse(below):
+        warnings.warn(
+            f"{library} {version} is installed; dstrain replaces private functions of {library} and was tested with "
+            f"{first} up to, not including, {below}: install one of these, or run `pytest tests/unit -k patches`",
+            stacklevel=2,
+        )
+
+
+def _parse(version: str) -> tuple[int, ...]:
+    """Return the release of a version: (2, 13, 0) of `2.13.0+cpu`."""
+    found = _RELEASE.match(version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a module, class or object inside, and put the old one back."""
+    old = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)

@@ -1,0 +1,77 @@
+"""Engine in plain PyTorch and one process, which defines what a training step is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dstrain.batch import Batch, StepResult
+from dstrain.config.schema import OptimConfig
+from dstrain.distributed.world import SingleProcessWorld, World
+from dstrain.models.params.groups import ParamGroup
+from dstrain.train.engine.module import (
+    StepAccumulator,
+    TrainModule,
+    compute_step_stats,
+    evaluate_batch,
+    with_step_stats,
+)
+from dstrain.train.engine.optimizers import make_optimizer
+from dstrain.train.engine.step import scale_loss_or_nan, set_lr, step_outcome, total_step_weight
+from dstrain.train.state.files import CheckpointReader, StateFile, iter_state_files
+from dstrain.train.state.load import iter_state, load_state
+from dstrain.train.state.slices import StateSlice
+
+
+class TorchEngine:
+    """Reference implementation of a step; tests compare DeepSpeedEngine with it."""
+
+    def __init__(
+        self, train_module: TrainModule, param_groups: Sequence[ParamGroup], optim: OptimConfig, device: torch.device
+    ) -> None:
+        self.world: World = SingleProcessWorld(device)
+        self.train_module = train_module.to(device)
+        self._lr_scales = [group.lr_scale for group in param_groups]
+        self._optimizer = make_optimizer(param_groups, optim, None, device)
+        self._max_grad_norm = optim.clip or math.inf
+        self._optimizer_name = optim.name
+
+    def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+        self.train_module.train()
+        batches = with_step_stats(self.train_module, self.train_module.task, batches, self.world)
+        weight, sums = total_step_weight(batches, self.world), StepAccumulator()
+        for batch in batches:
+            total, metrics = self.train_module(batch.to(self.world.device))
+            scale_loss_or_nan(total, 1 / weight).backward()
+            sums.add(total, metrics)
+        trained = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = float(torch.nn.utils.clip_grad_norm_(trained, self._max_grad_norm))
+        applied = math.isfinite(norm)
+        if applied:
+            set_lr(self._optimizer, self._lr_scales, lr)
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return sums.result(batches, grad_norm=norm, **step_outcome(sums, batches, applied, self.world))
+
+    def evaluate(self, batch: Batch) -> StepResult:
+        return evaluate_batch(self.train_module, batch, self.world)
+
+    def compute_step_stats(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
+        self.train_module.eval()
+        return compute_step_stats(self.train_module, batches, self.world)
+
+    def state_slices(self) -> Iterator[list[StateSlice]]:
+        return iter_state(self.train_module.stored_model, self._optimizer, self.world.rank)
+
+    def state_files(self) -> Iterator[StateFile]:
+        return iter_state_files(self.state_slices(), self.world.rank, self.world.size)
+
+    def state_metadata(self) -> dict[str, Any]:
+        return {"shapes": self.train_module.stored_model.shapes(), "optimizer": self._optimizer_name}
+
+    def load(self, checkpoint: CheckpointReader) -> str:
+        model = self.train_module.stored_model
+        return load_state(model, self._optimizer, checkpoint, self._optimizer_name, self.world)

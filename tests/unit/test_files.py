@@ -1,0 +1,105 @@
+"""Atomic files and folders: readers find all or nothing, two writers do not tear, leftovers of the dead go."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dstrain import files
+from dstrain.errors import describe_key_diff, first_names
+from dstrain.files import atomic_folder, atomic_write, is_occupied, partial_path, remove_stale_partials
+
+
+@pytest.mark.parametrize("content", [b"new", "new", lambda file: file.write(b"new")])
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_file_is_replaced_and_nothing_is_left(tmp_path: Path, content: files.Content, sync: bool) -> None:
+    (tmp_path / "a.json").write_text("old")
+    atomic_write(tmp_path / "a.json", content, sync)
+    assert (tmp_path / "a.json").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    def fail(file: object) -> None:
+        raise OSError("full")
+
+    (tmp_path / "a.json").write_text("old")
+    with pytest.raises(OSError, match="full"):
+        atomic_write(tmp_path / "a.json", fail)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_synced_file_is_on_the_disk_before_its_name_and_its_folder_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("replace"), replace(a, b)))
+    atomic_write(tmp_path / "a.json", b"x", sync=True)
+    assert len(calls) == 3
+    assert calls[0].endswith(".partial")
+    assert calls[1:] == ["replace", str(tmp_path)]
+
+
+def test_two_writers_at_once_do_not_tear(tmp_path: Path) -> None:
+    texts = [letter * 100_000 for letter in "abcd"]
+    threads = [
+        threading.Thread(target=lambda text=text: [atomic_write(tmp_path / "x", text) for _ in range(20)])
+        for text in texts
+    ]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert not (tmp_path / "x").exists() or (tmp_path / "x").read_text() in texts
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None:
+    def write(fails: bool = False) -> None:
+        with atomic_folder(tmp_path / "out") as partial:
+            partial.mkdir()
+            (partial / "file").touch()
+            assert partial.parent == tmp_path
+            if fails:
+                raise ValueError("bad")
+
+    with pytest.raises(ValueError, match="bad"):
+        write(fails=True)
+    assert not list(tmp_path.iterdir())
+    write()
+    with pytest.raises(OSError, match="not empty") as refused:
+        write()
+    assert is_occupied(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_partials_of_dead_processes_are_removed_and_other_files_left(tmp_path: Path) -> None:
+    place, dead = tmp_path / "out[1]", subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    mine = partial_path(place)
+    gone = mine.with_name(mine.name.replace(f"-{os.getpid()}-", f"-{dead.pid}-"))
+    foreign, fresh = (place.with_name(f"out[1].{letter * 12}-1-01234567.partial") for letter in "01")
+    other, old, users = tmp_path / "out[1]b.partial", tmp_path / "out[1].partial", tmp_path / "out[1].v2.partial"
+    for path in (mine, gone, foreign, fresh, other, old, users):
+        path.write_bytes(b"")
+    for path in (foreign, other, old, users):
+        os.utime(path, (0, time.time() - 25 * 3600))
+    remove_stale_partials(place)
+    assert {*tmp_path.iterdir()} == {mine, fresh, other, old, users}
+    remove_stale_partials(place, unowned=True)
+    assert {*tmp_path.iterdir()} == {mine, fresh, other, users}
+
+
+def test_names_in_messages() -> None:
+    assert first_names([]) == "none"
+    assert first_names(["a"]) == "a"
+    assert first_names(dict.fromkeys("abcde")) == "a, b, c and 2 more"
+    assert first_names(range(5), 4) == "0, 1, 2, 3 and 1 more"
+    assert describe_key_diff(["a.weight"], []) == "missing keys: a.weight; unexpected keys: none"

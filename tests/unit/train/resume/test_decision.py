@@ -1,0 +1,106 @@
+"""One decision about the checkpoint to continue from, the same for the plan, the run and every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dstrain.batch import Progress
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.distributed.world import SingleProcessWorld
+from dstrain.errors import CheckpointError, ResumeError
+from dstrain.launch.topology import Worker
+from dstrain.report.run_log import RunLog
+from dstrain.train.checkpoint.checkpoints import CheckpointStore
+from dstrain.train.plan import RunPlan, make_plan
+from dstrain.train.resume.decision import StartDecision, decide_start
+from dstrain.train.resume.prepare import prepare_start
+from dstrain.train.resume.recorded import ResumeOptions, dump_training_recipe
+from dstrain.train.state.hashed_file import write_hashed_file
+from tests.seeing import named_recipe
+from tests.unit.distributed.thread_world import on_ranks
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+
+
+def save(folder: Path, step: int, **record: Any) -> Path:
+    manager = CheckpointStore(folder=folder / "checkpoints", world=SingleProcessWorld(), keep=None)
+    return manager.save(
+        lambda place: {"state": write_hashed_file(place / "state", b"values")}, Progress(step, step), record
+    )
+
+
+def flip_byte(checkpoint: Path) -> None:
+    (checkpoint / "state").write_bytes(b"Values")
+
+
+def plan_run(folder: Path, resume: str = "auto") -> RunPlan:
+    request = TrainRequest(recipe=str(folder / "recipe.yaml"), overrides=["batch={micro: 2}"])
+    return make_plan(resolve_recipe(request), folder / "run", ResumeOptions(resume), Worker(0, 0, 1, "tests", 1))
+
+
+def decide(folder: Path, resume: str = "auto", world: Any = None) -> StartDecision:
+    checkpoints = CheckpointStore(folder=folder / "checkpoints", world=world or SingleProcessWorld())
+    return decide_start(checkpoints, ResumeOptions(resume))
+
+
+def test_plan_and_run_continue_from_the_same_checkpoint_if_the_newest_is_damaged(tmp_path: Path) -> None:
+    """Sizes do not show a flipped byte: the total of the newest used to go with the weights of the older one."""
+    _, values = named_recipe("rm", tmp_path)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    recipe = dump_training_recipe(plan_run(tmp_path).config)
+    save(tmp_path / "run", 1, recipe=recipe, batch_total=4, began_with=3)
+    flip_byte(save(tmp_path / "run", 2, recipe=recipe, batch_total=8, began_with=5))
+    plan = plan_run(tmp_path)
+    assert (plan.batch.total, plan.initial_world_size, plan.start.step) == (4, 3, 1)
+    checkpoints = CheckpointStore(folder=tmp_path / "run" / "checkpoints", world=SingleProcessWorld())
+    start = prepare_start(plan.start, checkpoints, RunLog(tmp_path / "run"), prune_when_full=False)
+    assert start is not None
+    assert start.step == 1
+    assert [path.name.split("-", 2)[2] for path in checkpoints.folder.glob("superseded-*")] == ["step-00000002"]
+
+
+def test_every_rank_gets_the_decision_of_all(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    flip_byte(save(tmp_path, 2))
+    decisions = on_ranks(3, lambda world: decide(tmp_path, world=world))
+    assert [decision.step for decision in decisions] == [1, 1, 1]
+    assert len({decision.skipped[0].status for decision in decisions}) == 1
+    assert "state is not what was written" in decisions[0].skipped[0].status
+
+
+def test_a_decision_changes_nothing_and_survives_the_cleanup(tmp_path: Path) -> None:
+    """A commit that was killed between its two renames leaves step-N.old alone."""
+    path = save(tmp_path, 1)
+    path.rename(path.with_suffix(".old"))
+    decision = decide(tmp_path)
+    assert decision.checkpoint is not None
+    assert decision.checkpoint.path.is_dir()
+    checkpoints = CheckpointStore(folder=tmp_path / "checkpoints", world=SingleProcessWorld())
+    checkpoints.remove_incomplete()
+    assert decision.after_cleanup(checkpoints) == replace(decision, checkpoint=replace(decision.checkpoint, path=path))
+
+
+def test_never_begins_a_new_run(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    assert decide(tmp_path, "never") == StartDecision()
+
+
+def test_a_named_checkpoint_that_is_damaged_is_refused_on_every_rank(tmp_path: Path) -> None:
+    flip_byte(path := save(tmp_path, 1))
+    for error in on_ranks(2, lambda world: decide(tmp_path, str(path), world)):
+        assert isinstance(error, CheckpointError)
+        assert f"--resume {path}: {path} is damaged (state is not what was written" in str(error)
+
+
+def test_a_named_folder_without_a_checkpoint_is_refused_on_every_rank(tmp_path: Path) -> None:
+    for error in on_ranks(2, lambda world: decide(tmp_path, str(tmp_path), world)):
+        assert type(error) is ResumeError
+        assert str(error).startswith(f"--resume {tmp_path}: holds no complete checkpoint")

@@ -69,7 +69,7 @@ def count(name: str) -> set[str]:
             assert examples
             sampler = build_sample_plan(task.recipe, examples, BatchPlan(4, 2, 2), 1)
             loader = Loader(examples=examples, collate=task.collate, sampler=sampler, workers=1)
-            engine.step(next(iter(loader.iter_steps(0))), 1e-3)
+            engine.step(next(iter(loader.iter_steps(0))).batches, 1e-3)
 
         return trace(step)
 

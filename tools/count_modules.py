@@ -52,7 +52,7 @@ def count(name: str) -> set[str]:
     from dstrain.models.params.groups import build_param_groups
     from dstrain.tasks import make_task
     from dstrain.train.build_model import build_train_module
-    from dstrain.train.engine.deepspeed import TorchEngine
+    from dstrain.train.engine.torch import TorchEngine
     from dstrain.train.plan import BatchPlan, build_sample_plan
     from tests.vision_recipes import named_recipe
 
@@ -69,7 +69,7 @@ def count(name: str) -> set[str]:
             assert examples
             sampler = build_sample_plan(task.recipe, examples, BatchPlan(4, 2, 2), 1)
             loader = Loader(examples=examples, collate=task.collate, sampler=sampler, workers=1)
-            engine.step(next(iter(loader.iter_steps(0))), 1e-3)
+            engine.step(next(iter(loader.iter_steps(0))).batches, 1e-3)
 
         return trace(step)
 

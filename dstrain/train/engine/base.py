@@ -24,7 +24,7 @@ class EvalEngine(Protocol):
         """Return the sums over one batch without changing the weights. Collective at stage 3."""
 
     def compute_step_stats(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
-        """Return the extra columns of each batch for a task with `needs_step_stats`. Collective."""
+        """Return the extra columns of each batch for a task with step statistics. Collective."""
 
 
 class Engine(EvalEngine, Protocol):

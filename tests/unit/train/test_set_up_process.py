@@ -37,5 +37,5 @@ def test_weights_are_loaded_in_the_runs_precision_unless_the_recipe_says_otherwi
 ) -> None:
     plan = planned(tmp_path, precision=precision, model={"dtype": asked})
     assert plan.task.recipe.model.dtype == loaded
-    assert plan.task.reference_config.dtype == loaded
+    assert plan.task.loss_inputs.reference.config.dtype == loaded
     assert plan.config.model.dtype == asked, "the recipe that is written down stays as it was given"

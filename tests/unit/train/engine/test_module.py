@@ -22,7 +22,7 @@ def test_no_number_of_the_host_is_copied_to_the_device(name: str, tmp_path: Path
     task = make_task(RunConfig.model_validate(find_task(name).tiny(tmp_path)))
     batch = make_batch(task.examples("train"), task.collate, [0, 1, 2], 0)
     objective = build_train_module(task)
-    if task.needs_step_stats:
+    if task.loss_inputs.step_stats is not None:
         answers, totals = objective(batch, stats_only=True)
         batch = batch.with_tensors({**answers, **{key: total / weight for key, (total, weight) in totals.items()}})
     made: list[Any] = []

@@ -21,8 +21,8 @@ from dstrain.train.resume.decision import StartDecision, decide_start
 from dstrain.train.resume.prepare import prepare_start
 from dstrain.train.resume.recorded import ResumeOptions, dump_training_recipe
 from dstrain.train.state.hashed_file import write_hashed_file
-from tests.vision_recipes import named_recipe
 from tests.unit.distributed.thread_world import on_ranks
+from tests.vision_recipes import named_recipe
 
 
 @pytest.fixture(autouse=True)

@@ -147,14 +147,14 @@ def test_a_model_in_several_files_is_whole(tmp_path: Path, monkeypatch: pytest.M
 NAME = "model.layers.1.mlp.up_proj.weight"
 NORM = "model.norm.weight"
 SABOTAGE: dict[str, tuple[Change, str]] = {
-    "emptied": (lambda held: held.update({NAME: torch.empty(0)}), rf"holds {NAME} as \(0,\) of F32, and it is \(48, 32\)"),
+    "emptied": (lambda held: held.update({NAME: torch.empty(0)}), rf"{NAME} is \(0,\) of F32 in the exported files, and \(48, 32\)"),
     "dropped": (lambda held: held.pop(NAME), f"missing keys: {NAME}; unexpected keys: none"),
     "a norm dropped": (lambda held: held.pop(NORM), f"missing keys: {NORM}; unexpected keys: none"),
     "renamed": (lambda held: held.update({"odd.weight": held.pop(NAME)}), f"missing keys: {NAME}; unexpected keys: odd.weight"),
     "added": (lambda held: held.update({"odd.weight": torch.ones(2)}), "missing keys: none; unexpected keys: odd.weight"),
     "one value": (lambda held: held[NAME][3, 4].add_(1e-4), f"the values of {NAME} in the exported files differ"),
     "one sign": (lambda held: held[NAME].view(-1)[5:6].neg_(), f"the values of {NAME} in the exported files differ"),
-    "cast": (lambda held: held.update({NAME: held[NAME].bfloat16()}), rf"holds {NAME} as \(48, 32\) of BF16, and it is .* of F32"),
+    "cast": (lambda held: held.update({NAME: held[NAME].bfloat16()}), rf"{NAME} is \(48, 32\) of BF16 in the exported files, and .* of F32"),
 }  # fmt: skip
 
 

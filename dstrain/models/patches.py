@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dstrain.patching import check_version, replaced
+
+if TYPE_CHECKING:
+    import torch
 
 TESTED_TORCH, TESTED_TRANSFORMERS = ("2.8", "2.14"), ("5.5.4", "6")
 """First version tested, and the first one not tested."""

@@ -81,7 +81,7 @@ def test_bad_data_on_all_hosts_ends_all_with_2(apart: bool, tmp_path: Path) -> N
 def test_an_error_of_its_own_is_told_by_the_others(tmp_path: Path) -> None:
     told = ended(tmp_path, "broken", timeout=60.0)
     assert [code for code, _ in told] == [1, 1]
-    assert told[0][1].startswith(f"error: preparing the data: rank 1 on {HOST} failed: ValueError: of its own; mend")
+    assert told[0][1].startswith(f"error: preparing the data: rank 1 on {HOST} failed: ValueError: of its own; fix")
     assert "ValueError: of its own" in log_path(tmp_path, 1).read_text()
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from dstrain.patching import check_version, replaced
+
+if TYPE_CHECKING:
+    import torch
 
 TESTED_TORCH, TESTED_TRANSFORMERS = ("2.8", "2.14"), ("5.5.4", "6")
 """First version tested, and the first one not tested."""
@@ -21,6 +22,8 @@ def parameters_on_meta() -> Iterator[None]:
     Tied parameters stay tied; accelerate's `init_empty_weights` (1.15) creates a new parameter for each module, and so
     unties them. torch's own `with torch.device("meta")` moves buffers too, and their values would be lost.
     """
+    import torch
+
     check_version("torch", *TESTED_TORCH)
     register = torch.nn.Module.register_parameter
 

@@ -65,7 +65,7 @@ def train(
 ) -> None:  # fmt: skip
     """Train a model.
 
-    RECIPE is a YAML file or the name of a packaged recipe; default: ./recipe.yaml.
+    The argument RECIPE is a YAML file or the name of a packaged recipe; default: ./recipe.yaml.
     """
     from dstrain.commands.recipe_args import TrainRequest
     from dstrain.commands.train import launch_or_train
@@ -89,7 +89,7 @@ def train(
 def evaluate(run_or_model: Path, data: str, as_json: bool, scratch: Path | None, **options: Any) -> None:
     """Print metrics of a model on a data file.
 
-    RUN_OR_MODEL is a run folder or an exported folder.
+    The argument is a run folder or an exported folder.
     """
     from dstrain.commands.evaluate import EvaluateJob, show_metrics
     from dstrain.commands.trained_model import ModelSelector
@@ -114,7 +114,7 @@ def generate(
 ) -> None:  # fmt: skip
     """Generate answers of a trained policy.
 
-    Prompts come from --prompt or from the records of --data. RUN_OR_MODEL is a run folder or an
+    Prompts come from --prompt or from the records of --data. The argument is a run folder or an
     exported folder.
     """
     from dstrain.commands.generate import GenerateJob, show_answers

@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dstrain.cli import main
-from dstrain.distributed import world
+from dstrain.distributed.store import rendezvous_errors
 from dstrain.errors import RunError, UsageError, explain_system_error
 from dstrain.launch import tee_log
 from dstrain.launch.lease import Lease
@@ -89,7 +89,7 @@ def test_no_more_threads_are_said_and_the_run_folder_is_given_back(
     ],
 )  # fmt: skip
 def test_what_this_host_lacks_for_a_process_group_is_no_other_processs_fault(gloo: str, mend: str) -> None:
-    with pytest.raises(RunError, match="cannot start on") as told, world._rendezvous_errors(timedelta(seconds=9)):
+    with pytest.raises(RunError, match="cannot start on") as told, rendezvous_errors(timedelta(seconds=9)):
         raise RuntimeError(gloo)
     assert mend in str(told.value)
     assert "logs of the others" not in str(told.value)

@@ -486,7 +486,8 @@ def test_a_folders_dataset_on_the_hub_is_not_fetched_to_probe_with(
     said = dstrain(*COMMANDS["export"](folder, folder / kind))
     assert said.exit_code == 2
     assert (
-        "data: names 'nobody/nothing' on the hub, which is not in this machine's cache, and nothing is" in said.output
+        "data: names 'nobody/nothing' on the hub, which is not in this machine's cache, and is not downloaded"
+        in said.output
     )
     own = dstrain(*COMMANDS["export"](folder, folder / kind), "--set", f"data.eval={folder}/eval.jsonl")
     assert own.exit_code == 0, own.output

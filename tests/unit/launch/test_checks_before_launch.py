@@ -131,6 +131,6 @@ def test_bad_data_in_mid_training_is_no_bad_usage(monkeypatch: pytest.MonkeyPatc
     def train(run: Any) -> Any:
         raise DataError("x.jsonl:7: cannot be used")
 
-    monkeypatch.setattr("dstrain.train.loop.train", train)
+    monkeypatch.setattr("dstrain.train.setup.train", train)
     with pytest.raises(RunError, match=r"^x\.jsonl:7: cannot be used$"):
         setup._train_to_end(None)  # type: ignore[arg-type]

@@ -1,20 +1,19 @@
-"""Every error dstrain raises on purpose, drawn as a tree.
+"""Errors that dstrain raises on purpose, their exit codes, and parts of their messages."""
 
-    DstrainError                 exit 1
-    ├── UsageError               exit 2: nothing was started, nothing was written
-    │   ├── RecipeError          the recipe or a --set does not fit the schema
-    │   ├── PresetError          the DeepSpeed JSON does not fit DeepSpeed or the recipe
-    │   ├── DataError            a data file, or too many of its records, cannot be used
-    │   ├── TaskError            the task cannot be found, loaded or built as asked
-    │   └── ResumeError          the run folder belongs to another recipe or another launch
-    └── RunError                 exit 1: a run that had started cannot go on
-        ├── NonFiniteError       the loss or the gradients stayed inf or nan
-        ├── LostError            another process has ended or went silent
-        ├── FolderLostError      another launch has taken the run folder
-        └── CheckpointError      a checkpoint cannot be written, read or verified
-
-An error is a sentence: what was asked, what is true, what to do.
-"""
+# DstrainError                 exit 1
+# ├── UsageError               exit 2: nothing was started, nothing was written
+# │   ├── RecipeError          the recipe or a --set does not fit the schema
+# │   ├── PresetError          the DeepSpeed JSON does not fit DeepSpeed or the recipe
+# │   ├── DataError            a data file, or too many of its records, cannot be used
+# │   ├── TaskError            the task cannot be found, loaded or built
+# │   └── ResumeError          the run folder belongs to another recipe or another launch
+# └── RunError                 exit 1: a run that had started cannot continue
+#     ├── NonFiniteError       the loss or the gradients stayed inf or nan
+#     ├── PeerFailureError     another process has ended or does not answer
+#     ├── RunFolderTakenError  another launch has taken the run folder
+#     └── CheckpointError      a checkpoint cannot be written, read or verified
+#
+# A message has three parts: where, what is wrong, and how to fix it.
 
 from __future__ import annotations
 
@@ -36,14 +35,14 @@ URL_PASSWORD = re.compile(r"(://[^\s/@:]*:)[^\s/@]+@")
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing wrong with what the user wrote."""
+    """Fault in the user's input: where it is, what is wrong, and the fix."""
 
     where: str
-    """The place: `recipe.yaml:12 optim.lr`, `--set optim.lr`, `train.jsonl:7`."""
+    """Location, such as `recipe.yaml:12 optim.lr`, `--set optim.lr` or `train.jsonl:7`."""
     problem: str
-    """What is true, without a full stop."""
+    """What is wrong, without a full stop."""
     fix: str
-    """What to do, without a full stop."""
+    """How to fix it, without a full stop."""
 
     def __str__(self) -> str:
         where = one_line(self.where)
@@ -51,7 +50,7 @@ class Fault:
 
 
 class DstrainError(Exception):
-    """Root of the errors dstrain raises on purpose."""
+    """Base class of the errors that dstrain raises on purpose."""
 
     exit_code = EXIT_FAILED
 
@@ -60,7 +59,7 @@ class DstrainError(Exception):
 
 
 class UsageError(DstrainError):
-    """Bad usage, recipe, preset or data. Found before any process group starts."""
+    """Error in usage, recipe, preset or data, found before any process group starts."""
 
     exit_code = EXIT_USAGE
 
@@ -86,7 +85,7 @@ class DataError(UsageError):
 
 
 class TaskError(UsageError):
-    """The task cannot be found, loaded or built as asked."""
+    """The task cannot be found, loaded or built."""
 
 
 class ResumeError(UsageError):
@@ -94,7 +93,7 @@ class ResumeError(UsageError):
 
 
 class RunError(DstrainError):
-    """A run that had started cannot go on."""
+    """A run that had started cannot continue."""
 
 
 class NonFiniteError(RunError):
@@ -102,7 +101,7 @@ class NonFiniteError(RunError):
 
 
 class PeerFailureError(RunError):
-    """Another process has ended or went silent: what was being done, what became of it, what to do."""
+    """Another process has ended or does not answer. The message: what was being done, what happened, the fix."""
 
     def __init__(self, phase: str, problem: str, fix: str) -> None:
         self.phase, self.fix = phase, fix
@@ -118,17 +117,17 @@ class CheckpointError(RunError):
 
 
 def mask_passwords(text: str) -> str:
-    """The text without the passwords of URLs such as https://name:password@host: logs and records are kept and copied."""
+    """Return the text without passwords in URLs such as https://name:password@host: logs are copied and shared."""
     return URL_PASSWORD.sub(r"\1...@", text)
 
 
 def one_line(text: str) -> str:
-    """The text with what would break a line, or move a terminal's cursor, written as Python writes it."""
+    """Return the text with line breaks and control characters escaped as in Python."""
     return text if text.isprintable() else "".join(a if a.isprintable() else repr(a)[1:-1] for a in text)
 
 
 def describe_decode_error(content: bytes, error: UnicodeDecodeError) -> str:
-    """What is said of a text file in another encoding; `content` is its beginning."""
+    """Return the problem and fix for a file in another encoding; `content` is its beginning."""
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "is UTF-16 (byte order mark); save it as UTF-8"
     return f"not valid UTF-8 (byte {error.start}); re-save the file as UTF-8"
@@ -146,7 +145,7 @@ def describe_key_diff(missing: Collection[str], unexpected: Collection[str]) -> 
 
 
 def suggest_name(name: str, known: Sequence[str]) -> str:
-    """`did you mean 'lr'?`, or the known words where none is near, as the mend of a Fault."""
+    """Return `did you mean 'lr'?`, or the list of known names if none is similar; the fix of a Fault."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
         return f"did you mean '{one_line(near[0])}'?"
@@ -154,7 +153,7 @@ def suggest_name(name: str, known: Sequence[str]) -> str:
 
 
 def explain_system_error(error: Exception) -> DstrainError | None:
-    """What the user or the system can do about an error that no command expects; None where it is of another kind."""
+    """Return an error with a fix for a system error that no command expects; None for other errors."""
     if isinstance(error, FileNotFoundError):
         try:
             os.getcwd()
@@ -162,10 +161,10 @@ def explain_system_error(error: Exception) -> DstrainError | None:
             return UsageError("the working folder was removed; change to a folder that exists, and start again")
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return UsageError(f"{one_line(str(error.filename))}: is too long for the file system; choose a shorter one")
-    # EAGAIN of fork(2) and of pthread_create(3), and not that of a stream that is full and does not wait.
+    # EAGAIN of fork(2) and pthread_create(3), not that of a non-blocking stream that is full.
     if "can't start new thread" in str(error) or getattr(error, "strerror", "") == os.strerror(errno.EAGAIN):
-        mend = "end others, or raise `ulimit -u` or the container's limit of process IDs, and start again"
-        return RunError(f"this user may start no more processes or threads; {mend}")
-    if "home directory" in str(error):  # what pathlib says of ~nobody
+        fix = "end others, or raise `ulimit -u` or the container's limit of process IDs, and start again"
+        return RunError(f"this user may start no more processes or threads; {fix}")
+    if "home directory" in str(error):  # pathlib for `~nobody`
         return UsageError("a path begins with ~, and no home folder is known; write it out, or set HOME")
     return None

@@ -114,7 +114,7 @@ def test_a_best_that_was_set_aside_is_not_the_best(tmp_path: Path) -> None:
     (run / "checkpoints/best").symlink_to("step-00000007")
     assert find_saved_model(run, "best").step == 1
     (run / "checkpoints/step-00000007").mkdir()
-    with pytest.raises(UsageError, match="--step best: there is no whole checkpoint of it; there are 1"):
+    with pytest.raises(UsageError, match="--step best: no complete checkpoint of this step; available: 1"):
         find_saved_model(run, "best")
 
 

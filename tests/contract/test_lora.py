@@ -121,7 +121,7 @@ SABOTAGE: dict[str, tuple[Any, str]] = {
     "dropped": (lambda held: held.pop(ADAPTER), f"missing keys: {ADAPTER}; unexpected keys: none"),
     "head dropped": (lambda held: held.pop("base_model.model.score.weight"), "lacks base_model.model.score.weight and"),
     "added": (lambda held: held.update(odd=torch.ones(2)), "missing keys: none; unexpected keys: odd"),
-    "one value": (lambda held: held[ADAPTER][3, 1].add_(1e-4), f"holds other values of {ADAPTER}"),
+    "one value": (lambda held: held[ADAPTER][3, 1].add_(1e-4), f"the values of {ADAPTER} in the exported files differ"),
 }
 
 
@@ -143,7 +143,7 @@ def test_what_is_not_the_adapters_is_refused_by_name(
     spoil(monkeypatch, change, PeftModel)
     if not looked_at:
         monkeypatch.setattr("dstrain.commands.export.check_exported_files", lambda *args: None)
-        words = "the reloaded model has other values of|the exported folder cannot be loaded"
+        words = "in the reloaded model differ|the exported folder cannot be loaded"
         if name == "added":
             pytest.skip("what nobody loads only the files tell")
     with pytest.raises(CheckpointError, match=words):
@@ -159,7 +159,7 @@ def test_what_learnt_beside_the_adapters_is_not_left_out(
     of_peft = peft.get_peft_model_state_dict
     without = lambda model: {name: value for name, value in of_peft(model).items() if "score" not in name}  # noqa: E731
     monkeypatch.setattr(peft, "get_peft_model_state_dict", without)
-    with pytest.raises(CheckpointError, match=r"score\.modules_to_save\.default\.weight learnt beside the adapters"):
+    with pytest.raises(CheckpointError, match=r"score\.modules_to_save\.default\.weight was trained in addition to the adapters"):
         export_model(run, "last", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

@@ -77,7 +77,7 @@ def test_a_checkpoint_of_before_this_format_is_refused_with_a_sentence(
     (old / "MANIFEST.json").write_text(json.dumps(manifest))
     told = two(f"{CASES}refused", checkpoint=str(old), model=model, kind="lora", preset="zero2")
     assert told[0] == told[1]
-    assert "holds no state that this version reads; choose another checkpoint" in told[0]
+    assert "has no state that this version can read; choose another checkpoint" in told[0]
 
 
 def test_another_model_in_the_recipe_is_refused_by_the_key(tmp_path: Path, two: Workers) -> None:

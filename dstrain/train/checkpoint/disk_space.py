@@ -1,4 +1,4 @@
-"""Room on the disk for checkpoints: asked before training and before each save."""
+"""Disk space for checkpoints: a forecast before training, and a check before each save."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from dstrain.train.state.manifest import find_checkpoints, find_latest_complete,
 from dstrain.units import format_bytes
 
 SIZE_MARGIN = 1.02
-"""For headers, manifest and what other files of the run grow by."""
+"""Factor for headers, the manifest and other files of the run."""
 
 
 @dataclass(frozen=True)
 class DiskForecast:
-    """What a run's checkpoints will take."""
+    """Disk space that a run's checkpoints will take."""
 
     checkpoint_size: int
-    """Bytes of one."""
+    """Size of one checkpoint in bytes."""
     max_checkpoints: int
-    """Most that lie there at the same time, the one being written among them."""
+    """Largest number at the same time, including the one being written."""
     free_bytes: int
-    """Bytes free now."""
+    """Free bytes at the moment."""
 
     @property
     def needed_bytes(self) -> int:
@@ -41,18 +41,18 @@ class DiskForecast:
 
 
 def compute_max_checkpoints(num_saves: int, keep: int | None, intervals: tuple[int, int | None]) -> int:
-    """Checkpoints that lie there at the same time: the kept, the best, the one being written, and each K-th.
+    """Return the largest number of checkpoints at a time: the kept, the best, the one being written, and multiples.
 
-    `saves`: of the whole run; `every`: (steps between saves, steps between those kept for good).
+    `num_saves` is that of the whole run; `intervals` is (steps between saves, save.keep_every).
     """
-    between, for_good = intervals
-    lasting = 0 if for_good is None else num_saves * between // for_good
-    kept = num_saves if keep is None else min(num_saves, keep + lasting + 1)
+    save_every, keep_every = intervals
+    multiples = 0 if keep_every is None else num_saves * save_every // keep_every
+    kept = num_saves if keep is None else min(num_saves, keep + multiples + 1)
     return min(num_saves, kept + 1)
 
 
 def check_disk_space(forecast: DiskForecast, folder: Path, prune_when_full: bool) -> str | None:
-    """A warning where the disk will be full one day. Raises CheckpointError where not one checkpoint fits."""
+    """Return a warning if the disk will be full during the run. Raises CheckpointError if no checkpoint fits."""
     if forecast.checkpoint_size > forecast.free_bytes:
         raise CheckpointError(
             f"a checkpoint takes {format_bytes(forecast.checkpoint_size)}, and {folder} has {format_bytes(forecast.free_bytes)} free; "
@@ -61,8 +61,12 @@ def check_disk_space(forecast: DiskForecast, folder: Path, prune_when_full: bool
     if forecast.needed_bytes <= forecast.free_bytes or prune_when_full:
         return None
     fit = forecast.free_bytes // forecast.checkpoint_size
-    aside = sum(get_folder_size(path) for path in list_superseded(folder))
-    held = f"; superseded-* in {folder} take {format_bytes(aside)} until their steps are saved again" if aside else ""
+    superseded = sum(get_folder_size(path) for path in list_superseded(folder))
+    held = (
+        f"; superseded-* in {folder} take {format_bytes(superseded)} until their steps are saved again"
+        if superseded
+        else ""
+    )
     return (
         f"{forecast}: the {fit + 1}. would not fit; free some, put --run-dir on another disk, lower save.keep "
         f"to {max(1, fit - 2)} or set save.prune_when_full{held}"
@@ -72,9 +76,9 @@ def check_disk_space(forecast: DiskForecast, folder: Path, prune_when_full: bool
 def ensure_disk_space(
     checkpoints: CheckpointStore, num_bytes: int, prune_when_full: bool, log_event: Callable[..., None]
 ) -> None:
-    """See that about `size` bytes fit before anything is written. Raises CheckpointError on every rank. Collective.
+    """Check that about `num_bytes` fit before anything is written. Raises CheckpointError on every rank. Collective.
 
-    Nothing is removed for it but with `prune_when_full`, and never the newest whole checkpoint.
+    Only with `prune_when_full` older checkpoints are removed for it, and never the newest complete one.
     """
     for name in checkpoints.run_on_rank_zero(
         "making room", lambda: _ensure_disk_space(checkpoints.folder, num_bytes, prune_when_full)
@@ -89,19 +93,19 @@ def _ensure_disk_space(folder: Path, num_bytes: int, prune_when_full: bool) -> l
     if prune_when_full and get_free_bytes(folder) < needed:
         removed = _prune_until_free(folder, needed)
     if (free := get_free_bytes(folder)) < needed:
-        mend = "free some" if prune_when_full else "free some, lower save.keep or set save.prune_when_full"
+        fix = "free some" if prune_when_full else "free some, lower save.keep or set save.prune_when_full"
         raise OSError(
             errno.ENOSPC,
-            f"a checkpoint takes {format_bytes(needed)}, and {folder} has {format_bytes(free)} free: {mend}",
+            f"a checkpoint takes {format_bytes(needed)}, and {folder} has {format_bytes(free)} free: {fix}",
         )
     return removed
 
 
 def _prune_until_free(folder: Path, needed_bytes: int) -> list[str]:
-    """Remove what was set aside, then older checkpoints, the best last, until so many bytes are free; their names."""
-    there, removed = [info for info in find_checkpoints(folder) if info.is_complete], []
+    """Remove superseded, then older checkpoints, the best last, until enough is free; return their names."""
+    complete, removed = [info for info in find_checkpoints(folder) if info.is_complete], []
     best = read_best_name(folder)
-    older = sorted(there[1:], key=lambda info: (info.path.name == best, info.step))
+    older = sorted(complete[1:], key=lambda info: (info.path.name == best, info.step))
     for path in [*list_superseded(folder), *(info.path for info in older)]:
         if get_free_bytes(folder) >= needed_bytes:
             break
@@ -111,6 +115,6 @@ def _prune_until_free(folder: Path, needed_bytes: int) -> list[str]:
 
 
 def get_free_bytes(folder: Path) -> int:
-    """Bytes free where a folder is or will be."""
-    place = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    return shutil.disk_usage(place).free
+    """Return the free bytes on the disk of a folder that may not exist yet."""
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return shutil.disk_usage(existing).free

@@ -1,7 +1,6 @@
-"""Whether weights are the same in a checkpoint, in memory, in a folder's files and in what was loaded from them.
+"""Bitwise comparison of tensors in a checkpoint, a model, an exported folder and its reload."""
 
-One tensor, or a piece of one, is read at a time. Values are compared bit by bit.
-"""
+# One tensor, or one block of it, is read at a time.
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from dstrain.train.state.slices import WEIGHT_KEY
 
 @dataclass(frozen=True)
 class TensorDigest:
-    """What a tensor is, without its values."""
+    """Shape, dtype and hash of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -30,7 +29,7 @@ class TensorDigest:
 
 
 def check_matches_checkpoint(model: torch.nn.Module, reader: CheckpointReader) -> None:
-    """Raise CheckpointError for a tensor of the model that is not what the checkpoint holds, cast to its precision."""
+    """Raise CheckpointError if a tensor of the model differs from the checkpoint's, cast to the model's dtype."""
     state = get_state_tensors(model)
     for name, shape in reader.shapes.items():
         if name not in state or tuple(state[name].shape) != shape:
@@ -39,28 +38,28 @@ def check_matches_checkpoint(model: torch.nn.Module, reader: CheckpointReader) -
         step = max(1, BLOCK_BYTES // flat.element_size())
         for start in range(0, flat.numel(), step):
             piece = flat[start : start + step]
-            there = torch.empty_like(piece, device="cpu")
-            reader.read_into(name, WEIGHT_KEY, there, start)
-            if not is_bitwise_equal(piece, there):
-                raise CheckpointError(f"{reader.checkpoint}: the model has other values of {name} than it holds")
+            stored = torch.empty_like(piece, device="cpu")
+            reader.read_into(name, WEIGHT_KEY, stored, start)
+            if not is_bitwise_equal(piece, stored):
+                raise CheckpointError(f"{reader.checkpoint}: the values of {name} in the model differ")
 
 
 def check_params_finite(model: torch.nn.Module) -> None:
-    """Raise CheckpointError for a parameter that holds inf or nan."""
+    """Raise CheckpointError for a parameter with inf or nan."""
     for name, parameter in model.named_parameters():
         if not all(piece.isfinite().all() for piece in parameter.detach().reshape(-1).split(BLOCK_BYTES)):
             raise CheckpointError(f"{name} holds inf or nan; export an older checkpoint")
 
 
 def get_state_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> tensor of the model's state; a tied one comes under each of its names."""
+    """Return name -> tensor of the model's state dict; a tied tensor has several names."""
     return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
 def get_export_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors that a folder of this model must hold, by the names they have there.
+    """Return the tensors that an exported folder of this model must have, by their names in the files.
 
-    peft's own for adapters; for whole models some families of transformers have other names in files than in memory.
+    For adapters these are peft's; some families of transformers use other names in files than in memory.
     """
     from peft import PeftModel, get_peft_model_state_dict
     from transformers.core_model_loading import revert_weight_conversion
@@ -77,29 +76,30 @@ def get_export_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _check_all_trained_saved(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Raises CheckpointError where peft leaves out something that was trained."""
-    there = {value.data_ptr() for value in saved.values()}
-    lost = [name for name, p in model.named_parameters() if p.requires_grad and p.data_ptr() not in there]
+    """Return `saved`. Raises CheckpointError if peft leaves out a trained parameter."""
+    saved_pointers = {value.data_ptr() for value in saved.values()}
+    lost = [name for name, p in model.named_parameters() if p.requires_grad and p.data_ptr() not in saved_pointers]
     if lost:
         raise CheckpointError(
-            f"{first_names(lost)} learnt beside the adapters and has no place in their folder; merge them (--merge-lora)"
+            f"{first_names(lost)} was trained in addition to the adapters, whose folder has no place for it; "
+            "merge them (--merge-lora)"
         )
     return saved
 
 
 def count_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Bytes, tied tensors counted once."""
+    """Return the total size in bytes; tied tensors count once."""
     firsts = {_storage_key(value): value for value in tensors.values()}
     return sum(value.numel() * value.element_size() for value in firsts.values())
 
 
 def _storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The same for two tensors that are one."""
+    """Return a key that is equal for tied tensors."""
     return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
 
 def check_exported_files(folder: Path, expected: Mapping[str, torch.Tensor]) -> None:
-    """Raise CheckpointError where a folder's files hold fewer, more or other tensors than these; tied ones count once."""
+    """Raise CheckpointError if a folder's files have missing, unexpected or different tensors; tied ones count once."""
     found = open_tensors(sorted(folder.glob("*.safetensors")))
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, value in expected.items():
@@ -116,17 +116,17 @@ def check_exported_files(folder: Path, expected: Mapping[str, torch.Tensor]) -> 
         ours = (tuple(value.shape), SAFETENSORS_DTYPES[value.dtype])
         if (stored.shape, stored.dtype) != ours:
             raise CheckpointError(
-                f"what was written holds {name} as {stored.shape} of {stored.dtype}, and it is {ours[0]} of {ours[1]} "
+                f"{name} is {stored.shape} of {stored.dtype} in the exported files, and {ours[0]} of {ours[1]} "
                 "in the model; nothing was left there"
             )
         if not is_bitwise_equal(value, stored.read()):
             raise CheckpointError(
-                f"what was written holds other values of {name} than the model has; nothing was left there"
+                f"the values of {name} in the exported files differ from the model's; nothing was left there"
             )
 
 
 def is_bitwise_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and type hold the same bytes; nan equals nan, and 0 is not -0."""
+    """Return true if two tensors of one shape and dtype have the same bytes: nan equals nan, 0 differs from -0."""
     return torch.equal(_as_bytes(tensor.cpu()), _as_bytes(other.cpu()))
 
 
@@ -135,7 +135,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compute_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorDigest]:
-    """Name -> what is there; tied tensors are read once."""
+    """Return name -> digest; tied tensors are hashed once."""
     known: dict[tuple[Any, ...], TensorDigest] = {}
     return {
         name: known.get(_storage_key(value)) or known.setdefault(_storage_key(value), _compute_digest(value))
@@ -150,10 +150,10 @@ def _compute_digest(tensor: torch.Tensor) -> TensorDigest:
 
 
 def check_loaded_model(model: torch.nn.Module, expected: Mapping[str, TensorDigest]) -> None:
-    """Raise CheckpointError where a model that was loaded lacks tensors, has more, or other values.
+    """Raise CheckpointError if a reloaded model has missing, unexpected or different tensors.
 
-    A tensor that the files lack is drawn at random by transformers, with a warning: its values tell. Precision may be
-    higher than it was (peft's for adapters in 16 bits).
+    transformers initializes a missing tensor at random, with a warning only: the comparison of values finds it. The
+    precision may be higher than expected (peft loads 16-bit adapters in fp32).
     """
     found = get_state_tensors(model)
     missing, unexpected = _sorted_diff(expected, found), _sorted_diff(found, expected)
@@ -169,7 +169,7 @@ def check_loaded_model(model: torch.nn.Module, expected: Mapping[str, TensorDige
             known[key] = _compute_digest(value.to(expected[name].dtype))
         wrong += [] if known[key] == expected[name] else [name]
     if wrong:
-        raise CheckpointError(f"the reloaded model has other values of {first_names(wrong)}; nothing was written")
+        raise CheckpointError(f"the values of {first_names(wrong)} in the reloaded model differ; nothing was written")
 
 
 def _sorted_diff(names: Collection[str], others: Collection[str]) -> list[str]:

@@ -17,7 +17,7 @@ def clear_path(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> bool:
-    """Remove a folder; False where NFS keeps a file in it (.nfs*) that a process has open. Raises OSError."""
+    """Remove a folder; return False if NFS keeps a file (.nfs*) that a process has open. Raises OSError."""
     shutil.rmtree(path, ignore_errors=True)
     try:
         shutil.rmtree(path)
@@ -31,7 +31,7 @@ def remove_folder(path: Path) -> bool:
 
 
 def rename_folder(path: Path, target: Path) -> None:
-    """Rename, where `to` is free. An NFS client that asks twice for a lost answer hears that `path` is not there."""
+    """Rename a folder to a free name. An NFS client that repeats a request is told that `path` does not exist."""
     try:
         os.rename(path, target)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""When checkpoints are written: while training waits, or behind it from a copy in host memory."""
+"""Saving of checkpoints: while training waits, or in a thread from copies in host memory."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from dstrain.train.state.files import StateFile, write_state
 from dstrain.units import format_bytes
 
 HOST_MEMORY_FRACTION = 0.9
-"""Of the host memory that is free, the share that copies may take."""
+"""Fraction of free host memory that copies may take."""
 
 
 @dataclass(kw_only=True)
 class CheckpointSaver:
-    """Writes checkpoints. At most one is in flight; whoever comes next waits for it."""
+    """Writer of checkpoints, synchronous or asynchronous. At most one save is running; the next one waits for it."""
 
     checkpoints: CheckpointStore
-    """With a process group of its own, where `background`."""
+    """Has a process group of its own if saves are asynchronous."""
     engine: Engine
     run_info: Mapping[str, Any]
-    """What each checkpoint says of the run: preset, stage, versions."""
+    """Fields of run.json: preset, stage, versions."""
     log_event: Callable[..., None]
     """Writes an event."""
     checkpoint_size: int
-    """Bytes of a checkpoint, about."""
+    """Approximate size of a checkpoint in bytes."""
     background: bool = False
     is_state_on_nvme: bool = False
-    """Whether the optimizer's state lies on a disk: training has to wait, as it would change there."""
+    """True if optimizer state is on NVMe: saves are synchronous, since training would change it there."""
     prune_when_full: bool = False
     local_world_size: int = 1
-    """Processes of this host, which share its memory."""
+    """Ranks of this host, which share its memory."""
     grace: GracePeriod = field(default_factory=lambda: GracePeriod(None))
-    """Hears how many seconds each checkpoint took."""
+    """Gets the duration of each save."""
     _async_save: _AsyncSave | None = field(default=None, init=False)
     _host_buffers: _HostBuffers = field(default_factory=lambda: _HostBuffers(), init=False)
     _timings: dict[str, float] = field(default_factory=dict, init=False)
     _reason_logged: bool = field(default=False, init=False)
 
     def save(self, progress: Progress, metric: float | None, is_last: bool = False) -> None:
-        """Write a checkpoint, or begin to; with `last` it is there on return. Raises CheckpointError. Collective."""
+        """Write a checkpoint, or start to; with `is_last` it is complete on return. Raises CheckpointError. Collective."""
         start = time.perf_counter()
         self.wait()
         ensure_disk_space(self.checkpoints, self.checkpoint_size, self.prune_when_full, self.log_event)
@@ -72,7 +72,7 @@ class CheckpointSaver:
         )
 
     def wait(self) -> None:
-        """Wait for the checkpoint in flight. Raises on every rank what kept it from being written. Collective."""
+        """Wait for a running save. Raises its error on every rank. Collective."""
         flight, self._async_save = self._async_save, None
         if flight is not None:
             flight.thread.join()
@@ -91,16 +91,16 @@ class CheckpointSaver:
 
     @property
     def is_finished(self) -> bool:
-        """Whether a checkpoint was in flight and is no more, well or not."""
+        """True if an asynchronous save has ended, with or without an error."""
         return self._async_save is not None and not self._async_save.thread.is_alive()
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank knows that it could not be written."""
+        """True if an asynchronous save has failed on this rank."""
         return self._async_save is not None and self._async_save.error is not None
 
     def pop_timings(self) -> dict[str, float]:
-        """Seconds of saves since the last call, for metrics: that training waited, and in all."""
+        """Return the metrics of saves since the last call: seconds that training waited, and in total."""
         spent, self._timings = self._timings, {}
         return spent
 
@@ -123,7 +123,7 @@ class CheckpointSaver:
         )
 
     def _can_save_async(self, is_last: bool) -> bool:
-        """Whether this save can go on behind training; says once why it cannot. Collective where `background`."""
+        """Return true if this save can be asynchronous; log once why not. Collective if `background`."""
         if not self.background or is_last:
             return False
         needed = self.checkpoint_size * self.local_world_size // self.engine.world.size
@@ -132,7 +132,7 @@ class CheckpointSaver:
         )
         if self.engine.world.any(self.is_state_on_nvme or needed > free):
             where = f"a copy of {format_bytes(needed)} does not fit into host memory, {format_bytes(free)} are free"
-            why = "the optimizer's state lies on a disk" if self.is_state_on_nvme else where
+            why = "the optimizer's state is on a disk" if self.is_state_on_nvme else where
             if not self._reason_logged:
                 self.log_event("async_save_unavailable", why=why)
             self._reason_logged = True
@@ -148,7 +148,7 @@ def _with_progress(state_files: Iterable[StateFile], log: CollectiveLog) -> Iter
 
 
 class _AsyncSave:
-    """A checkpoint being written behind training."""
+    """Save that runs in a thread while training continues."""
 
     def __init__(self, write: Callable[[], Path], progress: Progress, start_time: float) -> None:
         self.progress, self.blocked_seconds, self.total_seconds = progress, time.perf_counter() - start_time, 0.0
@@ -161,36 +161,36 @@ class _AsyncSave:
     def _run(self) -> None:
         try:
             self.folder = self._write()
-        except Exception as error:  # raised where training asks for it
+        except Exception as error:  # raised by `wait` in the training thread
             self.error = error
         self.total_seconds = time.perf_counter() - self._start_time
 
 
 class _HostBuffers:
-    """Buffers in host memory that are used again by every save; pinned where the values come from a GPU."""
+    """Buffers in host memory, reused by every save; pinned for values from a GPU."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Total size of the buffers."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
     def copy_files(self, state_files: Iterable[StateFile], device: torch.device) -> list[StateFile]:
-        """The same shards, with values that training does not change."""
-        kept, self._buffers = self._buffers, {}
-        found = [
+        """Return the files with copies of their values, which training does not change."""
+        old, self._buffers = self._buffers, {}
+        copied = [
             StateFile(
                 shard.name,
-                [(name, self._copy_tensor(kept, name, values)) for name, values in shard.tensors],
+                [(name, self._copy_tensor(old, name, values)) for name, values in shard.tensors],
                 shard.scalars,
             )
             for shard in state_files
         ]
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return found
+        return copied
 
     def _copy_tensor(self, old_buffers: Mapping[str, torch.Tensor], name: str, values: torch.Tensor) -> torch.Tensor:
         buffer = old_buffers.get(name)

@@ -1,8 +1,8 @@
-"""Which checkpoint `best`, `last` or a number means.
+"""Selection of a checkpoint by `best`, `last` or a step number, and the `best` link."""
 
-`best` is a link where dstrain made it and the file system has links. `cp -rL`, zip and most object stores turn best -> step-00000200 into a second copy of
-the folder, or into a file that holds the text `step-00000200`.
-"""
+# `best` is a symbolic link where the file system has them. `cp -rL`, zip and most object stores turn the link
+# best -> step-00000200 into a second copy of the folder, or into a file with the text `step-00000200`. All three are
+# read here, and the first save turns the other two back into a link.
 
 from __future__ import annotations
 
@@ -25,31 +25,34 @@ from dstrain.train.state.manifest import (
 
 BEST_NAME = "best"
 MAX_LINK_TEXT_BYTES = 64
-"""Bytes of a file that a link became; a name has some 13."""
+"""Largest size of a file in place of the link, in bytes; a name has about 13."""
 
 
 def select_checkpoint(run_dir: Path, selector: str) -> CheckpointInfo:
-    """The whole checkpoint `best`, `last` or of a number; `best` is the last where none was marked."""
+    """Return the complete checkpoint `best`, `last` or of a step; `best` is the last if none is marked.
+
+    Raises UsageError if there is none.
+    """
     folder = run_dir / "checkpoints"
-    there = [info for info in find_checkpoints(folder) if info.is_complete]
+    complete = [info for info in find_checkpoints(folder) if info.is_complete]
     best = find_best(folder) if selector == "best" else None
     if best is not None and best.name == "best" and find_fault(best, check_hashes=False) is None:
         return read_checkpoint_info(best, None)
-    if not there:
-        raise UsageError(f"{run_dir}: holds no whole checkpoint; `dstrain checkpoints {run_dir}` says why")
+    if not complete:
+        raise UsageError(f"{run_dir}: has no complete checkpoint; `dstrain checkpoints {run_dir}` lists the faults")
     if selector == "last" or (selector == "best" and best is None):
-        return there[0]
+        return complete[0]
     if best is None and not selector.isdecimal():
-        raise UsageError(f"--step {selector}: is neither a number nor best nor last")
-    for info in there:
+        raise UsageError(f"--step {selector}: must be a step number, best or last")
+    for info in complete:
         if info.path == best or (best is None and info.step == int(selector)):
             return info
-    steps = ", ".join(str(info.step) for info in there)
-    raise UsageError(f"--step {selector}: there is no whole checkpoint of it; there are {steps}")
+    steps = ", ".join(str(info.step) for info in complete)
+    raise UsageError(f"--step {selector}: no complete checkpoint of this step; available: {steps}")
 
 
 def read_best_name(folder: Path) -> str | None:
-    """The checkpoint's name in `checkpoints`, as `best` says it; None where nothing was marked, or something else is there."""
+    """Return the folder name that `best` refers to; None if there is no `best`, or it is something else."""
     best = folder / BEST_NAME
     try:
         if best.is_symlink():
@@ -66,7 +69,7 @@ def read_best_name(folder: Path) -> str | None:
 
 
 def find_best(folder: Path) -> Path | None:
-    """The folder that `best` means; of a copy whose step is not beside it any more, the copy itself."""
+    """Return the folder that `best` refers to; the copy itself if its step's folder no longer exists."""
     name = read_best_name(folder)
     if name is None:
         return None
@@ -77,7 +80,7 @@ def find_best(folder: Path) -> Path | None:
 
 
 def set_best(folder: Path, step: int) -> None:
-    """Have `best` be a link to the checkpoint of this step, or a file that names it. Raises CheckpointError where that one is not whole."""
+    """Let `best` link to the checkpoint of this step, or be a file with its name. Raises CheckpointError if damaged."""
     name = f"step-{step:08d}"
     if (folder / BEST_NAME).is_symlink() and os.readlink(folder / BEST_NAME) == name:
         return
@@ -86,7 +89,7 @@ def set_best(folder: Path, step: int) -> None:
     (folder / "best.new").unlink(missing_ok=True)
     try:
         (folder / "best.new").symlink_to(name)
-    except OSError:  # a file system without symbolic links (exFAT, SMB), each of which says so in its own way
+    except OSError:  # no symbolic links on this file system (exFAT, SMB); the error number differs
         if not (folder / BEST_NAME).is_dir() and read_best_name(folder) == name:
             return
         (folder / "best.new").write_text(f"{name}\n", encoding="utf-8")
@@ -95,15 +98,16 @@ def set_best(folder: Path, step: int) -> None:
 
 
 def clear_best(folder: Path) -> None:
-    """Have `best` mean nothing."""
+    """Remove `best`."""
     _remove_best_copy(folder / BEST_NAME)
     (folder / BEST_NAME).unlink(missing_ok=True)
 
 
 def restore_best_copy(folder: Path, latest_step: int) -> None:
-    """Where `best` is a copy of a checkpoint that is not whole beside it: give the copy that checkpoint's name.
+    """If `best` is a copy of a checkpoint that is missing or damaged, rename the copy to that checkpoint's name.
 
-    A copy of a step after `newest`, the newest of the run, is set aside: a later start would go on from it.
+    A copy of a step after `latest_step`, the newest of the run, is renamed with a timestamp: a later start would
+    continue from it.
     """
     best, name = folder / BEST_NAME, read_best_name(folder)
     if best.is_symlink() or not best.is_dir() or name is None:
@@ -119,7 +123,7 @@ def restore_best_copy(folder: Path, latest_step: int) -> None:
 
 
 def _remove_best_copy(best: Path) -> None:
-    """Remove `best` where it is a folder, the second copy of a whole checkpoint; another folder is set aside."""
+    """Remove `best` if it is a second copy of a complete checkpoint; rename any other folder with a timestamp."""
     if best.is_symlink() or not best.is_dir():
         return
     name = read_best_name(best.parent)

@@ -52,8 +52,8 @@ class DeepSpeedEngine:
         zero = ds_config["zero_optimization"]
         offload = zero.get("offload_optimizer", {}).get("device", "none")
         optimizer = make_optimizer(param_groups, optim, None if offload == "none" else offload, world.device)
-        # Plain fp32 without ZeRO: DeepSpeed keeps no norm, writes inf and nan into the weights, and cannot clip
-        # a gradient that was dropped. There the norm is taken and the gradient clipped here.
+        # In fp32 without ZeRO, DeepSpeed has no gradient norm, writes inf and nan into the weights, and cannot clip a
+        # gradient that was dropped. There the norm is computed and the gradient clipped here.
         self._max_grad_norm = (
             None if zero["stage"] or ds_config.get("bf16", {}).get("enabled") else optim.clip or math.inf
         )
@@ -64,7 +64,7 @@ class DeepSpeedEngine:
         if swapper := getattr(self.engine.optimizer, "optimizer_swapper", None):
             keep_unaligned_gradients(swapper)
         if not zero["stage"]:
-            # In bf16 DeepSpeed takes a step with zero gradients to make Adam's state, which then counts from 2:
+            # In bf16 DeepSpeed takes a step with zero gradients to allocate Adam's state, which then counts from 2:
             # the first real update would be 0.74 of what it should be (fp16/unfused_optimizer.py).
             optimizer.state.clear()
 
@@ -72,14 +72,14 @@ class DeepSpeedEngine:
         self.engine.train()
         batches = with_step_stats(self.engine, self.train_module.task, batches, self.world)
         set_lr(self.engine.optimizer, self._lr_scales, lr)
-        # DeepSpeed averages gradients over the ranks: times their number, over the weight of the whole step.
+        # DeepSpeed averages gradients over the ranks, and the step is a sum: hence the factor world.size.
         scale = self.world.size / total_step_weight(batches, self.world)
         sums = StepAccumulator()
         norm = None
         for index, batch in enumerate(batches):
             self.world.log.record_progress()
             total, metrics = self.engine(batch.to(self.world.device))
-            # The product is a new tensor: the one the engine returned would be divided by the accumulation.
+            # The product is a new tensor: DeepSpeed would divide the engine's own output by the accumulation steps.
             self.engine.backward(scale_loss_or_nan(total, scale), scale_wrt_gas=False)
             sums.add(total, metrics)
             if self._max_grad_norm and index == len(batches) - 1:
@@ -124,7 +124,7 @@ class DeepSpeedEngine:
         return reset
 
     def _loss_scaler_state(self) -> dict[str, float]:
-        """Where the search for fp16's loss scale stands."""
+        """Return the state of fp16's dynamic loss scale; empty without fp16."""
         if not self.engine.fp16_enabled():
             return {}
         return {
@@ -134,11 +134,11 @@ class DeepSpeedEngine:
         }
 
     def _clip_grad_norm(self, max_norm: float) -> float:
-        """Clip the gradient that is already summed over the ranks; drop it where it is not finite."""
+        """Clip the gradient, already averaged over the ranks, and return its norm; drop it if that is not finite."""
         groups = self.engine.optimizer.param_groups
-        learning = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
-        norm = float(torch.nn.utils.clip_grad_norm_(learning, max_norm))
+        trained = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+        norm = float(torch.nn.utils.clip_grad_norm_(trained, max_norm))
         if not math.isfinite(norm):
-            for parameter in learning:
+            for parameter in trained:
                 parameter.grad = None
         return norm

@@ -1,4 +1,4 @@
-"""Forward passes alone: what evaluation, generation and a reference need of a model that does not learn."""
+"""Engine without an optimizer, for evaluation, generation and reference models."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dstrain.train.engine.module import compute_step_stats, evaluate_batch
 
 
 class ForwardEngine:
-    """A module that is whole on every process, or in ZeRO-3's shards where the JSON says stage 3.
+    """Module that is replicated on every rank, or in ZeRO-3 shards if the DeepSpeed config says stage 3.
 
-    At stage 3 the module must have been built inside `sharded_construction`, and every rank must make the same passes.
+    At stage 3 the module must have been built inside `zero3_init`, and every rank must make the same forward passes.
     """
 
     def __init__(self, module: torch.nn.Module, ds_config: Mapping[str, Any], world: World) -> None:
@@ -40,27 +40,27 @@ class ForwardEngine:
 
     @property
     def unwrapped(self) -> Any:
-        """The module itself; inside its submodules' passes their weights are whole."""
+        """The module without DeepSpeed's engine; its submodules' weights are gathered during their forward passes."""
         return self.module.module if self.is_sharded else self.module
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Any:
-        """What the module returns for a batch. Collective at stage 3."""
+        """Return the module's result for a batch. Collective at stage 3."""
         return self.module(batch.to(self.world.device))
 
     def evaluate(self, batch: Batch) -> StepResult:
-        """Sums over one batch; the module must be an Objective. Collective at stage 3."""
+        """Return the sums over one batch; the module must be a TrainModule. Collective at stage 3."""
         return evaluate_batch(self.module, batch, self.world)
 
     def compute_step_stats(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
-        """What `evaluate` needs beside each batch, where the task surveys. Collective."""
+        """Return the extra columns of each batch for a task with `needs_step_stats`. Collective."""
         return compute_step_stats(self.module, batches, self.world)
 
 
 def with_private_nvme_path(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same JSON; weights kept on a disk go into a folder of this process's own below the one it names.
+    """Return the config with a folder of this process for weights on NVMe, below the configured one.
 
-    DeepSpeed empties the folder it is given: that of a run may be in use by its training.
+    DeepSpeed empties the folder that it gets, and a run's folder may be in use by its training.
     """
     own = copy.deepcopy(dict(ds_config))
     block = own.get("zero_optimization", {}).get("offload_param", {})
@@ -70,9 +70,9 @@ def with_private_nvme_path(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remove_private_nvme_path(ds_config: Mapping[str, Any]) -> None:
-    """Remove the folder that `apart` named."""
+    """Remove the folder of `with_private_nvme_path`."""
     path = ds_config.get("zero_optimization", {}).get("offload_param", {}).get("nvme_path")
     if path is not None and Path(path).name == f"forward-{os.getpid()}":
         shutil.rmtree(path, ignore_errors=True)
-        with contextlib.suppress(OSError):  # in use by others, or never made
+        with contextlib.suppress(OSError):  # in use by others, or never created
             Path(path).parent.rmdir()

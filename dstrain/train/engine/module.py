@@ -1,4 +1,6 @@
-"""The task and its model as modules, so that every forward pass goes through an engine, and the sums they leave."""
+"""Task, model and reference model as one torch module, and the sums over a step."""
+
+# Shapes: B rows; a column of a batch is (B, ...). A loss is a sum over the rows; its weight divides it once per step.
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from dstrain.tasks import Task
 from dstrain.train.state.load import StoredModel
 
 MetricSums = dict[str, tuple[torch.Tensor, torch.Tensor | float]]
-"""Name -> (sum, weight). A weight that the host knows stays a number: a copy of it to a GPU would wait for the GPU."""
+"""Name -> (sum, weight). A weight known on the host stays a number: copying it to the GPU would wait for the GPU."""
 
 
 class ReferenceModel(torch.nn.Module):
-    """The model that a loss compares with. It never learns, and is always in evaluation mode."""
+    """Frozen model that a loss compares with; always in evaluation mode."""
 
     def __init__(self, task: Task, model: torch.nn.Module) -> None:
         super().__init__()
@@ -30,12 +32,12 @@ class ReferenceModel(torch.nn.Module):
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Column -> (B, …), what the task asks of its reference."""
+        """Return column -> (B, …): the task's reference outputs."""
         return self.task.reference_outputs(self.model, batch)
 
 
 class TrainModule(torch.nn.Module):
-    """The task and its model as one module; the reference beside it where one is held in memory."""
+    """Task and model as one module, with the reference model if the task needs one in memory."""
 
     def __init__(self, task: Task, model: torch.nn.Module, reference: torch.nn.Module | None = None) -> None:
         super().__init__()
@@ -44,7 +46,7 @@ class TrainModule(torch.nn.Module):
         self.trainable_names = frozenset(
             name for name, parameter in model.named_parameters() if parameter.requires_grad
         )
-        """Parameters of the model that are trained. Decided here, once: `requires_grad` may be changed later by a library."""
+        """Names of trained parameters, taken once: libraries such as peft may change `requires_grad` later."""
 
     @property
     def stored_model(self) -> StoredModel:
@@ -52,14 +54,14 @@ class TrainModule(torch.nn.Module):
         return StoredModel(self.model, self.trainable_names, self.task.recipe.model.lora is not None)
 
     def forward(self, batch: Batch, stats_only: bool = False) -> tuple[Any, MetricSums]:
-        """(scalar sum of the loss, name -> (sum, weight)); a filler's are all zero.
+        """Return (scalar sum of the loss, name -> (sum, weight)); all zero for a filler batch.
 
-        For a `survey`: (what the reference says of the batch, name -> (sum, weight)).
+        With `stats_only` return (the batch's reference outputs, name -> (sum, weight)) of the task's step statistics.
         """
         if stats_only:
             answers = self._reference_outputs(batch)
             return answers, _with_weights(self.task.step_stats(self.model, batch.with_tensors(answers)), batch)
-        answers = {} if self.task.needs_step_stats else self._reference_outputs(batch)  # the survey has asked already
+        answers = {} if self.task.needs_step_stats else self._reference_outputs(batch)  # already in the batch
         loss = self.task.loss(self.model, batch.with_tensors(answers))
         return loss.total.float() * _batch_factor(batch), _with_weights(loss.metrics, batch)
 
@@ -81,7 +83,7 @@ def _batch_factor(batch: Batch) -> float:
 
 
 def _with_weights(sums: Mapping[str, Any], batch: Batch) -> MetricSums:
-    """Every sum with its weight, the batch's where it has none of its own."""
+    """Return every sum with its weight; the batch's weight where the task gives none."""
     found: MetricSums = {}
     share = _batch_factor(batch)
     for name, value in sums.items():
@@ -92,7 +94,7 @@ def _with_weights(sums: Mapping[str, Any], batch: Batch) -> MetricSums:
 
 
 class StepAccumulator:
-    """Adds up what forward passes return: tensors on their device, numbers on the host."""
+    """Sum of the results of forward passes: tensors on their device, numbers on the host."""
 
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
@@ -120,7 +122,7 @@ class StepAccumulator:
 
 @torch.no_grad()
 def evaluate_batch(module: torch.nn.Module, batch: Batch, world: World) -> StepResult:
-    """Sums over one batch in evaluation mode; `module` is an objective, or an engine around one."""
+    """Return the sums over one batch in evaluation mode; `module` is a TrainModule, or an engine around one."""
     module.eval()
     sums = StepAccumulator()
     sums.add(*module(batch.to(world.device)))
@@ -131,23 +133,25 @@ def evaluate_batch(module: torch.nn.Module, batch: Batch, world: World) -> StepR
 def compute_step_stats(
     module: torch.nn.Module, batches: Iterable[Batch], world: World
 ) -> list[Mapping[str, torch.Tensor]]:
-    """What each batch is given before its loss: its reference's answers, and the task's means over all batches of all ranks.
+    """Return for each batch its reference outputs and the task's means over all batches of all ranks. Collective.
 
-    `module` is an objective whose task surveys, or an engine around one. Collective.
+    `module` is a TrainModule whose task has `needs_step_stats`, or an engine around one. The means are scalars.
     """
-    told, sums = [], StepAccumulator()
+    outputs, sums = [], StepAccumulator()
     for batch in batches:
         answers, totals = module(batch.to(world.device), stats_only=True)
-        told.append(answers)
+        outputs.append(answers)
         sums.add_metrics(totals)
-    of_all = world.sum(to_floats([value for name in sorted(sums.metrics) for value in sums.metrics[name]]))
-    means = torch.tensor([total / (weight or 1) for total, weight in zip(of_all[::2], of_all[1::2], strict=True)])
-    found = dict(zip(sorted(sums.metrics), means.to(world.device), strict=True))
-    return [{**answers, **found} for answers in told]
+    global_sums = world.sum(to_floats([value for name in sorted(sums.metrics) for value in sums.metrics[name]]))
+    means = torch.tensor(
+        [total / (weight or 1) for total, weight in zip(global_sums[::2], global_sums[1::2], strict=True)]
+    )
+    named_means = dict(zip(sorted(sums.metrics), means.to(world.device), strict=True))
+    return [{**answers, **named_means} for answers in outputs]
 
 
 def with_step_stats(module: torch.nn.Module, task: Task, batches: Sequence[Batch], world: World) -> Sequence[Batch]:
-    """The batches of a step, each with what the task must know of all of them. Collective where the task surveys."""
+    """Return the batches with the columns of `compute_step_stats`, if the task needs them. Collective if it does."""
     if not task.needs_step_stats:
         return batches
     return [

@@ -1,4 +1,4 @@
-"""The optimizer a recipe names, over its groups of parameters."""
+"""Optimizers that a recipe can name, over its parameter groups."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from dstrain.distributed.deepspeed_patches import uncompile_muon
 from dstrain.models.params.groups import ParamGroup
 
 MUON_MOMENTUM = 0.95
-"""Muon's, with Nesterov's look ahead: Keller Jordan's (2024)."""
+"""Nesterov momentum of Muon, the value of Keller Jordan (2024)."""
 
 
 def make_optimizer(
     param_groups: Sequence[ParamGroup], optim: OptimConfig, offload: str | None, device: torch.device
 ) -> Any:
-    """The optimizer for the groups, in their order. Its rate is 0 until a step brings one.
+    """Return the optimizer for the groups, in their order, with lr 0 until the first `set_lr`.
 
-    DeepSpeed may take a step with zero gradients at its start, which must not decay the weights.
+    DeepSpeed may take a step with zero gradients during initialization, which must not decay the weights. `offload` is
+    the device of ZeRO's optimizer offload (`cpu` or `nvme`), None without it.
     """
     params = [{"params": group.params, "weight_decay": group.weight_decay, "lr": 0.0} for group in param_groups]
     if optim.name == "sgd":
@@ -39,10 +40,10 @@ def make_optimizer(
 
 
 class Lion(torch.optim.Optimizer):
-    """The sign of an average, with decoupled weight decay: Chen et al. (arXiv 2302.06675), algorithm 2.
+    """Lion: the sign of an average, with decoupled weight decay. Chen et al. (arXiv 2302.06675), algorithm 2.
 
-    DeepSpeed's FusedLion and CPULion take the sign of 0 for one of the two directions: a weight that never had a gradient
-    (the embedding of a token that does not occur) moves by the rate in every step. Here it stays.
+    DeepSpeed's FusedLion and CPULion give the sign of 0 as +1 or -1: a weight that never had a gradient, such as the
+    embedding of a token that does not occur, would move by lr in every step. Here it stays.
     """
 
     def __init__(self, params: Any, betas: tuple[float, float]) -> None:
@@ -50,7 +51,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        assert closure is None, "gradients are there before a step"
+        assert closure is None, "gradients are computed before a step"
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in group["params"]:
@@ -66,9 +67,9 @@ class Lion(torch.optim.Optimizer):
 
 
 def _make_muon(param_groups: Sequence[ParamGroup], optim: OptimConfig) -> Any:
-    """DeepSpeed's Muon, which its ZeRO optimizers know: they put whole matrices together before they step.
+    """Return DeepSpeed's Muon, for which its ZeRO optimizers gather complete matrices; AdamW for the other groups.
 
-    Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024); AdamW for the other groups.
+    Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024).
     """
     muon_optimizer = uncompile_muon()
     params: list[dict[str, Any]] = []
@@ -78,11 +79,11 @@ def _make_muon(param_groups: Sequence[ParamGroup], optim: OptimConfig) -> Any:
             {"params": group.params, "lr": 0.0, "weight_decay": group.weight_decay, "use_muon": group.use_muon, **own}
         )
         for parameter in group.params:
-            parameter.use_muon = group.use_muon  # ZeRO's optimizers look here
+            parameter.use_muon = group.use_muon  # the attribute that ZeRO's optimizers read
 
     class Muon(muon_optimizer.MuonWithAuxAdam):  # type: ignore[name-defined]
         def step(self, closure: None = None, step_id: int | None = None) -> None:
-            """No step without gradients, as where one was not finite: DeepSpeed's would go on along the momentum."""
+            """Skip steps without gradients, as after a non-finite one: DeepSpeed's would apply the momentum again."""
             if any(parameter.grad is not None for group in self.param_groups for parameter in group["params"]):
                 super().step(closure, step_id)
 

@@ -1,12 +1,12 @@
-"""Weights and optimizer state in files: safetensors that each process writes, found by name and position when read.
+"""Weights and optimizer state in safetensors files, one set per rank, read by parameter name and position."""
 
-    state/about.json                      names, shapes, counters; written by rank 0
-    state/rank-00000-000.safetensors      stretches of what rank 0 holds, under NAME/KEY@START
-
-START is the first value of the stretch in the flattened parameter, so that a run with another number of processes or
-another ZeRO stage finds what it holds. The optimizer's other tensors have no START, its numbers lie in the metadata.
-Nothing here is pickled. Every block that is read is compared with its hash.
-"""
+# state/about.json                      names, shapes, counters; written by rank 0
+# state/rank-00000-000.safetensors      slices of rank 0's state, as tensors NAME/KEY@START
+#
+# NAME is a parameter or buffer, KEY is `weight` or a key of the optimizer's state (`exp_avg`), START the index of the
+# tensor's first value in the flattened parameter. A run with another number of ranks or another ZeRO stage finds its
+# values by these. Tensors of the optimizer that are not elementwise have no START; numbers are in the file's metadata.
+# Nothing is pickled. Every block that is read is compared with its hash.
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 @dataclass(frozen=True)
 class StateFile:
-    """A file that one process writes."""
+    """File of a checkpoint that one rank writes."""
 
     name: str
     tensors: Sequence[tuple[str, torch.Tensor]]
-    """(NAME/KEY@START, values); they may change as soon as the next shard is asked for."""
+    """(NAME/KEY@START, values); the values may change once the next file is requested."""
     scalars: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Parameter -> what the optimizer keeps for it as numbers."""
+    """Parameter name -> numbers in its optimizer state, such as the step."""
 
 
 def iter_state_files(slice_groups: Iterable[Sequence[StateSlice]], rank: int, world_size: int) -> Iterator[StateFile]:
-    """What a process writes: all it holds alone, and its share of what all processes hold."""
+    """Yield the files that a rank writes: all state that it alone has, and its share of replicated state."""
     for index, parts in enumerate(slice_groups):
         tensors: list[tuple[str, str, torch.Tensor]] = []
         numbers: dict[str, dict[str, float]] = {}
@@ -67,7 +67,9 @@ def iter_state_files(slice_groups: Iterable[Sequence[StateSlice]], rank: int, wo
                     tensors.append((key, name, values.narrow(0, place.offset, place.numel)))
             for key, values in part.other_tensors().items():
                 tensors += [(key, f"{place.name}/{key}", values.detach()) for place in places if place.start == 0]
-        tensors.sort(key=lambda found: (found[0] != WEIGHT_KEY, found[0]))  # who reads weights alone reads one stretch
+        tensors.sort(
+            key=lambda found: (found[0] != WEIGHT_KEY, found[0])
+        )  # so that reading weights alone reads one contiguous part
         if tensors:
             yield StateFile(
                 f"rank-{rank:05d}-{index:03d}.safetensors", [(name, values) for _, name, values in tensors], numbers
@@ -77,7 +79,7 @@ def iter_state_files(slice_groups: Iterable[Sequence[StateSlice]], rank: int, wo
 def _ranges_to_write(
     slices: Sequence[StateSlice], rank: int, world_size: int
 ) -> Iterator[tuple[StateSlice, list[ParamRange]]]:
-    """The places of each part that this rank writes: of what all hold, an equal share of the values."""
+    """Yield the ranges that this rank writes of each slice; of replicated ones, an equal share of the values."""
     total = sum(part.tensor.numel() for part in slices if part.is_replicated)
     first, last = rank * total // world_size, (rank + 1) * total // world_size
     seen = 0
@@ -95,7 +97,7 @@ def _ranges_to_write(
 def write_state(
     folder: Path, state_files: Iterable[StateFile], metadata: Mapping[str, Any] | None
 ) -> dict[str, FileEntry]:
-    """Write this process's files, and `about` where it is given; returns their sizes and hashes by name."""
+    """Write this rank's files, and the metadata on rank 0; return their sizes and hashes by name."""
     found = {f"{STATE_DIR}/{shard.name}": write_state_file(folder / STATE_DIR, shard) for shard in state_files}
     if metadata is not None:
         found[METADATA_FILE] = write_hashed_file(
@@ -105,7 +107,7 @@ def write_state(
 
 
 def write_state_file(folder: Path, state_file: StateFile) -> FileEntry:
-    """Write the file, tensor by tensor and in pieces; returns its size and hashes."""
+    """Write the file in pieces of a block, so that no tensor is copied as a whole; return its size and hashes."""
     table: dict[str, Any] = {"__metadata__": {"numbers": json.dumps(state_file.scalars)}}
     end = 0
     for name, tensor in state_file.tensors:
@@ -128,9 +130,11 @@ def write_state_file(folder: Path, state_file: StateFile) -> FileEntry:
 
 @dataclass(frozen=True)
 class _TensorRange:
+    """Stored range of values of one parameter and key."""
+
     file: str
     byte_offset: int
-    """First byte in the file."""
+    """Offset of the first byte in the file."""
     start: int
     numel: int
     dtype: torch.dtype
@@ -138,7 +142,7 @@ class _TensorRange:
 
 
 def _parse_header_entry(file: str, start: int, entry: Mapping[str, Any], bounds: tuple[int, int]) -> _TensorRange:
-    """What a table says of a tensor. Raises ValueError where it lies outside of the file's values, (first, end)."""
+    """Parse a header entry. Raises ValueError if it is outside of the file's values, `bounds` = (first byte, end)."""
     shape, dtype = tuple(entry["shape"]), TORCH_DTYPES[entry["dtype"]]
     begin, end = (bounds[0] + offset for offset in entry["data_offsets"])
     numel = math.prod(shape)
@@ -153,21 +157,21 @@ def _parse_header_entry(file: str, start: int, entry: Mapping[str, Any], bounds:
 
 
 def check_state_complete(checkpoint: Path) -> None:
-    """Raise CheckpointError where the state in a checkpoint lacks values that it names. Reads tables, no values."""
+    """Raise CheckpointError if a checkpoint lacks values that its metadata names. Reads headers, no values."""
     CheckpointReader(checkpoint).check_complete()
 
 
 class CheckpointReader:
-    """The state in a checkpoint, read by name and position."""
+    """State in a checkpoint, read by parameter name and position."""
 
     def __init__(self, checkpoint: Path) -> None:
-        """Raises CheckpointError where the folder, whose manifest is there, holds no such state, or a pickle."""
+        """Read the headers. The manifest must exist. Raises CheckpointError without readable state, or for a pickle."""
         self.checkpoint = checkpoint
         check_no_pickles(checkpoint)
         files = {name: entry for name, entry in read_file_entries(checkpoint).items() if name.startswith(STATE_DIR)}
         self._files = {name: HashedFileReader(checkpoint / name, entry) for name, entry in files.items()}
         if METADATA_FILE not in self._files:
-            raise CheckpointError(f"{checkpoint}: holds no state that this version reads; choose another checkpoint")
+            raise CheckpointError(f"{checkpoint}: has no state that this version can read; choose another checkpoint")
         self._tensor_ranges: dict[tuple[str, str], list[_TensorRange]] = {}
         self._state_keys: dict[str, set[str]] = {}
         self._elementwise: set[tuple[str, str]] = set()
@@ -179,7 +183,7 @@ class CheckpointReader:
             stretches.sort(key=lambda stretch: stretch.start)
 
     def _index_file(self, name: str, file: HashedFileReader) -> None:
-        """Raises CheckpointError for a table that is none, even where its hash is right."""
+        """Raises CheckpointError for an invalid header, even if its hash is right."""
         try:
             length = int.from_bytes(file.read(0, 8), "little")
             table = json.loads(file.read(8, length))
@@ -201,7 +205,7 @@ class CheckpointReader:
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
-        """What rank 0 wrote of names, shapes and counters. Raises CheckpointError where it is not that."""
+        """Names, shapes and counters that rank 0 wrote. Raises CheckpointError if they are invalid."""
         file = self._files[METADATA_FILE]
         try:
             found = json.loads(file.read(0, file.size))
@@ -214,14 +218,14 @@ class CheckpointReader:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Parameter or buffer -> its whole shape, of those whose values are there: older checkpoints name frozen adapters too."""
+        """Parameter or buffer -> full shape, of those with values: older checkpoints also name frozen adapters."""
         shapes = {name: tuple(shape) for name, shape in self.metadata["shapes"].items()}
         return {
             name: shape for name, shape in shapes.items() if WEIGHT_KEY in self.state_keys(name) or not math.prod(shape)
         }
 
     def check_complete(self) -> None:
-        """Raise CheckpointError where values are missing: of a weight that is named, or of what an optimizer keeps for each."""
+        """Raise CheckpointError if values of a named weight, or of its elementwise optimizer state, are missing."""
         for name, shape in self.metadata["shapes"].items():
             for key in sorted(
                 {WEIGHT_KEY} | {key for key in self.state_keys(name) if (name, key) in self._elementwise}
@@ -229,27 +233,27 @@ class CheckpointReader:
                 self._find_ranges(name, key, 0, math.prod(shape))
 
     def state_keys(self, name: str) -> set[str]:
-        """What is kept for a parameter, but for numbers."""
+        """Return the keys of a parameter's tensors: `weight`, `exp_avg`, ..."""
         return self._state_keys.get(name, set())
 
     def get_dtype(self, name: str, key: str = WEIGHT_KEY) -> torch.dtype:
         return self._tensor_ranges[name, key][0].dtype
 
     def get_shape(self, name: str, key: str) -> tuple[int, ...]:
-        """The shape of one of the optimizer's tensors that is no stretch."""
+        """Return the shape of an optimizer tensor that is not elementwise."""
         return self._tensor_ranges[name, key][0].shape
 
     def scalars(self, name: str) -> Mapping[str, float]:
-        """What the optimizer kept for a parameter as numbers."""
+        """Return the numbers in a parameter's optimizer state."""
         return self._scalars.get(name, {})
 
     def read_into(self, name: str, key: str, out: torch.Tensor, start: int = 0) -> None:
-        """Fill `into` (n,) with the values from `start` on, in pieces. Raises CheckpointError where some are missing."""
+        """Fill `out` (n,) with the values from `start` on. Raises CheckpointError if some are missing."""
         for stretch, low, high in self._find_ranges(name, key, start, start + out.numel()):
             self._copy_range(stretch, low, out.narrow(0, low - start, high - low))
 
     def _find_ranges(self, name: str, key: str, start: int, end: int) -> list[tuple[_TensorRange, int, int]]:
-        """(stretch, first value to take of it, end), all of them. Raises CheckpointError where values are missing."""
+        """Return (stored range, first value to read, end) that cover start to end, or raise CheckpointError."""
         found, at = [], start
         for stretch in self._tensor_ranges.get((name, key), []):
             low, high = max(at, stretch.start), min(end, stretch.start + stretch.numel)
@@ -271,9 +275,9 @@ class CheckpointReader:
             at += piece.numel() * width
 
     def read_tensor(self, name: str, key: str = WEIGHT_KEY) -> torch.Tensor:
-        """A parameter's values in their shape, on the host. Raises CheckpointError where some are missing."""
+        """Return a parameter in its full shape, on the host. Raises CheckpointError if values are missing."""
         shape = self.shapes[name]
-        self._find_ranges(name, key, 0, math.prod(shape))  # asked before so much room is taken
+        self._find_ranges(name, key, 0, math.prod(shape))  # before memory is allocated
         found = torch.empty(math.prod(shape), dtype=self.get_dtype(name, key))
         self.read_into(name, key, found)
         return found.view(shape)

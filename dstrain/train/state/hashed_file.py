@@ -1,4 +1,4 @@
-"""Files with a hash for each block: taken while they are written, compared with whatever is read."""
+"""Files with a hash per block, computed on writing and checked on reading."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, Self
 from dstrain.errors import CheckpointError
 
 BLOCK_BYTES = 4 << 20
-"""Bytes of a block."""
+"""Size of a block."""
 MAX_CACHED_BLOCKS = 4
-"""Blocks of a file that a reader keeps."""
+"""Blocks of a file that a reader caches."""
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
 
 FileEntry = dict[str, Any]
@@ -22,7 +22,7 @@ FileEntry = dict[str, Any]
 
 
 class HashedFileWriter:
-    """A file being written; `entry` is there once it is closed and on the disk."""
+    """Writer of a file with hashes; `entry` is set once the file is closed and flushed to the disk."""
 
     entry: FileEntry
 
@@ -34,7 +34,7 @@ class HashedFileWriter:
         self._bytes_in_block = 0
 
     def write(self, content: bytes | memoryview) -> None:
-        """Write and hash."""
+        """Append the content and hash it."""
         view = memoryview(content).cast("B")
         self._file.write(view)
         while len(view):
@@ -68,21 +68,21 @@ class HashedFileWriter:
 
 
 def write_hashed_file(path: Path, content: bytes) -> FileEntry:
-    """Write a whole file; returns its size and hashes."""
+    """Write a complete file; return its size and hashes."""
     with HashedFileWriter(path) as file:
         file.write(content)
     return file.entry
 
 
 class HashedFileReader:
-    """A file whose blocks are compared with their hashes as they are read. Raises CheckpointError where one differs."""
+    """Reader that compares each block with its hash. Raises CheckpointError if one differs."""
 
     def __init__(self, path: Path, entry: FileEntry) -> None:
         self.path, self.size, self._hashes = path, int(entry["size"]), entry["sha256"]
         self._cached_blocks: OrderedDict[int, bytes] = OrderedDict()
 
     def read(self, offset: int, length: int) -> bytearray:
-        """Bytes from `begin` on."""
+        """Return `length` bytes from `offset` on."""
         if offset < 0 or offset + length > self.size:
             raise CheckpointError(f"{self.path}: names values beyond its end; choose another checkpoint")
         found = bytearray()
@@ -92,7 +92,7 @@ class HashedFileReader:
         return found
 
     def read_block(self, index: int) -> bytes:
-        """One block, as it was written."""
+        """Return one verified block."""
         if index in self._cached_blocks:
             self._cached_blocks.move_to_end(index)
             return self._cached_blocks[index]
@@ -116,12 +116,12 @@ class HashedFileReader:
 
 
 def check_no_pickles(folder: Path) -> None:
-    """Raise CheckpointError where a folder holds files that run code when they are read; dstrain writes none."""
+    """Raise CheckpointError if a folder has pickle files, which run code when read; dstrain writes none."""
     found = sorted(
         path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix.lower() in PICKLE_SUFFIXES
     )
     if found:
         raise CheckpointError(
             f"{folder}: {found[0]} may be a pickle, which runs code when it is read, and dstrain writes none; "
-            "nothing of it was read: remove it where you know where it comes from, or choose another checkpoint"
+            "nothing of it was read: remove it if you know its origin, or choose another checkpoint"
         )

@@ -1,14 +1,13 @@
-"""What this process holds of a run's state: stretches of parameters and of what the optimizer keeps beside them.
+"""Layouts of a rank's weights and optimizer state per ZeRO stage, as slices with ranges of whole parameters."""
 
-Every ZeRO stage cuts the same state another way. Here the cuts are told in one way, by name and position in the whole
-parameter, so that what was written under one cut can be read under another:
-
-    stage 0, one process     whole parameters, the same on every process
-    stages 1, 2              a stretch of all parameters of a group laid end to end
-    stage 3                  a stretch of each parameter
-
-Frozen parameters and buffers are parts like the others, without an optimizer's state.
-"""
+# Each ZeRO stage partitions the same state differently. A slice names its values by parameter and position, so that
+# state written with one layout can be read with another:
+#
+#     stage 0, one process     complete parameters, the same on every rank (ReplicatedLayout)
+#     stages 1, 2              a range of all parameters of a group, concatenated (FlatPartitionLayout)
+#     stage 3                  a range of each parameter (Zero3Layout)
+#
+# Frozen parameters and buffers are slices without optimizer state.
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from dstrain.train.state.slices import ParamRange, StateSlice
 
 
 class ReplicatedLayout:
-    """The parts of a model that every process holds whole: plain PyTorch, and DeepSpeed's stage 0."""
+    """State that every rank holds completely: plain PyTorch, and DeepSpeed's stage 0."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
         self._model = model
@@ -34,7 +33,7 @@ class ReplicatedLayout:
         self._param_groups = {id(tensor): group for group in self._optimizer.param_groups for tensor in group["params"]}
 
     def iter_slice_groups(self, write_back: bool = False) -> Iterator[list[StateSlice]]:
-        """All parts at once; with `change` their values go where the model sees them."""
+        """Yield all slices at once; with `write_back`, copy their values into the model's weights afterwards."""
         yield list(self._iter_slices())
         if write_back:
             for parameter in self._model.parameters():
@@ -53,7 +52,7 @@ class ReplicatedLayout:
 
 
 class FlatPartitionLayout:
-    """The parts of stages 1 and 2: of each group of parameters, laid end to end, a stretch."""
+    """State of stages 1 and 2: of each parameter group, concatenated, one contiguous partition per rank."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, rank: int) -> None:
         self._model, self._zero_optimizer, self._rank = model, optimizer, rank
@@ -65,7 +64,7 @@ class FlatPartitionLayout:
         )
 
     def iter_slice_groups(self, write_back: bool = False) -> Iterator[list[StateSlice]]:
-        """All parts at once; with `change` their values go where the model sees them. Collective with `change`."""
+        """Yield all slices at once. `write_back` copies them into the model's weights afterwards: Collective."""
         yield [
             *self._iter_trained_slices(),
             *map(_replicated_slice, _frozen_params(self._model, self._bit16_groups)),
@@ -82,7 +81,7 @@ class FlatPartitionLayout:
             first = self._rank * master.numel()
             places = []
             for parameter in parameters:
-                # Each parameter is a view of the flat tensor: its position there is what counts, whatever the order.
+                # Each parameter is a view of the flat tensor. Its offset there counts, not the order in the group.
                 begin = parameter.data.storage_offset() - flat.storage_offset()
                 low, high = max(begin, first), min(begin + parameter.numel(), first + master.numel())
                 if low < high:
@@ -95,9 +94,9 @@ class FlatPartitionLayout:
             )
 
     def _muon_momentum_ranges(self, group_index: int, names: Mapping[int, str]) -> dict[str, list[ParamRange]]:
-        """Muon's momenta are those of whole matrices, of each that reaches into this process's stretch."""
+        """Return the ranges of Muon's momenta: complete matrices, of all that reach into this rank's partition."""
         if not hasattr(self._zero_optimizer, "params_in_partition") or self._zero_optimizer.cpu_offload:
-            return {}  # stretches there too: stage 1 with gradients in fp32, and on the host
+            return {}  # partitioned like the weights: stage 1 with fp32 gradients, and CPU offload
         places, offset = [], 0
         for parameter in self._zero_optimizer.params_in_partition[group_index]:
             places.append(ParamRange(names[id(parameter)], 0, parameter.numel(), offset))
@@ -106,17 +105,17 @@ class FlatPartitionLayout:
 
 
 class Zero3Layout:
-    """The parts of stage 3: of each parameter a stretch, in groups that may lie on a disk."""
+    """State of stage 3: a range of each parameter, in subgroups that may be on NVMe."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, rank: int) -> None:
         self._model, self._zero_optimizer, self._rank = model, optimizer, rank
         self._subgroups = Zero3Subgroups(optimizer)
 
     def iter_slice_groups(self, write_back: bool = False) -> Iterator[list[StateSlice]]:
-        """Parts that are in memory together; with `change` their values go where the model sees them. Collective with `change`."""
+        """Yield slices that are in memory together. `write_back` copies them into the weights: Collective."""
         zero = self._zero_optimizer
         if write_back:
-            zero.checkpoint_event_prologue()  # persistent parameters give up their whole copies
+            zero.checkpoint_event_prologue()  # persistent parameters release their gathered copies
         on_nvme = [index for index in range(len(self._subgroups)) if self._subgroups.is_on_nvme(index)]
         staying = [index for index in range(len(self._subgroups)) if index not in on_nvme]
         yield [*map(self._trained_slice, staying), *_iter_buffer_slices(self._model)]
@@ -135,8 +134,8 @@ class Zero3Layout:
                     for name, held in pairs
                 ]
         if write_back:
-            # Its `checkpoint_event_epilogue` would gather persistent parameters too, and never see that a module reads
-            # another one's weight, as DoRA's does: an engine finds that where the weight is in shards at the first pass.
+            # Not `checkpoint_event_epilogue`: it also gathers persistent parameters, and DeepSpeed detects a module that
+            # reads another one's weight, as DoRA's do, only if that weight is sharded at the first forward pass.
             zero.invalidate_secondary_tensor()
 
     def _trained_slice(self, group_index: int) -> StateSlice:
@@ -153,12 +152,12 @@ class Zero3Layout:
     def _local_ranges(self, name: str, parameter: Any, offset: int = 0) -> list[ParamRange]:
         share = parameter.partition_numel()
         start = self._rank * share
-        numel = min(share, parameter.ds_numel - start)  # the last stretches are padded
+        numel = min(share, parameter.ds_numel - start)  # the last ranks' shares are padded
         return [ParamRange(name, start, numel, offset)] if numel > 0 else []
 
     @contextmanager
     def _group_in_memory(self, group_index: int, write_back: bool) -> Iterator[None]:
-        """Inside, a group that lies on a disk is in memory."""
+        """Hold a subgroup that is on NVMe in memory inside."""
         self._subgroups.swap_in(group_index)
         yield
         if write_back:
@@ -174,7 +173,7 @@ def _is_on_nvme(parameter: Any) -> bool:
 
 @contextmanager
 def _params_in_memory(parameters: Sequence[Any], write_back: bool) -> Iterator[None]:
-    """Inside, this process's stretches of frozen parameters are in memory, even where they lie on a disk."""
+    """Hold this rank's shares of frozen parameters in memory inside, also if they are on NVMe."""
     swapped = [parameter for parameter in parameters if _is_on_nvme(parameter)]
     if swapped:
         swapped[0].nvme_swapper.swap_in(swapped, async_op=False)
@@ -188,7 +187,7 @@ def _params_in_memory(parameters: Sequence[Any], write_back: bool) -> Iterator[N
 def _frozen_params(
     model: torch.nn.Module, param_groups: Iterable[Iterable[Any]]
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters in none of the optimizer's groups: `requires_grad` may have changed since these were made."""
+    """Return the parameters in none of the optimizer's groups; `requires_grad` may have changed since."""
     trained = {id(parameter) for group in param_groups for parameter in group}
     return [pair for pair in model.named_parameters() if id(pair[1]) not in trained]
 
@@ -202,7 +201,7 @@ def _replicated_slice(
 
 
 def _iter_buffer_slices(model: torch.nn.Module) -> Iterator[StateSlice]:
-    """Those that belong to the model's state."""
+    """Yield the persistent buffers of the model."""
     lasting = model.state_dict(keep_vars=True).keys()
     return (_replicated_slice(pair) for pair in model.named_buffers() if pair[0] in lasting)
 
@@ -211,7 +210,7 @@ Layout = ReplicatedLayout | FlatPartitionLayout | Zero3Layout
 
 
 def detect_layout(model: torch.nn.Module, optimizer: Any, rank: int) -> Layout:
-    """How DeepSpeed's optimizer, or torch's, has cut up the state of a model; `rank`: this process's."""
+    """Return the layout by which DeepSpeed's optimizer, or torch's, has partitioned the model's state."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return Zero3Layout(model, optimizer, rank)
     if hasattr(optimizer, "bit16_groups_flat") or hasattr(optimizer, "bf16_groups_flat"):

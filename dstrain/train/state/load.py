@@ -1,4 +1,4 @@
-"""Between a run's parts and a checkpoint: what is written of them, and how it gets back, however the two are cut."""
+"""Loading of a checkpoint into a model and its optimizer, at any number of ranks and ZeRO stage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from dstrain.train.state.layout import detect_layout
 from dstrain.train.state.slices import WEIGHT_KEY, StateSlice
 
 STATE_BYTES_PER_PARAM = {"adamw": 8, "muon": 4, "lion": 4, "adafactor": 1, "sgd": 0}
-"""Approximate bytes that an optimizer keeps per trained value."""
+"""Approximate bytes of optimizer state per trained value."""
+MAX_NAMES = 4
+"""Names that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,10 @@ class StoredModel:
 
 
 def open_checkpoint(checkpoint: Path, world: World) -> CheckpointReader:
-    """What a checkpoint holds. Raises CheckpointError on every rank where one cannot read it. Collective."""
+    """Open a checkpoint's state. Raises CheckpointError on every rank if one cannot read it. Collective."""
     with raise_on_all_ranks(world):
         stored = CheckpointReader(checkpoint)
-        stored.metadata  # noqa: B018  read here, where all ranks hear of a fault
+        stored.metadata  # noqa: B018  read now, where an error reaches all ranks
     return stored
 
 
@@ -81,13 +83,17 @@ def load_state(model: StoredModel, optimizer: Any, reader: CheckpointReader, opt
 def _describe_reset_state(model: StoredModel, reader: CheckpointReader, optimizer_name: str) -> str:
     before = reader.metadata["optimizer"]
     if before != optimizer_name:
-        return f"the optimizer was {before} and is {optimizer_name} from here on: the weights go on, what it keeps begins anew"
+        return (
+            f"the optimizer was {before} and is {optimizer_name} from now on: weights were loaded, "
+            "its state starts from zero"
+        )
     trained = sorted(model.trainable_names)
     new = [key for key in trained if not reader.scalars(key) and reader.state_keys(key) <= {WEIGHT_KEY}]
-    if not new or len(new) == len(trained):  # plain SGD keeps nothing
+    if not new or len(new) == len(trained):  # plain SGD has no state
         return ""
     return (
-        f"{first_names(new)} did not learn before: the weights go on, what {optimizer_name} keeps for them begins anew"
+        f"{first_names(new, MAX_NAMES)} were frozen before: their weights were loaded, their {optimizer_name} state "
+        "starts from zero"
     )
 
 
@@ -102,9 +108,9 @@ def iter_state(model: StoredModel, optimizer: Any, rank: int, write_back: bool =
 
 
 def check_state_names(shapes: Mapping[str, tuple[int, ...]], required: Iterable[str], reader: CheckpointReader) -> None:
-    """Raise CheckpointError where the checkpoint is another model's.
+    """Raise CheckpointError if the checkpoint is of another model.
 
-    `shapes`: parameter or buffer of the model -> its whole shape; `needed`: those that the checkpoint must hold.
+    `shapes` are the full shapes of the model's parameters and buffers; `required` are those that it must have.
     """
     missing = [name for name in required if name not in reader.shapes]
     unexpected = [name for name in reader.shapes if name not in shapes]
@@ -116,7 +122,7 @@ def check_state_names(shapes: Mapping[str, tuple[int, ...]], required: Iterable[
     wrong = [name for name, shape in reader.shapes.items() if shape != shapes[name]]
     if wrong:
         raise CheckpointError(
-            f"{reader.checkpoint}: {first_names(wrong)} has another shape in the recipe's model, "
+            f"{reader.checkpoint}: {first_names(wrong, MAX_NAMES)} has another shape in the recipe's model, "
             "which is not the one that was trained"
         )
 
@@ -124,9 +130,9 @@ def check_state_names(shapes: Mapping[str, tuple[int, ...]], required: Iterable[
 def load_slices(
     slice_groups: Iterable[Sequence[StateSlice]], reader: CheckpointReader, load_optimizer: bool, world: World
 ) -> None:
-    """Read every value that this process holds; `optimizer`: what it keeps too, else that begins anew.
+    """Read all values of these slices; with `load_optimizer` the optimizer's state too. Collective.
 
-    One stretch is in memory at a time. Raises CheckpointError on every rank where one cannot be read. Collective.
+    One stored block is in memory at a time. Raises CheckpointError on every rank if a value cannot be read.
     """
     for parts in slice_groups:
         with raise_on_all_ranks(world):
@@ -137,7 +143,10 @@ def load_slices(
 
 
 def _load_optimizer_state(state_slice: StateSlice, reader: CheckpointReader) -> None:
-    """A parameter that was frozen so far has none of it: its own begins anew. Of several counts a part has the highest."""
+    """Load the optimizer state of a slice; parameters that were frozen before start from zero.
+
+    A slice of several parameters has one step number: the highest of theirs.
+    """
     names = sorted(
         {place.name for place in (*state_slice.ranges, *chain.from_iterable(state_slice.key_ranges.values()))}
     )
@@ -147,7 +156,7 @@ def _load_optimizer_state(state_slice: StateSlice, reader: CheckpointReader) -> 
         return
     if not state_slice.optimizer_state:
         state_slice.init_optimizer_state()
-    # DeepSpeed makes Muon's at its first step, in the gradient's precision.
+    # DeepSpeed allocates Muon's momentum at the first step, in the gradient's precision.
     for key in sorted(kept - state_slice.optimizer_state.keys()):
         dtype = next(reader.get_dtype(name, key) for name in names if key in reader.state_keys(name))
         state_slice.allocate_state(key, dtype)
@@ -160,14 +169,14 @@ def _load_optimizer_state(state_slice: StateSlice, reader: CheckpointReader) -> 
     for key, tensor in state_slice.other_tensors().items():
         (place,) = state_slice.ranges
         if reader.get_shape(place.name, key) != tuple(tensor.shape):
-            raise CheckpointError(f"{reader.checkpoint}: {key} of {place.name} has another shape than it has now")
+            raise CheckpointError(f"{reader.checkpoint}: {key} of {place.name} has another shape in this run")
         values = torch.empty(tensor.numel(), dtype=reader.get_dtype(place.name, key))
         reader.read_into(place.name, key, values)
         tensor.copy_(values.view(tensor.shape))
     for key in state_slice.scalars():
         if key not in numbers:
             raise CheckpointError(
-                f"{reader.checkpoint}: holds no {key} of {first_names(names)}; choose another checkpoint"
+                f"{reader.checkpoint}: has no {key} of {first_names(names, MAX_NAMES)}; choose another checkpoint"
             )
         state_slice.set_scalar(key, numbers[key])
 

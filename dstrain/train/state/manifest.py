@@ -20,24 +20,24 @@ from dstrain.train.state.hashed_file import BLOCK_BYTES, FileEntry, HashedFileRe
 
 MANIFEST_FILE = "MANIFEST.json"
 MANIFEST_FORMAT = 1
-"""Raise it when a checkpoint's files say something else. Manifests of this layout were written without it too."""
+"""Version of the format; early manifests of version 1 have no such field."""
 MANIFEST_FIELDS = ("step", "samples", "metric", "world_size", "zero_stage")
 CHECKPOINT_NAME_PATTERN = re.compile(r"step-\d{8,}(\.old)?")
 MAX_NUMBER = 1e300
-"""More than this no counter or metric is; a number of JSON may be larger than a float."""
+"""Limit of counters and metrics; a number in JSON may be larger than a float."""
 _RANK_PATTERN = re.compile(r"(?:^|/)rank-(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """What a checkpoint folder says of itself."""
+    """Checkpoint folder, as its manifest describes it."""
 
     step: int
     path: Path
     status: str
-    """`whole`, `damaged: ` and the reason, or of which other version of dstrain it is."""
+    """`whole`, `damaged: REASON`, or the other version of dstrain that wrote it. Printed by `dstrain checkpoints`."""
     size: int = 0
-    """Bytes of all files."""
+    """Total size of all files in bytes."""
     samples: int | None = None
     world_size: int | None = None
     zero_stage: int | None = None
@@ -49,41 +49,41 @@ class CheckpointInfo:
 
     @property
     def progress(self) -> Progress:
-        """Where the run stood."""
+        """The run's progress when it was saved."""
         assert self.samples is not None, f"{self.path} is {self.status}"
         return Progress(self.step, self.samples)
 
     def read_run_info(self) -> dict[str, Any]:
-        """run.json: what wrote this checkpoint."""
+        """Return run.json: the recipe, versions and preset of the run that wrote the checkpoint."""
         return json.loads((self.path / "run.json").read_bytes())
 
 
 def find_checkpoints(folder: Path, check_hashes: bool = False) -> list[CheckpointInfo]:
-    """The checkpoints in a folder, newest first, whole and damaged; `read_all` compares hashes too."""
+    """Return the checkpoints in a folder, newest first, complete and damaged."""
     return list(iter_checkpoints(folder, check_hashes))
 
 
 def iter_checkpoints(folder: Path, check_hashes: bool = False) -> Iterator[CheckpointInfo]:
-    """The same one by one: a folder may hold thousands, and most questions end at the newest."""
+    """Yield the checkpoints one by one: a folder may have thousands, and most callers need the newest."""
     return (inspect_checkpoint(folder / name, check_hashes) for name in list_checkpoint_names(folder))
 
 
 def find_latest_complete(folder: Path) -> CheckpointInfo | None:
-    """The newest whole checkpoint in a folder, by what is cheap to read."""
+    """Return the newest complete checkpoint in a folder, checked by sizes, not hashes."""
     return next((info for info in iter_checkpoints(folder) if info.is_complete), None)
 
 
 def inspect_checkpoint(path: Path, check_hashes: bool = False) -> CheckpointInfo:
-    """What a checkpoint says of itself, and whether it is whole: its manifest is read once."""
+    """Return a checkpoint's info and status. The manifest is read once."""
     manifest, fault = _read_and_check_manifest(path, check_hashes, (0, 1))
     return _make_info(path, manifest, fault)
 
 
 def find_fault(path: Path, check_hashes: bool = True, share: tuple[int, int] = (0, 1)) -> str | None:
-    """Why a checkpoint is damaged, None where it is whole.
+    """Return why a checkpoint is damaged; None if it is complete.
 
-    Every file must be there with its size; `read_all` compares contents too, of each n-th block of all files from
-    the k-th on for `share` (k, n). A file that no manifest names does no harm.
+    Every file must exist with its size; `check_hashes` compares contents too, with `share` = (k, n) of every n-th block
+    from block k on. Files that the manifest does not name are ignored.
     """
     return _read_and_check_manifest(path, check_hashes, share)[1]
 
@@ -91,9 +91,9 @@ def find_fault(path: Path, check_hashes: bool = True, share: tuple[int, int] = (
 def _read_and_check_manifest(
     path: Path, check_hashes: bool, share: tuple[int, int]
 ) -> tuple[dict[str, Any], str | None]:
-    """(the manifest, empty where it cannot be read; why the checkpoint is damaged)."""
+    """Return (manifest, fault); the manifest is empty if it cannot be read, the fault None if there is none."""
     manifest: dict[str, Any] = {}
-    if not (path / MANIFEST_FILE).is_file():  # reading a FIFO would wait for ever
+    if not (path / MANIFEST_FILE).is_file():  # reading a FIFO would block forever
         return {}, f"{MANIFEST_FILE} is missing"
     try:
         manifest = json.loads((path / MANIFEST_FILE).read_bytes())
@@ -109,7 +109,7 @@ def _read_and_check_manifest(
 
 
 def find_version_mismatch(manifest: Mapping[str, Any]) -> str | None:
-    """Which other version of dstrain wrote it; None where this one reads it."""
+    """Return a sentence on the other version of dstrain that wrote it; None if this version can read it."""
     number = manifest.get("format")
     if isinstance(number, int) and number > MANIFEST_FORMAT:
         return f"of a later version of dstrain (format {number}), which this one does not read"
@@ -122,7 +122,7 @@ _OTHER_VERSION_PREFIXES = ("of a later version", "of an earlier version")
 
 
 def _find_content_fault(path: Path, manifest: dict[str, Any], check_hashes: bool, share: tuple[int, int]) -> str | None:
-    """Raises what a broken manifest, or a file that differs, makes of it."""
+    """Return a fault; errors of a broken manifest, and CheckpointError for a different block, are raised."""
     files, step = manifest["files"], {name: manifest[name] for name in MANIFEST_FIELDS}["step"]
     if _step_from_path(path) not in (step, None):
         return f"{MANIFEST_FILE} is of step {step}"
@@ -139,7 +139,7 @@ def _find_content_fault(path: Path, manifest: dict[str, Any], check_hashes: bool
 
 
 def _is_valid_field(name: str, value: Any) -> bool:
-    """Whether a value can be what ABOUT names: a file that was handed over may hold anything."""
+    """Return true if a field of the manifest has a valid value: a file from elsewhere may hold anything."""
     if value is None:
         return name in ("metric", "zero_stage")
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -163,19 +163,19 @@ def _find_size_mismatch(path: Path, files: Mapping[str, FileEntry]) -> str | Non
 
 
 def _read_small_file(path: Path, files: Mapping[str, FileEntry], name: str) -> bytes:
-    """A file of one block, as it was written: what is read of it must not wait for a reading of all."""
+    """Return a verified file of one block, without hashing the rest of the checkpoint."""
     return bytes(HashedFileReader(path / name, files[name]).read(0, files[name]["size"]))
 
 
 def _check_block_hashes(path: Path, files: Mapping[str, FileEntry], share: tuple[int, int]) -> None:
-    """Raises CheckpointError for a block that is not what was written."""
+    """Raise CheckpointError for a block with another hash."""
     blocks = [(name, index) for name, entry in sorted(files.items()) for index in range(len(entry["sha256"]))]
     for name, index in blocks[share[0] :: share[1]]:
         HashedFileReader(path / name, files[name]).read_block(index)
 
 
 def read_checkpoint_info(path: Path, fault: str | None) -> CheckpointInfo:
-    """What the manifest says, with the fault that `verify` found."""
+    """Return the info of a checkpoint with a known fault, or None."""
     return _make_info(path, json.loads((path / MANIFEST_FILE).read_bytes()) if fault is None else {}, fault)
 
 
@@ -188,7 +188,7 @@ def _make_info(path: Path, manifest: Mapping[str, Any], fault: str | None) -> Ch
 
 
 def get_folder_size(path: Path) -> int:
-    """Of the files that are there, whatever the manifest says."""
+    """Return the total size of the existing files, with or without a manifest."""
     total = 0
     for folder, _, names in os.walk(path):
         for name in names:
@@ -198,31 +198,31 @@ def get_folder_size(path: Path) -> int:
 
 
 def _step_from_path(path: Path) -> int | None:
-    """The step in a folder's name; None where the user gave it another."""
+    """Return the step in a folder's name; None if a user renamed the folder."""
     return parse_step(path.name) if CHECKPOINT_NAME_PATTERN.fullmatch(path.name) else None
 
 
 def parse_step(name: str) -> int:
-    """The step in the name of a folder: `step-00000200`, or what such a name became."""
+    """Return the step in a folder name such as `step-00000200` or `superseded-TIME-step-00000200`."""
     return int(name.rpartition("step-")[2].removesuffix(".old"))
 
 
 def list_checkpoint_names(folder: Path) -> list[str]:
-    """Folders that may be checkpoints, newest first; `.old` only where its successor never came."""
+    """Return names of possible checkpoints, newest first; `.old` only if its successor does not exist."""
     found = {path.name for path in folder.glob("step-*") if CHECKPOINT_NAME_PATTERN.fullmatch(path.name)}
     last = (name for name in found if name.removesuffix(".old") == name or name.removesuffix(".old") not in found)
     return sorted(last, key=parse_step, reverse=True)
 
 
 def read_file_entries(path: Path) -> dict[str, FileEntry]:
-    """The files that a whole checkpoint's manifest names."""
+    """Return name -> size and hashes of the files in a checkpoint's manifest."""
     return json.loads((path / MANIFEST_FILE).read_bytes())["files"]
 
 
 def finalize_checkpoint(partial: Path, files: dict[str, FileEntry], run_info: Mapping[str, Any]) -> None:
-    """Add progress.json and run.json, then the manifest, last, and have it all on the disk.
+    """Add progress.json, run.json and, last, the manifest; flush all of it to the disk.
 
-    Raises CheckpointError where a file that a rank wrote is not there with its size.
+    Raises CheckpointError if a file that a rank wrote is missing or has another size.
     """
     for name, held in (
         ("progress.json", {name: run_info[name] for name in ("step", "samples")}),

@@ -9,54 +9,54 @@ from typing import Any
 import torch
 
 WEIGHT_KEY = "weight"
-"""The key of a parameter's own values; what an optimizer keeps has its own keys (exp_avg, step, ...)."""
+"""Key of a parameter's own values; the optimizer's state has keys of its own (exp_avg, step, ...)."""
 
 
 @dataclass(frozen=True)
 class ParamRange:
-    """Where a stretch of a parameter lies in a part."""
+    """Range of a flattened parameter, and its position in a slice."""
 
     name: str
-    """The parameter or buffer in the task's model."""
+    """Name of the parameter or buffer in the task's model."""
     start: int
-    """First value in the flattened parameter."""
+    """Index of the first value in the flattened parameter."""
     numel: int
     offset: int
-    """First value in the flattened part."""
+    """Index of the first value in the flattened slice."""
 
 
 @dataclass(frozen=True, eq=False)
 class StateSlice:
-    """One tensor of this process, and what the optimizer keeps for it."""
+    """Tensor of this rank with its optimizer state, and the parameter ranges that it holds."""
 
     tensor: torch.Tensor
-    """The values that learn, in the master's precision; as the optimizer knows it."""
+    """Values in the precision of the master weights; the tensor that the optimizer updates."""
     ranges: Sequence[ParamRange]
     is_replicated: bool
-    """Whether all processes hold the same."""
+    """True if all ranks hold the same values."""
     optimizer: Any = None
-    """Of torch's kind; None where nothing learns."""
+    """A torch.optim.Optimizer; None for frozen tensors and buffers."""
     param_group: Mapping[str, Any] = field(default_factory=dict)
-    """The optimizer's settings for it."""
+    """The optimizer's parameter group of the tensor."""
     key_ranges: Mapping[str, Sequence[ParamRange]] = field(default_factory=dict)
-    """Key -> places, for what the optimizer lays out in another way."""
+    """Key -> ranges, for optimizer state with another layout than the tensor."""
 
     @property
     def optimizer_state(self) -> dict[str, Any]:
-        """What the optimizer keeps for it; empty before its first step."""
+        """The optimizer's state of the tensor; empty before its first step."""
         return {} if self.optimizer is None else self.optimizer.state.get(self.tensor, {})
 
     def get_ranges(self, key: str) -> Sequence[ParamRange]:
-        """Where the stretches lie in the tensor of a key."""
+        """Return the ranges in the tensor of a key."""
         return self.key_ranges.get(key, self.ranges)
 
     def elementwise_state(self) -> dict[str, torch.Tensor]:
-        """Key -> (n,), what has values for those of the parameters."""
+        """Return key -> (n,): the weight, and optimizer state with one value per weight."""
         kept = {key: value for key, value in self.optimizer_state.items() if self._is_elementwise(key, value)}
         return {key: value.detach().view(-1) for key, value in {WEIGHT_KEY: self.tensor, **kept}.items()}
 
     def other_tensors(self) -> dict[str, torch.Tensor]:
-        """Key -> the optimizer's other tensors, such as row and column means of a whole matrix."""
+        """Return key -> other tensors of the optimizer, such as Adafactor's row and column means of a matrix."""
         return {
             key: value
             for key, value in self.optimizer_state.items()
@@ -64,7 +64,7 @@ class StateSlice:
         }
 
     def scalars(self) -> dict[str, float]:
-        """Key -> what is one number for the whole part, such as the step."""
+        """Return key -> optimizer state that is one number, such as the step."""
         return {
             key: float(value)
             for key, value in self.optimizer_state.items()
@@ -72,7 +72,7 @@ class StateSlice:
         }
 
     def set_scalar(self, key: str, value: float) -> None:
-        """Set a number in the form that the optimizer gave it."""
+        """Set a number of the optimizer state, keeping its type (tensor, int or float)."""
         old = self.optimizer_state[key]
         if isinstance(old, torch.Tensor):
             old.fill_(value)
@@ -85,15 +85,15 @@ class StateSlice:
         return key in self.key_ranges or value.shape == self.tensor.shape
 
     def allocate_state(self, key: str, dtype: torch.dtype) -> None:
-        """Have room for what the optimizer makes only when it needs it."""
+        """Allocate state that the optimizer creates only at its first step, filled with zeros."""
         numel = sum(place.numel for place in self.key_ranges[key]) if key in self.key_ranges else self.tensor.numel()
         self.optimizer.state[self.tensor][key] = torch.zeros(numel, dtype=dtype, device=self.tensor.device)
 
     def init_optimizer_state(self) -> None:
-        """Have the optimizer make what it keeps: a step with zero gradients at rate 0. The weights are not looked at after.
+        """Allocate optimizer state by one step with zero gradients and lr 0; weights are loaded afterwards.
 
-        Where values are laid end to end it steps on two others, and what it keeps is made in the part's size: the step
-        itself would take several times the part's memory.
+        For flat partitions, step a 2-element probe and re-allocate its state at full size; stepping the partition would
+        need several times its memory.
         """
         kept, grad = self.optimizer.param_groups, self.tensor.grad
         probe = self.tensor if self.tensor.dim() > 1 else self.tensor.new_zeros(2)

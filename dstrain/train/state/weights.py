@@ -1,4 +1,4 @@
-"""A checkpoint's weights, put into a model that does not learn: whole on every process, or into ZeRO-3's shards."""
+"""Loading of a checkpoint's weights into a model without an optimizer, complete or in ZeRO-3 shards."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dstrain.train.state.slices import WEIGHT_KEY
 
 
 def load_weights(model: torch.nn.Module, checkpoint: Path, world: World, adapters_only: bool = False) -> None:
-    """Put the weights of a checkpoint into the model; `adapted`: it holds those that learn, and the others stay.
+    """Load the weights of a checkpoint into the model; with `adapters_only`, frozen weights may be missing in it.
 
-    One parameter is read at a time, in pieces where it is whole; where the model is in shards, by rank 0 alone, and
-    CheckpointError is raised on every rank where they do not fit or cannot be read. Collective under ZeRO-3.
+    One parameter is read at a time; for a sharded model, by rank 0 alone. Collective under ZeRO-3, where
+    CheckpointError is raised on every rank if the weights do not fit or cannot be read.
     """
     state = model.state_dict(keep_vars=True)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
@@ -37,7 +37,7 @@ def load_weights(model: torch.nn.Module, checkpoint: Path, world: World, adapter
 
 
 def _load_sharded(tensors: Mapping[str, torch.Tensor], reader: CheckpointReader | None, world: World) -> None:
-    """Rank 0 reads. After the first that it cannot read it goes on without, so that nobody waits for it."""
+    """Load with rank 0 as the reader. After a fault it goes on without values: the other ranks would wait for it."""
     faults: list[str] = []
 
     def read_tensor(name: str) -> torch.Tensor | None:
@@ -51,7 +51,7 @@ def _load_sharded(tensors: Mapping[str, torch.Tensor], reader: CheckpointReader 
 
     for name in world.broadcast([*reader.shapes] if reader else None):
         values, tensor = read_tensor(name), tensors[name]
-        if not hasattr(tensor, "ds_id"):  # a buffer, or an adapter: whole on every rank, and small
+        if not hasattr(tensor, "ds_id"):  # a buffer, or an adapter: replicated, and small
             values = world.broadcast(values)
         assign(tensor, None if values is None else partial(_identity, values))
     with raise_on_all_ranks(world):
@@ -60,7 +60,7 @@ def _load_sharded(tensors: Mapping[str, torch.Tensor], reader: CheckpointReader 
 
 
 def _load_unsharded(tensors: Mapping[str, torch.Tensor], reader: CheckpointReader) -> None:
-    """Values are cast piece by piece, so that no second copy of a large parameter is ever there."""
+    """Load piece by piece, so that there is no second copy of a large parameter."""
     for name in reader.shapes:
         target = tensors[name].detach()
         if target.is_contiguous():
@@ -74,9 +74,9 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _open_checked(tensors: Mapping[str, torch.Tensor], checkpoint: Path, adapters_only: bool) -> CheckpointReader:
-    """The stored weights. Raises CheckpointError where they are not the model's."""
+    """Open the stored weights. Raises CheckpointError if they are of another model."""
     stored = CheckpointReader(checkpoint)
-    # By tensor: a tied one is stored under one of its names.
+    # By id: a tied tensor is stored under one of its names.
     there = {id(tensors[name]) for name in stored.shapes if name in tensors}
     shapes = {name: full_shape(tensor) for name, tensor in tensors.items()}
     needed = [name for name, tensor in tensors.items() if tensor.requires_grad or not adapters_only]

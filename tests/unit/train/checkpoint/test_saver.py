@@ -116,4 +116,4 @@ def test_where_a_copy_cannot_be_made_training_waits_and_it_is_said_once(
     for step in (1, 2):
         kept.save(Progress(step, step), None)
     assert [event for event, _ in told] == ["async_save_unavailable", "saved", "saved"]
-    assert ("lies on a disk" if why == "disk" else "does not fit into host memory") in told[0][1]["why"]
+    assert ("is on a disk" if why == "disk" else "does not fit into host memory") in told[0][1]["why"]

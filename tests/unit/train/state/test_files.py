@@ -202,7 +202,7 @@ def test_a_hole_between_two_stretches_is_named_and_an_overlap_is_none(tmp_path: 
 def test_a_checkpoint_without_this_state_is_refused(tmp_path: Path) -> None:
     checkpoints = CheckpointStore(folder=tmp_path, world=SingleProcessWorld())
     place = checkpoints.save(lambda folder: {"x": write_hashed_file(folder / "x", b"")}, Progress(1, 1), {})
-    with pytest.raises(CheckpointError, match="holds no state that this version reads"):
+    with pytest.raises(CheckpointError, match="has no state that this version can read"):
         CheckpointReader(place)
 
 

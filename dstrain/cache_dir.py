@@ -67,6 +67,7 @@ def save_file_result(path: Path, result_name: Any, value: Any, read_start_ns: in
     such an entry racily clean: gitformat-index, "racy"), or if the cache is not writable.
     """
     with contextlib.suppress(OSError, DataError):
+        # ctime, because mtime can be set back by programs such as rsync and tar.
         if state == file_state(path) and state[3] + RACY_WINDOW_NS <= read_start_ns:
             entry = {"path": str(path.absolute()), "what": result_name, "state": state, "value": value}
             target = _entry_path(path, result_name)

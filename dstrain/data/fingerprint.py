@@ -10,6 +10,7 @@ from typing import Any
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Return a hash of everything that determines the ids of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    # A slow tokenizer has no state as JSON; its vocabulary has to do.
     if backend is None:
         state: Any = sorted(tokenizer.get_vocab().items())
     else:

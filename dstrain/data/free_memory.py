@@ -32,6 +32,7 @@ def _iter_available_in_cgroups() -> Iterator[int]:
             names = (
                 ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
             )
+            # Each parent group may have a lower limit.
             for group in (inside, *inside.parents):
                 if not group.is_relative_to(root):
                     break

@@ -116,12 +116,17 @@ def _run_child(func: Callable[[], Any], limits: ResourceLimits, writer: int) -> 
 
     code = 1
     try:
+        # The child must not outlive a parent that is killed.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # Handlers of the parent would run Python code in the child.
         for number in (signal.SIGXCPU, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
+        # A core dump of a large process would fill the disk.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if limits.cpu_seconds is not None:
+            # The soft limit sends SIGXCPU, which the parent recognizes; the hard one SIGKILL.
             resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_seconds, limits.cpu_seconds + 1))
+        # RLIMIT_AS counts the address space, most of which is shared with the parent.
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + limits.memory_bytes
         with suppress(ValueError, OSError):  # a lower limit is in force already
@@ -134,6 +139,7 @@ def _run_child(func: Callable[[], Any], limits: ResourceLimits, writer: int) -> 
         os.write(writer, b'["memory", null]')  # for a parent that cannot see the exit code
         code = OUT_OF_MEMORY_CODE
     finally:
+        # Skip the parent's exit handlers and buffered output, which the fork has copied.
         os._exit(code)
 
 

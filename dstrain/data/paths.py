@@ -30,6 +30,7 @@ def open_regular_file(path: Path) -> BinaryIO:
     IsADirectoryError for a folder, with the text NOT_REGULAR for other kinds.
     """
     _check_regular_file(os.stat(path).st_mode)
+    # O_NONBLOCK: a FIFO that takes the place of the file would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         _check_regular_file(os.fstat(descriptor).st_mode)  # it may have been replaced since the stat

@@ -106,6 +106,7 @@ def _find_generation_spans(tokenizer: Any, sample: Conversation) -> list[Span] |
         return_assistant_tokens_mask=True,
         **tokenizer.special_tokens_map,
     )
+    # The tags enclose every turn of the assistant, trained or not.
     turns = [turn for turn, message in enumerate(sample.messages) if message["role"] == "assistant"]
     if len(found[0]) != len(turns):
         return None
@@ -173,6 +174,7 @@ class TemplateAligner:
         if generation_prompt and self.text.startswith(generation_prompt) and head.startswith(generation_prompt):
             return len(generation_prompt)
         before = self._get_context(index - 1, len(self.messages)) if index else ("", self.text)
+        # Templates repeat text between turns: a start before the end of the previous turn is wrong.
         known = before is not None and self.text.endswith(before[1])
         least = len(self.text) - len(before[1]) if before and known else len(head)
         starts = (_find_divergence([self.text, head, other]) for other in (generation_prompt or head, head))

@@ -163,6 +163,7 @@ def _build_example(
     if 1 not in mask:
         return BadRecord("no token of it is trained on; write an answer or remove the record")
     prompt = mask.index(1)
+    # Only the first answer competes with the prompt for room; later turns are cut first.
     answer = [*mask, 0].index(0, prompt) - prompt
     budget = TokenBudget(config.max_length, config.max_prompt_length, len(prefix))
 

@@ -112,6 +112,7 @@ def _build_example(
     answers = [_without_suffix(row[begin:], ending) for row in rows]
     if not special.has_sep:  # EOS is a part of the answer and may be truncated; SEP is not
         answers, ending = [answer + ending for answer in answers], []
+    # One truncated prompt for both rows, so that they differ in the answer only.
     longest = max(map(len, answers))
     budget = TokenBudget(encoder.max_length, encoder.max_prompt_length, len(prefix), len(ending))
 

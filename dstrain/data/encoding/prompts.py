@@ -61,6 +61,7 @@ class _PromptEncoder:
             text = rendered.prompt.replace(IMAGE_PLACEHOLDER, image_token)
             expanded, _ = self.expansion.expand(index, rendered.prompt)
             ids = self._truncated_ids(replace(rendered, prompt=expanded))
+            # max_length is what generation leaves for the prompt, not a key of the recipe.
             limit = f"the room for a prompt, {self.max_length} tokens,"
             checked = self.expansion.check_truncation(index, {"input_ids": ids}, limit)
             if isinstance(checked, BadRecord):

@@ -56,6 +56,7 @@ def render_prompt(
     if isinstance(prompt, str):
         assert all(isinstance(answer, str) for answer in answers), "messages answer messages"
         return RenderedPrompt(prompt, tuple(map(str, answers)), False)
+    # Transcripts are plain concatenation: prompt and answer can be rendered separately.
     texts = tuple(render_conversation(tokenizer, _to_messages(answer, "assistant")) for answer in answers)
     return RenderedPrompt(
         render_conversation(tokenizer, prompt, True),

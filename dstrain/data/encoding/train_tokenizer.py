@@ -36,6 +36,7 @@ def load_or_train_tokenizer(
     """
     from transformers import PreTrainedTokenizerFast
 
+    # Special tokens and the base alphabet are always in the vocabulary.
     if vocab_size < (least := MIN_VOCAB_SIZE[alphabet]):
         kind = "byte-level" if alphabet == "bytes" else "trained"
         raise DataError(f"a {kind} tokenizer has at least {least} entries, not {vocab_size}; raise vocab_size")

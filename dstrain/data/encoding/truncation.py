@@ -60,7 +60,9 @@ class TokenBudget:
         if most == prompt_tokens and prompt_tokens + answer_tokens <= room:
             return TruncationResult(prompt_tokens, room - prompt_tokens, {"prompt_cut": 0, "last_turn_cut": 0})
         turn = count_last_turn() if prompt_tokens else 0
+        # A limit set by the user may cut even the last turn; max_length alone may not.
         least = min(turn, most)
+        # The prompt gives way to the answer, down to its last turn.
         kept = max(min(most, room - answer_tokens), least)
         if kept >= room:
             return BadRecord(self._overflow_message(self.prefix_tokens + least + self.suffix_tokens, least == turn))

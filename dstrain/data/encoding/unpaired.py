@@ -34,6 +34,7 @@ class UnpairedEncoder:
         examples = _encode_matched(self.tokenizer, items, self.config)
         if self.with_mismatched:
             good = [at for at, example in enumerate(examples) if not isinstance(example, BadRecord)]
+            # A chunk with a single prompt borrows an answer from the chunk before it.
             ring = [items[at] for at in good] + self.previous_answers
             pairs = zip(ring, mismatched_indices([item.prompt for item in ring]), strict=True)
             samples = [item.build_sample(ring[other]) for item, other in pairs][: len(good)]

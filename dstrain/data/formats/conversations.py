@@ -68,6 +68,7 @@ def get_message_field(message: Message, name: str) -> Any:
 def read_conversation(record: Mapping[str, Any]) -> Sample:
     """Return the sample in a record of any known form. Raises BadRecord."""
     _reject_media(record)
+    # Training on an answer that people rejected would be the opposite of what is meant.
     if unwanted := next((key for key in LABEL_KEYS if record.get(key) is False), None):
         raise BadRecord(
             f"'{unwanted}' is false: the answer was not wanted; remove the record, or train on both with task kto"
@@ -84,6 +85,7 @@ def _unknown_form_message(record: Mapping[str, Any]) -> str:
     nulls = [key for first, *rest in FORMAT_READERS for key in (first, *rest) if key in record and record[key] is None]
     if nulls and not any(record.get(first) is not None for first, *_ in FORMAT_READERS):
         return f"'{nulls[0]}' is null; write it, or remove the record"
+    # Report the form that is nearly complete, such as a prompt without a completion.
     halves = [(first, second) for first, *rest in FORMAT_READERS for second in rest if record.get(first) is not None]
     found = f"'{halves[0][0]}' comes without '{halves[0][1]}'" if halves else f"the keys are {', '.join(record)}"
     return f"no conversation: {found}; write 'messages', or rename columns with data.columns"
@@ -188,6 +190,7 @@ def _make_conversation(
     if not trained:
         raise BadRecord(f"'{key}' has no turn of the assistant to train on; write one or remove the record")
     for at in trained:
+        # A turn that only calls tools has no text.
         if not get_message_field(messages[at], "tool_calls"):
             _check_not_empty(messages[at]["content"], f"'{key}' (turn {at + 1} of the dialog)")
     return Conversation(messages, trained, tools)
@@ -228,6 +231,7 @@ def _normalize_tool_calls(item: Any, key: str) -> Any:
     """
     if not isinstance(item, Mapping):
         return item
+    # ShareGPT's form: the calls are JSON in the turn's text.
     if item.get("from") == "function_call":
         calls = maybe_parse_json(item.get("value"))
         item = {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}

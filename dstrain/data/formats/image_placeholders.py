@@ -17,6 +17,7 @@ from dstrain.data.records import BadRecord
 # While a record is parsed, numbered placeholders (<image2>) are characters of their own, so that
 # parsers see plain text; image k of the record, counted from 1, is the character _INDEXED_BASE + k.
 _INDEXED_BASE = 0xE100
+# Larger numbers are clamped, and then reported as out of range.
 _MAX_NUMBER = 255
 _PLACEHOLDER_PATTERN = re.compile(r"<image(\d{0,3})>")
 _IMAGE_CHAR_PATTERN = re.compile(f"[{IMAGE_PLACEHOLDER}{chr(_INDEXED_BASE)}-{chr(_INDEXED_BASE + _MAX_NUMBER)}]")
@@ -54,6 +55,7 @@ def read_with_images(
     found = [char for text in _prompt_texts(parsed) for char in _IMAGE_CHAR_PATTERN.findall(text)]
     if any(_IMAGE_CHAR_PATTERN.search(text) for text in _answer_texts(parsed)):
         raise BadRecord("an answer contains an image placeholder, and only questions can contain images; move it")
+    # Images are either under a key or in the parts, so one of the lists is empty.
     images = images or inline
     if images and not found:
         parsed, found = _prepend_images(parsed, len(images)), [IMAGE_PLACEHOLDER] * len(images)
@@ -129,6 +131,7 @@ def _encode_image_part(part: Mapping[str, Any], inline_images: list[Any]) -> str
         held = held["url"]
     if held is None:
         return IMAGE_PLACEHOLDER
+    # Two parts with the same image are two placeholders of one image.
     if held not in inline_images:
         inline_images.append(held)
     return _indexed_char(inline_images.index(held) + 1)
@@ -152,6 +155,7 @@ def _caption_to_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _image_order(placeholders: list[str], count: int) -> list[int]:
     """Return the image index of each placeholder. Raises BadRecord if the counts differ."""
+    # Index of the image; placeholders without a number are counted in order instead.
     numbers = [ord(char) - _INDEXED_BASE - 1 for char in placeholders if char != IMAGE_PLACEHOLDER]
     if numbers and len(numbers) < len(placeholders):
         raise BadRecord("some image placeholders are numbered (<image1>) and some are not; number all or none")

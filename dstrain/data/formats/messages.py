@@ -109,6 +109,7 @@ def read_tool_function(value: Any, key: str, arguments_key: str) -> dict[str, An
     function = value.get("function", value) if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRecord(f'\'{key}\' names no function; write {{"name": …, "{arguments_key}": {{…}}}}')
+    # Keep fields next to the function, such as the id of a call.
     outside = value if "function" in value else {}
     return {
         **outside,

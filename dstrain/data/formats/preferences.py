@@ -70,11 +70,13 @@ def read_preference(record: Mapping[str, Any]) -> Preference:
     else:
         _reject_null_prompt(record, chosen, rejected)
         prompt, chosen, rejected = _split_common_prompt(chosen, rejected)
+    # Checks come after the split, when prompt and answers have the same form in all records.
     prompt = _prepend_system(prompt, record)
     _check_prompt(prompt)
     chosen, rejected = _check_answer(chosen, "chosen"), _check_answer(rejected, "rejected")
     if chosen == rejected:
         raise BadRecord("'chosen' and 'rejected' are the same; remove the record")
+    # Messages can only answer messages.
     if isinstance(prompt, str) and not (isinstance(chosen, str) and isinstance(rejected, str)):
         prompt = [{"role": "user", "content": prompt}]
     return Preference(prompt, chosen, rejected, _read_margin(record), read_tools(record))
@@ -147,6 +149,7 @@ def _split_full_conversations(prompt: Any, chosen: Response, rejected: Response)
     """Split full conversations whose `prompt` is only their last question, as in UltraFeedback."""
     if isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list):
         common, *answers = _split_messages(chosen, rejected)
+        # The prompt is redundant: accept it only if it is the last question of both.
         if common[-1]["content"].strip() == prompt.strip():
             return common, answers[0], answers[1]
     raise BadRecord(
@@ -181,6 +184,7 @@ def _split_common_prompt(chosen: Any, rejected: Any) -> PromptChosenRejected:
         )
     if chosen == rejected:
         raise BadRecord("'chosen' and 'rejected' are the same; remove the record")
+    # Otherwise the common prefix of a transcript and a plain text would become the prompt.
     if is_transcript(chosen) != is_transcript(rejected):
         plain = "rejected" if is_transcript(chosen) else "chosen"
         raise BadRecord(f"'{plain}' is no dialog and the other is; write \"\\n\\nHuman: … \\n\\nAssistant: …\" in both")
@@ -254,6 +258,7 @@ def _read_margin(record: Mapping[str, Any]) -> float | None:
     margin = record.get("margin")
     if margin is None:
         return None
+    # bool is a subclass of int.
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise BadRecord(f"'margin' is {margin!r}, not a finite number; write a number or remove it")
     return float(margin)

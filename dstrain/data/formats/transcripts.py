@@ -55,6 +55,7 @@ def parse_transcript(text: str) -> list[Turn]:
         body = text[mark.end() : end]
         role = _SPEAKER_TO_ROLE[mark[1]]
         if turns and turns[-1].role == role:
+            # Keep the repeated speaker mark, so that the joined text stays the same.
             turns[-1] = turns[-1]._replace(text=turns[-1].text + mark[0] + body)
         else:
             turns.append(Turn(role, mark[0], body))

@@ -59,6 +59,7 @@ def read_unpaired(record: Mapping[str, Any]) -> list[UnpairedPreference]:
     if is_preference_pair(record):
         return _from_preference(record)
     desirable = _read_label(record)
+    # Without the label, whose value False read_conversation refuses.
     sample = read_conversation({key: value for key, value in record.items() if key not in LABEL_KEYS})
     if isinstance(sample, PromptCompletion):
         if not sample.prompt:
@@ -70,6 +71,7 @@ def read_unpaired(record: Mapping[str, Any]) -> list[UnpairedPreference]:
 def _from_preference(record: Mapping[str, Any]) -> list[UnpairedPreference]:
     """Return the chosen answer as desirable and the rejected one as undesirable."""
     found = read_preference(record)
+    # read_preference ignores images; silently training without them would be wrong.
     images = record.get("images") if record.get("images") is not None else record.get("image")
     if images is not None and images != []:
         raise BadRecord("'images' are not text, and kto trains on text only; remove the record")

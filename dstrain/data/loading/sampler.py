@@ -40,6 +40,7 @@ class StepSampler:
         weights = (1.0,) * len(self.sizes) if self.weights is None else tuple(self.weights)
         assert len(weights) == len(self.sizes), "one weight for each source"
         assert min(self.samples_per_step, self.world_size, self.accumulate) >= 1
+        # The dataclass is frozen; weights are normalized once here.
         object.__setattr__(self, "weights", weights)
         for source, (size, weight, slots) in enumerate(zip(self.sizes, weights, self.samples_per_source, strict=True)):
             if slots < 1:
@@ -102,6 +103,7 @@ class StepSampler:
         """Return the ids of an epoch; the last two epochs are cached, as a step may span both."""
         order = self._epoch_orders.get(epoch)
         if order is None:
+            # First id of each source.
             starts = np.cumsum((0, *self.sizes))[:-1]
             order = np.concatenate([start + self._source_ids(source, epoch) for source, start in enumerate(starts)])
             order = order[_make_permutation(len(order), (self.seed, EPOCH_STREAM, epoch))]

@@ -46,10 +46,12 @@ class BaseSource:
 
     def _set_digest(self, content_digest: str, column_names: set[str]) -> None:
         """Set the digest. Raises DataError for renamed columns that no record has."""
+        # Sorted, because the order of the renaming does not matter to the records.
         renaming = json.dumps(sorted(self.columns.items()))
         self.digest = (
             hashlib.sha256(f"{content_digest} {renaming}".encode()).hexdigest() if self.columns else content_digest
         )
+        # No names at all: there is no good record, and the bad ones are reported instead.
         missing = [name for name in self.columns if name not in column_names] if column_names else []
         if missing:
             raise DataError(

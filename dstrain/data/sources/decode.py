@@ -62,6 +62,7 @@ class DuplicateKeyDict(dict[str, Any]):
 
 
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # json builds inner objects first, so a mark inside of nested objects reaches the record.
     plain = dict(pairs)
     inner = next((value for value in plain.values() if isinstance(value, DuplicateKeyDict)), None)
     if len(plain) == len(pairs) and inner is None:
@@ -77,7 +78,7 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 parse_json = json.JSONDecoder(object_pairs_hook=_build_object).decode
 """parse_json(text) -> JSON value.
 
-Objects are DuplicateKeyDicts if they, or objects directly inside, have a duplicate key.
+Objects are DuplicateKeyDicts if they, or objects nested in them, have a duplicate key.
 """
 
 
@@ -93,6 +94,7 @@ def check_record(value: Any, check_surrogates: bool) -> dict[str, Any]:
         raise ValueError(f"the key '{duplicate}' is written twice in it; keep one of them")
     if check_surrogates:
         try:
+            # json.loads accepts an unpaired escape; encoding to UTF-8 is what finds it.
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as fault:
             raise ValueError("unpaired surrogate (\\ud8…); write the whole character") from fault
@@ -103,5 +105,6 @@ def _find_duplicate_key(value: dict[str, Any]) -> str:
     """Return a duplicate key of the record or of an object in one of its lists; empty if there is none."""
     if isinstance(value, DuplicateKeyDict):
         return value.duplicate_key
+    # parse_json marks nested objects but does not look into lists, such as a list of messages.
     inside = (item for inner in value.values() if isinstance(inner, list) for item in inner)
     return next((item.duplicate_key for item in inside if isinstance(item, DuplicateKeyDict)), "")

@@ -48,6 +48,7 @@ class JsonLinesSource(BaseSource):
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
         super().__init__(display_path(path), path.parent, columns)
+        # Arrays of int64 take 24 bytes per record; lists of Python integers would take about 100.
         self._offsets, self._sizes, self._line_numbers = array("q"), array("q"), array("q")
         self._file = _open_maybe_gzip(path)
         self._lock = threading.Lock()
@@ -66,6 +67,7 @@ class JsonLinesSource(BaseSource):
     def _reject_json_array(self) -> None:
         """Raise DataError if the lines are one array of objects."""
         self._file.seek(0)
+        # Only a file with bad lines is searched, and only if it starts with a bracket.
         if not self._file.read(64).removeprefix(BOM).lstrip().startswith(b"["):
             return
         self._file.seek(0)
@@ -83,6 +85,7 @@ class JsonLinesSource(BaseSource):
                 )
             elif not is_blank(line):
                 try:
+                    # Every line is decoded once here, so that bad lines are known before training starts.
                     names.update(decode_record(line))
                     self._offsets.append(offset)
                     self._sizes.append(len(line))
@@ -104,6 +107,7 @@ class JsonLinesSource(BaseSource):
             raise DataError(problem) from fault
 
     def _read_bytes(self, offset: int, size: int) -> bytes:
+        # pread does not move the position of the shared file, so threads need no lock.
         if hasattr(os, "pread"):
             return os.pread(self._file.fileno(), size, offset)
         with self._lock:
@@ -192,6 +196,7 @@ def _iter_lines(file: BinaryIO, update_hash: Callable[[bytes], Any]) -> Iterator
 def _check_memory(name: str, size: int) -> None:
     """Raise DataError for a list that would not fit into memory."""
     free = int(psutil.virtual_memory().available)
+    # A process that runs out of memory is killed without a message, so check before reading.
     if size * JSON_MEMORY_FACTOR > free:
         problem = f"{name} has {format_bytes(size)} and is read into memory, of which {format_bytes(free)} are free"
         raise DataError(f"{problem}; write one record per line (.jsonl), which is read line by line")
@@ -203,6 +208,7 @@ def _open_maybe_gzip(path: Path) -> BinaryIO:
         return path.open("rb")
     temp_dir = tempfile.gettempdir()
     try:
+        # A file without a name disappears with the process, however it ends.
         plain = tempfile.TemporaryFile()  # noqa: SIM115  it stays open as long as the source
         with gzip.open(path) as packed:
             shutil.copyfileobj(packed, _SizeLimitedWriter(plain, path, temp_dir), 1 << 20)

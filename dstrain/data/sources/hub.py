@@ -121,6 +121,7 @@ def _load_split(hub_split: HubSplit) -> Any:
         endpoint = datasets.config.HF_ENDPOINT
         revision = _fetch_revision(hub_split.dataset, endpoint)
         log_stderr(f"reading {hub_split} from {endpoint}; it is cached in {datasets.config.HF_DATASETS_CACHE}")
+    # In a log file every update of a progress bar would be a line.
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
@@ -174,6 +175,7 @@ def _load_error_message(hub_split: HubSplit, error: Exception, config: Any) -> s
             f"HF_DATASETS_OFFLINE), and {cache} does not contain it; read it once with the hub switched on, "
             "or name a file"
         )
+    # The library lists the configurations in the text of its ValueError.
     if isinstance(error, ValueError) and (listed := re.search(r"\[('.*?')\]", str(error))):
         problem = (
             "has several configurations"

@@ -111,6 +111,7 @@ class LazySource:
         with self._lock:
             if self._loaded is None:
                 source = self._load()
+                # The token cache was chosen by the known digest: other records must not be mixed in.
                 if (source.digest, len(source)) != (self.digest, self._count):
                     raise DataError(
                         f"{display_path(self._path)}: the file was changed while it was in use; start again"
@@ -143,6 +144,7 @@ def open_source(path_or_config: str | Path | DatasetConfig, columns: Mapping[str
     Raises DataError.
     """
     part = None
+    # Only a recipe can name a split apart from the dataset; its default differs for train and eval.
     if isinstance(path_or_config, DatasetConfig):
         if is_hub_name(path_or_config.path):
             part = HubSplit(
@@ -152,6 +154,7 @@ def open_source(path_or_config: str | Path | DatasetConfig, columns: Mapping[str
     path = Path(path_or_config)
     try:
         path = path.expanduser()
+        # A local file wins over a dataset of the same name.
         if path.is_file():
             return _open_file(path, columns or {})
     except RuntimeError as fault:
@@ -182,6 +185,7 @@ def _open_file(path: Path, columns: Mapping[str, str]) -> Source:
         return source
 
     result_name = {"records": READER_VERSION, "columns": dict(columns)}
+    # A start that finds its tokens in the cache then opens no data file at all.
     if (known := load_file_result(path, result_name)) is not None:
         return LazySource(path, load, *known)
     read_start, state = time.time_ns(), file_state(path)

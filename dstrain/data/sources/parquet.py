@@ -64,6 +64,7 @@ class ParquetSource(BaseSource):
         except self._read_errors as fault:
             raise DataError(f"{self.name} is not a readable parquet file ({fault}); regenerate it") from fault
         finally:
+            # The pool would otherwise keep the memory of the decoded batches for later.
             pyarrow.default_memory_pool().release_unused()
         if not self._row_group_ends or not self._row_group_ends[-1]:
             raise DataError(f"{self.name} has no records; its table is empty")
@@ -79,6 +80,7 @@ class ParquetSource(BaseSource):
         tried = run_limited(
             lambda: self._check_batches(max(MAX_UNPACKED_BYTES, size * MAX_UNPACKED_FACTOR)), ResourceLimits(memory)
         )
+        # The child decoded the batches in a copy of this process: load the index here too.
         if tried.status == "done":
             self._load_row_group_ends()
             return set(tried.value)
@@ -145,6 +147,7 @@ class ParquetSource(BaseSource):
             for start, batch in self._cached_batches:
                 if start <= index < start + batch.num_rows:
                     return start, batch
+            # parquet has no access by row: continue in the row group, or start it again.
             group = bisect.bisect_right(self._row_group_ends, index)
             if self._next_position[0] != group or self._next_position[1] > index:
                 self._batch_iterator = self._iter_batches(group)

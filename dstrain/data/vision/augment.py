@@ -38,6 +38,7 @@ class ImageAugmentation:
             pixels = pixels[:, ::-1]
         if self.random_translate:
             pixels = translate_foreground(pixels, *random.random_sample(2))
+        # Unchanged images are returned as they are, without a copy.
         return image if pixels is before else Image.fromarray(np.ascontiguousarray(pixels))
 
 

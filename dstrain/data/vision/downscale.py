@@ -24,7 +24,9 @@ def downscale_if_equivalent(image: Image, image_processor: Any) -> Image | None:
     """
     recording, recorded = _make_recording_copy(image_processor)
     expected = recording(image)
+    # The smallest equivalent image saves most disk space and decoding time.
     for pixels in sorted(recorded.values(), key=lambda pixels: pixels.shape[0] * pixels.shape[1]):
+        # An image of one row or column would be refused when the copy is read.
         if pixels.shape[0] * pixels.shape[1] < image.width * image.height and min(pixels.shape[:2]) > 1:
             smaller = _to_image(pixels)
             if _has_same_output(recording, smaller, expected):
@@ -65,6 +67,7 @@ def _to_pixels(output: Any) -> np.ndarray | None:
     if pixels.ndim != 3 or pixels.dtype != np.uint8:
         return None
     if pixels.shape[0] == 3:
+        # Some processors put channels first.
         pixels = pixels.transpose(1, 2, 0)
     return pixels.copy() if pixels.shape[2] == 3 else None
 

@@ -46,6 +46,7 @@ class PlaceholderExpansion:
             return example
         processor = self.vision_processor
         needed = sum(processor.count_in_text(text) for text in self.image_texts[index])
+        # Truncation removes tokens only, so a complete image is one whose tokens are all there.
         for name in ID_COLUMNS & example.keys():
             found = processor.count_image_ids(example[name])
             if found < needed:

@@ -128,6 +128,7 @@ def resolve_image(value: Any, folder: Path) -> Path | bytes:
 def _check_path(value: str) -> str:
     if not value.strip():
         raise BadRecord("an image's path is empty; write one, or remove the key")
+    # Refused explicitly: as paths they would be reported as missing files.
     if value[:5].lower() == "data:":
         raise BadRecord(f"an image is a data: URI ({value[:30]}…); write it to a file and name that")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", value):
@@ -158,6 +159,7 @@ def _decode_frame(content: bytes, name: str) -> tuple[Image, int]:
     with truncated_images_refused():
         if content.startswith(_PNG_SIGNATURE):
             with _raise_as_bad_record(name):
+                # verify() leaves the image unusable, so it is opened again below.
                 _open_image(content, name).verify()  # checks the checksums, which decoding does not
         image = _open_image(content, name)
         width, height = image.size
@@ -182,14 +184,17 @@ def _open_image(content: bytes, name: str) -> Image:
     """Return the image with its header read and no pixel decoded. Raises BadRecord."""
     from PIL import Image, UnidentifiedImageError
 
+    # Registers all formats; until then Pillow knows only the common ones.
     Image.init()
     known = [form for form in IMAGE_FORMATS if form in Image.OPEN]
     try:
         image = Image.open(io.BytesIO(content), formats=known)
         pixels = image.width * image.height
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as fault:
+        # Pillow's error is the only source of the size: the image was not opened.
         pixels = max(map(int, re.findall(r"\d+", str(fault))), default=MAX_PIXELS + 1)
     except UnidentifiedImageError as fault:
+        # The signature is known, so the file is an image with a damaged header.
         if any(accept and accept(content[:16]) for accept in (Image.OPEN[form][1] for form in known)):
             raise BadRecord(f"{name} is damaged or truncated in its first bytes; download it again") from fault
         problem = f"{name} is not an image in a known format ({describe_content(content)}; known: {_FORMAT_NAMES})"
@@ -245,6 +250,7 @@ def _to_rgb(image: Image) -> Image:
         image = _scale_to_8_bits(image)
     elif image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
+        # Most images are shown on white; convert("RGB") alone would show the hidden colour.
         image = Image.alpha_composite(white, image.convert("RGBA"))
     made = image.convert("RGB")
     made.info = {}

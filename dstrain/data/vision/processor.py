@@ -41,6 +41,7 @@ class VisionProcessor:
         self._image_pattern = re.compile(f"{IMAGE_PLACEHOLDER}|{re.escape(self.image_token)}")
         self._text_by_size: dict[tuple[int, int], str] = {}
         self._count_by_text: dict[str, int] = {}
+        # Processors keep state during a call, so each thread has its own copy.
         self._thread_local = threading.local()
 
     @cached_property
@@ -107,6 +108,7 @@ class VisionProcessor:
     def image_related_ids(self) -> frozenset[int]:
         """Ids of image tokens and of the special tokens around them."""
         return frozenset(
+            # Special tokens only: separators such as line breaks also occur in text.
             {*self._tokenize(self.blank_image_text)} & {*self.tokenizer.all_special_ids, *self.image_token_ids}
         )
 
@@ -129,6 +131,7 @@ class VisionProcessor:
     @cached_property
     def _blank_image_kwargs(self) -> dict[str, Any]:
         """Arguments that give the blank image few tokens."""
+        # Processors that split images into tiles would make many tiles of any image.
         splits = hasattr(self.hf_processor.image_processor, "do_image_splitting")
         return {"images_kwargs": {"do_image_splitting": False}} if splits else {}
 
@@ -209,6 +212,7 @@ def _find_image_token(processor: Any) -> str:
 
     Most processors name it `image_token`; older ones of Gemma 3 accept only `boi_token`.
     """
+    # In the order in which newer and older processors define it.
     places = ((processor, "image_token"), (processor, "boi_token"), (processor.tokenizer, "image_token"))
     names = [str(name) for place, key in places if (name := getattr(place, key, None)) is not None]
     if not names:

@@ -40,6 +40,7 @@ def compute_image_stats(
         return cached["mean"], cached["std"]
     with ThreadPoolExecutor(threads) as pool:
         counts = sum(pool.map(partial(_channel_histogram, source, parse), found.values()), np.zeros((3, 256)))
+    # Bad images count as zeros; only a source without any good image is an error.
     if not counts.any():
         raise DataError(
             "model.processor.normalize: no record of data.train has an image that can be read; leave it out"
@@ -91,4 +92,5 @@ def _mean_and_std(histogram: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     levels = np.arange(256) / 255
     mean = histogram @ levels / histogram.sum(1)
     square = histogram @ levels**2 / histogram.sum(1)
+    # Not below 1e-4, so that images of a single colour do not divide by zero.
     return mean, np.sqrt(np.maximum(square - mean**2, 1e-8))

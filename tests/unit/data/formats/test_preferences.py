@@ -238,7 +238,7 @@ BAD = [
     ({"prompt": [QUESTION], "chosen": [QUESTION], "rejected": [FIVE]}, "'chosen' has no messages after the prompt"),
     ({"prompt": [QUESTION], "chosen": [said("user", "other"), FOUR], "rejected": [FIVE]}, "that are not 'prompt'"),
     ({"chosen": [QUESTION, FOUR], "rejected": [said("user", "3+3?"), FIVE]}, "do not start with the same turn"),
-    ({"chosen": [QUESTION, FOUR, QUESTION], "rejected": [QUESTION, FIVE]}, "'chosen' has the turn of the user"),
+    ({"chosen": [QUESTION, FOUR, QUESTION], "rejected": [QUESTION, FIVE]}, "'chosen' has a turn of the user"),
     ({"chosen": DIALOG, "rejected": "plain"}, "'rejected' is no dialog"),
     (
         {"chosen": DIALOG + "\n\nHuman: x\n\nAssistant: y", "rejected": DIALOG + "\n\nHuman: z\n\nAssistant: y"},
@@ -257,7 +257,7 @@ BAD = [
         {"conversations": {"from": "human"}, "chosen": FOUR, "rejected": FIVE},
         "'conversations' is an object, not a list",
     ),
-    ({"conversations": [QUESTION], "chosen": QUESTION, "rejected": FIVE}, "'chosen' has the turn of the user"),
+    ({"conversations": [QUESTION], "chosen": QUESTION, "rejected": FIVE}, "'chosen' has a turn of the user"),
     ({"messages": [], "chosen": FOUR, "rejected": FIVE}, "prompt has no messages"),
     ({"messages": [], "chosen": FOUR, "rejected": FIVE, "system": "s"}, "ends with the turn of the system"),
     ({"prompt": "p", "chosen": "a", "rejected": "b", "system": ["s"]}, "'system' is a list, not text"),

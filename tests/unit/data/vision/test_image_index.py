@@ -118,7 +118,7 @@ def test_a_bad_image_is_decoded_once_and_refused_each_time(tmp_path, images, dec
             writer.get_entry("gone.png", images)
         with pytest.raises(BadRecord, match="cannot be read"):
             writer.get_entry("zero\0.png", images)
-        with pytest.raises(BadRecord, match="fetch it first"):
+        with pytest.raises(BadRecord, match="download it first"):
             writer.get_entry("http://a/b.png", images)
     assert decoded == ["bad.png"]
     assert add(writer, "0.png", images) == 0

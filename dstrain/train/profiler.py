@@ -164,7 +164,7 @@ class FlopsTable:
         self._totals: dict[torch.nn.Module, _ModuleTotals] = {}
         self._open: list[tuple[float, int]] = []
         """(start time, operations before) of each module whose forward pass is running, outermost first."""
-        # Root first and prepended, so that the counter is there when the first of them asks for its total.
+        # On the root and before its other hooks: they read the total of the counter.
         self._hooks = [module.register_forward_pre_hook(self._start_counter, prepend=True)]
         for child in module.modules():
             self._hooks.append(child.register_forward_pre_hook(self._enter_module))
@@ -176,11 +176,16 @@ class FlopsTable:
         """Write the table as text."""
         self._stop()
         rows = [("module", "class", "parameters", "FLOPs", "seconds")]
-        for name, child in self._module.named_modules():
-            if (total := self._totals.get(child)) is None:
-                continue  # it was not called: a container such as ModuleList, or a layer that the task leaves out
+        # Modules that were not called have no row: containers such as ModuleList, unused layers.
+        called = {name: self._totals[child] for name, child in self._module.named_modules() if child in self._totals}
+        for name, total in called.items():
+            child = self._module.get_submodule(name)
             size = sum(full_numel(parameter) for parameter in child.parameters())  # under ZeRO-3 of all shards
-            label = "  " * (name.count(".") + bool(name)) + (name.rpartition(".")[2] or "(all)")
+            parts = name.split(".")
+            prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
+            parents = [prefix for prefix in prefixes if prefix in called]
+            own_name = name.removeprefix(f"{parents[-1]}.") if parents else name or "(all)"
+            label = "  " * (len(parents) + bool(name)) + own_name
             numbers = format_count(size), format_count(total.flops), f"{total.seconds:.4f}"
             rows.append((label, type(child).__name__, *numbers))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -159,7 +159,9 @@ def test_what_learnt_beside_the_adapters_is_not_left_out(
     of_peft = peft.get_peft_model_state_dict
     without = lambda model: {name: value for name, value in of_peft(model).items() if "score" not in name}  # noqa: E731
     monkeypatch.setattr(peft, "get_peft_model_state_dict", without)
-    with pytest.raises(CheckpointError, match=r"score\.modules_to_save\.default\.weight was trained in addition to the adapters"):
+    with pytest.raises(
+        CheckpointError, match=r"score\.modules_to_save\.default\.weight was trained in addition to the adapters"
+    ):
         export_model(run, "last", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.common import join_alone, ratio, run, take_turns
 from dstrain.batch import Batch
 from dstrain.models import attention_mask
-from dstrain.tasks.common.losses import score_answers
+from dstrain.tasks.common.forward import score_answers
 
 
 def made_llama(vocabulary: int, hidden: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:

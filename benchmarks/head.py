@@ -16,7 +16,7 @@ from benchmarks.attention_mask import answers, made_llama
 from benchmarks.checkpointing import Peak
 from benchmarks.common import join_alone, ratio, run, take_turns
 from dstrain.models.heads import chunked_lm_head
-from dstrain.tasks.common.losses import score_answers
+from dstrain.tasks.common.forward import score_answers
 
 
 def passes(model: torch.nn.Module, batch: Any, chunks: bool) -> torch.Tensor:

@@ -56,7 +56,7 @@ def save_base(folder: Path, shape: str, dtype: str) -> None:
     for name, size in (("base", shape), ("tiny", "tiny")):
         task = bf16_task(folder, size, "sft", {})
         task.build_model().to(getattr(torch, dtype)).save_pretrained(str(folder / name))
-        task.save_extras(folder / name)
+        task.export.save_extras(folder / name)
 
 
 def in_a_process(folder: Path, shape: str, task: str, model: dict[str, Any]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def made_store(task: Any, source: ConcatSource, folder: Path, count: int, thread
         patch.dict(os.environ, env),
         patch("dstrain.tasks.common.bad_record_policy.count_available_cores", lambda: count),
     ):
-        return task.tokens(source)
+        return task.build_store(source)
 
 
 def measure(

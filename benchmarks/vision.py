@@ -20,7 +20,7 @@ from benchmarks.checkpointing import Peak
 from benchmarks.common import SHAPES, join_alone, made_batches, made_model, ratio, run, take_turns
 from dstrain.config.schema import RunConfig
 from dstrain.tasks import make_task
-from dstrain.tasks.common import losses as ops
+from dstrain.tasks.common import forward
 from dstrain.train.engine.torch import TorchEngine
 from tests.vision_recipes import picture
 
@@ -58,7 +58,7 @@ def all_logits(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    with mock.patch.object(ops, "_parameter_names", return_value=frozenset()):
+    with mock.patch.object(forward, "_parameter_names", return_value=frozenset()):
         yield
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dstrain import old_paths
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
 __version__ = "0.1.0"
 
+old_paths.install()
+
 
 def load_reward_model(folder: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Load the reward model in a folder that `dstrain export` wrote, in evaluation mode.
+    """Load the reward model of a folder that `dstrain export` wrote, in evaluation mode.
 
     Call it with the outputs of its tokenizer or processor (input_ids, attention_mask, pixel_values,
     ...): `logits` of its output, shape (B, 1) for B rows, are the scores, read at the last token

@@ -16,12 +16,12 @@ from dstrain.data.fingerprint import tokenizer_fingerprint
 from dstrain.data.loading.collate import attention_mask, pad
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import ConcatSource, open_source
-from dstrain.tasks import Loss, Split, Task
+from dstrain.tasks import Export, Loss, Split, Task
 from dstrain.tasks.common.bad_record_policy import policy_of
 
 
 class Classifier(torch.nn.Module):
-    """The mean of the backbone's states, and one linear layer."""
+    """A linear layer on the mean of the backbone's last hidden states."""
 
     def __init__(self, backbone: Any) -> None:
         super().__init__()
@@ -34,9 +34,16 @@ class Classifier(torch.nn.Module):
         return self.score((states * weights).sum(1) / weights.sum(1))  # (B, 2)
 
 
+class WithTokenizer(Export):
+    """Writes the tokenizer next to the exported weights."""
+
+    def save_extras(self, folder: Path) -> None:
+        self.task.tokenizer.save_pretrained(str(folder))
+
+
 @dataclass(frozen=True, kw_only=True)
 class FriendlyText(Task):
-    """Friendly or not, by a backbone of transformers (model.path) and one linear layer."""
+    """A classifier of friendly texts: a transformers backbone (model.path) and one linear layer."""
 
     metric_names = ("accuracy",)
     learning_rate = 2.0e-5
@@ -89,5 +96,6 @@ class FriendlyText(Task):
         right = (scores.argmax(-1) == label).sum()
         return Loss(F.cross_entropy(scores, label, reduction="sum"), {"accuracy": right})
 
-    def save_extras(self, folder: Path) -> None:
-        self.tokenizer.save_pretrained(str(folder))
+    @property
+    def export(self) -> Export:
+        return WithTokenizer(self)

@@ -24,7 +24,7 @@ model:
     vision_config: {model_type: clip_vision_model, image_size: 32, patch_size: 8, hidden_size: 64,
                     intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4, projection_dim: 64}
   tokenizer: {train: bpe, vocab_size: 511}   # and <image>
-  chat_template: turns                       # goes with the exports
+  chat_template: human_assistant             # goes with the exports
   freeze: ["*.post_layernorm"]               # a LLaVA does not look at it
   gradient_checkpointing: false
 data: {train: $data/emoji_captions/train.jsonl, eval: $data/emoji_captions/test.jsonl, max_length: 128}
@@ -37,7 +37,7 @@ YAML
 # 2. Questions, the four about an image as one dialog; the tower stays what it is.
 cat > answers.yaml << YAML
 task: vlm
-options: {one_sample_per_image: true}
+options: {group_by_image: true}
 model: {path: captions-model, freeze: [vision], gradient_checkpointing: false}
 data: {train: $data/easyvqa/train.jsonl, eval: $data/easyvqa/test.jsonl, max_length: 512}
 batch: {total: 32, micro: 16}

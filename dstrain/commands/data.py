@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from dstrain.config import read_recipe
 from dstrain.data.cache.bad_record_summary import MAX_ROWS_PER_REASON, format_bad_rows
@@ -18,40 +17,41 @@ from dstrain.tasks import make_task
 from dstrain.tasks.common.text import TextTask
 
 NO_TOKENIZER_HINT = (
-    "what data.max_length cuts depends on the tokenizer: `dstrain prepare` prints it, and so does this command with "
+    "truncation by data.max_length depends on the tokenizer: `dstrain prepare` prints it, and so does this command with "
     "`--set model.path=FOLDER`"
 )
 
 
 def check_file(file: str, task: str, overrides: Sequence[str]) -> tuple[ValidationReport, str]:
-    """What the file holds, and in a sentence what is cut of it. Raises TaskError for a task that reads records by itself."""
+    """Return the validation report of a file, and a sentence on truncation. Raises TaskError without a format."""
     config = read_recipe(None, overrides, task).config
     made = make_task(config)
-    convert = getattr(made, "parse_record", None)
-    if convert is None:
-        raise TaskError(f"--task {task}: reads its records by itself, so there is no format to check them against")
-    found = check_records(file, config.data.columns, convert, count_available_cores())
+    parse = made.checks.parse_record
+    if parse is None:
+        raise TaskError(f"--task {task}: has no record format to check; the task reads its records itself")
+    found = check_records(file, config.data.columns, parse, count_available_cores())
     if not isinstance(made, TextTask):
         return found, ""
     if config.model.path is None:
         return found, NO_TOKENIZER_HINT
-    return found, _describe_truncation(
-        file, make_task(read_recipe(None, [*overrides, "data.on_error=skip"], task).config), found
-    )
+    skipping = make_task(read_recipe(None, [*overrides, "data.on_error=skip"], task).config)
+    assert isinstance(skipping, TextTask)
+    return found, _describe_truncation(file, skipping, found)
 
 
-def _describe_truncation(file: str, task: Any, validation: ValidationReport) -> str:
-    """What is cut of the good records, as the model's tokenizer counts; those that do not fit join the bad ones."""
+def _describe_truncation(file: str, task: TextTask, validation: ValidationReport) -> str:
+    """Return how many valid records the tokenizer truncates; those that do not fit become bad records."""
     known = {row.location for row in validation.bad}
     if not validation.num_valid:
         return ""
-    report = task.tokens(ConcatSource([open_source(file, task.recipe.data.columns)])).report
-    validation.bad += [row for row in report.bad if row.where not in known]
+    source = ConcatSource([open_source(file, task.recipe.data.columns)])
+    report = task.build_store(source).report
+    validation.bad += [row for row in report.bad if row.location not in known]
     return describe_cuts({"kept": report.kept, "cuts": report.cuts})
 
 
 def show_validation(validation: ValidationReport, show_all: bool = False) -> tuple[str, str]:
-    """(a line for each bad record and each note, the sum of them); without `every` the first ten of each kind."""
+    """Return (a line per bad record and note, their counts), by default the first ten of each reason."""
     each = None if show_all else MAX_ROWS_PER_REASON
     notes = [BadRow(row.location, f"note: {row.reason}") for row in validation.warnings]
     lines = [*format_bad_rows(validation.bad, each, None), *format_bad_rows(notes, each, None)]

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.commands.trained_model import ModelSelector, SavedModel, hash_weights, load_saved_model, quiet_libraries
 from dstrain.config import RunConfig
+from dstrain.data.dataset import Dataset
 from dstrain.data.sources.hub import parse_hub_split
 from dstrain.errors import DataError, UsageError
 from dstrain.preset import Device
 from dstrain.tasks import Task
 from dstrain.tasks.common.reference import ReferenceTask
+from dstrain.tasks.common.task import load_dataset
 
 if TYPE_CHECKING:
     from dstrain.distributed.world import World
@@ -23,16 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedEvaluation:
-    """What is evaluated, on what."""
+    """A model, and the dataset that it is evaluated on."""
 
     saved_model: SavedModel
-    examples: Sequence[Any]
+    examples: Dataset
     ds_config: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateJob:
-    """Loss and metrics over a whole file, each a sum divided once."""
+    """A job that computes loss and metrics over a whole file, each a sum divided once."""
 
     selector: ModelSelector
     data: str
@@ -54,7 +56,7 @@ class EvaluateJob:
         quiet_libraries()
         found = self._find_model()
         found.check_loadable()
-        examples = found.task.examples("eval")
+        examples = load_dataset(found.task, "eval")
         if not examples:
             raise DataError(f"{self.data}: holds no sample to evaluate on")
         return PreparedEvaluation(found, examples, found.build_ds_config(self.selector.ds_config, world_size, device))
@@ -64,6 +66,7 @@ class EvaluateJob:
 
     def run(self, prepared: PreparedEvaluation, world: World) -> dict[str, Any]:
         from dstrain.models.params.zero3 import zero3_init
+        from dstrain.train.build_model import build_reference
         from dstrain.train.engine.inference import ForwardEngine
         from dstrain.train.engine.module import TrainModule
         from dstrain.train.evaluate import Evaluation
@@ -77,16 +80,16 @@ class EvaluateJob:
         assert examples is not None
         model = load_saved_model(found, prepared.ds_config, world)
         with zero3_init(prepared.ds_config):
-            reference = task.build_reference() if task.reference_kind == "model" else None
+            reference = build_reference(task)
         engine = ForwardEngine(TrainModule(task, model, reference), prepared.ds_config, world)
         row = Evaluation(task, examples, found.micro_batch_size).run(engine)
         rates = {name: row.pop(name) for name in [*row] if name.endswith("_per_second")}
         about = {"file": self.data, "step": found.step, "examples": len(examples)}
-        return {**about, **row, **task.baselines(examples), **rates}
+        return {**about, **row, **task.checks.baselines(examples), **rates}
 
 
 def show_metrics(row: Mapping[str, Any]) -> str:
-    """A line for each number; an exported folder has no step."""
+    """Return a line per metric; an exported folder has no step."""
     row = {name: value for name, value in row.items() if (name, value) != ("step", None)}
     return "\n".join(
         f"{name:24} {value:.6g}" if isinstance(value, float) else f"{name:24} {value}" for name, value in row.items()
@@ -94,12 +97,12 @@ def show_metrics(row: Mapping[str, Any]) -> str:
 
 
 def resolve_data_path(data: str) -> str:
-    """The same file for a process that works elsewhere."""
+    """Return an absolute path of a file, for processes in another working directory."""
     return str(Path(data).expanduser().resolve()) if Path(data).expanduser().exists() else data
 
 
 def make_eval_source(data: str) -> Any:
-    """What `data.eval` is set to. Raises UsageError where `data` is neither a file nor a dataset's name."""
+    """Return the value for `data.eval`. Raises UsageError where `data` is neither a file nor a Hub dataset."""
     part = parse_hub_split(data)
     if Path(data).expanduser().exists():
         return resolve_data_path(data)
@@ -109,14 +112,14 @@ def make_eval_source(data: str) -> Any:
 
 
 def check_reference(saved: SavedModel) -> None:
-    """Raise UsageError where an exported policy would be compared with itself, or its reference is not there."""
+    """Raise UsageError where an exported policy would be its own reference, or its reference is missing."""
     task: Task = saved.task
     if isinstance(task, ReferenceTask):
         task.check_reference()
-    if saved.checkpoint is None and task.reference_kind in ("model", "cached"):
-        path = task.reference_config.path
+    if saved.checkpoint is None and task.loss_inputs.reference.kind in ("model", "cached"):
+        path = task.loss_inputs.reference.config.path
         if path is not None and os.path.realpath(Path(path).expanduser()) == os.path.realpath(saved.folder):
             raise UsageError(
-                f"{saved.folder}: a policy cannot be its own reference, and nothing here says whom it was trained "
+                f"{saved.folder}: a policy cannot be its own reference, and the folder does not name the one it was trained "
                 "against; give that model's folder with --set options.ref_model=FOLDER"
             )

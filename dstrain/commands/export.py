@@ -147,7 +147,7 @@ def _write_export(loaded: LoadedModel, folder: Path, merge_lora: bool) -> _Expec
     if not examples:
         raise UsageError("there is no sample to probe the export with; give some with --set data.eval=FILE")
     probes = [task.collate([examples[index]]) for index in range(min(NUM_PROBES, len(examples)))]
-    outputs = [task.outputs(model, batch).double() for batch in probes]
+    outputs = [task.export.outputs(model, batch).double() for batch in probes]
     if loaded.checkpoint is not None:
         check_matches_checkpoint(model, CheckpointReader(loaded.checkpoint))
     whole: Any = merge_adapters(model) if merge_lora else model
@@ -176,8 +176,8 @@ def _save_model(model: Any, folder: Path, task: Task, merge_lora: bool) -> None:
         else:
             save_module(model, folder)
         copy_task_file(task, folder)
-        task.save_extras(folder)
-        (folder / EXPORT_RECIPE).write_text(dump_recipe(task.exported_recipe(merge_lora)), encoding="utf-8")
+        task.export.save_extras(folder)
+        (folder / EXPORT_RECIPE).write_text(dump_recipe(task.export.recipe(merge_lora)), encoding="utf-8")
         if of_a_library:
             check_exported_files(folder, get_export_tensors(model))  # taken again: for some families it returns copies
 
@@ -220,11 +220,11 @@ def _verify_reload(expected: _Expected, folder: Path) -> float:
     Raises CheckpointError if it is too large.
     """
     with _as_checkpoint_error("the exported folder cannot be loaded"):
-        model = expected.task.reload(folder).eval()
+        model = expected.task.export.reload(folder).eval()
     check_loaded_model(model, expected.tensor_digests)
     differences = []
     for mine, batch in zip(expected.outputs, expected.probes, strict=True):
-        theirs = expected.task.outputs(model, batch).double()
+        theirs = expected.task.export.outputs(model, batch).double()
         differences.append(((mine - theirs).abs() / mine.abs().clamp(min=1)).reshape(-1))
     worst = float(torch.cat(differences).max())  # nan where one is
     if not worst <= TOLERANCE[expected.dtype]:

@@ -1,4 +1,4 @@
-"""dstrain generate: answers of a trained policy, to look at what was learnt."""
+"""dstrain generate: answers of a trained policy to prompts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from dstrain.commands.evaluate import make_eval_source, resolve_data_path
 from dstrain.commands.trained_model import ModelSelector, SavedModel, hash_weights, load_saved_model, quiet_libraries
 from dstrain.config import RunConfig
 from dstrain.console import log_stderr
-from dstrain.data.cache.build import PreparePolicy, check_bad_records
+from dstrain.data.cache.build import PreparePolicy, check_bad_records, iter_encoded
 from dstrain.data.cache.token_store import BuildReport
 from dstrain.data.encoding.prompts import EncodedPrompt
 from dstrain.data.formats.image_placeholders import RecordWithImages
 from dstrain.data.formats.prompts import ParsedPrompt
-from dstrain.data.records import BadRecord, BadRow
+from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import HeadSource, open_source
 from dstrain.errors import DataError, TaskError, UsageError
 from dstrain.preset import Device
+from dstrain.tasks.common.prompts import PromptEncode, PromptReader
 from dstrain.tasks.common.text import TextTask
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedGeneration:
-    """What is answered."""
+    """A model and the encoded prompts that it answers."""
 
     saved_model: SavedModel
     prompts: Sequence[EncodedPrompt]
@@ -39,17 +40,17 @@ class PreparedGeneration:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateJob:
-    """An answer to each prompt, in order."""
+    """A job that generates an answer to each prompt, in order."""
 
     selector: ModelSelector
     texts: Sequence[str] = ()
     """Prompts from the command line."""
     data: str | None = None
-    """A file, or a dataset on the hub, each record of which asks something."""
+    """A file, or a dataset on the hub, with a prompt in each record."""
     images: Sequence[str] = ()
-    """Files of images that the prompts of the command line ask about."""
+    """Image files for the prompts of the command line."""
     sampling: Mapping[str, Any]
-    """The fields of `dstrain.train.generate.Sampling`."""
+    """The fields of `dstrain.train.generate.SamplingParams`."""
     is_parallel = True
 
     def to_argv(self) -> list[str]:
@@ -60,17 +61,16 @@ class GenerateJob:
 
     def check_recipe(self) -> RunConfig:
         if not self.texts and not self.data:
-            raise UsageError("nothing is asked: give --prompt TEXT, or --data FILE with records that ask something")
+            raise UsageError("no prompt: give --prompt TEXT, or --data FILE with prompts")
         if any(not text.strip() for text in self.texts):
-            raise UsageError("--prompt is empty; write what is asked")
+            raise UsageError("--prompt is empty; write a prompt")
         if self.images and not self.texts:
-            raise UsageError(
-                "--image: no --prompt asks about it; give one, or write image and question into a --data file"
-            )
+            raise UsageError("--image needs a --prompt; give one, or write image and question into a --data file")
         found = self._find_model()
-        if self.images and not _get_text_task(found).is_multimodal:
-            kind = _get_text_task(found).model_config.model_type
-            raise UsageError(f"--image: this model takes no images ({kind} reads text only); leave the option out")
+        source = _get_text_task(found).model_source
+        if self.images and not source.is_multimodal:
+            kind = source.config.model_type
+            raise UsageError(f"--image: {kind} is a text-only model; leave the option out")
         for text in self.texts:
             self._parse_prompt(_get_text_task(found), text)
         return found.task.recipe
@@ -92,9 +92,8 @@ class GenerateJob:
         found.check_loadable()
         limit = self._max_prompt_tokens(task)
         asked = [self._parse_prompt(task, text) for text in self.texts]
-        prompts = [
-            _check_prompt(item, "--prompt") for item in task.encode_prompts(asked, [Path.cwd()] * len(asked), limit)
-        ]
+        encoded = PromptReader(task, limit).encode(asked, [Path.cwd()] * len(asked))
+        prompts = [_check_prompt(item, "--prompt") for item in encoded]
         prompts += _read_prompts(task, limit) if self.data else []
         return PreparedGeneration(found, prompts, found.build_ds_config(self.selector.ds_config, world_size, device))
 
@@ -102,7 +101,7 @@ class GenerateJob:
         hash_weights(prepared.saved_model.task, prepared.saved_model.checkpoint is not None)
 
     def run(self, prepared: PreparedGeneration, world: World) -> list[dict[str, Any]]:
-        from dstrain.tasks.common.losses import unwrap_peft
+        from dstrain.tasks.common.forward import unwrap_peft
         from dstrain.train.engine.inference import ForwardEngine
         from dstrain.train.generate import SamplingParams, generate_answers
 
@@ -110,7 +109,11 @@ class GenerateJob:
         model = load_saved_model(prepared.saved_model, prepared.ds_config, world)
         engine = ForwardEngine(unwrap_peft(model), prepared.ds_config, world)
         answers = generate_answers(
-            engine, prepared.prompts, SamplingParams(**self.sampling), task.tokenizer, task.vision_processor
+            engine,
+            prepared.prompts,
+            SamplingParams(**self.sampling),
+            task.tokenizer,
+            task.model_source.vision_processor,
         )
         texts = task.tokenizer.batch_decode(answers, skip_special_tokens=True)
         return [
@@ -119,8 +122,11 @@ class GenerateJob:
         ]
 
     def _max_prompt_tokens(self, task: TextTask) -> int | None:
-        """Ids of a prompt at most. Raises UsageError where none is left."""
-        data, places = task.recipe.data, getattr(task.model_config.get_text_config(), "max_position_embeddings", None)
+        """Return the maximum number of tokens of a prompt. Raises UsageError where none is left."""
+        data, places = (
+            task.recipe.data,
+            getattr(task.model_source.config.get_text_config(), "max_position_embeddings", None),
+        )
         if not isinstance(places, int):
             return data.max_prompt_length
         room = places - self.sampling.get("max_new_tokens", 0)
@@ -131,13 +137,14 @@ class GenerateJob:
 
     def _parse_prompt(self, task: TextTask, text: str) -> RecordWithImages[ParsedPrompt]:
         try:
-            return task.parse_prompt({"question": text, "images": [*self.images]} if self.images else {"prompt": text})
+            record = {"question": text, "images": [*self.images]} if self.images else {"prompt": text}
+            return PromptReader(task).parse(record)
         except BadRecord as fault:
             raise UsageError(f"--prompt: {fault.reason}") from None
 
 
 def show_answers(rows: Sequence[Mapping[str, Any]], as_json: bool) -> str:
-    """One JSON object a line, or each prompt with its answer below."""
+    """Return one JSON object per line, or each prompt with its answer below."""
     if as_json:
         return "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     blocks = [
@@ -148,45 +155,31 @@ def show_answers(rows: Sequence[Mapping[str, Any]], as_json: bool) -> str:
 
 
 def _get_text_task(saved: SavedModel) -> TextTask:
-    """The task. Raises TaskError where its model writes no text."""
+    """Return the model's task. Raises TaskError where it does not generate text."""
     task = saved.task
     if not isinstance(task, TextTask):
+        raise TaskError(f"task {task.recipe.task}: does not generate text; `dstrain evaluate` shows its metrics")
+    if not task.model_source.can_generate:
         raise TaskError(
-            f"task {task.recipe.task}: has no text for a model to answer; `dstrain evaluate` shows its metrics"
-        )
-    if not task.can_generate:
-        raise TaskError(
-            f"task {task.recipe.task}: its model gives scores and no answers; `dstrain evaluate` shows how good they are"
+            f"task {task.recipe.task}: a reward model does not generate text; `dstrain evaluate` shows its metrics"
         )
     return task
 
 
 def _read_prompts(task: TextTask, max_tokens: int | None) -> list[EncodedPrompt]:
-    """What the records of `data.eval` ask. Raises DataError for bad ones, as `data.on_error` says."""
+    """Return the prompts of `data.eval`. Raises DataError for more bad records than data.on_error allows."""
     data = task.recipe.data
     assert data.eval is not None
     source = open_source(data.eval, data.columns)
     source = HeadSource(source, data.max_samples) if data.max_samples else source
-    asked, places, folders = [], [], []
-    report = BuildReport(read=len(source) + len(source.bad_rows), bad=list(source.bad_rows))
-    for index in range(len(source)):
-        try:
-            asked.append(task.parse_prompt(source[index]))
-            places.append(source.location(index))
-            folders.append(source.get_base_dir(index))
-        except BadRecord as fault:
-            report.bad.append(BadRow(source.location(index), fault.reason))
-    prompts = []
-    for place, coded in zip(places, task.encode_prompts(asked, folders, max_tokens), strict=True):
-        if isinstance(coded, BadRecord):
-            report.bad.append(BadRow(place, coded.reason))
-        else:
-            prompts.append(coded)
-    report.kept = len(prompts)
+    report = BuildReport()
+    encode = PromptEncode(source, PromptReader(task, max_tokens))
+    prompts = [row["prompt"] for chunk in iter_encoded(source, encode, report) for row in chunk]
     check_bad_records(report, PreparePolicy(task=task.recipe.task, on_error=data.on_error))
     if report.bad:
         log_stderr(
-            f"{len(report.bad)} of {report.read} records ask nothing and are left out; the first: {report.bad[0].reason}"
+            f"{len(report.bad)} of {report.read} records have no usable prompt and are skipped; "
+            f"the first: {report.bad[0].reason}"
         )
     return prompts
 

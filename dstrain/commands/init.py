@@ -1,4 +1,4 @@
-"""dstrain init: a starter recipe with every key that most runs touch, explained by the schema itself."""
+"""dstrain init: a starter recipe with the usual keys, commented from the schema."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ TEMPLATE_SECTIONS: tuple[tuple[str, type[Section], dict[str, object]], ...] = (
 
 
 def _default_eval_metric(metrics: Sequence[str]) -> dict[str, object]:
-    """The metric that `best` goes by: of tasks that tell two answers apart, how often they do."""
+    """Return the metric and direction of `best`: accuracy where the task has it."""
     return {"metric": "accuracy", "best": "max"} if "accuracy" in metrics else {}
 
 
 def render_recipe_template(task: str) -> str:
-    """YAML that reads clean once the paths are filled in."""
+    """Return a YAML recipe that is valid once the paths are filled in."""
     lines = [f"# A starter recipe for {task}. Every key: `dstrain train THIS --dry-run`.", f"task: {task}"]
     found = find_task(task)
     own = task_options(found)
@@ -57,7 +57,7 @@ def render_recipe_template(task: str) -> str:
         lines += _add_comments("  ", [(key, value, fields[key].description or "") for key, value in values.items()])
         if section is ModelConfig:
             lines.append(
-                f"  # lora: {{rank: 16, alpha: 32}}  # thin adapters; raise optim.lr to {default_learning_rate(found, use_lora=True):g}"
+                f"  # lora: {{rank: 16, alpha: 32}}  # low-rank adapters; raise optim.lr to {default_learning_rate(found, use_lora=True):g}"
             )
     whole = RunConfig.model_fields
     tops: tuple[tuple[str, object], ...] = (("precision", "auto"), ("ds_config", "zero2"), ("epochs", 1), ("seed", 0))

@@ -1,4 +1,4 @@
-"""dstrain presets, tasks, recipes, checkpoints: what there is."""
+"""dstrain presets, tasks, recipes, checkpoints: lists of what exists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def list_presets(name: str | None) -> str:
 
 
 def convert_preset_file(path: Path) -> tuple[str, list[str]]:
-    """(one of ours made from a public DeepSpeed JSON, what went where). Raises PresetError for what a person must decide."""
+    """Convert a public DeepSpeed JSON. Returns (preset, messages). Raises PresetError for keys a person must decide on."""
     adopted = convert_preset(path)
     if adopted.faults:
         raise PresetError(adopted.faults)
@@ -28,7 +28,7 @@ def convert_preset_file(path: Path) -> tuple[str, list[str]]:
 
 
 def list_tasks(name: str | None) -> str:
-    """One line for each task, or a task's options with their help."""
+    """Return one line per task, or one task's options with their help."""
     if name is None:
         return "\n".join(f"{task:10} {_task_summary(task)}" for task in builtin_tasks())
     task = find_task(name)
@@ -50,7 +50,7 @@ def _task_summary(name: str) -> str:
 
 
 def list_recipes(name: str | None) -> str:
-    """One line for each packaged recipe, or one in full."""
+    """Return one line per packaged recipe, or one in full."""
     if name is None:
         return "\n".join(f"{recipe:16} {_recipe_summary(recipe)}" for recipe in list_packaged_recipes())
     if name not in list_packaged_recipes():
@@ -63,7 +63,7 @@ def _recipe_summary(name: str) -> str:
 
 
 def list_checkpoints(run_dir: Path, verify: bool, as_json: bool) -> tuple[str, bool]:
-    """(a line for each checkpoint, newest first; whether all are whole)."""
+    """Return (a line per checkpoint, newest first; True where all are complete)."""
     from dstrain.train.checkpoint.select import read_best_name
     from dstrain.train.state.manifest import find_checkpoints
 

@@ -110,7 +110,7 @@ class SavedModel:
         """Raise UsageError for an export that cannot be loaded; a checkpoint has all it needs."""
         if self.checkpoint is None:
             check_no_pickles(self.folder, EXPORT_RECIPE)
-            self.task.check()
+            self.task.checks.run()
             check_head(self.task, self.folder)
 
     def build_ds_config(self, preset_name: str | None, world_size: int, device: Device) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def load_saved_model(saved: SavedModel, ds_config: Mapping[str, Any], world: Wor
         _check_base(task, info, world, is_zero3(ds_config) and task.recipe.model.dtype in ("bfloat16", "float16"))
     with zero3_init(ds_config):
         if info is None and ((saved.folder / ADAPTER_CONFIG).is_file() or is_module_export(saved.folder)):
-            return task.reload(saved.folder)
+            return task.export.reload(saved.folder)
         if info is None:
             return task.build_model()
         if adapted:
@@ -264,10 +264,8 @@ def _canbuild_uninitialized(saved: SavedModel, ds_config: Mapping[str, Any]) -> 
     from dstrain.models.params.zero3 import is_zero3
 
     task, model = saved.task, saved.task.recipe.model
-    own = isinstance(task, TextTask) and all(
-        getattr(type(task), name) is getattr(TextTask, name) for name in ("build_model", "load")
-    )
-    with_code = model.path is not None and model.trust_remote_code  # whose code may read weights
+    own = isinstance(task, TextTask) and not task.loads_own_model
+    with_code = model.path is not None and model.trust_remote_code  # which may do as it likes where it is loaded
     return own and model.lora is None and not with_code and not is_zero3(ds_config)
 
 
@@ -277,7 +275,7 @@ def hash_weights(task: Task, include_base: bool) -> None:
     """
     from dstrain.models.weights.fingerprint import weights_fingerprint
 
-    wanted = [task.reference_config] if task.reference_kind == "cached" else []
+    wanted = [task.loss_inputs.reference.config] if task.loss_inputs.reference.kind == "cached" else []
     for model in [*wanted, *([task.recipe.model] if include_base and task.recipe.model.lora else [])]:
         weights_fingerprint(model, task.recipe.seed)
 

@@ -1,4 +1,4 @@
-"""The recipe: its schema, how it is read, and what follows from it."""
+"""Recipe configuration: schema, reading and resolution."""
 
 from dstrain.config.read import Recipe, check_keys, dump_recipe, read_recipe
 from dstrain.config.resolve import (

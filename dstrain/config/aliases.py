@@ -1,8 +1,8 @@
-"""Keys that come later, and the names other frameworks give to ours."""
+"""Key aliases of other frameworks, renamed options, and recipe keys that are not supported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 KEY_ALIASES: dict[str, str] = {
@@ -98,14 +98,14 @@ KEY_ALIASES: dict[str, str] = {
     "optimizer": "optim",
     "scheduler": "optim.schedule",
 }
-"""Name elsewhere -> where the same thing is said here."""
+"""Name in another framework -> the recipe key for it."""
 
 UNSUPPORTED_KEYS: dict[str, str] = dict.fromkeys(
     ("packing", "neat_packing", "sample_packing", "pack_sequences", "padding_free", "packing_strategy"),
-    "is not supported: each sample is a sequence of its own; samples of like length stand together, so that little is "
+    "is not supported: each sample is a sequence of its own; samples of similar length are batched, so there is little "
     "padding",
 )
-"""Name elsewhere -> why there is no such key here."""
+"""Name in another framework -> why the recipe has no such key."""
 
 UNSUPPORTED_VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("model.quantize", bool, "leave it out; ds_config: zero3_offload saves memory today"),
@@ -118,4 +118,33 @@ UNSUPPORTED_VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("launch.slurm.setup", bool, "write the lines into your sbatch file"),
     ("ds_config", lambda value: value == "auto", "name one: `dstrain presets` lists them; zero2 suits most runs"),
 )
-"""Key, when it asks for what is not built yet, and what to do today."""
+"""(key, condition on its value, fix): values of features that do not exist yet."""
+
+RENAMED_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "vlm": {"one_sample_per_image": "group_by_image", "flip": "horizontal_flip", "shift": "random_translate"},
+}
+"""Task -> its renamed options, old name -> new name. The old names are accepted until version 2."""
+RENAMED_CHAT_TEMPLATES: Mapping[str, str] = {"turns": "human_assistant"}
+"""Renamed values of model.chat_template, old -> new."""
+
+
+def rename_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe's values with new option names. An option that is set under both names stays as it is."""
+    options = values.get("options")
+    renamed = RENAMED_OPTIONS.get(str(values.get("task")), {})
+    if not isinstance(options, dict) or not renamed.keys() & options.keys():
+        return {**values}
+    new = {old: name if name not in options else old for old, name in renamed.items()}
+    return {**values, "options": {new.get(name, name): value for name, value in options.items()}}
+
+
+def find_deprecations(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message for each old name in the recipe's values."""
+    options, model = values.get("options"), values.get("model")
+    for old, name in RENAMED_OPTIONS.get(str(values.get("task")), {}).items():
+        if isinstance(options, dict) and old in options:
+            yield f"options.{old} is deprecated; write options.{name}"
+    template = model.get("chat_template") if isinstance(model, dict) else None
+    if isinstance(template, str) and template in RENAMED_CHAT_TEMPLATES:
+        new = RENAMED_CHAT_TEMPLATES[template]
+        yield f"model.chat_template: {template} is deprecated; write {new}"

@@ -1,4 +1,4 @@
-"""Kinds of values in the recipe."""
+"""Pydantic field types of the recipe."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from dstrain.config.aliases import RENAMED_CHAT_TEMPLATES
 from dstrain.errors import URL_PASSWORD
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
@@ -16,15 +17,25 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 def _check_split_name(value: Any) -> Any:
     if isinstance(value, str) and not re.fullmatch(r"\w+(\.\w+)*", value, re.ASCII):
-        raise ValueError("a split is one name such as train, and data.max_samples takes a part of it")
+        raise ValueError("a split is one name such as train; data.max_samples limits its records")
     return value
 
 
 SplitName = Annotated[str, BeforeValidator(_check_split_name)]
 
 
+def _rename_chat_template(value: Any) -> Any:
+    return RENAMED_CHAT_TEMPLATES.get(value, value) if isinstance(value, str) else value
+
+
+ChatTemplate = Annotated[str, BeforeValidator(_rename_chat_template)]
+
+
 SECRET_NAME = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API_?)?KEY", re.IGNORECASE)
-"""In names of variables whose values must not lie in a run folder or reach a tracker."""
+"""Pattern of variable names whose values must not be written to a run folder or sent to a tracker."""
+
+
+_RECIPES_ARE_SAVED = "and recipes are saved; write the name alone, and set the variable where you launch"
 
 
 def _check_env_var(value: str) -> str:
@@ -32,13 +43,9 @@ def _check_env_var(value: str) -> str:
         raise ValueError("must be the name of an environment variable, or NAME=value")
     name, given, content = value.partition("=")
     if given and URL_PASSWORD.search(content):
-        raise ValueError(
-            f"{name} holds a URL with a password, and recipes are kept; write the name alone, and set it where you launch"
-        )
+        raise ValueError(f"{name} holds a URL with a password, {_RECIPES_ARE_SAVED}")
     if given and SECRET_NAME.search(name):
-        raise ValueError(
-            f"{name} looks like a secret, and recipes are kept; write the name alone, and set it where you launch"
-        )
+        raise ValueError(f"{name} looks like a secret, {_RECIPES_ARE_SAVED}")
     return value
 
 
@@ -46,6 +53,6 @@ EnvVar = Annotated[str, AfterValidator(_check_env_var)]
 
 
 def hide_secret(value: Any) -> Any:
-    """The value as a message may show it."""
+    """Return the value as a message may show it: `NAME=...` for a secret."""
     name, given, _ = value.partition("=") if isinstance(value, str) else ("", "", "")
     return f"{name}=..." if given and (SECRET_NAME.search(name) or URL_PASSWORD.search(value)) else value

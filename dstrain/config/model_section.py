@@ -1,4 +1,4 @@
-"""The recipe's section on the model. The string under a field is its help text."""
+"""Model section of the recipe schema."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dstrain.config.field_types import Fraction, PositiveInt
+from dstrain.config.field_types import ChatTemplate, Fraction, PositiveInt
 
 
 class Section(BaseModel):
-    """A frozen block of the recipe that refuses keys it does not know."""
+    """Frozen block of the recipe that rejects unknown keys. The string under a field is its help text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class LoraConfig(Section):
+    """LoRA adapters."""
+
     rank: PositiveInt = 16
-    """Rank of the two thin matrices."""
+    """Rank of the two adapter matrices."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """Scale: the update is multiplied by alpha / rank."""
     dropout: Fraction = 0.0
-    """Dropout in front of the adapter."""
+    """Dropout on the adapter's input."""
     targets: str | list[str] = "all-linear"
     """Names of the modules that get an adapter."""
     dora: bool = False
@@ -29,43 +31,49 @@ class LoraConfig(Section):
 
 
 class TokenizerConfig(Section):
+    """A tokenizer to train."""
+
     train: Literal["bpe"] = "bpe"
-    """How: a byte-level byte-pair encoding, trained on data.train and kept in the run folder."""
+    """bpe: byte-level byte-pair encoding, trained on data.train and saved in the run folder."""
     vocab_size: PositiveInt
-    """Entries, special tokens included."""
+    """Vocabulary size, special tokens included."""
     alphabet: Literal["bytes", "data"] = "bytes"
-    """bytes: every text can be written; data: only the letters of the training texts, for small vocabularies."""
+    """bytes: every text can be encoded; data: only the characters of the training texts, for small vocabularies."""
 
 
 class ProcessorConfig(Section):
+    """Settings of a processor built for the model's family."""
+
     normalize: Literal["data"] | None = None
-    """data: mean and deviation of the training images per channel; empty: the family's own."""
+    """data: normalize by mean and standard deviation per channel of the training images; empty: by the family's values."""
 
 
 class ModelConfig(Section):
+    """The model, its tokenizer and processor, and the trained parameters."""
+
     path: str | None = None
-    """Local folder or hub id of a transformers model."""
+    """Local folder or Hub id of a transformers model."""
     config: dict[str, Any] | None = None
     """Instead of `path`: a transformers config (with `model_type`) to build a model from scratch."""
     tokenizer: str | TokenizerConfig | None = None
-    """Folder or hub id, or {train: bpe, vocab_size: N}. Empty: the one of `path`; with `config`, one trained on data.train with the config's vocab_size."""
+    """Folder or Hub id, or {train: bpe, vocab_size: N}. Empty: the tokenizer of `path`; with `config`, one trained on data.train with the config's vocab_size."""
     processor: str | ProcessorConfig | None = None
-    """Of a model that sees images: folder or hub id of its processor; empty: the one of `path`, with `config` one made for its family."""
-    chat_template: str | None = None
-    """How dialogs are written, instead of the tokenizer's own way: a Jinja template, its file, or the word turns (Human and Assistant by turns, each answer ended by EOS)."""
+    """Of a vision-language model: folder or Hub id of its processor. Empty: the processor of `path`; with `config`, one built for its family."""
+    chat_template: ChatTemplate | None = None
+    """Replaces the tokenizer's chat template: a Jinja template, the path of its file, or human_assistant ("Human: … Assistant: …", each answer followed by EOS)."""
     init: str | None = None
-    """Weights to start from: safetensors, or an old .pt with or without "module." prefixes."""
+    """Initial weights: safetensors, or a .pt file with or without "module." prefixes."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the weights as loaded; empty: float32, which DeepSpeed casts as `precision` says."""
+    """dtype in which the weights are loaded. Empty: float32; DeepSpeed then casts them to `precision`."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
-    """Attention kernel; auto leaves the choice to transformers."""
+    """Attention implementation; auto: chosen by transformers."""
     lora: LoraConfig | None = None
-    """Train thin adapters instead of the weights."""
+    """Train LoRA adapters instead of the weights."""
     quantize: Literal["nf4", "int8"] | None = None
-    """Keep frozen weights in 4 or 8 bits (extra [quantize])."""
+    """Store frozen weights in 4 or 8 bits (extra [quantize])."""
     freeze: list[str] = []
-    """Parameters to leave alone: names, beginnings of names or globs; of a model that sees images also vision, projector, language."""
+    """Parameters to freeze: names, prefixes of names or globs; of a vision-language model also vision, projector, language."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     trust_remote_code: bool = False
-    """Let transformers run Python that comes with the model."""
+    """Let transformers run Python code from the model's folder or repository."""

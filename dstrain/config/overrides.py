@@ -1,30 +1,28 @@
-"""Keys that exclude each other: one that the command line sets takes the place of what the file says."""
+"""Precedence of --set over mutually exclusive recipe keys."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dstrain.config.source_map import KeyPath, SourceMap, lookup
-
-FROM_COMMAND_LINE = "--set"
-"""What `Written.places` says of a key that --set wrote."""
+from dstrain.config.read_yaml import COMMAND_LINE
+from dstrain.source_map import KeyPath, SourceMap, lookup
 
 EXCLUSIVE_KEYS: tuple[tuple[KeyPath, KeyPath], ...] = (
     (("steps",), ("epochs",)),
     (("data", "eval"), ("data", "eval_fraction")),
     (("model", "path"), ("model", "config")),
 )
-"""Pairs of which a recipe has one."""
+"""Pairs of mutually exclusive keys."""
 
 BATCH_KEYS: tuple[KeyPath, ...] = (("batch", "accumulate"), ("batch", "micro"), ("batch", "total"))
-"""Two of them give the third. The first in this order that the file wrote gives way: what a step learns from, and the
-memory that it takes, stay."""
+"""Two of them determine the third. The first in this order that comes from the file is dropped, so that the batch of a
+step and its memory stay."""
 
 
 def resolve_overrides(source: SourceMap) -> None:
-    """Drop what the file says where the command line sets a key that excludes it; what the command line itself says stays.
+    """Drop keys of the file that exclude a key of the command line. Keys of the command line stay.
 
-    What stands there twice all the same is left for the rules to refuse (`cross_field_faults`, `resolve_batch`).
+    Conflicts within one source are left to `check_cross_fields` and `resolve_batch`, which report them.
     """
     for pair in EXCLUSIVE_KEYS:
         for key, other in (pair, pair[::-1]):
@@ -44,8 +42,8 @@ def _is_overridden(source: SourceMap, key: KeyPath, other: KeyPath) -> bool:
 
 
 def _is_from_command_line(source: SourceMap, key: KeyPath) -> bool:
-    """Whether the command line set the key, or a block with it."""
-    return any(source.locations.get(key[:end]) == FROM_COMMAND_LINE for end in range(len(key), 0, -1))
+    """Return True where the command line set the key, or a block that contains it."""
+    return any(source.locations.get(key[:end]) == COMMAND_LINE for end in range(len(key), 0, -1))
 
 
 def _drop_key(source: SourceMap, key: KeyPath) -> None:
@@ -56,16 +54,16 @@ def _drop_key(source: SourceMap, key: KeyPath) -> None:
 
 
 def _drop_trained_tokenizer(source: SourceMap) -> None:
-    """One that is trained for a model from scratch does not fit weights that are loaded."""
+    """Drop `model.tokenizer: {train: …}`, which is for a model from scratch and does not fit loaded weights."""
     key = ("model", "tokenizer")
     if isinstance(lookup(source.values, key), dict) and not _is_from_command_line(source, key):
         _drop_key(source, key)
 
 
 def _resolve_batch_override(source: SourceMap) -> None:
-    """Where all three stand there, drop accumulate, or what the command line left of the file's.
+    """Where all three batch keys are set, drop the first one of BATCH_KEYS that comes from the file.
 
-    With accumulate alone on the command line nothing says which of the other two is meant to change: all three stay.
+    With accumulate alone on the command line it is unclear which of the other two should change, so all three stay.
     """
     if not all(lookup(source.values, key) for key in BATCH_KEYS):
         return

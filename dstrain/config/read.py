@@ -1,4 +1,4 @@
-"""Read a recipe: YAML and --set, every fault at once, each with its line."""
+"""Recipe reading and validation, with source lines in every error."""
 
 from __future__ import annotations
 
@@ -15,57 +15,48 @@ from pydantic_core import ErrorDetails
 from dstrain.config.aliases import KEY_ALIASES, UNSUPPORTED_KEYS, UNSUPPORTED_VALUES
 from dstrain.config.field_types import hide_secret
 from dstrain.config.overrides import resolve_overrides
+from dstrain.config.read_yaml import COMMAND_LINE, apply_override, format_value, normalize_key, read_yaml
 from dstrain.config.rules import check_cross_fields
 from dstrain.config.schema import RunConfig
-from dstrain.config.source_map import (
-    KeyPath,
-    SourceMap,
-    apply_override,
-    dotted_name,
-    format_value,
-    lookup,
-    normalize_key,
-    read_yaml,
-)
 from dstrain.errors import Fault, RecipeError, suggest_name
+from dstrain.source_map import KeyPath, SourceMap, dotted_name, lookup
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe that fits the schema, and where it came from."""
+    """A valid recipe, and where it came from."""
 
     config: RunConfig
     name: str
-    """The file's stem, or the task's name."""
+    """Stem of the file, or the task's name."""
     folder: Path
-    """Relative paths are looked up in the working directory, then here."""
+    """Folder in which relative paths are looked up after the working directory."""
 
 
 def read_recipe(
     path: Path | None, overrides: Sequence[str] = (), task: str | None = None, ds_config: str | None = None
 ) -> Recipe:
-    """The recipe in `path` (or none) with --set, --task and --ds-config applied; of keys that exclude each other the command
-    line's counts.
+    """Read the recipe in `path` (or none) with --set, --task and --ds-config applied.
 
-    Raises RecipeError with every fault found: unknown keys (did you mean), wrong types and ranges,
-    keys that clash, and keys whose feature does not exist yet.
+    Of mutually exclusive keys, the one on the command line counts. Raises RecipeError with every fault found: unknown
+    keys (did you mean), wrong types and ranges, conflicting keys, and keys of features that do not exist yet.
     """
-    written = read_yaml(path) if path else SourceMap(name="--set")
+    source = read_yaml(path) if path else SourceMap(COMMAND_LINE)
     for text in overrides:
-        apply_override(written, text)
-    resolve_overrides(written)
+        apply_override(source, text)
+    resolve_overrides(source)
     for key, option, value in (("task", "--task", task), ("ds_config", "--ds-config", ds_config)):
         if value is not None:
-            written.values[key] = value
-            written.locations[(key,)] = option
+            source.values[key] = value
+            source.locations[(key,)] = option
     try:
-        config = RunConfig.model_validate(written.values)
+        config = RunConfig.model_validate(source.values)
     except ValidationError as error:
-        faults = list(_schema_faults(error, written))
-        raise RecipeError(faults + _unsupported_faults(written.values, written)) from None
-    faults = list(_bool_faults(written.values, config.model_dump(), (), written))
-    faults += _unsupported_faults(config.model_dump(), written)
-    faults += [Fault(written.get_location(key), problem, mend) for key, problem, mend in check_cross_fields(config)]
+        faults = list(_schema_faults(error, source))
+        raise RecipeError(faults + _unsupported_faults(source.values, source)) from None
+    faults = list(_bool_faults(source.values, config.model_dump(), (), source))
+    faults += _unsupported_faults(config.model_dump(), source)
+    faults += [Fault(source.get_location(key), problem, fix) for key, problem, fix in check_cross_fields(config)]
     if faults:
         raise RecipeError(faults)
     name = path.stem if path else Path(config.task).stem
@@ -73,25 +64,25 @@ def read_recipe(
 
 
 def check_keys(names: Sequence[str], option: str) -> None:
-    """Raise RecipeError for names that are no keys, where a command line names keys of the recipe."""
+    """Raise RecipeError for names in a command-line option that are not recipe keys."""
     known = [dotted_name(key) for key in _iter_keys(RunConfig) if len(key) <= 2]  # deeper blocks count as one key
     faults = []
     for name in names:
         if name not in known and not name.startswith("options."):
             near = suggest_name(name, known)
-            mend = near if near.startswith("did you mean") else f"write it as the recipe has it: {option} optim.lr"
-            faults.append(Fault(f"{option} {name}", "no such key", mend))
+            fix = near if near.startswith("did you mean") else f"write it as the recipe has it: {option} optim.lr"
+            faults.append(Fault(f"{option} {name}", "no such key", fix))
     if faults:
         raise RecipeError(faults)
 
 
 def dump_recipe(config: RunConfig) -> str:
-    """The recipe as YAML, every key written out."""
+    """Return the recipe as YAML, with every key."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def _schema_faults(error: ValidationError, source: SourceMap) -> Iterator[Fault]:
-    """One fault for each place, however many branches of a union complained about it."""
+    """Yield one fault per location, however many branches of a union reported it."""
     seen: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors():
         loc = detail["loc"][:-2] if detail["loc"][-1:] == ("[key]",) else detail["loc"]
@@ -100,12 +91,12 @@ def _schema_faults(error: ValidationError, source: SourceMap) -> Iterator[Fault]
         while key and key not in source.locations and not _has_key(source.values, key):
             key = key[:-1]
         if detail["type"] == "extra_forbidden" and key and key[-1] != detail["loc"][-1]:
-            key = (*key, detail["loc"][-1])  # stands in a block without places of its own
+            key = (*key, detail["loc"][-1])  # inside a block without locations of its own
         seen.setdefault(key or tuple(detail["loc"]), []).append(detail)
     for key, details in seen.items():
         block = isinstance(lookup(source.values, key), dict) and any(other[:-1] == key for other in seen)
         if block and all(_describe_problem(detail).startswith(_MUST_BE) for detail in details):
-            continue  # of another branch of a union
+            continue  # reported by another branch of a union, such as text for a block
         unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
         if unknown:
             absent = UNSUPPORTED_KEYS.get(str(key[-1]))
@@ -116,21 +107,21 @@ def _schema_faults(error: ValidationError, source: SourceMap) -> Iterator[Fault]
 
 
 _UNION_BRANCHES = ("TokenizerConfig", "ProcessorConfig")
-"""Names that pydantic puts into the place of an error: which branch of a union it tried."""
+"""Class names that pydantic inserts into the location of an error, for the branch of a union that it tried."""
 
 
 def _has_key(values: Any, key: KeyPath) -> bool:
-    """Whether the key is there, be it null."""
+    """Return True where the key exists, also with the value null."""
     block = lookup(values, key[:-1])
     return lookup(values, key) is not None or (isinstance(block, dict) and key[-1] in block)
 
 
 def _describe_problems(value: Any, details: Sequence[ErrorDetails]) -> str:
-    """`must be a whole number or 'epoch', got [1]`."""
+    """Return `must be a whole number or 'epoch', got [1]`."""
     problems = list(dict.fromkeys(_describe_problem(detail) for detail in details))
-    wanted = [problem.removeprefix(_MUST_BE) for problem in problems]
+    expected = [problem.removeprefix(_MUST_BE) for problem in problems]
     if all(problem.startswith(_MUST_BE) for problem in problems):
-        return f"{_MUST_BE}{' or '.join(wanted)}, got {format_value(value)}"
+        return f"{_MUST_BE}{' or '.join(expected)}, got {format_value(value)}"
     return f"is {format_value(value)}, but {' or '.join(problems)}"
 
 
@@ -146,7 +137,7 @@ _TYPE_NAMES = {
     "dict": "a block of keys",
     "model": "a block of keys",
 }
-"""First word of pydantic's types of errors about the kind of a value -> that kind."""
+"""First word of pydantic's error types about a value's type -> name of that type."""
 
 
 def _describe_problem(detail: ErrorDetails) -> str:
@@ -154,7 +145,7 @@ def _describe_problem(detail: ErrorDetails) -> str:
     if detail["type"] == "missing":
         return f"'{name}' is missing in it" if isinstance(name, str) else f"it needs at least {name + 1} values"
     if name == "[key]":
-        return f"the name {detail['input']!r} in it is no text"
+        return f"the name {detail['input']!r} in it is not text"
     kind, _, rest = detail["type"].partition("_")
     if kind in _TYPE_NAMES and rest in ("type", "parsing", "from_float", "number", "attributes_type"):
         return _MUST_BE + _TYPE_NAMES[kind]
@@ -173,7 +164,7 @@ _FIXES = {
 
 
 def _suggest_fix(value: Any, details: Sequence[ErrorDetails]) -> str:
-    """What to do about a value, by the first thing that is wrong with it."""
+    """Return the fix for a value, by its first problem."""
     words = [word for detail in details for word in re.findall(r"'([^']*)'", detail.get("ctx", {}).get("expected", ""))]
     near = suggest_name(str(value), words) if words else ""
     if near.startswith("did you mean"):
@@ -184,7 +175,7 @@ def _suggest_fix(value: Any, details: Sequence[ErrorDetails]) -> str:
 
 
 def _suggest_key(key: KeyPath) -> str:
-    """What was probably meant by an unknown key."""
+    """Return a hint to the key that was probably meant."""
     name = str(key[-1])
     if name in KEY_ALIASES:
         return f"here it is {KEY_ALIASES[name]}"
@@ -197,7 +188,7 @@ def _suggest_key(key: KeyPath) -> str:
 
 
 def _section_fields(model: type[BaseModel], key: KeyPath) -> dict[str, Any]:
-    """The fields of the section that `key` names."""
+    """Return the fields of the section that `key` names."""
     for name in key:
         if isinstance(name, int) or name not in model.model_fields:
             continue
@@ -226,7 +217,7 @@ def _iter_keys(model: type[BaseModel], parent: KeyPath = ()) -> Iterator[KeyPath
 
 
 def _bool_faults(raw: Any, parsed: Any, key: KeyPath, source: SourceMap) -> Iterator[Fault]:
-    """A fault for each true or false that was taken for the number 1 or 0."""
+    """Yield a fault for each true or false that pydantic took for the number 1 or 0."""
     if isinstance(raw, bool) and isinstance(parsed, (int, float)) and not isinstance(parsed, bool):
         yield Fault(source.get_location(key), f"must be a number, got {raw!r}", "correct the value")
     elif isinstance(raw, dict) and isinstance(parsed, dict):
@@ -239,9 +230,9 @@ def _bool_faults(raw: Any, parsed: Any, key: KeyPath, source: SourceMap) -> Iter
 
 def _unsupported_faults(values: Mapping[str, Any], source: SourceMap) -> list[Fault]:
     faults = []
-    for dotted, asks, mend in UNSUPPORTED_VALUES:
+    for dotted, asks, fix in UNSUPPORTED_VALUES:
         key = tuple(dotted.split("."))
         value = lookup(values, key)
         if value is not None and asks(value):
-            faults.append(Fault(source.get_location(key), f"{value!r} is not supported yet", mend))
+            faults.append(Fault(source.get_location(key), f"{value!r} is not supported yet", fix))
     return faults

@@ -1,4 +1,4 @@
-"""What follows from a recipe once the number of processes and of samples is known."""
+"""Batch sizes, steps and resume compatibility derived from a recipe."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dstrain.errors import Fault, RecipeError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one optimizer step is cut up."""
+    """Division of one optimizer step into forward passes."""
 
     total: int
     """Samples per step over all processes."""
     micro: int
-    """Largest number of samples in one forward pass."""
+    """Maximum number of samples in one forward pass."""
     accumulate: int
     """Forward passes per step and process."""
 
     def largest_micro(self, world_size: int) -> int:
-        """Samples of the largest forward pass of a step; below `micro` where the total is shared by many."""
+        """Return the samples of a step's largest forward pass; below `micro` where many processes share the total."""
         return math.ceil(self.total / (self.accumulate * world_size))
 
     def describe(self, world_size: int) -> str:
-        """`16 samples (8 processes x 1 forward pass x 2 samples)`; `up to 2` where some pass has one fewer."""
+        """Return `16 samples (8 processes x 1 forward pass x 2 samples)`; `up to 2` where some pass has one fewer."""
         largest = self.largest_micro(world_size)
         even = "" if self.total == largest * self.accumulate * world_size else "up to "
         cut = [(world_size, "process", "processes"), (self.accumulate, "forward pass", "forward passes")]
@@ -42,10 +42,11 @@ def _format_samples(count: int) -> str:
 def resolve_batch(
     batch: BatchConfig, world_size: int, preset_micro: int | None = None, preset_accumulate: int | None = None
 ) -> BatchPlan:
-    """Any two of total, micro, accumulate give the third; a JSON's values stand in where the recipe is silent.
+    """Compute the third of total, micro and accumulate from the other two.
 
-    A total that does not divide evenly is no error: micro-batches differ by at most one sample.
-    Raises RecipeError where the three, or recipe and JSON, contradict each other.
+    The DeepSpeed JSON's values are used where the recipe has none. A total that does not divide evenly is allowed:
+    micro-batches then differ by at most one sample. Raises RecipeError where the three, or recipe and JSON, contradict
+    each other.
     """
     for name, ours, theirs in (
         ("micro", batch.micro, preset_micro),
@@ -70,13 +71,13 @@ def resolve_batch(
         processes = f"{world_size} process{'es' * (world_size != 1)}"
         product = f"micro {micro} x accumulate {accumulate} x {processes} = {micro * accumulate * world_size}"
         third = "batch.accumulate" if batch.accumulate else "gradient_accumulation_steps from the DeepSpeed JSON"
-        mend = f"remove {third} ({fitting} would fit), or another of the three"
-        raise RecipeError(Fault("batch.total", f"is {batch.total}, but {product}", mend))
+        fix = f"remove {third} ({fitting} would fit), or another of the three"
+        raise RecipeError(Fault("batch.total", f"is {batch.total}, but {product}", fix))
     return BatchPlan(batch.total, micro, fitting)
 
 
 def resolve_steps(config: RunConfig, samples_per_epoch: int, samples_per_step: int) -> tuple[int, int]:
-    """(optimizer steps, samples) of the whole run. The last step of `epochs` may be smaller than the others."""
+    """Return (optimizer steps, samples) of the complete run. With `epochs` the last step may be smaller."""
     if config.steps is not None:
         return config.steps, config.steps * samples_per_step
     samples = max(1, round((config.epochs or 1.0) * samples_per_epoch))
@@ -102,7 +103,7 @@ _MUTABLE_NESTED_KEYS = {
 
 
 def check_learning_changes(before: RunConfig, after: RunConfig, allowed: Collection[str] = ()) -> list[Fault]:
-    """The keys that change what is learnt between two recipes, as faults; `allowed` names exceptions."""
+    """Return a fault for each key that changes the training result between two recipes; `allowed` names exceptions."""
     return [
         Fault(
             key,
@@ -115,7 +116,7 @@ def check_learning_changes(before: RunConfig, after: RunConfig, allowed: Collect
 
 
 def find_learning_changes(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Key -> (value before, value now), for the keys that change what is learned."""
+    """Return key -> (value before, value now), for the keys that change the training result."""
     old, new = _learning_values(before), _learning_values(after)
     return {
         key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)

@@ -1,4 +1,4 @@
-"""Rules that hold between keys of a recipe."""
+"""Cross-field validation rules of the recipe."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dstrain.config.schema import RunConfig, TokenizerConfig
 
 Violation = tuple[tuple[str, ...], str, str]
-"""Key, problem, mend."""
+"""Key, problem, fix."""
 MIN_VOCAB_SIZE = {"bytes": 256 + 2, "data": 16}
-"""Alphabet -> entries of the smallest tokenizer; one that writes every text knows every byte, a pad and an EOS."""
+"""Alphabet -> smallest vocabulary; a byte-level one has all 256 bytes, a pad token and an EOS token."""
 
 
 def check_cross_fields(config: RunConfig) -> list[Violation]:
-    """Every rule the recipe breaks."""
+    """Return every violated rule."""
     return [*_check_task_and_model(config), *_check_data(config), *_check_optimization(config), *_check_profile(config)]
 
 
@@ -30,20 +30,25 @@ def _check_task_and_model(config: RunConfig) -> Iterator[Violation]:
     if model.config is not None and not isinstance(model.config.get("model_type"), str):
         yield ("model", "config"), "has no model_type", "add e.g. `model_type: llama`"
     if isinstance(model.tokenizer, TokenizerConfig):
-        wanted = model.tokenizer
-        least, kind = MIN_VOCAB_SIZE[wanted.alphabet], "byte-level" if wanted.alphabet == "bytes" else "trained"
-        if wanted.vocab_size < least:
-            problem = f"is {wanted.vocab_size}, but a {kind} tokenizer has at least {least} entries"
+        tokenizer = model.tokenizer
+        least, kind = MIN_VOCAB_SIZE[tokenizer.alphabet], "byte-level" if tokenizer.alphabet == "bytes" else "trained"
+        if tokenizer.vocab_size < least:
+            problem = f"is {tokenizer.vocab_size}, but a {kind} tokenizer has at least {least} entries"
             yield ("model", "tokenizer", "vocab_size"), problem, "raise it"
     if config.precision != "auto":
         yield from check_dtype(config, config.precision)
 
 
 def check_dtype(config: RunConfig, precision: str) -> Iterator[Violation]:
-    """Weights loaded in 16 bits where the run has none of these: in fp32 there would be no exact copy for the optimizer."""
+    """Yield a violation for weights loaded in a 16-bit dtype that the run does not use.
+
+    In fp32 the optimizer updates the loaded weights themselves, without an fp32 copy.
+    """
     dtype = config.model.dtype
     if precision == "fp32" and dtype in ("bfloat16", "float16"):
-        problem = f"is {dtype} while precision is fp32, and a step of the optimizer would be rounded away in {dtype}"
+        problem = (
+            f"is {dtype} while precision is fp32, and updates of the optimizer would be lost to rounding in {dtype}"
+        )
         yield ("model", "dtype"), problem, "leave model.dtype out, or write precision: bf16"
     elif precision == "bf16" and dtype == "float16":
         yield ("model", "dtype"), f"is {dtype} while precision is {precision}", "leave model.dtype out"
@@ -71,13 +76,13 @@ def _check_optimization(config: RunConfig) -> Iterator[Violation]:
         yield (
             ("optim", "warmup"),
             f"is {optim.warmup:g} of only {config.steps} steps",
-            "lower it, or give a share below 1",
+            "lower it, or give a fraction below 1",
         )
     if optim.lr == 0 and any(group.lr for group in optim.groups.values()):
         yield (
             ("optim", "lr"),
-            "is 0, and the rates of optim.groups are kept as multiples of it",
-            "give it a rate, and freeze the other parameters with model.freeze",
+            "is 0, but the rates of optim.groups are stored as multiples of it",
+            "set a rate, and freeze the other parameters with model.freeze",
         )
     if optim.scale_lr == "none" and optim.scale_lr_base != 1:
         yield ("optim", "scale_lr_base"), "has no effect while optim.scale_lr is none", "set scale_lr to linear or sqrt"
@@ -88,6 +93,6 @@ def _check_profile(config: RunConfig) -> Iterator[Violation]:
         first, last = config.profile.steps
         yield (
             ("profile", "steps"),
-            f"ends with step {last}, before it begins with step {first}",
+            f"ends with step {last}, before its first step {first}",
             f"write the first and the last step: [{last}, {first}]",
         )

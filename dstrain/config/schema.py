@@ -1,11 +1,12 @@
-"""The recipe's one strict schema. The string under a field is its help text."""
+"""Recipe schema."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
+from dstrain.config.aliases import find_deprecations, rename_options
 from dstrain.config.field_types import EnvVar, Fraction, NonNegativeFloat, PositiveInt, SplitName
 from dstrain.config.model_section import LoraConfig, ModelConfig, ProcessorConfig, Section, TokenizerConfig
 
@@ -13,64 +14,72 @@ __all__ = ["LoraConfig", "ModelConfig", "ProcessorConfig", "RunConfig", "Section
 
 
 class DatasetConfig(Section):
+    """A data file or Hub dataset."""
+
     default_split: ClassVar[str] = "test"
 
     path: Annotated[str, Field(min_length=1)]
-    """A jsonl, json or parquet file, or a dataset on the hub: org/name."""
+    """A jsonl, json or parquet file, or a Hub dataset: org/name."""
     split: SplitName | None = None
-    """Split of a dataset on the hub. Empty: test; in data.train: train."""
+    """Split of a Hub dataset. Empty: test; in data.train: train."""
     name: Annotated[str, Field(min_length=1)] | None = None
-    """Configuration of a dataset on the hub, where it has several."""
+    """Configuration of a Hub dataset that has several."""
 
 
 class TrainDatasetConfig(DatasetConfig):
+    """A training file or Hub dataset, with its weight in the mix."""
+
     default_split: ClassVar[str] = "train"
 
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """How many times each record is seen per epoch; 0.5 shows one half, the next epoch the other."""
+    """Times each record is used per epoch; 0.5: one half in each epoch, the other half in the next."""
 
 
 def _to_train_datasets(value: Any) -> Any:
-    """`a.jsonl` -> [{path: a.jsonl}]; lists may mix both forms."""
+    """Return `a.jsonl` as [{path: a.jsonl}]; lists may mix both forms."""
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(item, (str, dict, TrainDatasetConfig)) for item in values):
-        raise ValueError("must be a file, a hub name, or a list of them and of {path, split, name, weight}")
+        raise ValueError("must be a file, a Hub dataset, or a list of them and of {path, split, name, weight}")
     return [{"path": item} if isinstance(item, str) else item for item in values]
 
 
 def _to_dataset(value: Any) -> Any:
-    """`a.jsonl` -> {path: a.jsonl}."""
+    """Return `a.jsonl` as {path: a.jsonl}."""
     if value is not None and not isinstance(value, (str, dict, DatasetConfig)):
-        raise ValueError("must be a file, a hub name, or {path, split, name}")
+        raise ValueError("must be a file, a Hub dataset, or {path, split, name}")
     return {"path": value} if isinstance(value, str) else value
 
 
 class DataConfig(Section):
+    """Training and held-out data."""
+
     train: Annotated[list[TrainDatasetConfig], BeforeValidator(_to_train_datasets)] = []
-    """A file, a dataset on the hub (org/name), or a list of {path, split, name, weight}."""
+    """Training data: a file, a Hub dataset (org/name), or a list of {path, split, name, weight}."""
     eval: Annotated[DatasetConfig | None, BeforeValidator(_to_dataset)] = None
-    """Held-out file, dataset on the hub, or {path, split, name}."""
+    """Held-out data: a file, a Hub dataset, or {path, split, name}."""
     eval_fraction: Fraction = 0.0
-    """Instead of `eval`: this share of the training records is held out, chosen by the seed."""
+    """Alternative to `eval`: fraction of the training records to hold out, chosen by the seed."""
     max_length: Annotated[PositiveInt, Field(ge=2)] = 1024
-    """Tokens per sequence. To fit, older turns are cut from the left, then answers at their end; the last user turn stays."""
+    """Maximum tokens per sequence. Longer ones lose older turns first, then the end of answers; the last user turn stays."""
     max_prompt_length: PositiveInt | None = None
-    """Tokens of the prompt, cut from the left, of its last user turn too."""
+    """Maximum tokens of the prompt; longer prompts are cut from the left, also within the last user turn."""
     max_samples: PositiveInt | None = None
-    """Use the first so many records of each file."""
+    """Use only the first N records of each file."""
     columns: dict[str, str] = {}
-    """Names in the file -> names the format knows."""
+    """Column names in the file -> names of the record format."""
     on_error: Literal["skip", "fail"] | None = None
-    """Bad records: skip them with a count, or fail at the first. Empty: fail above 1 %."""
+    """Bad records: skip and count them, or fail at the first. Empty: skip up to 1 %."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 4
-    """Threads per process that read and collate ahead; 0: none."""
+    """Threads per process that read and collate batches in advance; 0: none."""
     prefetch: PositiveInt = 2
-    """Steps read ahead."""
+    """Steps to load in advance."""
     pin: bool = True
-    """Page-locked host memory, where there is a GPU."""
+    """Load batches into page-locked host memory if there is a GPU."""
 
 
 class BatchConfig(Section):
+    """Batch sizes."""
+
     total: PositiveInt | None = None
     """Samples per optimizer step over all processes."""
     micro: PositiveInt | None = None
@@ -80,59 +89,62 @@ class BatchConfig(Section):
     tokens_per_micro: PositiveInt | None = None
     """Pack micro-batches by tokens instead of samples."""
     on_oom: Literal["stop", "shrink"] = "stop"
-    """What to do when a micro-batch does not fit the memory."""
+    """Reaction to a micro-batch that does not fit into memory."""
 
 
 class GroupConfig(Section):
+    """Settings of one parameter group."""
+
     lr: NonNegativeFloat | None = None
     """Peak learning rate of this group; 0 freezes it."""
     weight_decay: NonNegativeFloat | None = None
     """Weight decay of this group."""
     muon: bool = True
-    """With optim.name: muon, false leaves the hidden matrices of this group to AdamW."""
+    """With optim.name: muon; false: optimize the hidden matrices of this group with AdamW."""
 
 
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {"lion": {"betas": (0.9, 0.99)}, "muon": {"clip": 0.0}}
-"""Lion's betas are its paper's (arXiv 2302.06675, section 5); Muon's steps have one length, whatever the gradient's is."""
+"""Lion's betas are from its paper (arXiv 2302.06675, section 5). Muon needs no clipping: the norm of its update does not
+depend on the gradient's."""
 
 
 class OptimConfig(Section):
+    """Optimizer and learning-rate schedule."""
+
     name: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = "adamw"
-    """adamw (CPUAdam where the JSON offloads, fused on a GPU), sgd, lion, muon (hidden matrices; AdamW for the rest), or adafactor (stage 0 only)."""
+    """adamw (fused on a GPU; CPUAdam if the DeepSpeed JSON offloads the optimizer), sgd, lion, muon (hidden matrices; AdamW for the rest), or adafactor (ZeRO stage 0 only)."""
     lr: NonNegativeFloat | None = None
-    """Peak learning rate; empty: the task's own (`dstrain tasks NAME`), ten times that with model.lora. Muon's is AdamW's; Lion's is 3 to 10 times smaller; Adafactor's is relative to the size of the weights."""
+    """Peak learning rate. Empty: the task's default (`dstrain tasks NAME`), times 10 with model.lora. For muon use the value you would use for adamw; for lion 3 to 10 times less; for adafactor it is relative to the scale of the weights."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """Decay of the first and second moment; of Lion's two averages, where empty means 0.9 and 0.99."""
+    """Decay rates of the first and second moment; of Lion's two averages (default 0.9 and 0.99)."""
     eps: Annotated[float, Field(gt=0)] = 1.0e-8
-    """Adam's epsilon, also for what Muon leaves to AdamW."""
+    """Adam's epsilon, also for the parameters that muon optimizes with AdamW."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay; biases and norms are left out."""
+    """Decoupled weight decay; not applied to biases and norms."""
     clip: NonNegativeFloat = 1.0
-    """Largest norm of the whole gradient; 0: never clipped, which is Muon's default."""
+    """Maximum norm of the gradient over all parameters; 0: no clipping, the default of muon."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape of the learning rate after the warmup."""
+    """Learning-rate schedule after the warmup."""
     warmup: NonNegativeFloat = 0.03
-    """Below 1: share of the steps. From 1 on: steps."""
+    """Below 1: fraction of all steps. 1 or more: number of steps."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply lr by (processes / scale_lr_base), or by its root."""
+    """Multiply lr by (processes / scale_lr_base), or by its square root."""
     scale_lr_base: PositiveInt = 1
-    """Processes for which lr was chosen."""
+    """Number of processes that lr was chosen for."""
     groups: dict[str, GroupConfig] = {}
-    """Name or glob, or vision, projector, language -> its own lr or weight_decay: {"*.embed_tokens": {lr: 1e-6}}."""
+    """Name, glob, or vision, projector, language -> lr and weight_decay of these parameters: {"*.embed_tokens": {lr: 1e-6}}."""
 
     @property
     def peak_lr(self) -> float:
-        """`lr` as settled. Raises ValueError where it is not: `make_task` and `resolve_wish` settle it."""
+        """Return `lr`. Raises ValueError while it is None: `make_task` and `fill_learning_rate` set it."""
         if self.lr is None:
-            raise ValueError(
-                "optim.lr is not settled; take the recipe of a task, which has its own where none is named"
-            )
+            raise ValueError("optim.lr is not set; use the recipe of a made task, which has the task's default")
         return self.lr
 
     @model_validator(mode="before")
     @classmethod
     def _apply_optimizer_defaults(cls, values: Any) -> Any:
-        """An optimizer's own defaults, where they are not AdamW's."""
+        """Fill in an optimizer's own defaults where they differ from AdamW's."""
         name = values.get("name") if isinstance(values, dict) else None
         return (
             {**OPTIMIZER_DEFAULTS[name], **values} if isinstance(name, str) and name in OPTIMIZER_DEFAULTS else values
@@ -140,72 +152,86 @@ class OptimConfig(Section):
 
 
 class WandbConfig(Section):
+    """Weights & Biases run."""
+
     project: str
-    """Project the run appears in."""
+    """Project of the run."""
     name: str | None = None
-    """Name of the run; empty: the run folder's."""
+    """Name of the run. Empty: the name of the run folder."""
     mode: Literal["online", "offline"] = "online"
-    """offline writes files that `wandb sync` uploads later. WANDB_MODE=offline or disabled overrides online."""
+    """offline: write files that `wandb sync` uploads later. WANDB_MODE=offline or disabled overrides online."""
 
 
 class LogConfig(Section):
+    """Logging of metrics."""
+
     every: PositiveInt = 10
-    """Steps between two rows."""
+    """Steps between two rows of metrics."""
     tensorboard: bool = True
     """Write TensorBoard files into the run folder."""
     wandb: WandbConfig | None = None
-    """Send rows to Weights & Biases, from rank 0."""
+    """Log to Weights & Biases, from rank 0."""
 
 
 class EvalConfig(Section):
+    """Evaluation on held-out data."""
+
     every: PositiveInt | Literal["epoch"] = 200
-    """Steps between two evaluations, or the word epoch."""
+    """Steps between two evaluations, or epoch: at the end of each epoch."""
     metric: str = "loss"
-    """The metric `best` goes by."""
+    """Metric that selects the best checkpoint."""
     best: Literal["min", "max"] = "min"
-    """Whether the metric is better small or large."""
+    """min: lower values of the metric are better; max: higher values."""
 
 
 class SaveConfig(Section):
+    """Checkpoints."""
+
     every: PositiveInt | Literal["epoch"] = 200
-    """Steps between two checkpoints, or the word epoch; one is always written at the end."""
+    """Steps between two checkpoints, or epoch; the last step is always saved."""
     keep: PositiveInt | None = 3
-    """Checkpoints kept, beside the best; null keeps all."""
+    """Number of latest checkpoints to keep, in addition to the best; null: all."""
     keep_every: PositiveInt | None = None
-    """Keep every checkpoint whose step is a multiple of this."""
+    """Also keep every checkpoint whose step is a multiple of this."""
     background: bool = False
-    """Write behind training, from a copy in host memory; training waits for the copy alone. Not where state lies on a disk."""
+    """Write checkpoints in the background from a copy in host memory, so that training waits only for the copy. Not available with NVMe offload."""
     prune_when_full: bool = False
-    """Where the disk cannot hold one more, delete older checkpoints first; never the newest whole one."""
+    """If the disk has no space for another checkpoint, delete older ones first, but never the newest complete one."""
 
 
 class ProfileConfig(Section):
+    """Profiler."""
+
     steps: tuple[PositiveInt, PositiveInt]
     """First and last step to profile, counted from 1 as in metrics.jsonl."""
     memory: bool = False
-    """Record allocations too."""
+    """Also record memory allocations."""
 
 
 class SlurmConfig(Section):
+    """Slurm job."""
+
     partition: str | None = None
-    """Partition."""
+    """Slurm partition."""
     account: str | None = None
-    """Account."""
+    """Slurm account."""
     time: str | None = None
-    """Time limit, as sbatch takes it."""
+    """Time limit in sbatch's format."""
     setup: list[str] = []
-    """Shell lines that run before the training."""
+    """Shell commands to run before training."""
 
 
 class LaunchConfig(Section):
+    """Launcher."""
+
     env: list[EnvVar] = []
-    """Environment variables that every rank gets, on every host: NAME as it is where the launch begins, or NAME=value."""
+    """Environment variables for every rank on every host: NAME (its value on the launching host) or NAME=value."""
     grace_seconds: NonNegativeFloat | None = 30.0
     """What the scheduler leaves between SIGTERM and SIGKILL; a checkpoint that takes longer is warned of. null: not known."""
     heartbeat_timeout_seconds: Annotated[float, Field(ge=3, le=1e6)] = 30.0
     """If a host sends no message for this long, the launch is ended on all hosts."""
     slurm: SlurmConfig = SlurmConfig()
-    """For the Slurm launcher."""
+    """Settings of the Slurm launcher."""
 
     @model_validator(mode="before")
     @classmethod
@@ -218,45 +244,61 @@ class LaunchConfig(Section):
 
 
 class RunConfig(Section):
-    """A whole recipe."""
+    """A complete recipe."""
 
     task: str = ""
     """A packaged task (`dstrain tasks`), a file path, or a dotted module."""
     options: dict[str, Any] = {}
-    """The task's own options (`dstrain tasks NAME` documents them)."""
+    """Options of the task (`dstrain tasks NAME` documents them)."""
     model: ModelConfig = ModelConfig()
-    """The model and what of it is trained."""
+    """Model, tokenizer and trained parameters."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """auto: bf16 if the GPU has it, else fp16; fp32 on a CPU."""
+    """auto: bf16 if the GPU supports it, else fp16; fp32 on a CPU."""
     data: DataConfig = DataConfig()
-    """Where samples come from."""
+    """Training and held-out data."""
     ds_config: str = "zero2"
-    """A name in ds_configs, or the path of a DeepSpeed JSON."""
+    """DeepSpeed preset (`dstrain presets`), or the path of a DeepSpeed JSON."""
     batch: BatchConfig = BatchConfig()
-    """Any two of total, micro, accumulate."""
+    """Batch sizes: any two of total, micro, accumulate."""
     optim: OptimConfig = OptimConfig()
-    """How the weights learn."""
+    """Optimizer and learning-rate schedule."""
     steps: PositiveInt | None = None
     """Optimizer steps."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Instead of `steps`: passes over the data. With neither: 1."""
+    """Alternative to `steps`: passes over the data. Default if neither is set: 1."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Order of the data, initial weights, dropout."""
+    """Random seed for data order, initial weights and dropout."""
     deterministic: bool = False
-    """Bit-equal results on a GPU too, at a price in speed."""
+    """Bit-identical results also on a GPU, at some cost in speed."""
     compile: bool = False
     """torch.compile the model."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A step with an inf or nan is always left out; stop ends the run after 3 in a row."""
+    """Steps with inf or nan are always skipped; stop: end the run after 3 in a row."""
     timeout_minutes: Annotated[float, Field(ge=0.1, le=1e6)] = 10.0
-    """How long a process waits for a silent one."""
+    """Timeout of collectives in minutes."""
     log: LogConfig = LogConfig()
-    """Where numbers go."""
+    """Logging of metrics."""
     eval: EvalConfig = EvalConfig()
-    """When held-out data is looked at."""
+    """Evaluation on held-out data."""
     save: SaveConfig = SaveConfig()
-    """When checkpoints are written and which are kept."""
+    """Checkpoint interval and retention."""
     profile: ProfileConfig | None = None
-    """Steps to look at closely: a trace, DeepSpeed's flops table, the memory."""
+    """Profile some steps: trace, DeepSpeed's FLOPs table, memory."""
     launch: LaunchConfig = LaunchConfig()
-    """What launchers need to know."""
+    """Launcher settings."""
+
+    _deprecations: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def deprecations(self) -> tuple[str, ...]:
+        """Messages about old names in the recipe as written."""
+        return self._deprecations
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _accept_old_names(cls, values: Any, handler: ModelWrapValidatorHandler[RunConfig]) -> RunConfig:
+        if not isinstance(values, dict):
+            return handler(values)
+        config = handler(rename_options(values))
+        config._deprecations = tuple(find_deprecations(values))
+        return config

@@ -12,8 +12,14 @@ from typing import Any, Literal
 
 from dstrain.errors import suggest_name
 from dstrain.preset import migrate
-from dstrain.preset.key_schema import KeySpec, find_parent_blocks, find_value_problem, format_json, load_key_schema
-from dstrain.preset.source_map import KeyPath
+from dstrain.preset.key_schema import (
+    KeyPath,
+    KeySpec,
+    find_parent_blocks,
+    find_value_problem,
+    format_json,
+    load_key_schema,
+)
 
 IssueKind = Literal["unknown", "auto", "learning", "refused", "renamed", "type", "idle", "clash"]
 

@@ -11,9 +11,10 @@ from typing import Any
 from dstrain.errors import Fault
 from dstrain.preset import migrate
 from dstrain.preset.check import Issue, check_schema, describe_auto_default
-from dstrain.preset.key_schema import cast_integers, find_key, format_json
+from dstrain.preset.key_schema import KeyPath, cast_integers, find_key, format_json
+from dstrain.preset.read_json import read_json
 from dstrain.preset.rules import ZERO_BLOCK, check_conflicts, get_nested
-from dstrain.preset.source_map import JsonSourceMap, KeyPath, read_json
+from dstrain.source_map import SourceMap
 
 _DEPRECATED_OFFLOAD_KEYS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
@@ -42,9 +43,9 @@ def convert_preset(path: str | Path) -> ConvertedPreset:
     return convert_source(read_json(Path(path)))
 
 
-def convert_source(source: JsonSourceMap) -> ConvertedPreset:
+def convert_source(source: SourceMap) -> ConvertedPreset:
     """As adopt, of a text already read."""
-    block, lines = copy.deepcopy(source.block), []
+    block, lines = copy.deepcopy(source.values), []
     recipe: dict[str, Any] = {}
     if isinstance(block.get(ZERO_BLOCK), bool):
         lines.append(f'{ZERO_BLOCK} {format_json(block[ZERO_BLOCK])} -> {{"stage": {int(block[ZERO_BLOCK])}}}')

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dstrain.preset.source_map import KeyPath
-
+KeyPath = tuple[str, ...]
 KeySpec = dict[str, Any]
 """What is known of one key: type, null, values, min, above, max, below, default, deprecated, keys."""
 

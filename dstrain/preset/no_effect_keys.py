@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dstrain.preset.check import Issue
-from dstrain.preset.key_schema import find_key
-from dstrain.preset.source_map import KeyPath
+from dstrain.preset.key_schema import KeyPath, find_key
 
 _ACTIVATION_BLOCK = "activation_checkpointing"
 _RECOMPUTE_REASON = "transformers recomputes activations, not DeepSpeed"

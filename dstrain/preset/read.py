@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 from dstrain.errors import Fault, PresetError, suggest_name
 from dstrain.preset.check import Issue, check_schema
 from dstrain.preset.convert import convert_source
+from dstrain.preset.read_json import read_json
 from dstrain.preset.rules import check_conflicts, get_nested, get_offload_device, get_zero_stage
-from dstrain.preset.source_map import JsonSourceMap, read_json
 from dstrain.resources import find_resource_dir
+from dstrain.source_map import SourceMap
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,11 @@ def read_preset(name_or_path: str, folder: Path | None = None) -> Preset:
     """The preset of this name in ds_configs, or of this path. PresetError with every fault at once."""
     path = _find_preset(name_or_path, folder or find_resource_dir("ds_configs"))
     text = read_json(path)
-    findings = check_schema(text.block) + check_conflicts(text.block)
+    findings = check_schema(text.values) + check_conflicts(text.values)
     if findings:
         faults = [Fault(text.get_location(finding.path), finding.problem, finding.fix) for finding in findings]
         raise PresetError(faults + _suggest_conversion(text, findings, path))
-    return Preset(path.stem, path, text.block)
+    return Preset(path.stem, path, text.values)
 
 
 def check_ds_config(file: Path, ds_config: dict[str, Any]) -> dict[str, Any]:
@@ -108,11 +110,11 @@ def describe_preset(name: str, folder: Path | None = None) -> str:
 def _find_preset(name_or_path: str, folder: Path) -> Path:
     named, given = folder / f"{name_or_path}.json", Path(name_or_path)
     looks_like_a_path = given.suffix == ".json" or len(given.parts) > 1
-    if not looks_like_a_path and _path_exists(named):
+    if not looks_like_a_path and os.path.exists(named):
         return named
-    if name_or_path and _path_exists(given) and not given.is_dir():
+    if name_or_path and os.path.exists(given) and not given.is_dir():
         return given
-    if name_or_path and _path_exists(given):
+    if name_or_path and os.path.exists(given):
         raise PresetError(Fault(f"ds_config {name_or_path}", "is a folder", "name a JSON file in it"))
     if looks_like_a_path:
         raise PresetError(Fault(name_or_path, "there is no such file", "name a file, or a preset of `dstrain presets`"))
@@ -120,14 +122,7 @@ def _find_preset(name_or_path: str, folder: Path) -> Path:
     raise PresetError(Fault(f"ds_config {name_or_path}", f"there is no such preset in {folder}", mend))
 
 
-def _path_exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a name too long for the system
-        return False
-
-
-def _suggest_conversion(source: JsonSourceMap, issues: list[Issue], path: Path) -> list[Fault]:
+def _suggest_conversion(source: SourceMap, issues: list[Issue], path: Path) -> list[Fault]:
     """The resolved JSON, where "auto" or learning is what stands in the way and nothing is left to decide."""
     kinds = {finding.kind for finding in issues}
     if not kinds & {"auto", "learning"} or "unknown" in kinds:  # dropping a misspelt block would change the memory
@@ -137,7 +132,7 @@ def _suggest_conversion(source: JsonSourceMap, issues: list[Issue], path: Path) 
         return []
     problem = f"this JSON would do:\n{adopted.json_text}"
     return [
-        Fault(source.file, problem.rstrip(), f"`dstrain presets --adopt {path}` prints it and says what went where")
+        Fault(source.name, problem.rstrip(), f"`dstrain presets --adopt {path}` prints it and says what went where")
     ]
 
 

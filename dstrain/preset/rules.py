@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from dstrain.preset.check import Issue
-from dstrain.preset.key_schema import find_key
+from dstrain.preset.key_schema import KeyPath, find_key
 from dstrain.preset.no_effect_keys import UNUSED_KEYS, check_unused_keys
-from dstrain.preset.source_map import KeyPath
 
 ZERO_BLOCK = "zero_optimization"
 _STAGE_3_ONLY = (

@@ -1,4 +1,4 @@
-"""Weights & Biases: rows on a server, or in files that `wandb sync` uploads later. Made on rank 0 only."""
+"""Weights & Biases sink: rows sent to a server, or written to files for `wandb sync`. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -21,148 +21,155 @@ from dstrain.report.run_log import Row
 log = logging.getLogger(__name__)
 
 UNPREFIXED_METRICS = ("step", "samples", "epoch")
-"""Logged under their own names; everything else is `train/…` or `eval/…`, drawn over `step`."""
+"""Logged under their own names; all other metrics become `train/…` or `eval/…`, plotted over `step`."""
 WANDB_MODES = {"online": "online", "run": "online", "shared": "online", "offline": "offline", "dryrun": "offline"}
-"""What WANDB_MODE may say besides `disabled`, and what it means here."""
+"""Value of WANDB_MODE -> mode used here. `disabled` is handled on its own."""
 INIT_SECONDS = 20.0
-"""The server gets this long to answer before the run goes on without it."""
+"""Timeout of wandb.init; after it the run is logged offline."""
 FINISH_SECONDS = 20.0
-"""At the end the last rows get this long to arrive; what has not is on the disk."""
+"""Timeout of the last upload; rows that were not uploaded stay on disk."""
 GRACE_SECONDS = 10.0
-"""How much longer before its processes are killed."""
-FLUSH_SECONDS = 0.5
-"""Rows older than this are in the file."""
+"""Additional time before a hanging service process is killed."""
+SETTINGS = {
+    "silent": True,
+    "console": "off",  # the output is in logs/ already
+    "disable_git": True,  # a remote's URL may contain a password
+    "disable_code": True,
+    "finish_timeout_raises": True,
+    "x_transaction_log_flush_interval": 0.5,  # default 15 s: a killed run would lose that much
+}
+"""Fields of wandb.Settings; unknown ones are left out, because names with x_ may change."""
 
 
 class WandbSink:
-    """One run on the server for one run folder, however often it is resumed. A server that is gone never stops it."""
+    """One W&B run per run folder, also across resumes. A failing server or service never stops training."""
 
     def __init__(self, config: WandbConfig, run_dir: Path, recipe: Mapping[str, Any]) -> None:
-        """`recipe`: shown as the run's config."""
-        self._run = _start_run(config, run_dir, recipe)
+        """Start the run, offline where the server does not answer. `recipe` becomes the run's config."""
+        self._run: Any = None
+        mode = resolve_mode(config.mode, os.environ)
+        if mode == "disabled":
+            log.warning("log.wandb is left out: WANDB_MODE or WANDB_DISABLED disables it")
+            return
+        for attempt in ("online", "offline")[mode == "offline" :]:
+            try:
+                self._run = _init(config, run_dir, recipe, attempt)
+            except Exception as error:  # wandb's own errors, and those of pydantic and the network
+                fallback = "its rows go to files" if attempt == "online" else "this run goes on without it"
+                reason = mask_passwords(" ".join(str(error).split()))
+                log.warning("Weights & Biases (%s) did not start: %s; %s", attempt, reason, fallback)
+                _teardown()  # the service still holds the run id of this attempt
+                continue
+            place = f"files for `wandb sync {self._folder}`" if self._run.offline else self._run.url
+            print(f"weights & biases: run {self._run.id}, {place}", flush=True)
+            return
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self._run.dir).parent
 
     @property
     def event_fields(self) -> dict[str, Any]:
-        """Where the rows go: id, mode, url or folder."""
+        """Return mode, id and url (or folder) of the run, for events.jsonl."""
         if self._run is None:
             return {"mode": "off"}
-        about: dict[str, Any] = {"id": self._run.id, "mode": "offline" if self._run.offline else "online"}
-        return about | ({"folder": str(_files_dir(self._run))} if self._run.offline else {"url": self._run.url})
+        if self._run.offline:
+            return {"id": self._run.id, "mode": "offline", "folder": str(self._folder)}
+        return {"id": self._run.id, "mode": "online", "url": self._run.url}
 
     def write(self, row: Row) -> None:
+        """Log the numbers of a row."""
         if self._run is None:
             return
-        values = {name: value for name, value in row.items() if isinstance(value, (int, float))}
-        named = {
-            name if name in UNPREFIXED_METRICS else f"{row['split']}/{name}": value for name, value in values.items()
-        }
+        numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
         try:
-            self._run.log(named)
-        except Exception as error:  # whatever its service left behind when it died
+            self._run.log({n if n in UNPREFIXED_METRICS else f"{row['split']}/{n}": v for n, v in numbers.items()})
+        except Exception as error:  # the service process died
             log.warning("Weights & Biases takes no more rows (%s); this run goes on without it", error)
             self._run = None
-            _teardown_service()
+            _teardown()
 
     def close(self, exit_code: int = 0) -> None:
-        """Say how the run ended, and end wandb's own processes."""
+        """Report the exit code, upload the last rows within FINISH_SECONDS, and end wandb's processes."""
         if self._run is None:
             return
-        finishing = threading.Thread(target=_finish_run, args=(self._run, exit_code), daemon=True)
-        self._run = None
-        finishing.start()
-        finishing.join(FINISH_SECONDS + GRACE_SECONDS)
-        if finishing.is_alive():
-            log.warning("Weights & Biases does not end, so its processes are killed")
-            _kill_service()
-            finishing.join(GRACE_SECONDS)
+        # finish_timeout covers a silent server, but not a service process that hangs: finish() would wait forever.
+        watchdog = threading.Timer(
+            FINISH_SECONDS + GRACE_SECONDS, _kill_service, ["does not end, so its processes are killed"]
+        )
+        watchdog.start()
+        try:
+            if exit_code == EXIT_STOPPED:
+                self._run.mark_preempting()  # shown as preempted, not as failed
+            self._run.finish(exit_code=exit_code)
+        except Exception as error:
+            reason, command = str(error) or type(error).__name__, f"wandb sync {self._folder}"
+            log.warning("Weights & Biases may not have the last rows (%s); `%s` uploads them", reason, command)
+        finally:
+            watchdog.cancel()
+            self._run = None
+            _teardown()
 
 
 def check_wandb(config: WandbConfig) -> None:
-    """Refuse `log.wandb` where it cannot work. Rank 0 calls it; asks no server. Raises UsageError."""
+    """Raise UsageError where `log.wandb` cannot work: wandb or its API key is missing. Contacts no server."""
     mode = resolve_mode(config.mode, os.environ)
     if mode == "disabled":
         return
-    found = importlib.util.find_spec("wandb")
-    if found is None or found.origin is None:  # without origin it is a folder of that name
-        raise UsageError(
-            "log.wandb is set, but wandb is not installed; run `pip install wandb`, or leave log.wandb out"
-        )
-    problem = _api_key_problem() if mode == "online" else None
+    spec = importlib.util.find_spec("wandb")
+    if spec is None or spec.origin is None:  # without origin it is a plain folder named wandb
+        fix = "run `pip install wandb`, or leave log.wandb out"
+        raise UsageError(f"log.wandb is set, but wandb is not installed; {fix}")
+    if mode == "offline":
+        return
+    try:
+        wandb = _import_wandb()
+        wandb.setup(wandb.Settings(mode="online", silent=True))
+        problem = "" if wandb.login(prompt=False, verify=False) else "there is no API key"
+    except Exception as error:  # wandb's own errors, or pydantic's for an invalid environment variable
+        problem = f"its API key cannot be used ({' '.join(str(error).split()).rstrip('.')})"
+    finally:
+        _teardown()
     if problem:
-        raise UsageError(
-            f"log.wandb.mode is online, but {problem}; "
-            f"set WANDB_API_KEY, run `wandb login`, or set log.wandb.mode=offline"
-        )
+        fix = "set WANDB_API_KEY, run `wandb login`, or set log.wandb.mode=offline"
+        raise UsageError(f"log.wandb.mode is online, but {problem}; {fix}")
 
 
 def resolve_mode(recipe_mode: str, env: Mapping[str, str]) -> str:
-    """online, offline or disabled: the recipe's mode, which WANDB_MODE and WANDB_DISABLED can lower but not raise."""
-    said = env.get("WANDB_MODE", "").lower()
-    if said == "disabled" or env.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on"):
+    """Return online, offline or disabled: WANDB_MODE and WANDB_DISABLED can lower the recipe's mode, not raise it."""
+    env_mode = env.get("WANDB_MODE", "").lower()
+    if env_mode == "disabled" or env.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on"):
         return "disabled"
-    if said and said not in WANDB_MODES:
-        raise UsageError(f"WANDB_MODE={said}: is no mode; set it to online, offline or disabled")
-    return "offline" if "offline" in (recipe_mode, WANDB_MODES.get(said)) else "online"
+    if env_mode and env_mode not in WANDB_MODES:
+        raise UsageError(f"WANDB_MODE={env_mode}: not a valid mode; set it to online, offline or disabled")
+    return "offline" if "offline" in (recipe_mode, WANDB_MODES.get(env_mode)) else "online"
 
 
 def get_run_id(run_dir: Path) -> str:
-    """The name of this run folder's run on the server, kept in `wandb/id`: every start of it goes on under that."""
+    """Return the W&B run id of a run folder, stored in `wandb/id` so that every resume continues the same W&B run."""
     path = run_dir / "wandb" / "id"
-    kept = path.read_text().strip() if path.is_file() else ""
-    if not kept:
-        kept = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+    run_id = path.read_text().strip() if path.is_file() else ""
+    if not run_id:
+        run_id = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(kept + "\n")
-    return kept
-
-
-def _api_key_problem() -> str | None:
-    """What is wrong with the key for the server, told as part of a sentence."""
-    wandb = _import_wandb()
-    try:
-        wandb.setup(wandb.Settings(mode="online", silent=True))
-        return None if wandb.login(prompt=False, verify=False) else "there is no API key"
-    except Exception as error:  # of wandb, or of pydantic where another of its variables says nonsense
-        return f"its API key cannot be used ({' '.join(str(error).split()).rstrip('.')})"
-    finally:
-        _teardown_service()
+        path.write_text(run_id + "\n")
+    return run_id
 
 
 def _import_wandb() -> Any:
-    """wandb, told to report nothing about itself: where nobody answers, that would hold up the end by 10 s."""
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    if not os.environ.get("WANDB_SILENT"):  # its login tells the server's address, which may hold a password
-        os.environ["WANDB_SILENT"] = "true"
-    if os.environ.get("WANDB_MODE") == "":  # set to nothing, which wandb refuses
+    """Import wandb with error reporting and terminal output off, which only environment variables can do everywhere."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # without network it delays the exit by 10 s
+    os.environ["WANDB_SILENT"] = os.environ.get("WANDB_SILENT") or "true"  # login prints the server's URL
+    if os.environ.get("WANDB_MODE") == "":  # wandb rejects an empty value
         del os.environ["WANDB_MODE"]
     import wandb
 
     return wandb
 
 
-def _start_run(config: WandbConfig, run_dir: Path, recipe: Mapping[str, Any]) -> Any:
-    """A run of wandb's, offline where the server does not answer; None where there can be none."""
-    mode = resolve_mode(config.mode, os.environ)
-    if mode == "disabled":
-        log.warning("log.wandb is left out: WANDB_MODE or WANDB_DISABLED says so")
-        return None
-    for attempt in ("online", "offline")[mode == "offline" :]:
-        try:
-            run = _init(config, run_dir, recipe, attempt)
-        except Exception as error:  # wandb's own kinds, and those of what it stands on
-            instead = "its rows go to files" if attempt == "online" else "this run goes on without it"
-            why = mask_passwords(" ".join(str(error).split()))  # it breaks lines
-            log.warning("Weights & Biases (%s) did not start: %s; %s", attempt, why, instead)
-            _teardown_service()  # it holds the id of the attempt
-            continue
-        later = f"files for `wandb sync {_files_dir(run)}`"
-        print(f"weights & biases: run {run.id}, {later if run.offline else run.url}", flush=True)
-        return run
-    return None
-
-
 def _init(config: WandbConfig, run_dir: Path, recipe: Mapping[str, Any], mode: str) -> Any:
     wandb = _import_wandb()
+    settings = {**SETTINGS, "init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
     run = wandb.init(
         project=config.project,
         name=config.name or run_dir.name,
@@ -171,56 +178,25 @@ def _init(config: WandbConfig, run_dir: Path, recipe: Mapping[str, Any], mode: s
         mode=mode,
         dir=str(run_dir),
         config=dict(recipe),
-        settings=_settings(wandb),
+        settings=wandb.Settings(**{k: v for k, v in settings.items() if k in wandb.Settings.model_fields}),
     )
-    # Steps written again after a resume would be dropped as wandb's own step, which only rises.
+    # wandb drops rows whose own step is not rising, as after a resume; so `step` is a metric and the x-axis.
     run.define_metric("step")
     for split in ("train", "eval"):
         run.define_metric(f"{split}/*", step_metric="step")
     return run
 
 
-def _settings(wandb: Any) -> Any:
-    chosen: dict[str, Any] = {
-        "silent": True,
-        "console": "off",  # it is in logs/ already
-        "disable_git": True,  # the address of a remote may hold a password
-        "disable_code": True,
-        "init_timeout": INIT_SECONDS,
-        "finish_timeout": FINISH_SECONDS,
-        "finish_timeout_raises": True,
-        # Otherwise a run that is killed takes the last 15 s with it; wandb makes no promise for names with x_.
-        "x_transaction_log_flush_interval": FLUSH_SECONDS,
-    }
-    return wandb.Settings(**{name: value for name, value in chosen.items() if name in wandb.Settings.model_fields})
-
-
-def _files_dir(run: Any) -> Path:
-    return Path(run.dir).parent
-
-
-def _finish_run(run: Any, exit_code: int) -> None:
-    try:
-        if exit_code == EXIT_STOPPED:
-            run.mark_preempting()  # shown as preempted, not as failed
-        run.finish(exit_code=exit_code)
-    except Exception as error:
-        why = str(error) or type(error).__name__
-        log.warning(
-            "Weights & Biases may not have the last rows (%s); `wandb sync %s` uploads them", why, _files_dir(run)
-        )
-    finally:
-        _teardown_service()
-
-
-def _teardown_service() -> None:
-    """End wandb's processes; what is held up there is lost to the server, not to the disk."""
+def _teardown() -> None:
+    """End wandb's service process. Rows that were not uploaded stay on disk."""
     with contextlib.suppress(Exception):
         _import_wandb().teardown()
     _kill_service()
 
 
-def _kill_service() -> None:
+def _kill_service(warning: str = "") -> None:
+    if warning:
+        log.warning("Weights & Biases %s", warning)
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if child.name().startswith("wandb-"):

@@ -9,11 +9,15 @@ from dstrain.tasks.common.registry import (
     make_task,
     task_options,
 )
-from dstrain.tasks.common.task import Loss, Split, Task
+from dstrain.tasks.common.task import Checks, Export, Loss, LossInputs, Reference, Split, Task
 
 __all__ = [
+    "Checks",
+    "Export",
     "Loss",
+    "LossInputs",
     "Option",
+    "Reference",
     "Split",
     "Task",
     "builtin_tasks",

@@ -1,4 +1,4 @@
-"""Preference optimization: a policy learns from pairs of answers, held near a reference where the loss has one."""
+"""Preference optimization: a policy trained on pairs of answers. B pairs, K targets."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
-from dstrain.tasks.common.pairs import PairTask, tiny_pair_recipe
-from dstrain.tasks.common.reference import ReferenceTask
+from dstrain.old_paths import moved_names
+from dstrain.tasks.common.pairs import PairChecks, PairTask, tiny_pair_recipe
+from dstrain.tasks.common.reference import ReferenceChecks, ReferenceTask
 from dstrain.tasks.common.task import Loss, ReferenceKind
 
 if TYPE_CHECKING:
@@ -21,26 +22,34 @@ LENGTH_NORMALIZED_LOSSES = ("ipo", "orpo", "simpo")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPO(PairTask, ReferenceTask):
-    """Policies that learn from pairs: DPO and its kin (IPO, SLiC's hinge, robust DPO, ORPO, SimPO).
+class DPOChecks(PairChecks, ReferenceChecks):
+    """The checks of a task on pairs with a reference."""
 
-    Rafailov et al. (arXiv 2305.18290), eq. 7, and the papers that `dstrain.tasks.common.losses.preference_loss` names;
+    task: DPO
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPO(PairTask, ReferenceTask):
+    """Policies trained on pairs: DPO and its variants (IPO, SLiC's hinge, robust DPO, ORPO, SimPO).
+
+    Rafailov et al. (arXiv 2305.18290), eq. 7, and the papers that `dstrain.tasks.common.losses` names;
     summed over pairs.
     """
 
     metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
     ref_columns = ("ref_chosen_logps", "ref_rejected_logps")
+    checks_class = DPOChecks
 
     beta: float = 0.1
-    """How strongly the policy is held near its reference; IPO's tau, ORPO's lambda, SimPO's scale."""
+    """Strength of the penalty on the divergence from the reference; IPO's tau, ORPO's lambda, SimPO's scale."""
     loss_type: LossType = "sigmoid"
     """sigmoid (DPO), ipo, hinge (SLiC), robust; orpo and simpo need no reference."""
     label_smoothing: float = 0.0
-    """Share of pairs whose label is taken for flipped, from 0 to below 0.5; for sigmoid and robust."""
+    """Assumed share of flipped labels, from 0 to below 0.5; for sigmoid and robust."""
     rpo_alpha: float = 0.0
     """Weight of an SFT term: the mean -log p of the chosen answer's tokens, added to the loss of each pair."""
     simpo_gamma: float = 0.5
-    """SimPO's margin: by how much the chosen answer's reward shall be larger."""
+    """SimPO's margin: the target difference of the two rewards."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,8 +67,8 @@ class DPO(PairTask, ReferenceTask):
         return "none" if self.loss_type in REFERENCE_FREE_LOSSES else super().reference_kind
 
     def reference_outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """(B,) each: log p of the chosen and of the rejected answer under the reference."""
-        from dstrain.tasks.common.losses import answer_log_probs
+        """Return log p of the chosen and of the rejected answer under the reference, (B,) each."""
+        from dstrain.tasks.common.forward import answer_log_probs
 
         chosen, rejected = answer_log_probs(model, batch).sum(-1).chunk(2)
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
@@ -70,30 +79,30 @@ class DPO(PairTask, ReferenceTask):
         sides = [
             (example[side], int(example["prompt_length"])) for side in ("chosen", "rejected") for example in examples
         ]
-        learnt = answer_mask_tail(sides)  # (2B, K): 1 where a token of an answer stands
+        loss_mask = answer_mask_tail(sides)  # (2B, K): 1 at the tokens of answers
         length = padded_length([ids for ids, _ in sides])
         return {
-            "learnt": learnt,
-            "loss_positions": loss_positions(learnt, length),
+            "learnt": loss_mask,
+            "loss_positions": loss_positions(loss_mask, length),
             **self.cached_reference_outputs(examples),
         }
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         import torch
 
-        from dstrain.tasks.common.losses import answer_log_probs
+        from dstrain.tasks.common.forward import answer_log_probs
 
         sums = answer_log_probs(model, batch).sum(-1)  # (2B,)
         lengths = batch.tensors["learnt"].sum(-1).clamp(min=1)  # (2B,)
         scale = lengths if self.loss_type in LENGTH_NORMALIZED_LOSSES else torch.ones_like(lengths)
-        anchor = torch.zeros_like(sums)
+        reference = torch.zeros_like(sums)
         if self.reference_kind != "none":
-            anchor = torch.cat([batch.tensors["ref_chosen_logps"], batch.tensors["ref_rejected_logps"]])
-        chosen, rejected = ((sums - anchor) / scale).chunk(2)  # (B,), (B,)
+            reference = torch.cat([batch.tensors["ref_chosen_logps"], batch.tensors["ref_rejected_logps"]])
+        chosen, rejected = ((sums - reference) / scale).chunk(2)  # (B,), (B,)
         pairs = self._pair_losses(chosen, rejected)
         if self.rpo_alpha or self.loss_type == "orpo":
-            learns_chosen = -(sums / lengths).chunk(2)[0]
-            pairs = learns_chosen + pairs if self.loss_type == "orpo" else pairs + self.rpo_alpha * learns_chosen
+            nll_chosen = -(sums / lengths).chunk(2)[0]
+            pairs = nll_chosen + pairs if self.loss_type == "orpo" else pairs + self.rpo_alpha * nll_chosen
         rewards = self.beta * torch.stack([chosen, rejected]).detach()  # (2, B)
         return Loss(
             pairs.sum(),
@@ -108,24 +117,27 @@ class DPO(PairTask, ReferenceTask):
         )
 
     def _pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """(B,) losses of (B,) log-ratios, or of mean log-probabilities where there is no reference."""
-        from dstrain.tasks.common import losses as ops
+        """Return the losses of log-ratios, or of mean log-probabilities without a reference; (B,), (B,) -> (B,)."""
+        from dstrain.tasks.common import losses
 
         difference = chosen - rejected
         match self.loss_type:
             case "sigmoid":
-                return ops.dpo_sigmoid(difference, self.beta, self.label_smoothing)
+                return losses.dpo_sigmoid(difference, self.beta, self.label_smoothing)
             case "robust":
-                return ops.robust_dpo(difference, self.beta, self.label_smoothing)
+                return losses.robust_dpo(difference, self.beta, self.label_smoothing)
             case "ipo":
-                return ops.ipo(difference, self.beta)
+                return losses.ipo(difference, self.beta)
             case "hinge":
-                return ops.hinge(difference, self.beta)
+                return losses.hinge(difference, self.beta)
             case "simpo":
-                return ops.simpo(difference, self.beta, self.simpo_gamma)
+                return losses.simpo(difference, self.beta, self.simpo_gamma)
             case "orpo":
-                return self.beta * ops.orpo(chosen, rejected)
+                return self.beta * losses.orpo(chosen, rejected)
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
         return tiny_pair_recipe(folder, "dpo")
+
+
+__getattr__ = moved_names(__name__)

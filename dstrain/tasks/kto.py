@@ -1,37 +1,37 @@
-"""Learning from single answers: a policy makes wanted ones likelier and unwanted ones less likely than its reference does."""
+"""KTO: a policy trained on single answers labelled desirable or undesirable. B answers, L tokens, K targets."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
-from dstrain.data.cache.build import StatefulEncode, compose_encode, prepare
 from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.encoding.conversations import EncodingConfig
 from dstrain.data.encoding.unpaired import UnpairedEncoder
-from dstrain.data.fingerprint import tokenizer_fingerprint
+from dstrain.data.formats.image_placeholders import RecordWithImages
 from dstrain.data.formats.unpaired import UnpairedPreference, read_unpaired
-from dstrain.data.records import BadRecord, try_parse
 from dstrain.data.sources.open import ConcatSource
-from dstrain.tasks.common.bad_record_policy import policy_of
-from dstrain.tasks.common.reference import ReferenceTask
-from dstrain.tasks.common.task import Loss
+from dstrain.old_paths import moved_names
+from dstrain.tasks.common.reference import ReferenceChecks, ReferenceTask
+from dstrain.tasks.common.task import Loss, LossInputs
+from dstrain.tasks.common.text import iter_parts
 from dstrain.tasks.common.tiny import tiny_recipe
 
 if TYPE_CHECKING:
     import torch
 
 FORWARD_TENSORS = ("input_ids", "attention_mask", "learnt", "loss_positions")
-"""What a forward pass over answers reads; with `mismatched_` before it, over answers to other prompts."""
+"""Tensors of a forward pass over answers; with the prefix `mismatched_`, over answers to other prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KTO(ReferenceTask):
-    """Policies that learn from single answers, each wanted or not: KTO, and APO-zero on such data.
+    """Policies trained on single answers, each desirable or not: KTO, and APO-zero on such data.
 
     Ethayarajh et al. (arXiv 2402.01306), eq. 8; D'Oosterlinck et al. (arXiv 2408.06266); summed over answers. The
     reference point of KTO, an estimate of the divergence from the reference, is one number for a whole step.
@@ -42,9 +42,9 @@ class KTO(ReferenceTask):
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
     """kto compares with the mean log-ratio of answers to other prompts, apo_zero_unpaired with 0."""
     desirable_weight: float = 1.0
-    """Weight of a wanted answer's loss."""
+    """Weight of a desirable answer's loss."""
     undesirable_weight: float = 1.0
-    """Weight of an unwanted answer's loss; times their number, the two weights shall be about equal."""
+    """Weight of an undesirable answer's loss; (weight x number) should be about equal for both labels."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +52,7 @@ class KTO(ReferenceTask):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name):g}, below 0")
         if not self.desirable_weight + self.undesirable_weight:
-            raise ValueError("desirable_weight and undesirable_weight are both 0: nothing would be learnt")
+            raise ValueError("desirable_weight and undesirable_weight are both 0: nothing would be trained")
         if not self.needs_step_stats and self.recipe.eval.metric == "kl":
             raise ValueError(f"loss_type {self.loss_type} has no kl, and eval.metric names it; take loss")
 
@@ -61,40 +61,45 @@ class KTO(ReferenceTask):
         return self.loss_type == "kto"
 
     @property
-    def ref_columns(self) -> tuple[str, ...]:  # type: ignore[override]  # the loss decides
+    def ref_columns(self) -> tuple[str, ...]:  # type: ignore[override]  # depends on the loss
         return ("ref_logps", "ref_mismatched_logps") if self.needs_step_stats else ("ref_logps",)
 
-    def parse_record(self, record: dict[str, Any]) -> list[UnpairedPreference]:
+    @property
+    def loss_inputs(self) -> LossInputs:
+        return replace(super().loss_inputs, step_stats=self.step_stats if self.needs_step_stats else None)
+
+    @cached_property
+    def checks(self) -> ReferenceChecks:
+        return ReferenceChecks(parse_record=self.parse, task=self)
+
+    def parse(self, record: Mapping[str, Any]) -> list[UnpairedPreference]:
         return read_unpaired(record)
 
-    def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
-        for item in read_unpaired(record):
-            for part in (item.prompt, item.answer):
-                if isinstance(part, str):
-                    yield part
-                else:
-                    yield from (message["content"] for message in part)
+    def parse_with_images(
+        self, record: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Any]
+    ) -> RecordWithImages[Any]:
+        return RecordWithImages(parse(record))  # `read_unpaired` itself refuses records with images
 
-    def tokenize(self, source: ConcatSource) -> TokenStore:
+    @property
+    def encode(self) -> UnpairedEncoder:  # type: ignore[override]
+        """A new encoder: it holds the last answer of a chunk for the next one."""
+        return UnpairedEncoder(self.tokenizer, self._encoding_config, self.needs_step_stats)
+
+    def encode_key(self) -> dict[str, Any]:
+        config = asdict(self._encoding_config)
+        return {"what": "labelled", "mismatched": self.needs_step_stats, **config}
+
+    @property
+    def _encoding_config(self) -> EncodingConfig:
         data = self.recipe.data
-        settings = EncodingConfig(max_length=data.max_length, max_prompt_length=data.max_prompt_length)
-        key = {
-            "what": "labelled",
-            "mismatched": self.needs_step_stats,
-            "tokenizer": tokenizer_fingerprint(self.tokenizer),
-        }
-        encode = UnpairedEncoder(self.tokenizer, settings, self.needs_step_stats)
+        return EncodingConfig(max_length=data.max_length, max_prompt_length=data.max_prompt_length)
 
-        def seek(previous_records: Iterator[dict[str, Any]]) -> None:
-            found = (try_parse(read_unpaired, record) for record in previous_records)
-            encode.restore_context(items for items in found if not isinstance(items, BadRecord))
+    def build_store(self, source: ConcatSource) -> TokenStore:
+        return self.store_builder.build(source, self.tokenizer)  # also for a vision-language model
 
-        return prepare(
-            source,
-            StatefulEncode(compose_encode(read_unpaired, encode), seek),
-            key | asdict(settings),
-            policy_of(self.recipe),
-        )
+    def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
+        for item in self.parse(record):
+            yield from iter_parts(item.prompt, item.answer)
 
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
         import torch
@@ -117,17 +122,17 @@ class KTO(ReferenceTask):
 
         sequences = [example[side] for example in examples]
         ids, mask = pad(sequences, self.tokenizer.pad_token_id), attention_mask(sequences)  # (B, L), (B, L)
-        learnt = loss_mask_tail([example[f"{side}_learnt"] for example in examples])  # (B, K)
-        return dict(zip(FORWARD_TENSORS, (ids, mask, learnt, loss_positions(learnt, ids.shape[1])), strict=True))
+        loss_mask = loss_mask_tail([example[f"{side}_learnt"] for example in examples])  # (B, K)
+        return dict(zip(FORWARD_TENSORS, (ids, mask, loss_mask, loss_positions(loss_mask, ids.shape[1])), strict=True))
 
     def reference_outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """(B,) each: log p under the reference, of the answers and of the answers to other prompts."""
+        """Return log p under the reference of the answers and of the mismatched answers, (B,) each."""
         sides = (batch, _mismatched_batch(batch)) if self.needs_step_stats else (batch,)
         found = [_sequence_log_probs(model, side) for side in sides]
         return dict(zip(self.ref_columns, found, strict=True))
 
     def step_stats(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """The log-ratios of answers to other prompts, whose mean is the estimate of the divergence."""
+        """Return the sum of the log-ratios of mismatched answers, whose mean estimates the divergence."""
         ratio = _sequence_log_probs(model, _mismatched_batch(batch)) - batch.tensors["ref_mismatched_logps"]  # (B,)
         return {"kl": ratio.sum()}
 
@@ -159,19 +164,19 @@ class KTO(ReferenceTask):
 
 
 def _mismatched_batch(batch: Batch) -> Batch:
-    """The batch with the answers to other prompts in the place of its own."""
+    """Return the batch with the mismatched answers in place of its own."""
     return batch.with_tensors({name: batch.tensors[f"mismatched_{name}"] for name in FORWARD_TENSORS})
 
 
 def _sequence_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """(B,) float64: log p of each answer. Two sums of hundreds are compared, and their difference is small."""
-    from dstrain.tasks.common.losses import answer_log_probs
+    """Return log p of each answer, (B,) float64: the small difference of two large sums needs the precision."""
+    from dstrain.tasks.common.forward import answer_log_probs
 
     return answer_log_probs(model, batch).double().sum(-1)
 
 
 def _tiny_record(split: str, index: int) -> dict[str, Any]:
-    """A made-up answer of uneven length: the polite ones were wanted."""
+    """Return a made-up answer of random length: polite answers are desirable."""
     draw = random.Random(f"{split}/{index}")
     thing = draw.choice(("pump", "valve", "kettle", "lamp", "wheel", "belt"))
     ways = " then ".join(draw.choice(("open it", "clean it", "oil it")) for _ in range(draw.randint(1, 5)))
@@ -181,3 +186,6 @@ def _tiny_record(split: str, index: int) -> dict[str, Any]:
         "completion": f" Gladly: {ways}." if wanted else f" No idea{', really' * draw.randint(0, 3)}, go away.",
         "label": wanted,
     }
+
+
+__getattr__ = moved_names(__name__)

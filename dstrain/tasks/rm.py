@@ -1,4 +1,4 @@
-"""Reward model: of two answers, the chosen one shall score higher."""
+"""Reward model: the chosen of two answers should score higher. B pairs, scores of 2B answers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig
-from dstrain.tasks.common.pairs import PairTask, tiny_pair_recipe
+from dstrain.tasks.common.model_source import ModelSource
+from dstrain.tasks.common.pairs import PairChecks, PairTask, tiny_pair_recipe
 from dstrain.tasks.common.task import Loss
+from dstrain.tasks.common.text import TextExport
 
 if TYPE_CHECKING:
     import torch
@@ -20,21 +22,85 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardModelSource(ModelSource):
+    """A model with one score for a sequence."""
+
+    auto_class_name: str = "AutoModelForSequenceClassification"
+
+    @property
+    def auto_class(self) -> Any:
+        from dstrain.models.reward_model import AutoRewardModel, has_classification_class
+
+        return super().auto_class if has_classification_class(self.config) else AutoRewardModel()
+
+    def build_config(self, model: ModelConfig) -> PretrainedConfig:
+        config = super().build_config(model)
+        config.num_labels = 1
+        for part in {id(part): part for part in (config, config.get_text_config())}.values():
+            # The model finds the position of the score, the last token before padding, by this id.
+            part.pad_token_id = self.tokenizer.pad_token_id
+        return config
+
+    @cached_property
+    def base_tokenizer(self) -> Any:
+        """The tokenizer; a base's own that pads with EOS gets another pad token.
+
+        A base that already gives scores keeps it: its scores are read with that pad token.
+        """
+        from dstrain.models.padding import replace_eos_pad_token
+        from dstrain.models.reward_model import has_score_head
+
+        tokenizer, model = super().base_tokenizer, self.recipe.model
+        own = model.tokenizer is None and model.path is not None
+        if own and not has_score_head(self.config, model.path):
+            replace_eos_pad_token(tokenizer)
+        return tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardChecks(PairChecks):
+    """The checks of a task on pairs, and of where scores are read."""
+
+    def warnings(self) -> Sequence[str]:
+        tokenizer = self.task.tokenizer
+        if tokenizer.pad_token_id != tokenizer.eos_token_id:
+            return super().warnings()
+        return (
+            *super().warnings(),
+            f"the tokenizer pads with its EOS ({tokenizer.eos_token}), so that scores are read at the token before the "
+            "EOS of an answer, as transformers reads them; for scores at the EOS itself, give the tokenizer another pad "
+            "token and name its folder as model.tokenizer",
+        )
+
+
+@dataclass(frozen=True)
+class RewardExport(TextExport):
+    """Compares scores."""
+
+    task: RewardModel
+
+    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        return self.task.scores(model, batch)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardModel(PairTask):
-    """Reward models: the chosen of two answers shall score higher (Bradley-Terry).
+    """Reward models: the chosen of two answers should score higher (Bradley-Terry).
 
     Christiano et al. (arXiv 1706.03741); the loss is eq. 1 of Ouyang et al. (arXiv 2203.02155), summed over pairs.
     """
 
-    auto_class_name = "AutoModelForSequenceClassification"
+    source_class = RewardModelSource
+    checks_class = RewardChecks
+    export_class = RewardExport
     metric_names = ("accuracy", "margin")
     learning_rate = 1.0e-5
-    heads = ("score", "classifier", "classification_head")
+    modules_to_save = ("score", "classifier", "classification_head")
 
     center_rewards_coefficient: float = 0.0
     """Weight of (chosen + rejected)^2, which keeps scores around 0; 0.01 is usual (arXiv 2312.09244)."""
     label_smoothing: float = 0.0
-    """Share of pairs whose label is taken for flipped, from 0 to below 0.5."""
+    """Assumed share of flipped labels, from 0 to below 0.5."""
     disable_dropout: bool = True
     """Train without dropout, so that both answers are scored by the same network."""
 
@@ -43,41 +109,6 @@ class RewardModel(PairTask):
             raise ValueError(f"label_smoothing is {self.label_smoothing:g}, but it must be at least 0 and below 0.5")
         if self.center_rewards_coefficient < 0:
             raise ValueError(f"center_rewards_coefficient is {self.center_rewards_coefficient:g}, below 0")
-
-    @property
-    def auto_class(self) -> Any:
-        from dstrain.models.reward_model import AutoRewardModel, has_classification_class
-
-        return super().auto_class if has_classification_class(self.model_config) else AutoRewardModel()
-
-    def build_config(self, model: ModelConfig) -> PretrainedConfig:
-        """The model's config with one score for a sequence."""
-        config = super().build_config(model)
-        config.num_labels = 1
-        for part in {id(part): part for part in (config, config.get_text_config())}.values():
-            part.pad_token_id = self.tokenizer.pad_token_id  # the model looks for the last token before it
-        return config
-
-    @cached_property
-    def _base_tokenizer(self) -> Any:
-        """The tokenizer. A base's own that pads with EOS gets another pad token, unless the base gives scores already."""
-        from dstrain.models.padding import replace_eos_pad_token
-        from dstrain.models.reward_model import has_score_head
-
-        tokenizer, model = super()._base_tokenizer, self.recipe.model
-        if model.tokenizer is None and model.path is not None and not has_score_head(self.model_config, model.path):
-            replace_eos_pad_token(tokenizer)
-        return tokenizer
-
-    def warnings(self) -> Sequence[str]:
-        if self.tokenizer.pad_token_id != self.tokenizer.eos_token_id:
-            return super().warnings()
-        return (
-            *super().warnings(),
-            f"the tokenizer pads with its EOS ({self.tokenizer.eos_token}), so that scores are read at the token before the "
-            "EOS of an answer, as transformers reads them; for scores at the EOS itself, give the tokenizer another pad "
-            "token and name its folder as model.tokenizer",
-        )
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         from dstrain.tasks.common.losses import bradley_terry
@@ -90,13 +121,10 @@ class RewardModel(PairTask):
         return Loss(pairs.sum(), {"accuracy": (difference > 0).sum(), "margin": difference.sum()})
 
     def scores(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """(2B,) rewards, the chosen ones first, read where an exported model reads them."""
-        from dstrain.tasks.common.losses import forward_logits, unwrap_peft
+        """Return rewards, the chosen ones first, (2B,), at the position where an exported model reads them."""
+        from dstrain.tasks.common.forward import forward_logits, unwrap_peft
 
         return forward_logits(model, batch, **_no_cache_kwargs(unwrap_peft(model))).squeeze(-1).float()
-
-    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        return self.scores(model, batch)
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
@@ -104,14 +132,14 @@ class RewardModel(PairTask):
 
 
 def _no_cache_kwargs(model: Any) -> dict[str, bool]:
-    """The setting that keeps a model from keeping keys and values for tokens to come; nothing where it has no such setting."""
+    """Return the argument that switches the KV cache off, where the model's `forward` takes it."""
     from dstrain.models.reward_model import RewardModelMixin
 
     own, inside = (
         inspect.signature(type(one).forward).parameters for one in (model, getattr(model, "base_model", model))
     )
     handed_on, further = (any(one.kind == one.VAR_KEYWORD for one in names.values()) for names in (own, inside))
-    # LLaVA's base model hands it on too. A BERT's would hand it to its attention.
+    # LLaVA's base model passes it on too; a BERT's would pass it to its attention, which fails.
     known = "use_cache" in own or (
         handed_on and ("use_cache" in inside or (further and isinstance(model, RewardModelMixin)))
     )

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: a model learns the answers of conversations, token by token."""
+"""Supervised fine-tuning on the answers of conversations. B rows, L tokens, K targets."""
 
 from __future__ import annotations
 
@@ -9,35 +9,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
-from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.formats.conversations import PromptCompletion, Sample, read_conversation
-from dstrain.data.formats.image_placeholders import RecordWithImages
-from dstrain.data.sources.open import ConcatSource
+from dstrain.data.records import EncodeResult
 from dstrain.data.vision.expansion import PlaceholderExpansion
+from dstrain.old_paths import moved_names
 from dstrain.tasks.common.task import Loss
-from dstrain.tasks.common.text import TextTask
+from dstrain.tasks.common.text import TextExport, TextTask
 from dstrain.tasks.common.tiny import tiny_recipe
 
 if TYPE_CHECKING:
     import torch
 
 
+@dataclass(frozen=True)
+class SFTExport(TextExport):
+    """Compares the log-probabilities of answers."""
+
+    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        from dstrain.tasks.common.forward import answer_log_probs
+
+        return answer_log_probs(model, batch)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SFT(TextTask):
-    """Supervised fine-tuning: a model learns to answer as the assistant of its conversations does.
+    """Supervised fine-tuning on the assistant's answers in conversations.
 
-    The loss is -log p of each learnt token, summed; Ouyang et al. (arXiv 2203.02155), section 3.5, step 1.
+    The loss is -log p of each token that is trained on, summed; Ouyang et al. (arXiv 2203.02155), section 3.5, step 1.
     """
 
     metric_names: ClassVar[tuple[str, ...]] = ("token_accuracy",)
     learning_rate = 2.0e-5
+    export_class = SFTExport
 
     assistant_only_loss: bool = True
-    """Learn what the assistant says, end of turn included; false: every token, whoever says it."""
-
-    def parse_record(self, record: dict[str, Any]) -> RecordWithImages[Sample]:
-        return self.parse_with_images(record, read_conversation)
+    """Train on the assistant's turns only, end of turn included; false: on every token of every role."""
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         sample = self.parse_record(record).parsed
@@ -46,31 +53,36 @@ class SFT(TextTask):
         else:
             yield from (message["content"] for message in sample.messages)
 
-    def tokenize(self, source: ConcatSource) -> TokenStore:
+    def parse(self, record: Mapping[str, Any]) -> Sample:
+        return read_conversation(record)
+
+    def encode(self, samples: list[Sample], images: PlaceholderExpansion | None) -> Sequence[EncodeResult]:
+        return encode_conversations(self.tokenizer, samples, self._encoding_config, images)
+
+    def encode_key(self) -> dict[str, Any]:
+        return {"what": "conversations", **asdict(self._encoding_config)}
+
+    @property
+    def _encoding_config(self) -> EncodingConfig:
         data = self.recipe.data
-        settings = EncodingConfig(
+        return EncodingConfig(
             max_length=data.max_length,
             max_prompt_length=data.max_prompt_length,
             assistant_only=self.assistant_only_loss,
         )
-
-        def encode(samples: list[Sample], expansion: PlaceholderExpansion | None) -> list[Any]:
-            return encode_conversations(self.tokenizer, samples, settings, expansion)
-
-        return self.build_store(source, read_conversation, encode, {"what": "conversations", **asdict(settings)})
 
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
         from dstrain.data.loading.collate import attention_mask, loss_mask_tail, loss_positions, pad
 
         sequences = [example["input_ids"] for example in examples]
         ids = pad(sequences, self.tokenizer.pad_token_id)  # (B, L)
-        learnt = loss_mask_tail([example["learnt"] for example in examples])  # (B, K)
+        loss_mask = loss_mask_tail([example["learnt"] for example in examples])  # (B, K)
         batch = Batch(
             tensors={
                 "input_ids": ids,
                 "attention_mask": attention_mask(sequences),
-                "learnt": learnt,
-                "loss_positions": loss_positions(learnt, ids.shape[1]),  # (N, 2)
+                "learnt": loss_mask,
+                "loss_positions": loss_positions(loss_mask, ids.shape[1]),  # (N, 2)
             },
             weight=float(sum(int(example["learnt"].sum()) for example in examples)),
             samples=tuple(example["sample"] for example in examples),
@@ -79,20 +91,15 @@ class SFT(TextTask):
         return self.with_images(batch, examples)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
-        from dstrain.tasks.common.losses import score_answers
+        from dstrain.tasks.common.forward import score_answers
 
         log_probs, right = score_answers(model, batch)
-        beside = self.extra_metrics(right, batch.tensors["learnt"])
-        return Loss(-log_probs.sum(), {"token_accuracy": right.sum(), **beside})
+        more = self.extra_metrics(right, batch.tensors["learnt"])
+        return Loss(-log_probs.sum(), {"token_accuracy": right.sum(), **more})
 
     def extra_metrics(self, is_correct: torch.Tensor, loss_mask: torch.Tensor) -> Mapping[str, Any]:
-        """More metrics, of which learnt tokens (B, K) the model took for the likeliest."""
+        """Return further metrics from which tokens are the argmax, (B, K), and the loss mask, (B, K)."""
         return {}
-
-    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        from dstrain.tasks.common.losses import answer_log_probs
-
-        return answer_log_probs(model, batch)
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
@@ -100,7 +107,7 @@ class SFT(TextTask):
 
 
 def _tiny_record(split: str, index: int) -> dict[str, Any]:
-    """A made-up dialog of one or two questions, with answers of uneven length."""
+    """Return a made-up conversation of one or two questions, with answers of random length."""
     draw = random.Random(f"{split}/{index}")
     thing = draw.choice(("pump", "valve", "kettle", "lamp", "wheel", "belt"))
     ways = " then ".join(draw.choice(("open it", "clean it", "oil it")) for _ in range(draw.randint(1, 5)))
@@ -111,3 +118,6 @@ def _tiny_record(split: str, index: int) -> dict[str, Any]:
     if index % 3 == 0:
         turns += [("user", "And now?"), ("assistant", f"Test the {thing}.")]
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+__getattr__ = moved_names(__name__)

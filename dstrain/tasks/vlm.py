@@ -1,4 +1,4 @@
-"""Vision-language models: a model that sees images learns to answer questions about them."""
+"""Vision-language models, trained on conversations about images."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from dstrain.data.sources.base import Source
 from dstrain.data.vision.augment import ImageAugmentation
 from dstrain.errors import RecipeError
 from dstrain.models.checks.preflight import text_only_fault
+from dstrain.old_paths import moved_names
+from dstrain.tasks.common.text import TextChecks
 from dstrain.tasks.common.tiny import tiny_recipe
 from dstrain.tasks.sft import SFT
 
@@ -27,54 +29,53 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VLMChecks(TextChecks):
+    """The checks of a text task; the model has to be a vision-language model."""
+
+    def run(self) -> None:
+        super().run()
+        model, source = self.task.recipe.model, self.task.model_source
+        if not source.is_multimodal:
+            key = "model.path" if model.path else "model.config"
+            raise RecipeError(text_only_fault(key, source.config.model_type))
+
+
+@dataclass(frozen=True, kw_only=True)
 class VLM(SFT):
-    """Vision-language models: answers about images, and about texts among them, any number of images in each.
+    """Vision-language models: answers in conversations with any number of images.
 
     The loss is that of task sft; Liu et al. (arXiv 2304.08485), section 4.2, has the two stages: the projector alone on
-    captions, then projector and language model on dialogs (model.freeze and optim.groups name the parts).
+    captions, then projector and language model on conversations (model.freeze and optim.groups name the parts).
     """
 
     metric_names = ("token_accuracy", "exact_match")
+    checks_class = VLMChecks
 
-    one_sample_per_image: bool = False
-    """Make the training records of a file that follow one another about the same images the turns of one dialog."""
-    flip: float = 0.0
-    """Chance that a training image is mirrored, left for right; a question of left and right must not stand beside it."""
-    shift: bool = False
-    """Move what a training image shows on a plain background to a random place, whole within the frame."""
+    group_by_image: bool = False
+    """Group consecutive training records with the same images into one multi-turn conversation."""
+    horizontal_flip: float = 0.0
+    """Probability of a horizontal flip. Keep 0 if questions mention left or right."""
+    random_translate: bool = False
+    """Move the content of a training image on a plain background to a random place, whole within the frame."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.flip <= 1:
-            raise ValueError(f"flip is {self.flip:g}, but a chance lies from 0 to 1")
-
-    def check(self) -> None:
-        super().check()
-        if not self.is_multimodal:
-            raise RecipeError(
-                text_only_fault(
-                    "model.path" if self.recipe.model.path else "model.config", self.model_config.model_type
-                )
-            )
+        if not 0 <= self.horizontal_flip <= 1:
+            raise ValueError(f"horizontal_flip is {self.horizontal_flip:g}, but a probability is between 0 and 1")
 
     def parse_with_images(
         self, record: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Any]
     ) -> RecordWithImages[Any]:
-        """The same where no model is named: whichever it is, it sees."""
-        return (
-            super().parse_with_images(record, parse)
-            if self.recipe.model.path or self.recipe.model.config
-            else read_with_images(record, parse)
-        )
+        if not self.model_source.is_named:
+            return read_with_images(record, parse)
+        return super().parse_with_images(record, parse)
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         sample = self.parse_record(record).parsed
         dialog = sample.to_conversation() if isinstance(sample, PromptCompletion) else sample
-        yield messages_to_transcript(dialog.messages).replace(
-            IMAGE_PLACEHOLDER, ""
-        )  # with what stands between the turns
+        yield messages_to_transcript(dialog.messages).replace(IMAGE_PLACEHOLDER, "")  # with the text between turns
 
     def wrap_source(self, source: Source, item: DatasetConfig) -> Source:
-        training = self.one_sample_per_image and isinstance(item, TrainDatasetConfig)
+        training = self.group_by_image and isinstance(item, TrainDatasetConfig)
         return GroupByImageSource(source) if training else source
 
     def augment_image(self, image: Image, example: Mapping[str, Any], index: int) -> Image:
@@ -82,17 +83,22 @@ class VLM(SFT):
 
     @cached_property
     def _augment(self) -> ImageAugmentation:
-        return ImageAugmentation(random_translate=self.shift, flip_probability=self.flip, seed=self.recipe.seed)
+        return ImageAugmentation(
+            random_translate=self.random_translate, flip_probability=self.horizontal_flip, seed=self.recipe.seed
+        )
 
     def extra_metrics(self, is_correct: torch.Tensor, loss_mask: torch.Tensor) -> Mapping[str, Any]:
-        from dstrain.tasks.common.losses import count_exact_answers
+        from dstrain.tasks.common.forward import count_exact_answers
 
         return {"exact_match": count_exact_answers(is_correct, loss_mask)}
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
         recipe = tiny_recipe(folder, "vlm", lambda split, index: _tiny_record(folder, split, index))
-        recipe["model"] = {"config": TINY_CONFIG, "freeze": ["*.post_layernorm"]}  # which a LLaVA does not look at
+        recipe["model"] = {
+            "config": TINY_CONFIG,
+            "freeze": ["*.post_layernorm"],
+        }  # LLaVA does not use it, so it gets no gradient
         return recipe
 
 
@@ -109,12 +115,12 @@ TINY_CONFIG: dict[str, Any] = {
         "num_hidden_layers": 2, "num_attention_heads": 4, "projection_dim": 24,
     },
 }  # fmt: skip
-"""A LLaVA of seconds: 4 tokens for an image."""
+"""A LLaVA that trains in seconds, with 4 tokens for an image."""
 COLORS = {"red": (220, 30, 30), "green": (30, 200, 60), "blue": (40, 60, 220)}
 
 
 def _tiny_record(folder: Path, split: str, index: int) -> dict[str, Any]:
-    """A made-up question about no image, one or two; all are of one colour."""
+    """Return a made-up question about no image, one or two; each image has one colour."""
     from PIL import Image
 
     draw = random.Random(f"{split}/{index}")
@@ -128,3 +134,6 @@ def _tiny_record(folder: Path, split: str, index: int) -> dict[str, Any]:
         turns = [("user", "<image>" * count + "\nWhich colour?"), ("assistant", " and ".join(names) + ".")]
     messages = [{"role": role, "content": content} for role, content in turns]
     return {"messages": messages, "images": [place.name for place in places]}
+
+
+__getattr__ = moved_names(__name__)

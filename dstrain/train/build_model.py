@@ -14,7 +14,9 @@ from dstrain.models.params.zero3 import full_numel
 from dstrain.models.weights.init_weights import load_init
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task
-from dstrain.tasks.common.losses import disable_dropout_in_model, unwrap_peft
+from dstrain.tasks.common.dropout import disable_dropout_in_model
+from dstrain.tasks.common.forward import unwrap_peft
+from dstrain.tasks.common.task import has_dropout_disabled
 from dstrain.train.engine.module import TrainModule
 
 
@@ -33,7 +35,13 @@ def build_model(task: Task, run_log: RunLog | None = None) -> torch.nn.Module:
 def build_train_module(task: Task, run_log: RunLog | None = None) -> TrainModule:
     """Return the task with its model, and its reference model if that is in memory. Collective under ZeRO-3."""
     model = build_model(task, run_log)
-    return TrainModule(task, model, task.build_reference() if task.reference_kind == "model" else None)
+    return TrainModule(task, model, build_reference(task))
+
+
+def build_reference(task: Task) -> torch.nn.Module | None:
+    """Return the reference where it is a model of its own in memory. Collective under ZeRO-3."""
+    reference = task.loss_inputs.reference
+    return reference.build() if reference.kind == "model" else None
 
 
 def build_model_without_init(task: Task) -> torch.nn.Module:
@@ -44,8 +52,8 @@ def build_model_without_init(task: Task) -> torch.nn.Module:
 def _add_adapters_and_freeze(task: Task, model: torch.nn.Module) -> torch.nn.Module:
     wanted = task.recipe.model
     if wanted.lora is not None:
-        model = add_adapters(model, wanted.lora, task.heads, task.recipe.seed)
-        if getattr(task, "disable_dropout", False):
+        model = add_adapters(model, wanted.lora, task.export.modules_to_save, task.recipe.seed)
+        if has_dropout_disabled(task):
             disable_dropout_in_model(
                 unwrap_peft(model)
             )  # also of the adapters; their saved config keeps its lora_dropout

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from dstrain.batch import Batch, StepResult
+from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import iter_batches
-from dstrain.data.loading.sampler import eval_micro_batches, get_length_function
+from dstrain.data.loading.sampler import eval_micro_batches
 from dstrain.report.meter import Meter
 from dstrain.tasks import Task
 from dstrain.train.engine.base import EvalEngine
@@ -19,7 +19,7 @@ class Evaluation:
     """Evaluation data and its micro-batch size."""
 
     task: Task
-    examples: Sequence[Any]
+    examples: Dataset
     micro_batch_size: int
     best_metric: str = "loss"
     """The metric that `best` compares."""
@@ -29,7 +29,7 @@ class Evaluation:
         meter = Meter(engine.world)
         ranks = engine.world.size, engine.world.rank
         shares = eval_micro_batches(
-            len(self.examples), self.micro_batch_size, *ranks, get_length_function(self.examples)
+            len(self.examples), self.micro_batch_size, *ranks, self.examples.lengths
         )
         for result in iter_eval_results(
             engine, self.task, lambda: iter_batches(self.examples, self.task.collate, shares)
@@ -50,7 +50,7 @@ def iter_eval_results(
     called twice, since all batches together may not fit into memory.
     """
     batches = load_batches()
-    if task.needs_step_stats:
+    if task.loss_inputs.step_stats is not None:
         stats = engine.compute_step_stats(batches)
         batches = (batch.with_tensors(more) for batch, more in zip(load_batches(), stats, strict=True))
     for batch in batches:

@@ -15,7 +15,7 @@ from dstrain.data.loading.collate import attention_mask, pad
 from dstrain.data.vision.image_io import read_image
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.errors import TaskError
-from dstrain.tasks.common.losses import vision_inputs
+from dstrain.tasks.common.forward import vision_inputs
 from dstrain.train.engine.base import seed_step
 from dstrain.train.engine.inference import ForwardEngine
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from dstrain.config import BatchPlan, Recipe, RunConfig, resolve_batch, resolve_steps
-from dstrain.data.loading.sampler import StepSampler, get_length_function
+from dstrain.data.dataset import Dataset
+from dstrain.data.loading.sampler import StepSampler
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError
 from dstrain.launch.command import free_port
@@ -25,6 +26,7 @@ from dstrain.launch.topology import Worker, is_cpu_requested
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.report.sinks import check_trackers
 from dstrain.tasks import Task, make_task
+from dstrain.tasks.common.task import load_dataset
 from dstrain.tasks.common.text import TextTask
 from dstrain.train.build_model import resolve_model_dtype
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
@@ -50,8 +52,8 @@ class RunPlan:
     ds_config: dict[str, Any]
     batch: BatchPlan
     task: Task
-    train_dataset: Sequence[Any]
-    eval_dataset: Sequence[Any] | None
+    train_dataset: Dataset
+    eval_dataset: Dataset | None
     sample_plan: StepSampler
     steps: int
     device: torch.device
@@ -153,19 +155,19 @@ def _initial_world_size(checkpoint: CheckpointInfo | None, worker: Worker) -> in
 
 def _prepare_datasets(
     task: Task, ds_config: Mapping[str, Any], worker: Worker, rendezvous: Rendezvous | None
-) -> tuple[Sequence[Any], Sequence[Any] | None, dict[str, Any]]:
+) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
     """Return both splits, and on rank 0 the fingerprints. It takes long if the cache is cold.
 
     Raises UsageError.
     """
-    task.check()
+    task.checks.run()
     if worker.rank == 0:  # the other ranks write no metrics, and their hosts may lack the packages
         check_trackers(task.recipe.log)
     # Without the cache each process makes its own examples: waiting for another one would gain nothing.
     with (
         rendezvous.local_main_process_first() if rendezvous and isinstance(task, TextTask) else contextlib.nullcontext()
     ):
-        train_dataset, eval_dataset = task.examples("train"), task.examples("eval")
+        train_dataset, eval_dataset = load_dataset(task, "train"), load_dataset(task, "eval")
     if not train_dataset:
         raise DataError("data.train: no sample to train on; give a file with records that the task can use")
     if worker.rank > 0:
@@ -181,16 +183,14 @@ def get_preset_device(device: torch.device) -> Device:
     return Device("cuda", torch.cuda.is_bf16_supported(including_emulation=False))
 
 
-def build_sample_plan(
-    config: RunConfig, train_dataset: Sequence[Any], batch: BatchPlan, world_size: int
-) -> StepSampler:
+def build_sample_plan(config: RunConfig, train_dataset: Dataset, batch: BatchPlan, world_size: int) -> StepSampler:
     """Return the sampler; a dataset may define the sizes and weights of its sources, and sample lengths."""
     return StepSampler(
-        sizes=tuple(getattr(train_dataset, "sizes", (len(train_dataset),))),
-        weights=getattr(train_dataset, "weights", None),
+        sizes=train_dataset.sizes,
+        weights=train_dataset.weights,
         seed=config.seed,
         samples_per_step=batch.total,
         world_size=world_size,
         accumulate=batch.accumulate,
-        lengths=get_length_function(train_dataset),
+        lengths=train_dataset.lengths,
     )

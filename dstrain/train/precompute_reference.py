@@ -16,6 +16,7 @@ import torch
 from dstrain.cache_dir import cache_root, hash_key
 from dstrain.data.cache.dataset import TokenizedDataset
 from dstrain.data.cache.token_store import TokenStore
+from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import iter_batches
 from dstrain.data.loading.sampler import sort_longest_first, split_for_rank
 from dstrain.distributed.world import World
@@ -46,13 +47,13 @@ class ReferenceJob:
     world: World
 
 
-def add_reference_outputs(job: ReferenceJob, splits: Sequence[Sequence[Any] | None]) -> list[Sequence[Any] | None]:
+def add_reference_outputs(job: ReferenceJob, splits: Sequence[Dataset | None]) -> list[Dataset | None]:
     """Return each split with the reference outputs as columns, if the task caches them. Collective.
 
     Raises TaskError for a task whose dataset is not a token store, DataError for non-finite outputs or
     a cache that cannot be written.
     """
-    if job.task.reference_kind != "cached":
+    if job.task.loss_inputs.reference.kind != "cached":
         return list(splits)
     wrong = [type(split).__name__ for split in splits if split is not None and not isinstance(split, TokenizedDataset)]
     if wrong:
@@ -68,14 +69,14 @@ def add_reference_outputs(job: ReferenceJob, splits: Sequence[Sequence[Any] | No
     return [_with_outputs(split, columns) for split in splits]
 
 
-def _with_outputs(split: Sequence[Any] | None, columns: Mapping[Path, OutputColumns]) -> Sequence[Any] | None:
+def _with_outputs(split: Dataset | None, columns: Mapping[Path, OutputColumns]) -> Dataset | None:
     if not isinstance(split, TokenizedDataset):
         return split
-    return cast("Sequence[Any]", replace(split, reference_columns=columns[split.store.folder]))
+    return replace(split, reference_columns=columns[split.store.folder])
 
 
 def _weights_fingerprint(task: Task) -> str:
-    return weights_fingerprint(task.reference_config, task.recipe.seed)
+    return weights_fingerprint(task.loss_inputs.reference.config, task.recipe.seed)
 
 
 def build_cache_key(job: ReferenceJob, store: TokenStore, weights_digest: str) -> dict[str, Any]:
@@ -86,7 +87,9 @@ def build_cache_key(job: ReferenceJob, store: TokenStore, weights_digest: str) -
     """
     task = job.task
     precision = with_training_dtype(task.recipe, job.ds_config).model.dtype or "float32"
-    drawn_in_shards = task.reference_config.path is None and precision != "float32" and is_zero3(job.ds_config)
+    drawn_in_shards = (
+        task.loss_inputs.reference.config.path is None and precision != "float32" and is_zero3(job.ds_config)
+    )
     return {
         "what": "reference", "version": CACHE_VERSION, "task": task.recipe.task, "tokens": store.folder.name,
         "weights": weights_digest, "dtype": precision, "attention": task.recipe.model.attention, "drawn_in_shards": drawn_in_shards,
@@ -153,7 +156,7 @@ class _LazyEngine:
             job = self._job
             task = make_task(with_training_dtype(job.task.recipe, job.ds_config))
             with zero3_init(job.ds_config):
-                model = task.build_reference()
+                model = task.loss_inputs.reference.build()
             self._engine = ForwardEngine(ReferenceModel(task, model), job.ds_config, job.world)
         return self._engine
 

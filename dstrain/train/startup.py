@@ -58,24 +58,25 @@ def report_start(plan: RunPlan, run_log: RunLog, world: World, start: Checkpoint
     reports = {
         split: report
         for split, examples in (("train", plan.train_dataset), ("eval", plan.eval_dataset))
-        if (report := getattr(examples, "report", None)) is not None
+        if (report := None if examples is None else examples.report) is not None
     }
     for split, report in reports.items():
         run_log.log_event("data", split=split, **report)
+    report_warnings(plan.config.deprecations, run_log, world)
     if world.rank == 0:
         print(
             f"{task_name(plan.config.task)}: {len(plan.train_dataset)} samples, {plan.steps} steps of {plan.batch.describe(world.size)}, "
             f"preset {plan.preset.name}" + (f", continuing from step {start.step}" if start else ""),
             flush=True,
         )
-        lines = [*describe_truncation(reports), *filter(None, [REFERENCE_MESSAGES.get(plan.task.reference_kind)])]
+        lines = [*describe_truncation(reports), *filter(None, [REFERENCE_MESSAGES.get(plan.task.loss_inputs.reference.kind)])]
         print("".join(f"{line}\n" for line in lines), end="", flush=True)
-    for line in plan.task.info_messages():
+    for line in plan.task.checks.info_messages():
         run_log.log_event("notice", what=line)
         if world.rank == 0:
             print(line, flush=True)
     warnings = *ds_config_warnings(plan.ds_config), *batch_warnings(plan.batch, world.size)
-    report_warnings((*plan.task.warnings(), *warnings), run_log, world)
+    report_warnings((*plan.task.checks.warnings(), *warnings), run_log, world)
     if start is not None and (resharding := describe_resharding(plan, world.size, start)):
         run_log.log_event("resharded", step=start.step, how=resharding)
         if world.rank == 0:

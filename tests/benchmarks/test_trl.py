@@ -38,7 +38,7 @@ def test_five_steps_have_the_losses_of_trl(name: str, tmp_path: Path) -> None:
 
 def test_orpo_differs_from_trl_by_its_sft_term_alone(tmp_path: Path) -> None:
     """TRL sums -log p over the prompt too, and divides by all tokens of the batch; dstrain sums the answer's, by pair."""
-    from dstrain.tasks.common.losses import answer_log_probs
+    from dstrain.tasks.common.forward import answer_log_probs
 
     task = dpo("orpo", tmp_path)
     side = made_side(ORPO, task, ordered(task))

@@ -89,7 +89,7 @@ def make_run(folder: Path, task: str, changes: dict[str, Any] | None = None, pre
     )
     (folder / "run/recipe.yaml").write_text(dump_recipe(made.recipe))
     (folder / "run/ds_config.json").write_text(json.dumps({"bf16": {"enabled": precision == "bf16"}}))
-    made.save_extras(folder / "run/tokenizer")
+    made.export.save_extras(folder / "run/tokenizer")
     save_base_config(made.recipe.model, folder / "run/model")
     return folder / "run"
 
@@ -193,7 +193,7 @@ def save_base(folder: str, recipe: dict[str, Any]) -> None:
     task: Any = make_task(RunConfig.model_validate(recipe))
     task.tokenizer.save_pretrained(folder)
     torch.manual_seed(5)
-    AutoModel.from_config(task.model_config).save_pretrained(folder, max_shard_size="20MB")
+    AutoModel.from_config(task.model_source.config).save_pretrained(folder, max_shard_size="20MB")
 
 
 def load(folder: str, recipe: dict[str, Any], preset: str) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def test_the_longer_answer_is_a_baseline_and_ties_count_half(tmp_path: Path) -> 
     rows = [{"prompt": "why?", "chosen": chosen, "rejected": rejected} for chosen, rejected in answers]
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = make_task(RunConfig.model_validate(values))
-    assert made.baselines(made.examples("eval") or []) == {"length_baseline": pytest.approx(2.5 / 4)}
+    assert made.checks.baselines(made.examples("eval") or []) == {"length_baseline": pytest.approx(2.5 / 4)}
 
 
 def test_an_exported_policy_is_not_its_own_reference(tmp_path: Path) -> None:

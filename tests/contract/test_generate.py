@@ -103,9 +103,9 @@ def test_a_record_that_asks_nothing_is_left_out_or_refused(trained: Any, tmp_pat
     ("words", "wanted"),
     [
         ([], "give --prompt TEXT, or --data FILE"),
-        (["--prompt", " "], "--prompt is empty; write what is asked"),
-        (["--prompt", "hi", "--task", "rm"], "gives scores and no answers; `dstrain evaluate`"),
-        (["--prompt", "hi", "--task", str(Path(__file__).with_name("tiny.py"))], "has no text for a model to answer"),
+        (["--prompt", " "], "--prompt is empty; write a prompt"),
+        (["--prompt", "hi", "--task", "rm"], "a reward model does not generate text; `dstrain evaluate`"),
+        (["--prompt", "hi", "--task", str(Path(__file__).with_name("tiny.py"))], "does not generate text"),
         (["--data", "nowhere.jsonl"], "there is no such file"),
         (["--prompt", "hi", "--temperature", "-1"], "temperature"),
         (["--prompt", "hi", "--top-p", "0"], "top-p"),

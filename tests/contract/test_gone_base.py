@@ -121,7 +121,7 @@ def test_an_image_for_a_model_that_takes_none(tmp_path: Path) -> None:
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     said = call("generate", str(run), "--prompt", "hi", "--image", str(tmp_path / "a.png"))
     assert said.exit_code == 2
-    assert "--image: this model takes no images (llama reads text only); leave the option out" in said.output
+    assert "--image: llama is a text-only model; leave the option out" in said.output
 
 
 def test_export_of_another_projects_folder_says_what_to_do(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_training_asks_no_reference_after_prepare(
     result = invoke("prepare", recipe)
     assert result.exit_code == 0
     assert "train: 64 samples" in result.stdout
-    assert "its answers to all samples are kept" in result.stdout
+    assert "its outputs for all samples are cached" in result.stdout
     assert "reference: 64 samples to compute" in result.stderr
     assert not list((tmp_path / "here").iterdir())
     assert two(CASES + "train_counting", recipe=recipe, run_dir=str(tmp_path / "run")) == [0, 0]
@@ -82,7 +82,7 @@ def test_a_check_that_knows_the_model_tells_what_is_cut_and_what_does_not_fit(tm
     recipe = written(tmp_path, "rm")
     task = make_task(RunConfig.model_validate(yaml.safe_load(Path(recipe).read_text())))
     task.tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "model/config.json").write_text(task.model_config.to_json_string())
+    (tmp_path / "model/config.json").write_text(task.model_source.config.to_json_string())
     asked = "\n\nHuman: why? why?\n\nAssistant: so\n\nHuman: why not?\n\nAssistant:"
     rows = [
         {"chosen": f"{asked} because", "rejected": f"{asked} no"},

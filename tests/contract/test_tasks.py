@@ -16,9 +16,8 @@ from dstrain.config import read_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.distributed.world import SingleProcessWorld
-from dstrain.errors import TaskError
 from dstrain.tasks import Task, builtin_tasks, find_task, make_task, task_options
-from dstrain.train.build_model import build_model
+from dstrain.train.build_model import build_model, build_reference
 from dstrain.train.engine.module import TrainModule, with_step_stats
 from tests.vocabulary import read_jsonl, write_recipe
 
@@ -27,17 +26,15 @@ TINY = str(Path(__file__).with_name("tiny.py"))
 
 @pytest.fixture(params=[*builtin_tasks(), TINY], ids=[*builtin_tasks(), "a file"])
 def task(request: pytest.FixtureRequest, tmp_path: Path) -> Task:
-    try:
-        recipe = find_task(request.param).tiny(tmp_path)
-    except TaskError:
-        recipe = {"task": request.param}
+    found = find_task(request.param)
+    recipe = found.tiny(tmp_path) if hasattr(found, "tiny") else {"task": request.param}
     made = make_task(RunConfig.model_validate(recipe))
-    made.check()
+    made.checks.run()
     return made
 
 
 def objective_around(task: Task, model: torch.nn.Module) -> TrainModule:
-    return TrainModule(task, model, task.build_reference() if task.reference_kind == "model" else None)
+    return TrainModule(task, model, build_reference(task))
 
 
 def learn(objective: TrainModule, batch: Batch) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:

@@ -47,7 +47,7 @@ def test_a_score_by_the_quickstart_is_that_of_training(
     task: Any = make_task(RunConfig.model_validate(values))
     model = task.build_model().eval()
     model.save_pretrained(str(tmp_path / "reward-model"))
-    task.save_extras(tmp_path / "reward-model")
+    task.export.save_extras(tmp_path / "reward-model")
     with torch.no_grad():
         wanted = float(task.scores(model, task.collate([task.examples("eval")[0]]))[0])
     monkeypatch.chdir(tmp_path)
@@ -62,7 +62,7 @@ def test_a_score_by_the_quickstart_is_that_of_training(
 
 def test_the_task_over_a_backbone_learns(tmp_path: Path) -> None:
     tiny: Any = make_task(RunConfig.model_validate(RewardModel.tiny(tmp_path)))
-    AutoModel.from_config(tiny.model_config).save_pretrained(str(tmp_path / "base"))
+    AutoModel.from_config(tiny.model_source.config).save_pretrained(str(tmp_path / "base"))
     tiny.tokenizer.save_pretrained(str(tmp_path / "base"))
     lines = [{"text": text, "label": label} for text, label in [("well done", 1), ("go away", 0)] * 4]
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

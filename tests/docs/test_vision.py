@@ -50,7 +50,7 @@ def test_a_recipe_filled_in_trains_the_parts_it_names(name: str, tmp_path: Path)
     find_task("vlm").tiny(tmp_path)
     sets = [f"model.config={json.dumps(TINY_CONFIG)}", f"data.train={tmp_path}/train.jsonl"]
     task = make_task(resolve_recipe(TrainRequest(recipe=name, overrides=sets)).config)
-    task.check()
+    task.checks.run()
     model = task.build_model()
     freeze(model, task.recipe.model.freeze)
     learning = {one.component for one in summarize_components(model, task.recipe.optim) if one.num_trainable}

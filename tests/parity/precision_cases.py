@@ -17,7 +17,7 @@ def save_base(folder: str, task: str, dtype: str) -> None:
     writer = tiny_task("sft", {"seed": 11}) if task == "rm" else base  # a reward model begins with a model that writes
     model: Any = writer.build_model()
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    base.save_extras(Path(folder))
+    base.export.save_extras(Path(folder))
 
 
 def trained(task: str, kind: str, dtype: str, changes: dict[str, Any], steps: int = 3) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def check_launch(
     """
     config = recipe.config
     task = make_task(config)
-    task.check_required_keys()
+    task.checks.required_keys()
     preset = read_preset(config.ds_config)
     start = find_compatible_candidate(run_dir, resume, config)
     batch_config = with_saved_batch_total(config.batch, start, resume.allowed_keys)

@@ -196,8 +196,8 @@ def is_module_export(folder: Path) -> bool:
 
 def check_head(task: Task, folder: Path) -> None:
     """Raise UsageError if an exported model lacks its head, which would be initialized at random."""
-    if isinstance(task, TextTask) and task.model_validator.newly_initialized:
-        name = task.model_validator.newly_initialized[0]
+    if isinstance(task, TextTask) and task.checks.validator.newly_initialized:
+        name = task.checks.validator.newly_initialized[0]
         raise UsageError(
             f"{folder}: its files hold no {name}, which task {task.recipe.task} needs; give a trained model's folder"
         )

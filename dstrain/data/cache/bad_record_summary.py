@@ -1,4 +1,4 @@
-"""Many bad records for a reader: by the kind of their fault, the first of each kind."""
+"""Lists of bad records, grouped by reason and limited in length."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dstrain.data.records import BadRow
 
 MAX_ROWS_PER_REASON = 10
-"""Records that are shown of each kind of fault."""
+"""Records listed for each reason."""
 MAX_REASONS = 10
-"""Kinds that a refusal shows."""
+"""Reasons listed in an error message."""
 _VARIABLE_WORD = re.compile(r"\S*[\d/\\.]\S*")
-"""Words that differ from record to record: numbers, places in a record, paths."""
+"""Words that differ from record to record: numbers, keys, paths."""
 
 
 def group_by_reason(rows: Sequence[BadRow]) -> dict[str, list[BadRow]]:
-    """The rows by what is wrong with them, whatever the numbers and paths in it are; in their order."""
+    """Return the rows by reason, ignoring numbers and paths in it; their order stays."""
     kinds: dict[str, list[BadRow]] = {}
     for row in rows:
         kinds.setdefault(_VARIABLE_WORD.sub("*", row.reason), []).append(row)
@@ -26,9 +26,9 @@ def group_by_reason(rows: Sequence[BadRow]) -> dict[str, list[BadRow]]:
 def format_bad_rows(
     rows: Sequence[BadRow], max_per_reason: int | None = MAX_ROWS_PER_REASON, max_reasons: int | None = MAX_REASONS
 ) -> list[str]:
-    """A line for each row; of a kind with more than `each`, the first and how many more there are, of so many kinds.
+    """Return a line for each row, shortened to the first rows of the first reasons.
 
-    None: all.
+    A line "… and N more" stands for the rest. None: no limit.
     """
     kinds = [*group_by_reason(rows).values()]
     if len(kinds[:max_reasons]) == len(kinds) and (

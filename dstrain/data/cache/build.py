@@ -1,13 +1,13 @@
-"""From data files to a token cache: every record read once, the bad ones named, and a verdict on them."""
+"""Preparation of data: from a source to a token store, with the limit on bad records."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from dstrain.cache_dir import cache_root
 from dstrain.data.cache.bad_record_summary import format_bad_rows, group_by_reason
@@ -18,56 +18,76 @@ from dstrain.data.sources.base import Source
 from dstrain.errors import DataError
 
 CACHE_FORMAT = 5
-"""Raise it when the same data would give other examples: old caches are then left alone."""
+"""Part of every key. Increase it when the same data gives other examples, so that old caches are ignored."""
 CHUNK_SIZE, IMAGE_CHUNK_SIZE, PARALLEL_CHUNK_SIZE = 1000, 200, 250
-"""Records in memory at once; those with images may hold their bytes; those that one of several processes takes next."""
+"""Records in memory at once: of text, with images (whose bytes they may hold), for one of several processes."""
 MAX_BAD_FRACTION = 0.01
-"""Bad records up to this share are skipped where `data.on_error` says nothing."""
+"""Share of bad records that is skipped where `data.on_error` is not set."""
+
+
+EncodeItems = Callable[[list[Any]], Sequence[EncodeResult | list[EncodeResult]]]
+"""Parsed records -> the example or the fault of each, or a list of them."""
+
+
+@runtime_checkable
+class SequentialEncoder(Protocol):
+    """An encoder whose examples depend on records of earlier chunks."""
+
+    def __call__(self, items: list[Any]) -> Sequence[EncodeResult | list[EncodeResult]]: ...
+
+    def restore_context(self, previous: Iterable[Any]) -> None:
+        """Continue as if the parsed records in `previous`, the last one first, had been encoded."""
 
 
 @dataclass(frozen=True)
-class StatefulEncode:
-    """An `Encode` that needs to know what came before a chunk."""
+class RecordEncode:
+    """An `Encode` that parses records and encodes the valid ones of a chunk together."""
 
-    encode: Encode
-    restore_context: Callable[[Iterator[dict[str, Any]]], None]
-    """Given the records before a chunk, the last one first: has `make` go on as if it had encoded them."""
+    parse: Callable[[dict[str, Any]], Any]
+    """Raises BadRecord."""
+    encode: EncodeItems
 
-    def __call__(self, rows: list[tuple[int, dict[str, Any]]]) -> Sequence[EncodeResult | list[EncodeResult]]:
-        return self.encode(rows)
+    def __call__(self, rows: list[tuple[int, dict[str, Any]]]) -> list[EncodeResult | list[EncodeResult]]:
+        return encode_valid([try_parse(self.parse, record) for _, record in rows], self.encode)
+
+
+@dataclass(frozen=True)
+class SequentialEncode(RecordEncode):
+    """A `RecordEncode` around a `SequentialEncoder`, for processes that start in mid-file."""
+
+    encode: SequentialEncoder
+
+    def restore_context(self, previous: Iterator[dict[str, Any]]) -> None:
+        """Continue as if the records in `previous`, the last one first, had been encoded."""
+        parsed = (try_parse(self.parse, record) for record in previous)
+        self.encode.restore_context(item for item in parsed if not isinstance(item, BadRecord))
+
+
+def encode_valid(items: Sequence[Any], encode: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
+    """Return `encode` of the valid items, with each BadRecord left in its place."""
+    encoded = iter(encode([item for item in items if not isinstance(item, BadRecord)]))
+    return [item if isinstance(item, BadRecord) else next(encoded) for item in items]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparePolicy:
-    """By how many processes records are encoded, and what to do about bad ones."""
+    """Number of encoding processes, and what happens to bad records."""
 
     task: str
-    """For the command that the refusal names."""
+    """Task name, for the command in the error message."""
     on_error: str | None = None
-    """skip: leave them out; fail: refuse any; None: refuse more than 1 %."""
+    """skip: leave bad records out; fail: accept none; None: accept up to 1 %."""
     processes: ProcessPoolConfig = SINGLE_PROCESS
-
-
-def compose_encode(
-    parse: Callable[[dict[str, Any]], Any], encode: Callable[[list[Any]], Sequence[EncodeResult | list[EncodeResult]]]
-) -> Encode:
-    """An `Encode` that reads every record and encodes those that can be read together; the others keep their fault."""
-
-    def encode_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[EncodeResult | list[EncodeResult]]:
-        found = [try_parse(parse, record) for _, record in rows]
-        coded = iter(encode([item for item in found if not isinstance(item, BadRecord)]))
-        return [item if isinstance(item, BadRecord) else next(coded) for item in found]
-
-    return encode_rows
 
 
 def prepare(
     source: Source, encode: Encode, key: Mapping[str, Any], policy: PreparePolicy, folder: Path | None = None
 ) -> TokenStore:
-    """The store of a source's examples, from the cache where it is there. Raises DataError for bad records.
+    """Return the store of a source's examples, built first where it is not in the cache.
 
-    `key` names all that `encode` depends on; the data and the format are added to it. The verdict is no part of
-    the cache: another `on_error` needs no new tokens. An `encode` that is `WithFiles` leaves its files in the store.
+    `key` holds everything that `encode` depends on; the data and the format are added to it. `on_error` is not
+    part of the key: another value needs no new tokens. An `encode` that is a `WithExtraFiles` writes its files
+    into the store. Raises DataError for too many bad records.
     """
     full = {"format": CACHE_FORMAT, "data": source.digest, **key}
 
@@ -89,15 +109,18 @@ def iter_encoded(
     chunk_size: int = CHUNK_SIZE,
     processes: ProcessPoolConfig = SINGLE_PROCESS,
 ) -> Iterator[list[Mapping[str, Any]]]:
-    """The examples of all good records, in chunks, with the record's index as `sample`; the report fills up.
+    """Yield the examples of all valid records, in chunks, with the record's index as `sample`.
 
-    A key that ends in `_cut` is counted, not kept. Raises RunError where one of several processes is ended.
+    Fills in the report as it goes. A column that ends in `_cut` is counted there and not stored. Raises RunError
+    where one of several processes is killed.
     """
     report.read = len(source) + len(source.bad_rows)
     report.sizes = list(getattr(source, "sizes", ()))
     report.bad.extend(source.bad_rows)
     count = processes.num_processes_for(len(source))
-    size = min(chunk_size, PARALLEL_CHUNK_SIZE) if count > 1 and not isinstance(encode, StatefulEncode) else chunk_size
+    size = (
+        min(chunk_size, PARALLEL_CHUNK_SIZE) if count > 1 and not isinstance(encode, SequentialEncode) else chunk_size
+    )
     spans = [(start, min(start + size, len(source))) for start in range(0, len(source), size)]
     if count > 1:
         pieces = map_chunks(partial(_encode_range, source, encode, True), spans, processes)
@@ -112,8 +135,8 @@ def iter_encoded(
 
 
 def _encode_range(source: Source, encode: Encode, is_parallel: bool, start: int, stop: int) -> EncodedChunk:
-    """The records from `start` to `stop`; `apart`: another process may have encoded those before them."""
-    if is_parallel and isinstance(encode, StatefulEncode):
+    """Encode the records from `start` to `stop`; in parallel, another process may have those before them."""
+    if is_parallel and isinstance(encode, SequentialEncode):
         encode.restore_context(source[index] for index in reversed(range(start)))
     rows = [(index, source[index]) for index in range(start, stop)]
     piece = EncodedChunk()
@@ -130,7 +153,7 @@ def _encode_range(source: Source, encode: Encode, is_parallel: bool, start: int,
 
 
 def check_bad_records(report: BuildReport, policy: PreparePolicy) -> None:
-    """Nothing where the records may be used as `on_error` says. Raises DataError with the first bad ones of each kind."""
+    """Raise DataError, with the first bad records of each reason, where there are more than `on_error` allows."""
     limit = {"skip": 1.0, "fail": 0.0, None: MAX_BAD_FRACTION}[policy.on_error]
     bad, share = len(report.bad), len(report.bad) / max(report.read, 1)
     if share <= limit and report.kept:

@@ -1,4 +1,4 @@
-"""Records with images as examples: every image decoded once, on several threads, its tokens counted, its place noted."""
+"""Encoder of records with images: loads, downscales and counts the tokens of each image once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.cache_dir import cache_root
+from dstrain.data.cache.build import encode_valid
 from dstrain.data.cache.token_store import WithExtraFiles
 from dstrain.data.encoding.prompts import EncodedPrompt, encode_prompts
 from dstrain.data.formats.image_placeholders import RecordWithImages, read_with_images
@@ -25,24 +26,24 @@ from dstrain.data.vision.image_io import read_image, resolve_image
 from dstrain.data.vision.processor import VisionProcessor
 
 EncodeParsed = Callable[[list[Any], PlaceholderExpansion | None], Sequence[EncodeResult]]
-"""What records say, and how their images stand in the texts (None: the model sees none) -> an example or fault of each."""
+"""(parsed records, expansion of their image placeholders, None for text-only models) -> examples or faults."""
 MAX_THREADS = 8
-"""That look at images at once, each with one of them in memory; Pillow lets go of the interpreter while it decodes."""
+"""Threads that decode at once, each with one image in memory; Pillow releases the GIL while it decodes."""
 
 
 @dataclass(frozen=True)
 class LoadedRecord:
-    """What one record says, and what it shows."""
+    """A parsed record with its images located and their texts known."""
 
     record: RecordWithImages[Any]
     entries: tuple[ImageEntry, ...]
     image_texts: list[str]
-    """What stands for each image in a text."""
+    """The image tokens of each image, as text."""
 
 
 @dataclass(frozen=True)
 class ImageRecordEncoder:
-    """A processor, and the album that a preparation fills."""
+    """A vision processor, and the writer of the image index that a build fills."""
 
     vision_processor: VisionProcessor
     index_writer: ImageIndexWriter
@@ -50,28 +51,20 @@ class ImageRecordEncoder:
 
     @classmethod
     def create(cls, vision_processor: VisionProcessor, max_threads: int) -> ImageRecordEncoder:
-        """Eyes with an empty album; smaller copies of images lie in the cache, apart for each way to make them."""
-        place = cache_root() / "images" / _downscale_fingerprint(vision_processor.hf_processor.image_processor)
-        return cls(vision_processor, ImageIndexWriter(vision_processor.downscale, place), min(max_threads, MAX_THREADS))
+        """Return an encoder with an empty image index; downscaled copies have a cache folder per image processor."""
+        fingerprint = _downscale_fingerprint(vision_processor.hf_processor.image_processor)
+        writer = ImageIndexWriter(vision_processor.downscale, cache_root() / "images" / fingerprint)
+        return cls(vision_processor, writer, min(max_threads, MAX_THREADS))
 
     def make_encode(self, source: Source, parse: Callable[[Mapping[str, Any]], Any], encode: EncodeParsed) -> Encode:
-        """An `Encode` whose examples have a column `images`, places in the album that it leaves beside them."""
-        look = partial(self._load_record, source, parse)
-        pool = ThreadPoolExecutor(self.threads)  # one for all chunks: a thread's copy of the processor is dear
+        """Return an `Encode` whose examples have a column `images`: positions in the image index next to them."""
+        load = partial(self._load_record, source, parse)
+        pool = ThreadPoolExecutor(
+            self.threads
+        )  # one pool for all chunks: each thread copies the processor, which is slow
 
         def encode_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[EncodeResult]:
-            found = list(pool.map(look, rows))
-            good = [item for item in found if isinstance(item, LoadedRecord)]
-            coded = iter(
-                encode(
-                    [item.record.parsed for item in good],
-                    PlaceholderExpansion(self.vision_processor, [item.image_texts for item in good]),
-                )
-            )
-            return [
-                self._add_image_positions(next(coded), item.entries) if isinstance(item, LoadedRecord) else item
-                for item in found
-            ]
+            return encode_valid(list(pool.map(load, rows)), partial(self._encode_loaded, encode))
 
         def write_index(folder: Path) -> list[str]:
             pool.shutdown()
@@ -79,29 +72,34 @@ class ImageRecordEncoder:
 
         return WithExtraFiles(encode_rows, write_index)
 
+    def _encode_loaded(self, encode: EncodeParsed, items: list[LoadedRecord]) -> list[EncodeResult]:
+        images = PlaceholderExpansion(self.vision_processor, [item.image_texts for item in items])
+        examples = encode([item.record.parsed for item in items], images)
+        return [self._add_image_positions(example, item.entries) for example, item in zip(examples, items, strict=True)]
+
     def _load_record(
         self, source: Source, parse: Callable[[Mapping[str, Any]], Any], row: tuple[int, dict[str, Any]]
     ) -> LoadedRecord | BadRecord:
-        """Thread-safe."""
+        """Parse a record and look up its images. Thread-safe."""
         index, record = row
         try:
-            seen = read_with_images(record, parse)
-            pictures = tuple(self.index_writer.get_entry(value, source.get_base_dir(index)) for value in seen.images)
-            return LoadedRecord(
-                seen, pictures, [self.vision_processor.get_image_text(picture.size) for picture in pictures]
-            )
+            parsed = read_with_images(record, parse)
+            folder = source.get_base_dir(index)
+            entries = tuple(self.index_writer.get_entry(value, folder) for value in parsed.images)
+            texts = [self.vision_processor.get_image_text(entry.size) for entry in entries]
+            return LoadedRecord(parsed, entries, texts)
         except BadRecord as fault:
             return fault
 
     def _add_image_positions(self, example: EncodeResult, entries: Sequence[ImageEntry]) -> EncodeResult:
-        """Records come here in their order, and so the album's numbers are the same however many threads there are."""
+        """Add the column `images`. Called in the order of records, so positions do not depend on the threads."""
         if isinstance(example, BadRecord):
             return example
-        return {**example, "images": [self.index_writer.assign_position(picture) for picture in entries]}
+        return {**example, "images": [self.index_writer.assign_position(entry) for entry in entries]}
 
 
 def _downscale_fingerprint(image_processor: Any) -> str:
-    """A hash of all that decides which smaller copy stands for an image: the same whatever the tokenizer is."""
+    """Return a hash of everything that determines downscaled copies; the tokenizer is not part of it."""
     kind = type(image_processor)
     made_by = [f"{name} {'.'.join(version(name).split('.')[:2])}" for name in ("pillow", "transformers")]
     parts = [f"{kind.__module__}.{kind.__qualname__}", image_processor.to_json_string(), *made_by]
@@ -114,24 +112,31 @@ def encode_image_prompts(
     folders: Sequence[Path],
     max_length: int | None = None,
 ) -> list[EncodedPrompt | BadRecord]:
-    """What records ask, with the images that they name; a fault where one of them cannot be used."""
-    found = [_load_prompt(vision_processor, *one) for one in zip(parsed_prompts, folders, strict=True)]
-    good = [one for one in found if not isinstance(one, BadRecord)]
-    views = PlaceholderExpansion(vision_processor, [texts for _, _, texts in good])
-    coded = iter(encode_prompts(vision_processor.tokenizer, [said for said, _, _ in good], max_length, views))
-    prompts: list[EncodedPrompt | BadRecord] = []
-    for one in found:
-        made = one if isinstance(one, BadRecord) else next(coded)
-        prompts.append(
-            made if isinstance(one, BadRecord) or isinstance(made, BadRecord) else replace(made, images=one[1])
-        )
-    return prompts
+    """Return the prompts with their images, or a BadRecord where one of the images cannot be used."""
+    loaded = [_load_prompt(vision_processor, *one) for one in zip(parsed_prompts, folders, strict=True)]
+    return encode_valid(loaded, partial(_encode_loaded_prompts, vision_processor, max_length))
+
+
+LoadedPrompt = tuple[ParsedPrompt, tuple[Path | bytes, ...], list[str]]
+"""A prompt, its images, and the text that stands for each of them."""
+
+
+def _encode_loaded_prompts(
+    vision_processor: VisionProcessor, max_length: int | None, items: list[LoadedPrompt]
+) -> list[EncodedPrompt | BadRecord]:
+    expansion = PlaceholderExpansion(vision_processor, [texts for _, _, texts in items])
+    prompts = [prompt for prompt, _, _ in items]
+    encoded = encode_prompts(vision_processor.tokenizer, prompts, max_length, expansion)
+    return [
+        prompt if isinstance(prompt, BadRecord) else replace(prompt, images=images)
+        for prompt, (_, images, _) in zip(encoded, items, strict=True)
+    ]
 
 
 def _load_prompt(
     vision_processor: VisionProcessor, parsed_prompt: RecordWithImages[ParsedPrompt], folder: Path
-) -> tuple[ParsedPrompt, tuple[Path | bytes, ...], list[str]] | BadRecord:
-    """What is asked, where its images are, and what stands for them in a text."""
+) -> LoadedPrompt | BadRecord:
+    """Locate the images of a prompt and make their texts."""
     try:
         images = tuple(resolve_image(value, folder) for value in parsed_prompt.images)
         return (

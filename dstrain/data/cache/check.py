@@ -1,4 +1,4 @@
-"""Every bad record of a file, and every image that is unusual, by file and line."""
+"""Validation of a data file: every bad record, and every image that needs conversion."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from dstrain.data.vision.image_io import describe_conversions, read_image, resol
 
 TEXT_ONLY_NOTE = "the record is used as text alone"
 MAX_PENDING_IMAGES = 256
-"""Images that wait to be looked at."""
+"""Images that wait to be checked."""
 ImageCheck = tuple[str | None, list[str]]
-"""What is wrong with an image, and what is unusual in it."""
+"""The fault of an image or None, and notes on conversions that it needs."""
 
 
 @dataclass
 class ValidationReport:
-    """What a file holds."""
+    """Result of checking a file."""
 
     read: int = 0
-    """Records, those that do not decode among them."""
+    """Number of records, including those that do not decode."""
     bad: list[BadRow] = field(default_factory=list)
-    """What is wrong, in the file's order; a record with two bad images comes twice."""
+    """Bad records in the file's order; a record with two bad images is listed twice."""
     warnings: list[BadRow] = field(default_factory=list)
-    """Images that can be used, and how they are changed for it."""
+    """Notes on images that are usable after a conversion."""
 
     @property
     def num_valid(self) -> int:
@@ -41,9 +41,9 @@ class ValidationReport:
 def check_file(
     path: str | Path, columns: Mapping[str, str] | None, parse: Callable[[dict[str, Any]], Any], threads: int = 1
 ) -> ValidationReport:
-    """Read every record with `convert`, which raises BadRecord for a bad one, and every image of a `Seen`.
+    """Parse every record, and check every image of a `RecordWithImages`.
 
-    A record with a null in the place of an image is noted: it teaches as text alone.
+    `parse` raises BadRecord for a bad record. A record whose image is null gets a note: it is used as text only.
     """
     source = open_source(path, columns)
     found = ValidationReport(len(source) + len(source.bad_rows), [*source.bad_rows])
@@ -64,7 +64,7 @@ def check_file(
             for value in item.images if isinstance(item, RecordWithImages) else ():
                 shown.append((where, _submit_image(pool, value, source.get_base_dir(index), known)))
                 if not len(shown) % MAX_PENDING_IMAGES:
-                    shown[-1][1].result()  # those before it are done too, or nearly: what waits takes memory
+                    shown[-1][1].result()  # bounds memory: earlier images are done by now, or nearly
         for where, asked in shown:
             fault, notes = asked.result()
             found.bad += [BadRow(where, fault)] if fault else []
@@ -76,7 +76,7 @@ def check_file(
 def _submit_image(
     pool: ThreadPoolExecutor, value: Any, folder: Path, submitted: dict[Path | str, Future[ImageCheck]]
 ) -> Future[ImageCheck]:
-    """What will be known of an image; one that many records show is read once."""
+    """Return the future check of an image; an image that many records name is read once."""
     try:
         source = resolve_image(value, folder)
     except BadRecord as fault:

@@ -1,4 +1,4 @@
-"""Writing examples as columns: .npy files that grow as the examples come."""
+"""Writer of examples as columns: .npy files that grow as the examples arrive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dstrain.data.records import Example
 
 
 class ColumnFile:
-    """One .npy file of unknown length: the header is written again at the end, in the room numpy leaves for it."""
+    """One .npy file of unknown length: `close` rewrites the header in the space that numpy reserves for it."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.path, self.dtype, self.count = path, np.dtype(dtype), 0
@@ -30,7 +30,7 @@ class ColumnFile:
         self.count += len(values)
 
     def close(self) -> int:
-        """The file's size in bytes, once it is on the disk."""
+        """Write the header and fsync. Returns the file's size in bytes."""
         size = self._file.tell()
         self._file.seek(0)
         header = self._write_header()
@@ -42,7 +42,7 @@ class ColumnFile:
 
 
 class ColumnWriter:
-    """The columns of the examples it is given; the first example says which there are."""
+    """Writes a column file per key of the examples; the first example determines the columns."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -75,7 +75,7 @@ class ColumnWriter:
                 self._scalars[name] = ColumnFile(path, "<f8")
 
     def close(self) -> dict[str, Any]:
-        """What was written: the count, the names, and every file with its size."""
+        """Close all files. Returns the count, the column names, and every file with its size."""
         pairs = [column for pair in self._ragged.values() for column in pair]
         files = {column.path.name: column.close() for column in (self._samples, *self._scalars.values(), *pairs)}
         return {"count": self._samples.count, "scalars": [*self._scalars], "ragged": [*self._ragged], "files": files}

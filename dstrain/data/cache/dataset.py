@@ -1,4 +1,4 @@
-"""Examples of one split: a token store, or a part of it, and how it is made up of sources."""
+"""The tokenized dataset of one split: rows of a token store, grouped by source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_TRAIN_DATA = Fault("data.train", "is not set", "write `data: {train: pairs.js
 
 @dataclass(frozen=True)
 class TokenizedDataset:
-    """What the loader indexes. Thread-safe."""
+    """Rows of a token store, as a `Dataset`. Thread-safe."""
 
     store: TokenStore
     rows: np.ndarray
@@ -27,7 +27,7 @@ class TokenizedDataset:
     weights: tuple[float, ...]
     """How often an epoch shows each source."""
     reference_columns: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
-    """Column -> a number for each row of the store, computed elsewhere: what a reference says of the example."""
+    """Name -> a number for each row of the store: precomputed outputs of a reference."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -37,26 +37,33 @@ class TokenizedDataset:
         return self.store[row] | {name: float(column[row]) for name, column in self.reference_columns.items()}
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
-        """(N,) tokens of the longest sequence of each of these examples, (N,)."""
+        """Return the tokens of the longest sequence of each of these examples, (N,) -> (N,)."""
         return self.store.max_lengths(self.rows[ids])
 
     @property
+    def image_digest(self) -> str | None:
+        return None if self.store.image_index is None else self.store.image_index.digest
+
+    def summarize(self) -> dict[str, Any]:
+        return {"samples": len(self), **self.store.summarize(self.rows), **self.report}
+
+    @property
     def report(self) -> dict[str, Any]:
-        """What came of reading the sources, for events.jsonl."""
+        """Counts of records read, used and skipped, for events.jsonl."""
         report = asdict(self.store.report)
         bad, _ = report.pop("bad"), report.pop("sizes")
         return {**report, "skipped": len(bad), "skipped_records": [f"{where}: {reason}" for where, reason in bad[:100]]}
 
 
 def get_source_sizes(store: TokenStore, source: ConcatSource) -> tuple[int, ...]:
-    """Records of each source, as the store noted them when it was built; else the sources are opened."""
+    """Return the records of each source, from the store's report; a source is opened only where it lacks them."""
     return tuple(store.report.sizes) or source.sizes
 
 
 def split_examples(
     store: TokenStore, source_sizes: tuple[int, ...], weights: tuple[float, ...], eval_fraction: float, seed: int
 ) -> tuple[TokenizedDataset, TokenizedDataset | None]:
-    """(training, held-out) examples; `held_out` is the share of each source that is held out, chosen by the seed."""
+    """Return (training, held-out) examples; the seed chooses `eval_fraction` of each source."""
     sizes = store.count_per_source(source_sizes)
     starts = np.cumsum((0, *sizes))
     train, test = [], []
@@ -66,9 +73,7 @@ def split_examples(
         test.append(np.sort(order[:count]))
         train.append(np.sort(order[count:]))
         if eval_fraction and 0 < size <= count:
-            problem = (
-                f"holds out all {size} records of source {source + 1} of data.train, and none is left to learn from"
-            )
+            problem = f"holds out all {size} records of source {source + 1} of data.train, and none is left to train on"
             raise DataError(
                 Fault(f"data.eval_fraction {eval_fraction:g}", problem, "lower it, or give data.eval a file")
             )

@@ -1,4 +1,4 @@
-"""Records encoded by several processes of this host: in order, and the same to the byte as one process makes them."""
+"""A pool of processes that encode records, with the same ordered results as a single process."""
 
 from __future__ import annotations
 
@@ -24,51 +24,51 @@ from dstrain.data.records import Example
 from dstrain.errors import DstrainError, RunError
 
 MIN_PARALLEL_RECORDS = 4000
-"""Records below which one process is as soon ready as several."""
+"""Number of records below which one process is as fast as several."""
 MAX_PENDING_RESULTS = 4
-"""Results of each process that may wait to be read."""
+"""Results of each process that may wait in memory."""
 _PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"
 
 
 @dataclass
 class EncodedChunk:
-    """What became of some records that follow one another."""
+    """The encoded examples and the faults of consecutive records."""
 
     examples: list[Example] = field(default_factory=list)
     bad: list[tuple[int, str]] = field(default_factory=list)
-    """Index of a record, and why it cannot be used."""
+    """Index of a record, and its fault."""
     cuts: dict[str, int] = field(default_factory=dict)
     """Name of a cut -> examples that were cut that way."""
 
 
 @dataclass(frozen=True)
 class ProcessPoolConfig:
-    """How many processes encode, and what each of them does first."""
+    """Number of encoding processes, and a function that each of them calls first."""
 
     num_processes: int = 1
     initializer: Callable[[], None] | None = None
-    """Such as asking the kernel to end it with its parent."""
+    """For example one that asks the kernel to kill the process with its parent."""
 
     def num_processes_for(self, num_records: int) -> int:
-        """How many are worth it. A fork keeps what cannot be pickled, and is safe on Linux alone."""
-        can = sys.platform == "linux" and not multiprocessing.current_process().daemon  # which may have no children
+        """Return how many processes to use: one where there are few records, or where forking is not safe."""
+        can = sys.platform == "linux" and not multiprocessing.current_process().daemon  # a daemon may not have children
         return self.num_processes if can and num_records >= MIN_PARALLEL_RECORDS else 1
 
 
 SINGLE_PROCESS = ProcessPoolConfig()
 PackedChunk = tuple[dict[str, Any], list[tuple[int, str]], dict[str, int]]
-"""Columns of a piece's examples, its bad records and its cuts."""
+"""Columns of a chunk's examples, its bad records and its cuts, as they go through a pipe."""
 RecordRanges = Sequence[tuple[int, int]]
 
 
 def map_chunks(
     encode: Callable[[int, int], EncodedChunk], ranges: RecordRanges, processes: ProcessPoolConfig
 ) -> Iterator[EncodedChunk]:
-    """`encode(start, stop)` of each span, in order; process k of n, forked here, takes spans k, k + n, k + 2n ...
+    """Yield `encode(start, stop)` of each range, in order; process k of n takes ranges k, k + n, k + 2n, ...
 
-    Each process has a pipe of its own, so that its death is seen even while it writes: behind one queue for all, as
-    concurrent.futures has it, a message that breaks off blocks its reader for ever. Raises what `encode` raises, and
-    RunError where a process is ended from outside.
+    The processes are forked here: a fork inherits what cannot be pickled. Each has its own pipe, so that its death
+    is noticed even while it writes; with one queue for all, as in concurrent.futures, an incomplete message blocks
+    the reader for ever. Raises what `encode` raises, and RunError where a process is killed.
     """
     count = min(processes.num_processes, len(ranges))
     workers: list[tuple[BaseProcess, Connection]] = []
@@ -87,7 +87,7 @@ def map_chunks(
             yield _unpack_chunk(found)
     finally:
         for worker, results in workers:
-            worker.kill()  # which has nothing more to say
+            worker.kill()  # a no-op where it has ended; nothing of it is needed any more
             results.close()
         for worker, _ in workers:
             worker.join(10.0)
@@ -96,7 +96,7 @@ def map_chunks(
 def _start_worker(
     encode: Callable[[int, int], EncodedChunk], ranges: RecordRanges, initializer: Callable[[], None] | None
 ) -> tuple[BaseProcess, Connection]:
-    """A process and the end of its pipe that is read; the other end is the process's alone."""
+    """Fork a worker. Returns it with the read end of its pipe; only the worker holds the write end."""
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
     worker = context.Process(
@@ -130,7 +130,7 @@ def _worker_main(
     initializer: Callable[[], None] | None,
     connection_and_parent: tuple[Connection, int],
 ) -> None:
-    """What a forked process does. The handlers of signals are the parent's, which ends this process by itself."""
+    """Encode ranges in a forked process, with default signal handlers: the parent kills this process."""
     results, parent = connection_and_parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -156,12 +156,12 @@ def _send_results(pending: queue.Queue[PackedChunk | BaseException | None], conn
     while (found := pending.get()) is not None:
         try:
             connection.send(found)
-        except (TypeError, AttributeError, pickle.PicklingError):  # an exception that holds what cannot be sent
+        except (TypeError, AttributeError, pickle.PicklingError):  # the exception holds objects that cannot be pickled
             connection.send(RuntimeError(f"{found!r}\n" + "\n".join(getattr(found, "__notes__", ()))))
 
 
 def _pack_chunk(chunk: EncodedChunk) -> PackedChunk:
-    """A piece as few arrays: a column of sequences as their values and lengths."""
+    """Pack a chunk as few arrays, which are fast to pickle: a ragged column as values and split points."""
     columns: dict[str, Any] = {}
     for name, value in (chunk.examples[0] if chunk.examples else {}).items():
         values = [example[name] for example in chunk.examples]
@@ -184,9 +184,9 @@ def _unpack_chunk(packed: PackedChunk) -> EncodedChunk:
 
 
 def _describe_exit(worker: BaseProcess, count: int) -> str:
-    """Why a process has no more results."""
+    """Return the error message for a worker that ended before its results were complete."""
     worker.join(5.0)
     code = worker.exitcode
     how = "its pipe broke" if code is None else f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-    mend = "where memory ran out, free some, or have one process make them: `taskset -c 0 dstrain prepare RECIPE`"
-    return f"process {worker.pid}, one of {count} that make tokens, was ended ({how}); {mend}"
+    fix = "if memory ran out, free some, or encode with one process: `taskset -c 0 dstrain prepare RECIPE`"
+    return f"process {worker.pid}, one of {count} that encode records, was killed ({how}); {fix}"

@@ -1,4 +1,4 @@
-"""The token cache: examples as columns on disk, memory-mapped, whole or absent."""
+"""The token cache: examples as memory-mapped columns, built once per host under a file lock."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _POLL_SECONDS = 0.1
 
 @dataclass
 class BuildReport:
-    """What came of reading a source."""
+    """Counts and bad records of a source, as its store was built."""
 
     read: int = 0
     kept: int = 0
     bad: list[BadRow] = field(default_factory=list)
     cuts: dict[str, int] = field(default_factory=dict)
-    """Name of a cut -> examples that were cut that way."""
+    """Name of a truncation -> number of examples."""
     sizes: list[int] = field(default_factory=list)
-    """Records of each joined source, so that none need be opened where the store is whole; empty: not known."""
+    """Records of each source, so that none needs to be opened where the store is complete; empty: unknown."""
 
 
 Build = Callable[[BuildReport], Iterable[Sequence[Example]]]
@@ -51,12 +51,12 @@ Build = Callable[[BuildReport], Iterable[Sequence[Example]]]
 
 @dataclass(frozen=True)
 class WithExtraFiles:
-    """A `Build`, or an `Encode` for `prepare`, that also leaves files of its own in the store's folder."""
+    """A `Build`, or an `Encode` for `prepare`, that also writes files of its own into the store's folder."""
 
     function: Callable[..., Any]
-    """Called as the build or the encoder itself."""
+    """The build or the encoder itself."""
     write_extra_files: Callable[[Path], list[str]]
-    """Writes them into the folder, once all examples are there; their names."""
+    """Writes the files once all examples are written. Returns their names."""
 
     def __call__(self, argument: Any) -> Any:
         return self.function(argument)
@@ -65,16 +65,16 @@ class WithExtraFiles:
 class TokenStore:
     """Read-only examples: ragged int32 columns, float64 scalars and the sample ids. Thread-safe.
 
-    Where it has an album, the column `images` gives images that can be loaded, not their numbers; no example has it where
-    none has an image.
+    With an image index, the column `images` holds lazy images instead of positions; no example has the column where
+    no example of the store has an image.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open a folder that `cached_store` wrote. Raises ValueError or OSError where it is not whole."""
+        """Open a folder that `write_store` wrote. Raises ValueError or OSError where it is not complete."""
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         for name, size in meta["files"].items():
             if (folder / name).stat().st_size != size:
-                raise ValueError(f"{folder / name} has not the {size} bytes that were written")
+                raise ValueError(f"{folder / name} does not have the {size} bytes that were written")
         self.folder = folder
         self.report = BuildReport(**{**meta["report"], "bad": [BadRow(*row) for row in meta["report"]["bad"]]})
         self._count = int(meta["count"])
@@ -90,7 +90,7 @@ class TokenStore:
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Arrays by column, floats by column, and `sample`: the record's index in its source."""
+        """Return an example: arrays and floats by column, and `sample`, the index of its record."""
         if not 0 <= index < self._count:
             raise IndexError(index)
         example: dict[str, Any] = {"sample": int(self.record_indices[index])}
@@ -103,22 +103,37 @@ class TokenStore:
 
     @property
     def ragged_columns(self) -> list[str]:
-        """The ragged columns."""
+        """Names of the ragged columns."""
         return [*self._ragged]
 
     def column_lengths(self, column: str) -> np.ndarray:
-        """The length of every example's sequence in a ragged column."""
+        """Return the length of every example's sequence in a ragged column, (count,)."""
         return np.diff(self._ragged[column][1], prepend=0)
 
     def max_lengths(self, rows: np.ndarray) -> np.ndarray:
-        """(N,) length of the longest sequence of each of these rows, (N,); their images are counted as tokens already."""
+        """Return the length of the longest sequence of each of these rows, (N,) -> (N,), image tokens included."""
         ends = [ends for name, (_, ends) in self._ragged.items() if name != "images"]
         starts = [np.where(rows > 0, column[rows - 1], 0) for column in ends]
         sizes = [column[rows] - start for column, start in zip(ends, starts, strict=True)]
         return np.max([np.zeros(len(rows), dtype=np.int64), *sizes], axis=0)
 
+    def summarize(self, rows: np.ndarray) -> dict[str, Any]:
+        """Return the number of tokens, the longest sequence and the images of these rows, (N,)."""
+        names = [name for name in self._ragged if name not in ("learnt", "images")]
+        lengths = [self.column_lengths(name)[rows] for name in names]
+        summary: dict[str, Any] = {
+            "tokens": int(sum(column.sum() for column in lengths)),
+            "longest": int(max(column.max() for column in lengths)),
+            "tokens_folder": str(self.folder),
+        }
+        if self.image_index is None:
+            return summary
+        images = {image for row in rows.tolist() for image in self[row].get("images", ())}
+        copies = sum(image.has_copy for image in images)
+        return summary | ({"images": len(images), "copies": copies} if images else {})
+
     def count_per_source(self, source_sizes: Sequence[int]) -> tuple[int, ...]:
-        """How many examples each of the joined sources, of these sizes, left in the store."""
+        """Return the number of examples of each source in the store, given the sources' numbers of records."""
         ends = np.searchsorted(self.record_indices, np.cumsum((0, *source_sizes)))
         return tuple(int(count) for count in np.diff(ends))
 
@@ -131,7 +146,7 @@ def _open_column(path: Path) -> np.ndarray:
 
 
 def write_store(folder: Path, key: Mapping[str, Any], build: Build) -> None:
-    """Write what `build` yields into an empty folder; meta.json comes last."""
+    """Write the examples of `build` into an empty folder; meta.json is written last."""
     report, columns = BuildReport(), ColumnWriter(folder)
     for chunk in build(report):
         columns.append(chunk)
@@ -151,10 +166,10 @@ def load_or_build_store(
     echo: Callable[[str], None] = log_stderr,
     log_interval: float = 30.0,
 ) -> TokenStore:
-    """The store under this key, built first where it is absent or damaged.
+    """Return the store under this key, built first where it is missing or damaged.
 
-    One process builds, in a folder that is renamed when it is whole; the others wait for its lock, telling
-    every `every` seconds for whom. Never a collective: it may take longer than a process group waits.
+    One process builds, in a folder that is renamed when it is complete; the others wait for its lock and print the
+    owner every `log_interval` seconds. Never a collective: a build may take longer than the process group's timeout.
     """
     place = folder / hash_key(key)
     if (store := _open_if_valid(place, echo)) is not None:
@@ -165,13 +180,13 @@ def load_or_build_store(
             store = _open_if_valid(place, lambda line: None)
             return _build_store(place, key, build) if store is None else store
     except OSError as fault:
-        mend = "where that folder is full or read-only, set DSTRAIN_CACHE to another"
-        raise DataError(f"the token cache {place} cannot be built: {fault}; {mend}") from fault
+        fix = "if that folder is full or read-only, set DSTRAIN_CACHE to another"
+        raise DataError(f"the token cache {place} cannot be built: {fault}; {fix}") from fault
 
 
 @contextlib.contextmanager
 def _acquire_build_lock(store_path: Path, echo: Callable[[str], None], log_interval: float) -> Iterator[None]:
-    """Inside, this process holds the store's lock; or none, where the file system has no locks: see `_build`."""
+    """Hold the store's lock inside; or none where the file system has no locks (see `_build_store`)."""
     from filelock import FileLock, Timeout
 
     lock, owner = FileLock(f"{store_path}.lock"), Path(f"{store_path}.owner")
@@ -192,12 +207,12 @@ def _acquire_build_lock(store_path: Path, echo: Callable[[str], None], log_inter
         yield
     finally:
         owner.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it ends with the process
+        with contextlib.suppress(OSError):  # the kernel releases it when the process ends
             lock.release()
 
 
 def _find_lock_error(path: Path) -> str:
-    """What the system says to a lock where it has none; empty where it has. (filelock 3 waits for ever in that case.)"""
+    """Return the error of a file system without locks, else an empty string; filelock 3 would wait for ever."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -213,8 +228,9 @@ _NO_LOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 @contextlib.contextmanager
 def check_images_once(checked: Iterable[str] = ()) -> Iterator[set[str]]:
-    """Inside, the images of each store are looked at once, and those of `known` stores not again: a look is a call to the
-    file server for every image. Gives the stores whose images are as they were.
+    """Check the images of each store once inside, and those of `checked` stores not again.
+
+    A check is a call to the file server for every image. Yields the stores whose images are unchanged.
     """
     token = _checked_stores.set(set(checked))
     try:
@@ -227,7 +243,7 @@ _checked_stores: ContextVar[set[str] | None] = ContextVar("checked", default=Non
 
 
 def _open_if_valid(store_path: Path, echo: Callable[[str], None]) -> TokenStore | None:
-    """The store, where its files are whole and its images are those that were prepared."""
+    """Return the store if its files are complete and its images unchanged, else None."""
     try:
         store = TokenStore(store_path)
     except (OSError, ValueError, KeyError, TypeError):
@@ -244,8 +260,9 @@ def _open_if_valid(store_path: Path, echo: Callable[[str], None]) -> TokenStore 
 
 
 def _build_store(store_path: Path, key: Mapping[str, Any], build: Build) -> TokenStore:
-    """Under the lock, which keeps nobody out where it is local to a host (Lustre's localflock, NFS's local_lock): each
-    builder has a folder of its own, and the first to finish gives it the store's name.
+    """Build in a folder of this process's own, which the first builder to finish renames to the store's name.
+
+    The lock alone is not enough: it may be local to a host (Lustre's localflock, NFS's local_lock).
     """
     remove_stale_partials(store_path, unowned=True)
     with atomic_folder(store_path, _publish_store) as partial:
@@ -266,7 +283,7 @@ def _publish_store(partial: Path, store_path: Path) -> None:
         if _open_if_valid(store_path, lambda line: None) is not None:
             return
         aside = partial_path(store_path)
-        with contextlib.suppress(FileNotFoundError):  # someone else took it away
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
             store_path.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
 

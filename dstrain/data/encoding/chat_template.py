@@ -9,7 +9,7 @@ from typing import Any
 from dstrain.errors import Fault, RecipeError
 
 RECIPE_KEY = "model.chat_template"
-BUILTIN_TEMPLATE = "turns"
+BUILTIN_TEMPLATE = "human_assistant"
 _TRANSCRIPT_TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message.role == 'assistant' -%}{{- '\n\nAssistant: ' -}}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dstrain.batch import Batch
+from dstrain.data.dataset import Samples
 from dstrain.data.loading.sampler import StepSampler
 from dstrain.errors import RunError
 
@@ -30,7 +31,7 @@ class Step:
 class Loader:
     """Loader of this rank's batches of every step, in the order of the sampler."""
 
-    examples: Sequence[Any]
+    examples: Samples
     """Dataset that the sampler's ids index; read from several threads at once."""
     collate: Collate
     sampler: StepSampler
@@ -106,7 +107,7 @@ class Loader:
 
 
 def make_batch(
-    examples: Sequence[Any], collate: Collate, ids: list[int], filler_id: int, positions: Sequence[int] = ()
+    examples: Samples, collate: Collate, ids: list[int], filler_id: int, positions: Sequence[int] = ()
 ) -> Batch:
     """Return the batch of these ids, or without ids a filler of weight 0 made from `filler_id`.
 
@@ -132,7 +133,7 @@ def _with_position(example: Any, position: int) -> Any:
     return {**example, "place": position} if isinstance(example, Mapping) else example
 
 
-def iter_batches(examples: Sequence[Any], collate: Collate, micro_batches: Sequence[list[int]]) -> Iterator[Batch]:
+def iter_batches(examples: Samples, collate: Collate, micro_batches: Sequence[list[int]]) -> Iterator[Batch]:
     """Yield the batches of `eval_micro_batches`, fillers included."""
     for ids in micro_batches:
         yield make_batch(examples, collate, ids, 0)  # any sample serves as filler; the first one always exists

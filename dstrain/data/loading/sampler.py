@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from dstrain.data.dataset import LengthFunction
 from dstrain.data.rng import EPOCH_STREAM, RECORD_STREAM, make_random_state
 from dstrain.errors import DataError
-
-LengthFunction = Callable[[np.ndarray], np.ndarray]
-"""(N,) sample ids -> (N,) tokens of the longest sequence of each sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +128,6 @@ class StepSampler:
 def _make_permutation(size: int, key: Sequence[int]) -> np.ndarray:
     """Return a permutation fixed by the key."""
     return make_random_state(key).permutation(size).astype(np.int64)
-
-
-def get_length_function(examples: Any) -> LengthFunction | None:
-    """Return the method `lengths` of a task's examples; None if they have none."""
-    found = getattr(examples, "lengths", None)
-    return found if callable(found) else None
 
 
 def sort_longest_first(lengths: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The output head of a language model, run on a few rows at a time: the logits of all rows are never held at once."""
+"""Chunked evaluation of the language-model head, with recomputed logits in the backward pass."""
 
 from __future__ import annotations
 
@@ -13,43 +13,48 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from dstrain.models.heads.lazy_logits import HeadRecorder, LazyLogits
 
+# Shapes: B rows, K targets of a row, N targets of all rows, V vocabulary, H width.
+
 MAX_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
-"""Size of the fp32 logits that are held at once. Each chunk costs the host of a GPU about 0.4 ms: fewer are made there."""
+"""Device type -> bytes of the fp32 logits of one chunk.
+
+On a GPU chunks are larger, because launching the kernels of one takes the host about 0.4 ms.
+"""
 
 
 class TokenScores(NamedTuple):
-    """What a model says of one target token a row."""
+    """Scores of one target token per row."""
 
     log_probs: torch.Tensor
-    """(N,) log p of each target, in fp32 or finer."""
+    """(N,) log-probability of each target, in fp32 or fp64."""
     is_correct: torch.Tensor
-    """(N,) bool: whether the target is the likeliest token."""
+    """(N,) bool: True where the target is the most probable token."""
 
 
 def score_logits(logits: torch.Tensor, targets: torch.Tensor) -> TokenScores:
-    """Of logits (N, V) and targets (N,)."""
+    """Return the scores of targets (N,) under logits (N, V)."""
     exact = logits if logits.dtype == torch.float64 else logits.float()
     log_probs = exact.gather(-1, targets[:, None]).squeeze(-1) - exact.logsumexp(-1)
     return TokenScores(log_probs, logits.detach().argmax(-1) == targets)
 
 
 def rows_per_chunk(vocab_size: int, device: torch.device) -> int:
-    """How many rows of logits are held at once."""
+    """Return how many rows of logits one chunk has."""
     return max(1, MAX_CHUNK_BYTES.get(device.type, MAX_CHUNK_BYTES["cuda"]) // (4 * vocab_size))
 
 
 @dataclass(frozen=True)
 class HeadInput:
-    """What a forward pass would have given to its head, and what it would have done with the logits."""
+    """Input of the output head in a forward pass, and what the model does with the logits afterwards."""
 
     head: torch.nn.Module
     hidden_states: torch.Tensor
     """(B, K, H)"""
     postprocessing: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
-    """In their order: Gemma 2 caps its logits, Granite and Cohere scale them, Mamba makes them fp32."""
+    """Functions in call order: Gemma 2 caps its logits, Granite and Cohere scale them, Mamba casts them to fp32."""
 
     def score_targets(self, rows: torch.Tensor, targets: torch.Tensor) -> TokenScores:
-        """Scores of targets (N,) for hidden states (N, H).
+        """Return the scores of targets (N,) for hidden states (N, H).
 
         The head is called once, around all chunks, so that ZeRO-3 gathers its weights once in each direction.
         The number of chunks may differ between ranks. Collective under ZeRO-3.
@@ -67,33 +72,34 @@ class HeadInput:
 
 
 def capture_head_input(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> HeadInput | torch.Tensor:
-    """What `forward` gives to the head of `model`; its logits (B, K, V) where the head cannot be run apart.
+    """Return the input of the model's head in `forward`; logits (B, K, V) where the head cannot be called separately.
 
-    `forward` calls the model and returns the logits. During the call a tap stands for the head. Where the model changes its
-    logits in place, it is called again with its own head, once, and so from then on. All this depends on the model alone:
-    ranks decide alike.
+    `forward` calls the model and returns the logits. During the call a HeadRecorder replaces the head. A model that
+    changes its logits in place is called once more with its own head, and always with it from then on. The decision
+    depends on the model alone, so all ranks decide alike.
     """
     head = _find_separable_head(model)
     if head is None:
         return forward()
-    with _head_recorded(model, head) as tap:
+    with _head_recorded(model, head) as recorder:
         logits = forward()
     if not isinstance(logits, LazyLogits):
         return logits
-    if not tap.is_head_used and hasattr(logits, "steps"):
+    if not recorder.is_head_used and hasattr(logits, "steps"):
         return HeadInput(head, logits.hidden_states, logits.steps)
     _IN_PLACE_MODELS.add(model)
     return forward()
 
 
 _IN_PLACE_MODELS: WeakSet[torch.nn.Module] = WeakSet()
-"""Models that change their logits in place, or may have."""
+"""Models that change their logits in place, or may do so."""
 
 
 def _find_separable_head(model: torch.nn.Module) -> torch.nn.Module | None:
-    """The model's head, where it can be called apart from the model.
+    """Return the model's head, None where it cannot be called separately.
 
-    ZeRO-3 gathers the parts of a head with adapters at each call of a part, and ranks differ in their number of chunks.
+    Under ZeRO-3 a head with adapters cannot: its submodules are gathered at every call, and ranks differ in their
+    number of chunks, so some would wait for a collective that others never start.
     """
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None and model not in _IN_PLACE_MODELS else None
@@ -105,35 +111,35 @@ def _find_separable_head(model: torch.nn.Module) -> torch.nn.Module | None:
 
 @contextmanager
 def _head_recorded(model: torch.nn.Module, head: torch.nn.Module) -> Iterator[HeadRecorder]:
-    """Inside, a tap stands wherever the model holds its head."""
-    tap = HeadRecorder(head)
+    """Replace the model's head by a HeadRecorder inside the context."""
+    recorder = HeadRecorder(head)
     places = _find_head_parents(model, head)
     try:
         for part, name in places:
-            part._modules[name] = tap
-        yield tap
+            part._modules[name] = recorder
+        yield recorder
     finally:
         for part, name in places:
             part._modules[name] = head
 
 
 def _find_head_parents(model: torch.nn.Module, head: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
-    """Where the model holds its head: at its top, else anywhere. A walk over all modules takes a millisecond."""
+    """Return (module, attribute) of each place of the head: at the top, else anywhere (a walk of about 1 ms)."""
     parts = [model] if any(child is head for child in model._modules.values()) else model.modules()
     return [(part, name) for part in parts for name, child in part._modules.items() if child is head]
 
 
 @contextmanager
 def _forward_overridden(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a call of the module runs `forward` between the module's hooks."""
-    own = vars(module)
-    before = {"forward": own["forward"]} if "forward" in own else {}
-    own["forward"] = forward
+    """Run `forward` in place of the module's own, between its hooks, inside the context."""
+    attributes = vars(module)
+    saved = {"forward": attributes["forward"]} if "forward" in attributes else {}
+    attributes["forward"] = forward
     try:
         yield
     finally:
-        del own["forward"]
-        own.update(before)
+        del attributes["forward"]
+        attributes.update(saved)
 
 
 def _score_in_chunks(
@@ -142,28 +148,29 @@ def _score_in_chunks(
     size = rows_per_chunk(cast(int, head.out_features), rows.device)
     if len(rows) <= size:
         return score_chunk(rows, targets)
-    learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    return TokenScores(
-        *_ChunkedScores.apply(_ChunkConfig(score_chunk, size, _has_active_dropout(head)), rows, targets, *learning)
-    )
+    trainable = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    config = _ChunkConfig(score_chunk, size, _has_active_dropout(head))
+    return TokenScores(*_ChunkedScores.apply(config, rows, targets, *trainable))
 
 
 def _has_active_dropout(head: torch.nn.Module) -> bool:
-    """Whether dropout acts in the head (of its adapters): each chunk must drop the same in both passes."""
+    """Return True where dropout is active in the head (in its adapters): both passes must drop the same units."""
     dropout = torch.nn.modules.dropout._DropoutNd
     return any(isinstance(part, dropout) and part.training and part.p > 0 for part in head.modules())
 
 
 class _ChunkConfig(NamedTuple):
+    """Function and sizes of one chunked evaluation."""
+
     score_chunk: Callable[..., TokenScores]
     chunk_size: int
     has_dropout: bool
 
 
 class _ChunkedScores(torch.autograd.Function):
-    """Scores chunk by chunk; the backward pass computes the logits of each chunk again.
+    """Scores chunk by chunk; the backward pass recomputes the logits of each chunk.
 
-    As torch.utils.checkpoint around each chunk would, but that the chunks' gradients of a 16-bit weight are added up in
+    Like torch.utils.checkpoint around each chunk, except that the chunks' gradients of a 16-bit weight are summed in
     fp32 and rounded once: autograd would round after each addition.
     """
 
@@ -171,19 +178,17 @@ class _ChunkedScores(torch.autograd.Function):
     def forward(
         ctx: Any, config: _ChunkConfig, rows: torch.Tensor, targets: torch.Tensor, *parameters: torch.Tensor
     ) -> Any:
-        ctx.plan, ctx.learning = config, parameters  # not saved as tensors: ZeRO-3 frees and gathers them in between
+        ctx.config, ctx.parameters = config, parameters  # not saved tensors: ZeRO-3 frees and gathers them in between
         kind = rows.device.type
         ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         if config.has_dropout:
-            ctx.random = torch.get_rng_state(), *get_device_states(rows)
+            ctx.rng_state = torch.get_rng_state(), *get_device_states(rows)
         ctx.save_for_backward(rows, targets)
-        found = [
-            config.score_chunk(*chunk)
-            for chunk in zip(rows.split(config.chunk_size), targets.split(config.chunk_size), strict=True)
-        ]
-        log_probs, right = (torch.cat(column) for column in zip(*found, strict=True))
-        ctx.mark_non_differentiable(right)
-        return log_probs, right
+        chunks = zip(rows.split(config.chunk_size), targets.split(config.chunk_size), strict=True)
+        scores = [config.score_chunk(*chunk) for chunk in chunks]
+        log_probs, is_correct = (torch.cat(column) for column in zip(*scores, strict=True))
+        ctx.mark_non_differentiable(is_correct)
+        return log_probs, is_correct
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -191,37 +196,38 @@ class _ChunkedScores(torch.autograd.Function):
         rows, targets = ctx.saved_tensors
         kind, dtype, enabled = ctx.autocast
         with (
-            _fork_rng(ctx.random if ctx.plan.has_dropout else None),
+            _fork_rng(ctx.rng_state if ctx.config.has_dropout else None),
             torch.enable_grad(),
             torch.autocast(kind, dtype, enabled=enabled),
         ):
-            of_rows, of_learning = _chunk_gradients(ctx, rows, targets, grad_output)
-        return None, of_rows, None, *of_learning
+            row_grad, parameter_grads = _chunk_gradients(ctx, rows, targets, grad_output)
+        return None, row_grad, None, *parameter_grads
 
 
 def _chunk_gradients(
     ctx: Any, rows: torch.Tensor, targets: torch.Tensor, grad_output: torch.Tensor
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    """Of the rows, and of each parameter that learns."""
-    plan, needed = ctx.plan, ctx.needs_input_grad[1]
-    of_rows: list[torch.Tensor] = []
-    sums: list[torch.Tensor | None] = [None] * len(ctx.learning)
-    for chunk, wanted, factor in zip(*(one.split(plan.size) for one in (rows, targets, grad_output)), strict=True):
-        chunk = chunk.detach().requires_grad_(needed)
-        log_probs = plan.score_chunk(chunk, wanted).log_probs
-        inputs = [*ctx.learning, *[chunk][:needed]]
-        found = [*torch.autograd.grad(log_probs, inputs, factor, allow_unused=True)]
-        if needed:
-            of_rows.append(found.pop())
-        for place, one in enumerate(found):
-            sums[place] = _accumulate(sums[place], one)
-        del log_probs, found
-    of_learning = [None if one is None else one.to(p.dtype) for one, p in zip(sums, ctx.learning, strict=True)]
-    return torch.cat(of_rows) if needed else None, of_learning
+    """Return the gradient of the rows (N, H), and of each trainable parameter."""
+    config, needs_row_grad = ctx.config, ctx.needs_input_grad[1]
+    row_grads: list[torch.Tensor] = []
+    sums: list[torch.Tensor | None] = [None] * len(ctx.parameters)
+    chunks = zip(*(one.split(config.chunk_size) for one in (rows, targets, grad_output)), strict=True)
+    for chunk, chunk_targets, chunk_grad in chunks:
+        chunk = chunk.detach().requires_grad_(needs_row_grad)
+        log_probs = config.score_chunk(chunk, chunk_targets).log_probs
+        inputs = [*ctx.parameters, *[chunk][:needs_row_grad]]
+        grads = [*torch.autograd.grad(log_probs, inputs, chunk_grad, allow_unused=True)]
+        if needs_row_grad:
+            row_grads.append(grads.pop())
+        for index, grad in enumerate(grads):
+            sums[index] = _accumulate(sums[index], grad)
+        del log_probs, grads  # before the next chunk allocates its logits
+    parameter_grads = [None if one is None else one.to(p.dtype) for one, p in zip(sums, ctx.parameters, strict=True)]
+    return torch.cat(row_grads) if needs_row_grad else None, parameter_grads
 
 
 def _accumulate(total: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """The sum in fp32 or finer; `total` is changed."""
+    """Return the sum in fp32 or fp64. Changes `total` in place."""
     if grad is None:
         return total
     if total is None:
@@ -231,12 +237,12 @@ def _accumulate(total: torch.Tensor | None, grad: torch.Tensor | None) -> torch.
 
 @contextmanager
 def _fork_rng(rng_state: Any) -> Iterator[None]:
-    """Inside, random numbers are drawn from this state on, on the host and on the devices; None: from where they are."""
+    """Restore a state of the random generators inside the context, on host and devices; None changes nothing."""
     if rng_state is None:
         yield
         return
-    host, devices, of_devices = rng_state
+    host_state, devices, device_states = rng_state
     with torch.random.fork_rng(devices=devices):
-        torch.set_rng_state(host)
-        set_device_states(devices, of_devices)
+        torch.set_rng_state(host_state)
+        set_device_states(devices, device_states)
         yield

@@ -1,4 +1,4 @@
-"""A module in the place of a model's head: it takes the hidden states, and records what the model does with logits."""
+"""Lazy logits: a stand-in for the output head that records hidden states and logit postprocessing."""
 
 from __future__ import annotations
 
@@ -8,44 +8,46 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+# Shapes: B rows, K targets of a row, V vocabulary, H width, N rows of one chunk.
+
 LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 class HeadRecorder(torch.nn.Module):
-    """Returns a placeholder for logits, and calls the head only where that does not do."""
+    """Output head that returns LazyLogits, and calls the real head only where they do not suffice."""
 
     def __init__(self, head: torch.nn.Module) -> None:
         super().__init__()
-        self.__dict__.update(head=head, asked=False)
+        # Not by Module.__setattr__: the recorder owns no parameters, and nothing may find the head twice.
+        self.__dict__.update(head=head, is_head_used=False)
 
     is_head_used: bool
-    """Whether the head was called: something was done with logits that is not repeated on chunks."""
+    """True once the head was called: the model did something with its logits that cannot be repeated on chunks."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["head"], name)  # a model may ask for its head's weight, or the weight's dtype
+        return getattr(self.__dict__["head"], name)  # models read their head's weight or its dtype
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if hidden_states.dim() != 3 or args or kwargs:
-            self.__dict__["asked"] = True
+            self.__dict__["is_head_used"] = True
             return self.head(hidden_states, *args, **kwargs)
-        return LazyLogits.create(
-            hidden_states.detach().new_zeros(1, 1, self.head.out_features), self, hidden_states, ()
-        )
+        template_row = hidden_states.detach().new_zeros(1, 1, self.head.out_features)
+        return LazyLogits.create(template_row, self, hidden_states, ())
 
     def compute_logits(self, hidden_states: torch.Tensor, steps: Sequence[LogitsFunction]) -> torch.Tensor:
-        """(B, K, V), made by the head."""
-        self.__dict__["asked"] = True
-        found = self.head(hidden_states)
+        """Return logits (B, K, V) of hidden states (B, K, H), after the recorded steps."""
+        self.__dict__["is_head_used"] = True
+        logits = self.head(hidden_states)
         for step in steps:
-            found = step(found)
-        return found
+            logits = step(logits)
+        return logits
 
 
 class LazyLogits(torch.Tensor):
-    """(B, K, V) in the place of logits, without their memory: the head's of `states`, and then `steps`.
+    """Stand-in for logits (B, K, V) that takes no memory: the head of `hidden_states`, followed by `steps`.
 
-    Scaling, tanh, casts and a cut of the vocabulary are recorded as steps. For any other function the head is called, and
-    the function gets the logits.
+    Scaling, tanh, casts and a slice of the vocabulary are recorded as steps. For any other function the head is
+    called, and the function gets the real logits.
     """
 
     recorder: HeadRecorder
@@ -61,9 +63,10 @@ class LazyLogits(torch.Tensor):
         hidden_states: torch.Tensor,
         steps: tuple[LogitsFunction, ...],
     ) -> LazyLogits:
-        made = template_row.expand(*hidden_states.shape[:2], -1).as_subclass(LazyLogits)
-        made.recorder, made.hidden_states, made.steps, made.template_row = recorder, hidden_states, steps, template_row
-        return made
+        """Return a view of one row, expanded to (B, K, V)."""
+        lazy = template_row.expand(*hidden_states.shape[:2], -1).as_subclass(LazyLogits)
+        lazy.recorder, lazy.hidden_states, lazy.steps, lazy.template_row = recorder, hidden_states, steps, template_row
+        return lazy
 
     @classmethod
     def __torch_function__(
@@ -71,13 +74,13 @@ class LazyLogits(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first, *rest = args or [None]
-        if function is torch.Tensor.detach:  # DeepSpeed's hooks, of what a module returns
-            return LazyLogits.create(first.row, first.recorder, first.states, first.steps)
+        if function is torch.Tensor.detach:  # DeepSpeed's hooks detach the output of every module
+            return LazyLogits.create(first.template_row, first.recorder, first.hidden_states, first.steps)
         if function in _SHAPE_FUNCTIONS or getattr(function, "__name__", "") == "__get__":
             with torch._C.DisableTorchFunctionSubclass():
-                about = function(*args, **kwargs)
-            if not isinstance(about, torch.Tensor):
-                return about
+                result = function(*args, **kwargs)
+            if not isinstance(result, torch.Tensor):  # a shape, dtype or device
+                return result
         if isinstance(first, LazyLogits) and _is_pointwise(function, rest, kwargs):
             step = lambda logits: function(logits, *rest, **kwargs)  # noqa: E731
             return LazyLogits.create(
@@ -90,25 +93,28 @@ _POINTWISE = frozenset(
     {torch.tanh, torch.mul, torch.div, torch.Tensor.tanh, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__,
      torch.Tensor.div, torch.Tensor.__truediv__, torch.Tensor.float, torch.Tensor.to, torch.Tensor.contiguous}
 )  # fmt: skip
-"""Functions that do the same to logits (N, V) as to logits (B, K, V), given numbers and types beside them."""
+"""Functions that treat logits (N, V) and (B, K, V) alike, if their other arguments are numbers, dtypes or devices."""
 _SHAPE_FUNCTIONS = frozenset({torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.__len__})
-"""Functions of the shape alone."""
+"""Functions that read only the shape."""
 
 
 def _is_pointwise(function: Callable[..., Any], rest: Sequence[Any], kwargs: Any) -> bool:
-    """Whether a function can be called on chunks of logits as it is on all."""
+    """Return True where a function gives the same on chunks of the logits as on all of them."""
     if function is torch.Tensor.__getitem__:  # [..., a:b]
         (index,) = rest
         return isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice)
-    beside = [*rest, *kwargs.values()]
-    return function in _POINTWISE and all(isinstance(one, int | float | torch.dtype | torch.device) for one in beside)
+    others = [*rest, *kwargs.values()]
+    return function in _POINTWISE and all(isinstance(one, int | float | torch.dtype | torch.device) for one in others)
 
 
 def _to_logits(value: Any) -> Any:
-    """The logits in the place of a placeholder; the same at each call, as they may be changed in place."""
+    """Return the real logits of LazyLogits, any other value as it is.
+
+    Every call returns the same tensor, because the model may change it in place.
+    """
     if not isinstance(value, LazyLogits):
         return value
-    own = value.__dict__
-    if "logits" not in own:
-        own["logits"] = value.recorder.compute_logits(value.hidden_states, value.steps)
-    return own["logits"]
+    attributes = value.__dict__
+    if "logits" not in attributes:
+        attributes["logits"] = value.recorder.compute_logits(value.hidden_states, value.steps)
+    return attributes["logits"]

@@ -1,4 +1,4 @@
-"""How a task on text has its data prepared."""
+"""The policy on bad records, and the number of encoding processes, of a recipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dstrain.launch.worker import set_parent_death_signal
 
 
 def policy_of(recipe: RunConfig) -> PreparePolicy:
-    """As many processes as this one may use cores, and what the recipe says of bad records."""
+    """Return the recipe's limit on bad records, and one encoding process per available core."""
     return PreparePolicy(
         task=recipe.task,
         on_error=recipe.data.on_error,

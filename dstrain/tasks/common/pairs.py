@@ -1,4 +1,4 @@
-"""What tasks on pairs of answers share: the records, their tokens, and one batch of both answers."""
+"""Base class of tasks on pairs of answers: B pairs, L tokens, a batch of 2B rows."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from dstrain.batch import Batch
-from dstrain.data.cache.token_store import TokenStore
+from dstrain.data.dataset import Samples
 from dstrain.data.encoding.preferences import encode_preferences
-from dstrain.data.formats.image_placeholders import RecordWithImages
 from dstrain.data.formats.preferences import Preference, Response, read_preference
-from dstrain.data.records import BadRecord
-from dstrain.data.sources.open import ConcatSource
+from dstrain.data.records import BadRecord, EncodeResult
 from dstrain.data.vision.expansion import PlaceholderExpansion
-from dstrain.tasks.common.text import TextTask
+from dstrain.tasks.common.text import TextChecks, TextTask, iter_parts
 from dstrain.tasks.common.tiny import tiny_recipe
 
 if TYPE_CHECKING:
@@ -26,33 +24,43 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PairChecks(TextChecks):
+    """The checks of a text task, and the baseline of the longer answer."""
+
+    def baselines(self, examples: Samples) -> Mapping[str, float]:
+        """`length_baseline`: the share of pairs whose longer answer is the chosen one.
+
+        Lengths are characters before truncation; a tie counts half.
+        """
+        longer = np.array([examples[index]["longer"] for index in range(len(examples))])
+        return {"length_baseline": float(np.mean((longer > 0) + 0.5 * (longer == 0)))}
+
+
+@dataclass(frozen=True, kw_only=True)
 class PairTask(TextTask):
     """A task on a chosen and a rejected answer to one prompt."""
 
-    def parse_record(self, record: dict[str, Any]) -> RecordWithImages[Preference]:
-        return self.parse_with_images(record, read_preference)
+    checks_class: ClassVar[type[TextChecks]] = PairChecks
+
+    def parse(self, record: Mapping[str, Any]) -> Preference:
+        return read_preference(record)
+
+    def encode(self, samples: list[Preference], images: PlaceholderExpansion | None) -> list[EncodeResult]:
+        data = self.recipe.data
+        encoded = encode_preferences(self.tokenizer, samples, data.max_length, data.max_prompt_length, images)
+        return [
+            one if isinstance(one, BadRecord) else one | preference_columns(sample)
+            for sample, one in zip(samples, encoded, strict=True)
+        ]
+
+    def encode_key(self) -> dict[str, Any]:
+        data = self.recipe.data
+        limits = {"max_length": data.max_length, "max_prompt_length": data.max_prompt_length}
+        return {"what": "preferences", **limits}
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
         preference = self.parse_record(record).parsed
-        for part in (preference.prompt, preference.chosen, preference.rejected):
-            if isinstance(part, str):
-                yield part
-            else:
-                yield from (message["content"] for message in part)
-
-    def tokenize(self, source: ConcatSource) -> TokenStore:
-        data = self.recipe.data
-        limits = data.max_length, data.max_prompt_length
-
-        def encode(items: list[Preference], expansion: PlaceholderExpansion | None) -> list[Any]:
-            coded = encode_preferences(self.tokenizer, items, *limits, expansion)
-            return [
-                one if isinstance(one, BadRecord) else one | preference_columns(item)
-                for item, one in zip(items, coded, strict=True)
-            ]
-
-        key = {"what": "preferences", "max_length": limits[0], "max_prompt_length": limits[1]}
-        return self.build_store(source, read_preference, encode, key)
+        yield from iter_parts(preference.prompt, preference.chosen, preference.rejected)
 
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
         import torch
@@ -74,17 +82,12 @@ class PairTask(TextTask):
         return self.with_images(batch, examples, 2)
 
     def extra_tensors(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """What the loss needs beside the answers."""
+        """Return further tensors that the loss needs."""
         return {}
-
-    def baselines(self, examples: Sequence[Any]) -> Mapping[str, float]:
-        """`length_baseline`: how often the longer answer, in letters and before any cut, is the chosen one; ties count half."""
-        longer = np.array([examples[index]["longer"] for index in range(len(examples))])
-        return {"length_baseline": float(np.mean((longer > 0) + 0.5 * (longer == 0)))}
 
 
 def preference_columns(preference: Preference) -> dict[str, float]:
-    """`margin`, 0 where the record has none, and by how many letters the chosen answer is `longer`, before any cut."""
+    """Return `margin`, 0 by default, and `longer`: the difference of the answers' lengths in characters."""
     return {
         "margin": preference.margin or 0.0,
         "longer": float(_count_characters(preference.chosen) - _count_characters(preference.rejected)),
@@ -96,7 +99,7 @@ def _count_characters(answer: Response) -> int:
 
 
 def tiny_pair_recipe(folder: Path, task: str) -> dict[str, Any]:
-    """A recipe of seconds for a task on pairs, with its data written into the folder."""
+    """Return a recipe that trains in seconds, with its data written into the folder."""
     return tiny_recipe(folder, task, _tiny_record)
 
 

@@ -1,7 +1,8 @@
-"""What tasks share whose policy is held near a reference: who that is, and what it said before training."""
+"""Base class of tasks that keep a policy near a reference model."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -9,67 +10,114 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.models.folder.location import check_local_folder
-from dstrain.tasks.common.task import ReferenceKind
-from dstrain.tasks.common.text import TextTask
+from dstrain.tasks.common.task import LossInputs, Reference, ReferenceKind
+from dstrain.tasks.common.text import TextChecks, TextExport, TextTask
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReferenceChecks(TextChecks):
+    """The checks of a text task, and of its reference's folder."""
+
+    task: ReferenceTask
+
+    def required_keys(self) -> None:
+        super().required_keys()
+        self.task.check_reference()
+
+
+@dataclass(frozen=True)
+class ReferenceExport(TextExport):
+    """Exports a policy with its reference named in the recipe next to it."""
+
+    task: ReferenceTask
+
+    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        from dstrain.tasks.common.forward import answer_log_probs
+
+        return answer_log_probs(model, batch)
+
+    def recipe(self, merged: bool) -> RunConfig:
+        """Return the recipe with the reference as `ref_model`, where a folder or the hub has it."""
+        task = self.task
+        recipe, model = task.recipe, task.recipe.model
+        if task.reference_kind == "none" or task.ref_model or (model.lora is not None and not merged):
+            return recipe
+        if model.path is None or model.init is not None:
+            return recipe
+        return recipe.model_copy(update={"options": {**recipe.options, "ref_model": model.path}})
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReferenceTask(TextTask):
-    """A task that compares how likely answers are under the policy and under a reference."""
+    """A task that compares the log-probabilities of answers under the policy and a reference."""
 
     learning_rate = 1.0e-6
+    checks_class: ClassVar[type[TextChecks]] = ReferenceChecks
+    export_class = ReferenceExport
 
     ref_columns: ClassVar[tuple[str, ...]] = ()
-    """Columns of `refer`."""
+    """Names of the tensors that `reference_outputs` returns."""
 
     beta: float = 0.1
-    """How strongly the policy is held near its reference."""
+    """Strength of the penalty on the divergence from the reference."""
     precompute_ref_log_probs: bool = False
-    """Ask the reference once, before training, and keep its answers: no second model in memory."""
+    """Compute the reference's outputs once, before training, and cache them: no second model in memory."""
     ref_model: str | None = None
-    """Folder or hub id of another reference; empty: the policy as it starts."""
+    """Folder or hub id of another reference; empty: the initial policy."""
     disable_dropout: bool = True
-    """Train without dropout, so that policy and reference are compared as they are."""
+    """Train without dropout, so that policy and reference differ by their weights only."""
 
     def __post_init__(self) -> None:
         if not self.beta > 0:
             raise ValueError(f"beta is {self.beta:g}, but it must be above 0")
 
-    def check_required_keys(self) -> None:
-        super().check_required_keys()
-        self.check_reference()
-
     def check_reference(self) -> None:
-        """Raise RecipeError where the folder of another reference is not there."""
+        """Raise RecipeError where the folder of `ref_model` does not exist."""
         if self.ref_model:
             check_local_folder(self.ref_model, "options.ref_model")
 
     @property
+    def loss_inputs(self) -> LossInputs:
+        reference = Reference(
+            kind=self.reference_kind,
+            config=self.reference_config,
+            build=self.build_reference,
+            outputs=self.reference_outputs,
+        )
+        return LossInputs(reference=reference)
+
+    @property
     def reference_kind(self) -> ReferenceKind:
+        """Where the reference's outputs come from."""
         if self.precompute_ref_log_probs:
             return "cached"
         return "adapter" if self.recipe.model.lora is not None and self.ref_model is None else "model"
 
     @property
     def reference_config(self) -> ModelConfig:
-        """What the reference is loaded from."""
+        """The model that the reference is loaded from."""
         own = {"path": self.ref_model, "config": None, "init": None} if self.ref_model else {}
         return self.recipe.model.model_copy(update={**own, "lora": None})
 
     def build_reference(self) -> torch.nn.Module:
+        """Load the reference as a whole model. Collective under ZeRO-3."""
         from dstrain.models.weights.init_weights import load_init
 
         wanted = self.reference_config
-        model = self.load(wanted)
+        model = self.model_source.load(wanted)
         if wanted.init is not None:
             load_init(model, wanted.init)
         return model
 
+    @abstractmethod
+    def reference_outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Return the reference's outputs on a batch, (B,) each, under the names of `ref_columns`."""
+
     def cached_reference_outputs(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """(B,) each: what the reference said of the samples before training; nothing where it was not asked then."""
+        """Return the precomputed outputs of the reference, (B,) each; empty where there are none."""
         import torch
 
         return {
@@ -77,17 +125,3 @@ class ReferenceTask(TextTask):
             for name in self.ref_columns
             if name in examples[0]
         }
-
-    def exported_recipe(self, merged: bool) -> RunConfig:
-        """What the policy was compared with stays its reference, where a folder or the hub has it."""
-        model = self.recipe.model
-        if self.reference_kind == "none" or self.ref_model or (model.lora is not None and not merged):
-            return self.recipe
-        if model.path is None or model.init is not None:
-            return self.recipe
-        return self.recipe.model_copy(update={"options": {**self.recipe.options, "ref_model": model.path}})
-
-    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        from dstrain.tasks.common.losses import answer_log_probs
-
-        return answer_log_probs(model, batch)

@@ -1,4 +1,4 @@
-"""Find a task by name, file or module, and make it from a recipe's options."""
+"""Registry of tasks: find one by name, file or module, and make it from a recipe's options."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from dstrain.config.schema import RunConfig
 from dstrain.errors import Fault, TaskError, suggest_name
 from dstrain.files import atomic_write, remove_stale_partials
+from dstrain.tasks.common.old_names import accept_old_names
 from dstrain.tasks.common.task import Task
 
 
@@ -36,13 +37,13 @@ class Option:
 
 
 def builtin_tasks() -> list[str]:
-    """Names of the tasks that come with dstrain: the files of this folder."""
+    """Return the names of the tasks that come with dstrain: the modules of dstrain/tasks."""
     folder = Path(__file__).parents[1]
     return sorted(module.name for module in pkgutil.iter_modules([str(folder)]) if not module.ispkg)
 
 
 def find_task(name: str) -> type[Task]:
-    """The task class `name` means: packaged, a file path, or a dotted module. Raises TaskError."""
+    """Return the task class of a packaged task, a file path, or a dotted module. Raises TaskError."""
     module = _import_task_module(name)
     found = [
         value
@@ -59,8 +60,10 @@ def find_task(name: str) -> type[Task]:
         )
     if not dataclasses.is_dataclass(found[0]) or "__dataclass_fields__" not in vars(found[0]):
         raise TaskError(
-            f"--task {name}: {found[0].__name__} is no dataclass; write @dataclass(frozen=True, kw_only=True) above it"
+            f"--task {name}: {found[0].__name__} is not a dataclass; write @dataclass(frozen=True, kw_only=True) above it"
         )
+    if name not in builtin_tasks():
+        accept_old_names(found[0])
     return found[0]
 
 
@@ -76,21 +79,21 @@ def _import_task_module(name: str) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:
         raise TaskError(f"--task {name}: cannot be imported ({type(error).__name__}: {error}); fix the file") from error
-    raise TaskError(f"task '{name}': there is no such task; {suggest_name(name, builtin_tasks())}")
+    raise TaskError(f"task '{name}': unknown task; {suggest_name(name, builtin_tasks())}")
 
 
 TASK_FILE = "task.py"
-"""The copy of a task file in a run folder and in an exported one. It runs only where --task names it."""
+"""Name of the copy of a task file in run folders and exports. It runs only where --task names it."""
 
 
 def find_task_file(task: Task) -> Path | None:
-    """The file of a task that does not come with dstrain."""
+    """Return the file of a task that does not come with dstrain, else None."""
     file = Path(inspect.getfile(type(task))).resolve()
     return None if Path(__file__).resolve().parents[2] in file.parents or not file.is_file() else file
 
 
 def copy_task_file(task: Task, folder: Path) -> None:
-    """Copy the file of a task that does not come with dstrain into a folder, so that the folder can be read without it."""
+    """Copy the file of a task that does not come with dstrain into a folder, to load the folder later."""
     source, kept = find_task_file(task), folder / TASK_FILE
     if source is None or source == kept.resolve():
         return
@@ -102,13 +105,13 @@ def copy_task_file(task: Task, folder: Path) -> None:
 def _import_from_file(path: Path) -> ModuleType:
     path = Path(os.path.realpath(path.expanduser()))
     if not path.is_file():
-        raise TaskError(f"--task {path}: is no file; give the path of a Python file that defines a task")
+        raise TaskError(f"--task {path}: is not a file; give the path of a Python file that defines a task")
     unique = f"dstrain_task_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if unique in sys.modules:
         return sys.modules[unique]
     spec = importlib.util.spec_from_file_location(unique, path)
     if spec is None or spec.loader is None:
-        raise TaskError(f"--task {path}: is no Python file; its name must end in .py")
+        raise TaskError(f"--task {path}: is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[unique] = module
     try:
@@ -125,7 +128,7 @@ def _option_fields(task: type[Task]) -> list[dataclasses.Field[Any]]:
 
 
 def task_options(task: type[Task]) -> list[Option]:
-    """The task's options with the strings written under its fields."""
+    """Return the task's options with the strings under its fields as help."""
     helps: dict[str, str] = {}
     for cls in reversed(task.__mro__):
         if issubclass(cls, Task) and cls is not Task:
@@ -142,7 +145,7 @@ def task_options(task: type[Task]) -> list[Option]:
 
 
 def _field_docstrings(cls: type) -> dict[str, str]:
-    """Field name -> the string literal under it."""
+    """Return the string literal under each field, by the field's name."""
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     except (OSError, TypeError, SyntaxError):
@@ -161,16 +164,16 @@ def _field_docstrings(cls: type) -> dict[str, str]:
 
 
 LORA_LR_FACTOR = 10.0
-"""Adapters learn with about ten times the rate of all weights: docs/tasks.md says who says so."""
+"""Factor of LoRA's default learning rate over that of full training; sources are in docs/optimizers.md."""
 
 
 def default_learning_rate(task: type[Task], use_lora: bool) -> float:
-    """The task's own peak learning rate, for all weights or for adapters."""
+    """Return the task's default peak learning rate, for full training or for LoRA."""
     return float(f"{task.learning_rate * (LORA_LR_FACTOR if use_lora else 1.0):.6g}")
 
 
 def fill_learning_rate(recipe: RunConfig) -> RunConfig:
-    """The recipe with the task's own learning rate where it names none. Raises TaskError where there is no such task."""
+    """Return the recipe with the task's learning rate where optim.lr is not set. Raises TaskError."""
     if recipe.optim.lr is not None:
         return recipe
     lr = default_learning_rate(find_task(recipe.task), recipe.model.lora is not None)
@@ -178,7 +181,7 @@ def fill_learning_rate(recipe: RunConfig) -> RunConfig:
 
 
 def make_task(recipe: RunConfig) -> Task:
-    """The recipe's task with its options checked. Raises TaskError with every fault."""
+    """Return the recipe's task with validated options. Raises TaskError with every fault."""
     task, recipe = find_task(recipe.task), fill_learning_rate(recipe)
     values = _validate_options(task, recipe)
     try:
@@ -190,13 +193,13 @@ def make_task(recipe: RunConfig) -> Task:
     known, metric = ("loss", *made.metric_names), recipe.eval.metric
     if made.metric_names and metric not in known:
         raise TaskError(
-            Fault("eval.metric", f"'{metric}' is no metric of task {recipe.task}", suggest_name(metric, known))
+            Fault("eval.metric", f"'{metric}' is not a metric of task {recipe.task}", suggest_name(metric, known))
         )
     return made
 
 
 def _validate_options(task: type[Task], recipe: RunConfig) -> dict[str, Any]:
-    """The recipe's options, each of its field's type. Raises TaskError with every fault."""
+    """Return the recipe's options, each of its field's type. Raises TaskError with every fault."""
     known = [field.name for field in _option_fields(task)]
     types: dict[str, Any] = {}
     for cls in reversed(task.__mro__):
@@ -205,7 +208,9 @@ def _validate_options(task: type[Task], recipe: RunConfig) -> dict[str, Any]:
     values, faults = {}, []
     for name, value in recipe.options.items():
         if name not in known:
-            faults.append(Fault(f"options.{name}", f"is no option of task {recipe.task}", suggest_name(name, known)))
+            faults.append(
+                Fault(f"options.{name}", f"is not an option of task {recipe.task}", suggest_name(name, known))
+            )
             continue
         try:
             read = TypeAdapter(types[name], config=ConfigDict(allow_inf_nan=False)).validate_python(value)

@@ -1,30 +1,20 @@
-"""What a task is: it says what to sum.
+"""Base class of tasks, and the values by which a task says more than what to sum.
 
-A task is a frozen dataclass whose fields are its options. One file adds one:
-
-    @dataclass(frozen=True, kw_only=True)
-    class Halves(Task):
-        weight: float = 1.0
-        '''What the option does, with its unit. This string is its help text.'''
-
-        def examples(self, split): ...       # any sequence of samples
-        def collate(self, examples): ...     # samples -> Batch
-        def build_model(self): ...           # -> torch module
-        def loss(self, model, batch): ...    # -> Loss, a sum
-
-Packaged tasks import torch inside methods, so that `dstrain tasks` answers on a login node.
+B rows of a batch. Packaged tasks import torch inside methods, so that `dstrain tasks` answers on a
+login node.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig, RunConfig
+from dstrain.data.dataset import Dataset, Samples, as_dataset
 from dstrain.errors import TaskError
 
 if TYPE_CHECKING:
@@ -32,133 +22,181 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "eval"]
 ReferenceKind = Literal["none", "model", "adapter", "cached"]
-"""No reference; a frozen copy beside the model; the model without its adapters; answers kept in a cache."""
+"""No reference; a frozen copy in memory; the model with LoRA switched off; precomputed outputs."""
+Outputs = Mapping[str, "torch.Tensor"]
+Sums = Mapping[str, "torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]"]
+"""Name -> sum over the batch, or (sum, weight) where the weight is not the batch's."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What one forward pass sums up."""
+    """The sums of one forward pass. dstrain divides each by its weight over the whole step."""
 
     total: torch.Tensor
-    """Scalar, differentiable: the sum over the batch's units, not the mean."""
-    metrics: Mapping[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]] = field(default_factory=dict)
-    """Name -> sum over the batch's units, or (sum, its own weight)."""
+    """Scalar, differentiable: the sum over the batch, not the mean."""
+    metrics: Sums = field(default_factory=dict)
+    """Name -> sum over the batch, or (sum, its own weight)."""
+
+
+def _missing(name: str) -> Any:
+    raise TaskError(f"the task's Reference has no `{name}`; give Reference(kind=..., {name}=...)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task(ABC):
-    """What to learn, and from what."""
+class Reference:
+    """The model that a loss compares the trained one with."""
 
-    metric_names: ClassVar[tuple[str, ...]] = ()
-    """Names `loss` puts into its metrics, so that eval.metric can be checked before the run."""
+    kind: ReferenceKind = "none"
+    """Where its outputs come from."""
+    config: ModelConfig = field(default_factory=ModelConfig)
+    """The model that `build` loads. It is part of the key under which outputs are cached."""
+    build: Callable[[], torch.nn.Module] = field(default=lambda: _missing("build"))
+    """Returns the whole model. Collective under ZeRO-3."""
+    outputs: Callable[[torch.nn.Module, Batch], Outputs] = field(default=lambda model, batch: _missing("outputs"))
+    """(reference, batch) -> name -> (B, ...). Called without gradients, with the same names for
+    every batch. `loss` finds the tensors in its batch."""
 
-    learning_rate: ClassVar[float] = 1.0e-5
-    """Peak learning rate where the recipe names none (optim.lr) and all weights learn; with `model.lora` ten times this."""
 
-    heads: ClassVar[tuple[str, ...]] = ()
-    """Parts of the model that are new and learn as a whole where `model.lora` freezes the rest."""
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """Tensors that are computed without gradients before `loss`, which finds them in its batch."""
 
-    recipe: RunConfig = field(default_factory=RunConfig, repr=False)
-    """The recipe the task was made for; no option."""
+    reference: Reference = field(default_factory=Reference)
+    step_stats: Callable[[torch.nn.Module, Batch], Sums] | None = None
+    """(model, batch) -> sums, of which `loss` finds the means over all batches of all ranks.
 
-    @property
-    def reference_kind(self) -> ReferenceKind:
-        """Whom the loss compares the model with, and where that one's answers come from."""
-        return "none"
+    Called for every batch of a step, or of an evaluation, before the first loss. Like `loss` it runs
+    the model once, on every rank."""
 
-    @property
-    def needs_step_stats(self) -> bool:
-        """Whether the losses of a step need means over all its samples, which `survey` sums up beforehand."""
-        return False
 
-    @abstractmethod
-    def examples(self, split: Split) -> Sequence[Any] | None:
-        """Samples by index, or None where there is no held-out data.
+@dataclass(frozen=True, kw_only=True)
+class Checks:
+    """Checks and messages before a run starts. Subclass it, and return yours from `Task.checks`."""
 
-        Runs on every process before any process group starts. Raises DataError for data that cannot be used.
-        """
+    parse_record: Callable[[dict[str, Any]], Any] | None = None
+    """Parses one record for `dstrain data check`; raises BadRecord. None: the task has no format."""
 
-    @abstractmethod
-    def collate(self, examples: Sequence[Any]) -> Batch:
-        """One micro-batch on the host, its weight counted."""
+    def required_keys(self) -> None:
+        """Raise UsageError where the recipe lacks a key. Called first, without torch."""
 
-    @abstractmethod
-    def build_model(self) -> torch.nn.Module:
-        """The model, with its weights. Collective under ZeRO-3."""
-
-    @abstractmethod
-    def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
-        """Sums over the batch. The forward pass must run the model once, on every rank."""
-
-    @property
-    def reference_config(self) -> ModelConfig:
-        """What `build_reference` loads, for the key of kept answers."""
-        return self.recipe.model
-
-    def build_reference(self) -> torch.nn.Module:
-        """The reference as a whole model. Collective under ZeRO-3."""
-        raise TaskError(f"task {type(self).__name__}: names a reference; give it a method `build_reference(self)`")
-
-    def reference_outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """What the reference says of a batch: tensors with a row for each sample, which `loss` finds in the batch.
-
-        Called without gradients, with the reference as `model`. Column names are the same for every batch.
-        """
-        raise TaskError(f"task {type(self).__name__}: names a reference; give it a method `refer(self, model, batch)`")
-
-    def step_stats(
-        self, model: torch.nn.Module, batch: Batch
-    ) -> Mapping[str, torch.Tensor | tuple[torch.Tensor, float]]:
-        """Name -> sum over the batch's units, or (sum, its own weight), of what `loss` must know of a whole step.
-
-        Called without gradients for every batch of a step, or of an evaluation, before the first loss; `loss` finds in its
-        batch, under the same names, the means over all batches of all ranks. One pass on every rank, as for a loss.
-        """
-        raise TaskError(f"task {type(self).__name__}: asks for a survey; give it a method `survey(self, model, batch)`")
-
-    def check_required_keys(self) -> None:  # noqa: B027  a task of its own data needs none
-        """Raise UsageError where the recipe does not name what the task needs: asked first, without torch."""
-
-    def check(self) -> None:  # noqa: B027  most tasks of one file have nothing to check
-        """Raise UsageError for what can be known wrong before any process group starts."""
+    def run(self) -> None:
+        """Raise UsageError for whatever can be found wrong before any process group starts."""
 
     def warnings(self) -> Sequence[str]:
-        """What is allowed and may surprise, a sentence each, said where a run starts."""
+        """Return a sentence for each setting that is allowed and may surprise."""
         return ()
 
     def info_messages(self) -> Sequence[str]:
-        """What is worth knowing of a run and is as it should be, a sentence each, said where it starts."""
+        """Return a sentence for each fact worth knowing when a run starts."""
         return ()
 
-    def baselines(self, examples: Sequence[Any]) -> Mapping[str, float]:
-        """What a simple rule reaches on these examples, to see metrics against: name -> share or mean."""
+    def baselines(self, examples: Samples) -> Mapping[str, float]:
+        """Return metrics of simple rules on the examples, to compare the model's metrics with."""
         return {}
 
+
+@dataclass(frozen=True)
+class Export:
+    """How the trained model is exported and loaded again. Return a subclass from `Task.export`."""
+
+    task: Task
+    modules_to_save: tuple[str, ...] = ()
+    """New parts of the model, trained and saved in full where LoRA freezes the rest (peft's name)."""
+
     def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """What an exported model must reproduce on a probe batch."""
-        return self.loss(model, batch).total
+        """Return what the reloaded model has to reproduce on a probe batch."""
+        return self.task.loss(model, batch).total
 
-    def exported_recipe(self, merged: bool) -> RunConfig:
-        """The recipe beside an exported model, whose folder takes the place of model.path where it is whole.
+    def recipe(self, merged: bool) -> RunConfig:
+        """Return the recipe to write next to the exported model.
 
-        `merged`: the run had adapters, and they are part of the weights now.
+        The exported folder replaces `model.path` where it holds the whole model. `merged`: the run
+        had adapters, and they are part of the weights now.
         """
-        return self.recipe
+        return self.task.recipe
 
-    def save_extras(self, folder: Path) -> None:  # noqa: B027  nor anything to write
-        """Write what an exported model needs beside its weights (a tokenizer, a processor)."""
+    def save_extras(self, folder: Path) -> None:
+        """Write what the model needs besides its weights: a tokenizer, a processor."""
 
     def reload(self, folder: Path) -> torch.nn.Module:
-        """The model in an exported folder: of a class of transformers as that class loads it, else built and filled anew."""
+        """Load the model of an exported folder, by transformers where its class is transformers'."""
         from dstrain.models.weights.module_file import load_module
 
-        model: Any = self.build_model()
+        model: Any = self.task.build_model()
         if hasattr(model, "save_pretrained"):
             return cast("torch.nn.Module", type(model).from_pretrained(str(folder)))
         load_module(model, folder)
         return cast("torch.nn.Module", model)
 
-    @classmethod
-    def tiny(cls, folder: Path) -> dict[str, Any]:
-        """A recipe for tests, seconds long, with its data written into the folder."""
-        raise TaskError(f"task {cls.__name__}: has no tiny recipe; give it a classmethod `tiny(cls, folder)`")
+
+@dataclass(frozen=True, kw_only=True)
+class Task(ABC):
+    """What to train, on which data. A frozen dataclass whose fields are its options.
+
+    One file adds one:
+
+        @dataclass(frozen=True, kw_only=True)
+        class Halves(Task):
+            weight: float = 1.0
+            '''What the option does, with its unit. This string is its help text.'''
+
+            def examples(self, split): ...       # any sequence of samples
+            def collate(self, examples): ...     # samples -> Batch
+            def build_model(self): ...           # -> torch module
+            def loss(self, model, batch): ...    # -> Loss, a sum
+    """
+
+    metric_names: ClassVar[tuple[str, ...]] = ()
+    """Names of the metrics of `loss`, so that eval.metric can be checked before the run."""
+
+    learning_rate: ClassVar[float] = 1.0e-5
+    """Peak learning rate where the recipe sets no optim.lr; with `model.lora` ten times this."""
+
+    recipe: RunConfig = field(default_factory=RunConfig, repr=False)
+    """The recipe that the task was made for; not an option."""
+
+    @abstractmethod
+    def examples(self, split: Split) -> Sequence[Any] | None:
+        """Return samples by index, or None where there is no held-out data.
+
+        Runs on every process before any process group starts. A `dstrain.data.dataset.Dataset`
+        may also give sources, weights and lengths. Raises DataError for data that cannot be used.
+        """
+
+    @abstractmethod
+    def collate(self, examples: Sequence[Any]) -> Batch:
+        """Return one micro-batch on the host, with its weight."""
+
+    @abstractmethod
+    def build_model(self) -> torch.nn.Module:
+        """Return the model with its weights. Collective under ZeRO-3."""
+
+    @abstractmethod
+    def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
+        """Return sums over the batch. Runs the model's forward pass once, on every rank."""
+
+    @property
+    def loss_inputs(self) -> LossInputs:
+        """What is computed before the loss: outputs of a reference, statistics of a whole step."""
+        return LossInputs()
+
+    @property
+    def checks(self) -> Checks:
+        """Checks and messages before a run starts."""
+        return Checks()
+
+    @property
+    def export(self) -> Export:
+        """How the trained model is exported and loaded again."""
+        return Export(self)
+
+
+def has_dropout_disabled(task: Task) -> bool:
+    """Return the task's option `disable_dropout`, False where it has none."""
+    return bool(getattr(task, "disable_dropout", False))
+
+
+def load_dataset(task: Task, split: Split) -> Dataset | None:
+    """Return the task's examples of a split as a `Dataset`, None where there are none."""
+    examples = task.examples(split)
+    return None if examples is None else as_dataset(examples)

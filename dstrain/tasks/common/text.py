@@ -1,4 +1,4 @@
-"""What tasks on text share: a tokenizer, data files, and a cache of tokens."""
+"""Base class of tasks on text: records of files, tokens in a cache, a transformers model."""
 
 from __future__ import annotations
 
@@ -10,315 +10,263 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
-from dstrain.cache_dir import cache_root
-from dstrain.config.schema import DatasetConfig, ModelConfig, ProcessorConfig, TokenizerConfig
-from dstrain.data.cache.build import compose_encode, prepare
-from dstrain.data.cache.build_images import EncodeParsed, ImageRecordEncoder, encode_image_prompts
-from dstrain.data.cache.dataset import NO_TRAIN_DATA, TokenizedDataset, get_source_sizes, split_examples
+from dstrain.config.schema import DatasetConfig
+from dstrain.data.cache.dataset import (
+    NO_TRAIN_DATA,
+    TokenizedDataset,
+    get_source_sizes,
+    split_examples,
+)
 from dstrain.data.cache.token_store import TokenStore
-from dstrain.data.encoding.chat_template import describe_missing_template, resolve_chat_template
-from dstrain.data.encoding.prompts import EncodedPrompt, encode_prompts
-from dstrain.data.encoding.train_tokenizer import load_or_train_tokenizer
-from dstrain.data.fingerprint import tokenizer_fingerprint
+from dstrain.data.encoding.chat_template import describe_missing_template
 from dstrain.data.formats.image_placeholders import RecordWithImages, has_images, read_with_images
-from dstrain.data.formats.prompts import ParsedPrompt, read_prompt
-from dstrain.data.records import BadRecord
+from dstrain.data.records import BadRecord, EncodeResult
 from dstrain.data.sources.base import Source
 from dstrain.data.sources.open import ConcatSource, HeadSource, open_source
-from dstrain.data.vision.processor import VisionProcessor
-from dstrain.data.vision.statistics import compute_image_stats
-from dstrain.errors import DataError, Fault, RecipeError
-from dstrain.launch.threads import count_available_cores
-from dstrain.models.adapters.load import load_adapters
+from dstrain.data.vision.expansion import PlaceholderExpansion
+from dstrain.errors import DataError, RecipeError
 from dstrain.models.checks.compatibility import ModelValidator, check_trains_on_text
 from dstrain.models.checks.preflight import check_model
-from dstrain.models.folder.tokenizer_files import find_tokenizer_folder
-from dstrain.models.load import (
-    MISSING_MODEL,
-    build_meta_model,
-    check_vocab_size,
-    enable_gradient_checkpointing,
-    load_model,
-    read_config,
-    read_tokenizer,
-)
-from dstrain.models.padding import set_pad_token
-from dstrain.models.processors import (
-    build_processor,
-    count_special_tokens,
-    is_multimodal,
-    read_processor,
-    sync_config_with_processor,
-)
+from dstrain.models.load import MISSING_MODEL, check_vocab_size
 from dstrain.models.weights.check_files import check_weight_files
-from dstrain.tasks.common.bad_record_policy import policy_of
-from dstrain.tasks.common.task import Split, Task
+from dstrain.tasks.common.model_source import ModelSource, NamedTexts, TrainingRecords
+from dstrain.tasks.common.store_builder import StoreBuilder
+from dstrain.tasks.common.task import Checks, Export, Split, Task, has_dropout_disabled
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
-    from transformers import PretrainedConfig
+
+TEXTS_CACHE_NAMES = {
+    "PairTask.iter_texts": "PairTask.texts",
+    "SFT.iter_texts": "SupervisedFineTuning.texts",
+    "VLM.iter_texts": "VisionLanguage.texts",
+    "KTO.iter_texts": "SingleAnswers.texts",
+}
+"""Names in the cache keys of trained tokenizers: those that the first caches were written with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextChecks(Checks):
+    """Checks of the model, its files and its tokenizer."""
+
+    task: TextTask
+
+    def required_keys(self) -> None:
+        recipe = self.task.recipe
+        faults = [MISSING_MODEL] * (not self.task.model_source.is_named)
+        faults += [NO_TRAIN_DATA] * (not recipe.data.train)
+        if faults := faults or ([] if self.task.has_own_tokenizer else check_model(recipe)):
+            raise RecipeError(faults)
+
+    def run(self) -> None:
+        model, source = self.task.recipe.model, self.task.model_source
+        check_weight_files(model)
+        check_vocab_size(model, source.config, len(self.task.tokenizer), source.is_multimodal)
+        self.validator.check(source.build_meta_model())
+
+    def warnings(self) -> Sequence[str]:
+        return self.validator.warnings
+
+    def info_messages(self) -> Sequence[str]:
+        return [*self.validator.info_messages, *describe_missing_template(self.task.tokenizer)]
+
+    @cached_property
+    def validator(self) -> ModelValidator:
+        task = self.task
+        return ModelValidator(task.recipe, task.modules_to_save, task.model_source.can_generate)
+
+
+@dataclass(frozen=True)
+class TextExport(Export):
+    """Exports a folder that transformers loads, with its tokenizer or processor."""
+
+    task: TextTask
+
+    def save_extras(self, folder: Path) -> None:
+        self.task.model_source.save_processor(folder)
+
+    def reload(self, folder: Path) -> torch.nn.Module:
+        return self.task.model_source.reload(folder)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextTask(Task):
-    """A task on records of text, learnt by a model of transformers."""
+    """A task on records of text, with or without images, for a transformers model."""
 
-    auto_class_name: ClassVar[str] = "AutoModelForCausalLM"
-    """The class of transformers that makes the model."""
+    source_class: ClassVar[type[ModelSource]] = ModelSource
+    checks_class: ClassVar[type[TextChecks]] = TextChecks
+    export_class: ClassVar[type[TextExport]] = TextExport
+    modules_to_save: ClassVar[tuple[str, ...]] = ()
+    """New parts of the model, trained in full where `model.lora` freezes the rest."""
 
     @abstractmethod
-    def tokenize(self, source: ConcatSource) -> TokenStore:
-        """The source's examples, from the cache where they are there. Raises DataError."""
+    def parse(self, record: Mapping[str, Any]) -> Any:
+        """Parse the text of a record. Raises BadRecord."""
+
+    @abstractmethod
+    def encode(self, samples: list[Any], images: PlaceholderExpansion | None) -> Sequence[EncodeResult]:
+        """Return the example or the fault of each parsed record.
+
+        `images` expands the image placeholders of the records; None for a text-only model. A task
+        whose encoder has a state gives a property instead that returns a new `SequentialEncoder`.
+        """
+
+    @abstractmethod
+    def encode_key(self) -> dict[str, Any]:
+        """Return everything that `encode` depends on, except the tokenizer or processor."""
 
     @abstractmethod
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
-        """The texts of a record, to train a tokenizer on."""
+        """Yield the texts of a record, to train a tokenizer on."""
+
+    @cached_property
+    def model_source(self) -> ModelSource:
+        """The model that the recipe names: its config, tokenizer, processor and class."""
+        name = type(self).iter_texts.__qualname__
+        texts = NamedTexts(TEXTS_CACHE_NAMES.get(name, name), self.iter_texts)
+        return self.source_class(
+            recipe=self.recipe,
+            records=TrainingRecords(self._open_training, texts, self.parse_record),
+            disable_dropout=has_dropout_disabled(self),
+            get_tokenizer=self._get_tokenizer if self.has_own_tokenizer else None,
+        )
+
+    def _open_training(self) -> ConcatSource:
+        return self.open_sources(self.recipe.data.train)
+
+    def _get_tokenizer(self) -> Any:
+        return self.tokenizer
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer, with a pad token and the recipe's chat template."""
+        return self.model_source.tokenizer
+
+    @property
+    def has_own_tokenizer(self) -> bool:
+        """True where a subclass, in a user's file, makes the tokenizer in its own way."""
+        return type(self).tokenizer is not TextTask.tokenizer
+
+    @property
+    def loads_own_model(self) -> bool:
+        """True where a subclass, in a user's file, makes the model in its own way."""
+        own_source = self.source_class.load is not ModelSource.load
+        return own_source or type(self).build_model is not TextTask.build_model
+
+    @cached_property
+    def checks(self) -> TextChecks:
+        return self.checks_class(parse_record=self.parse_record, task=self)
+
+    @property
+    def export(self) -> TextExport:
+        return self.export_class(self, self.modules_to_save)
 
     def parse_record(self, record: dict[str, Any]) -> Any:
-        """Read one record, for `dstrain data check`, which looks at the images of a `Seen`. Raises BadRecord."""
-        return list(self.iter_texts(record))
+        """Parse a record and refuse images that the model does not take. Raises BadRecord."""
+        return self.parse_with_images(record, self.parse)
 
     def parse_with_images(
         self, record: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Any]
     ) -> RecordWithImages[Any]:
-        """What `read` makes of a record's text, and its images where the model sees. Raises BadRecord.
+        """Return `parse` of the record's text with the record's images. Raises BadRecord.
 
-        Where no model is named yet, every record is taken for one that it can use.
+        Where the recipe names no model yet, records with images are accepted.
         """
-        known = self.recipe.model.path or self.recipe.model.config
+        source = self.model_source
         if not has_images(record):
-            said = parse(record)  # what is wrong with it is told before the model is looked at
-            return read_with_images(record, parse) if known and self.is_multimodal else RecordWithImages(said)
-        if known and not self.is_multimodal:
-            raise BadRecord("it holds an image, and the model sees none; name one that does, or remove the record")
+            parsed = parse(record)  # a fault of the record is reported before the model is read
+            if source.is_named and source.is_multimodal:
+                return read_with_images(record, parse)
+            return RecordWithImages(parsed)
+        if source.is_named and not source.is_multimodal:
+            raise BadRecord(
+                "the record has an image, and the model is text-only; "
+                "name a vision-language model, or remove the record"
+            )
         return read_with_images(record, parse)
 
-    def build_store(
-        self, source: ConcatSource, parse: Callable[..., Any], encode: EncodeParsed, key: dict[str, Any]
-    ) -> TokenStore:
-        """The examples that `encode` makes of what `read` reads, with the images of a model that sees. Raises DataError.
-
-        `key` names all that `encode` depends on beside the tokenizer or the processor, and where relative paths start.
-        """
-        policy = policy_of(self.recipe)
-        if self.vision_processor is None:
-            full = {**key, "tokenizer": tokenizer_fingerprint(self.tokenizer)}
-            said = lambda record: self.parse_with_images(record, parse).parsed  # noqa: E731
-            return prepare(source, compose_encode(said, lambda items: encode(items, None)), full, policy)
-        eyes = ImageRecordEncoder.create(self.vision_processor, count_available_cores())
-        folders = [
-            str(one.get_base_dir(0).resolve()) for one in source.sources if one
-        ]  # the length may need to open it
-        full = {**key, "processor": self.vision_processor.fingerprint, "folders": folders}
-        return prepare(source, eyes.make_encode(source, parse, encode), full, policy)
-
-    def encode_prompts(
-        self, parsed: Sequence[RecordWithImages[ParsedPrompt]], folders: Sequence[Path], max_length: int | None = None
-    ) -> list[EncodedPrompt | BadRecord]:
-        """What records ask, as the model sees it; relative paths of images start from their record's folder."""
-        if self.vision_processor is None:
-            return encode_prompts(self.tokenizer, [one.parsed for one in parsed], max_length)
-        return encode_image_prompts(self.vision_processor, parsed, folders, max_length)
-
-    def with_images(self, batch: Batch, examples: Sequence[Mapping[str, Any]], repeats: int = 1) -> Batch:
-        """The batch with its examples' images, whose rows come so many times one after another."""
-        if self.vision_processor is None:
-            return batch
-        if "images" not in examples[0]:  # nor in any other
-            return self.vision_processor.attach_no_images(batch)
-        images = [
-            self.augment_image(shown.load(), example, at)
-            for example in examples
-            for at, shown in enumerate(example["images"])
-        ]
-        return self.vision_processor.attach_images(batch, images * repeats)
-
-    def augment_image(self, image: Image, example: Mapping[str, Any], index: int) -> Image:
-        """The image as it is learnt from."""
-        return image
+    def build_store(self, source: ConcatSource) -> TokenStore:
+        """Return the source's examples, from the cache where they are in it. Raises DataError."""
+        processor = self.model_source.vision_processor
+        if processor is None:
+            return self.store_builder.build(source, self.tokenizer)
+        return self.store_builder.build_with_images(source, processor)
 
     @property
-    def can_generate(self) -> bool:
-        """Whether its model writes answers, token by token."""
-        return self.auto_class_name == "AutoModelForCausalLM"
-
-    @cached_property
-    def is_multimodal(self) -> bool:
-        """Whether the model looks at images."""
-        return is_multimodal(self.model_config)
-
-    def parse_prompt(self, record: dict[str, Any]) -> RecordWithImages[ParsedPrompt]:
-        """What a record asks, for a model that `answers`. Raises BadRecord."""
-        return self.parse_with_images(record, read_prompt)
-
-    def check_required_keys(self) -> None:
-        model, train = self.recipe.model, self.recipe.data.train
-        faults = [MISSING_MODEL] * (not (model.path or model.config)) + [NO_TRAIN_DATA] * (not train)
-        own = any(getattr(type(self), name) is not getattr(TextTask, name) for name in ("load", "tokenizer"))
-        if faults := faults or ([] if own else check_model(self.recipe)):
-            raise RecipeError(faults)
-
-    def check(self) -> None:
-        model = self.recipe.model
-        check_weight_files(model)
-        check_vocab_size(model, self.model_config, len(self.tokenizer), self.is_multimodal)
-        self.model_validator.check(build_meta_model(self.auto_class, model, self.build_config(model)))
-
-    def warnings(self) -> Sequence[str]:
-        return self.model_validator.warnings
-
-    def info_messages(self) -> Sequence[str]:
-        return [*self.model_validator.info_messages, *describe_missing_template(self.tokenizer)]
-
-    @cached_property
-    def model_validator(self) -> ModelValidator:
-        return ModelValidator(self.recipe, self.heads, self.can_generate)
-
-    @property
-    def auto_class(self) -> Any:
-        import transformers
-
-        if self.is_multimodal and not self.can_generate:
-            from dstrain.models.reward_model import AutoRewardModel
-
-            return AutoRewardModel()
-        if self.is_multimodal:
-            return transformers.AutoModelForImageTextToText
-        return getattr(transformers, self.auto_class_name)
-
-    def build_config(self, model: ModelConfig) -> PretrainedConfig:
-        """The model's config as the task needs it."""
-        config = read_config(model)
-        if model.config is not None:  # its defaults are another tokenizer's
-            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-                setattr(config, name, getattr(self.tokenizer, name))
-            if self.vision_processor is not None:
-                sync_config_with_processor(config, self.vision_processor.hf_processor)
-        return config
-
-    def load(self, model: ModelConfig) -> torch.nn.Module:
-        """The task's kind of model, as `model` says. Collective under ZeRO-3."""
-        from dstrain.tasks.common.losses import disable_dropout_in_model
-
-        made = load_model(self.auto_class, model, self.build_config(model), self.recipe.seed)
-        if getattr(self, "disable_dropout", False):
-            disable_dropout_in_model(made)
-        if model.gradient_checkpointing:
-            enable_gradient_checkpointing(made)
-        return made
-
-    def build_model(self) -> torch.nn.Module:
-        return self.load(self.recipe.model)
-
-    def reload(self, folder: Path) -> torch.nn.Module:
-        if not (folder / "adapter_config.json").is_file():
-            return self.auto_class.from_pretrained(str(folder))
-        return load_adapters(self.load(self.recipe.model), folder)
-
-    @cached_property
-    def model_config(self) -> PretrainedConfig:
-        """The model's config as it is on disk or in the recipe."""
-        return read_config(self.recipe.model)
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer, with a pad token (`give_pad_token`)."""
-        return (
-            self._set_chat_template(self._base_tokenizer)
-            if self.vision_processor is None
-            else self.vision_processor.tokenizer
+    def store_builder(self) -> StoreBuilder:
+        """The way of a record through `parse` and `encode` into the token cache."""
+        return StoreBuilder(
+            recipe=self.recipe,
+            read=self.parse_record,
+            parse=self.parse,
+            encode=self.encode,
+            key=self.encode_key(),
         )
 
-    def _set_chat_template(self, tokenizer: Any, image_token: str = "") -> Any:
-        """The tokenizer with the recipe's chat template, where it names one. Raises RecipeError."""
-        wanted = self.recipe.model.chat_template
-        if wanted is not None:
-            tokenizer.chat_template = resolve_chat_template(wanted, tokenizer, image_token)
-        return tokenizer
-
-    @cached_property
-    def vision_processor(self) -> VisionProcessor | None:
-        """The processor of a model that sees images; None of another."""
-        if not self.is_multimodal:
-            return None
-        model = self.recipe.model
-        name = model.processor if isinstance(model.processor, str) else find_tokenizer_folder(model.path)
-        if name is None:
-            return self._wrap_processor(build_processor(self.model_config, self._base_tokenizer, *self._image_stats()))
-        if model.tokenizer is not None:
-            mend = "leave it out, or put it into the folder that model.processor names"
-            raise RecipeError(Fault("model.tokenizer", "of a model that sees, the processor has the tokenizer", mend))
-        key = "model.processor" if isinstance(model.processor, str) else "model.path"
-        return self._wrap_processor(read_processor(name, key, model.trust_remote_code))
-
-    def _wrap_processor(self, processor: Any) -> VisionProcessor:
-        sight = VisionProcessor(processor)
-        processor.chat_template = self._set_chat_template(processor.tokenizer, sight.image_token).chat_template
-        return sight
-
-    def _image_stats(self) -> tuple[list[float] | None, list[float] | None]:
-        """Mean and deviation of the training images, where the recipe asks for them."""
-        wanted = self.recipe.model.processor
-        if not isinstance(wanted, ProcessorConfig) or wanted.normalize is None:
-            return None, None
-        return compute_image_stats(
-            self.open_sources(self.recipe.data.train), self.parse_record, cache_root(), count_available_cores()
-        )
-
-    @cached_property
-    def _base_tokenizer(self) -> Any:
-        """The tokenizer, in a folder or trained; what a processor adds to it is not there yet."""
-        model = self.recipe.model
-        wanted = model.tokenizer
-        if wanted is None and model.config is not None:
-            size = getattr(self.model_config.get_text_config(), "vocab_size", 32000)
-            size -= count_special_tokens(self.model_config) if self.is_multimodal else 0
-            wanted = TokenizerConfig.model_construct(vocab_size=size)  # a size too small is refused below, by its name
-        if isinstance(wanted, TokenizerConfig):
-            source = self.open_sources(self.recipe.data.train)
-            return load_or_train_tokenizer(source, self.iter_texts, wanted.vocab_size, cache_root(), wanted.alphabet)
-        key = "model.path" if wanted is None else "model.tokenizer"
-        tokenizer = read_tokenizer(wanted or find_tokenizer_folder(model.path) or "", key, model.trust_remote_code)
-        set_pad_token(tokenizer, key)
-        return tokenizer
-
-    def examples(self, split: Split) -> TokenizedDataset | None:  # type: ignore[override]  # length and index are all that is asked
+    def examples(self, split: Split) -> TokenizedDataset | None:  # type: ignore[override]
         data = self.recipe.data
         if split == "eval" and data.eval:
             source = self.open_sources([data.eval])
-            held_out = self.tokenize(source)
+            held_out = self.build_store(source)
             return split_examples(held_out, get_source_sizes(held_out, source), (1.0,), 0.0, 0)[0]
         if split == "eval" and not data.eval_fraction:
             return None
         if not data.train:
             raise DataError(NO_TRAIN_DATA)
         source = self.open_sources(data.train)
-        weights = tuple(item.weight for item in data.train)
-        store = self.tokenize(source)
+        store = self.build_store(source)
         if store.image_index is not None and not len(store.image_index):
             self._check_trains_on_text()
-        train, test = split_examples(
-            store, get_source_sizes(store, source), weights, data.eval_fraction, self.recipe.seed
-        )
+        weights = tuple(item.weight for item in data.train)
+        sizes = get_source_sizes(store, source)
+        train, test = split_examples(store, sizes, weights, data.eval_fraction, self.recipe.seed)
         return train if split == "train" else test
 
     def _check_trains_on_text(self) -> None:
-        """Raise DataError where only what looks at images learns: it takes no part where none is."""
+        """Raise DataError where only vision parts are trained, and no record has an image."""
         model = self.recipe.model
         if model.freeze and not model.lora:
-            check_trains_on_text(build_meta_model(self.auto_class, model, self.build_config(model)), model)
-
-    def save_extras(self, folder: Path) -> None:
-        (self.tokenizer if self.vision_processor is None else self.vision_processor.hf_processor).save_pretrained(
-            str(folder)
-        )
-
-    def wrap_source(self, source: Source, item: DatasetConfig) -> Source:
-        """The source as the task reads it; a training source is a SourceConfig."""
-        return source
+            check_trains_on_text(self.model_source.build_meta_model(), model)
 
     def open_sources(self, items: Sequence[DatasetConfig]) -> ConcatSource:
+        """Return the sources as one, each cut to `data.max_samples`."""
         data = self.recipe.data
-        files = [self.wrap_source(open_source(item, data.columns), item) for item in items]
-        return ConcatSource([HeadSource(file, data.max_samples) for file in files] if data.max_samples else files)
+        sources = [self.wrap_source(open_source(item, data.columns), item) for item in items]
+        if data.max_samples:
+            return ConcatSource([HeadSource(source, data.max_samples) for source in sources])
+        return ConcatSource(sources)
+
+    def wrap_source(self, source: Source, item: DatasetConfig) -> Source:
+        """Return the source as the task reads it; training items are `TrainDatasetConfig`."""
+        return source
+
+    def with_images(self, batch: Batch, examples: Sequence[Mapping[str, Any]], repeats: int = 1) -> Batch:
+        """Return the batch with its examples' images, `repeats` times where rows repeat them."""
+        processor = self.model_source.vision_processor
+        if processor is None:
+            return batch
+        if "images" not in examples[0]:  # then no example of the store has any
+            return processor.attach_no_images(batch)
+        images = [
+            self.augment_image(image.load(), example, index)
+            for example in examples
+            for index, image in enumerate(example["images"])
+        ]
+        return processor.attach_images(batch, images * repeats)
+
+    def augment_image(self, image: Image, example: Mapping[str, Any], index: int) -> Image:
+        """Return the image as it is trained on."""
+        return image
+
+    def build_model(self) -> torch.nn.Module:
+        return self.model_source.load(self.recipe.model)
+
+
+def iter_parts(*parts: str | Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the texts of parts of a record, each of which is a text or a list of messages."""
+    for part in parts:
+        if isinstance(part, str):
+            yield part
+        else:
+            yield from (message["content"] for message in part)

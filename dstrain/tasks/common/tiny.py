@@ -1,4 +1,4 @@
-"""Recipes of seconds, for tests of every task."""
+"""Recipes that train in seconds, for tests of every task."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def tiny_recipe(folder: Path, task: str, make_record: Callable[[str, int], dict[str, Any]]) -> dict[str, Any]:
-    """A recipe of seconds, with its data written into the folder: record(split, index) for each."""
+    """Return a recipe that trains in seconds, with `make_record(split, index)` written as its data."""
     for name, count in (("train", 64), ("eval", 16)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(make_record(name, i)) + "\n" for i in range(count)))
     return {

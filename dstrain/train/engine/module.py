@@ -33,7 +33,7 @@ class ReferenceModel(torch.nn.Module):
     @torch.no_grad()
     def forward(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return column -> (B, …): the task's reference outputs."""
-        return self.task.reference_outputs(self.model, batch)
+        return self.task.loss_inputs.reference.outputs(self.model, batch)
 
 
 class TrainModule(torch.nn.Module):
@@ -60,20 +60,22 @@ class TrainModule(torch.nn.Module):
         """
         if stats_only:
             answers = self._reference_outputs(batch)
-            return answers, _with_weights(self.task.step_stats(self.model, batch.with_tensors(answers)), batch)
-        answers = {} if self.task.needs_step_stats else self._reference_outputs(batch)  # already in the batch
+            step_stats = self.task.loss_inputs.step_stats
+            assert step_stats is not None, "only asked of a task that needs them"
+            return answers, _with_weights(step_stats(self.model, batch.with_tensors(answers)), batch)
+        answers = {} if self.task.loss_inputs.step_stats else self._reference_outputs(batch)  # already in the batch
         loss = self.task.loss(self.model, batch.with_tensors(answers))
         return loss.total.float() * _batch_factor(batch), _with_weights(loss.metrics, batch)
 
     def _reference_outputs(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         if self.reference_model is not None:
             return self.reference_model(batch)
-        if self.task.reference_kind != "adapter":
+        if self.task.loss_inputs.reference.kind != "adapter":
             return {}
         training, model = self.model.training, self.model
         model.eval()
         with torch.no_grad(), adapters_disabled(model):
-            found = self.task.reference_outputs(model, batch)
+            found = self.task.loss_inputs.reference.outputs(model, batch)
         model.train(training)
         return found
 
@@ -152,7 +154,7 @@ def compute_step_stats(
 
 def with_step_stats(module: torch.nn.Module, task: Task, batches: Sequence[Batch], world: World) -> Sequence[Batch]:
     """Return the batches with the columns of `compute_step_stats`, if the task needs them. Collective if it does."""
-    if not task.needs_step_stats:
+    if task.loss_inputs.step_stats is None:
         return batches
     return [
         batch.with_tensors(more)

@@ -23,8 +23,8 @@ def fingerprint_weights(task: Task, ds_config: Mapping[str, Any]) -> dict[str, s
     model, seed = task.recipe.model, task.recipe.seed
     coarse = is_half_precision_init(ds_config)
     found = {} if model.lora is None else {"base": weights_fingerprint(model, seed, coarse)}
-    if task.reference_kind in ("model", "cached"):
-        found["reference"] = weights_fingerprint(task.reference_config, seed, coarse)
+    if task.loss_inputs.reference.kind in ("model", "cached"):
+        found["reference"] = weights_fingerprint(task.loss_inputs.reference.config, seed, coarse)
     return found
 
 
@@ -58,7 +58,7 @@ def check_fingerprints(
 
 def get_reference_key(task: Task) -> str:
     """Return the recipe key that names the weights of the reference."""
-    model, wanted = task.recipe.model, task.reference_config
+    model, wanted = task.recipe.model, task.loss_inputs.reference.config
     if task.recipe.options.get("ref_model"):
         return "options.ref_model"
     if wanted.init is not None and wanted.init == model.init:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dstrain.cache_dir import file_digest
 from dstrain.config.schema import DatasetConfig
+from dstrain.data.dataset import Dataset
 from dstrain.data.fingerprint import tokenizer_fingerprint
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, Fault, ResumeError
@@ -52,20 +53,21 @@ def digest_input_files(task: Task) -> dict[str, dict[str, Any]]:
 
 
 def digest_inputs(
-    task: Task, train_dataset: Sequence[Any], eval_dataset: Sequence[Any] | None
+    task: Task, train_dataset: Dataset, eval_dataset: Dataset | None
 ) -> dict[str, dict[str, Any]]:
     """Return all digests, for run.json of a checkpoint."""
     found = digest_input_files(task)
     for key, examples in (("data.train", train_dataset), ("data.eval", eval_dataset)):
         if examples is not None and key in found:
-            found[key] |= {"samples": len(examples)} | _image_digest(examples)
+            found[key] |= {"samples": len(examples)}
+            found[key] |= {"images": examples.image_digest} if examples.image_digest else {}
     if "data.train" not in found:
         found["data.train"] = {"samples": len(train_dataset)}
     if isinstance(task, TextTask):
         digest = (
             tokenizer_fingerprint(task.tokenizer)
-            if task.vision_processor is None
-            else task.vision_processor.fingerprint
+            if task.model_source.vision_processor is None
+            else task.model_source.vision_processor.fingerprint
         )
         found["model.tokenizer"] = {"digest": digest}
     return found

@@ -127,7 +127,7 @@ def test_aliases_of_aliases_are_not_followed_for_ever(tmp_path: Path) -> None:
 
 
 def test_set_into_something_that_is_no_block_says_what_to_write() -> None:
-    with pytest.raises(RecipeError, match="batch is no block of keys in --set; write it as --set batch=VALUE"):
+    with pytest.raises(RecipeError, match="batch is not a block of keys in --set; write it as --set batch=VALUE"):
         read_recipe(None, ["batch=true", "batch.micro=1"], "rm")
 
 
@@ -148,3 +148,25 @@ def test_the_old_name_of_the_heartbeat_timeout_is_read(tmp_path: Path) -> None:
     assert read_recipe(tmp_path / "recipe.yaml").config.launch.heartbeat_timeout_seconds == 7.0
     with pytest.raises(RecipeError, match="silence_seconds"):
         read_recipe(tmp_path / "recipe.yaml", ["launch.heartbeat_timeout_seconds=8"])
+
+
+def test_renamed_options_and_values_are_accepted_under_their_old_names() -> None:
+    old = ["options.flip=0.5", "options.shift=true", "options.one_sample_per_image=true", "model.chat_template=turns"]
+    new = {"horizontal_flip": 0.5, "random_translate": True, "group_by_image": True}
+    config = read_recipe(None, old, "vlm").config
+    assert (config.options, config.model.chat_template) == (new, "human_assistant")
+    assert config.deprecations == (
+        "options.one_sample_per_image is deprecated; write options.group_by_image",
+        "options.flip is deprecated; write options.horizontal_flip",
+        "options.shift is deprecated; write options.random_translate",
+        "model.chat_template: turns is deprecated; write human_assistant",
+    )
+    again = RunConfig.model_validate(config.model_dump())
+    assert again.options == new
+    assert again.deprecations == ()
+
+
+def test_an_option_under_both_names_and_an_own_tasks_option_stay_as_written() -> None:
+    both = read_recipe(None, ["options.flip=0.5", "options.horizontal_flip=0.1"], "vlm").config
+    assert both.options == {"flip": 0.5, "horizontal_flip": 0.1}, "the task refuses the old name"
+    assert read_recipe(None, ["options.flip=0.5"], "mine.py").config.options == {"flip": 0.5}

@@ -16,7 +16,7 @@ from dstrain.data.loading.collate import attention_mask, pad
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.models.params.components import components_by_id
 from dstrain.models.processors import is_multimodal
-from dstrain.tasks.common.losses import forward_logits
+from dstrain.tasks.common.forward import forward_logits
 from tests.vision_recipes import picture
 
 TOKENS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "start": "<|vision_start|>", "end": "<|vision_end|>"}

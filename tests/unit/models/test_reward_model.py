@@ -247,10 +247,10 @@ def test_a_reward_model_is_made_of_a_family_that_writes_texts(family: str, tmp_p
     source = ModelConfig(config=settings)
     writer = load_model(AutoModelForCausalLM, source, read_config(source), 3)
     writer.save_pretrained(str(tmp_path / "base"))
-    make_task(RunConfig.model_validate(recipe)).save_extras(tmp_path / "base")
+    make_task(RunConfig.model_validate(recipe)).export.save_extras(tmp_path / "base")
     recipe["model"] = {"path": str(tmp_path / "base")}
     task: Any = make_task(RunConfig.model_validate(recipe))
-    task.check()
+    task.checks.run()
     made = task.build_model()
     assert same(made.base_model, writer.base_model)
     examples = task.examples("train")
@@ -265,7 +265,7 @@ def test_a_reward_model_is_made_of_a_family_that_writes_texts(family: str, tmp_p
         again = dstrain.load_reward_model(tmp_path / "out")
         assert torch.equal(task.scores(again, batch), together)
     assert torch.allclose(together, torch.stack(alone, 1).flatten(), atol=1e-5), "padding changes no score"
-    assert same(task.reload(tmp_path / "out"), made)
+    assert same(task.export.reload(tmp_path / "out"), made)
     assert same(AutoModelForCausalLM.from_pretrained(str(tmp_path / "out")).base_model, made.base_model)
 
 
@@ -275,7 +275,7 @@ def test_a_family_that_no_reward_model_can_be_made_of_is_refused_in_a_sentence(t
     with pytest.raises(
         RecipeError, match=r"^model: transformers has no reward model of the pegasus family, and none can"
     ):
-        make_task(RunConfig.model_validate(recipe)).check()
+        make_task(RunConfig.model_validate(recipe)).checks.run()
 
 
 def test_folders_without_a_reward_model_are_refused(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_bf16_micro_batches_are_summed_in_fp32(name: str) -> None:
     assert made.get("communication_data_type") == ("fp32" if name == "zero1" else None)
 
 
-@pytest.mark.parametrize("change", [{"accumulate": 1}, {"precision": "fp32"}, {"whole_matrices": True}])
+@pytest.mark.parametrize("change", [{"accumulate": 1}, {"precision": "fp32"}, {"uses_muon": True}])
 def test_what_needs_no_sum_in_fp32_gets_none(change: dict[str, Any]) -> None:
     """One micro-batch, another precision; Muon, which would take another step at stage 2."""
     assert "data_types" not in complete_preset(read_preset("zero2"), settings=RunSettings(**{**SETTINGS, **change}))

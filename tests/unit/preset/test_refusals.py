@@ -171,11 +171,11 @@ BAD = {
         "no effect at stage 2, only at stage 3",
     ),
     "no effect": ({"disable_allgather": True}, "disable_allgather", "DeepSpeed reads it and does nothing with it"),
-    "comment": ('{\n  // fast\n  "bf16": {}\n}', "mine.json:2:3", "JSON has no comments"),
+    "comment": ('{\n  // fast\n  "bf16": {}\n}', "mine.json:2:3", "JSON allows no comments"),
     "trailing comma": ('{"bf16": {},}', "mine.json:1:1", "no trailing commas"),
     "list": ("[]", "mine.json", "a preset is a JSON object"),
     "nan": ('{"gradient_predivide_factor": NaN}', "mine.json", "NaN is not a JSON number"),
-    "twice": ('{\n "bf16": {},\n "bf16": {}\n}', "mine.json:3 bf16", "the key stands twice, here and on line 2"),
+    "twice": ('{\n "bf16": {},\n "bf16": {}\n}', "mine.json:3 bf16", "the key is repeated, here and on line 2"),
 }
 
 

@@ -79,7 +79,9 @@ def test_the_environment_lowers_the_mode_and_never_raises_it(
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(UsageError, match="WANDB_MODE=sometimes: is no mode; set it to online, offline or disabled"):
+    with pytest.raises(
+        UsageError, match="WANDB_MODE=sometimes: not a valid mode; set it to online, offline or disabled"
+    ):
         resolve_mode("online", {"WANDB_MODE": "sometimes"})
 
 

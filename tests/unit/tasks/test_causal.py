@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from dstrain.batch import Batch
-from dstrain.tasks.common.losses import forward_logits, prefix_token_types
+from dstrain.tasks.common.forward import forward_logits, prefix_token_types
 from tests.unit.data.vision.test_processor import FAMILIES, made
 from tests.vision_recipes import TEXT, TOWER, picture
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import dstrain.tasks.common.text
+import dstrain.tasks.common.model_source
 import dstrain.train.precompute_reference
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
@@ -19,7 +19,7 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError, TaskError
 from dstrain.models.heads.chunked_lm_head import MAX_CHUNK_BYTES
 from dstrain.tasks import Task, make_task
-from dstrain.tasks.common import losses
+from dstrain.tasks.common import forward, losses
 from dstrain.tasks.dpo import DPO
 from dstrain.train.build_model import build_train_module
 from dstrain.train.precompute_reference import ReferenceJob, add_reference_outputs, build_cache_key
@@ -91,7 +91,7 @@ def test_log_probs_are_those_of_the_softmax_in_whatever_pieces(count: int, monke
     targets = torch.randint(11, (2, 5))
     wanted = logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
     monkeypatch.setitem(MAX_CHUNK_BYTES, "cpu", 4 * 11 * count)
-    found, _ = losses.score_tokens(logits, targets, torch.ones_like(targets))
+    found, _ = forward.score_tokens(logits, targets, torch.ones_like(targets))
     torch.testing.assert_close(found, wanted)
     grads = [torch.autograd.grad((value * torch.arange(5)).sum(), logits)[0] for value in (found, wanted)]
     torch.testing.assert_close(*grads)
@@ -104,7 +104,9 @@ def made(folder: Path, options: dict[str, Any] | None = None, **more: Any) -> Ta
 
 
 def asking(task: Task, **more: Any) -> ReferenceJob:
-    return ReferenceJob(**{"task": task, "ds_config": PLAIN, "micro": 3, "world": SingleProcessWorld()} | more)
+    return ReferenceJob(
+        **{"task": task, "ds_config": PLAIN, "micro_batch_size": 3, "world": SingleProcessWorld()} | more
+    )
 
 
 def look(task: Task, ids: list[int]) -> tuple[float, dict[str, float]]:
@@ -149,7 +151,7 @@ def test_answers_kept_are_those_asked_online(name: str, tmp_path: Path) -> None:
     _, recipe = named_recipe(name, tmp_path)
     other = make_task(RunConfig.model_validate(recipe | {"seed": 7}))
     other.build_model().save_pretrained(tmp_path / "other")
-    other.save_extras(tmp_path / "other")
+    other.export.save_extras(tmp_path / "other")
     ids = [5, 17, 60, 2]
     online, kept = (
         look(
@@ -165,8 +167,8 @@ def test_answers_kept_are_those_asked_online(name: str, tmp_path: Path) -> None:
 
 def test_with_kept_answers_no_reference_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
-    load = dstrain.tasks.common.text.load_model
-    monkeypatch.setattr(dstrain.tasks.common.text, "load_model", lambda *args: built.append("") or load(*args))
+    load = dstrain.tasks.common.model_source.load_model
+    monkeypatch.setattr(dstrain.tasks.common.model_source, "load_model", lambda *args: built.append("") or load(*args))
     task = made(tmp_path, {"precompute_ref_log_probs": True})
     first = add_reference_outputs(asking(task), [task.examples("train"), task.examples("eval")])
     assert len(built) == 1, "the reference answers for both splits"

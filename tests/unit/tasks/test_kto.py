@@ -238,7 +238,7 @@ def test_apo_zero_has_no_divergence(tmp_path: Path) -> None:
 def test_answers_kept_are_those_asked_online(tmp_path: Path) -> None:
     other = make_task(RunConfig.model_validate(KTO.tiny(tmp_path) | {"seed": 7}))
     other.build_model().save_pretrained(tmp_path / "other")
-    other.save_extras(tmp_path / "other")
+    other.export.save_extras(tmp_path / "other")
     ref, ids = {"ref_model": str(tmp_path / "other")}, [5, 17, 60, 2]
     online, kept = made(tmp_path, ref), made(tmp_path, ref | {"precompute_ref_log_probs": True})
     found = [take(build_train_module(task), read(task, ids)) for task in (online, kept)]

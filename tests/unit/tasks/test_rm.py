@@ -77,7 +77,7 @@ def test_training_and_export_read_the_same_position(pad_is_eos: bool, tmp_path: 
     with torch.no_grad():
         trained = made.scores(model, made.collate([examples[i] for i in range(6)])).tolist()
     model.save_pretrained(str(tmp_path / "out"))
-    made.save_extras(tmp_path / "out")
+    made.export.save_extras(tmp_path / "out")
     again = AutoModelForSequenceClassification.from_pretrained(str(tmp_path / "out")).eval()
     sequences = [examples[i][side] for side in ("chosen", "rejected") for i in range(6)]
     with torch.no_grad():
@@ -118,13 +118,13 @@ def test_a_score_is_read_at_the_eos_of_an_answer_and_its_row_learns(tmp_path: Pa
     again = AutoModelForSequenceClassification.from_pretrained(str(tmp_path / "out"))
     with torch.no_grad():
         assert torch.equal(again(input_ids=ids, attention_mask=mask).logits.squeeze(-1), scores)
-    assert not made.warnings()
+    assert not made.checks.warnings()
 
 
 def test_where_padding_is_eos_a_warning_says_where_scores_are_read(tmp_path: Path) -> None:
     made = without_pad(tmp_path, pad_token="</s>")
     assert made.tokenizer.pad_token_id == made.tokenizer.eos_token_id
-    (warning,) = made.warnings()
+    (warning,) = made.checks.warnings()
     assert "read at the token before the EOS" in warning
     assert made.build_model().get_input_embeddings().padding_idx is None
 
@@ -137,11 +137,11 @@ def test_a_base_that_pads_with_eos_gets_another_pad_unless_it_gives_scores_alrea
 
     made = without_pad(tmp_path, pad_token="</s>")
     auto = AutoModelForSequenceClassification if scores_already else AutoModelForCausalLM
-    auto.from_config(made.config_for(made.recipe.model)).save_pretrained(str(tmp_path / "base"))
+    auto.from_config(made.model_source.build_config(made.recipe.model)).save_pretrained(str(tmp_path / "base"))
     made.tokenizer.save_pretrained(str(tmp_path / "base"))
     again = task(tmp_path, model={"path": str(tmp_path / "base"), "config": None})
     assert again.tokenizer.pad_token == ("</s>" if scores_already else "<pad>")
-    assert bool(again.warnings()) == scores_already
+    assert bool(again.checks.warnings()) == scores_already
 
 
 def test_no_score_keeps_keys_and_values(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_options_out_of_range_are_refused(options: dict[str, float], tmp_path: P
 
 def test_checking_a_model_changes_nothing_of_it(tmp_path: Path) -> None:
     checked, plain = (task(tmp_path, model={"freeze": ["embed_tokens"]}) for _ in range(2))
-    checked.check()
+    checked.checks.run()
     one, two = checked.build_model(), plain.build_model()
     assert one.config.to_dict() == two.config.to_dict()
     assert all(torch.equal(a, b) and a.requires_grad for a, b in zip(one.parameters(), two.parameters(), strict=True))

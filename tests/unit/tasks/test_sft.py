@@ -13,7 +13,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.errors import DataError, TaskError
 from dstrain.models.heads.chunked_lm_head import MAX_CHUNK_BYTES
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.common import losses
+from dstrain.tasks.common import forward
 
 
 def task(folder: Path, **sections: Any) -> Any:
@@ -83,7 +83,7 @@ def test_a_batch_asks_for_no_more_logits_than_it_needs(tmp_path: Path) -> None:
 def test_learning_tokens_by_hand() -> None:
     logits = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.1, 0.2, 0.7], [0.3, 0.3, 0.4]]]))
     targets, learnt = torch.tensor([[0, 1, 2]]), torch.tensor([[1, 1, 0]])
-    log_probs, right = losses.score_tokens(logits, targets, learnt)
+    log_probs, right = forward.score_tokens(logits, targets, learnt)
     assert float(log_probs.sum()) == pytest.approx(float(torch.log(torch.tensor(0.5 * 0.2))), rel=1e-6)
     assert int(right.sum()) == 1, "the first is the likeliest, the second is not, the third is not learnt"
 
@@ -91,7 +91,7 @@ def test_learning_tokens_by_hand() -> None:
 def test_what_is_not_learnt_has_no_gradient() -> None:
     logits = torch.randn(2, 5, 7, requires_grad=True)
     learnt = torch.tensor([[0, 1, 1, 0, 0], [1, 0, 0, 0, 1]])
-    losses.score_tokens(logits, torch.randint(7, (2, 5)), learnt)[0].sum().backward()
+    forward.score_tokens(logits, torch.randint(7, (2, 5)), learnt)[0].sum().backward()
     assert logits.grad is not None
     assert ((logits.grad != 0).any(-1) == (learnt == 1)).all()
 
@@ -107,7 +107,7 @@ def test_learning_keeps_the_logits_once_and_in_their_own_type(monkeypatch: pytes
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-        log_probs, _ = losses.score_tokens(logits, torch.randint(50, (1, 64)), torch.ones(1, 64, dtype=torch.long))
+        log_probs, _ = forward.score_tokens(logits, torch.randint(50, (1, 64)), torch.ones(1, 64, dtype=torch.long))
     assert log_probs.dtype == torch.float32
     assert sum(kept.values()) < 1.5 * logits.untyped_storage().nbytes()
 
@@ -119,7 +119,7 @@ def test_learning_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     for size in (2**20, 4 * 50 * 5):
         monkeypatch.setitem(MAX_CHUNK_BYTES, "cpu", size)
         own = logits.clone().requires_grad_()
-        log_probs, right = losses.score_tokens(own, targets, learnt)
+        log_probs, right = forward.score_tokens(own, targets, learnt)
         total = log_probs.sum()
         total.backward()
         found.append((float(total.detach()), int(right.sum()), own.grad))

@@ -17,7 +17,7 @@ from dstrain.data.loading.loader import make_batch
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
 from dstrain.errors import DataError, RecipeError, TaskError
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.common import losses as ops
+from dstrain.tasks.common import forward
 from dstrain.tasks.vlm import TINY_CONFIG
 from tests.vision_recipes import picture
 
@@ -48,7 +48,7 @@ def task_on(file: str, options: dict[str, Any] | None = None, model: dict[str, A
 def test_exact_answers_by_hand() -> None:
     learnt = torch.tensor([[1, 1, 0, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 0, 1]])
     right = torch.tensor([[1, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1]]).bool()
-    exact, count = ops.count_exact_answers(right & (learnt != 0), learnt)
+    exact, count = forward.count_exact_answers(right & (learnt != 0), learnt)
     assert (int(exact), int(count)) == (1 + 1 + 2, 2 + 1 + 3)
 
 
@@ -104,7 +104,7 @@ def test_images_are_altered_in_training_alone(tmp_path: Path) -> None:
 def test_images_may_be_seen_by_their_own_colours(tmp_path: Path) -> None:
     task = task_on(asked(tmp_path), model={"processor": {"normalize": "data"}})
     pixels = np.concatenate([np.asarray(picture(image, (20, 20))).reshape(-1, 3) for image in range(6)]) / 255
-    processor = task.vision_processor.processor.image_processor
+    processor = task.model_source.vision_processor.hf_processor.image_processor
     assert np.allclose(processor.image_mean, pixels.mean(0), atol=1e-5)
     assert np.allclose(processor.image_std, pixels.std(0), atol=1e-5)
 
@@ -140,11 +140,11 @@ def test_a_model_that_sees_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         RecipeError, match="llama is a text-only model, and task vlm needs a vision-language model; name one"
     ):
-        task_on(asked(tmp_path), model=llama).check()
+        task_on(asked(tmp_path), model=llama).checks.run()
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="flip is 2"):
+    with pytest.raises(TaskError, match="horizontal_flip is 2, but a probability is between 0 and 1"):
         task_on(asked(tmp_path), {"flip": 2.0})
 
 

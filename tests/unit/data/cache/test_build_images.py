@@ -50,7 +50,7 @@ def built(
 ) -> tuple[TokenizedDataset, list[str]]:
     """The examples, made in a cache of their own, and which thread decoded each image."""
     monkeypatch.setenv("DSTRAIN_CACHE", str(cache))
-    monkeypatch.setattr("dstrain.tasks.common.text.count_available_cores", lambda: threads)
+    monkeypatch.setattr("dstrain.tasks.common.store_builder.count_available_cores", lambda: threads)
     decoded: list[str] = []
     real = image_index_writer.decode_image
 
@@ -86,12 +86,12 @@ def test_any_number_of_threads_makes_the_same_album_and_the_same_columns(
     assert again.store.image_index is not None
     assert first.store.image_index.digest == again.store.image_index.digest
     shown = [image for row in range(len(first)) for image in first[row].get("images", ())]
-    assert [image.index for image in shown][:1] == [0]
+    assert [image.position for image in shown][:1] == [0]
     assert shown
 
 
 def test_threads_see_what_one_sees_with_one_tokenizer_between_them(task: TextTask) -> None:
-    sight = task.vision_processor
+    sight = task.model_source.vision_processor
     assert sight is not None
     images = [picture(seed, (8 + seed, 30 - seed)) for seed in range(16)]
 
@@ -116,7 +116,7 @@ def test_threads_see_what_one_sees_with_one_tokenizer_between_them(task: TextTas
 def test_copies_are_kept_apart_by_what_makes_them_not_by_the_tokenizer(
     task: TextTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sight = task.vision_processor
+    sight = task.model_source.vision_processor
     assert sight is not None
 
     def place() -> Path:
@@ -180,8 +180,8 @@ def test_colours_are_those_of_all_images_each_counted_once(tmp_path: Path) -> No
     def colours() -> tuple[Any, Any]:
         task = make_task(RunConfig.model_validate(recipe))
         assert isinstance(task, TextTask)
-        assert task.vision_processor is not None
-        processor = task.vision_processor.hf_processor.image_processor
+        assert task.model_source.vision_processor is not None
+        processor = task.model_source.vision_processor.hf_processor.image_processor
         return processor.image_mean, processor.image_std
 
     mean, deviation = colours()

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from dstrain.data.cache import build, process_pool
-from dstrain.data.cache.build import PreparePolicy, StatefulEncode, compose_encode
+from dstrain.data.cache.build import PreparePolicy, RecordEncode, SequentialEncode
 from dstrain.data.cache.process_pool import ProcessPoolConfig
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.encoding.preferences import encode_preferences
@@ -23,7 +23,7 @@ from dstrain.data.encoding.unpaired import UnpairedEncoder
 from dstrain.data.formats.conversations import read_conversation
 from dstrain.data.formats.preferences import read_preference
 from dstrain.data.formats.unpaired import read_unpaired
-from dstrain.data.records import BadRecord, Encode, try_parse
+from dstrain.data.records import BadRecord, Encode
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, RunError
 from dstrain.launch.worker import set_parent_death_signal
@@ -56,16 +56,12 @@ def encoders() -> dict[str, Encode]:
     tokenizer = chat("zephyr", "metaspace")
     kto = UnpairedEncoder(tokenizer, SETTINGS, True)
 
-    def seek(before: Any) -> None:
-        found = (try_parse(read_unpaired, record) for record in before)
-        kto.restore_context(items for items in found if not isinstance(items, BadRecord))
-
     return {
-        "pairs": compose_encode(read_preference, lambda items: encode_preferences(tokenizer, items, 60)),
-        "conversations": compose_encode(
+        "pairs": RecordEncode(read_preference, lambda items: encode_preferences(tokenizer, items, 60)),
+        "conversations": RecordEncode(
             read_conversation, lambda items: encode_conversations(tokenizer, items, SETTINGS)
         ),
-        "labelled": StatefulEncode(compose_encode(read_unpaired, kto), seek),
+        "labelled": SequentialEncode(read_unpaired, kto),
     }
 
 
@@ -89,7 +85,7 @@ def test_stores_are_equal_to_the_byte(kind: str, tmp_path: Path) -> None:
         store = build.prepare(source, encoders()[kind], {"what": kind}, policy, tmp_path / name)
         found.append((files(store.folder), store.report))
     assert found[0][1] == found[1][1]
-    assert found[0][1].bad[0].where.endswith("train.jsonl:10")
+    assert found[0][1].bad[0].location.endswith("train.jsonl:10")
     assert len(found[0][1].bad) > 4
     assert found[0][1].cuts["prompt_cut"] > 0
     assert found[0][0] == found[1][0]
@@ -131,7 +127,7 @@ def test_a_process_that_is_ended_is_named_and_nothing_hangs(how: str, said_so: s
 
     began = time.monotonic()
     with pytest.raises(
-        RunError, match=rf"process \d+, one of 3 that make tokens, was ended \({said_so}\); where memory"
+        RunError, match=rf"process \d+, one of 3 that encode records, was killed \({said_so}\); if memory"
     ):
         encode_all(open_source(written(tmp_path)), ending)
     assert time.monotonic() - began < 10
@@ -182,17 +178,19 @@ def test_few_records_and_one_core_start_no_process(tmp_path: Path, monkeypatch: 
 CHILD = """
 import sys, time
 from pathlib import Path
-from dstrain.data import pool, prepare
+from dstrain.data.cache import build, process_pool
 from dstrain.data.sources.open import open_source
-from dstrain.launch.worker import die_with_parent
-pool.FEWEST = 1
-prepare.SHARED = 3
+from dstrain.launch.worker import set_parent_death_signal
+process_pool.MIN_PARALLEL_RECORDS = 1
+build.PARALLEL_CHUNK_SIZE = 3
 def slow(rows):
     with (Path(sys.argv[1]).parent / "began").open("a") as file:
         file.write("x")
     time.sleep(60)
-policy = prepare.Policy(task="rm", processes=pool.Processes(3, die_with_parent))
-prepare.prepare(open_source(sys.argv[1]), slow, {}, policy, Path(sys.argv[1]).parent / "cache")
+policy = build.PreparePolicy(
+    task="rm", processes=process_pool.ProcessPoolConfig(3, set_parent_death_signal)
+)
+build.prepare(open_source(sys.argv[1]), slow, {}, policy, Path(sys.argv[1]).parent / "cache")
 """
 
 

@@ -100,7 +100,7 @@ def test_a_fault_while_building_leaves_nothing_behind(tmp_path):
 CHILD = """
 import sys, time
 from pathlib import Path
-from dstrain.data.cache.token_store import cached_store
+from dstrain.data.cache.token_store import load_or_build_store
 folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
 def build(report):
     with (folder / "built").open("a") as file:
@@ -108,7 +108,7 @@ def build(report):
     yield [{"ids": [1, 2], "sample": 0}]
     time.sleep(seconds)
     yield [{"ids": [3], "sample": 1}]
-store = cached_store(folder, {"what": "race"}, build, every=0.2)
+store = load_or_build_store(folder, {"what": "race"}, build, log_interval=0.2)
 print(len(store), store[1]["ids"].tolist(), "torch" in sys.modules)
 """
 
@@ -362,7 +362,7 @@ def test_real_preferences_are_prepared_once(real_data, tmp_path, monkeypatch):
     store = prepared(256)
     assert (len(store), store.report.read, store.report.bad) == (500, 500, [])
     assert set(store[0]) == {"sample", "chosen", "rejected", "prompt_length", "margin", "longer"}
-    assert store.lengths("chosen").max() <= 256
+    assert store.column_lengths("chosen").max() <= 256
     assert store.report.cuts["prompt_cut"] > 0
     prepared(256)
     assert len(list(tmp_path.glob("*/meta.json"))) == 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.data.cache.build import PreparePolicy, compose_encode, prepare
+from dstrain.data.cache.build import PreparePolicy, RecordEncode, prepare
 from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.encoding.conversations import EncodingConfig
 from dstrain.data.encoding.train_tokenizer import train_tokenizer
@@ -123,7 +123,7 @@ def stored(folder: Path, records: list[dict[str, Any]], mismatched: bool = True,
     key = {"mismatched": mismatched, "max_length": max_length}
     source = open_source(folder / "train.jsonl")
     return prepare(
-        source, compose_encode(read_unpaired, encode), key, PreparePolicy(task="kto", on_error="skip"), folder / "cache"
+        source, RecordEncode(read_unpaired, encode), key, PreparePolicy(task="kto", on_error="skip"), folder / "cache"
     )
 
 

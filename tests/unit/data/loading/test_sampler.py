@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain.data.loading.sampler import StepSampler, eval_micro_batches, get_length_function
+from dstrain.data.dataset import as_dataset
+from dstrain.data.loading.sampler import StepSampler, eval_micro_batches
 from dstrain.errors import DataError
 
 
@@ -84,8 +85,11 @@ def test_only_a_method_tells_lengths():
     class WithColumn:
         lengths = (3, 1)
 
-    assert get_length_function([1, 2]) is None
-    assert get_length_function(WithColumn()) is None, "a column of that name, as data sets have"
+        def __len__(self):
+            return 2
+
+    assert as_dataset([1, 2]).lengths is None
+    assert as_dataset(WithColumn()).lengths is None, "a column of that name, as data sets have"
 
 
 def test_sorting_leaves_little_padding():

@@ -21,7 +21,7 @@ from dstrain.data.vision.expansion import PlaceholderExpansion
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.models.load import read_config
 from dstrain.models.processors import build_processor, count_special_tokens, sync_config_with_processor
-from dstrain.tasks.common.losses import forward_logits
+from dstrain.tasks.common.forward import forward_logits
 from tests.vision_recipes import GEMMA3, IDEFICS3, llava, picture
 
 FAMILIES = {"llava": llava(), "gemma3": GEMMA3, "idefics3": IDEFICS3}

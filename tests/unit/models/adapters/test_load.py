@@ -82,9 +82,9 @@ def recipe(task: Any, at: Path, tmp_path: Path) -> RunConfig:
 def test_a_task_says_what_it_is_and_trains_on_it(task: Any, tmp_path: Path) -> None:
     at = adapter(tmp_path)
     made = make_task(recipe(task, at, tmp_path))
-    made.check_required_keys()
-    made.check()
-    said = made.info_messages()
+    made.checks.required_keys()
+    made.checks.run()
+    said = made.checks.info_messages()
     assert (
         f"{at} is a LoRA adapter of {tmp_path / 'base'}: it is merged into these weights when they are loaded" in said
     )
@@ -122,7 +122,7 @@ def test_one_that_does_not_fit_is_refused_before_anything_starts(
     at = adapter(tmp_path)
     spoil(at)
     with pytest.raises(RecipeError, match=rf"^model\.path: the adapter in .* does not fit the model.*{wanted}"):
-        make_task(recipe(SFT, at, tmp_path)).check()
+        make_task(recipe(SFT, at, tmp_path)).checks.run()
 
 
 def test_a_score_has_no_place_in_a_model_that_writes(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_score_has_no_place_in_a_model_that_writes(tmp_path: Path) -> None:
     made.tokenizer.save_pretrained(str(at))
     values = SFT.tiny(tmp_path) | {"model": {"path": str(at)}}
     with pytest.raises(RecipeError, match=r"no place for its score\.weight"):
-        make_task(RunConfig.model_validate(values)).check()
+        make_task(RunConfig.model_validate(values)).checks.run()
 
 
 def test_its_fingerprint_is_that_of_both(tmp_path: Path) -> None:

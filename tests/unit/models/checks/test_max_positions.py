@@ -62,20 +62,20 @@ def test_a_task_refuses_what_would_be_out_of_range(length: int, fits: bool, tmp_
     values["data"]["max_length"] = length
     task = make_task(RunConfig.model_validate(values))
     if fits:
-        task.check()
+        task.checks.run()
         return
     with pytest.raises(
         RecipeError, match=r"^data\.max_length: is 33, and the model has learned 32 positions; write 32 or"
     ):
-        task.check()
+        task.checks.run()
 
 
 def test_rotary_positions_are_warned_of(tmp_path: Path) -> None:
     values = RewardModel.tiny(tmp_path)
     values["model"]["config"]["max_position_embeddings"] = 40
     task = make_task(RunConfig.model_validate(values))
-    task.check()
-    [line] = task.warnings()
+    task.checks.run()
+    [line] = task.checks.warnings()
     assert "data.max_length is 48" in line
     assert "up to 40 tokens" in line
     assert not rope_length_warning(transformers.AutoConfig.for_model("llama", max_position_embeddings=48), 48)

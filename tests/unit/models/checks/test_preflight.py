@@ -127,7 +127,7 @@ def test_an_odd_folder_is_refused_in_one_sentence(odd: str, tmp_path: Path) -> N
     assert re.search(wanted, said)
     assert "\n" not in said
     with pytest.raises(RecipeError, match=wanted):  # what `train` calls before its launch
-        make_task(recipe(at)).check_required_keys()
+        make_task(recipe(at)).checks.required_keys()
 
 
 def test_an_adapter_stands_on_its_base(tmp_path: Path) -> None:

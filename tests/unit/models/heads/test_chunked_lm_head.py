@@ -17,7 +17,7 @@ from dstrain.models.adapters.lora import add_adapters
 from dstrain.models.heads import chunked_lm_head
 from dstrain.models.heads.chunked_lm_head import MAX_CHUNK_BYTES, HeadInput, capture_head_input
 from dstrain.models.load import read_config
-from dstrain.tasks.common import losses
+from dstrain.tasks.common import forward
 from tests.model_families import FAMILIES, family
 
 ROWS = 5
@@ -73,7 +73,7 @@ def test_chunks_say_what_all_logits_say(name: str) -> None:
     model, given = made(name), batch()
     wanted, hits = plainly(model, given)
     wanted_gradients = gradients(model, wanted)
-    log_probs, right = losses.score_answers(model, given)
+    log_probs, right = forward.score_answers(model, given)
     torch.testing.assert_close(log_probs, wanted, rtol=1e-6, atol=2e-6)
     assert torch.equal(right, hits)
     assert distance(gradients(model, log_probs), wanted_gradients) <= 1e-6
@@ -99,14 +99,14 @@ def test_adapters_of_heads_and_of_tied_embeddings_learn_the_same(
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.2)
     torch.manual_seed(7)
-    log_probs, _ = losses.score_answers(model, given)
+    log_probs, _ = forward.score_answers(model, given)
     found = gradients(model, log_probs)
     if "dropout" in lora:  # drawn chunk by chunk: the same with autograd through all chunks
         monkeypatch.setattr(chunked_lm_head, "_ChunkedScores", Unchunked)
     else:
         monkeypatch.setitem(MAX_CHUNK_BYTES, "cpu", 2**26)
     torch.manual_seed(7)
-    wanted, _ = losses.score_answers(model, given)
+    wanted, _ = forward.score_answers(model, given)
     torch.testing.assert_close(log_probs, wanted, rtol=1e-6, atol=2e-6)
     assert distance(found, gradients(model, wanted)) <= 1e-6
 
@@ -131,7 +131,7 @@ def test_logits_of_all_rows_are_never_held(monkeypatch: pytest.MonkeyPatch) -> N
     learnt = int(given.tensors["learnt"].sum())
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda value: (kept.append(value.numel()), value)[1], lambda v: v):
-        log_probs, _ = losses.score_answers(model, given)
+        log_probs, _ = forward.score_answers(model, given)
     assert max(kept) <= max(p.numel() for p in model.parameters())
     assert sum(rows for rows, _ in seen) == learnt, "positions that are not learnt have no logits"
     log_probs.sum().backward()
@@ -143,7 +143,7 @@ def test_one_chunk_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> Non
     calls = []
     score = chunked_lm_head.score_logits
     monkeypatch.setattr(chunked_lm_head, "score_logits", lambda *given: (calls.append(1), score(*given))[1])
-    log_probs, _ = losses.score_answers(made("llama"), batch())
+    log_probs, _ = forward.score_answers(made("llama"), batch())
     log_probs.sum().backward()
     assert len(calls) == 1
 
@@ -169,13 +169,13 @@ def test_no_row_at_all_and_no_gradient() -> None:
     nothing = Batch(
         tensors={**given.tensors, "learnt": torch.zeros_like(given.tensors["learnt"])}, weight=0.0, samples=()
     )
-    log_probs, right = losses.score_answers(model, nothing)
+    log_probs, right = forward.score_answers(model, nothing)
     log_probs.sum().backward()
     assert not log_probs.any()
     assert not right.any()
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
     with torch.no_grad():
-        assert torch.allclose(losses.score_answers(model, given)[0], plainly(model, given)[0], atol=2e-6)
+        assert torch.allclose(forward.score_answers(model, given)[0], plainly(model, given)[0], atol=2e-6)
 
 
 @pytest.mark.usefixtures("chunks")
@@ -186,7 +186,7 @@ def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
         parameter.requires_grad_(frozen == "head")
     model.lm_head.weight.requires_grad_(frozen != "head")
     wanted = gradients(model, plainly(model, given)[0])
-    assert distance(gradients(model, losses.score_answers(model, given)[0]), wanted) <= 1e-6
+    assert distance(gradients(model, forward.score_answers(model, given)[0]), wanted) <= 1e-6
 
 
 def test_positions_counted_on_the_host_are_those_of_the_mask() -> None:
@@ -194,7 +194,7 @@ def test_positions_counted_on_the_host_are_those_of_the_mask() -> None:
     positions = loss_positions(given.tensors["learnt"], 26)
     counted = given.with_tensors({"loss_positions": positions})
     model = made("llama")
-    assert torch.equal(losses.score_answers(model, given)[0], losses.score_answers(model, counted)[0])
+    assert torch.equal(forward.score_answers(model, given)[0], forward.score_answers(model, counted)[0])
     assert len(positions) == int(given.tensors["learnt"].sum())
 
 
@@ -245,7 +245,7 @@ def test_a_model_that_changes_its_logits_otherwise_keeps_its_own_way(kind: str) 
     model, given = Odd(ODD[kind]), batch()
     for _ in range(2):
         before = model.calls
-        log_probs, right = losses.score_answers(model, given)
+        log_probs, right = forward.score_answers(model, given)
         calls = model.calls - before
         wanted, hits = plainly(model, given)
         assert torch.allclose(log_probs, wanted, atol=2e-6)
@@ -265,7 +265,7 @@ def test_other_changes_are_made_chunk_by_chunk() -> None:
         model, given = Odd(changed), batch()
         ids = given.tensors["input_ids"].clamp(max=309)
         given = given.with_tensors({"input_ids": ids})
-        log_probs, _ = losses.score_answers(model, given)
+        log_probs, _ = forward.score_answers(model, given)
         assert model.calls == 1
         assert torch.allclose(log_probs.float(), plainly(model, given)[0].float(), atol=2e-6)
 

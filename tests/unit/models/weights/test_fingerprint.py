@@ -144,8 +144,8 @@ def test_weights_that_are_gone_are_named(folder: Path) -> None:
 
 HUB = """
 from dstrain.config.schema import ModelConfig
-from dstrain.models.weights.fingerprint import fingerprint
-print(fingerprint(ModelConfig(path="org/name"), 0))
+from dstrain.models.weights.fingerprint import weights_fingerprint
+print(weights_fingerprint(ModelConfig(path="org/name"), 0))
 """
 
 

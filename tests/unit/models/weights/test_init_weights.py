@@ -304,7 +304,9 @@ class Settings:
 
 
 def test_an_object_beside_the_weights_is_named(put: Callable[..., str]) -> None:
-    with pytest.raises(RecipeError, match=r"'tests\.unit\.test_init\.Settings' would have to be run"):
+    with pytest.raises(
+        RecipeError, match=r"'tests\.unit\.models\.weights\.test_init_weights\.Settings' would have to be run"
+    ):
         check_init(build(bones=True), put({"model": old(), "args": Settings()}))
 
 
@@ -340,7 +342,7 @@ WRONG: dict[str, tuple[Make, str]] = {
     "an optimizer alone": (lambda f, p: p({"optimizer": {"state": {}}, "epoch": 1}), r"no state dict but a dict of optimizer, epoch;.*model, state_dict, model_state_dict, module"),
     "numbers for names": (lambda f, p: p({0: torch.zeros(2)}), r"holds no state dict"),
     "another model": (lambda f, p: p({f"h.{i}.w": torch.zeros(1) for i in range(9)}), r"no name in .*old\.pt is one of the model's: there h\.0\.w, h\.1\.w, h\.2\.w and 6 more, here model\.embed_tokens\.weight, .* and \d+ more; give weights"),
-    "no tensor at all": (lambda f, p: p({}, "w.safetensors"), r"no name in .*w\.safetensors is one of the model's: there nothing, here model\.embed"),
+    "no tensor at all": (lambda f, p: p({}, "w.safetensors"), r"no name in .*w\.safetensors is one of the model's: there none, here model\.embed"),
     "another vocabulary": (lambda f, p: p(old(vocab_size=80)), r"'model\.embed_tokens\.weight' is \(80, 16\) in .*old\.pt and \(64, 16\) in the model, and 1 more do not fit; the model's vocab_size is 64 and would have to be 80, or leave it out"),
     "another number of heads": (lambda f, p: p(old(num_key_value_heads=2)), r"layers\.0\.self_attn\.k_proj\.weight' is \(16, 16\).*\(8, 16\).*give weights of a model of this size"),
     "another rank": (lambda f, p: p(old() | {"model.norm.weight": torch.zeros(4, 4)}), r"^model\.init: 'model\.norm\.weight' is \(4, 4\) in \S+old\.pt and \(16,\) in the model; give"),

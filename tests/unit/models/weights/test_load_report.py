@@ -80,23 +80,26 @@ def test_files_that_do_not_hold_the_model_are_refused_by_name(
     at = saved(tmp_path / "model", auto)
     spoil(at)
     with pytest.raises(RecipeError, match=rf"model\.path: .*{wanted}"):
-        task_on(kind, at, tmp_path).check()
+        task_on(kind, at, tmp_path).checks.run()
 
 
 def test_what_is_allowed_is_said_in_sentences(tmp_path: Path) -> None:
     at = saved(tmp_path / "model", tie_word_embeddings=True)
     plain = task_on(SFT, at, tmp_path)
-    plain.check()
-    assert not plain.warnings()
+    plain.checks.run()
+    assert not plain.checks.warnings()
     scored = task_on(RewardModel, at, tmp_path)
-    scored.check()
-    assert not scored.warnings()
-    assert f"new and drawn from seed 0: score.weight (the files of {at} have no such head)" in scored.info_messages()
+    scored.checks.run()
+    assert not scored.checks.warnings()
+    assert (
+        f"new and drawn from seed 0: score.weight (the files of {at} have no such head)"
+        in scored.checks.info_messages()
+    )
     shutil.rmtree(at)
     tied = saved(at, AutoModelForSequenceClassification, tie_word_embeddings=True, num_labels=1)
     writer = task_on(SFT, tied, tmp_path)
-    writer.check()
-    assert writer.warnings() == [f"the model has no place for score.weight in the files of {at}: left out"]
+    writer.checks.run()
+    assert writer.checks.warnings() == [f"the model has no place for score.weight in the files of {at}: left out"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -104,13 +107,13 @@ def test_other_floats_are_cast(dtype: torch.dtype, tmp_path: Path) -> None:
     at = saved(tmp_path / "model")
     stored_as(dtype)(at)
     task = task_on(SFT, at, tmp_path)
-    task.check()
+    task.checks.run()
     assert {p.dtype for p in task.build_model().parameters()} == {torch.float32}
 
 
 def test_no_load_report_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     task = task_on(RewardModel, saved(tmp_path / "model"), tmp_path)
-    task.check()
+    task.checks.run()
     task.build_model()
     seen = "".join(capfd.readouterr())
     assert "LOAD REPORT" not in seen
@@ -119,14 +122,14 @@ def test_no_load_report_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[
 
 def test_the_way_dialogs_are_written_is_said_where_no_template_decides(tmp_path: Path) -> None:
     task = make_task(RunConfig.model_validate(SFT.tiny(tmp_path)))
-    [line] = task.info_messages()
+    [line] = task.checks.info_messages()
     assert line.startswith("the tokenizer has no chat template: dialogs are written as ")
     assert "each answer ends with <|endoftext|>" in line or "each answer ends with </s>" in line
     task.tokenizer.eos_token = None  # type: ignore[attr-defined]
-    [line] = task.info_messages()
+    [line] = task.checks.info_messages()
     assert "nothing ends an answer" in line
     task.tokenizer.chat_template = "{{ messages }}"  # type: ignore[attr-defined]
-    assert not task.info_messages()
+    assert not task.checks.info_messages()
 
 
 def test_a_broken_tokenizer_is_called_so(tmp_path: Path) -> None:
@@ -135,4 +138,4 @@ def test_a_broken_tokenizer_is_called_so(tmp_path: Path) -> None:
     (at / "tokenizer.json").write_text('{"model": 1}')
     task = make_task(RunConfig.model_validate(SFT.tiny(tmp_path) | {"model": {"path": str(at)}}))
     with pytest.raises(RecipeError, match=r"the tokenizer in '.*' cannot be read \(.*\); replace its tokenizer files"):
-        task.check()
+        task.checks.run()

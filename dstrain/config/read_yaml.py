@@ -1,54 +1,31 @@
-"""What a recipe's author wrote: the values of a YAML file and of --set, each with the place it was written at."""
+"""YAML files and --set values as a SourceMap."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from dstrain.errors import Fault, RecipeError, describe_decode_error, one_line
+from dstrain.source_map import KeyPath, SourceMap, dotted_name, lookup
 
-KeyPath = tuple[str | int, ...]
-
+COMMAND_LINE = "--set"
+"""Location of a key that --set wrote."""
 MAX_VALUES = 10_000
-"""A recipe is short; an alias (*) inside what others name would otherwise be followed for ever."""
-
-
-@dataclass
-class SourceMap:
-    """What the user wrote: the values, and for each key the place it was written at."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    locations: dict[KeyPath, str] = field(default_factory=dict)
-    name: str = "recipe"
-    has_lines: bool = True
-    """False where it was not written in lines: on the command line."""
-
-    def get_node_location(self, node: yaml.Node) -> str:
-        """`recipe.yaml:12`, or the name alone."""
-        return f"{self.name}:{node.start_mark.line + 1}" if self.has_lines else self.name
-
-    def get_location(self, key: KeyPath) -> str:
-        """`recipe.yaml:12 optim.lr`, for messages."""
-        for end in range(len(key), 0, -1):
-            if key[:end] in self.locations:
-                return f"{self.locations[key[:end]]} {dotted_name(key)}"
-        below = next((place for other, place in self.locations.items() if other[: len(key)] == key), self.name)
-        return f"{below} {dotted_name(key)}"
+"""Limit on the values of a recipe: an alias (*) inside the block that it names would otherwise be followed forever."""
 
 
 def read_yaml(path: Path) -> SourceMap:
-    """The mapping in a YAML file. Raises RecipeError."""
-    written = SourceMap(name=path.name)
+    """Read the mapping in a YAML file. Raises RecipeError, with the line, for anything else."""
+    source = SourceMap(path.name)
     try:
         root, values = _parse_yaml(path)
     except ValueError as error:
         raise RecipeError(f"{path}: a value cannot be read ({error}); quote it if it is text") from None
-    except (KeyError, AttributeError):  # what PyYAML raises besides
+    except (KeyError, AttributeError):  # PyYAML raises them too, for a tag with the wrong kind of value
         raise RecipeError(f"{path}: a tag (`!!name`) does not fit its value; write the plain value") from None
     except RecursionError:
         raise RecipeError(f"{path}: is nested too deeply; a recipe has few levels") from None
@@ -57,17 +34,17 @@ def read_yaml(path: Path) -> SourceMap:
     if not isinstance(values, dict):
         raise RecipeError(f"{path}: is a {type(values).__name__}; a recipe is a mapping of keys such as `task: rm`")
     try:
-        faults = list(_record_locations(root, (), written))
+        faults = list(_record_locations(root, (), source))
     except RecursionError:
-        raise RecipeError(f"{path}: has an alias (*) inside what it names; write the values out") from None
+        raise RecipeError(f"{path}: has an alias (*) inside the block it names; write the values out") from None
     if faults:
         raise RecipeError(faults)
-    written.values = values
-    return written
+    source.values = values
+    return source
 
 
 def _parse_yaml(path: Path) -> tuple[yaml.Node | None, Any]:
-    """The nodes of a YAML file, with their lines, and its value. Raises RecipeError."""
+    """Return the nodes of a YAML file, which know their lines, and its value. Raises RecipeError."""
     try:
         content = path.read_bytes()
         text = content.decode("utf-8")
@@ -84,9 +61,8 @@ def _parse_yaml(path: Path) -> tuple[yaml.Node | None, Any]:
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "not valid YAML"
         known = next((words for part, words in _YAML_ERRORS.items() if part in problem), None)
-        raise RecipeError(
-            f"{path}{line}: {known or f'{problem}; check the indentation and the colons there'}"
-        ) from None
+        message = known or f"{problem}; check the indentation and the colons there"
+        raise RecipeError(f"{path}{line}: {message}") from None
 
 
 _YAML_ERRORS = {
@@ -95,13 +71,13 @@ _YAML_ERRORS = {
     "could not determine a constructor for the tag": "a tag (`!name`), which is not accepted; write the plain value",
     "found undefined tag handle": "a tag (`!name`), which is not accepted; write the plain value",
 }
-"""Part of what PyYAML says -> what is said instead."""
+"""Part of PyYAML's message -> our message."""
 _BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
 
 def _find_number_problem(node: yaml.Node) -> tuple[str, str] | None:
-    """The problem and the fix of a number that YAML 1.1 takes for another one than everybody reads."""
+    """Return problem and fix of a number that YAML 1.1 reads unlike every reader: 1:30 is base 60, 010 is octal."""
     if not isinstance(node, yaml.ScalarNode) or node.tag.rpartition(":")[2] not in ("int", "float"):
         return None
     if not (_BASE_60.fullmatch(node.value) or _OCTAL.fullmatch(node.value)):
@@ -109,44 +85,40 @@ def _find_number_problem(node: yaml.Node) -> tuple[str, str] | None:
     number = yaml.safe_load(node.value)
     if ":" not in node.value and int(node.value) == number:
         return None
-    how = "base 60" if ":" in node.value else "octal"
-    problem = f"{node.value} means {number:.15g} in YAML 1.1 ({how})"
-    return problem, "write the number that is meant, or quote it if it is text"
-
-
-def _check_number(node: yaml.Node, where: str) -> Iterator[Fault]:
-    if (found := _find_number_problem(node)) is not None:
-        yield Fault(where, *found)
+    notation = "base 60" if ":" in node.value else "octal"
+    problem = f"{node.value} means {number:.15g} in YAML 1.1 ({notation})"
+    return problem, "write the intended number, or quote it if it is text"
 
 
 def _record_locations(node: yaml.Node | None, key: KeyPath, source: SourceMap) -> Iterator[Fault]:
-    """Note the line of every key below the node; yield a fault for each key written twice."""
+    """Record the line of every key below the node; yield a fault for each key written twice."""
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
             child = (*key, str(name.value))
             if len(source.locations) > MAX_VALUES:
-                raise RecipeError(
-                    f"{source.name}: holds more than {MAX_VALUES} values, each alias (*) counted; write fewer"
-                )
-            place = source.get_node_location(name)
+                problem = f"holds more than {MAX_VALUES} values, each alias (*) counted"
+                raise RecipeError(f"{source.name}: {problem}; write fewer")
+            place = _node_location(name, source)
             if child in source.locations:
-                yield Fault(
-                    f"{place} {dotted_name(child)}",
-                    f"is set twice, also at {source.locations[child]}",
-                    "keep one of them",
-                )
+                problem = f"is set twice, also at {source.locations[child]}"
+                yield Fault(f"{place} {dotted_name(child)}", problem, "keep one of them")
             source.locations[child] = place
             yield from _record_locations(value, child, source)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            source.locations[(*key, index)] = source.get_node_location(value)
+            source.locations[(*key, index)] = _node_location(value, source)
             yield from _record_locations(value, (*key, index), source)
-    elif node is not None and key:
-        yield from _check_number(node, source.get_location(key))
+    elif node is not None and key and (found := _find_number_problem(node)) is not None:
+        yield Fault(source.get_location(key), *found)
+
+
+def _node_location(node: yaml.Node, source: SourceMap) -> str:
+    """Return `recipe.yaml:12`; `--set` for the command line, which has no lines."""
+    return source.name if source.name == COMMAND_LINE else f"{source.name}:{node.start_mark.line + 1}"
 
 
 def apply_override(source: SourceMap, text: str) -> None:
-    """Write what `--set KEY=VALUE` says over what was there. Raises RecipeError."""
+    """Set the value of a `--set KEY=VALUE`, over any value of the file. Raises RecipeError."""
     dotted, equals, value = text.partition("=")
     names, text = tuple(dotted.strip().split(".")), one_line(text)
     if not equals:
@@ -157,9 +129,8 @@ def apply_override(source: SourceMap, text: str) -> None:
         parsed, root = yaml.safe_load(value), yaml.compose(value, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError):
         raise RecipeError(f"--set {text}: the value is not valid YAML; quote it for the shell and for YAML") from None
-    if faults := list(
-        _record_locations(root, names, SourceMap(locations={names: "--set"}, name="--set", has_lines=False))
-    ):
+    override = SourceMap(COMMAND_LINE, locations={names: COMMAND_LINE})
+    if faults := list(_record_locations(root, names, override)):
         raise RecipeError(faults)
     block: Any = source.values
     for depth, name in enumerate(names[:-1], 1):
@@ -167,27 +138,16 @@ def apply_override(source: SourceMap, text: str) -> None:
             block[name] = {}
         block = block[name]
         if not isinstance(block, dict):
-            raise RecipeError(
-                f"--set {text}: {dotted_name(names[:depth])} is no block of keys in {source.name}; "
-                f"write it as --set {dotted_name(names[:depth])}=VALUE"
-            )
+            parent = dotted_name(names[:depth])
+            problem = f"{parent} is not a block of keys in {source.name}"
+            raise RecipeError(f"--set {text}: {problem}; write it as --set {parent}=VALUE")
     block[names[-1]] = parsed
     source.locations = {key: place for key, place in source.locations.items() if key[: len(names)] != names}
-    source.locations[names] = "--set"
-
-
-def lookup(values: Any, key: KeyPath) -> Any:
-    """The value at a key, None where there is none."""
-    for name in key:
-        there = isinstance(values, dict) and name in values
-        if not there and not (isinstance(values, list) and isinstance(name, int) and name < len(values)):
-            return None
-        values = values[name]
-    return values
+    source.locations[names] = COMMAND_LINE
 
 
 def normalize_key(key: KeyPath, values: Any) -> KeyPath:
-    """The key as the recipe has it, where one block stands for a list of one."""
+    """Return the key as the recipe has it, where one block is written in place of a list of one."""
     for depth, name in enumerate(key):
         if isinstance(name, int) and isinstance(values, dict) and name not in values:
             return normalize_key(key[:depth] + key[depth + 1 :], values)
@@ -195,12 +155,7 @@ def normalize_key(key: KeyPath, values: Any) -> KeyPath:
     return key
 
 
-def dotted_name(key: KeyPath) -> str:
-    """`optim.lr`."""
-    return one_line(".".join(str(part) for part in key))
-
-
 def format_value(value: Any) -> str:
-    """A value as Python writes it, cut where it is long."""
+    """Return a value in Python's notation, at most 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else text[:97] + "..."

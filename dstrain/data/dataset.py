@@ -1,0 +1,83 @@
+"""The interface of datasets: samples by index, with their sources, weights and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+LengthFunction = Callable[[np.ndarray], np.ndarray]
+"""(N,) sample ids -> (N,) their lengths in tokens."""
+
+
+class Samples(Protocol):
+    """Samples by index: a list, a task's own sequence, a `Dataset`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@runtime_checkable
+class Dataset(Samples, Protocol):
+    """The samples of one split. Thread-safe: several threads of the loader index it."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each source; those of one source are next to one another."""
+
+    @property
+    def weights(self) -> tuple[float, ...] | None:
+        """How often an epoch shows each source; None: once each."""
+
+    @property
+    def lengths(self) -> LengthFunction | None:
+        """The lengths of samples, so that those of like length share a micro-batch; None: unknown."""
+
+    @property
+    def report(self) -> Mapping[str, Any] | None:
+        """How many records were read, used, skipped and cut, for events.jsonl; None: unknown."""
+
+    @property
+    def image_digest(self) -> str | None:
+        """A hash of the content of all images; None where there are none."""
+
+    def summarize(self) -> dict[str, Any]:
+        """Return the figures that `dstrain prepare` prints; `samples` is one of them."""
+
+
+@dataclass(frozen=True)
+class SequenceDataset:
+    """A task's own sequence of samples as a `Dataset` of one source."""
+
+    samples: Samples
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...] | None = None
+    lengths: LengthFunction | None = None
+    report: Mapping[str, Any] | None = None
+    image_digest: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+    def summarize(self) -> dict[str, Any]:
+        return {"samples": len(self), **(self.report or {})}
+
+
+def as_dataset(samples: Samples) -> Dataset:
+    """Return what `Task.examples` gave as a `Dataset`; attributes that a plain sequence has count."""
+    if isinstance(samples, Dataset):
+        return samples
+    lengths = getattr(samples, "lengths", None)
+    return SequenceDataset(
+        samples,
+        sizes=tuple(getattr(samples, "sizes", (len(samples),))),
+        weights=getattr(samples, "weights", None),
+        lengths=lengths if callable(lengths) else None,
+        report=getattr(samples, "report", None),
+    )

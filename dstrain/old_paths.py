@@ -1,0 +1,121 @@
+"""Old module paths and names that users' task files and launchers import, served for one version."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_RECORDS, _SOURCES = "dstrain.data.records", "dstrain.data.sources.open"
+_BUILD, _FINGERPRINT = "dstrain.data.cache.build", "dstrain.data.fingerprint"
+_COLLATE, _TASK = "dstrain.data.loading.collate", "dstrain.tasks.common.task"
+_PREFERENCES, _FORWARD = "dstrain.data.formats.preferences", "dstrain.tasks.common.forward"
+_LOSSES = "dstrain.tasks.common.losses"
+
+MOVED: Mapping[str, Mapping[str, str]] = {
+    "dstrain.data.source": {
+        "open_source": f"{_SOURCES}.open_source",
+        "Joined": f"{_SOURCES}.ConcatSource",
+        "First": f"{_SOURCES}.HeadSource",
+        "Source": "dstrain.data.sources.base.Source",
+        "BadRow": f"{_RECORDS}.BadRow",
+        "show_path": "dstrain.data.paths.display_path",
+    },
+    "dstrain.data.formats": {
+        "BadRecord": f"{_RECORDS}.BadRecord",
+        "Preference": f"{_PREFERENCES}.Preference",
+        "Response": f"{_PREFERENCES}.Response",
+        "read_preference": f"{_PREFERENCES}.read_preference",
+        "Message": "dstrain.data.formats.transcripts.Message",
+    },
+    "dstrain.data.messages": {"BadRecord": f"{_RECORDS}.BadRecord"},
+    "dstrain.data.prepare": {
+        "prepare": f"{_BUILD}.prepare",
+        "Policy": f"{_BUILD}.PreparePolicy",
+        "read_each": f"{_BUILD}.RecordEncode",
+        "tokenizer_fingerprint": f"{_FINGERPRINT}.tokenizer_fingerprint",
+        "BadRecord": f"{_RECORDS}.BadRecord",
+        "Encode": f"{_RECORDS}.Encode",
+        "attempt": f"{_RECORDS}.try_parse",
+    },
+    "dstrain.data.store": {
+        "TokenStore": "dstrain.data.cache.token_store.TokenStore",
+        "cache_root": "dstrain.cache_dir.cache_root",
+    },
+    "dstrain.data.collate": {
+        "pad": f"{_COLLATE}.pad",
+        "attention_mask": f"{_COLLATE}.attention_mask",
+        "padded_length": f"{_COLLATE}.padded_length",
+        "learnt_tail": f"{_COLLATE}.loss_mask_tail",
+        "answers_tail": f"{_COLLATE}.answer_mask_tail",
+    },
+    "dstrain.tasks.base": {
+        "Task": f"{_TASK}.Task",
+        "Loss": f"{_TASK}.Loss",
+        "Split": f"{_TASK}.Split",
+        "ReferenceKind": f"{_TASK}.ReferenceKind",
+    },
+    "dstrain.tasks.preparing": {"policy_of": "dstrain.tasks.common.bad_record_policy.policy_of"},
+    "dstrain.tasks.text": {"TextTask": "dstrain.tasks.common.text.TextTask"},
+    "dstrain.tasks.pairs": {"PairTask": "dstrain.tasks.common.pairs.PairTask"},
+    "dstrain.tasks.policy": {"PolicyTask": "dstrain.tasks.common.reference.ReferenceTask"},
+    "dstrain.tasks.sft": {"SupervisedFineTuning": "dstrain.tasks.sft.SFT"},
+    "dstrain.tasks.vlm": {"VisionLanguage": "dstrain.tasks.vlm.VLM"},
+    "dstrain.tasks.dpo": {"PreferenceOptimization": "dstrain.tasks.dpo.DPO"},
+    "dstrain.tasks.kto": {"SingleAnswers": "dstrain.tasks.kto.KTO"},
+    "dstrain.tasks.find": {
+        name: f"dstrain.tasks.common.registry.{name}" for name in ("find_task", "make_task", "Option")
+    },
+    "dstrain.tasks.ops": {
+        "ask": f"{_FORWARD}.forward_logits",
+        "answer_log_probs": f"{_FORWARD}.answer_log_probs",
+        "score_answers": f"{_FORWARD}.score_answers",
+        "unwrapped": f"{_FORWARD}.unwrap_peft",
+        "bradley_terry": f"{_LOSSES}.bradley_terry",
+        "switch_off_dropout": "dstrain.tasks.common.dropout.disable_dropout_in_model",
+    },
+    "dstrain.shipped": {"shipped": "dstrain.resources.find_resource_dir"},
+}
+"""Old module -> name in it -> new module and name."""
+_reported: set[str] = set()
+
+
+def get_moved(module: str, name: str) -> Any:
+    """Return what an old module had under a name, with a notice on stderr. Raises AttributeError."""
+    target = MOVED.get(module, {}).get(name)
+    if target is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    path, _, attribute = target.rpartition(".")
+    if target not in _reported:
+        _reported.add(target)
+        new = f"from {path} import {attribute}"
+        line = f"deprecated: `from {module} import {name}` is now `{new}`; this version accepts both"
+        print(line, file=sys.stderr)
+    return getattr(import_module(path), attribute)
+
+
+def moved_names(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module that still exists and has lost names."""
+    return lambda name: get_moved(module, name)
+
+
+class OldPathFinder(MetaPathFinder, Loader):
+    """Makes modules for old paths, whose names are looked up in the new ones."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__getattr__ = moved_names(module.__name__)  # type: ignore[method-assign]
+
+
+def install() -> None:
+    """Serve old paths from now on. The finder is asked last: modules that exist are found first."""
+    if not any(isinstance(finder, OldPathFinder) for finder in sys.meta_path):
+        sys.meta_path.append(OldPathFinder())

@@ -1,0 +1,147 @@
+"""Forward passes: logits, log-probabilities of targets, vision inputs. B rows, L tokens, K targets, V vocabulary."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from dstrain.batch import Batch
+from dstrain.data.loading.collate import loss_positions
+from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
+from dstrain.models.attention_mask import needs_attention_mask
+from dstrain.models.heads.chunked_lm_head import capture_head_input, rows_per_chunk, score_logits
+
+
+def score_answers(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log p, and whether it is the argmax, of the last K tokens of each row; both (B, K).
+
+    Both are 0 where the loss mask, the batch's tensor `learnt` (B, K), is 0. Logits are computed only for the
+    positions in the loss, a chunk at a time, since (B, L, V) logits would be the largest tensor of a step.
+    """
+    loss_mask, ids = batch.tensors["learnt"], batch.tensors["input_ids"]  # (B, K), (B + blank rows, L)
+    count, last = loss_mask.shape
+    assert 0 < last < ids.shape[1], "the first token is never a target"
+    found = capture_head_input(unwrap_peft(model), lambda: _target_logits(model, batch, last))
+    if isinstance(found, torch.Tensor):
+        return score_tokens(found[:count, -last - 1 : -1], ids[:count, -last:], loss_mask)
+    length, kept = ids.shape[1], found.hidden_states.shape[1]
+    row, column = _get_loss_positions(batch).unbind(1)  # (N,), (N,)
+    before = row * kept + column - 1 - (length - kept)  # (N,) of (B * kept,): the position before each target
+    rows = found.hidden_states.flatten(0, 1).index_select(0, before)  # (N, H)
+    targets = ids.flatten().index_select(0, row * length + column)
+    at = row * last + column - (length - last)  # (N,) of (B * K,)
+    whole = (one.new_zeros(count * last).index_copy(0, at, one) for one in found.score_targets(rows, targets))
+    log_probs, right = (one.view_as(loss_mask) for one in whole)
+    return log_probs, right
+
+
+def _get_loss_positions(batch: Batch) -> torch.Tensor:
+    """Return row and column in `input_ids` of each token in the loss, (N, 2).
+
+    Computed here, which synchronizes host and device, only where `collate` has not put them into the batch.
+    """
+    if "loss_positions" in batch.tensors:
+        return batch.tensors["loss_positions"]
+    return loss_positions(batch.tensors["learnt"], batch.tensors["input_ids"].shape[1])
+
+
+def answer_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Return log p of the last K tokens of each row, (B, K), 0 where the loss mask `learnt` is 0."""
+    return score_answers(model, batch)[0]
+
+
+def score_tokens(
+    logits: torch.Tensor, targets: torch.Tensor, loss_mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `score_answers` returns, from logits (B, K, V) of the targets (B, K).
+
+    Checkpointed by chunks: the backward pass needs the logits in their own precision, not fp32 copies of them.
+    """
+    rows = logits.flatten(0, 1)  # (B * K, V)
+    size = rows_per_chunk(rows.shape[-1], rows.device)
+    if len(rows) <= size:
+        log_probs, right = score_logits(rows, targets.flatten())
+    else:
+        pieces = zip(rows.split(size), targets.flatten().split(size), strict=True)
+        found = [checkpoint(score_logits, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+        log_probs, right = (torch.cat(column) for column in zip(*found, strict=True))
+    return log_probs.view_as(loss_mask).masked_fill(loss_mask == 0, 0.0), right.view_as(loss_mask) & (loss_mask != 0)
+
+
+def count_exact_answers(is_correct: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numbers of answers with every token correct, and of answers; from (B, K), (B, K).
+
+    A run of consecutive tokens in the loss is one answer. Greedy generation gives exactly the correct ones, given
+    the conversation before them.
+    """
+    loss_mask = loss_mask != 0
+    begins = loss_mask & ~torch.nn.functional.pad(loss_mask, (1, 0))[:, :-1]
+    number = begins.flatten().cumsum(0)  # (B * K,): number of a token's answer, from 1
+    wrong = torch.zeros(loss_mask.numel() + 1, dtype=torch.long, device=loss_mask.device)
+    wrong.index_add_(0, number, (loss_mask & ~is_correct).flatten().long())
+    count = begins.sum()
+    return count - (wrong != 0).sum(), count
+
+
+def _target_logits(model: torch.nn.Module, batch: Batch, num_targets: int) -> torch.Tensor:
+    """Return logits of the last K + 1 positions, or of all where the family has no `logits_to_keep`."""
+    keep = (
+        {"logits_to_keep": num_targets + 1}
+        if "logits_to_keep" in _parameter_names(type(unwrap_peft(model)).forward)
+        else {}
+    )
+    return _forward(model, batch, use_cache=False, **keep).logits
+
+
+def forward_logits(model: torch.nn.Module, batch: Batch, **model_kwargs: Any) -> torch.Tensor:
+    """Return the logits of the batch's rows, (B, …), without dummy rows."""
+    logits = _forward(model, batch, **model_kwargs).logits
+    return logits[: len(logits) - batch.dummy_rows]
+
+
+def _forward(model: torch.nn.Module, batch: Batch, **model_kwargs: Any) -> Any:
+    """Run the model on the batch's rows and dummy rows, all padded on the right. Returns its output."""
+    mask = {"attention_mask": batch.tensors["attention_mask"]} if needs_attention_mask(unwrap_peft(model)) else {}
+    return model(input_ids=batch.tensors["input_ids"], **mask, **vision_inputs(model, batch), **model_kwargs)
+
+
+def vision_inputs(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    """Return the batch's vision tensors and token types, under the names that the model's family takes."""
+    inputs, core = dict(batch.vision), unwrap_peft(model)
+    kinds, family = inputs.pop(MM_TOKEN_TYPE_IDS, None), str(getattr(getattr(core, "config", None), "model_type", ""))
+    known = _parameter_names(type(core).forward) | _parameter_names(type(getattr(core, "base_model", core)).forward)
+    if family == "paligemma":
+        return {**inputs, "token_type_ids": prefix_token_types(batch)}
+    if kinds is None:
+        return inputs
+    if MM_TOKEN_TYPE_IDS in known:
+        return {**inputs, MM_TOKEN_TYPE_IDS: kinds}
+    return {**inputs, "token_type_ids": kinds} if family.startswith("gemma3") and "token_type_ids" in known else inputs
+
+
+def prefix_token_types(batch: Batch) -> torch.Tensor:
+    """Return 1 from the first token in the loss of a row on, else 0; (B + dummy rows, L) int64.
+
+    PaliGemma attends to the 0s in both directions and to the rest causally: Beyer et al. (arXiv 2407.07726), figure 2.
+    Without token types, transformers (5.23) attends in both directions in rows without padding, targets included.
+    """
+    ids = batch.tensors["input_ids"]
+    loss_mask = batch.tensors.get("learnt", ids.new_zeros(0, 1))
+    padding = ids.shape[1] - loss_mask.shape[1], 0, 0, len(ids) - len(loss_mask)
+    return (F.pad(loss_mask, padding).cumsum(1) > 0).long()
+
+
+def unwrap_peft(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the transformers model inside a peft model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@cache
+def _parameter_names(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)

@@ -1,0 +1,220 @@
+"""The model of a recipe: its config, tokenizer, processor and class, and how it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dstrain.config.schema import ModelConfig, ProcessorConfig, RunConfig, TokenizerConfig
+from dstrain.data.cache.token_store import cache_root
+from dstrain.data.encoding.chat_template import resolve_chat_template
+from dstrain.data.encoding.train_tokenizer import load_or_train_tokenizer
+from dstrain.data.sources.open import ConcatSource
+from dstrain.data.vision.processor import VisionProcessor
+from dstrain.data.vision.statistics import compute_image_stats
+from dstrain.errors import Fault, RecipeError
+from dstrain.launch.threads import count_available_cores
+from dstrain.models.adapters.load import load_adapters
+from dstrain.models.folder.tokenizer_files import find_tokenizer_folder
+from dstrain.models.load import (
+    build_meta_model,
+    enable_gradient_checkpointing,
+    load_model,
+    read_config,
+    read_tokenizer,
+)
+from dstrain.models.padding import set_pad_token
+from dstrain.models.processors import (
+    build_processor,
+    count_special_tokens,
+    is_multimodal,
+    read_processor,
+    sync_config_with_processor,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class NamedTexts:
+    """A function that yields the texts of a record, under a fixed name.
+
+    The key of a trained tokenizer in the cache holds the function's `__qualname__`.
+    """
+
+    name: str
+    function: Callable[[dict[str, Any]], Iterator[str]]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__qualname__", self.name)
+
+    def __call__(self, record: dict[str, Any]) -> Iterator[str]:
+        return self.function(record)
+
+
+@dataclass(frozen=True)
+class TrainingRecords:
+    """The training records, for a tokenizer or image statistics that are computed from them."""
+
+    open: Callable[[], ConcatSource]
+    iter_texts: NamedTexts
+    parse: Callable[[dict[str, Any]], Any]
+    """Returns a `RecordWithImages`. Raises BadRecord."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A transformers model as `recipe.model` describes it. Everything is read when it is first used."""
+
+    recipe: RunConfig
+    records: TrainingRecords
+    auto_class_name: str = "AutoModelForCausalLM"
+    """The class of transformers that loads a text-only model."""
+    disable_dropout: bool = False
+    """Set every dropout probability of a loaded model to 0."""
+    get_tokenizer: Callable[[], Any] | None = None
+    """Returns the tokenizer of a task that makes its own."""
+
+    @property
+    def is_named(self) -> bool:
+        """True where the recipe names a model; `dstrain data check` needs none."""
+        return bool(self.recipe.model.path or self.recipe.model.config)
+
+    @property
+    def can_generate(self) -> bool:
+        """True where the model writes text, token by token."""
+        return self.auto_class_name == "AutoModelForCausalLM"
+
+    @cached_property
+    def is_multimodal(self) -> bool:
+        """True where the model takes images."""
+        return is_multimodal(self.config)
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """The model's config as it is on disk or in the recipe."""
+        return read_config(self.recipe.model)
+
+    @property
+    def auto_class(self) -> Any:
+        """The class whose `from_pretrained` and `from_config` make the model."""
+        import transformers
+
+        if self.is_multimodal and not self.can_generate:
+            from dstrain.models.reward_model import AutoRewardModel
+
+            return AutoRewardModel()
+        if self.is_multimodal:
+            return transformers.AutoModelForImageTextToText
+        return getattr(transformers, self.auto_class_name)
+
+    def build_config(self, model: ModelConfig) -> PretrainedConfig:
+        """Return the model's config as the task needs it."""
+        config = read_config(model)
+        if model.config is not None:  # the family's defaults are the ids of another tokenizer
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                setattr(config, name, getattr(self.tokenizer, name))
+            if self.vision_processor is not None:
+                sync_config_with_processor(config, self.vision_processor.hf_processor)
+        return config
+
+    def load(self, model: ModelConfig) -> torch.nn.Module:
+        """Load or initialize the model that `model` describes. Collective under ZeRO-3."""
+        from dstrain.tasks.common.dropout import disable_dropout_in_model
+
+        loaded = load_model(self.auto_class, model, self.build_config(model), self.recipe.seed)
+        if self.disable_dropout:
+            disable_dropout_in_model(loaded)
+        if model.gradient_checkpointing:
+            enable_gradient_checkpointing(loaded)
+        return loaded
+
+    def build_meta_model(self) -> torch.nn.Module:
+        """Return the model on the meta device: names and shapes without values."""
+        model = self.recipe.model
+        return build_meta_model(self.auto_class, model, self.build_config(model))
+
+    def reload(self, folder: Path) -> torch.nn.Module:
+        """Load the model, or the base with the adapters, of an exported folder."""
+        if not (folder / "adapter_config.json").is_file():
+            return self.auto_class.from_pretrained(str(folder))
+        return load_adapters(self.load(self.recipe.model), folder)
+
+    def save_processor(self, folder: Path) -> None:
+        """Write the tokenizer, or the processor with its tokenizer."""
+        processor = self.vision_processor
+        saved = self.tokenizer if processor is None else processor.hf_processor
+        saved.save_pretrained(str(folder))
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer, with a pad token and the recipe's chat template."""
+        if self.get_tokenizer is not None:
+            return self.get_tokenizer()
+        if self.vision_processor is None:
+            return self._set_chat_template(self.base_tokenizer)
+        return self.vision_processor.tokenizer
+
+    def _set_chat_template(self, tokenizer: Any, image_token: str = "") -> Any:
+        """Put the recipe's chat template into the tokenizer, where it has one. Raises RecipeError."""
+        wanted = self.recipe.model.chat_template
+        if wanted is not None:
+            tokenizer.chat_template = resolve_chat_template(wanted, tokenizer, image_token)
+        return tokenizer
+
+    @cached_property
+    def vision_processor(self) -> VisionProcessor | None:
+        """The processor of a vision-language model; None for a text-only model."""
+        if not self.is_multimodal:
+            return None
+        model = self.recipe.model
+        name = model.processor if isinstance(model.processor, str) else find_tokenizer_folder(model.path)
+        if name is None:
+            stats = self._image_stats()
+            return self._wrap_processor(build_processor(self.config, self.base_tokenizer, *stats))
+        if model.tokenizer is not None:
+            fix = "leave it out, or put it into the folder that model.processor names"
+            problem = "a vision-language model takes the tokenizer of its processor"
+            raise RecipeError(Fault("model.tokenizer", problem, fix))
+        key = "model.processor" if isinstance(model.processor, str) else "model.path"
+        return self._wrap_processor(read_processor(name, key, model.trust_remote_code))
+
+    def _wrap_processor(self, processor: Any) -> VisionProcessor:
+        wrapped = VisionProcessor(processor)
+        tokenizer = self._set_chat_template(processor.tokenizer, wrapped.image_token)
+        processor.chat_template = tokenizer.chat_template
+        return wrapped
+
+    def _image_stats(self) -> tuple[list[float] | None, list[float] | None]:
+        """Return mean and deviation of the training images, where the recipe asks for them."""
+        wanted = self.recipe.model.processor
+        if not isinstance(wanted, ProcessorConfig) or wanted.normalize is None:
+            return None, None
+        records = self.records
+        return compute_image_stats(records.open(), records.parse, cache_root(), count_available_cores())
+
+    @cached_property
+    def base_tokenizer(self) -> Any:
+        """The tokenizer of a folder, or a trained one, without the tokens that a processor adds."""
+        model = self.recipe.model
+        wanted = model.tokenizer
+        if wanted is None and model.config is not None:
+            size = getattr(self.config.get_text_config(), "vocab_size", 32000)
+            size -= count_special_tokens(self.config) if self.is_multimodal else 0
+            # Without validation: load_or_train_tokenizer refuses a size too small, and names the key.
+            wanted = TokenizerConfig.model_construct(vocab_size=size)
+        if isinstance(wanted, TokenizerConfig):
+            records = self.records
+            return load_or_train_tokenizer(
+                records.open(), records.iter_texts, wanted.vocab_size, cache_root(), wanted.alphabet
+            )
+        key = "model.path" if wanted is None else "model.tokenizer"
+        folder = wanted or find_tokenizer_folder(model.path) or ""
+        tokenizer = read_tokenizer(folder, key, model.trust_remote_code)
+        set_pad_token(tokenizer, key)
+        return tokenizer

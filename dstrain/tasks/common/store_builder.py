@@ -1,0 +1,73 @@
+"""From the records of a source to a token store, through a task's `parse` and `encode`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from dstrain.config import RunConfig
+from dstrain.data.cache.build import (
+    RecordEncode,
+    SequentialEncode,
+    SequentialEncoder,
+    prepare,
+)
+from dstrain.data.cache.build_images import ImageRecordEncoder
+from dstrain.data.cache.token_store import TokenStore
+from dstrain.data.fingerprint import tokenizer_fingerprint
+from dstrain.data.formats.image_placeholders import RecordWithImages
+from dstrain.data.records import Encode, EncodeResult
+from dstrain.data.sources.open import ConcatSource
+from dstrain.data.vision.expansion import PlaceholderExpansion
+from dstrain.data.vision.processor import VisionProcessor
+from dstrain.launch.threads import count_available_cores
+from dstrain.tasks.common.bad_record_policy import policy_of
+
+
+class EncodeSamples(Protocol):
+    """A task's `encode`."""
+
+    def __call__(self, samples: list[Any], images: PlaceholderExpansion | None) -> Sequence[EncodeResult]:
+        """Return the example or the fault of each parsed record.
+
+        `images` expands the image placeholders of the records; None for a text-only model.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreBuilder:
+    """Builds the token store of a source, or finds it in the cache."""
+
+    recipe: RunConfig
+    read: Callable[[dict[str, Any]], RecordWithImages[Any]]
+    """Parses a record, and refuses images that the model does not take. Raises BadRecord."""
+    parse: Callable[[Mapping[str, Any]], Any]
+    """Parses the text of a record. Raises BadRecord."""
+    encode: EncodeSamples | SequentialEncoder
+    key: Mapping[str, Any]
+    """Everything that `encode` depends on, except the tokenizer or processor."""
+
+    def build(self, source: ConcatSource, tokenizer: Any) -> TokenStore:
+        """Return the store of text examples. Raises DataError."""
+        key = {**self.key, "tokenizer": tokenizer_fingerprint(tokenizer)}
+        return prepare(source, self._text_encode(), key, policy_of(self.recipe))
+
+    def build_with_images(self, source: ConcatSource, processor: VisionProcessor) -> TokenStore:
+        """Return the store of examples with images. Raises DataError."""
+        encoder = ImageRecordEncoder.create(processor, count_available_cores())
+        # Of sources with records only: to know the length of one may mean to open it.
+        folders = [str(one.get_base_dir(0).resolve()) for one in source.sources if one]
+        key = {**self.key, "processor": processor.fingerprint, "folders": folders}
+        assert not isinstance(self.encode, SequentialEncoder), "no such task takes images"
+        encode = encoder.make_encode(source, self.parse, self.encode)
+        return prepare(source, encode, key, policy_of(self.recipe))
+
+    def _text_encode(self) -> Encode:
+        if isinstance(self.encode, SequentialEncoder):
+            return SequentialEncode(self._parse_text, self.encode)
+        return RecordEncode(self._parse_text, partial(self.encode, images=None))
+
+    def _parse_text(self, record: dict[str, Any]) -> Any:
+        return self.read(record).parsed

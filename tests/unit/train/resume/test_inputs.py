@@ -68,7 +68,7 @@ def save(folder: Path, *more: str) -> CheckpointInfo:
     made = plan(folder, more)
     run = folder / "run"
     write_run_config(run, made.config, made.ds_config, {})
-    made.task.save_extras(run / "tokenizer")
+    made.task.export.save_extras(run / "tokenizer")
     record = {"recipe": dump_training_recipe(made.config), "steps": made.steps, **made.fingerprints}
     kept = CheckpointStore(folder=run / "checkpoints", world=SingleProcessWorld())
     kept.save(lambda place: {"w.dat": write_hashed_file(place / "w.dat", b"x")}, Progress(2, 8), record, None)

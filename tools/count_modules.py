@@ -1,8 +1,8 @@
-"""Counts the dstrain modules that run between the first record of a file and the optimizer step.
+"""Count the dstrain modules that run between the first record of a file and the optimizer step.
 
-python -m tools.count_modules rm "dpo, seeing"
+python -m tools.count_modules rm "dpo, with images"
 
-Each argument is a tiny recipe of tests/seeing.py; "seeing" is a vision-language model. The token
+Each argument is a tiny recipe of tests/vision_recipes.py; "with images" is a vision-language model. The token
 cache is cold. A module counts where one of its functions runs while the training records are opened,
 parsed, encoded, cached, read again and collated, or during the optimizer step of TorchEngine, which
 is plain PyTorch in one process. Building the recipe, the task's model and the engine is not counted.
@@ -83,4 +83,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["rm", "dpo, seeing"])
+    main(sys.argv[1:] or ["rm", "dpo, with images"])

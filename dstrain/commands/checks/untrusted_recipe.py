@@ -195,7 +195,7 @@ def is_module_export(folder: Path) -> bool:
 
 
 def check_head(task: Task, folder: Path) -> None:
-    """Raise UsageError where the answers of an exported model would be those of a head that is drawn at random."""
+    """Raise UsageError if an exported model lacks its head, which would be initialized at random."""
     if isinstance(task, TextTask) and task.checks.validator.newly_initialized:
         name = task.checks.validator.newly_initialized[0]
         raise UsageError(

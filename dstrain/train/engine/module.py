@@ -63,8 +63,7 @@ class TrainModule(torch.nn.Module):
             step_stats = self.task.loss_inputs.step_stats
             assert step_stats is not None, "only asked of a task that needs them"
             return answers, _with_weights(step_stats(self.model, batch.with_tensors(answers)), batch)
-        is_known = self.task.loss_inputs.step_stats is not None  # from the pass for the step statistics
-        answers = {} if is_known else self._reference_outputs(batch)
+        answers = {} if self.task.loss_inputs.step_stats else self._reference_outputs(batch)  # already in the batch
         loss = self.task.loss(self.model, batch.with_tensors(answers))
         return loss.total.float() * _batch_factor(batch), _with_weights(loss.metrics, batch)
 

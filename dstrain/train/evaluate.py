@@ -28,9 +28,7 @@ class Evaluation:
         """Return loss and metrics: each is one sum over all ranks, divided once. Collective."""
         meter = Meter(engine.world)
         ranks = engine.world.size, engine.world.rank
-        shares = eval_micro_batches(
-            len(self.examples), self.micro_batch_size, *ranks, self.examples.lengths
-        )
+        shares = eval_micro_batches(len(self.examples), self.micro_batch_size, *ranks, self.examples.lengths)
         for result in iter_eval_results(
             engine, self.task, lambda: iter_batches(self.examples, self.task.collate, shares)
         ):

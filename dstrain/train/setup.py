@@ -252,7 +252,9 @@ def _build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngi
     total, trained = count_parameters(train_module.model)
     components = summarize_components(train_module.model, plan.config.optim, _scaled_lr(plan, 1.0))
     fields = {"parts": [asdict(part) for part in components]} if components else {}
-    run_log.log_event("model", parameters=total, trainable=trained, reference=plan.task.loss_inputs.reference.kind, **fields)
+    run_log.log_event(
+        "model", parameters=total, trainable=trained, reference=plan.task.loss_inputs.reference.kind, **fields
+    )
     report_warnings(batch_norm_warnings(train_module.model), run_log, world)
     if world.rank == 0:
         print(f"model: {format_count(total)} parameters, {format_count(trained)} of them trained", flush=True)

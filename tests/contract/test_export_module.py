@@ -46,7 +46,9 @@ def test_it_is_written_and_read_again(changes: dict[str, Any] | None, merge: boo
     after = load_saved_model(found, WHOLE, SingleProcessWorld()).eval()
     batch = found.task.collate(found.task.examples("eval") or [])
     with torch.no_grad():
-        assert torch.allclose(before.task.export.outputs(before.model, batch), found.task.export.outputs(after, batch), rtol=1e-6)
+        assert torch.allclose(
+            before.task.export.outputs(before.model, batch), found.task.export.outputs(after, batch), rtol=1e-6
+        )
     assert "table" in dict(after.named_buffers())
 
 

@@ -61,7 +61,9 @@ class TrainModule(torch.nn.Module):
             step_stats = self.task.loss_inputs.step_stats
             assert step_stats is not None, "only asked of a task that needs them"
             return answers, _with_weights(step_stats(self.model, batch.with_tensors(answers)), batch)
-        answers = {} if self.task.loss_inputs.step_stats else self._reference_outputs(batch)  # the survey has asked already
+        answers = (
+            {} if self.task.loss_inputs.step_stats else self._reference_outputs(batch)
+        )  # the survey has asked already
         loss = self.task.loss(self.model, batch.with_tensors(answers))
         return loss.total.float() * _batch_factor(batch), _with_weights(loss.metrics, batch)
 

@@ -52,9 +52,7 @@ def digest_input_files(task: Task) -> dict[str, dict[str, Any]]:
     return found
 
 
-def digest_inputs(
-    task: Task, train_dataset: Dataset, eval_dataset: Dataset | None
-) -> dict[str, dict[str, Any]]:
+def digest_inputs(task: Task, train_dataset: Dataset, eval_dataset: Dataset | None) -> dict[str, dict[str, Any]]:
     """Return all digests, for run.json of a checkpoint."""
     found = digest_input_files(task)
     for key, examples in (("data.train", train_dataset), ("data.eval", eval_dataset)):

@@ -122,9 +122,7 @@ def test_a_full_disk_is_named_where_rows_are_cut_back_and_no_row_is_lost(
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
 def test_a_folder_in_the_place_of_a_file_is_told(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    with pytest.raises(
-        RunError, match=rf"cannot read .*/{name}: Is a directory; it must be a writable file"
-    ):
+    with pytest.raises(RunError, match=rf"cannot read .*/{name}: Is a directory; it must be a writable file"):
         RunLog(tmp_path)
 
 

@@ -104,7 +104,9 @@ def made(folder: Path, options: dict[str, Any] | None = None, **more: Any) -> Ta
 
 
 def asking(task: Task, **more: Any) -> ReferenceJob:
-    return ReferenceJob(**{"task": task, "ds_config": PLAIN, "micro_batch_size": 3, "world": SingleProcessWorld()} | more)
+    return ReferenceJob(
+        **{"task": task, "ds_config": PLAIN, "micro_batch_size": 3, "world": SingleProcessWorld()} | more
+    )
 
 
 def look(task: Task, ids: list[int]) -> tuple[float, dict[str, float]]:

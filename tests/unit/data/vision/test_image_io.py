@@ -193,9 +193,7 @@ def test_sixteen_bits_of_grey_are_scaled_not_cut_off(tmp_path, form):
 @pytest.mark.parametrize("number", ["F", "I"])
 def test_numbers_of_which_none_is_known_to_be_white_are_refused(tmp_path, number):
     path = save(tmp_path / "depth.tiff", Image.new(number, (8, 8), 3))
-    with pytest.raises(
-        BadRecord, match=f"depth.tiff has pixels of Pillow's mode {number}, .*; save it with 8 or 16"
-    ):
+    with pytest.raises(BadRecord, match=f"depth.tiff has pixels of Pillow's mode {number}, .*; save it with 8 or 16"):
         read_image(path)
 
 

@@ -91,7 +91,10 @@ def test_what_is_allowed_is_said_in_sentences(tmp_path: Path) -> None:
     scored = task_on(RewardModel, at, tmp_path)
     scored.checks.run()
     assert not scored.checks.warnings()
-    assert f"new and drawn from seed 0: score.weight (the files of {at} have no such head)" in scored.checks.info_messages()
+    assert (
+        f"new and drawn from seed 0: score.weight (the files of {at} have no such head)"
+        in scored.checks.info_messages()
+    )
     shutil.rmtree(at)
     tied = saved(at, AutoModelForSequenceClassification, tie_word_embeddings=True, num_labels=1)
     writer = task_on(SFT, tied, tmp_path)

@@ -15,7 +15,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.errors import UsageError
 from dstrain.tasks import Task, find_task, make_task
 
-PLAIN = '''
+PLAIN = """
 from dataclasses import dataclass
 import torch
 from dstrain.batch import Batch
@@ -45,7 +45,7 @@ class Old(Task):
     def convert(self, record): return record["text"]
     def save_extras(self, folder): (folder / "extra").write_text("x")
     def outputs(self, model, batch): return super().outputs(model, batch) + 1
-'''
+"""
 DERIVED = """
 from dataclasses import dataclass
 from dstrain.tasks.dpo import PreferenceOptimization

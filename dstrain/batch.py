@@ -86,7 +86,7 @@ class StepResult:
     applied: bool = True
     """False if the update was skipped because of a non-finite value."""
     suspects: tuple[int, ...] = ()
-    """If it was skipped: ids of the samples with a non-finite loss, else of the whole step."""
+    """Ids of the samples with a non-finite loss in a skipped step; of all its samples if no loss was non-finite."""
     loss_is_finite: bool = True
     """False if a loss itself was not finite, not only a gradient (fp16 finds its loss scale that way)."""
 

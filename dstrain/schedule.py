@@ -35,7 +35,7 @@ class Every:
 
 @dataclass(frozen=True)
 class Due:
-    """What has to be done after a step."""
+    """Work that is due after a step."""
 
     log: bool
     eval: bool
@@ -46,7 +46,7 @@ class Due:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSchedule:
-    """When a run logs, evaluates, saves and ends, and its learning rate."""
+    """Steps at which a run logs, evaluates, saves and ends, and its learning rate."""
 
     total_steps: int
     lr: LRSchedule

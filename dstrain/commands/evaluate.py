@@ -107,7 +107,7 @@ def make_eval_source(data: str) -> Any:
     if Path(data).expanduser().exists():
         return resolve_data_path(data)
     if part is None:
-        raise UsageError(f"--data {data}: there is no such file (we are in {Path.cwd()}); check the path")
+        raise UsageError(f"--data {data}: there is no such file (working directory: {Path.cwd()}); check the path")
     return {"path": part.dataset, "split": part.split if ":" in data else None, "name": part.config_name}
 
 

@@ -1,4 +1,4 @@
-"""dstrain prepare: tokenizes a recipe's data and precomputes reference outputs, so that training starts at once."""
+"""dstrain prepare: caches a recipe's tokenized data and its reference outputs before training."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 EXPORT_RECIPE = "dstrain_recipe.yaml"
-"""In an exported folder: the recipe with task and options, for `evaluate`."""
+"""File of an exported folder: the recipe with task and options, for `evaluate`."""
 ADAPTER_CONFIG = "adapter_config.json"
 PROCESSOR_CONFIG = "processor_config.json"
 REPLICATED_DS_CONFIG = {"zero_optimization": {"stage": 0}}
@@ -265,7 +265,7 @@ def _canbuild_uninitialized(saved: SavedModel, ds_config: Mapping[str, Any]) -> 
 
     task, model = saved.task, saved.task.recipe.model
     own = isinstance(task, TextTask) and not task.loads_own_model
-    with_code = model.path is not None and model.trust_remote_code  # which may do as it likes where it is loaded
+    with_code = model.path is not None and model.trust_remote_code  # that code may need real weights
     return own and model.lora is None and not with_code and not is_zero3(ds_config)
 
 

@@ -58,7 +58,7 @@ class ModelConfig(Section):
     tokenizer: str | TokenizerConfig | None = None
     """Folder or Hub id, or {train: bpe, vocab_size: N}. Empty: the tokenizer of `path`; with `config`, one trained on data.train with the config's vocab_size."""
     processor: str | ProcessorConfig | None = None
-    """Of a vision-language model: folder or Hub id of its processor. Empty: the processor of `path`; with `config`, one built for its family."""
+    """Folder or Hub id of a vision-language model's processor. Empty: the processor of `path`; with `config`, one built for its family."""
     chat_template: ChatTemplate | None = None
     """Replaces the tokenizer's chat template: a Jinja template, the path of its file, or human_assistant ("Human: … Assistant: …", each answer followed by EOS)."""
     init: str | None = None

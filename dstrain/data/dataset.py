@@ -30,7 +30,7 @@ class Dataset(Samples, Protocol):
 
     @property
     def weights(self) -> tuple[float, ...] | None:
-        """How often an epoch shows each source; None: once each."""
+        """Times that an epoch uses each source; None: once each."""
 
     @property
     def lengths(self) -> LengthFunction | None:
@@ -38,7 +38,7 @@ class Dataset(Samples, Protocol):
 
     @property
     def report(self) -> Mapping[str, Any] | None:
-        """How many records were read, used, skipped and cut, for events.jsonl; None: unknown."""
+        """Counts of records read, used, skipped and truncated, for events.jsonl; None: unknown."""
 
     @property
     def image_digest(self) -> str | None:

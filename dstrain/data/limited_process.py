@@ -39,7 +39,7 @@ class SubprocessResult:
     status: Literal["done", "raised", "memory", "time", "lost"]
     """lost: the result is unknown; the process was killed from outside or waits for something."""
     value: Any = None
-    """What the function returned, as JSON; for an exception [name of its type, text]."""
+    """Return value of the function, as JSON; for an exception [name of its type, text]."""
 
 
 def run_limited(func: Callable[[], Any], limits: ResourceLimits) -> SubprocessResult:

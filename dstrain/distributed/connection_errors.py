@@ -1,4 +1,4 @@
-"""Errors of torch.distributed that mean a lost connection, told from other errors."""
+"""Detection of lost connections among the errors of torch.distributed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 def find_connection_error(error: BaseException | None) -> str | None:
     """Return a short reason if the error, or one of its causes, is a lost connection between processes; else None.
 
-    Gloo raises plain RuntimeErrors that begin with a position in its source; NCCL and the store have classes of theirs.
+    Gloo raises plain RuntimeErrors that begin with a position in its source; NCCL and the store have error classes of their own.
     """
     while error is not None:
         kinds = {kind.__name__ for kind in type(error).__mro__}

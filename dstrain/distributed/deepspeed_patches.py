@@ -59,8 +59,8 @@ def keep_unaligned_gradients(swapper: Any) -> None:
 def uncompile_muon() -> Any:
     """Replace the compiled functions of DeepSpeed's Muon by the plain ones; return the module with the optimizer.
 
-    A compiled function rounds as the shapes that it was traced with demand: a resumed run, whose first shape is
-    another, would differ. Compiling also needs a compiler on every host.
+    The rounding of a compiled function depends on the shapes it was traced with, so a resumed run, whose first
+    shape differs, would give other values. Compiling also needs a compiler on every host.
     """
     from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
 

@@ -69,7 +69,7 @@ class CollectivePatches:
         self._undo.close()
 
     def _with_timeout(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return new_group with the run's timeout in the place of torch's 30 minutes, where none is given.
+        """Return new_group with the run's timeout instead of torch's 30 minutes where none is given.
 
         DeepSpeed clones the world without a timeout (deepspeed/utils/groups.py, `_clone_world_group`), so that ZeRO
         would wait half an hour for a dead rank.

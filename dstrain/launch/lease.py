@@ -47,7 +47,7 @@ LEASE_TIMEOUT_SECONDS = 15.0
 _POLL_SECONDS = 0.25
 _MAX_ATTEMPTS = 20
 CANDIDATE_PREFIX = ".lease-"
-"""Of the file that a waiting launch links to the name of a lease."""
+"""Prefix of the file that a waiting launch links to the name of a lease."""
 
 
 class Lease:

@@ -108,8 +108,8 @@ RELEASED_HEARTBEAT = "given-back".ljust(len(format_heartbeat(0)), "-")
 def link_exclusive(temporary: Path, target: Path) -> bool:
     """Link a file to a second name; return False if that name exists.
 
-    An NFS client that repeats a request after a lost answer is told that the link exists, although
-    it created it: then the contents are equal (open(2), O_EXCL).
+    An NFS client that repeats a request after a lost answer gets an error that the link
+    exists, although it created it: then the contents are equal (open(2), O_EXCL).
     """
     try:
         os.link(temporary, target)

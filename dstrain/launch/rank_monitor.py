@@ -16,9 +16,7 @@ _READ_INTERVAL_SECONDS = 0.1
 
 
 class RankMonitor:
-    """Which ranks of this host have started (from their record files) and how each process ended
-    (from /proc).
-    """
+    """Monitor of this host's ranks: starts are read from their record files, exits from /proc."""
 
     def __init__(self, run_dir: Path, ranks: Collection[int], launch_id: str = "") -> None:
         self._run_dir, self._ranks, self._launch_id = run_dir, frozenset(ranks), launch_id

@@ -26,7 +26,7 @@ class ConvertedPreset:
     block: dict[str, Any]
     """The preset: memory settings only."""
     messages: list[str]
-    """One line for each value that was moved, renamed or dropped."""
+    """A line for each value that was moved, renamed or dropped."""
     faults: list[Fault]
     """Problems that the user must decide; empty for a clean conversion."""
     recipe_values: dict[str, Any]

@@ -42,7 +42,7 @@ SETTINGS = {
 
 
 class WandbSink:
-    """One W&B run per run folder, also across resumes. A failing server or service never stops training."""
+    """Sink that logs to W&B: one W&B run per run folder, also across resumes. A failing server or service never stops training."""
 
     def __init__(self, config: WandbConfig, run_dir: Path, recipe: Mapping[str, Any]) -> None:
         """Start the run, offline where the server does not answer. `recipe` becomes the run's config."""
@@ -55,7 +55,7 @@ class WandbSink:
             try:
                 self._run = _init(config, run_dir, recipe, attempt)
             except Exception as error:  # wandb's own errors, and those of pydantic and the network
-                fallback = "its rows go to files" if attempt == "online" else "this run goes on without it"
+                fallback = "its rows go to files" if attempt == "online" else "this run continues without it"
                 reason = mask_passwords(" ".join(str(error).split()))
                 log.warning("Weights & Biases (%s) did not start: %s; %s", attempt, reason, fallback)
                 _teardown()  # the service still holds the run id of this attempt
@@ -85,7 +85,7 @@ class WandbSink:
         try:
             self._run.log({n if n in UNPREFIXED_METRICS else f"{row['split']}/{n}": v for n, v in numbers.items()})
         except Exception as error:  # the service process died
-            log.warning("Weights & Biases takes no more rows (%s); this run goes on without it", error)
+            log.warning("Weights & Biases takes no more rows (%s); this run continues without it", error)
             self._run = None
             _teardown()
 

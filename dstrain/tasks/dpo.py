@@ -58,7 +58,9 @@ class DPO(PairTask, ReferenceTask):
         if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
             raise ValueError(f"label_smoothing has no meaning for loss_type {self.loss_type}; leave it out")
         if self.rpo_alpha < 0 or (self.rpo_alpha and self.loss_type == "orpo"):
-            raise ValueError(f"rpo_alpha is {self.rpo_alpha:g}, but it is at least 0, and orpo has such a term already")
+            raise ValueError(
+                f"rpo_alpha is {self.rpo_alpha:g}, but it must be at least 0, and unset for orpo, whose loss has an SFT term"
+            )
         if self.loss_type in REFERENCE_FREE_LOSSES and (self.precompute_ref_log_probs or self.ref_model):
             raise ValueError(f"loss_type {self.loss_type} has no reference; leave its options out")
 

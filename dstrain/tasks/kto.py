@@ -54,7 +54,7 @@ class KTO(ReferenceTask):
         if not self.desirable_weight + self.undesirable_weight:
             raise ValueError("desirable_weight and undesirable_weight are both 0: nothing would be trained")
         if not self.needs_step_stats and self.recipe.eval.metric == "kl":
-            raise ValueError(f"loss_type {self.loss_type} has no kl, and eval.metric names it; take loss")
+            raise ValueError(f"loss_type {self.loss_type} has no metric kl, which eval.metric names; use loss")
 
     @property
     def needs_step_stats(self) -> bool:

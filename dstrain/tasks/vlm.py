@@ -120,7 +120,7 @@ COLORS = {"red": (220, 30, 30), "green": (30, 200, 60), "blue": (40, 60, 220)}
 
 
 def _tiny_record(folder: Path, split: str, index: int) -> dict[str, Any]:
-    """Return a made-up question about no image, one or two; each image has one colour."""
+    """Return a made-up question about zero to two images; each image has one colour."""
     from PIL import Image
 
     draw = random.Random(f"{split}/{index}")

@@ -30,7 +30,7 @@ from dstrain.train.engine.inference import ForwardEngine
 from dstrain.train.engine.module import ReferenceModel
 
 CACHE_VERSION = 1
-"""Raise it if the same reference would give other outputs: earlier files are then ignored."""
+"""Increase it when the same reference would give other outputs, so that earlier files are ignored."""
 ROWS_PER_FILE = 1024
 """Rows of a file `references/KEY/rows-00000000.npz`, written atomically: an interrupted job continues after it."""
 

@@ -42,7 +42,7 @@ CODE_DIGEST_KEY = "code of dstrain, digest"
 HEARTBEAT_SECONDS = 1.0
 POLL_SECONDS = 0.2
 FAILURE_WAIT_SECONDS = 5.0
-"""How long a failed rank waits until the others know: the store ends with rank 0."""
+"""Time for the others to learn of a rank's failure before it exits; the store ends with rank 0."""
 
 
 class Rendezvous:
@@ -53,7 +53,7 @@ class Rendezvous:
     """
 
     def __init__(self, worker: Worker, timeout: timedelta) -> None:
-        """Connect to nothing yet. Entering needs MASTER_ADDR and MASTER_PORT in the environment."""
+        """Does not connect yet. Entering the context needs MASTER_ADDR and MASTER_PORT in the environment."""
         self.rank, self.size = worker.rank, worker.world_size
         self._num_gathers = 0
         self._timeout = timeout

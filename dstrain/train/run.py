@@ -73,7 +73,7 @@ class Run:
 
     @contextmanager
     def phase(self, name: Phase, progress: Progress) -> Iterator[None]:
-        """Name what this rank does inside, for the report of a stall. Phases may be nested.
+        """Context that names the activity of this rank, for the report of a stall. Phases may be nested.
 
         `progress` is that before a step, and after the step for an evaluation or a save.
         """

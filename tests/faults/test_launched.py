@@ -33,7 +33,7 @@ if os.environ.get("RANK") == os.environ["FAULTY_RANK"]:
     sys.addaudithook(act)
 """
 """As sitecustomize, so that it is there before anything else."""
-ENDED = f"on {socket.gethostname()} has ended without a word"
+ENDED = f"on {socket.gethostname()} has ended without a report"
 STOPPED = f"on {socket.gethostname()} is stopped (SIGSTOP, or a debugger)"
 FULL = "error: writing step-00000003 failed on 1 of 2 ranks (rank 1: OSError: [Errno 27] File too large)"
 

@@ -60,7 +60,7 @@ def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
     start = time.monotonic()
     code, line = ended(tmp_path, "SIGKILL", timeout=60.0)
     assert code == 1
-    assert line.startswith(f"error: step 3: rank 1 on {HOST} has ended without a word; see logs/rank-00001.log")
+    assert line.startswith(f"error: step 3: rank 1 on {HOST} has ended without a report; see logs/rank-00001.log")
     assert line.endswith(MEND)
     table = log_path(tmp_path, 0).read_text().splitlines()[-4:-1]
     assert table[0].split() == ["rank", "host", "state", "doing", "last", "collective", "idle", "seconds"]
@@ -135,7 +135,7 @@ def test_words_of_an_earlier_launch_are_not_read(tmp_path: Path) -> None:
     code, line = ended(tmp_path, "raise", timeout=60.0)
     assert "of its own" in line
     code, line = ended(tmp_path, "SIGKILL", timeout=60.0)
-    assert f"rank 1 on {HOST} has ended without a word" in line
+    assert f"rank 1 on {HOST} has ended without a report" in line
     assert code == 1
 
 

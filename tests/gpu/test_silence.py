@@ -37,4 +37,4 @@ def test_a_rank_that_hangs_is_named_before_nccl_ends_the_others(fault: str, tmp_
 def test_a_killed_rank_is_named_before_nccl_ends_the_others(tmp_path: Path) -> None:
     with launched(tmp_path, "SIGKILL", timeout=20.0) as processes:
         assert processes[0].wait(timeout=120) != 0
-    assert f"rank 1 on {HOST} has ended without a word" in log_path(tmp_path, 0).read_text()
+    assert f"rank 1 on {HOST} has ended without a report" in log_path(tmp_path, 0).read_text()

@@ -13,7 +13,7 @@ from dstrain.data.records import Example
 
 
 class ColumnFile:
-    """One .npy file of unknown length: `close` rewrites the header in the space that numpy reserves for it."""
+    """A .npy file of unknown length: `close` rewrites the header in the space that numpy reserves for it."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.path, self.dtype, self.count = path, np.dtype(dtype), 0

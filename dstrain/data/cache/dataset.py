@@ -25,7 +25,7 @@ class TokenizedDataset:
     sizes: tuple[int, ...]
     """Examples of each source."""
     weights: tuple[float, ...]
-    """How often an epoch shows each source."""
+    """Times that an epoch uses each source."""
     reference_columns: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
     """Name -> a number for each row of the store: precomputed outputs of a reference."""
 

@@ -68,7 +68,7 @@ def map_chunks(
 
     The processes are forked here: a fork inherits what cannot be pickled. Each has its own pipe, so that its death
     is noticed even while it writes; with one queue for all, as in concurrent.futures, an incomplete message blocks
-    the reader for ever. Raises what `encode` raises, and RunError where a process is killed.
+    the reader forever. Raises what `encode` raises, and RunError where a process is killed.
     """
     count = min(processes.num_processes, len(ranges))
     workers: list[tuple[BaseProcess, Connection]] = []
@@ -109,12 +109,12 @@ def _start_worker(
 
 @contextmanager
 def _disable_tokenizer_threads() -> Iterator[None]:
-    """The tokenizers library is told that its threads are not wanted in what is forked now, where none of them would run."""
+    """Context that disables the threads of the tokenizers library in processes forked inside it, where they would not run."""
     before = os.environ.get(_PARALLELISM_VARIABLE)
     os.environ[_PARALLELISM_VARIABLE] = "false"
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns of a fork beside threads; the children tokenise, and take no lock that a thread may hold.
+            # Python 3.12 warns of a fork in a process with threads; the children take no lock that a thread may hold.
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:

@@ -186,7 +186,7 @@ def load_or_build_store(
 
 @contextlib.contextmanager
 def _acquire_build_lock(store_path: Path, echo: Callable[[str], None], log_interval: float) -> Iterator[None]:
-    """Hold the store's lock inside; or none where the file system has no locks (see `_build_store`)."""
+    """Hold the store's lock inside; without a lock where the file system has none (see `_build_store`)."""
     from filelock import FileLock, Timeout
 
     lock, owner = FileLock(f"{store_path}.lock"), Path(f"{store_path}.owner")

@@ -32,8 +32,8 @@ def check_template_terminates(tokenizer: Any, messages: Sequence[Any]) -> None:
     """Raise RecipeError if the chat template does not terminate or exhausts memory.
 
     jinja's sandbox keeps a template from files, but not from using time and memory. Each template
-    is tried once, with `messages` and one conversation of every kind; what it does only with other
-    conversations is not found.
+    is tried once, with `messages` and one conversation of every kind; a fault that occurs only with
+    other conversations is not found.
     """
     template = str(tokenizer.chat_template)
     if template in _CHECKED_TEMPLATES:

@@ -71,7 +71,9 @@ class TokenBudget:
 
     def _overflow_message(self, used_tokens: int, is_full_turn: bool) -> str:
         """Return why `used_tokens` of prompt and special tokens leave no room, and the fix."""
-        what = "its last user turn and what opens the answer take" if is_full_turn else "its prompt, cut, takes"
+        what = (
+            "its last user turn and the start of the answer's turn take" if is_full_turn else "its prompt, cut, takes"
+        )
         most = self.max_length - 1 - self.suffix_tokens
         less = "" if is_full_turn else f", data.max_prompt_length to {most} or less"
         return (
@@ -88,7 +90,7 @@ class LastTurnFinder:
     prompt: Prompt
     """A text that was rendered as it is, or the messages of the text."""
     num_prompt_messages: int
-    """How many of the messages come before the answer."""
+    """Number of messages before the answer."""
     add_generation_prompt: bool = False
     """True if the text ends with what opens the assistant's next answer."""
     tools: Sequence[Mapping[str, Any]] = ()

@@ -34,7 +34,7 @@ class RecordWithImages(Generic[ParsedT]):
     parsed: ParsedT
     """Its texts contain IMAGE_PLACEHOLDER for each image."""
     images: tuple[Any, ...] = ()
-    """As they are in the record: paths, or mappings with bytes."""
+    """Values from the record: paths, or mappings with bytes."""
 
 
 def read_with_images(

@@ -187,7 +187,9 @@ def _split_common_prompt(chosen: Any, rejected: Any) -> PromptChosenRejected:
     # Otherwise the common prefix of a transcript and a plain text would become the prompt.
     if is_transcript(chosen) != is_transcript(rejected):
         plain = "rejected" if is_transcript(chosen) else "chosen"
-        raise BadRecord(f"'{plain}' is no dialog and the other is; write \"\\n\\nHuman: … \\n\\nAssistant: …\" in both")
+        raise BadRecord(
+            f"'{plain}' is not a dialog, but the other is; write \"\\n\\nHuman: … \\n\\nAssistant: …\" in both"
+        )
     if is_transcript(chosen):
         left, right = parse_transcript(chosen), parse_transcript(rejected)
         common = common_proper_prefix_length(left, right)

@@ -38,7 +38,9 @@ MAX_DISK_SHARE = 0.5
 """Share of the free space in TMPDIR that one gzip file may unpack to: 1 MB may become 1000."""
 MAX_LINE_BYTES = 256 << 20
 """Maximum size of a line; a record usually has a few thousand bytes."""
-_LINE_LIMIT_HINT = f"has {MAX_LINE_BYTES >> 20} MiB at most; split the record, or name a file for what it holds"
+_LINE_LIMIT_HINT = (
+    f"has {MAX_LINE_BYTES >> 20} MiB at most; split the record, or store its content in a file and name that"
+)
 JSON_MEMORY_FACTOR = 3
 """Bytes of memory per byte of a JSON list, at least: the file's bytes, the text and the objects."""
 

@@ -144,7 +144,7 @@ def open_source(path_or_config: str | Path | DatasetConfig, columns: Mapping[str
     Raises DataError.
     """
     part = None
-    # Only a recipe can name a split apart from the dataset; its default differs for train and eval.
+    # Only a recipe can name a split in a key of its own; the default differs for train and eval.
     if isinstance(path_or_config, DatasetConfig):
         if is_hub_name(path_or_config.path):
             part = HubSplit(

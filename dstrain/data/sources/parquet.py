@@ -23,7 +23,7 @@ BATCH_ROWS, BATCH_BYTES = 1000, 16 << 20
 MAX_CACHED_BATCHES = 4
 """Decoded batches in memory; threads that read at the same time need rows close to each other."""
 MAX_CACHED_BYTES = 256 << 20
-"""Maximum size of these batches together, apart from the newest."""
+"""Maximum total size of these batches, except the newest."""
 MAX_DECODE_BYTES, MAX_DECODE_FACTOR = 4 << 30, 64
 """Memory for decoding in addition to the process's own: bytes, and a multiple of the file's size.
 

@@ -24,7 +24,7 @@ class PlaceholderExpansion:
     """For each sample the expanded text of each of its images, in order."""
 
     def expand(self, index: int, text: str) -> tuple[str, Shifts]:
-        """Return the text of sample `index` with its images, and by how much it grew where.
+        """Return the text of sample `index` with its placeholders expanded, and the shifts.
 
         Raises BadRecord if the text has more or fewer placeholders than the sample has images.
         """

@@ -91,7 +91,7 @@ class RejectedImage:
     bytes: int | None
     """None if there was no such file."""
     ctime_ns: int | None
-    """Unlike mtime, it changes also when the file becomes readable by a change of permissions."""
+    """Unlike mtime, it also changes when a change of permissions makes the file readable."""
 
     @classmethod
     def from_path(cls, path: Path) -> RejectedImage:

@@ -21,7 +21,7 @@ _NOISE_MARKER = b"?"
 
 
 class Channel:
-    """One end of a JSON-lines channel over two pipes.
+    """End of a JSON-lines channel over two pipes.
 
     Non-blocking: `send` queues, `read_messages` returns what has arrived.
     """

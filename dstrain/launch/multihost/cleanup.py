@@ -28,7 +28,7 @@ _DONE_MESSAGE = "ended: 0 left"
 
 
 class RemoteCleanup:
-    """One cleanup session per host, all at the same time."""
+    """Cleanup sessions, one per host, all at the same time."""
 
     def __init__(self, clients: Sequence[AgentClient], launch_file: Path, heartbeat_timeout: float) -> None:
         self._deadline = time.monotonic() + CLEANUP_TIMEOUT_SECONDS

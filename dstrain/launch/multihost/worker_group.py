@@ -42,7 +42,7 @@ from dstrain.launch.worker_group import LauncherSpec, LocalWorkerGroup, WorkerGr
 RUNNER_EXIT_SECONDS = 10.0
 """Time for DeepSpeed's runner to end by itself after all ranks have ended."""
 RUNNER_LOG = "launcher.log"
-"""In the run folder's logs: output of DeepSpeed's runner, pdsh and mpirun."""
+"""File in the run folder's logs for the output of DeepSpeed's runner, pdsh and mpirun."""
 
 
 @contextlib.contextmanager

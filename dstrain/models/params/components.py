@@ -93,7 +93,7 @@ def _find_vision_towers(core: Any, body: Any) -> Iterator[torch.nn.Module]:
 
 
 def _find_decoders(core: Any, body: Any, towers: list[Any]) -> Iterator[torch.nn.Module]:
-    """Yield the decoder; where the base model is itself the decoder, its children that are no tower or projector."""
+    """Yield the decoder; where the base model is itself the decoder, its children other than towers and projectors."""
     named = [getattr(body, name) for name in DECODER_NAMES if _is_module(getattr(body, name, None))]
     if named:
         yield from named[:1]

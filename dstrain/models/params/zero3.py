@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def is_zero3(ds_config: Mapping[str, Any]) -> bool:
-    """Whether the JSON asks for stage 3."""
+    """Return True if the DeepSpeed JSON sets ZeRO stage 3."""
     return bool(ds_config.get("zero_optimization", {}).get("stage", 0) == 3)
 
 
@@ -27,7 +27,7 @@ def init_deepspeed() -> None:
 
 @contextmanager
 def zero3_init(ds_config: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, transformers builds and loads models in shards where the JSON asks for stage 3.
+    """Context in which transformers builds and loads models in shards if the JSON sets stage 3.
 
     Rank 0 alone reads the weight files; no rank ever holds a full copy of the model.
     """
@@ -37,7 +37,7 @@ def zero3_init(ds_config: Mapping[str, Any]) -> Iterator[None]:
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    init_deepspeed()  # before that, zero.Init takes the world for one process, and refuses the batch of several
+    init_deepspeed()  # without it zero.Init assumes one process, and rejects the batch of several
     told = HfDeepSpeedConfig(dict(ds_config))  # transformers keeps only a weak reference
     try:
         yield
@@ -48,7 +48,7 @@ def zero3_init(ds_config: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def gathered(parameters: Iterable[torch.nn.Parameter], modify: bool = False) -> Iterator[None]:
-    """Inside, the parameters are whole on every rank, to be read; or to be changed, where rank 0's values stay. Collective."""
+    """Gather the complete parameters on every rank inside; with `modify`, rank 0's changes are kept. Collective."""
     sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
     if not sharded:
         yield
@@ -60,7 +60,7 @@ def gathered(parameters: Iterable[torch.nn.Parameter], modify: bool = False) -> 
 
 
 def assign(tensor: torch.Tensor, read: Callable[[], torch.Tensor] | None) -> None:
-    """Put the values that `read` gives into a parameter or buffer; None leaves it. Into shards, rank 0's go. Collective."""
+    """Copy the result of `read` into a parameter or buffer; None changes nothing. Shards get rank 0's. Collective."""
     import torch
 
     with gathered([cast("torch.nn.Parameter", tensor)], modify=True), torch.no_grad():
@@ -69,7 +69,7 @@ def assign(tensor: torch.Tensor, read: Callable[[], torch.Tensor] | None) -> Non
 
 
 def is_source_rank(tensor: torch.Tensor) -> bool:
-    """Whether this process's values stay when the tensor is cut into shards again."""
+    """Return True if this process's values are kept when the tensor is partitioned again."""
     if not hasattr(tensor, "ds_id"):
         return True
     import deepspeed
@@ -78,10 +78,10 @@ def is_source_rank(tensor: torch.Tensor) -> bool:
 
 
 def full_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of the whole tensor, sharded or not."""
+    """Return the shape of the complete tensor, sharded or not."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def full_numel(parameter: torch.nn.Parameter) -> int:
-    """Elements of the whole parameter, sharded or not."""
+    """Return the number of elements of the complete parameter, sharded or not."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -1,4 +1,4 @@
-"""The policy on bad records, and the number of encoding processes, of a recipe."""
+"""Limit on bad records and number of encoding processes, from a recipe."""
 
 from __future__ import annotations
 

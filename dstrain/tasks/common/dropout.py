@@ -1,4 +1,4 @@
-"""Dropout switched off in a whole model."""
+"""Disabling of every dropout in a model."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class ReferenceTask(TextTask):
 
     @property
     def reference_kind(self) -> ReferenceKind:
-        """Where the reference's outputs come from."""
+        """Source of the reference's outputs."""
         if self.precompute_ref_log_probs:
             return "cached"
         return "adapter" if self.recipe.model.lora is not None and self.ref_model is None else "model"

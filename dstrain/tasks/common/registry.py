@@ -28,7 +28,7 @@ from dstrain.tasks.common.task import Task
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a task, for help texts."""
+    """Option of a task, for help texts."""
 
     name: str
     type: str

@@ -1,4 +1,4 @@
-"""From the records of a source to a token store, through a task's `parse` and `encode`."""
+"""Builder of token stores: the records of a source, passed through a task's `parse` and `encode`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StoreBuilder:
     def build_with_images(self, source: ConcatSource, processor: VisionProcessor) -> TokenStore:
         """Return the store of examples with images. Raises DataError."""
         encoder = ImageRecordEncoder.create(processor, count_available_cores())
-        # Of sources with records only: to know the length of one may mean to open it.
+        # Empty sources have no folder. `if one` does not open a source, as its length might.
         folders = [str(one.get_base_dir(0).resolve()) for one in source.sources if one]
         key = {**self.key, "processor": processor.fingerprint, "folders": folders}
         assert not isinstance(self.encode, SequentialEncoder), "no such task takes images"

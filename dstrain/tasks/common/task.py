@@ -1,4 +1,4 @@
-"""Base class of tasks, and the values by which a task says more than what to sum.
+"""Base class of tasks, and of the optional parts of a task: reference, loss inputs, checks, export.
 
 B rows of a batch. Packaged tasks import torch inside methods, so that `dstrain tasks` answers on a
 login node.
@@ -47,7 +47,7 @@ class Reference:
     """The model that a loss compares the trained one with."""
 
     kind: ReferenceKind = "none"
-    """Where its outputs come from."""
+    """Source of its outputs."""
     config: ModelConfig = field(default_factory=ModelConfig)
     """The model that `build` loads. It is part of the key under which outputs are cached."""
     build: Callable[[], torch.nn.Module] = field(default=lambda: _missing("build"))
@@ -83,7 +83,7 @@ class Checks:
         """Raise UsageError for whatever can be found wrong before any process group starts."""
 
     def warnings(self) -> Sequence[str]:
-        """Return a sentence for each setting that is allowed and may surprise."""
+        """Return a warning for each setting that is allowed but may surprise the user."""
         return ()
 
     def info_messages(self) -> Sequence[str]:
@@ -97,7 +97,7 @@ class Checks:
 
 @dataclass(frozen=True)
 class Export:
-    """How the trained model is exported and loaded again. Return a subclass from `Task.export`."""
+    """Export of the trained model, and loading of an export. Return a subclass from `Task.export`."""
 
     task: Task
     modules_to_save: tuple[str, ...] = ()
@@ -131,9 +131,9 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """What to train, on which data. A frozen dataclass whose fields are its options.
+    """Model, data and loss of a training run. A frozen dataclass whose fields are the task's options.
 
-    One file adds one:
+    A task is one file:
 
         @dataclass(frozen=True, kw_only=True)
         class Halves(Task):
@@ -177,7 +177,7 @@ class Task(ABC):
 
     @property
     def loss_inputs(self) -> LossInputs:
-        """What is computed before the loss: outputs of a reference, statistics of a whole step."""
+        """Values computed before the loss: outputs of a reference, statistics of a whole step."""
         return LossInputs()
 
     @property
@@ -187,7 +187,7 @@ class Task(ABC):
 
     @property
     def export(self) -> Export:
-        """How the trained model is exported and loaded again."""
+        """Export of the trained model, and loading of an export."""
         return Export(self)
 
 

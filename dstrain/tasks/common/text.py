@@ -195,7 +195,7 @@ class TextTask(Task):
 
     @property
     def store_builder(self) -> StoreBuilder:
-        """The way of a record through `parse` and `encode` into the token cache."""
+        """Builder of this task's token stores, with its `parse` and `encode`."""
         return StoreBuilder(
             recipe=self.recipe,
             read=self.parse_record,

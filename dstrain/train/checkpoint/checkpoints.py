@@ -1,4 +1,4 @@
-"""Checkpoints of a run, complete or not there at all: written to a partial folder, then renamed."""
+"""Saving, committing and pruning of checkpoints: written to a partial folder, then renamed."""
 
 # In the folder `checkpoints` of a run:
 #
@@ -167,7 +167,7 @@ class CheckpointStore:
         return 1 if self.best_mode == "min" else -1
 
     def _choose_best(self) -> None:
-        """Let `best` point to the complete checkpoint with the best metric, of equals the older; to none without one."""
+        """Point `best` to the complete checkpoint with the best metric, the older of equals; remove it without one."""
         sign = self._sign
         self._is_best_checked = True
         restore_best_copy(self.folder, max(map(parse_step, list_checkpoint_names(self.folder)), default=0))

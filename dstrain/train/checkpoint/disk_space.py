@@ -68,7 +68,7 @@ def check_disk_space(forecast: DiskForecast, folder: Path, prune_when_full: bool
         else ""
     )
     return (
-        f"{forecast}: the {fit + 1}. would not fit; free some, put --run-dir on another disk, lower save.keep "
+        f"{forecast}: no. {fit + 1} would not fit; free some, put --run-dir on another disk, lower save.keep "
         f"to {max(1, fit - 2)} or set save.prune_when_full{held}"
     )
 

@@ -1,4 +1,4 @@
-"""Removing and renaming folders where a network file system keeps what others have open, and may answer twice."""
+"""Removal and renaming of folders on NFS, which keeps files that are open and may repeat requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def clear_path(path: Path) -> None:
-    """Have nothing under this name: what a reader has open stays on NFS, and is set aside for the next clean()."""
+    """Remove a checkpoint folder; if NFS keeps files that a reader has open, rename it for a later cleanup."""
     if not remove_folder(path):
         name = path.name[path.name.index("step-") :].removesuffix(".partial")
         rename_folder(path, path.with_name(f"superseded-{time.time_ns()}-{name}.partial"))
@@ -31,7 +31,7 @@ def remove_folder(path: Path) -> bool:
 
 
 def rename_folder(path: Path, target: Path) -> None:
-    """Rename a folder to a free name. An NFS client that repeats a request is told that `path` does not exist."""
+    """Rename a folder to a free name. An NFS client that repeats a request gets an error that `path` is missing."""
     try:
         os.rename(path, target)
     except FileNotFoundError:

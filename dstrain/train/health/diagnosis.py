@@ -13,12 +13,12 @@ FINAL_KINDS = ("lost", "failed", "stopped", "done")
 """Kinds of a rank's last status: it is about to exit and writes no other."""
 MAX_TABLE_ROWS = 32
 _KERNEL_STATES = {
-    "gone": ("ended", "has ended without a word", " there, and dmesg for the memory"),
+    "gone": ("ended", "has ended without a report", " there, and dmesg for the memory"),
     "T": ("stopped", "is stopped (SIGSTOP, or a debugger)", ""),
     "D": ("in kernel", "hangs in the kernel, on a disk, a network file system or a device", ""),
     "": ("silent", "went silent", " there, and whether that host answers"),
 }
-"""By the kernel's letter: the word in the table, what the error says, and where to look."""
+"""Kernel state letter -> (name in the table, text of the error, further places to look)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ class ReplicatedLayout:
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
         lows, masters = getattr(optimizer, "fp16_groups", []), getattr(optimizer, "fp32_groups", [])
         pairs = [pair for group in zip(lows, masters, strict=True) for pair in zip(*group, strict=True)]
-        self._master_weights = {id(low): master for low, master in pairs}  # fp32 copies beside weights in bf16
+        self._master_weights = {id(low): master for low, master in pairs}  # fp32 copies of 16-bit weights
         self._param_groups = {id(tensor): group for group in self._optimizer.param_groups for tensor in group["params"]}
 
     def iter_slice_groups(self, write_back: bool = False) -> Iterator[list[StateSlice]]:

@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds: a manifest that names every file with its size and hash, and what it tells."""
+"""Manifest of a checkpoint: sizes and hashes of its files, written last; checks and listing of checkpoints."""
 
 from __future__ import annotations
 

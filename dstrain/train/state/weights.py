@@ -37,7 +37,7 @@ def load_weights(model: torch.nn.Module, checkpoint: Path, world: World, adapter
 
 
 def _load_sharded(tensors: Mapping[str, torch.Tensor], reader: CheckpointReader | None, world: World) -> None:
-    """Load with rank 0 as the reader. After a fault it goes on without values: the other ranks would wait for it."""
+    """Load with rank 0 as the reader. After a fault it continues without values, since the other ranks wait for it."""
     faults: list[str] = []
 
     def read_tensor(name: str) -> torch.Tensor | None:

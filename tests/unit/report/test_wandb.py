@@ -192,7 +192,7 @@ def test_wandbs_error_is_one_line_without_passwords(
     WandbSink(OFFLINE, tmp_path / "run", RECIPE).close()
     assert caplog.messages == [
         "Weights & Biases (offline) did not start: no answer while retrying http://me:...@proxy:1; "
-        "this run goes on without it"
+        "this run continues without it"
     ]
 
 

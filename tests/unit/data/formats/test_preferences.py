@@ -239,7 +239,7 @@ BAD = [
     ({"prompt": [QUESTION], "chosen": [said("user", "other"), FOUR], "rejected": [FIVE]}, "that are not 'prompt'"),
     ({"chosen": [QUESTION, FOUR], "rejected": [said("user", "3+3?"), FIVE]}, "do not start with the same turn"),
     ({"chosen": [QUESTION, FOUR, QUESTION], "rejected": [QUESTION, FIVE]}, "'chosen' has a turn of the user"),
-    ({"chosen": DIALOG, "rejected": "plain"}, "'rejected' is no dialog"),
+    ({"chosen": DIALOG, "rejected": "plain"}, "'rejected' is not a dialog"),
     (
         {"chosen": DIALOG + "\n\nHuman: x\n\nAssistant: y", "rejected": DIALOG + "\n\nHuman: z\n\nAssistant: y"},
         r"'chosen' has no assistant's turn where the dialogs diverge \(turn 3\)",

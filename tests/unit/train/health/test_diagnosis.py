@@ -47,7 +47,7 @@ WAITS = line(45, 44)
     [
         ({1: ""}, "Timed out waiting 20000ms for recv", "rank 1 on host2 went silent; see logs/rank-00001.log there"),
         ({1: ""}, "Connection closed by peer", "rank 1 on host2 has ended, or lost the network; see"),
-        ({1: "gone"}, "Timed out", "rank 1 on host2 has ended without a word; see"),
+        ({1: "gone"}, "Timed out", "rank 1 on host2 has ended without a report; see"),
         ({1: "T"}, "Timed out", "rank 1 on host2 is stopped (SIGSTOP, or a debugger); see"),
         ({1: "D"}, "Timed out", "rank 1 on host2 hangs in the kernel, on a disk, a network file system or a device; see"),
         ({1: "", 2: ""}, "Timed out", "ranks 1, 2 on host2 went silent; see"),

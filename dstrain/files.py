@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders: a temporary name next to the final one, then a rename.
+"""Atomic writes of files and folders: a temporary name, then a rename.
 
 PATH.HOST-PID-TOKEN.partial     PATH while one process writes it
 """

@@ -1,4 +1,4 @@
-"""Old module paths and names that users' task files and launchers import, served for one version."""
+"""Old import paths of modules and names, served for one version."""
 
 from __future__ import annotations
 

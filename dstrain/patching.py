@@ -1,4 +1,4 @@
-"""Patches of other libraries: a check of the library's version, and attributes replaced for a while."""
+"""Helpers for patches of other libraries: version checks, temporary attribute replacement."""
 
 from __future__ import annotations
 

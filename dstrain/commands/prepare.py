@@ -1,4 +1,4 @@
-"""dstrain prepare: caches a recipe's tokenized data and its reference outputs before training."""
+"""dstrain prepare: caches a recipe's tokenized data and reference outputs before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory still available to this process: of the host, and of its cgroups (Slurm, containers)."""
+"""Free memory for this process: of the host and of its cgroups (Slurm, containers)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types that all parts of the data pipeline share: records, bad records, examples and encoders."""
+"""Types shared by the data pipeline: records, bad records, examples and encoders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patches of torch.distributed: collectives are logged, and new groups get the run's timeout."""
+"""Patches of torch.distributed: collectives are logged, new groups get the run's timeout."""
 
 from __future__ import annotations
 

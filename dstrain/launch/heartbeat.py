@@ -1,4 +1,4 @@
-"""Heartbeat socket between an agent and its ranks; it also hands out the launch environment."""
+"""Heartbeat socket between an agent and its ranks; it also sends the environment."""
 
 # A unix socket with an abstract name (unix(7)): it has no file, so nothing is left on a disk
 # however the agent ends, and it does not depend on the hosts' shared file system. Both ends check

@@ -1,4 +1,4 @@
-"""Child process that copies what is appended to a log file to the terminal: `tee_log.py FILE OFFSET`."""
+"""Child process that copies new log output to the terminal: `tee_log.py FILE OFFSET`."""
 
 # It imports only the standard library, since it starts with every rank 0.
 

@@ -1,4 +1,4 @@
-"""Interface of a worker group (a launcher and its ranks), and its single-host implementation."""
+"""Worker group (a launcher and its ranks): interface, and single-host implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patches of torch.nn and transformers, and their private functions that this package calls."""
+"""Patches of torch.nn and transformers, and calls of their private functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights & Biases sink: rows sent to a server, or written to files for `wandb sync`. Rank 0 only."""
+"""Weights & Biases sink: rows sent to a server, or to files for `wandb sync`; rank 0 only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Preference optimization: a policy trained on pairs of answers. B pairs, K targets."""
+"""Preference optimization: a policy trained on pairs of answers."""
+
+# Shapes: B pairs, K targets.
 
 from __future__ import annotations
 

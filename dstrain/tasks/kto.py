@@ -1,4 +1,6 @@
-"""KTO: a policy trained on single answers labelled desirable or undesirable. B answers, L tokens, K targets."""
+"""KTO: a policy trained on single answers labelled desirable or undesirable."""
+
+# Shapes: B answers, L tokens, K targets.
 
 from __future__ import annotations
 

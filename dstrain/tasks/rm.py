@@ -1,4 +1,6 @@
-"""Reward model: the chosen of two answers should score higher. B pairs, scores of 2B answers."""
+"""Reward model: the chosen of two answers should score higher."""
+
+# Shapes: B pairs, scores of 2B answers.
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Supervised fine-tuning on the answers of conversations. B rows, L tokens, K targets."""
+"""Supervised fine-tuning on the answers of conversations."""
+
+# Shapes: B rows, L tokens, K targets.
 
 from __future__ import annotations
 

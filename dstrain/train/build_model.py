@@ -1,4 +1,4 @@
-"""The model to train: loaded or initialized, with adapters, frozen parameters and its dtype."""
+"""Construction of the model to train: weights, adapters, frozen parameters, dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation over a held-out split: each sample once, the same number of passes on every rank."""
+"""Evaluation on the held-out split: each sample once, equal numbers of passes per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batched text generation across ranks; the output does not depend on the number of processes."""
+"""Batched text generation; the output does not depend on the number of processes."""
 
 from __future__ import annotations
 

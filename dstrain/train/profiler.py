@@ -1,4 +1,4 @@
-"""Profiling of selected steps: torch profiler trace, table of FLOPs per module, CUDA memory history."""
+"""Profiling of selected steps: torch trace, FLOPs per module, CUDA memory history."""
 
 from __future__ import annotations
 

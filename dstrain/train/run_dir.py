@@ -1,4 +1,4 @@
-"""The run folder: its configuration files, earlier runs in it, and checks that all ranks can write to it."""
+"""Run folder: configuration files, earlier runs, and checks that all ranks can write."""
 
 from __future__ import annotations
 

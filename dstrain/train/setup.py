@@ -1,4 +1,4 @@
-"""Construction of a run from its plan: process group, model, engine, loader, saver and sinks."""
+"""Construction of a run from its plan: process group, model, engine, loader, saver, sinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoder of records with images: loads, downscales and counts the tokens of each image once."""
+"""Encoder of records with images: loads and downscales images, counts their tokens."""
 
 from __future__ import annotations
 

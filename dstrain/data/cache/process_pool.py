@@ -1,4 +1,4 @@
-"""A pool of processes that encode records, with the same ordered results as a single process."""
+"""Pool of processes that encode records; results are ordered as from a single process."""
 
 from __future__ import annotations
 

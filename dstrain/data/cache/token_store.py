@@ -1,4 +1,4 @@
-"""The token cache: examples as memory-mapped columns, built once per host under a file lock."""
+"""Token cache: examples as memory-mapped columns, built once per host under a lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations rendered as text by the chat template, or as hh-rlhf transcripts without one."""
+"""Rendering of conversations as text by the chat template, or as hh-rlhf transcripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoding of unpaired preferences (KTO), with mismatched prompt-answer pairs for the KL estimate."""
+"""Encoding of unpaired preferences (KTO), with mismatched pairs for the KL estimate."""
 
 from __future__ import annotations
 

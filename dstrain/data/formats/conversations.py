@@ -1,4 +1,4 @@
-"""Supervised records in every published form, parsed to a conversation with its trained turns."""
+"""Parsing of supervised records in all published forms to conversations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Source wrapper that merges consecutive records with the same images into one conversation."""
+"""Source wrapper that merges consecutive records with the same images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers for chat messages, tools and instructions with the keys of OpenAI, ShareGPT and Alpaca."""
+"""Readers of chat messages, tools and instructions (OpenAI, ShareGPT and Alpaca keys)."""
 
 from __future__ import annotations
 

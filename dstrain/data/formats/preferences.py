@@ -1,4 +1,4 @@
-"""Preference records in every published form, parsed to prompt, chosen and rejected."""
+"""Parsing of preference records in all published forms to prompt, chosen and rejected."""
 
 from __future__ import annotations
 

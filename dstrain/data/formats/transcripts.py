@@ -1,4 +1,4 @@
-r"""hh-rlhf transcripts ("\n\nHuman: … \n\nAssistant: …"): parsing, rendering and common prefixes."""
+"""hh-rlhf transcripts ("Human: … Assistant: …"): parsing, rendering, common prefixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler: the sample ids of each step from seed, epoch and position, for any world size."""
+"""Sampler: the sample ids of each step, from seed and position, for any world size."""
 
 from __future__ import annotations
 

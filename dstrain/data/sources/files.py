@@ -1,4 +1,4 @@
-"""Record sources for JSON Lines and JSON files, plain or gzipped, and the table of file types."""
+"""Record sources for JSON Lines and JSON files, plain or gzipped; table of file types."""
 
 from __future__ import annotations
 

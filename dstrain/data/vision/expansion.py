@@ -1,4 +1,4 @@
-"""Expansion of image placeholders in rendered texts, and masking of image tokens in the loss."""
+"""Replacement of image placeholders in texts by image tokens, which the loss then masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index of a token store's images: their files, hashes and downscaled copies in the cache."""
+"""Index of a token store's images: files, hashes and downscaled copies."""
 
 # STORE/images.json       a row for each image, in the order of their positions, and for each file
 #                         that a record names but no example uses

@@ -1,4 +1,4 @@
-"""Reading of images: from a file or bytes to an upright RGB image, without trusting the content."""
+"""Reading of untrusted images from files or bytes as upright RGB images."""
 
 from __future__ import annotations
 

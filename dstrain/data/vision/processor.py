@@ -1,4 +1,4 @@
-"""The vision processor: image tokens in a text and image tensors, by a transformers processor."""
+"""Vision processor: image sizes to image-token text, images to tensors (transformers)."""
 
 # Shapes: B rows of a batch, L tokens, K tokens from the first target to the end.
 

@@ -1,4 +1,4 @@
-"""Channel means and standard deviations of a source's images, for models trained from scratch."""
+"""Channel means and standard deviations of images, for models trained from scratch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Agent on one host of a multi-host launch: `python -m dstrain.launch.multihost.agent TIMEOUT NONCE`, run over ssh."""
+"""Agent on one host of a multi-host launch, started over ssh."""
 
+# Usage: `python -m dstrain.launch.multihost.agent TIMEOUT NONCE`.
+#
 # Standard input and output are the channel to the launching process. If it is closed, or silent for
 # TIMEOUT seconds, the agent kills every process of the launch on this host, so that nothing
 # outlives the launching process. It hands the launch environment to the ranks, which end themselves

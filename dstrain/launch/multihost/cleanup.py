@@ -1,5 +1,7 @@
-"""Cleanup on a host whose agent does not answer: `python -m dstrain.launch.multihost.cleanup HEX NONCE`, run over ssh."""
+"""Cleanup on a host whose agent does not answer, run over ssh."""
 
+# Usage: `python -m dstrain.launch.multihost.cleanup HEX NONCE`.
+#
 # The agent may be suspended or hang while the host still answers ssh. Over a separate session this
 # module kills every process of the launch file and the agent with that nonce, then prints the nonce
 # and the number of remaining processes. HEX is the path of the launch file in hexadecimal: a

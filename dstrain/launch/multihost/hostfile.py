@@ -1,4 +1,4 @@
-"""Hostfile parsing and host selection with --include, --exclude, --num-nodes and --num-gpus."""
+"""Hostfile parsing, and host selection (--include, --exclude, --num-nodes, --num-gpus)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a multi-host launch in the run folder: what every rank reads, and the hostfile of DeepSpeed's runner."""
+"""Files of a multi-host launch in the run folder, for its ranks and DeepSpeed's runner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of all hosts before a multi-host launch, and the choice of the master endpoint."""
+"""Checks of all hosts before a launch, from their probes; choice of the master endpoint."""
 
 from __future__ import annotations
 

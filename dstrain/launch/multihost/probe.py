@@ -1,4 +1,4 @@
-"""Host probe before a launch: software, GPUs, addresses, and reachability of the master port."""
+"""Host probe, run by the agent: software, GPUs, addresses, reachability of the master port."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Entry point of a rank on one of several hosts: `python -m dstrain.launch.multihost.rank_main FILE`."""
+"""Entry point of a rank on one of several hosts."""
 
+# Usage: `python -m dstrain.launch.multihost.rank_main FILE`.
+#
 # FILE is in the shared run folder and readable by its owner only. It holds the arguments of
 # `dstrain`, which must not pass through a shell. The environment, which may contain secrets, is in
 # no file: this host's agent hands it out.

@@ -1,4 +1,4 @@
-"""Worker group on several hosts: ranks started, polled and killed through one agent per host."""
+"""Worker group on several hosts: one agent per host starts, polls and kills the ranks."""
 
 from __future__ import annotations
 

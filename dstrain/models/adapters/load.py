@@ -1,4 +1,4 @@
-"""LoRA adapter folders as the base of a run: loading with peft, and merging into the base model."""
+"""LoRA adapter folders as the base of a run: loading with peft and merging."""
 
 from __future__ import annotations
 

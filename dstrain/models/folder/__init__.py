@@ -1,1 +1,1 @@
-"""Small files of a model folder: configs, adapter configs and tokenizer files, read without torch."""
+"""Small files of a model folder (configs, tokenizer files), read without torch."""

@@ -1,4 +1,4 @@
-"""Detection of config settings that make transformers run kernel code from the Hub without trust_remote_code."""
+"""Detection of config settings that make transformers run kernel code from the Hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunked evaluation of the language-model head, with recomputed logits in the backward pass."""
+"""Chunked language-model head; the backward pass recomputes the logits."""
 
 from __future__ import annotations
 

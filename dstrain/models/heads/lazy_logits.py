@@ -1,4 +1,4 @@
-"""Lazy logits: a stand-in for the output head that records hidden states and logit postprocessing."""
+"""Lazy logits: stand-in for the head that records hidden states and postprocessing."""
 
 from __future__ import annotations
 

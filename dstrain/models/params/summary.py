@@ -1,4 +1,4 @@
-"""Summary of a vision-language model's components: size, trainable share and learning rates."""
+"""Summary of a vision-language model's components: size, trained share, learning rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meta-device initialization: model construction without allocating or initializing parameters."""
+"""Model construction on the meta device, without allocating or initializing parameters."""
 
 from __future__ import annotations
 

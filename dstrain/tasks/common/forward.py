@@ -1,4 +1,6 @@
-"""Forward passes: logits, log-probabilities of targets, vision inputs. B rows, L tokens, K targets, V vocabulary."""
+"""Forward passes: logits, log-probabilities of targets, vision inputs."""
+
+# Shapes: B rows, L tokens, K targets, V vocabulary.
 
 from __future__ import annotations
 

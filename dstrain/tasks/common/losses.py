@@ -1,4 +1,6 @@
-"""Losses on scores and log-probabilities of answers, each with its paper; B pairs or answers."""
+"""Loss formulas on scores and log-probabilities of answers, each with its paper."""
+
+# Shapes: B pairs or answers.
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builder of token stores: the records of a source, passed through a task's `parse` and `encode`."""
+"""Builder of token stores from sources, with a task's `parse` and `encode`."""
 
 from __future__ import annotations
 

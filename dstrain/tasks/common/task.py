@@ -1,4 +1,4 @@
-"""Base class of tasks, and of the optional parts of a task: reference, loss inputs, checks, export.
+"""Base class of tasks and of their optional parts: reference, loss inputs, checks, export.
 
 B rows of a batch. Packaged tasks import torch inside methods, so that `dstrain tasks` answers on a
 login node.

@@ -1,4 +1,4 @@
-"""Saving, committing and pruning of checkpoints: written to a partial folder, then renamed."""
+"""Checkpoints: saving to a partial folder, commit by a rename, choice of the best, pruning."""
 
 # In the folder `checkpoints` of a run:
 #

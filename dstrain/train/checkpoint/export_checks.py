@@ -1,4 +1,4 @@
-"""Bitwise comparison of tensors in a checkpoint, a model, an exported folder and its reload."""
+"""Bitwise comparison of tensors: checkpoint, model, exported folder and its reload."""
 
 # One tensor, or one block of it, is read at a time.
 

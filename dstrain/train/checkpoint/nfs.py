@@ -1,4 +1,4 @@
-"""Removal and renaming of folders on NFS, which keeps files that are open and may repeat requests."""
+"""Removal and renaming of folders on NFS, which keeps open files and repeats requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a training step that both engines share: loss scale, learning rates, and the outcome."""
+"""Parts of a step that both engines share: loss scale, learning rates, outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Diagnosis of a failed collective: the ranks to look at, and a table of what every rank reported."""
+"""Diagnosis of a failed collective: the ranks to look at, and a table of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Status files of the ranks, written when a collective fails, to name the rank that does not answer."""
+"""Status files of the ranks, exchanged when a collective fails, to find the failed rank."""
 
 from __future__ import annotations
 

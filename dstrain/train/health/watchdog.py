@@ -1,4 +1,4 @@
-"""Watchdog thread of each rank: answers status requests and reports a stalled run; it ends nothing."""
+"""Watchdog thread of each rank: answers status requests and reports a stalled run."""
 
 from __future__ import annotations
 

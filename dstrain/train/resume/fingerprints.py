@@ -1,4 +1,4 @@
-"""Fingerprints of weights that checkpoints leave out: the LoRA base and the reference model."""
+"""Fingerprints of weights outside checkpoints: the LoRA base and the reference model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests of training data, tokenizer and task file, recorded in checkpoints and compared on resume."""
+"""Digests of data, tokenizer and task file: recorded in checkpoints, compared on resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agreement of all ranks on the outcome of an action: an exception on one rank is raised on all."""
+"""Agreement of all ranks on errors: an exception on one rank is raised on all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights and optimizer state in safetensors files, one set per rank, read by parameter name and position."""
+"""Weights and optimizer state as safetensors files per rank, read by name and position."""
 
 # state/about.json                      names, shapes, counters; written by rank 0
 # state/rank-00000-000.safetensors      slices of rank 0's state, as tensors NAME/KEY@START

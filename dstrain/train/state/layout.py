@@ -1,4 +1,4 @@
-"""Layouts of a rank's weights and optimizer state per ZeRO stage, as slices with ranges of whole parameters."""
+"""Layouts of a rank's weights and optimizer state, one per kind of ZeRO partitioning."""
 
 # Each ZeRO stage partitions the same state differently. A slice names its values by parameter and position, so that
 # state written with one layout can be read with another:

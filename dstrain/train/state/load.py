@@ -1,4 +1,4 @@
-"""Loading of a checkpoint into a model and its optimizer, at any number of ranks and ZeRO stage."""
+"""Loading of a checkpoint into model and optimizer, at any number of ranks and stage."""
 
 from __future__ import annotations
 

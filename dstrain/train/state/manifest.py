@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: sizes and hashes of its files, written last; checks and listing of checkpoints."""
+"""Manifest of a checkpoint, with sizes and hashes; checks and listing of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slices of a rank's state: one tensor each, with its optimizer state, as ranges of whole parameters."""
+"""Slices of a rank's state: a tensor, its optimizer state, and the ranges of parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading of a checkpoint's weights into a model without an optimizer, complete or in ZeRO-3 shards."""
+"""Loading of a checkpoint's weights without an optimizer, complete or in ZeRO-3 shards."""
 
 from __future__ import annotations
 

@@ -273,5 +273,5 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], words: s
 def test_best_cannot_go_by_a_divergence_that_is_not_there(tmp_path: Path) -> None:
     recipe = KTO.tiny(tmp_path) | {"eval": {"metric": "kl"}}
     made_so = make_task(RunConfig.model_validate(recipe))
-    with pytest.raises(ValueError, match="has no kl"):
+    with pytest.raises(ValueError, match="has no metric kl"):
         replace(made_so, loss_type="apo_zero_unpaired")  # type: ignore[call-arg]

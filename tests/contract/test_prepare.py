@@ -94,7 +94,7 @@ def test_a_check_that_knows_the_model_tells_what_is_cut_and_what_does_not_fit(tm
     assert (plain.exit_code, plain.stdout) == (0, f"2 good records, 0 bad\n{NO_TOKENIZER_HINT}\n")
     known = invoke(*words, "--set", f"model.path={tmp_path / 'model'}", "--set", "data.max_length=48")
     assert known.exit_code == 2
-    assert "pairs.jsonl:2: its last user turn and the start of the answer's turn take " in known.stdout
+    assert "pairs.jsonl:2: its last user turn and the start of the answer take " in known.stdout
     assert (
         known.stderr
         == "1 good records, 1 bad\nof 1 samples, 0 had an answer cut and 1 their prompt, none its last user turn\n"

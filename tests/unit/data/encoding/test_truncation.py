@@ -28,7 +28,7 @@ LAST = {
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "qwen": "<|im_start|>user\nwhere is the dog?<|im_end|>\n<|im_start|>assistant\n",
 }
-"""The last user turn and the start of the answer's turn."""
+"""The last user turn and the start of the answer."""
 BOTH = [(family, kind) for family in TEMPLATES for kind in KINDS]
 
 

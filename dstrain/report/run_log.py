@@ -196,7 +196,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     except OSError:  # a missing file has no rows; a summary at the end of a run must not fail it
         return []
     rows = [row for row in map(_parse_row, lines) if row is not None]
-    return [row | {"event": RENAMED_EVENTS.get(row["event"], row["event"])} if "event" in row else row for row in rows]
+    return [row | {"event": RENAMED_EVENTS[name]} if _is_renamed(name := row.get("event")) else row for row in rows]
+
+
+def _is_renamed(event: Any) -> bool:
+    return isinstance(event, str) and event in RENAMED_EVENTS
 
 
 def _parse_row(line: bytes) -> dict[str, Any] | None:

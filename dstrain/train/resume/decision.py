@@ -50,10 +50,10 @@ def decide_start(checkpoints: CheckpointStore, options: ResumeOptions) -> StartD
     if options.source == "never":
         return StartDecision()
     if options.names_folder:
-        chosen = _find_requested(checkpoints, options.source)
-        if fault := checkpoints.find_fault(chosen.path):
-            raise CheckpointError(f"--resume {options.source}: {chosen.path} is damaged ({fault}); choose another")
-        return StartDecision(checkpoint=chosen)
+        path = _find_requested(checkpoints, options.source)
+        if fault := checkpoints.find_fault(path):
+            raise CheckpointError(f"--resume {options.source}: {path} is damaged ({fault}); choose another")
+        return StartDecision(checkpoint=read_checkpoint_info(path, None))
     newest, skipped = checkpoints.find_latest_valid()
     if newest is None and skipped:
         raise CheckpointError(
@@ -63,7 +63,7 @@ def decide_start(checkpoints: CheckpointStore, options: ResumeOptions) -> StartD
     return StartDecision(checkpoint=newest, skipped=tuple(skipped))
 
 
-def _find_requested(checkpoints: CheckpointStore, source: str) -> CheckpointInfo:
+def _find_requested(checkpoints: CheckpointStore, source: str) -> Path:
     """Return the checkpoint that rank 0 finds at `--resume DIR`. Raises its ResumeError on every rank. Collective."""
     path = fault = ""
     if checkpoints.world.rank == 0:
@@ -74,7 +74,7 @@ def _find_requested(checkpoints: CheckpointStore, source: str) -> CheckpointInfo
     path, fault = checkpoints.world.gather((path, fault))[0]
     if fault:
         raise ResumeError(fault)
-    return read_checkpoint_info(Path(path), None)
+    return Path(path)
 
 
 def _with_restored_name(info: CheckpointInfo, checkpoints: CheckpointStore) -> CheckpointInfo:

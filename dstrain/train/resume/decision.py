@@ -68,13 +68,21 @@ def _find_requested(checkpoints: CheckpointStore, source: str) -> Path:
     path = fault = ""
     if checkpoints.world.rank == 0:
         try:
-            path = str(find_checkpoint_at(source).path)
+            path = str(_check_not_replaced(find_checkpoint_at(source).path, checkpoints, source))
         except ResumeError as error:  # raised below, where the other ranks raise it too
             fault = str(error)
     path, fault = checkpoints.world.gather((path, fault))[0]
     if fault:
         raise ResumeError(fault)
     return Path(path)
+
+
+def _check_not_replaced(path: Path, checkpoints: CheckpointStore, source: str) -> Path:
+    """Return the path. Raises ResumeError for `step-N.old` beside its successor: the cleanup removes it."""
+    successor = path.with_suffix("")
+    if path.suffix == ".old" and successor.exists() and path.parent == checkpoints.folder.resolve():
+        raise ResumeError(f"--resume {source}: was replaced by {successor.name}; choose that one")
+    return path
 
 
 def _with_restored_name(info: CheckpointInfo, checkpoints: CheckpointStore) -> CheckpointInfo:

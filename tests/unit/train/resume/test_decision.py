@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,14 @@ def test_a_named_checkpoint_that_one_rank_does_not_see_is_refused_with_its_rank(
     for error in on_ranks(2, lambda world: decide(tmp_path, str(path), world)):
         assert isinstance(error, CheckpointError)
         assert "is damaged (MANIFEST.json is missing (rank 1))" in str(error)
+
+
+def test_a_named_checkpoint_that_was_replaced_is_refused(tmp_path: Path) -> None:
+    """The cleanup removes it, and the run went on from its successor, which nobody had verified."""
+    path = save(tmp_path, 1)
+    shutil.copytree(path, old := path.with_suffix(".old"))
+    with pytest.raises(ResumeError, match="was replaced by step-00000001; choose that one"):
+        decide(tmp_path, str(old))
 
 
 class BlindRank:

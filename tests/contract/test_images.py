@@ -325,7 +325,7 @@ def test_an_image_that_changed_since_the_data_were_prepared_is_noticed(
         plan(recipe(tmp_path), tmp_path)
     told = capfd.readouterr().err
     assert "is built again" in told
-    assert f"good.png is {'gone' if harm == 'deleted' else 'has changed'}" in told
+    assert f"good.png {'is gone' if harm == 'deleted' else 'has changed'}" in told
     picture(1, (16, 16)).save("good.png")
     plan(recipe(tmp_path), tmp_path)  # mended, it is used, though no data file changed
 

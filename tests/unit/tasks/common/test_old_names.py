@@ -62,6 +62,20 @@ class Own(PreferenceOptimization):
         return [*super().warnings(), "its own"]
 """
 
+OWN_TOKENIZER = """
+from dataclasses import dataclass
+from functools import cached_property
+from dstrain.tasks.sft import SFT
+
+@dataclass(frozen=True, kw_only=True)
+class Own(SFT):
+    @cached_property
+    def tokenizer(self):
+        made = super().tokenizer
+        made.padding_side = "left"
+        return made
+"""
+
 
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[..., Task]:
@@ -111,6 +125,12 @@ def test_a_task_derived_from_ours_may_override_by_old_names(
     task.checks.run()
     assert task.checks.warnings() == ["its own"]
     assert "`texts` is now `iter_texts`" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_its_own_may_start_from_the_recipes(load: Callable[..., Task], tmp_path: Path) -> None:
+    task = load(OWN_TOKENIZER, **find_task("sft").tiny(tmp_path))  # type: ignore[attr-defined]
+    assert task.tokenizer.padding_side == "left"  # type: ignore[attr-defined]
+    assert task.model_source.tokenizer is task.tokenizer  # type: ignore[attr-defined]
 
 
 def test_a_task_has_ten_members() -> None:

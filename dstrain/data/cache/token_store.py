@@ -18,8 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from dstrain.cache_dir import cache_root as cache_root
-from dstrain.cache_dir import hash_key as hash_key
+from dstrain.cache_dir import hash_key
 from dstrain.data.cache.columns import ColumnWriter
 from dstrain.data.records import BadRow, Example
 from dstrain.data.vision.image_index import IMAGE_INDEX_FILE, ImageIndex

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrain.cache_dir import cache_root
 from dstrain.config.schema import ModelConfig, ProcessorConfig, RunConfig, TokenizerConfig
-from dstrain.data.cache.token_store import cache_root
 from dstrain.data.encoding.chat_template import resolve_chat_template
 from dstrain.data.encoding.train_tokenizer import load_or_train_tokenizer
 from dstrain.data.sources.open import ConcatSource

@@ -144,6 +144,13 @@ def rename_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, "options": {new.get(name, name): value for name, value in options.items()}}
 
 
+def list_renamed_keys(values: Mapping[str, Any]) -> list[tuple[tuple[str, str], tuple[str, str]]]:
+    """Return (old key, new key) of all renamed keys, with the options of the recipe's task."""
+    options = RENAMED_OPTIONS.get(str(values.get("task")), {})
+    blocks = (("launch", RENAMED_LAUNCH_KEYS), ("options", options))
+    return [((block, old), (block, new)) for block, renamed in blocks for old, new in renamed.items()]
+
+
 def find_deprecations(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for each old name in the recipe's values."""
     options, model, launch = values.get("options"), values.get("model"), values.get("launch")

@@ -127,9 +127,9 @@ def _compare_collectives(report: StatusReport) -> tuple[list[int], str]:
         distinct = list(dict.fromkeys(names.values()))
         if len(distinct) > 1:
             odd = min(distinct, key=[*names.values()].count)
-            ranks, others = [rank for rank, name in names.items() if name == odd], sorted({*distinct} - {odd})
-            number = logs[ranks[0]]["entered"]
-            what = f"entered {odd} as collective no. {number}, where others entered {', '.join(others)}"
+            ranks = [rank for rank, name in names.items() if name == odd]
+            rest = ", ".join(sorted({*distinct} - {odd}))
+            what = f"entered {odd} as collective no. {logs[ranks[0]]['entered']}, where others entered {rest}"
             return ranks, f"{what}; see logs/stacks"
     wait = _describe_wait(statuses)
     suffix = wait and f": {wait}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def clear_path(path: Path) -> None:
-    """Have nothing under this name: what a reader has open stays on NFS, and is set aside for the next clean()."""
+    """Free this name. What a reader has open stays on NFS, under a name that the next start removes."""
     if not remove_folder(path):
         name = path.name[path.name.index("step-") :].removesuffix(".partial")
         rename_folder(path, path.with_name(f"superseded-{time.time_ns()}-{name}.partial"))

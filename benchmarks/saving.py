@@ -32,7 +32,7 @@ def measure(
     folder = Path(tempfile.mkdtemp(prefix="dstrain-bench-"))
     ways = {
         name: CheckpointSaver(
-            checkpoints=CheckpointStore(folder=folder / name, world=world.apart(), keep=1),
+            checkpoints=CheckpointStore(folder=folder / name, world=world.new_group(), keep=1),
             engine=engine, run_info={}, log_event=lambda *_, **__: None, checkpoint_size=size, background=name == "behind",
         )
         for name in ("waiting", "behind")

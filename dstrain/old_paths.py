@@ -14,7 +14,14 @@ _RECORDS, _SOURCES = "dstrain.data.records", "dstrain.data.sources.open"
 _BUILD, _FINGERPRINT = "dstrain.data.cache.build", "dstrain.data.fingerprint"
 _COLLATE, _TASK = "dstrain.data.loading.collate", "dstrain.tasks.common.task"
 _PREFERENCES, _FORWARD = "dstrain.data.formats.preferences", "dstrain.tasks.common.forward"
-_LOSSES = "dstrain.tasks.common.losses"
+_LOSSES, _REGISTRY = "dstrain.tasks.common.losses", "dstrain.tasks.common.registry"
+_MESSAGES = "dstrain.data.formats.messages"
+_RENAMED_IN_REGISTRY = {
+    "packaged_tasks": f"{_REGISTRY}.builtin_tasks",
+    "options": f"{_REGISTRY}.task_options",
+    "learning_rate": f"{_REGISTRY}.default_learning_rate",
+    "with_learning_rate": f"{_REGISTRY}.fill_learning_rate",
+}
 
 MOVED: Mapping[str, Mapping[str, str]] = {
     "dstrain.data.source": {
@@ -31,6 +38,8 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         "Response": f"{_PREFERENCES}.Response",
         "read_preference": f"{_PREFERENCES}.read_preference",
         "Message": "dstrain.data.formats.transcripts.Message",
+        "ROLES": f"{_MESSAGES}.ROLE_ALIASES",
+        **{name: f"{_MESSAGES}.{name}" for name in ("read_messages", "read_system", "read_text")},
     },
     "dstrain.data.messages": {"BadRecord": f"{_RECORDS}.BadRecord"},
     "dstrain.data.prepare": {
@@ -52,6 +61,7 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         "padded_length": f"{_COLLATE}.padded_length",
         "learnt_tail": f"{_COLLATE}.loss_mask_tail",
         "answers_tail": f"{_COLLATE}.answer_mask_tail",
+        "loss_positions": f"{_COLLATE}.loss_positions",
     },
     "dstrain.tasks.base": {
         "Task": f"{_TASK}.Task",
@@ -67,15 +77,24 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     "dstrain.tasks.vlm": {"VisionLanguage": "dstrain.tasks.vlm.VLM"},
     "dstrain.tasks.dpo": {"PreferenceOptimization": "dstrain.tasks.dpo.DPO"},
     "dstrain.tasks.kto": {"SingleAnswers": "dstrain.tasks.kto.KTO"},
+    "dstrain.tasks": _RENAMED_IN_REGISTRY,
     "dstrain.tasks.find": {
-        name: f"dstrain.tasks.common.registry.{name}" for name in ("find_task", "make_task", "Option")
+        **{name: f"{_REGISTRY}.{name}" for name in ("find_task", "make_task", "Option")},
+        **_RENAMED_IN_REGISTRY,
     },
     "dstrain.tasks.ops": {
         "ask": f"{_FORWARD}.forward_logits",
         "answer_log_probs": f"{_FORWARD}.answer_log_probs",
         "score_answers": f"{_FORWARD}.score_answers",
         "unwrapped": f"{_FORWARD}.unwrap_peft",
-        "bradley_terry": f"{_LOSSES}.bradley_terry",
+        "score_tokens": f"{_FORWARD}.score_tokens",
+        "exact_answers": f"{_FORWARD}.count_exact_answers",
+        "inputs_of_images": f"{_FORWARD}.vision_inputs",
+        **{
+            name: f"{_LOSSES}.{name}"
+            for name in ("bradley_terry", "dpo_sigmoid", "robust_dpo", "ipo", "hinge", "simpo", "kto")
+        },
+        "odds_ratio": f"{_LOSSES}.orpo",
         "switch_off_dropout": "dstrain.tasks.common.dropout.disable_dropout_in_model",
     },
     "dstrain.shipped": {"shipped": "dstrain.resources.find_resource_dir"},

@@ -248,7 +248,7 @@ def load_saved_model(saved: SavedModel, ds_config: Mapping[str, Any], world: Wor
         if adapted:
             model = build_model(task)
         else:
-            empty = build_uninitialized(task, info.path) if _canbuild_uninitialized(saved, ds_config) else None
+            empty = build_uninitialized(task, info.path) if _can_build_uninitialized(saved, ds_config) else None
             with weights_loaded_later() as drawn:
                 model = empty or build_model_without_init(task)
             if drawn and has_tie_conflict(model, info.path):
@@ -257,7 +257,7 @@ def load_saved_model(saved: SavedModel, ds_config: Mapping[str, Any], world: Wor
     return model
 
 
-def _canbuild_uninitialized(saved: SavedModel, ds_config: Mapping[str, Any]) -> bool:
+def _can_build_uninitialized(saved: SavedModel, ds_config: Mapping[str, Any]) -> bool:
     """Return True if the model can be built without values: the checkpoint has all, and none is
     read before.
     """

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from dstrain.source_map import KeyPath
+
 KEY_ALIASES: dict[str, str] = {
     # HF Trainer and TRL
     "per_device_train_batch_size": "batch.micro",
@@ -142,6 +144,13 @@ def rename_keys(values: Mapping[str, Any]) -> dict[str, Any]:
         return {**values}
     new = {old: name if name not in options else old for old, name in renamed.items()}
     return {**values, "options": {new.get(name, name): value for name, value in options.items()}}
+
+
+def list_renamed_keys(values: Mapping[str, Any]) -> list[tuple[KeyPath, KeyPath]]:
+    """Return (old key, new key) of all renamed keys, with the options of the recipe's task."""
+    options = RENAMED_OPTIONS.get(str(values.get("task")), {})
+    blocks = (("launch", RENAMED_LAUNCH_KEYS), ("options", options))
+    return [((block, old), (block, new)) for block, renamed in blocks for old, new in renamed.items()]
 
 
 def find_deprecations(values: Mapping[str, Any]) -> Iterator[str]:

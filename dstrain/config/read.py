@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dstrain.config.aliases import KEY_ALIASES, UNSUPPORTED_KEYS, UNSUPPORTED_VALUES
+from dstrain.config.aliases import KEY_ALIASES, UNSUPPORTED_KEYS, UNSUPPORTED_VALUES, list_renamed_keys
 from dstrain.config.field_types import hide_secret
 from dstrain.config.overrides import resolve_overrides
 from dstrain.config.read_yaml import COMMAND_LINE, apply_override, format_value, normalize_key, read_yaml
@@ -44,11 +44,11 @@ def read_recipe(
     source = read_yaml(path) if path else SourceMap(COMMAND_LINE)
     for text in overrides:
         apply_override(source, text)
-    resolve_overrides(source)
     for key, option, value in (("task", "--task", task), ("ds_config", "--ds-config", ds_config)):
         if value is not None:
             source.values[key] = value
             source.locations[(key,)] = option
+    resolve_overrides(source)  # after the task, whose options may have old names
     try:
         config = RunConfig.model_validate(source.values)
     except ValidationError as error:
@@ -88,6 +88,9 @@ def _schema_faults(error: ValidationError, source: SourceMap) -> Iterator[Fault]
         loc = detail["loc"][:-2] if detail["loc"][-1:] == ("[key]",) else detail["loc"]
         loc = tuple(name for name in loc if name not in _UNION_BRANCHES)
         key = normalize_key(loc, source.values)
+        if not _has_key(source.values, key):  # written under its old name
+            old_names = {new: old for old, new in list_renamed_keys(source.values) if _has_key(source.values, old)}
+            key = (*old_names.get(key[:2], key[:2]), *key[2:])
         while key and key not in source.locations and not _has_key(source.values, key):
             key = key[:-1]
         if detail["type"] == "extra_forbidden" and key and key[-1] != detail["loc"][-1]:

@@ -73,11 +73,11 @@ def as_dataset(samples: Samples) -> Dataset:
     """Return what `Task.examples` gave as a `Dataset`; attributes that a plain sequence has count."""
     if isinstance(samples, Dataset):
         return samples
-    lengths = getattr(samples, "lengths", None)
+    lengths, report = getattr(samples, "lengths", None), getattr(samples, "report", None)
     return SequenceDataset(
         samples,
         sizes=tuple(getattr(samples, "sizes", (len(samples),))),
         weights=getattr(samples, "weights", None),
         lengths=lengths if callable(lengths) else None,
-        report=getattr(samples, "report", None),
+        report=report if isinstance(report, Mapping) else None,  # a TokenStore has another kind
     )

@@ -37,6 +37,7 @@ from dstrain.launch.lease_file import (
     parse_launch_id,
     parse_lease_number,
     read_latest_lease,
+    read_lease_file,
 )
 from dstrain.launch.processes import get_host_id, is_process_alive, start_time
 from dstrain.launch.worker import get_workers_dir
@@ -132,7 +133,7 @@ class Lease:
             # Suppressed: it is gone meanwhile, or its process runs (ResumeError): both leave
             # nothing to remove.
             with contextlib.suppress(OSError, ResumeError):
-                holder = parse_holder(path.read_bytes())
+                holder = parse_holder(read_lease_file(path))
                 if holder is not None and self._is_holder_dead(holder):
                     path.unlink(missing_ok=True)
 

@@ -52,7 +52,7 @@ def read_latest_lease(folder: Path) -> tuple[int, bytes | None]:
         if not number:
             return 0, None
         try:
-            return number, _read_file(lease_path(folder, number))
+            return number, read_lease_file(lease_path(folder, number))
         except OSError as fault:  # removed meanwhile: a higher number exists now
             if fault.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
@@ -73,7 +73,8 @@ def parse_lease_number(name: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _read_file(file: Path) -> bytes:
+def read_lease_file(file: Path) -> bytes:
+    """Return a file's content; never follow a link, nor wait for the writer of a pipe. Raises OSError."""
     # Opened on each call: NFS then asks its server for the current content (close-to-open
     # consistency).
     with os.fdopen(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
@@ -121,7 +122,7 @@ def link_exclusive(temporary: Path, target: Path) -> bool:
             _copy_exclusive(temporary, target)
             return True
     with contextlib.suppress(OSError):  # removed meanwhile: not ours
-        return _read_file(target) == _read_file(temporary)
+        return read_lease_file(target) == read_lease_file(temporary)
     return False
 
 

@@ -195,8 +195,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().splitlines()
     except OSError:  # a missing file has no rows; a summary at the end of a run must not fail it
         return []
-    rows = [row for row in map(_parse_row, lines) if row is not None]
-    return [row | {"event": RENAMED_EVENTS.get(row["event"], row["event"])} if "event" in row else row for row in rows]
+    return [_with_present_event(row) for row in map(_parse_row, lines) if row is not None]
+
+
+def _with_present_event(row: dict[str, Any]) -> dict[str, Any]:
+    name = row.get("event")
+    return row | {"event": RENAMED_EVENTS[name]} if isinstance(name, str) and name in RENAMED_EVENTS else row
 
 
 def _parse_row(line: bytes) -> dict[str, Any] | None:

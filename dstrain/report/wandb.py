@@ -106,9 +106,11 @@ class WandbSink:
             reason, command = str(error) or type(error).__name__, f"wandb sync {self._folder}"
             log.warning("Weights & Biases may not have the last rows (%s); `%s` uploads them", reason, command)
         finally:
-            watchdog.cancel()
             self._run = None
-            _teardown()
+            try:
+                _teardown()  # waits for the service process too, without a timeout of its own
+            finally:
+                watchdog.cancel()
 
 
 def check_wandb(config: WandbConfig) -> None:
@@ -189,7 +191,7 @@ def _init(config: WandbConfig, run_dir: Path, recipe: Mapping[str, Any], mode: s
 
 def _teardown() -> None:
     """End wandb's service process. Rows that were not uploaded stay on disk."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception, SystemExit):  # it calls sys.exit where its process was killed or failed
         _import_wandb().teardown()
     _kill_service()
 

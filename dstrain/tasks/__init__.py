@@ -1,5 +1,6 @@
 """Tasks, found by scanning this folder, by file path or by dotted module."""
 
+from dstrain.old_paths import moved_names
 from dstrain.tasks.common.registry import (
     Option,
     builtin_tasks,
@@ -27,3 +28,5 @@ __all__ = [
     "make_task",
     "task_options",
 ]
+
+__getattr__ = moved_names(__name__)

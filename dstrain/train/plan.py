@@ -16,7 +16,7 @@ import torch
 from dstrain.config import BatchPlan, Recipe, RunConfig, resolve_batch, resolve_steps
 from dstrain.data.dataset import Dataset
 from dstrain.data.loading.sampler import StepSampler
-from dstrain.distributed.world import SingleProcessWorld
+from dstrain.distributed.world import Ranks, SingleProcessWorld
 from dstrain.errors import DataError
 from dstrain.launch.command import free_port
 from dstrain.launch.kernel_locks import get_extensions_dir, remove_stale_locks
@@ -36,7 +36,7 @@ from dstrain.train.resume.decision import StartDecision, decide_start
 from dstrain.train.resume.fingerprints import check_fingerprints, fingerprint_weights
 from dstrain.train.resume.inputs import check_inputs_unchanged, digest_input_files, digest_inputs
 from dstrain.train.resume.recorded import ResumeOptions, check_recipe_unchanged, with_saved_batch_total
-from dstrain.train.run_dir import check_run_dir_writable, with_saved_tokenizer
+from dstrain.train.run_dir import check_run_dir_shared, check_run_dir_writable, with_saved_tokenizer
 from dstrain.train.state.manifest import CheckpointInfo
 
 ALLOCATOR_ENV_VARS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -121,8 +121,9 @@ def make_plan(
     device = set_up_process(worker, config)
     preset = read_preset(config.ds_config)
     with rendezvous or contextlib.nullcontext():
-        checkpoints = CheckpointStore(folder=run_dir / "checkpoints", world=rendezvous or SingleProcessWorld())
-        start = decide_start(checkpoints, resume)
+        world: Ranks = rendezvous or SingleProcessWorld()
+        check_run_dir_shared(run_dir, world)  # a rank that sees another folder would find every checkpoint damaged
+        start = decide_start(CheckpointStore(folder=run_dir / "checkpoints", world=world), resume)
         checkpoint = start.checkpoint
         check_recipe_unchanged(checkpoint, config, resume.allowed_keys)
         batch_config = with_saved_batch_total(config.batch, checkpoint, resume.allowed_keys)

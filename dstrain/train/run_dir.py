@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.config import RunConfig, dump_recipe
-from dstrain.distributed.world import World
+from dstrain.distributed.world import Ranks, World
 from dstrain.errors import RunError, UsageError
 from dstrain.files import atomic_write, remove_stale_partials
 from dstrain.models.base_config import save_base_config
@@ -199,13 +199,13 @@ def check_run_dir_writable(run_dir: Path) -> None:
             raise UsageError(f"--run-dir {run_dir}: {path} is not writable for this user; {fix}")
 
 
-def check_run_dir_shared(run_dir: Path, world: World) -> None:
+def check_run_dir_shared(run_dir: Path, world: Ranks) -> None:
     """Raise UsageError on every rank unless all see the same run folder. Collective."""
     # A new name each time: an NFS client may remember that an earlier one was absent.
-    token = run_dir / f".shared-{world.broadcast(secrets.token_hex(8))}"
+    token = run_dir / f".shared-{world.gather(secrets.token_hex(8))[0]}"
     if world.rank == 0:
         token.write_bytes(b"")
-    world.barrier()
+    world.gather(None)  # the file exists from here on
     missing = [rank for rank, sees_token in enumerate(world.gather(token.exists())) if not sees_token]
     if world.rank == 0:
         token.unlink()

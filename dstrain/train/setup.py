@@ -47,7 +47,6 @@ from dstrain.train.resume.recorded import dump_training_recipe, get_run_dir
 from dstrain.train.run import Run
 from dstrain.train.run_dir import (
     archive_previous_run,
-    check_run_dir_shared,
     get_library_versions,
     replace_folder,
     write_run_config,
@@ -73,7 +72,6 @@ def run_training(plan: RunPlan, terminal: TextIO | None, signal_handler: SignalH
 def _run_and_close(plan: RunPlan, world: World, terminal: TextIO | None, signal_handler: SignalHandler) -> int:
     run, code = None, 1
     try:
-        check_run_dir_shared(plan.run_dir, world)
         # Only now: a plan that is refused must leave an earlier run where it is.
         archive_previous_run(plan.run_dir, plan.resume, world)
         run = build_run(with_reference_outputs(plan, world), world, terminal, signal_handler)

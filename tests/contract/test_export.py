@@ -23,6 +23,7 @@ from dstrain.commands import export as command
 from dstrain.commands.export import export_model
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.tasks import find_task
+from dstrain.tasks.sft import SFTExport
 from tests.contract.export_cases import Change, make_run, read_as_a_stranger, spoil, stored
 from tests.contract.lora_cases import save_base
 from tests.vocabulary import RUN, metric_rows, write_recipe
@@ -218,7 +219,7 @@ def test_a_model_that_is_not_the_checkpoint_is_refused(
 
 
 def test_answers_that_are_no_numbers_are_no_proof(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find_task("sft"), "outputs", lambda self, model, batch: torch.full((3,), torch.nan))
+    monkeypatch.setattr(SFTExport, "outputs", lambda self, model, batch: torch.full((3,), torch.nan))
     with pytest.raises(CheckpointError, match="its outputs differ by nan"):
         export_model(run, "last", tmp_path / "out")
     assert not left_in(tmp_path)
@@ -229,7 +230,9 @@ def test_a_disk_without_room_is_found_before_anything_is_written(
 ) -> None:
     usage = type(shutil.disk_usage("/"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10 << 30, 10 << 30, 1 << 20))
-    with pytest.raises(UsageError, match=r"--to: the weights take \S+ KiB, .* and .* has 1\S* MiB free; make room"):
+    with pytest.raises(
+        UsageError, match=r"--to: the weights take \S+ KiB, .* but .* has 1\S* MiB free; free some space"
+    ):
         export_model(run, "last", tmp_path / "new/out")
     assert not left_in(tmp_path)
 

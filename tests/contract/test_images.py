@@ -190,7 +190,7 @@ def test_images_within_a_parquet_file_are_kept_in_the_cache(tmp_path: Path, monk
     values["data"] |= {"train": "x.parquet"}
     made = examples(values)
     shown = [made[row]["images"][0] for row in range(3)]
-    assert [image.index for image in shown] == [0, 1, 0]
+    assert [image.position for image in shown] == [0, 1, 0]
     assert all(image.has_copy for image in shown)
     first, second, third = (image.load() for image in shown)
     assert first.tobytes() == third.tobytes() != second.tobytes()
@@ -325,7 +325,7 @@ def test_an_image_that_changed_since_the_data_were_prepared_is_noticed(
         plan(recipe(tmp_path), tmp_path)
     told = capfd.readouterr().err
     assert "is built again" in told
-    assert f"good.png is {'gone' if harm == 'deleted' else 'not the file that it was'}" in told
+    assert f"good.png {'is gone' if harm == 'deleted' else 'has changed'}" in told
     picture(1, (16, 16)).save("good.png")
     plan(recipe(tmp_path), tmp_path)  # mended, it is used, though no data file changed
 
@@ -334,7 +334,7 @@ def test_a_model_that_sees_nothing_refuses_records_with_images(written: Any, tmp
     written(GOOD, pair, "x.jsonl")
     values = find_task("rm").tiny(tmp_path)
     values["data"] |= {"train": "x.jsonl", "eval": None}
-    wanted = r"x\.jsonl:1: it holds an image, and the model sees none; name one that does, or remove the record"
+    wanted = r"x\.jsonl:1: the record has an image, and the model is text-only; name a vision-language model, or remove the record"
     with pytest.raises(UsageError, match=wanted):
         plan(values, tmp_path)
     vlm = recipe(tmp_path) | {"model": values["model"]}

@@ -124,7 +124,7 @@ def test_a_run_goes_on_from_an_old_checkpoint(task: str, moved: Path, resumed: R
     """The steps that follow give the losses that the earlier version gave when nothing broke it off."""
     done = resumed(task)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert f"going on from step {CUT_AT[task]}" in done.stdout
+    assert f"continuing from step {CUT_AT[task]}" in done.stdout
     found, wanted = rows(moved / task / "run/metrics.jsonl"), rows(moved / task / "unbroken.jsonl")
     assert len(found) > len(rows(EARLIER / task / "run/metrics.jsonl"))
     assert [counted(row) for row in found] == [pytest.approx(counted(row), nan_ok=True) for row in wanted]
@@ -173,8 +173,8 @@ def test_an_old_store_shows_its_images(untouched: Path) -> None:
         if key["what"] != "conversations":
             continue
         store = TokenStore(untouched / "cache" / name)
-        assert store.album is not None
-        assert store.album.changed() is None
+        assert store.image_index is not None
+        assert store.image_index.find_change() is None
         for index in range(len(store)):
             for image in store[index]["images"]:
                 assert image.load().mode == "RGB"

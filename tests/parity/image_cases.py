@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 
 from dstrain.batch import Batch
+from dstrain.data.dataset import as_dataset
 from dstrain.data.loading.loader import make_batch
 from dstrain.data.vision.processor import VisionProcessor
 from dstrain.train.evaluate import Evaluation
@@ -38,7 +39,7 @@ class Course:
         if not self.looks:
             return []
         examples = [run.examples[index] for index in self.looks[step]]
-        return [Evaluation(run.task, examples, 2).run(run.engine)["loss"]]
+        return [Evaluation(run.task, as_dataset(examples), 2).run(run.engine)["loss"]]
 
 
 def losses(

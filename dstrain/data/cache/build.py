@@ -13,7 +13,7 @@ from dstrain.cache_dir import cache_root
 from dstrain.data.cache.bad_record_summary import format_bad_rows, group_by_reason
 from dstrain.data.cache.process_pool import SINGLE_PROCESS, EncodedChunk, ProcessPoolConfig, map_chunks
 from dstrain.data.cache.token_store import BuildReport, TokenStore, WithExtraFiles, load_or_build_store
-from dstrain.data.records import BadRecord, BadRow, Encode, EncodeResult, try_parse
+from dstrain.data.records import BadRecord, BadRow, Encode, EncodeResult, encode_valid, try_parse
 from dstrain.data.sources.base import Source
 from dstrain.errors import DataError
 
@@ -61,12 +61,6 @@ class SequentialEncode(RecordEncode):
         """Continue as if the records in `previous`, the last one first, had been encoded."""
         parsed = (try_parse(self.parse, record) for record in previous)
         self.encode.restore_context(item for item in parsed if not isinstance(item, BadRecord))
-
-
-def encode_valid(items: Sequence[Any], encode: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
-    """Return `encode` of the valid items, with each BadRecord left in its place."""
-    encoded = iter(encode([item for item in items if not isinstance(item, BadRecord)]))
-    return [item if isinstance(item, BadRecord) else next(encoded) for item in items]
 
 
 @dataclass(frozen=True, kw_only=True)

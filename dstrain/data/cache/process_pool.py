@@ -130,7 +130,7 @@ def _worker_main(
     initializer: Callable[[], None] | None,
     connection_and_parent: tuple[Connection, int],
 ) -> None:
-    """Encode ranges in a forked process, with default signal handlers: the parent kills this process."""
+    """Encode ranges in a forked process, without the parent's signal handlers: SIGINT is ignored, the parent kills it."""
     results, parent = connection_and_parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -18,12 +18,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from dstrain.cache_dir import cache_root as cache_root
-from dstrain.cache_dir import hash_key as hash_key
+from dstrain.cache_dir import hash_key
 from dstrain.data.cache.columns import ColumnWriter
 from dstrain.data.records import BadRow, Example
-from dstrain.data.vision.image_index import IMAGE_INDEX_FILE as ALBUM
-from dstrain.data.vision.image_index import ImageIndex
+from dstrain.data.vision.image_index import IMAGE_INDEX_FILE, ImageIndex
 from dstrain.errors import DataError
 from dstrain.files import atomic_folder, is_occupied, partial_path, remove_stale_partials
 from dstrain.process_setup import log_stderr
@@ -84,7 +82,7 @@ class TokenStore:
             name: (_open_column(folder / f"{name}.npy"), _open_column(folder / f"{name}.ends.npy"))
             for name in meta["ragged"]
         }
-        self.image_index = ImageIndex(folder) if ALBUM in meta["files"] else None
+        self.image_index = ImageIndex(folder) if IMAGE_INDEX_FILE in meta["files"] else None
 
     def __len__(self) -> int:
         return self._count

@@ -71,9 +71,7 @@ class TokenBudget:
 
     def _overflow_message(self, used_tokens: int, is_full_turn: bool) -> str:
         """Return why `used_tokens` of prompt and special tokens leave no room, and the fix."""
-        what = (
-            "its last user turn and the start of the answer take" if is_full_turn else "its prompt, cut, takes"
-        )
+        what = "its last user turn and the start of the answer take" if is_full_turn else "its prompt, cut, takes"
         most = self.max_length - 1 - self.suffix_tokens
         less = "" if is_full_turn else f", data.max_prompt_length to {most} or less"
         return (

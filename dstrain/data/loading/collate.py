@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 Sequences = Sequence[Sequence[int] | np.ndarray]
 
 
-def pad(sequences: Sequences, value: int) -> torch.Tensor:
-    """Return the sequences as (B, L) int64, padded on the right with the value."""
+def pad(sequences: Sequences, value: int, multiple_of: int = 1) -> torch.Tensor:
+    """Return the sequences as (B, L) int64, padded on the right with the value; L is rounded up to the multiple."""
     import torch
 
-    table = np.full((len(sequences), padded_length(sequences)), value, dtype=np.int64)
+    table = np.full((len(sequences), padded_length(sequences, multiple_of)), value, dtype=np.int64)
     for row, sequence in zip(table, sequences, strict=True):
         row[: len(sequence)] = sequence
     return torch.from_numpy(table)  # (B, L)
 
 
-def attention_mask(sequences: Sequences) -> torch.Tensor:
+def attention_mask(sequences: Sequences, multiple_of: int = 1) -> torch.Tensor:
     """Return (B, L) int64, 1 for the tokens of `pad` and 0 for its padding."""
     import torch
 
     lengths = np.array([len(sequence) for sequence in sequences])
-    table = np.arange(padded_length(sequences)) < lengths[:, None]
+    table = np.arange(padded_length(sequences, multiple_of)) < lengths[:, None]
     return torch.from_numpy(table.astype(np.int64))  # (B, L)
 
 
@@ -67,6 +67,7 @@ def loss_positions(loss_mask: torch.Tensor, length: int) -> torch.Tensor:
     return loss_mask.nonzero() + torch.tensor([0, length - loss_mask.shape[1]], device=loss_mask.device)
 
 
-def padded_length(sequences: Sequences) -> int:
-    """Return the length of the longest sequence, L."""
-    return max(len(sequence) for sequence in sequences)
+def padded_length(sequences: Sequences, multiple_of: int = 1) -> int:
+    """Return the length of the longest sequence, rounded up to the multiple, L."""
+    longest = max(len(sequence) for sequence in sequences)
+    return -(-longest // multiple_of) * multiple_of

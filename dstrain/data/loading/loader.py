@@ -49,7 +49,7 @@ class Loader:
         return self.sampler.epoch_at(consumed_samples)
 
     def iter_steps(self, consumed_samples: int) -> Iterator[Step]:
-        """Yield this rank's batches of each step after the consumed samples, to the end of the plan.
+        """Yield this rank's batches of each step after the consumed samples, to the end of the run.
 
         Closing the iterator stops the threads. Raises RunError for samples that cannot be collated.
         """

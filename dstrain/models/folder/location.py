@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from pathlib import Path
 
 from dstrain.errors import Fault, RecipeError
@@ -26,5 +27,7 @@ def check_local_folder(name: str, key: str) -> bool:
 
 def missing_folder_fault(name: str, key: str) -> Fault:
     """Return the fault of a path without a folder."""
-    problem = f"'{name}' is a file, not a folder" if Path(name).expanduser().exists() else f"'{name}' is not a folder"
+    # os.path: Path.exists raises OSError for a path that may not be read, or is too long.
+    is_file = os.path.exists(os.path.expanduser(name))
+    problem = f"'{name}' is a file, not a folder" if is_file else f"'{name}' is not a folder"
     return Fault(key, problem, f"give an existing folder or a hub id (working directory: {Path.cwd()})")

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrain.cache_dir import cache_root
 from dstrain.config.schema import ModelConfig, ProcessorConfig, RunConfig, TokenizerConfig
-from dstrain.data.cache.token_store import cache_root
 from dstrain.data.encoding.chat_template import resolve_chat_template
 from dstrain.data.encoding.train_tokenizer import load_or_train_tokenizer
 from dstrain.data.sources.open import ConcatSource
@@ -154,8 +154,11 @@ class ModelSource:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer, with a pad token and the recipe's chat template."""
-        if self.get_tokenizer is not None:
-            return self.get_tokenizer()
+        return self.recipe_tokenizer if self.get_tokenizer is None else self.get_tokenizer()
+
+    @cached_property
+    def recipe_tokenizer(self) -> Any:
+        """The same as the recipe names it, which a task that makes its own may start from."""
         if self.vision_processor is None:
             return self._set_chat_template(self.base_tokenizer)
         return self.vision_processor.tokenizer

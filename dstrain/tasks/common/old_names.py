@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dstrain.errors import TaskError
 from dstrain.tasks.common.task import LossInputs, Reference, Task
 
 CHECKS = {
@@ -40,8 +42,22 @@ RENAMED = {
     "heads": "modules_to_save",
     "alter": "augment_image",
     "prepared": "wrap_source",
+    "more": "extra_tensors",
+    "beside": "extra_metrics",
+    "remembered": "cached_reference_outputs",
+    "tokens": "build_store",
 }
 """Old name -> new name of a method that a class of dstrain has."""
+REPLACED = {
+    "auto": "source_class",
+    "auto_class": "source_class",
+    "config_for": "source_class",
+    "load": "source_class",
+    "read": "parse_with_images",
+    "source": "open_sources",
+    "store": "build_store",
+}
+"""Old name -> new member with another contract. Left alone, another model or other data would be trained on."""
 _reported: set[str] = set()
 _accepted: set[type[Task]] = set()
 
@@ -60,8 +76,9 @@ def accept_old_names(cls: type[Task]) -> None:
     """Let the members that a user's class has under old names take the place of the new ones."""
     if cls in _accepted:
         return
-    _accepted.add(cls)
     own = {name for base in cls.__mro__ if not _is_ours(base) for name in vars(base)}
+    _refuse_replaced(cls, own)
+    _accepted.add(cls)
     for old, new in RENAMED.items():
         if old in own and new not in own and (ours := _find_in_ours(cls, new)) is not None:
             _report(cls, old, new)
@@ -73,6 +90,15 @@ def accept_old_names(cls: type[Task]) -> None:
             _replace_hooks(cls, holder, used)
     if own & {*REFERENCE, *STEP_STATS} and _find_in_ours(cls, "reference_kind") is None:
         _replace_loss_inputs(cls, own & {*REFERENCE, *STEP_STATS})
+    abc.update_abstractmethods(cls)
+
+
+def _refuse_replaced(cls: type[Task], own: set[str]) -> None:
+    """Raise TaskError for old members of a class derived from one of ours that nothing would call."""
+    for old, new in REPLACED.items():
+        if old in own and new not in own and _find_in_ours(cls, new) is not None:
+            name = f"{cls.__module__}.{cls.__qualname__}"
+            raise TaskError(f"{name}: `{old}` is no longer called; override `{new}` instead (docs/tasks.md)")
 
 
 def _is_ours(cls: type) -> bool:
@@ -114,7 +140,9 @@ def _make_super(holder: str, old: str, new: str) -> None:
 
     def call(self: Task, *args: Any) -> Any:
         hooks = getattr(self, holder)
-        return getattr(getattr(hooks, "inner", hooks), new)(*args)
+        while isinstance(hooks, _WithOldNames):
+            hooks = hooks.inner
+        return getattr(hooks, new)(*args)
 
     setattr(Task, old, call)
 
@@ -122,8 +150,8 @@ def _make_super(holder: str, old: str, new: str) -> None:
 def _replace_loss_inputs(cls: type[Task], used: set[str]) -> None:
     def loss_inputs(self: Task) -> LossInputs:
         given = {new: getattr(self, old) for old, new in REFERENCE.items() if old in used}
-        asked = getattr(self, "surveys", False) if "surveys" in used else "survey" in used
-        stats: Callable[..., Any] | None = getattr(self, "survey", None) if asked else None
+        asked = "surveys" in used and getattr(self, "surveys")  # noqa: B009
+        stats: Callable[..., Any] | None = getattr(self, "survey") if asked else None  # noqa: B009
         reference = Reference(**{"config": self.recipe.model, **given})
         return LossInputs(reference=reference, step_stats=stats)
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.cache.build import encode_valid
 from dstrain.data.cache.build_images import encode_image_prompts
 from dstrain.data.encoding.prompts import EncodedPrompt, encode_prompts
 from dstrain.data.formats.image_placeholders import RecordWithImages
 from dstrain.data.formats.prompts import ParsedPrompt, read_prompt
-from dstrain.data.records import BadRecord, EncodeResult, try_parse
+from dstrain.data.records import BadRecord, EncodeResult, encode_valid, try_parse
 from dstrain.data.sources.base import Source
 from dstrain.tasks.common.text import TextTask
 

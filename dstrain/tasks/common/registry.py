@@ -45,14 +45,15 @@ def builtin_tasks() -> list[str]:
 def find_task(name: str) -> type[Task]:
     """Return the task class of a packaged task, a file path, or a dotted module. Raises TaskError."""
     module = _import_task_module(name)
-    found = [
+    defined = [
         value
         for value in vars(module).values()
-        if isinstance(value, type)
-        and issubclass(value, Task)
-        and not inspect.isabstract(value)
-        and value.__module__ == module.__name__
+        if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
     ]
+    if name not in builtin_tasks():
+        for task in defined:
+            accept_old_names(task)  # first: a method of an old name may be one that was abstract
+    found = [task for task in defined if not inspect.isabstract(task)]
     if len(found) != 1:
         names = ", ".join(cls.__name__ for cls in found) or "none"
         raise TaskError(
@@ -62,8 +63,6 @@ def find_task(name: str) -> type[Task]:
         raise TaskError(
             f"--task {name}: {found[0].__name__} is not a dataclass; write @dataclass(frozen=True, kw_only=True) above it"
         )
-    if name not in builtin_tasks():
-        accept_old_names(found[0])
     return found[0]
 
 

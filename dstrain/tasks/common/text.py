@@ -56,7 +56,8 @@ class TextChecks(Checks):
         recipe = self.task.recipe
         faults = [MISSING_MODEL] * (not self.task.model_source.is_named)
         faults += [NO_TRAIN_DATA] * (not recipe.data.train)
-        if faults := faults or ([] if self.task.has_own_tokenizer else check_model(recipe)):
+        own = self.task.has_own_tokenizer or self.task.has_own_source_load
+        if faults := faults or ([] if own else check_model(recipe)):
             raise RecipeError(faults)
 
     def run(self) -> None:
@@ -141,7 +142,7 @@ class TextTask(Task):
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer, with a pad token and the recipe's chat template."""
-        return self.model_source.tokenizer
+        return self.model_source.recipe_tokenizer  # what `super().tokenizer` of a subclass asks for
 
     @property
     def has_own_tokenizer(self) -> bool:
@@ -151,8 +152,12 @@ class TextTask(Task):
     @property
     def loads_own_model(self) -> bool:
         """True where a subclass, in a user's file, makes the model in its own way."""
-        own_source = self.source_class.load is not ModelSource.load
-        return own_source or type(self).build_model is not TextTask.build_model
+        return self.has_own_source_load or type(self).build_model is not TextTask.build_model
+
+    @property
+    def has_own_source_load(self) -> bool:
+        """True where `source_class` loads in its own way: model.path may then mean anything."""
+        return self.source_class.load is not ModelSource.load
 
     @cached_property
     def checks(self) -> TextChecks:

@@ -53,7 +53,7 @@ class ForwardEngine:
         return evaluate_batch(self.module, batch, self.world)
 
     def compute_step_stats(self, batches: Iterable[Batch]) -> list[Mapping[str, torch.Tensor]]:
-        """Return the extra columns of each batch for a task with `needs_step_stats`. Collective."""
+        """Return the extra columns of each batch for a task with step statistics. Collective."""
         return compute_step_stats(self.module, batches, self.world)
 
 

@@ -137,7 +137,7 @@ def compute_step_stats(
 ) -> list[Mapping[str, torch.Tensor]]:
     """Return for each batch its reference outputs and the task's means over all batches of all ranks. Collective.
 
-    `module` is a TrainModule whose task has `needs_step_stats`, or an engine around one. The means are scalars.
+    `module` is a TrainModule whose task has step statistics, or an engine around one. The means are scalars.
     """
     outputs, sums = [], StepAccumulator()
     for batch in batches:

@@ -79,16 +79,24 @@ def diagnose(report: StatusReport) -> Diagnosis:
     elif status := by_kind.get("stopped"):
         ranks, what, stop_signal = [status.rank], f"was stopped by {status.text}", status.text
     elif missing:
-        states = {report.process_states.get(rank, "") for rank in missing}
-        _, what, look = _KERNEL_STATES[states.pop() if len(states) == 1 and states <= {*_KERNEL_STATES} else ""]
-        # A closed connection to another host, whose processes cannot be looked up, means an exit.
-        if what == "went silent" and re.search("closed|reset|refused|broken pipe|exited|aborted", report.reason, re.I):
-            what, look = "has ended, or lost the network", _KERNEL_STATES["gone"][2]
-        ranks, what = missing, f"{what}; see logs/rank-{missing[0]:05d}.log{look}"
+        ranks, what = missing, _describe_missing(report, missing)
     else:
         ranks, what = _compare_collectives(report)
     message = f"{format_ranks_by_host(ranks, statuses)} {what}".lstrip()
     return Diagnosis(tuple(ranks), message, stop_signal, format_status_table(report, ranks))
+
+
+def _describe_missing(report: StatusReport, missing: Sequence[int]) -> str:
+    """Return what became of the ranks that did not answer, and how long others waited for them."""
+    states = {report.process_states.get(rank, "") for rank in missing}
+    state = states.pop() if len(states) == 1 else "mixed"
+    _, what, look = _KERNEL_STATES.get(state, _KERNEL_STATES[""])
+    # A closed connection to another host, whose processes cannot be looked up, means an exit.
+    if state == "" and re.search("closed|reset|refused|broken pipe|exited|aborted", report.reason, re.I):
+        what, look = "has ended, or lost the network", _KERNEL_STATES["gone"][2]
+    wait = _describe_wait(report.statuses)
+    separator = " while " if what.startswith("has ended") else ": "
+    return f"{what}{wait and separator + wait}; see logs/rank-{missing[0]:05d}.log{look}"
 
 
 def _compare_collectives(report: StatusReport) -> tuple[list[int], str]:
@@ -96,31 +104,66 @@ def _compare_collectives(report: StatusReport) -> tuple[list[int], str]:
     them.
     """
     statuses = report.statuses
-    members = {name: log["ranks"] for status in statuses.values() for name, log in status.lines.items()}
-    waits = [
-        (log["seconds"], name) for status in statuses.values() for name, log in status.lines.items() if _waits(log)
-    ]
+    groups = sorted({name for status in statuses.values() for name in status.lines})
+    waited = _find_waited_group(statuses)
     # On a GPU no rank stays inside a collective, since the host runs ahead of it: compare all
     # groups.
-    for group in [max(waits)[1]] if waits else sorted(members):
-        logs = {rank: statuses[rank].lines.get(group, {}) for rank in members[group] if rank in statuses}
-        first = min(log.get("entered", 0) for log in logs.values())
-        late = [rank for rank, log in logs.items() if log.get("entered", 0) == first]
+    for group in [waited] if waited else groups:
+        logs = _get_member_logs(statuses, group)
+        first = min(log["entered"] for log in logs.values())
+        late = [rank for rank, log in logs.items() if log["entered"] == first]
         if ahead := [log for rank, log in logs.items() if rank not in late]:
-            collective = _format_collective(max(ahead, key=lambda log: log["seconds"]), first + 1)
-            return late, f"did not enter {collective}; see logs/stacks/rank-{late[0]:05d}.txt"
-        names = {rank: "".join(log.get("names", [])[-1:]) for rank, log in logs.items()}
-        if len(set(names.values())) > 1:
-            odd = min(set(names.values()), key=[*names.values()].count)
-            others = ", ".join(sorted({*names.values()} - {odd}))
-            what = f"entered {odd} as collective no. {first}, where others entered {others}; see logs/stacks"
-            return [rank for rank, name in names.items() if name == odd], what
+            furthest, status = max(ahead, key=lambda log: log["seconds"]), statuses[late[0]]
+            others = f"{len(ahead)} of {len(logs)} ranks waited in for {furthest['seconds']:.0f} s"
+            where = f"{'it is' if len(late) == 1 else 'they are'} in {status.doing or 'no step'}"
+            return late, (
+                f"did not enter {_format_collective(furthest, first + 1)} that {others}: {where}, where nothing "
+                f"moved for {status.quiet:.0f} s; see logs/stacks/rank-{late[0]:05d}.txt"
+            )
+    for group in groups:
+        logs = _get_member_logs(statuses, group)
+        names = {rank: "".join(log["names"][-1:]) for rank, log in logs.items()}
+        # In the ranks' order, so that all ranks blame the same ones if two names are equally frequent.
+        distinct = list(dict.fromkeys(names.values()))
+        if len(distinct) > 1:
+            odd = min(distinct, key=[*names.values()].count)
+            ranks = [rank for rank, name in names.items() if name == odd]
+            rest = ", ".join(sorted({*distinct} - {odd}))
+            what = f"entered {odd} as collective no. {logs[ranks[0]]['entered']}, where others entered {rest}"
+            return ranks, f"{what}; see logs/stacks"
+    wait = _describe_wait(statuses)
+    suffix = wait and f": {wait}"
     if not report.reason:
         idle = min(status.quiet for status in statuses.values())
-        return [], f"no rank moved for {idle:.0f} s, and none is behind; see logs/stacks"
+        return [], f"no rank moved for {idle:.0f} s, and none is behind{suffix}; see logs/stacks"
     several = len({status.host for status in statuses.values()}) > 1
     look = "look at the network between the hosts" if several else "see the logs of all ranks"
-    return [], f"all ranks answer, but cannot reach each other ({report.reason}); {look}"
+    return [], f"all ranks answer, but cannot reach each other ({report.reason}){suffix}; {look}"
+
+
+def _find_waited_group(statuses: Mapping[int, RankStatus]) -> str | None:
+    """Return the group in which a rank has been inside a collective for longest."""
+    logs = [(name, log) for _, status in sorted(statuses.items()) for name, log in status.lines.items()]
+    waits = [(log["seconds"], name) for name, log in logs if _waits(log)]
+    return max(waits)[1] if waits else None
+
+
+def _describe_wait(statuses: Mapping[int, RankStatus]) -> str:
+    """Return `1 of 2 ranks waited 20 s in all_reduce no. 45`, the longest wait; '' if no rank waits."""
+    group = _find_waited_group(statuses)
+    if group is None:
+        return ""
+    inside = [log for log in _get_member_logs(statuses, group).values() if _waits(log)]
+    longest = max(inside, key=lambda log: log["seconds"])
+    collective = _format_collective(longest, longest["entered"])
+    return f"{len(inside)} of {len(longest['ranks'])} ranks waited {longest['seconds']:.0f} s in {collective}"
+
+
+def _get_member_logs(statuses: Mapping[int, RankStatus], group: str) -> dict[int, Mapping[str, Any]]:
+    """Return each member's log of a group; an empty one for a rank that entered nothing in it."""
+    members = next(status.lines[group]["ranks"] for status in statuses.values() if group in status.lines)
+    empty = {"entered": 0, "left": 0, "seconds": 0.0, "names": [], "ranks": members}
+    return {rank: status.lines.get(group, empty) for rank, status in statuses.items() if rank in members}
 
 
 def format_ranks_by_host(ranks: Sequence[int], statuses: Mapping[int, RankStatus]) -> str:

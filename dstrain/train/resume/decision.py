@@ -50,10 +50,10 @@ def decide_start(checkpoints: CheckpointStore, options: ResumeOptions) -> StartD
     if options.source == "never":
         return StartDecision()
     if options.names_folder:
-        chosen = _find_requested(checkpoints, options.source)
-        if fault := checkpoints.find_fault(chosen.path):
-            raise CheckpointError(f"--resume {options.source}: {chosen.path} is damaged ({fault}); choose another")
-        return StartDecision(checkpoint=chosen)
+        path = _find_requested(checkpoints, options.source)
+        if fault := checkpoints.find_fault(path):
+            raise CheckpointError(f"--resume {options.source}: {path} is damaged ({fault}); choose another")
+        return StartDecision(checkpoint=read_checkpoint_info(path, None))
     newest, skipped = checkpoints.find_latest_valid()
     if newest is None and skipped:
         raise CheckpointError(
@@ -63,18 +63,26 @@ def decide_start(checkpoints: CheckpointStore, options: ResumeOptions) -> StartD
     return StartDecision(checkpoint=newest, skipped=tuple(skipped))
 
 
-def _find_requested(checkpoints: CheckpointStore, source: str) -> CheckpointInfo:
+def _find_requested(checkpoints: CheckpointStore, source: str) -> Path:
     """Return the checkpoint that rank 0 finds at `--resume DIR`. Raises its ResumeError on every rank. Collective."""
     path = fault = ""
     if checkpoints.world.rank == 0:
         try:
-            path = str(find_checkpoint_at(source).path)
+            path = str(_check_not_replaced(find_checkpoint_at(source).path, checkpoints, source))
         except ResumeError as error:  # raised below, where the other ranks raise it too
             fault = str(error)
     path, fault = checkpoints.world.gather((path, fault))[0]
     if fault:
         raise ResumeError(fault)
-    return read_checkpoint_info(Path(path), None)
+    return Path(path)
+
+
+def _check_not_replaced(path: Path, checkpoints: CheckpointStore, source: str) -> Path:
+    """Return the path. Raises ResumeError for `step-N.old` beside its successor: the cleanup removes it."""
+    successor = path.with_suffix("")
+    if path.suffix == ".old" and successor.exists() and path.parent == checkpoints.folder.resolve():
+        raise ResumeError(f"--resume {source}: was replaced by {successor.name}; choose that one")
+    return path
 
 
 def _with_restored_name(info: CheckpointInfo, checkpoints: CheckpointStore) -> CheckpointInfo:

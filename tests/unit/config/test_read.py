@@ -169,4 +169,19 @@ def test_the_old_name_of_the_heartbeat_timeout_is_read(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("task: rm\nlaunch: {silence_seconds: 7}\n")
     assert read_recipe(tmp_path / "recipe.yaml").config.launch.heartbeat_timeout_seconds == 7.0
     with pytest.raises(RecipeError, match="silence_seconds"):
-        read_recipe(tmp_path / "recipe.yaml", ["launch.heartbeat_timeout_seconds=8"])
+        read_recipe(None, ["launch.silence_seconds=7", "launch.heartbeat_timeout_seconds=8"], "rm")
+
+
+@pytest.mark.parametrize(
+    ("written", "given"),
+    [("silence_seconds", "heartbeat_timeout_seconds"), ("heartbeat_timeout_seconds", "silence_seconds")],
+)
+def test_of_an_old_and_a_new_name_the_command_lines_counts(written: str, given: str, tmp_path: Path) -> None:
+    path = write(tmp_path, f"task: vlm\nlaunch: {{{written}: 7}}\noptions: {{horizontal_flip: 0.5}}\n")
+    config = read_recipe(path, [f"launch.{given}=9", "options.flip=0"]).config
+    assert (config.launch.heartbeat_timeout_seconds, config.options) == (9.0, {"horizontal_flip": 0})
+
+
+def test_a_fault_of_a_key_names_it_as_it_is_written(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"r.yaml:3 launch.silence_seconds: must be greater than or equal to 3"):
+        read_recipe(write(tmp_path, "task: rm\nlaunch:\n  silence_seconds: 1\n"))

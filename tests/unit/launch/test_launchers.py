@@ -27,7 +27,7 @@ STUB = """#!/bin/sh
 case " $* " in
     *visible_gpus*) echo 8 ;;
     *free_port*) echo 4711 ;;
-    *shipped*) echo "$LAUNCHERS" ;;
+    *find_resource_dir*) echo "$LAUNCHERS" ;;
     *) for word in "${0##*/}" "$@"; do echo "$word"; done; env >"$SEEN"; exit "${CODE:-0}" ;;
 esac
 """
@@ -235,3 +235,15 @@ def test_a_pod_has_time_for_its_checkpoint_and_options_that_exist() -> None:
 
 def test_the_folder_is_found_where_it_ships() -> None:
     assert find_resource_dir("launchers") == LAUNCHERS
+
+
+def test_what_launchers_ask_python_for_is_there() -> None:
+    snippets = {
+        found
+        for path in [*LAUNCHERS.iterdir(), ROOT / "Makefile"]
+        if path.is_file()
+        for found in re.findall(r"-c '([^']*\bdstrain\b[^']*)'", path.read_text())
+    }
+    assert len(snippets) >= 4
+    for snippet in snippets:
+        subprocess.run([sys.executable, "-c", snippet], check=True, stdout=subprocess.DEVNULL, timeout=60, cwd=ROOT)

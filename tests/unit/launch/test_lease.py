@@ -82,6 +82,15 @@ def test_what_a_killed_wait_left_is_removed_and_what_a_living_one_wrote_is_not(t
     assert sorted(path.name for path in (tmp_path / ".workers").glob(".lease-*")) == [".lease-far", ".lease-waits"]
 
 
+def test_a_pipe_among_what_was_left_does_not_block(tmp_path: Path) -> None:
+    (tmp_path / ".workers").mkdir()
+    os.mkfifo(tmp_path / ".workers/.lease-pipe")
+    taken = threading.Thread(target=lambda: Lease(tmp_path).acquire(), daemon=True)
+    taken.start()
+    taken.join(10)
+    assert not taken.is_alive()
+
+
 def test_a_process_id_given_again_holds_nothing(tmp_path: Path) -> None:
     found = replace(gone(tmp_path), pid=os.getpid())
     started = str(int(found.started) - 1)

@@ -13,6 +13,7 @@ from dstrain.config.schema import LoraConfig, ModelConfig
 from dstrain.models.adapters.lora import add_adapters
 from dstrain.models.attention_mask import NO_MASK_MODEL_TYPES, needs_attention_mask
 from dstrain.models.load import read_config
+from dstrain.tasks.common.forward import forward_logits
 from tests.model_families import FAMILIES, family
 
 LENGTHS = (70, 50, 9, 33)
@@ -100,5 +101,5 @@ def test_a_model_with_adapters_is_asked_as_the_one_inside(name: str, given: bool
     forward = type(inner).forward
     inner.forward = lambda **inputs: (seen.append("attention_mask" in inputs), forward(inner, **inputs))[1]
     ids, mask = rows()
-    forward.forward_logits(model, Batch(tensors={"input_ids": ids, "attention_mask": mask}, weight=1.0, samples=()))
+    forward_logits(model, Batch(tensors={"input_ids": ids, "attention_mask": mask}, weight=1.0, samples=()))
     assert seen == [given]

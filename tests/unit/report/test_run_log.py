@@ -162,6 +162,6 @@ def test_a_row_that_cannot_be_read_is_dropped_and_named(row: str, tmp_path: Path
 
 
 def test_events_of_an_older_version_are_read_by_their_present_names(tmp_path: Path) -> None:
-    rows = [{"event": "reshaped", "step": 2}, {"event": "saved", "step": 4}, {"step": 5, "loss": 1.0}]
+    rows = [{"event": "reshaped", "step": 2}, {"event": "saved", "step": 4}, {"step": 5, "loss": 1.0}, {"event": []}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [row.get("event") for row in read_rows(tmp_path / "events.jsonl")] == ["resharded", "saved", None]
+    assert [row.get("event") for row in read_rows(tmp_path / "events.jsonl")] == ["resharded", "saved", None, []]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -250,3 +251,39 @@ def test_a_service_that_hangs_is_killed_at_the_end(
     with caplog.at_level(logging.WARNING):
         tracker.close()
     assert "does not end, so its processes are killed" in caplog.text
+
+
+def test_a_service_that_hangs_after_the_last_row_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`finish` may return, or give up, before the service ends: `wandb.teardown` waits for its process."""
+    monkeypatch.setattr(sink, "FINISH_SECONDS", 1.0)
+    monkeypatch.setattr(sink, "GRACE_SECONDS", 1.0)
+    tracker = WandbSink(OFFLINE, tmp_path / "run", RECIPE)
+    finish = tracker._run.finish
+
+    def finish_and_stop(**arguments: int) -> None:
+        finish(**arguments)
+        for service in services():
+            service.send_signal(signal.SIGSTOP)
+
+    monkeypatch.setattr(tracker._run, "finish", finish_and_stop)
+    ended: list[str] = []
+
+    def close() -> None:
+        try:
+            tracker.close()
+        except BaseException as error:
+            ended.append(repr(error))
+        else:
+            ended.append("")
+
+    closing = threading.Thread(target=close, daemon=True)
+    closing.start()
+    closing.join(10)
+    hangs = closing.is_alive()
+    for service in services():
+        service.kill()
+    closing.join(10)
+    assert not hangs
+    assert ended == [""], "wandb ends the process that it runs in"

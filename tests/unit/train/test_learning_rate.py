@@ -56,7 +56,7 @@ def test_a_group_without_a_run_needs_no_rate_and_one_with_its_own_does(tmp_path:
 
     net = torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2), "body": torch.nn.Linear(2, 2)})
     assert {group.lr_scale for group in build_param_groups(net, OptimConfig())} == {1.0}
-    with pytest.raises(ValueError, match="not settled"):
+    with pytest.raises(ValueError, match=r"optim\.lr is not set"):
         build_param_groups(net, OptimConfig.model_validate({"groups": {"head": {"lr": 1e-4}}}))
     task = make_task(RunConfig.model_validate({"task": "dpo", "optim": {"groups": {"head": {"lr": 1e-4}}}}))
     assert sorted({round(group.lr_scale, 6) for group in build_param_groups(net, task.recipe.optim)}) == [1.0, 100.0]

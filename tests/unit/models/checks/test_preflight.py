@@ -159,6 +159,8 @@ def test_what_another_task_needs_is_told_of_its_own_key(tmp_path: Path) -> None:
     )
     (tmp_path / "file").write_text("")
     assert "is a file, not a folder" in faults(tmp_path / "file")
+    long = f"./{'a' * 300}"  # os.stat refuses it, as it does a path that may not be read
+    assert "is not a folder" in faults("org/name", "dpo", ref_model=long)
 
 
 def test_no_permission_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

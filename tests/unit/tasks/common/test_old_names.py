@@ -12,7 +12,7 @@ import torch
 
 from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig
-from dstrain.errors import UsageError
+from dstrain.errors import TaskError, UsageError
 from dstrain.tasks import Task, find_task, make_task
 
 PLAIN = """
@@ -60,6 +60,34 @@ class Own(PreferenceOptimization):
 
     def warnings(self):
         return [*super().warnings(), "its own"]
+"""
+
+OWN_TOKENIZER = """
+from dataclasses import dataclass
+from functools import cached_property
+from dstrain.tasks.sft import SFT
+
+@dataclass(frozen=True, kw_only=True)
+class Own(SFT):
+    @cached_property
+    def tokenizer(self):
+        made = super().tokenizer
+        made.padding_side = "left"
+        return made
+"""
+
+SCORED = """
+from dataclasses import dataclass
+import torch
+from dstrain.tasks.base import Loss
+from dstrain.tasks.pairs import PairTask
+from dstrain.tasks.policy import PolicyTask
+
+@dataclass(frozen=True, kw_only=True)
+class Own(PairTask, PolicyTask):
+    def refer(self, model, batch): return {"ref": torch.ones(1)}
+    def more(self, examples): return {"more": torch.ones(len(examples))}
+    def loss(self, model, batch): return Loss(torch.tensor(3.0))
 """
 
 
@@ -111,6 +139,32 @@ def test_a_task_derived_from_ours_may_override_by_old_names(
     task.checks.run()
     assert task.checks.warnings() == ["its own"]
     assert "`texts` is now `iter_texts`" in capsys.readouterr().err
+
+
+def test_a_method_of_an_old_name_is_one_that_was_abstract(load: Callable[..., Task], tmp_path: Path) -> None:
+    task = load(SCORED, **find_task("dpo").tiny(tmp_path))  # type: ignore[attr-defined]
+    batch = Batch(tensors={}, weight=1.0, samples=())
+    assert set(task.loss_inputs.reference.outputs(torch.nn.Linear(1, 1), batch)) == {"ref"}
+    assert "more" in task.extra_tensors([])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("member", ["auto = 'AutoModel'", "def load(self, model): return None"])
+def test_an_old_member_that_nothing_calls_is_refused(load: Callable[..., Task], tmp_path: Path, member: str) -> None:
+    derived = DERIVED.replace("class Own(PreferenceOptimization):", f"class Own(PreferenceOptimization):\n    {member}")
+    for _ in range(2):
+        with pytest.raises(TaskError, match="no longer called; override `source_class`"):
+            load(derived, **find_task("dpo").tiny(tmp_path))  # type: ignore[attr-defined]
+
+
+def test_a_survey_without_surveys_stays_uncalled(load: Callable[..., Task]) -> None:
+    task = load(PLAIN.replace("def surveys(self): return True", "def other(self): return True"))
+    assert task.loss_inputs.step_stats is None
+
+
+def test_a_tokenizer_of_its_own_may_start_from_the_recipes(load: Callable[..., Task], tmp_path: Path) -> None:
+    task = load(OWN_TOKENIZER, **find_task("sft").tiny(tmp_path))  # type: ignore[attr-defined]
+    assert task.tokenizer.padding_side == "left"  # type: ignore[attr-defined]
+    assert task.model_source.tokenizer is task.tokenizer  # type: ignore[attr-defined]
 
 
 def test_a_task_has_ten_members() -> None:

@@ -45,13 +45,15 @@ WAITS = line(45, 44)
 @pytest.mark.parametrize(
     ("missing", "why", "says"),
     [
-        ({1: ""}, "Timed out waiting 20000ms for recv", "rank 1 on host2 went silent; see logs/rank-00001.log there"),
-        ({1: ""}, "Connection closed by peer", "rank 1 on host2 has ended, or lost the network; see"),
-        ({1: "gone"}, "Timed out", "rank 1 on host2 has ended without a report; see"),
-        ({1: "T"}, "Timed out", "rank 1 on host2 is stopped (SIGSTOP, or a debugger); see"),
-        ({1: "D"}, "Timed out", "rank 1 on host2 hangs in the kernel, on a disk, a network file system or a device; see"),
-        ({1: "", 2: ""}, "Timed out", "ranks 1, 2 on host2 went silent; see"),
-        ({0: "", 3: ""}, "Timed out", "rank 0 on host1 and rank 3 on host3 went silent; see"),
+        ({1: ""}, "Timed out waiting 20000ms for recv", "rank 1 on host2 went silent: 3 of 4 ranks waited 20 s in all_reduce no. 45; see logs/rank-00001.log there"),
+        ({1: ""}, "Connection closed by peer", "rank 1 on host2 has ended, or lost the network while 3 of 4 ranks waited 20 s in all_reduce no. 45; see"),
+        ({1: "gone"}, "Timed out", "rank 1 on host2 has ended without a report while 3 of 4 ranks waited 20 s in all_reduce no. 45; see"),
+        ({1: "S"}, "Connection closed by peer", "rank 1 on host2 went silent: 3 of 4"),
+        ({1: "gone", 2: ""}, "Connection closed by peer", "ranks 1, 2 on host2 went silent: 2 of 4"),
+        ({1: "T"}, "Timed out", "rank 1 on host2 is stopped (SIGSTOP, or a debugger): 3 of 4 ranks waited 20 s in all_reduce no. 45; see"),
+        ({1: "D"}, "Timed out", "rank 1 on host2 hangs in the kernel, on a disk, a network file system or a device: 3 of 4 ranks"),
+        ({1: "", 2: ""}, "Timed out", "ranks 1, 2 on host2 went silent: 2 of 4 ranks waited"),
+        ({0: "", 3: ""}, "Timed out", "rank 0 on host1 and rank 3 on host3 went silent: 2 of 4 ranks waited"),
     ],
 )  # fmt: skip
 def test_who_does_not_answer_is_named(missing: dict[int, str], why: str, says: str) -> None:
@@ -66,7 +68,10 @@ def test_the_rank_that_did_not_enter_is_named_with_what_it_did_not_enter() -> No
     behind = word(2, world=line(44, 44, "barrier"), quiet=21.0)
     verdict = judged([word(0, "lost", world=WAITS), word(1, world=WAITS), behind, word(3, world=WAITS)])
     assert verdict.ranks == (2,)
-    assert verdict.message == "rank 2 on host2 did not enter all_reduce no. 45; see logs/stacks/rank-00002.txt"
+    assert verdict.message == (
+        "rank 2 on host2 did not enter all_reduce no. 45 that 3 of 4 ranks waited in for 20 s: it is in step 13, where "
+        "nothing moved for 21 s; see logs/stacks/rank-00002.txt"
+    )
     assert verdict.table.splitlines() == [
         "rank  host   state  doing    last collective             idle seconds",
         "2     host2  alive  step 13  barrier no. 44              21",
@@ -79,12 +84,12 @@ def test_the_rank_that_did_not_enter_is_named_with_what_it_did_not_enter() -> No
 def test_on_a_gpu_nobody_stays_in_a_collective_and_the_others_are_far_ahead() -> None:
     ahead = line(47, 47, "all_reduce", "barrier", "reduce", "all_gather")
     verdict = judged([word(0, world=ahead), word(1, world=line(44)), word(2, world=ahead), word(3, world=ahead)])
-    assert verdict.message.startswith("rank 1 on host2 did not enter barrier no. 45; see")
+    assert verdict.message.startswith("rank 1 on host2 did not enter barrier no. 45 that 3 of 4 ranks waited in")
 
 
 def test_a_rank_that_never_entered_anything_in_a_group_is_behind() -> None:
     verdict = judged([word(0, world=line(1, 0)), word(1), word(2, world=line(1, 0)), word(3, world=line(1, 0))])
-    assert verdict.message.startswith("rank 1 on host2 did not enter all_reduce no. 1; see")
+    assert verdict.message.startswith("rank 1 on host2 did not enter all_reduce no. 1 that 3 of 4")
 
 
 def test_only_members_of_a_group_are_compared() -> None:
@@ -118,9 +123,24 @@ def test_ranks_that_go_different_ways_are_told_apart() -> None:
     )
 
 
+def test_of_two_names_equally_frequent_all_ranks_blame_the_same_one() -> None:
+    pair = [word(rank, world=line(45, 45, name, ranks=2)) for rank, name in enumerate(("zeta", "alpha"))]
+    assert judged(pair).ranks == (0,)
+
+
+def test_a_rank_that_is_behind_in_one_group_comes_before_names_that_differ_in_another() -> None:
+    names, counts = ("all_reduce", "barrier"), (8, 7)
+    verdict = judged(
+        [word(rank, a=line(5, 5, names[rank], ranks=2), b=line(counts[rank], ranks=2)) for rank in range(2)]
+    )
+    assert verdict.message.startswith("rank 1 on host2 did not enter all_reduce no. 8 that 1 of 2 ranks waited in")
+
+
 def test_where_all_are_alike_the_network_is_to_blame() -> None:
     verdict = judged([word(rank, "lost", world=WAITS) for rank in range(4)], why="Connection timed out")
-    assert verdict.message.startswith("all ranks answer, but cannot reach each other (Connection timed out); ")
+    assert verdict.message.startswith(
+        "all ranks answer, but cannot reach each other (Connection timed out): 4 of 4 ranks waited 20 s in all_reduce"
+    )
     assert verdict.message.endswith("look at the network between the hosts")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import yaml
 from dstrain.batch import Progress
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.distributed.world import SingleProcessWorld
-from dstrain.errors import CheckpointError, ResumeError
+from dstrain.errors import CheckpointError, ResumeError, UsageError
 from dstrain.launch.topology import Worker
 from dstrain.report.run_log import RunLog
+from dstrain.train.checkpoint import checkpoints as checkpoints_module
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.plan import RunPlan, make_plan
+from dstrain.train.resume import decision as decision_module
 from dstrain.train.resume.decision import StartDecision, decide_start
 from dstrain.train.resume.prepare import prepare_start
 from dstrain.train.resume.recorded import ResumeOptions, dump_training_recipe
@@ -41,9 +44,10 @@ def flip_byte(checkpoint: Path) -> None:
     (checkpoint / "state").write_bytes(b"Values")
 
 
-def plan_run(folder: Path, resume: str = "auto") -> RunPlan:
+def plan_run(folder: Path, resume: str = "auto", rendezvous: Any = None) -> RunPlan:
     request = TrainRequest(recipe=str(folder / "recipe.yaml"), overrides=["batch={micro: 2}"])
-    return make_plan(resolve_recipe(request), folder / "run", ResumeOptions(resume), Worker(0, 0, 1, "tests", 1))
+    worker = Worker(0, 0, 1, "tests", 1)
+    return make_plan(resolve_recipe(request), folder / "run", ResumeOptions(resume), worker, rendezvous)
 
 
 def decide(folder: Path, resume: str = "auto", world: Any = None) -> StartDecision:
@@ -104,3 +108,53 @@ def test_a_named_folder_without_a_checkpoint_is_refused_on_every_rank(tmp_path: 
     for error in on_ranks(2, lambda world: decide(tmp_path, str(tmp_path), world)):
         assert type(error) is ResumeError
         assert str(error).startswith(f"--resume {tmp_path}: holds no complete checkpoint")
+
+
+def test_a_named_checkpoint_that_one_rank_does_not_see_is_refused_with_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, 1)
+
+    def find_fault(path: Path, share: tuple[int, int]) -> str | None:
+        return "MANIFEST.json is missing" if share[0] == 1 else None
+
+    def read_checkpoint_info(path: Path, fault: str | None) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(checkpoints_module, "find_fault", find_fault)
+    monkeypatch.setattr(decision_module, "read_checkpoint_info", read_checkpoint_info)
+    for error in on_ranks(2, lambda world: decide(tmp_path, str(path), world)):
+        assert isinstance(error, CheckpointError)
+        assert "is damaged (MANIFEST.json is missing (rank 1))" in str(error)
+
+
+def test_a_named_checkpoint_that_was_replaced_is_refused(tmp_path: Path) -> None:
+    """The cleanup removes it, and the run went on from its successor, which nobody had verified."""
+    path = save(tmp_path, 1)
+    shutil.copytree(path, old := path.with_suffix(".old"))
+    with pytest.raises(ResumeError, match="was replaced by step-00000001; choose that one"):
+        decide(tmp_path, str(old))
+
+
+class BlindRank:
+    """Rendezvous of rank 0 with a rank that sees none of its files."""
+
+    rank, size = 0, 2
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, False if value is True else "MANIFEST.json is missing" if value is None else value]
+
+
+def test_a_run_folder_that_is_not_shared_is_named_before_its_checkpoints_are_judged(tmp_path: Path) -> None:
+    """They were called damaged, with the advice to restore them."""
+    _, values = named_recipe("rm", tmp_path)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    save(tmp_path / "run", 1)
+    with pytest.raises(UsageError, match="ranks 1 do not see what rank 0 writes there"):
+        plan_run(tmp_path, rendezvous=BlindRank())

@@ -10,7 +10,7 @@
 # └── RunError                 exit 1: a run that had started cannot continue
 #     ├── NonFiniteError       the loss or the gradients stayed inf or nan
 #     ├── PeerFailureError     another process has ended or does not answer
-#     ├── RunFolderTakenError  another launch has taken the run folder
+#     ├── RunFolderLockedError  another launch has taken the run folder
 #     └── CheckpointError      a checkpoint cannot be written, read or verified
 #
 # A message has three parts: where, what is wrong, and how to fix it.
@@ -108,7 +108,7 @@ class PeerFailureError(RunError):
         super().__init__(f"{phase}: {problem}; {fix}")
 
 
-class RunFolderTakenError(RunError):
+class RunFolderLockedError(RunError):
     """Another launch has taken the run folder."""
 
 

@@ -70,7 +70,7 @@ def atomic_folder(path: Path, rename: Callable[[Path, Path], object] = os.rename
     """Yield a name next to `path` for a new folder; rename that folder to `path` at the end.
 
     The new folder is removed where the body or `rename(partial, path)` raises, and where `rename` leaves it behind.
-    os.rename raises an OSError that `is_occupied` recognizes where `path` exists and is not an empty folder.
+    os.rename raises an OSError that `is_not_empty_error` recognizes where `path` exists and is not an empty folder.
     """
     partial = partial_path(path)
     try:
@@ -80,17 +80,17 @@ def atomic_folder(path: Path, rename: Callable[[Path, Path], object] = os.rename
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def is_occupied(error: OSError) -> bool:
+def is_not_empty_error(error: OSError) -> bool:
     """Return true for the error of a rename onto a folder that another process has put there."""
     return error.errno in (errno.ENOTEMPTY, errno.EEXIST)
 
 
-def remove_stale_partials(path: Path, unowned: bool = False) -> None:
+def remove_stale_partials(path: Path, include_old_names: bool = False) -> None:
     """Remove the partial files and folders of `path` that dead processes left.
 
     Those of another host go after a day without a write. `unowned`: also PATH.partial, the name in early versions.
     """
-    name = re.compile(re.escape(path.name) + (f"(?:{_OWNER})?" if unowned else _OWNER) + r"\.partial")
+    name = re.compile(re.escape(path.name) + (f"(?:{_OWNER})?" if include_old_names else _OWNER) + r"\.partial")
     with contextlib.suppress(OSError):  # a folder that does not exist, or that only its owner may list
         for entry in os.listdir(path.parent):
             if (owner := name.fullmatch(entry)) and _is_stale(path.with_name(entry), owner[1], owner[2]):

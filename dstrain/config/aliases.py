@@ -146,7 +146,7 @@ def rename_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, "options": {new.get(name, name): value for name, value in options.items()}}
 
 
-def list_renamed_keys(values: Mapping[str, Any]) -> list[tuple[KeyPath, KeyPath]]:
+def list_deprecated_keys(values: Mapping[str, Any]) -> list[tuple[KeyPath, KeyPath]]:
     """Return (old key, new key) of all renamed keys, with the options of the recipe's task."""
     options = RENAMED_OPTIONS.get(str(values.get("task")), {})
     blocks = (("launch", RENAMED_LAUNCH_KEYS), ("options", options))

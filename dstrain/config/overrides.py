@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dstrain.config.aliases import list_renamed_keys
+from dstrain.config.aliases import list_deprecated_keys
 from dstrain.config.read_yaml import COMMAND_LINE
 from dstrain.source_map import KeyPath, SourceMap, lookup
 
@@ -34,7 +34,7 @@ def resolve_overrides(source: SourceMap) -> None:
                 if key == ("model", "path"):
                     _drop_trained_tokenizer(source)
     _resolve_batch_override(source)
-    for names in list_renamed_keys(source.values):
+    for names in list_deprecated_keys(source.values):
         for key, other in (names, names[::-1]):
             if source.locations.get(key) == COMMAND_LINE and not _is_from_command_line(source, other):
                 _drop_key(source, other)

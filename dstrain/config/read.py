@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dstrain.config.aliases import KEY_ALIASES, UNSUPPORTED_KEYS, UNSUPPORTED_VALUES, list_renamed_keys
+from dstrain.config.aliases import KEY_ALIASES, UNSUPPORTED_KEYS, UNSUPPORTED_VALUES, list_deprecated_keys
 from dstrain.config.field_types import hide_secret
 from dstrain.config.overrides import resolve_overrides
 from dstrain.config.read_yaml import COMMAND_LINE, apply_override, format_value, normalize_key, read_yaml
@@ -89,7 +89,7 @@ def _schema_faults(error: ValidationError, source: SourceMap) -> Iterator[Fault]
         loc = tuple(name for name in loc if name not in _UNION_BRANCHES)
         key = normalize_key(loc, source.values)
         if not _has_key(source.values, key):  # written under its old name
-            old_names = {new: old for old, new in list_renamed_keys(source.values) if _has_key(source.values, old)}
+            old_names = {new: old for old, new in list_deprecated_keys(source.values) if _has_key(source.values, old)}
             key = (*old_names.get(key[:2], key[:2]), *key[2:])
         while key and key not in source.locations and not _has_key(source.values, key):
             key = key[:-1]

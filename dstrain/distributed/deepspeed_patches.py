@@ -56,7 +56,7 @@ def keep_unaligned_gradients(swapper: Any) -> None:
     swapper.swap_out_gradients = swap_out_aligned
 
 
-def uncompile_muon() -> Any:
+def disable_muon_compile() -> Any:
     """Replace the compiled functions of DeepSpeed's Muon by the plain ones; return the module with the optimizer.
 
     The rounding of a compiled function depends on the shapes it was traced with, so a resumed run, whose first

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from dstrain.errors import ResumeError, RunFolderTakenError, one_line
+from dstrain.errors import ResumeError, RunFolderLockedError, one_line
 from dstrain.launch.lease_file import (
     MAX_LEASE_BYTES,
     RELEASED_HEARTBEAT,
@@ -238,7 +238,7 @@ class Lease:
 
 
 def check_lease(run_dir: Path, launch_id: str) -> None:
-    """Raise RunFolderTakenError if another launch holds the folder, or the folder is gone.
+    """Raise RunFolderLockedError if another launch holds the folder, or the folder is gone.
 
     An empty `launch_id` means that no lease was acquired: nothing is checked.
     """
@@ -247,20 +247,20 @@ def check_lease(run_dir: Path, launch_id: str) -> None:
     with contextlib.suppress(OSError):  # a file system that fails for a while is not a conflict
         found = _read_holder(run_dir)
         if found is not None and found.launch != launch_id:
-            raise RunFolderTakenError(format_lease_conflict(run_dir, found))
+            raise RunFolderLockedError(format_lease_conflict(run_dir, found))
 
 
 def _read_holder(run_dir: Path) -> LeaseHolder | None:
     """Return the holder in the latest lease.
 
-    Raises RunFolderTakenError if the run folder is gone.
+    Raises RunFolderLockedError if the run folder is gone.
     """
     try:
         return parse_holder(read_latest_lease(get_workers_dir(run_dir))[1] or b"")
     except FileNotFoundError:
         if os.path.lexists(run_dir):
             return None
-    raise RunFolderTakenError(
+    raise RunFolderLockedError(
         f"{run_dir} does not exist any more: it was moved or removed while this launch wrote into it; "
         "put it back and start again"
     )

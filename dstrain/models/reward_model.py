@@ -25,7 +25,7 @@ from dstrain.models.folder.adapter_config import CONFIG_FILE as ADAPTER_CONFIG
 from dstrain.models.folder.adapter_config import read_adapter
 from dstrain.models.folder.hub_code import find_hub_code
 from dstrain.models.params.zero3 import assign, full_shape, gathered
-from dstrain.models.weights.load_report import transformers_silenced
+from dstrain.models.weights.load_report import disable_transformers_logging
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -165,7 +165,7 @@ class AutoRewardModel:
         )
         head = _find_score_head(name) if issubclass(auto, RewardModelMixin) else None
         start = torch.get_rng_state()
-        with transformers_silenced(warnings=head is not None):  # else it warns of the missing head
+        with disable_transformers_logging(warnings=head is not None):  # else it warns of the missing head
             model, info = auto.from_pretrained(name, config=config, output_loading_info=True, **settings)
         if head is not None:
             _load_score_head(model, head, info["missing_keys"])

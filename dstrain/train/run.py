@@ -107,7 +107,7 @@ class Run:
 
     def should_stop(self, progress: Progress) -> bool:
         """Return True if a signal asked any rank to stop, the same on every rank. Collective."""
-        signal_name = self.signal_handler.agree(self.engine.world)
+        signal_name = self.signal_handler.sync_signal(self.engine.world)
         if signal_name is not None and progress.step < self.total_steps:
             seconds = self.monitors.grace.expected_stop_seconds()
             self.run_log.log_event("stopping", step=progress.step, signal=signal_name, expected_seconds=seconds)

@@ -13,7 +13,7 @@ import pytest
 
 from dstrain import files
 from dstrain.errors import describe_key_diff, first_names
-from dstrain.files import atomic_folder, atomic_write, is_occupied, partial_path, remove_stale_partials
+from dstrain.files import atomic_folder, atomic_write, is_not_empty_error, partial_path, remove_stale_partials
 
 
 @pytest.mark.parametrize("content", [b"new", "new", lambda file: file.write(b"new")])
@@ -76,7 +76,7 @@ def test_a_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     write()
     with pytest.raises(OSError, match="not empty") as refused:
         write()
-    assert is_occupied(refused.value)
+    assert is_not_empty_error(refused.value)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -93,7 +93,7 @@ def test_partials_of_dead_processes_are_removed_and_other_files_left(tmp_path: P
         os.utime(path, (0, time.time() - 25 * 3600))
     remove_stale_partials(place)
     assert {*tmp_path.iterdir()} == {mine, fresh, other, old, users}
-    remove_stale_partials(place, unowned=True)
+    remove_stale_partials(place, include_old_names=True)
     assert {*tmp_path.iterdir()} == {mine, fresh, other, users}
 
 

@@ -23,7 +23,7 @@ from dstrain.data.cache.columns import ColumnWriter
 from dstrain.data.records import BadRow, Example
 from dstrain.data.vision.image_index import IMAGE_INDEX_FILE, ImageIndex
 from dstrain.errors import DataError
-from dstrain.files import atomic_folder, is_occupied, partial_path, remove_stale_partials
+from dstrain.files import atomic_folder, is_not_empty_error, partial_path, remove_stale_partials
 from dstrain.process_setup import log_stderr
 from dstrain.units import format_duration
 
@@ -262,7 +262,7 @@ def _build_store(store_path: Path, key: Mapping[str, Any], build: Build) -> Toke
 
     The lock alone is not enough: it may be local to a host (Lustre's localflock, NFS's local_lock).
     """
-    remove_stale_partials(store_path, unowned=True)
+    remove_stale_partials(store_path, include_old_names=True)
     with atomic_folder(store_path, _publish_store) as partial:
         partial.mkdir()
         write_store(partial, key, build)
@@ -276,7 +276,7 @@ def _publish_store(partial: Path, store_path: Path) -> None:
             os.rename(partial, store_path)
             return
         except OSError as fault:
-            if not is_occupied(fault):
+            if not is_not_empty_error(fault):
                 raise
         if _open_if_valid(store_path, lambda line: None) is not None:
             return

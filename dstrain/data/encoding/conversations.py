@@ -70,7 +70,7 @@ def encode_conversations(
     images of the samples. Raises DataError if max_length leaves no room for text.
     """
     special_tokens = get_special_tokens(tokenizer)
-    special_tokens.check_room(config.max_length)
+    special_tokens.check_max_length(config.max_length)
     end_tokens = tuple(tokenizer.get_added_vocab())
     encoder = _SampleEncoder(tokenizer, end_tokens, special_tokens, config, expansion)
     rendered = [try_parse(_render, encoder, *item) for item in enumerate(samples)]

@@ -56,7 +56,7 @@ def encode_preferences(
     images of the preferences. Raises DataError if max_length leaves no room for text.
     """
     special_tokens = get_special_tokens(tokenizer)
-    special_tokens.check_room(max_length)
+    special_tokens.check_max_length(max_length)
     encoder = _PairEncoder(tokenizer, special_tokens, max_length, max_prompt_length, expansion)
     rendered = [try_parse(_render, encoder, *item) for item in enumerate(preferences)]
     examples = encode_valid(rendered, lambda pairs: _encode_rendered(encoder, pairs))

@@ -33,7 +33,7 @@ class SpecialTokens:
             return replace(self, prefix_ids=())
         return self
 
-    def check_room(self, max_length: int) -> None:
+    def check_max_length(self, max_length: int) -> None:
         """Raise DataError if `max_length` leaves no token for the text."""
         if max_length <= len(self.prefix_ids) + len(self.suffix_ids):
             raise DataError(f"data.max_length {max_length} leaves no room for text; make it larger")

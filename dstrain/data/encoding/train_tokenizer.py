@@ -11,7 +11,7 @@ from dstrain.config.rules import MIN_VOCAB_SIZE
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.base import Source
 from dstrain.errors import DataError
-from dstrain.files import atomic_folder, is_occupied, remove_stale_partials
+from dstrain.files import atomic_folder, is_not_empty_error, remove_stale_partials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -102,7 +102,7 @@ def _is_cached(path: Path) -> bool:
 def _save_to_cache(tokenizer: Any, path: Path) -> None:
     """Write the tokenizer to the cache atomically. Raises DataError if the cache is not writable."""
     try:
-        remove_stale_partials(path, unowned=True)
+        remove_stale_partials(path, include_old_names=True)
         with atomic_folder(path, _rename_into_place) as partial:
             partial.mkdir(parents=True)
             tokenizer.save_pretrained(str(partial))
@@ -116,7 +116,7 @@ def _rename_into_place(partial_dir: Path, path: Path) -> None:
     try:
         partial_dir.rename(path)
     except OSError as fault:
-        if not is_occupied(fault):
+        if not is_not_empty_error(fault):
             raise
 
 

@@ -15,7 +15,7 @@ from dstrain.data.formats.messages import json_type_name
 from dstrain.data.paths import NOT_REGULAR, display_path, open_regular_file
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.file_type import describe_content
-from dstrain.data.vision.patches import truncated_images_refused
+from dstrain.data.vision.patches import raise_on_truncated_images
 from dstrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _decode_frame(content: bytes, name: str) -> tuple[Image, int]:
     _require_pillow(name)
     if not content:
         raise BadRecord(f"{name} is empty; download it again")
-    with truncated_images_refused():
+    with raise_on_truncated_images():
         if content.startswith(_PNG_SIGNATURE):
             with _raise_as_bad_record(name):
                 # verify() leaves the image unusable, so it is opened again below.

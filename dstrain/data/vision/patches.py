@@ -15,7 +15,7 @@ _num_readers, _value_before = 0, False
 
 
 @contextmanager
-def truncated_images_refused() -> Iterator[None]:
+def raise_on_truncated_images() -> Iterator[None]:
     """Have Pillow raise OSError for a truncated image inside, in any number of threads.
 
     Where LOAD_TRUNCATED_IMAGES is set, as datasets and some training scripts do, Pillow fills the rest with grey. The

@@ -45,7 +45,7 @@ def build_load_report(meta_model: PreTrainedModel, model: ModelConfig) -> LoadRe
         return None
     stored = _read_meta_state_dict(folder)
     try:
-        with load_report_disabled(), transformers_silenced(progress_bar=True):
+        with load_report_disabled(), disable_transformers_logging(progress_bar=True):
             _, info = type(meta_model).from_pretrained(
                 None, config=meta_model.config, state_dict=stored, device_map={"": "meta"}, output_loading_info=True,
                 ignore_mismatched_sizes=True,
@@ -90,7 +90,7 @@ def _to_load_report(info: Mapping[str, Any], head_keys: Collection[str]) -> Load
 
 
 @contextmanager
-def transformers_silenced(progress_bar: bool = False, warnings: bool = False) -> Iterator[None]:
+def disable_transformers_logging(progress_bar: bool = False, warnings: bool = False) -> Iterator[None]:
     """Hide transformers' progress bars, its warnings, or both inside the context."""
     from transformers.utils import logging as transformers_logging
 

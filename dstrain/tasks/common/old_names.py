@@ -76,7 +76,7 @@ def accept_old_names(cls: type[Task]) -> None:
     """Let the members that a user's class has under old names take the place of the new ones."""
     if cls in _accepted:
         return
-    own = {name for base in cls.__mro__ if not _is_ours(base) for name in vars(base)}
+    own = {name for base in cls.__mro__ if not _is_dstrain_class(base) for name in vars(base)}
     _refuse_replaced(cls, own)
     _accepted.add(cls)
     for old, new in RENAMED.items():
@@ -93,20 +93,20 @@ def accept_old_names(cls: type[Task]) -> None:
     abc.update_abstractmethods(cls)
 
 
-def _refuse_replaced(cls: type[Task], own: set[str]) -> None:
+def _refuse_replaced(cls: type[Task], defined_names: set[str]) -> None:
     """Raise TaskError for old members of a class derived from one of ours that nothing would call."""
     for old, new in REPLACED.items():
-        if old in own and new not in own and _find_in_ours(cls, new) is not None:
+        if old in defined_names and new not in defined_names and _find_in_ours(cls, new) is not None:
             name = f"{cls.__module__}.{cls.__qualname__}"
             raise TaskError(f"{name}: `{old}` is no longer called; override `{new}` instead (docs/tasks.md)")
 
 
-def _is_ours(cls: type) -> bool:
+def _is_dstrain_class(cls: type) -> bool:
     return cls.__module__ == "builtins" or cls.__module__.split(".")[0] in ("dstrain", "abc")
 
 
 def _find_in_ours(cls: type, name: str) -> type | None:
-    return next((base for base in cls.__mro__ if _is_ours(base) and name in vars(base)), None)
+    return next((base for base in cls.__mro__ if _is_dstrain_class(base) and name in vars(base)), None)
 
 
 def _report(cls: type, old: str, new: str) -> None:

@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar, cast
 from dstrain.batch import Progress
 from dstrain.distributed.connection_errors import find_connection_error, unknown_peer_message
 from dstrain.distributed.world import Ranks
-from dstrain.errors import CheckpointError, PeerFailureError, RunFolderTakenError
+from dstrain.errors import CheckpointError, PeerFailureError, RunFolderLockedError
 from dstrain.files import sync_folder
 from dstrain.report.run_log import format_current_time
 from dstrain.train.checkpoint.nfs import clear_path, remove_folder, rename_folder
@@ -92,7 +92,7 @@ class CheckpointStore:
             files = {name: entry for share in written for name, entry in share.items()}
             self.run_on_rank_zero(f"sealing {partial}", lambda: self._finalize(partial, files, run_info))
             self.run_on_rank_zero(f"committing {final.name}", lambda: _commit(partial, final))
-        except RunFolderTakenError:
+        except RunFolderLockedError:
             raise
         except CheckpointError:
             if self.world.rank == 0:  # all ranks have returned, so none writes any more
@@ -207,12 +207,14 @@ class CheckpointStore:
             error = caught
 
         def summarize(faults: list[str]) -> str:
-            return f"{action} failed on {len(faults)} of {self.world.size} ranks ({faults[0]}); {self._unharmed()}"
+            return (
+                f"{action} failed on {len(faults)} of {self.world.size} ranks ({faults[0]}); {self._unchanged_hint()}"
+            )
 
         with self._peer_errors(action):
             return cast("list[T]", gather_or_raise(self.world, value, error, summarize))
 
-    def _unharmed(self) -> str:
+    def _unchanged_hint(self) -> str:
         return f"the older checkpoints in {self.folder} are unchanged: fix the cause and start again"
 
     @contextmanager
@@ -223,7 +225,7 @@ class CheckpointStore:
         except RuntimeError as error:
             if (reason := find_connection_error(error)) is None:
                 raise
-            raise PeerFailureError(action, unknown_peer_message(reason), self._unharmed()) from error
+            raise PeerFailureError(action, unknown_peer_message(reason), self._unchanged_hint()) from error
 
 
 def list_superseded(folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dstrain.config.schema import OptimConfig
-from dstrain.distributed.deepspeed_patches import uncompile_muon
+from dstrain.distributed.deepspeed_patches import disable_muon_compile
 from dstrain.models.params.groups import ParamGroup
 
 MUON_MOMENTUM = 0.95
@@ -71,7 +71,7 @@ def _make_muon(param_groups: Sequence[ParamGroup], optim: OptimConfig) -> Any:
 
     Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024).
     """
-    muon_optimizer = uncompile_muon()
+    muon_optimizer = disable_muon_compile()
     params: list[dict[str, Any]] = []
     for group in param_groups:
         own = {"momentum": MUON_MOMENTUM} if group.use_muon else {"betas": optim.betas, "eps": optim.eps}

@@ -105,7 +105,7 @@ def _compare_collectives(report: StatusReport) -> tuple[list[int], str]:
     """
     statuses = report.statuses
     groups = sorted({name for status in statuses.values() for name in status.lines})
-    waited = _find_waited_group(statuses)
+    waited = _find_longest_wait(statuses)
     # On a GPU no rank stays inside a collective, since the host runs ahead of it: compare all
     # groups.
     for group in [waited] if waited else groups:
@@ -141,7 +141,7 @@ def _compare_collectives(report: StatusReport) -> tuple[list[int], str]:
     return [], f"all ranks answer, but cannot reach each other ({report.reason}){suffix}; {look}"
 
 
-def _find_waited_group(statuses: Mapping[int, RankStatus]) -> str | None:
+def _find_longest_wait(statuses: Mapping[int, RankStatus]) -> str | None:
     """Return the group in which a rank has been inside a collective for longest."""
     logs = [(name, log) for _, status in sorted(statuses.items()) for name, log in status.lines.items()]
     waits = [(log["seconds"], name) for name, log in logs if _waits(log)]
@@ -150,7 +150,7 @@ def _find_waited_group(statuses: Mapping[int, RankStatus]) -> str | None:
 
 def _describe_wait(statuses: Mapping[int, RankStatus]) -> str:
     """Return `1 of 2 ranks waited 20 s in all_reduce no. 45`, the longest wait; '' if no rank waits."""
-    group = _find_waited_group(statuses)
+    group = _find_longest_wait(statuses)
     if group is None:
         return ""
     inside = [log for log in _get_member_logs(statuses, group).values() if _waits(log)]

@@ -50,7 +50,7 @@ class SignalHandler:
         self._is_training = False
         self._previous_handlers: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
-    def agree(self, world: World) -> str | None:
+    def sync_signal(self, world: World) -> str | None:
         """Return the signal that any rank got, the same on every rank; None if no rank got one. Collective."""
         counts = world.sum([float(self.received_signal == number.name) for number in STOP_SIGNALS])
         agreed = [number.name for number, ranks in zip(STOP_SIGNALS, counts, strict=True) if ranks]

@@ -16,7 +16,7 @@ from dstrain.train.state.manifest import CheckpointInfo
 _SCHEDULE_KEYS = ("steps", "epochs", "optim")
 
 
-class PlannedRun(Protocol):
+class RunPlanValues(Protocol):
     """The values of a run plan that are compared with a checkpoint."""
 
     @property
@@ -48,7 +48,7 @@ class ResumeChange:
 
 
 def iter_resume_changes(
-    checkpoint: CheckpointInfo, run: PlannedRun, inputs: Mapping[str, Any]
+    checkpoint: CheckpointInfo, run: RunPlanValues, inputs: Mapping[str, Any]
 ) -> Iterator[ResumeChange]:
     """Yield the allowed differences between the checkpoint's run and the planned one.
 
@@ -76,7 +76,7 @@ def iter_resume_changes(
         yield from _iter_lr_changes(checkpoint, before, run)
 
 
-def _iter_lr_changes(checkpoint: CheckpointInfo, old_config: RunConfig, run: PlannedRun) -> Iterator[ResumeChange]:
+def _iter_lr_changes(checkpoint: CheckpointInfo, old_config: RunConfig, run: RunPlanValues) -> Iterator[ResumeChange]:
     """Yield the learning rate of the next step by the old schedule and by the new one."""
     steps = checkpoint.read_run_info().get("steps", run.steps)
     old, new = (

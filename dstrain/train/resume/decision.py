@@ -33,8 +33,8 @@ class StartDecision:
         """
         return replace(
             self,
-            checkpoint=None if self.checkpoint is None else _with_restored_name(self.checkpoint, checkpoints),
-            skipped=tuple(_with_restored_name(info, checkpoints) for info in self.skipped),
+            checkpoint=None if self.checkpoint is None else _without_old_suffix(self.checkpoint, checkpoints),
+            skipped=tuple(_without_old_suffix(info, checkpoints) for info in self.skipped),
         )
 
 
@@ -85,7 +85,7 @@ def _check_not_replaced(path: Path, checkpoints: CheckpointStore, source: str) -
     return path
 
 
-def _with_restored_name(info: CheckpointInfo, checkpoints: CheckpointStore) -> CheckpointInfo:
+def _without_old_suffix(info: CheckpointInfo, checkpoints: CheckpointStore) -> CheckpointInfo:
     if info.path.suffix != ".old" or info.path.parent.resolve() != checkpoints.folder.resolve():
         return info
     return replace(info, path=info.path.with_suffix(""))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from dstrain.distributed.world import Ranks
-from dstrain.errors import CheckpointError, RunFolderTakenError
+from dstrain.errors import CheckpointError, RunFolderLockedError
 
 T = TypeVar("T")
 
@@ -17,15 +17,15 @@ def gather_or_raise(
 ) -> list[T]:
     """Return every rank's value, by rank; or raise on all ranks if one has an error, which they would wait for. Collective.
 
-    Raises RunFolderTakenError if that is the error of any rank, else CheckpointError with `summarize(faults)`, of
+    Raises RunFolderLockedError if that is the error of any rank, else CheckpointError with `summarize(faults)`, of
     faults such as `rank 3: OSError: ...`.
     """
     kind = "" if error is None or isinstance(error, CheckpointError) else f"{type(error).__name__}: "
     fault = None if error is None else f"{kind}{error}"
-    taken = str(error) if isinstance(error, RunFolderTakenError) else ""
+    taken = str(error) if isinstance(error, RunFolderLockedError) else ""
     outcomes = world.gather((value, fault, taken))
     if taken := next((text for _, _, text in outcomes if text), ""):
-        raise RunFolderTakenError(taken) from error
+        raise RunFolderLockedError(taken) from error
     faults = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(outcomes) if text is not None]
     if faults:
         raise CheckpointError(summarize(faults)) from error

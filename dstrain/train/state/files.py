@@ -180,7 +180,7 @@ class CheckpointReader:
             if name.endswith(".safetensors"):
                 self._index_file(name, file)
         for stretches in self._tensor_ranges.values():
-            stretches.sort(key=lambda stretch: stretch.start)
+            stretches.sort(key=lambda entry: entry.start)
 
     def _index_file(self, name: str, file: HashedFileReader) -> None:
         """Raises CheckpointError for an invalid header, even if its hash is right."""

@@ -215,7 +215,7 @@ def test_partial_folders_of_the_dead_are_removed_and_of_the_living_left(tmp_path
         (folder / "ids.npy").write_bytes(b"")
     for path in (old / "ids.npy", old):
         os.utime(path, (0, time.time() - 25 * 3600))
-    remove_stale_partials(place, unowned=True)
+    remove_stale_partials(place, include_old_names=True)
     assert [folder.is_dir() for folder in (mine, gone, far, old)] == [True, False, True, False]
 
 

@@ -9,7 +9,7 @@ from threading import Barrier
 import pytest
 from PIL import Image, ImageFile
 
-from dstrain.data.vision.patches import truncated_images_refused
+from dstrain.data.vision.patches import raise_on_truncated_images
 
 
 def truncated() -> bytes:
@@ -26,7 +26,7 @@ def test_pillow_fills_truncated_images_where_another_package_says_so(monkeypatch
     """Fails once Pillow has no such switch: then the patch can go."""
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     load()
-    with truncated_images_refused(), pytest.raises(OSError, match=r"truncated|broken"):
+    with raise_on_truncated_images(), pytest.raises(OSError, match=r"truncated|broken"):
         load()
     load()
 
@@ -36,7 +36,7 @@ def test_the_switch_is_restored_by_the_last_of_several_threads(monkeypatch: pyte
     together = Barrier(4)
 
     def read(index: int) -> bool:
-        with truncated_images_refused():
+        with raise_on_truncated_images():
             together.wait(10)
             return bool(ImageFile.LOAD_TRUNCATED_IMAGES)
 

@@ -20,7 +20,7 @@ import pytest
 
 import dstrain
 from dstrain.batch import Progress
-from dstrain.errors import CheckpointError, RunFolderTakenError
+from dstrain.errors import CheckpointError, RunFolderLockedError
 from dstrain.train.checkpoint import checkpoints as module
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.state import manifest
@@ -395,10 +395,10 @@ def test_a_launch_that_lost_its_folder_neither_writes_nor_removes_anything_there
     (partial / "of the other launch").touch()
 
     def taken() -> None:
-        raise RunFolderTakenError("another launch took the folder")
+        raise RunFolderLockedError("another launch took the folder")
 
     lost = replace(solo(tmp_path), check_owner=taken)
-    with pytest.raises(RunFolderTakenError, match=r"^another launch took the folder$"):
+    with pytest.raises(RunFolderLockedError, match=r"^another launch took the folder$"):
         save(lost, 3)
     assert [path.name for path in partial.iterdir()] == ["of the other launch"]
 

@@ -27,7 +27,7 @@ LEFT_SECONDS = 2 * SILENCE
 CLEANED = 12
 """Seconds for a launch to end once a host was given up: an attempt to reach it over a new ssh session is part of it."""
 PYTHON = r"^\S*python\S* (-u )?-m "
-AGENT, LAUNCH, RUNNER = PYTHON + r"dstrain\.launch\.agent", PYTHON + r"deepspeed\.launcher\.launch", (
+AGENT, LAUNCH, RUNNER = PYTHON + r"dstrain\.launch\.multihost\.agent", PYTHON + r"deepspeed\.launcher\.launch", (
     PYTHON + r"deepspeed\.launcher\.runner"
 )  # fmt: skip
 PDSH, SSHD = r"^\S*pdsh\b", "^sshd: "

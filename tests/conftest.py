@@ -26,13 +26,25 @@ MANY = 1000
 """Tests of a run that is about everything."""
 
 
+REPEATED_CELLS = ROOT / "tests" / "repeated_cells.txt"
+"""Node ids of tests that only `make test-all` runs, each with the tests that make its claim in `make test`."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Kernels compile meanwhile."""
+    """Mark repeated cells as slow, and sort by folder, so that kernels compile while unit tests run."""
+    lines = REPEATED_CELLS.read_text(encoding="utf-8").splitlines()
+    repeated = {line.partition(" | ")[0] for line in lines if not line.startswith("#")}
 
     def place(item: pytest.Item) -> int:
         folder = item.path.relative_to(ROOT / "tests").parts[0]
         return ORDER.index(folder) if folder in ORDER else len(ORDER)
 
+    for item in items:
+        if item.nodeid in repeated:
+            item.add_marker(pytest.mark.slow)
+    if len(items) > MANY and (unknown := repeated - {item.nodeid for item in items}):
+        raise pytest.UsageError(f"{REPEATED_CELLS.name}: no such tests: {', '.join(sorted(unknown))}")
     items.sort(key=place)
 
 

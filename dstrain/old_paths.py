@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -109,12 +110,17 @@ def get_moved(module: str, name: str) -> Any:
     if target is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     path, _, attribute = target.rpartition(".")
-    if target not in _reported:
+    if target not in _reported and not is_reported_elsewhere(os.environ):
         _reported.add(target)
         new = f"from {path} import {attribute}"
         line = f"deprecated: `from {module} import {name}` is now `{new}`; this version accepts both"
         print(line, file=sys.stderr)
     return getattr(import_module(path), attribute)
+
+
+def is_reported_elsewhere(env: Mapping[str, str]) -> bool:
+    """Return true in a rank that `dstrain train` started, which has reported it, and in all ranks but the first."""
+    return "DSTRAIN_LAUNCH_ID" in env or env.get("RANK", "0") != "0"
 
 
 def moved_names(module: str) -> Callable[[str], Any]:

@@ -53,3 +53,10 @@ def test_a_name_that_never_was_is_no_import() -> None:
 def test_an_import_of_dstrain_alone_says_nothing() -> None:
     done = run("import dstrain, sys; print('torch' in sys.modules)")
     assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+@pytest.mark.parametrize("env", [{"DSTRAIN_LAUNCH_ID": "abc", "RANK": "0"}, {"RANK": "1"}])
+def test_one_process_of_a_launch_reports_old_names(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert run(PINNED).stderr == ""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from dstrain.errors import TaskError
+from dstrain.old_paths import is_reported_elsewhere
 from dstrain.tasks.common.task import LossInputs, Reference, Task
 
 CHECKS = {
@@ -111,7 +113,7 @@ def _find_in_ours(cls: type, name: str) -> type | None:
 
 def _report(cls: type, old: str, new: str) -> None:
     line = f"{cls.__module__}.{cls.__qualname__}: `{old}` is now `{new}`; rename it"
-    if line not in _reported:
+    if line not in _reported and not is_reported_elsewhere(os.environ):
         _reported.add(line)
         print(f"deprecated: {line} (docs/tasks.md); this version accepts both", file=sys.stderr)
 

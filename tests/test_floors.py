@@ -37,6 +37,7 @@ FLOORS_WITHIN = {
             "padding",
             "params",
             "patches",
+            "protein",
         ),
         ("weights",),
         (
@@ -104,10 +105,10 @@ FLOORS_WITHIN = {
         ("sources", "loading"),
         ("formats",),
         ("vision",),
-        ("encoding", "documents"),
+        ("encoding", "documents", "structures"),
         ("cache",),
     ),
-    "tasks": (("metrics",), ("common",), ("rm", "sft", "kto"), ("safety",), ("dpo",), ("vlm",), ("docqa",)),
+    "tasks": (("metrics",), ("common",), ("rm", "sft", "kto"), ("safety",), ("dpo",), ("vlm",), ("docqa", "protein")),
     "train": (
         ("state", "ds_config"),
         ("engine",),
@@ -143,6 +144,7 @@ DOORS = {
     "datasets": ("data/sources/hub.py",),
     "pypdfium2": ("data/documents/pdfium.py",),
     "bm25s": ("data/documents/retrieval.py",),
+    "gemmi": ("data/structures/reader.py",),
 }
 HEAVY = ("torch", "deepspeed", "transformers", "tokenizers", "peft", "accelerate")
 CONTROL_PLANE = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from dstrain.batch import StepResult, to_floats
 from dstrain.distributed.world import World
+
+MAX_EXPONENT = 700.0
+"""Largest mean of -log p whose exp is a float64."""
 
 
 class Meter:
@@ -37,7 +41,8 @@ class Meter:
     def drain(self, data_wait_seconds: float | None = None) -> dict[str, float]:
         """Return means over all ranks and micro-batches since the last drain, and rates, alike on every rank.
 
-        A mean is one sum divided by one weight; the key of a metric with weight 0 is left out.
+        A mean is one sum divided by one weight; the key of a metric with weight 0 is left out. The metric
+        `perplexity` is exp of its mean.
         `data_wait_seconds` is the time this rank waited for data since the last drain; give it on all
         ranks or on none. Collective.
         """
@@ -51,7 +56,7 @@ class Meter:
         self._sums, self._start_time, self._paused_seconds = _MeterSums(), self._clock(), 0.0
         seconds, waited, samples, tokens, *pairs = self._world.sum([seconds, data_wait_seconds or 0.0, *mine])
         of_all = zip(["loss", *names], pairs[::2], pairs[1::2], strict=True)
-        row = {name: total / weight for name, total, weight in of_all if weight}
+        row = {name: _divide(name, total, weight) for name, total, weight in of_all if weight}
         if sums.grad_norm is not None:
             row["grad_norm"] = sums.grad_norm
         if sums.skipped:
@@ -65,6 +70,11 @@ class Meter:
         if sums.steps and data_wait_seconds is not None:
             row["data_wait_seconds"] = waited / self._world.size / sums.steps
         return row
+
+
+def _divide(name: str, total: float, weight: float) -> float:
+    """Return a mean, or for a perplexity exp of the mean of -log p, which cannot be summed itself."""
+    return math.exp(min(total / weight, MAX_EXPONENT)) if name == "perplexity" else total / weight
 
 
 @dataclass

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "vlm, Idefics 3": ("vlm", {}, {"config": IDEFICS3}),
     "docqa": ("docqa", SHORT, {}),
     "docqa, adapters, smoothed and focal": ("docqa", SHORT | {"label_smoothing": 0.1, "focal_gamma": 2.0}, LORA),
+    "protein": ("protein", {}, {}),
     "rm, images": ("rm", {}, {"config": TINY_CONFIG}),
     "dpo, images, remembered": ("dpo", {"precompute_ref_log_probs": True}, {"config": TINY_CONFIG}),
 }

@@ -34,6 +34,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "docqa",
         {"moved": True, **LORA, "options": {"label_smoothing": 0.1, "focal_gamma": 2.0}},
     ),
+    "protein": ("protein", {}),
+    "protein, hidden together": ("protein", {"options": {"mask": "together"}}),
     "rm, images": ("rm, with images", {"moved": True}),
     "rm, images and adapters": ("rm, with images", {"moved": True, **LORA}),
     "rm, images, Gemma 3": (

@@ -35,6 +35,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "vlm, images altered, no ZeRO": ("vlm, things", "zero0", ALTERED, {}),
     "docqa": ("docqa", "zero2", SHORT, {}),
     "docqa, sharded adapters, pages altered": ("docqa", "zero3", PAGES, {"lora": LORA}),
+    "protein": ("protein", "zero2", {"dropout": 0.1}, {}),
+    "protein, sharded": ("protein", "zero3", {"dropout": 0.1, "mask": "together"}, {}),
     "rm, images": ("rm, with images", "zero2", {}, {}),
     "rm, images, sharded": ("rm, with images", "zero3", {}, {}),
     "dpo, images, remembered": ("dpo, with images", "zero2", {"precompute_ref_log_probs": True}, {}),

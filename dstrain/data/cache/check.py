@@ -80,8 +80,8 @@ def check_source(source: Source, parse: Callable[[dict[str, Any]], Any], threads
             fault, notes = asked.result()
             found.bad += [BadRow(where, fault)] if fault else []
             found.warnings += [BadRow(where, note) for note in notes]
-    # Faults of images came after those of all records.
-    found.bad.sort(key=lambda row: int(re.findall(r"\d+", row.location)[-1]))
+    # Faults of images came after those of all records. Files of a folder have no number and no images.
+    found.bad.sort(key=lambda row: int((re.findall(r"[:\[](\d+)\]?$", row.location) or [0])[-1]))
     return found
 
 

@@ -17,6 +17,8 @@ IMAGE_STREAM = 4
 """Augmentation of images."""
 CORRUPTION_STREAM = 6
 """Corrupted copies of images, which a loss compares with the images."""
+RESIDUE_STREAM = 7
+"""Windows of protein chains, and the residues that are hidden."""
 
 
 def make_random_state(key: Sequence[int]) -> np.random.RandomState:

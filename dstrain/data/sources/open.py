@@ -1,4 +1,4 @@
-"""Opening of record sources: files and datasets of the Hub."""
+"""Opening of record sources: files, folders of structure files, and datasets of the Hub."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dstrain.cache_dir import file_state, load_file_result, save_file_result
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.sources.base import LazySource, Source
 from dstrain.data.sources.files import SOURCE_TYPES, file_extension
+from dstrain.data.sources.folder import FolderSource, find_structure_files, is_structure_file
 from dstrain.data.sources.hub import HubSource, HubSplit, is_hub_name, parse_hub_split
 from dstrain.errors import DataError
 from dstrain.files import display_path, not_file_reason
@@ -23,7 +24,7 @@ __getattr__ = moved_names(__name__)
 
 
 def open_source(path_or_config: str | Path | DatasetConfig, columns: Mapping[str, str] | None = None) -> Source:
-    """Open a .jsonl, .json (both also .gz) or .parquet file, or a dataset of the Hub.
+    """Open a .jsonl, .json (both also .gz) or .parquet file, a folder of .pdb or .cif files, or a dataset of the Hub.
 
     `columns` renames columns of the data to keys of a known form. A recipe's DatasetConfig gives
     split and configuration; in a string they may follow the dataset's name: `org/name:test`.
@@ -35,6 +36,8 @@ def open_source(path_or_config: str | Path | DatasetConfig, columns: Mapping[str
         # A local file wins over a dataset of the same name.
         if path.is_file():
             return _open_file(path, columns or {})
+        if path.is_dir() and find_structure_files(path):
+            return FolderSource(path, columns or {})
     except RuntimeError as fault:
         raise DataError(f"{path} begins with ~, and no home folder is known; write it out, or set HOME") from fault
     except OSError as fault:
@@ -57,6 +60,8 @@ def _find_hub_split(path_or_config: str | Path | DatasetConfig) -> HubSplit | No
 
 
 def _open_file(path: Path, columns: Mapping[str, str]) -> Source:
+    if is_structure_file(path):
+        return FolderSource(path, columns)
     kind = SOURCE_TYPES.get(file_extension(path.name))
     if kind is None:
         raise DataError(
@@ -90,7 +95,7 @@ def _format_extensions() -> str:
 
 def _missing_file_message(path: Path) -> str:
     if path.is_dir():
-        return f"{path} is a folder; name a .jsonl, .json or .parquet file in it"
+        return f"{path} is a folder; name a .jsonl, .json or .parquet file in it, or a folder of .pdb or .cif files"
     if reason := not_file_reason(path):
         return f"{path} {reason}; name a .jsonl, .json or .parquet file"
     folder = path.parent

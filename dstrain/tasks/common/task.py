@@ -40,7 +40,7 @@ class Loss:
     total: torch.Tensor
     """Scalar, differentiable: the sum over the batch, not the mean."""
     metrics: Sums = field(default_factory=dict)
-    """Name -> sum over the batch, or (sum, its own weight)."""
+    """Name -> sum over the batch, or (sum, its own weight). For `perplexity` sum -log p: exp of the mean is reported."""
 
 
 def _missing(name: str) -> Any:

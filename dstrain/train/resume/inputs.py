@@ -12,6 +12,7 @@ from dstrain.config.schema import DatasetConfig
 from dstrain.data.cache.dataset import TokenizedDataset
 from dstrain.data.dataset import Dataset
 from dstrain.data.fingerprint import tokenizer_fingerprint
+from dstrain.data.sources.folder import find_structure_files
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, Fault, ResumeError
 from dstrain.tasks import Task
@@ -132,15 +133,15 @@ def _digest_sources(task: Task, sources: Sequence[DatasetConfig]) -> str:
 
 
 def _digest_source(source: DatasetConfig) -> str:
-    """Return a digest of a file's bytes, or of the names and sizes of a folder's files.
+    """Return a digest of a file's bytes, of a folder of structures, or of the names and sizes of a folder's files.
 
-    Reading all files of a folder could take as long as training.
+    Reading all files of any folder could take as long as training.
     """
     path = Path(source.path).expanduser()
     try:
         if path.is_file():
             return file_digest(path)
-        if path.is_dir():
+        if path.is_dir() and not find_structure_files(path):
             files = sorted(one for one in path.rglob("*") if one.is_file())
             return " ".join(f"{one.relative_to(path)} {one.stat().st_size}" for one in files)
     except OSError as error:

@@ -50,6 +50,22 @@ def test_a_metric_that_one_rank_never_saw_is_the_mean_of_the_others() -> None:
     assert [row["of_images"] for row in on_ranks(3, act)] == [0.75] * 3
 
 
+def test_a_perplexity_is_exp_of_the_mean_over_all_ranks() -> None:
+    def act(world: Any) -> dict[str, float]:
+        meter = Meter(world)
+        total, weight = ((3.0, 1.0), (1.0, 3.0))[world.rank]
+        meter.add(step(1.0, 1.0, metrics={"perplexity": metric(total, weight)}))
+        return meter.drain()
+
+    assert [row["perplexity"] for row in on_ranks(2, act)] == [pytest.approx(2.718281828)] * 2
+
+
+def test_a_perplexity_beyond_float64_is_large_and_finite() -> None:
+    meter = Meter(SingleProcessWorld())
+    meter.add(step(1.0, 1.0, metrics={"perplexity": metric(1e5, 1.0)}))
+    assert 1e300 < meter.drain()["perplexity"] < float("inf")
+
+
 def test_nothing_is_divided_by_a_zero_weight() -> None:
     meter = Meter(SingleProcessWorld())
     meter.add(step(0.0, 0.0, metrics={"accuracy": metric(0.0, 0.0)}))

@@ -88,7 +88,7 @@ def shuffled(file: Path) -> None:
     file.write_text("\n".join([*lines[1:], lines[0], ""]))
 
 
-@pytest.mark.parametrize("kind", ["rm", "sft", "dpo", "vlm", "docqa"])
+@pytest.mark.parametrize("kind", ["rm", "sft", "dpo", "vlm", "docqa", "protein"])
 def test_nothing_is_refused_where_nothing_changed(kind: str, tmp_path: Path) -> None:
     begun(tmp_path, kind)
     shutil.rmtree(tmp_path / "cache")
@@ -112,6 +112,13 @@ def test_data_of_other_content_is_refused_by_name(key: str, tmp_path: Path) -> N
         made = plan(tmp_path, (), allowed)
         told = list(iter_resume_changes(save_info(tmp_path), made, made.fingerprints["inputs"]))
         assert [(change.event_name, change.event_fields["key"]) for change in told] == [("changed", f"data.{key}")]
+
+
+def test_a_structure_that_changed_at_the_same_size_is_refused(tmp_path: Path) -> None:
+    file = file_of(begun(tmp_path, "protein")) / "000.pdb"
+    file.write_text(file.read_text().replace("1.00", "0.90"))
+    with pytest.raises(ResumeError, match=r"^data\.train: its content is not .* --allow-change data\.train$"):
+        plan(tmp_path)
 
 
 def test_all_that_changed_is_told_at_once(tmp_path: Path) -> None:

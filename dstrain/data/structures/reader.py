@@ -1,0 +1,149 @@
+"""Protein chains of PDB and mmCIF files, read with gemmi."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dstrain.data.records import BadRecord
+from dstrain.data.structures.chain import AMINO_ACIDS, BACKBONE_ATOMS, MAX_COORDINATE, UNKNOWN, Chain
+from dstrain.errors import DataError, one_line
+
+READER_VERSION = 1
+"""Increase it when the same file gives other chains: cached ones are then ignored."""
+PEPTIDE_BOND_LIMIT = 2.0
+"""Distance in Å between C and the next N above which residues are missing; the bond has 1.33 Å."""
+_RARE_PARENTS = {"U": "C", "O": "K"}
+"""Selenocysteine and pyrrolysine -> the types that they are read as."""
+
+
+def gemmi_version() -> str | None:
+    """Return the version of gemmi; None if it is not installed."""
+    try:
+        return version("gemmi")
+    except PackageNotFoundError:
+        return None
+
+
+def read_chains(path: Path) -> list[Chain]:
+    """Return the chains of amino acids in the first model of a .pdb, .ent, .cif or .mmcif file, also with .gz.
+
+    Of an NMR entry the first model is used, which depositors choose as the representative one. DNA, RNA, water,
+    ligands and caps are left out. A modified residue has the type of its parent (MSE is M). Of alternate locations
+    a residue has the one with the highest mean occupancy, the first of equal ones. Raises BadRecord for a file that
+    is no structure, or in which an atom or a residue is there twice, and DataError without gemmi.
+    """
+    structure = _read_structure(path)
+    for number, model in enumerate(structure, 1):
+        for chain in model:
+            _check_chain(chain, f"model {number}, " if len(structure) > 1 else "")
+    chains = [_read_chain(chain) for chain in structure[0]] if len(structure) else []
+    return [chain for chain in chains if len(chain.types)]
+
+
+def require_gemmi() -> Any:
+    """Return the module. Raises DataError that names the extra."""
+    try:
+        import gemmi
+    except ImportError as fault:
+        raise DataError('structure files need gemmi; pip install "dstrain[protein]"') from fault
+    return gemmi
+
+
+def _read_structure(path: Path) -> Any:
+    gemmi = require_gemmi()
+    try:
+        structure = gemmi.read_structure(str(path))
+    except (RuntimeError, ValueError, IndexError, UnicodeError) as fault:
+        raise BadRecord(f"gemmi cannot read it ({one_line(str(fault))}); fix or remove the file") from fault
+    structure.setup_entities()
+    return structure
+
+
+def _check_chain(chain: Any, place: str) -> None:
+    """Raise BadRecord where an atom or a residue of the polymer is there twice without an alternate location."""
+    fix = "give alternate locations, or remove one"
+    for number, residues in _group_by_number(chain).items():
+        where = f"{place}chain {chain.name}, residue {number}"
+        for residue in residues:
+            seen = set[tuple[str, str]]()
+            for atom in residue:
+                if atom.name in BACKBONE_ATOMS and (atom.name, atom.altloc) in seen:
+                    raise BadRecord(f"{where} {residue.name} has atom {atom.name} twice; {fix}")
+                seen.add((atom.name, atom.altloc))
+                if not all(abs(value) <= MAX_COORDINATE for value in atom.pos.tolist()):
+                    raise BadRecord(f"{where} {residue.name}: atom {atom.name} has no valid position; correct it")
+        plain = [residue.name for residue in residues if any(atom.altloc == "\0" for atom in residue)]
+        if len(plain) > 1:
+            both = f"is there as {' and as '.join(plain)}" if len({*plain}) > 1 else f"{plain[0]} is there twice"
+            raise BadRecord(f"{where} {both}; {fix}")
+
+
+def _group_by_number(chain: Any) -> dict[str, list[Any]]:
+    """Return number with insertion code -> the amino acids there: several where the sequence itself varies."""
+    groups: dict[str, list[Any]] = {}
+    for residue in chain.get_polymer():
+        if _is_amino_acid(residue):
+            groups.setdefault(str(residue.seqid), []).append(residue)
+    return groups
+
+
+def _is_amino_acid(residue: Any) -> bool:
+    import gemmi
+
+    info = gemmi.find_tabulated_residue(residue.name)
+    if info.found():
+        return bool(info.is_amino_acid())
+    return {"N", "CA", "C"} <= {atom.name for atom in residue}
+
+
+def _read_chain(chain: Any) -> Chain:
+    types, coordinates, numbers = [], [], []
+    for residues in _group_by_number(chain).values():
+        residue, atoms = _choose_conformer(residues)
+        types.append(_residue_type(residue.name))
+        coordinates.append([atoms.get(name, (math.nan,) * 3) for name in BACKBONE_ATOMS])
+        numbers.append(residue.seqid.num)
+    places = np.array(coordinates, dtype=np.float64).reshape(-1, len(BACKBONE_ATOMS), 3)
+    return Chain(chain.name, np.array(types, dtype=np.int32), places, _number_residues(places, numbers))
+
+
+def _choose_conformer(residues: Sequence[Any]) -> tuple[Any, dict[str, Sequence[float]]]:
+    """Return the residue, and its backbone atoms of the alternate location with the highest mean occupancy."""
+    best, found = -1.0, (residues[0], dict[str, Sequence[float]]())
+    for residue in residues:
+        backbone = [atom for atom in residue if atom.name in BACKBONE_ATOMS]
+        labels = list(dict.fromkeys(atom.altloc for atom in backbone if atom.altloc != "\0"))
+        for label in labels or ["\0"]:
+            # A labelled atom replaces one without a label.
+            chosen = {atom.name: atom for atom in _label_last(backbone, label)}
+            occupancy = sum(atom.occ for atom in chosen.values()) / max(len(chosen), 1)
+            if occupancy > best:
+                best, found = occupancy, (residue, {name: atom.pos.tolist() for name, atom in chosen.items()})
+    return found
+
+
+def _label_last(atoms: Iterable[Any], label: str) -> list[Any]:
+    return sorted((atom for atom in atoms if atom.altloc in ("\0", label)), key=lambda atom: atom.altloc != "\0")
+
+
+def _residue_type(name: str) -> int:
+    import gemmi
+
+    letter = gemmi.find_tabulated_residue(name).one_letter_code.upper()
+    return AMINO_ACIDS.index(letter) if (letter := _RARE_PARENTS.get(letter, letter)) in [*AMINO_ACIDS] else UNKNOWN
+
+
+def _number_residues(coordinates: np.ndarray, numbers: Sequence[int]) -> np.ndarray:
+    """Return (L,) positions: 1 further over a peptide bond; else as the file numbers the residues, at least 2."""
+    if not len(numbers):
+        return np.zeros(0, dtype=np.int32)
+    bonds = np.linalg.norm(coordinates[1:, 0] - coordinates[:-1, 2], axis=-1)  # (L - 1,) from C to the next N
+    steps = np.diff(np.array(numbers, dtype=np.int64))
+    is_bond = np.where(np.isfinite(bonds), bonds <= PEPTIDE_BOND_LIMIT, steps <= 1)
+    return np.concatenate([[0], np.cumsum(np.where(is_bond, 1, steps.clip(2, 1000)))]).astype(np.int32)

@@ -1,0 +1,298 @@
+"""Masked recovery of protein structures: hidden residue types and backbones from the visible ones."""
+
+# Shapes: B chains, L residues; 4 atoms N, CA, C, O.
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+
+from dstrain.batch import Batch
+from dstrain.config.schema import DatasetConfig
+from dstrain.data.cache.build import RecordEncode, prepare
+from dstrain.data.cache.dataset import NO_TRAIN_DATA, TokenizedDataset, get_source_sizes, split_examples
+from dstrain.data.dataset import Samples
+from dstrain.data.records import BadRecord
+from dstrain.data.sources.base import ConcatSource, HeadSource
+from dstrain.data.sources.open import open_source
+from dstrain.data.structures.chain import (
+    AMINO_ACIDS,
+    BACKBONE_ATOMS,
+    MASK,
+    NUM_TYPES,
+    PAD,
+    Chain,
+    chain_from_columns,
+)
+from dstrain.data.structures.masking import MaskedChain, ResidueMask
+from dstrain.data.structures.reader import READER_VERSION, gemmi_version, read_chains, require_gemmi
+from dstrain.data.structures.similarity import choose_held_out, cluster_sequences
+from dstrain.errors import DataError, RecipeError
+from dstrain.tasks.common.store_builder import policy_of
+from dstrain.tasks.common.task import Checks, Loss, Split, Task
+
+if TYPE_CHECKING:
+    import torch
+
+NO_TARGET = -100
+"""Target of a residue whose type is not hidden, as torch's cross-entropy ignores it."""
+LENGTH_SCALE = 10.0
+"""Å per unit of the coordinate loss, Z of FAPE."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProteinChecks(Checks):
+    """Checks of the recipe, and baselines that know only how often each type occurs."""
+
+    task: Protein
+
+    def required_keys(self) -> None:
+        if not self.task.recipe.data.train:
+            raise RecipeError([NO_TRAIN_DATA])
+
+    def run(self) -> None:
+        require_gemmi()
+
+    def baselines(self, examples: Samples) -> Mapping[str, float]:
+        """`most_common_accuracy`, `unigram_accuracy` and `unigram_perplexity` at the hidden residues.
+
+        The frequencies are those of these chains themselves, which favours the baselines.
+        """
+        counts, hidden = np.zeros(len(AMINO_ACIDS)), np.zeros(len(AMINO_ACIDS))
+        for index in range(len(examples)):
+            sample = self.task.hide(examples[index])
+            counts += np.bincount(sample.chain.types[sample.chain.is_known], minlength=len(AMINO_ACIDS))
+            hidden += np.bincount(sample.chain.types[sample.hides_type], minlength=len(AMINO_ACIDS))
+        shares, total = counts / counts.sum(), hidden.sum()
+        entropy = -float((hidden * np.log(shares.clip(1e-12))).sum() / total)
+        return {
+            "most_common_accuracy": float(hidden[counts.argmax()] / total),
+            "unigram_accuracy": float((hidden * shares).sum() / total),
+            "unigram_perplexity": math.exp(entropy),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protein(Task):
+    """Masked recovery of protein structures: residue types by cross-entropy, backbones by FAPE.
+
+    Each sample is a chain of a PDB or mmCIF file. The loss of a hidden type is -log p. That of a hidden backbone is the
+    mean distance of its atoms from their true places over 10 Å: FAPE (Jumper et al., Nature 2021, supplement,
+    algorithm 28, without the clamp) over the frames of visible residues, which are given and so equal the true ones.
+    """
+
+    metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "perplexity", "rmsd", "coordinate_loss")
+    learning_rate = 1.0e-3
+
+    hidden_dim: int = 256
+    """Channels of a residue; a multiple of num_heads."""
+    encoder_layers: int = 3
+    """Layers that attend to residues with a visible backbone."""
+    decoder_layers: int = 3
+    """Layers after the encoder, which attend to all residues."""
+    num_heads: int = 8
+    """Attention heads of a layer."""
+    dropout: float = 0.1
+    """Dropout of attention and layer outputs, from 0 to below 1."""
+    mask_ratio: float = 0.15
+    """Share of a chain's residues that are hidden, above 0 and below 1."""
+    mask: Literal["separate", "together"] = "separate"
+    """separate: types and backbones are hidden at residues drawn apart; together: at the same residues."""
+    coordinate_weight: float = 1.0
+    """Weight of the coordinate loss, in units of 10 Å, next to the cross-entropy."""
+    min_residues: int = 4
+    """Shortest chain that is used, counted in residues of known type with N, CA and C."""
+    split_identity: float = 0.4
+    """Sequence identity from which on chains are kept on one side of data.eval_fraction, above 0 and up to 1."""
+
+    def __post_init__(self) -> None:
+        counts = {name: getattr(self, name) for name in ("hidden_dim", "encoder_layers", "decoder_layers", "num_heads")}
+        if wrong := [f"{name} is {value}, but has to be at least 1" for name, value in counts.items() if value < 1]:
+            raise ValueError("; ".join(wrong))
+        if self.hidden_dim % self.num_heads:
+            raise ValueError(f"hidden_dim is {self.hidden_dim}, but has to be a multiple of num_heads {self.num_heads}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout:g}, but has to be at least 0 and below 1")
+        if not 0 < self.mask_ratio < 1:
+            raise ValueError(f"mask_ratio is {self.mask_ratio:g}, but has to be above 0 and below 1")
+        if self.coordinate_weight < 0:
+            raise ValueError(f"coordinate_weight is {self.coordinate_weight:g}, but has to be at least 0")
+        if self.min_residues < 2:
+            raise ValueError(f"min_residues is {self.min_residues}, but has to be at least 2")
+        if not 0 < self.split_identity <= 1:
+            raise ValueError(f"split_identity is {self.split_identity:g}, but has to be above 0 and up to 1")
+
+    @property
+    def checks(self) -> Checks:
+        return ProteinChecks(parse_record=self.parse, task=self)
+
+    def parse(self, record: Mapping[str, Any]) -> list[Chain]:
+        """Return the chains of a file that are long enough. Raises BadRecord where there is none."""
+        path = record.get("path")
+        if not isinstance(path, str):
+            raise BadRecord("the record names no structure file under 'path'; give a folder of .pdb or .cif files")
+        chains = read_chains(Path(path))
+        if not chains:
+            raise BadRecord("it has no chain of amino acids; remove the file")
+        sizes = [int((chain.is_complete & chain.is_known).sum()) for chain in chains]
+        if max(sizes) < self.min_residues:
+            problem = (
+                f"no chain has {self.min_residues} residues of known type with N, CA and C (the best has {max(sizes)})"
+            )
+            raise BadRecord(f"{problem}; lower options.min_residues or remove the file")
+        return [chain for chain, size in zip(chains, sizes, strict=True) if size >= self.min_residues]
+
+    def examples(self, split: Split) -> TokenizedDataset | None:  # type: ignore[override]
+        data = self.recipe.data
+        if split == "eval" and data.eval:
+            return self._load([data.eval], (1.0,))
+        if split == "eval" and not data.eval_fraction:
+            return None
+        if not data.train:
+            raise DataError(NO_TRAIN_DATA)
+        dataset = self._load(data.train, tuple(item.weight for item in data.train))
+        if not data.eval_fraction:
+            return dataset
+        sequences = [dataset[index]["residues"] for index in range(len(dataset))]
+        clusters = cluster_sequences(sequences, self.split_identity)
+        held_out = choose_held_out(clusters, data.eval_fraction, self.recipe.seed)
+        return dataset.select(~held_out if split == "train" else held_out)
+
+    def _load(self, items: Sequence[DatasetConfig], weights: tuple[float, ...]) -> TokenizedDataset:
+        """Return all chains of the folders, from the cache where they are in it. Raises DataError."""
+        data = self.recipe.data
+        sources = [open_source(item, data.columns) for item in items]
+        source = ConcatSource([HeadSource(one, data.max_samples) for one in sources] if data.max_samples else sources)
+        key = {"what": "structures", "version": READER_VERSION, "min_residues": self.min_residues}
+        key["gemmi"] = gemmi_version()
+        store = prepare(source, RecordEncode(self.parse, _encode_chains), key, policy_of(self.recipe))
+        return split_examples(store, get_source_sizes(store, source), weights, 0.0, self.recipe.seed)[0]
+
+    def hide(self, example: Mapping[str, Any]) -> MaskedChain:
+        """Return an example with hidden residues: in training others each time, in an evaluation always the same."""
+        masking = ResidueMask(self.mask_ratio, self.mask, self.recipe.data.max_length, self.recipe.seed)
+        # The position in the run differs from epoch to epoch, and is the same for any world size.
+        key = int(example["sample"]), int(example["chain"]), int(example.get("place", -1)) + 1
+        return masking.apply(chain_from_columns(example), key)
+
+    def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
+        import torch
+
+        from dstrain.data.loading.collate import pad
+
+        hidden = [self.hide(example) for example in examples]
+        chains = [one.chain for one in hidden]
+        inputs = [np.where(one.hides_type, MASK, one.chain.types) for one in hidden]
+        targets = [np.where(one.hides_type, one.chain.types, NO_TARGET) for one in hidden]
+        residues = pad(inputs, PAD)  # (B, L)
+        length = residues.shape[1]
+        coordinates = np.full((len(chains), length, len(BACKBONE_ATOMS), 3), np.nan)
+        for row, chain in zip(coordinates, chains, strict=True):
+            row[: len(chain.types)] = chain.coordinates - np.nanmean(chain.coordinates, (0, 1))  # for fp32's precision
+        places = torch.from_numpy(coordinates).float()
+        hides_backbone = pad([one.hides_coordinates for one in hidden], 0).bool()
+        complete = pad([chain.is_complete for chain in chains], 0).bool()
+        return Batch(
+            tensors={
+                "residues": residues,
+                "targets": pad(targets, NO_TARGET),
+                "positions": pad([chain.positions for chain in chains], 0),
+                "coordinates": places.nan_to_num(0.0),  # (B, L, 4, 3)
+                "visible": complete & ~hides_backbone,
+                "is_residue": residues != PAD,
+                "hidden_atoms": places.isfinite().all(-1) & hides_backbone.unsqueeze(-1),  # (B, L, 4)
+            },
+            weight=float(sum(int(one.hides_type.sum()) for one in hidden)),
+            samples=tuple(int(example["sample"]) for example in examples),
+            tokens=sum(len(chain.types) for chain in chains),
+        )
+
+    def build_model(self) -> torch.nn.Module:
+        import torch
+
+        from dstrain.models.protein.model import ProteinConfig, ProteinModel
+
+        torch.manual_seed(self.recipe.seed)  # the same weights on every process
+        return ProteinModel(
+            ProteinConfig(
+                hidden_dim=self.hidden_dim,
+                encoder_layers=self.encoder_layers,
+                decoder_layers=self.decoder_layers,
+                num_heads=self.num_heads,
+                dropout=self.dropout,
+                input_types=NUM_TYPES,
+                output_types=len(AMINO_ACIDS),
+                gradient_checkpointing=self.recipe.model.gradient_checkpointing,
+            )
+        )
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
+        from torch.nn import functional as F
+
+        from dstrain.models.protein.geometry import superposed_rmsd
+
+        logits, found = model(batch.tensors)  # (B, L, 20), (B, L, 4, 3)
+        targets, atoms = batch.tensors["targets"], batch.tensors["hidden_atoms"]
+        entropy = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+        wanted = batch.tensors["coordinates"]
+        # The small number keeps the gradient finite at distance 0, as in algorithm 28.
+        errors = ((found - wanted).square().sum(-1) + 1e-4).sqrt() * atoms  # (B, L, 4)
+        residues = atoms.any(-1).sum()
+        distance = (errors.sum(-1) / atoms.sum(-1).clamp(min=1)).sum() / LENGTH_SCALE
+        rmsd = superposed_rmsd(found.detach().flatten(1, 2), wanted.flatten(1, 2), atoms.flatten(1, 2))  # (B,)
+        metrics: dict[str, Any] = {
+            "accuracy": (logits.argmax(-1) == targets).sum(),
+            "perplexity": entropy,
+            "rmsd": (rmsd.sum(), float(len(rmsd))),
+            "coordinate_loss": (distance, residues),
+        }
+        return Loss(entropy + self.coordinate_weight * distance, metrics)
+
+    @classmethod
+    def tiny(cls, folder: Path) -> dict[str, Any]:
+        for split, count in (("train", 64), ("eval", 16)):
+            (folder / split).mkdir(exist_ok=True)
+            for index in range(count):
+                (folder / split / f"{index:03}.pdb").write_text(_tiny_structure(f"{split}/{index}"))
+        return {
+            "task": "protein",
+            "options": {
+                "hidden_dim": 32, "encoder_layers": 1, "decoder_layers": 1, "num_heads": 4, "dropout": 0.0,
+            },
+            "model": {"gradient_checkpointing": True},
+            "data": {"train": str(folder / "train"), "eval": str(folder / "eval"), "max_length": 24},
+            "batch": {"total": 4, "micro": 2},
+            "optim": {"lr": 1e-3},
+            "steps": 4,
+            "log": {"every": 1, "tensorboard": False},
+            "ds_config": "zero2",
+        }  # fmt: skip
+
+
+def _encode_chains(files: list[list[Chain]]) -> list[Any]:
+    """Return the chains of each file as examples."""
+    return [[{**chain.as_columns(), "chain": number} for number, chain in enumerate(chains)] for chains in files]
+
+
+def _tiny_structure(name: str) -> str:
+    """Return a made-up helix of 6 to 30 residues as a PDB file."""
+    draw = random.Random(name)
+    lines: list[str] = []
+    for index in range(draw.randint(6, 30)):
+        residue = draw.choice(("ALA", "LEU", "GLY", "SER", "LYS", "GLU"))
+        # Radius, angle in degrees and height in Å of an atom in an alpha helix: 100 degrees and 1.5 Å per residue.
+        for atom, radius, angle, height in (
+            ("N", 1.55, -28, -0.9), ("CA", 2.28, 0, 0.0), ("C", 1.66, 26, 1.1), ("O", 2.0, 22, 2.3),
+        ):  # fmt: skip
+            turn = math.radians(100 * index + angle)
+            place = (radius * math.cos(turn), radius * math.sin(turn), height + 1.5 * index)
+            x, y, z = (value + draw.gauss(0, 0.05) for value in place)
+            head = f"ATOM  {len(lines) + 1:5}  {atom:<3} {residue} A{index + 1:4}"
+            lines.append(f"{head}    {x:8.3f}{y:8.3f}{z:8.3f}  1.00  0.00           {atom[0]}")
+    return "\n".join([*lines, "TER", "END", ""])

@@ -1,0 +1,153 @@
+"""Chains of PDB and mmCIF files: what is read, what is left out, what is refused."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dstrain.data.records import BadRecord
+from dstrain.data.structures.chain import AMINO_ACIDS, UNKNOWN, Chain, chain_from_columns
+from dstrain.data.structures.reader import read_chains
+from tests.unit.data.structures.pdb_files import Atom, helix, pdb_text
+
+gemmi = pytest.importorskip("gemmi", reason='needs gemmi: pip install "dstrain[protein]"')
+
+
+def write(folder: Path, atoms: list[Atom], name: str = "x.pdb") -> Path:
+    path = folder / name
+    path.write_text(pdb_text(atoms))
+    return path
+
+
+def letters(chain: Chain) -> str:
+    return "".join((AMINO_ACIDS + "X")[kind] for kind in chain.types)
+
+
+def test_each_chain_is_read_with_its_backbone(tmp_path: Path) -> None:
+    first, second = read_chains(write(tmp_path, helix("ACDEF") + helix("GHIK", "B")))
+    assert (first.name, letters(first), second.name, letters(second)) == ("A", "ACDEF", "B", "GHIK")
+    assert first.coordinates[1, 1] == pytest.approx(helix("ACDEF")[5].place, abs=6e-4)
+    assert list(first.positions) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["x.cif", "x.ent", "x.pdb.gz"])
+def test_every_kind_of_file_gives_the_same_chain(name: str, tmp_path: Path) -> None:
+    plain = write(tmp_path, helix("ACDEF"))
+    other = tmp_path / name
+    if name.endswith("cif"):
+        gemmi.read_structure(str(plain)).make_mmcif_document().write_file(str(other))
+    else:
+        other.write_bytes(gzip.compress(plain.read_bytes()) if name.endswith("gz") else plain.read_bytes())
+    (wanted,), (found,) = read_chains(plain), read_chains(other)
+    assert letters(found) == letters(wanted)
+    np.testing.assert_allclose(found.coordinates, wanted.coordinates)
+
+
+def test_water_ligands_and_dna_are_left_out(tmp_path: Path) -> None:
+    water = [Atom("O", "HOH", 101, (9.0, 9.0, 9.0), is_hetero=True)]
+    dna = [Atom(name, "DA", number, (20.0 + number, 0.0, 0.0), "D") for number in (1, 2) for name in ("P", "C1'", "N1")]
+    text = pdb_text(helix("ACDEF")).replace("END\n", "") + pdb_text(dna).replace("END\n", "") + pdb_text(water)
+    (tmp_path / "x.pdb").write_text(text)
+    assert [letters(chain) for chain in read_chains(tmp_path / "x.pdb")] == ["ACDEF"]
+
+
+def test_a_modified_residue_has_the_type_of_its_parent(tmp_path: Path) -> None:
+    (chain,) = read_chains(write(tmp_path, helix(["A", "MSE", "SEP", "G", "UNK"])))
+    assert letters(chain) == "AMSGX"
+    assert list(chain.is_known) == [True] * 4 + [False]
+
+
+def test_the_alternate_location_with_the_highest_occupancy_is_read_whole(tmp_path: Path) -> None:
+    atoms = helix("ACD")
+    low = [atom._replace(altloc="A", occupancy=0.4) for atom in atoms[4:8]]
+    high = [atom._replace(altloc="B", occupancy=0.6, place=(50.0, 0.0, 0.0)) for atom in atoms[4:6]]
+    high += [atom._replace(altloc="B", occupancy=0.6) for atom in atoms[6:8]]
+    (chain,) = read_chains(write(tmp_path, [*atoms[:4], *low, *high, *atoms[8:]]))
+    assert list(chain.coordinates[1, :2, 0]) == [50.0, 50.0]
+    assert np.isfinite(chain.coordinates).all()
+
+
+def test_a_residue_that_is_two_in_the_crystal_is_read_as_the_more_frequent(tmp_path: Path) -> None:
+    atoms = helix("ACD")
+    rare = [atom._replace(altloc="A", occupancy=0.3) for atom in atoms[4:8]]
+    usual = [atom._replace(altloc="B", occupancy=0.7, residue="SER") for atom in atoms[4:8]]
+    (chain,) = read_chains(write(tmp_path, [*atoms[:4], *rare, *usual, *atoms[8:]]))
+    assert letters(chain) == "ASD"
+
+
+def test_the_first_model_is_read(tmp_path: Path) -> None:
+    first, second = pdb_text(helix("ACDE")), pdb_text(helix("ACDE", turn_offset=7))
+    models = [text.replace("END\n", "ENDMDL\n") for text in (first, second)]
+    (tmp_path / "nmr.pdb").write_text(f"MODEL        1\n{models[0]}MODEL        2\n{models[1]}END\n")
+    (chain,) = read_chains(tmp_path / "nmr.pdb")
+    (wanted,) = read_chains(write(tmp_path, helix("ACDE")))
+    np.testing.assert_array_equal(chain.coordinates, wanted.coordinates)
+
+
+def test_a_missing_atom_makes_its_residue_incomplete_and_keeps_its_type(tmp_path: Path) -> None:
+    atoms = helix("ACDEF")
+    (chain,) = read_chains(write(tmp_path, [*atoms[:8], *atoms[9:]]))
+    assert letters(chain) == "ACDEF"
+    assert list(chain.is_complete) == [True, True, False, True, True]
+    assert np.isnan(chain.coordinates[2, 0]).all()
+
+
+def test_missing_residues_leave_a_gap_in_the_positions(tmp_path: Path) -> None:
+    atoms = helix("ACD") + helix("EFG", first=9, turn_offset=8)
+    assert list(read_chains(write(tmp_path, atoms))[0].positions) == [0, 1, 2, 8, 9, 10]
+
+
+def test_numbers_that_jump_over_an_intact_bond_leave_no_gap(tmp_path: Path) -> None:
+    atoms = helix("ACD") + helix("EFG", first=90, turn_offset=3)
+    assert list(read_chains(write(tmp_path, atoms))[0].positions) == [0, 1, 2, 3, 4, 5]
+
+
+FAULTS = {
+    "an atom twice": (lambda atoms: [*atoms[:5], atoms[4], *atoms[5:]], r"chain A, residue 2 CYS has atom N twice"),
+    "two names of one residue": (
+        lambda atoms: [*atoms[:7], *[one._replace(residue="SER") for one in atoms[7:8]], *atoms[8:]],
+        r"residue 2 is there as CYS and as SER",
+    ),
+    "a position that is no number": (
+        lambda atoms: [atoms[0]._replace(place=(float("nan"), 0.0, 0.0)), *atoms[1:]],
+        r"residue 1 ALA: atom N has no valid position",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_broken_structure_is_refused_with_its_place(case: str, tmp_path: Path) -> None:
+    change, message = FAULTS[case]
+    with pytest.raises(BadRecord, match=message):
+        read_chains(write(tmp_path, change(helix("ACDEF"))))
+
+
+def test_a_fault_of_a_later_model_is_found(tmp_path: Path) -> None:
+    first, second = pdb_text(helix("ACDE")), pdb_text([helix("ACDE")[0], *helix("ACDE")])
+    models = [text.replace("END\n", "ENDMDL\n") for text in (first, second)]
+    (tmp_path / "nmr.pdb").write_text(f"MODEL        1\n{models[0]}MODEL        2\n{models[1]}END\n")
+    with pytest.raises(BadRecord, match=r"model 2, chain A, residue 1 ALA has atom N twice"):
+        read_chains(tmp_path / "nmr.pdb")
+
+
+@pytest.mark.parametrize("name", ["x.pdb", "x.cif", "x.cif.gz"])
+def test_a_file_that_is_no_structure_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"ATOM   short\n\xff")
+    with pytest.raises(BadRecord, match=r"gemmi cannot read it"):
+        read_chains(tmp_path / name)
+
+
+def test_a_chain_comes_back_from_the_store_to_a_thousandth_of_an_angstrom(tmp_path: Path) -> None:
+    atoms = helix("ACDEF")
+    (chain,) = read_chains(write(tmp_path, [*atoms[:8], *atoms[9:]]))
+    back = chain_from_columns(chain.as_columns())
+    np.testing.assert_allclose(back.coordinates, chain.coordinates, atol=1e-9)
+    assert list(back.types) == list(chain.types)
+    assert list(back.positions) == list(chain.positions)
+
+
+def test_there_are_twenty_types_and_one_for_the_rest() -> None:
+    assert len({*AMINO_ACIDS}) == UNKNOWN == 20

@@ -43,6 +43,7 @@ FLOORS_WITHIN = {
         (
             "adapters",
             "reward_model",
+            "temporal",
         ),
         (
             "checks",
@@ -103,12 +104,21 @@ FLOORS_WITHIN = {
     "data": (
         ("records", "dataset", "fingerprint", "free_memory", "limited_process"),
         ("sources", "loading"),
+        ("series",),
         ("formats",),
         ("vision",),
         ("encoding", "documents", "structures"),
         ("cache",),
     ),
-    "tasks": (("metrics",), ("common",), ("rm", "sft", "kto"), ("safety",), ("dpo",), ("vlm",), ("docqa", "protein")),
+    "tasks": (
+        ("metrics",),
+        ("common",),
+        ("rm", "sft", "kto"),
+        ("safety", "series"),
+        ("dpo", "temporal"),
+        ("vlm",),
+        ("docqa", "protein"),
+    ),
     "train": (
         ("state", "ds_config"),
         ("engine",),

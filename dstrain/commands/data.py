@@ -31,10 +31,10 @@ def check_file(file: str, task: str, overrides: Sequence[str]) -> tuple[Validati
     parse = made.checks.parse_record
     if parse is None:
         raise TaskError(f"--task {task}: has no record format to check; the task reads its records itself")
-    source = open_source(file, config.data.columns)
     if not isinstance(made, TextTask):
-        return check_source(source, parse, count_available_cores()), ""
-    source = made.wrap_source(source, DatasetConfig(path=file))
+        return check_source(open_source(file, config.data.columns), parse, count_available_cores()), ""
+    item = DatasetConfig(path=file)
+    source = made.wrap_source(made.open_source(item), item)
     found = check_source(source, parse, count_available_cores())
     told = _describe_documents(source) if isinstance(source, DocumentSource) else []
     if config.model.path is None:

@@ -221,7 +221,8 @@ def _find_in_run(run_dir: Path, step: str, overrides: Sequence[str], task: str |
     own += saved_config_overrides(run_dir, overrides)
     made = make_task(load_folder_recipe(run_dir / "recipe.yaml", own, overrides, task))
     model = made.recipe.model
-    if isinstance(made, TextTask) and model.path is None and not isinstance(model.tokenizer or model.processor, str):
+    is_saved = model.path is not None or isinstance(model.tokenizer or model.processor, str)
+    if isinstance(made, TextTask) and made.model_source.reads_text and not is_saved:
         # A tokenizer trained on data.train again would differ if that has changed.
         problem = "does not exist, and only that tokenizer fits the weights"
         raise UsageError(f"{run_dir / 'tokenizer'}: {problem}; copy the whole run, or add --set model.tokenizer=FOLDER")

@@ -43,7 +43,7 @@ class SFT(TextTask):
 
     metric_names: ClassVar[tuple[str, ...]] = ("token_accuracy",)
     learning_rate = 2.0e-5
-    export_class = SFTExport
+    export_class: ClassVar[type[TextExport]] = SFTExport
 
     assistant_only_loss: bool = True
     """Train on the assistant's turns only, end of turn included; false: on every token of every role."""

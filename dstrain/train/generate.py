@@ -13,6 +13,7 @@ from transformers import StoppingCriteria
 from dstrain.batch import Batch
 from dstrain.data.encoding.prompts import EncodedPrompt, stop_token_ids
 from dstrain.data.loading.collate import attention_mask, pad
+from dstrain.data.series.patches import stack_patches
 from dstrain.data.vision.image_index import LazyImage
 from dstrain.data.vision.image_io import read_image
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
@@ -182,6 +183,8 @@ def _collate_prompts(
         if vision_processor is None or not (images or blank)
         else {**vision_processor.image_inputs(images), MM_TOKEN_TYPE_IDS: vision_processor.token_type_ids(ids)}
     )
+    if series := [prompt.series for prompt in prompts if prompt.series is not None]:
+        vision |= stack_patches(series)
     tensors = {"input_ids": ids, "attention_mask": attention_mask(backwards).flip(1)}
     return Batch(tensors=tensors, weight=0.0, samples=(), vision=vision, dummy_rows=int(blank))
 

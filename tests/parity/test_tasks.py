@@ -12,6 +12,7 @@ from tests.vision_recipes import GEMMA3, IDEFICS3
 from tests.workers import Workers
 
 LORA = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
+SERIES = {"encoder": {"patch_length": 4, "hidden_size": 16, "num_layers": 2, "num_heads": 2}, "prompt": "Curve?"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo, a reference in memory": ("dpo", {"moved": True}),
     "dpo, a reference remembered": ("dpo", {"moved": True, "options": {"precompute_ref_log_probs": True}}),
@@ -36,6 +37,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "protein": ("protein", {}),
     "protein, hidden together": ("protein", {"options": {"mask": "together"}}),
+    "temporal": ("temporal", {}),
+    "temporal, align": ("temporal", {"options": {**SERIES, "stage": "align"}}),
+    "temporal, adapters": ("temporal", {"moved": True, **LORA}),
+    "temporal, classify": ("temporal", {"options": {**SERIES, "stage": "classify"}}),
+    "temporal, masked": ("temporal", {"options": {**SERIES, "stage": "masked"}}),
     "rm, images": ("rm, with images", {"moved": True}),
     "rm, images and adapters": ("rm, with images", {"moved": True, **LORA}),
     "rm, images, Gemma 3": (

@@ -37,6 +37,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "docqa, sharded adapters, pages altered": ("docqa", "zero3", PAGES, {"lora": LORA}),
     "protein": ("protein", "zero2", {"dropout": 0.1}, {}),
     "protein, sharded": ("protein", "zero3", {"dropout": 0.1, "mask": "together"}, {}),
+    "temporal": ("temporal", "zero2", {}, {}),
+    "temporal, align, sharded": ("temporal", "zero3", {"stage": "align"}, {}),
+    "temporal, sharded adapters": ("temporal", "zero3", {}, {"lora": LORA}),
+    "temporal, masked": ("temporal", "zero1", {"stage": "masked"}, {}),
     "rm, images": ("rm, with images", "zero2", {}, {}),
     "rm, images, sharded": ("rm, with images", "zero3", {}, {}),
     "dpo, images, remembered": ("dpo, with images", "zero2", {"precompute_ref_log_probs": True}, {}),
@@ -98,7 +102,7 @@ def test_a_checkpoint_holds_what_learns(case: str, tmp_path: Path, two: Workers)
     if "adapters" in case:
         assert all("lora_" in name or "modules_to_save" in name for name in names)
         assert any("lora_B" in name for name in names)
-        assert ("modules_to_save" in " ".join(names)) == (CASES[case][0] == "rm"), "the new head"
+        assert ("modules_to_save" in " ".join(names)) == (CASES[case][0] in ("rm", "temporal")), "the new head"
 
 
 def test_adapters_go_on_only_on_their_own_base(tmp_path: Path, two: Workers) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 from dstrain.data.records import BadRow, Example
 from dstrain.data.vision.image_index import IMAGE_INDEX_FILE, ImageIndex
 
-_COLUMNS_WITHOUT_TOKENS = ("images", "answers", "coordinates", "positions")
-"""Ragged columns whose values are not tokens: positions of images, bytes of accepted answers, coordinates of atoms and
-positions of residues."""
+_COLUMNS_WITHOUT_TOKENS = ("images", "answers", "coordinates", "positions", "series_stats")
+"""Ragged columns whose values are not tokens: positions of images, bytes of accepted answers, coordinates of atoms,
+positions of residues, statistics of series."""
 
 
 @dataclass

@@ -12,6 +12,7 @@ from dstrain.data.encoding.tokenization import SpecialTokens, get_special_tokens
 from dstrain.data.formats.prompts import ParsedPrompt
 from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER, Message
 from dstrain.data.records import BadRecord, try_parse
+from dstrain.data.series.patches import Patches, insert_soft_tokens
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class EncodedPrompt:
     ids: list[int]
     images: tuple[Any, ...] = ()
     """Arguments for `dstrain.data.vision.image_io.read_image`, or `LazyImage`s, in the order of the image tokens."""
+    series: Patches | None = None
+    """Time series whose soft tokens are in the ids."""
 
 
 def encode_prompts(
@@ -64,9 +67,11 @@ class _PromptEncoder:
             checked = self.expansion.check_truncation(index, {"input_ids": ids}, limit)
             if isinstance(checked, BadRecord):
                 raise checked
+        if prompt.series is not None:
+            ids = insert_soft_tokens(self.tokenizer, ids, prompt.series.num_tokens)
         if not ids:
             raise BadRecord("the prompt becomes no token; write one")
-        return EncodedPrompt(text, ids)
+        return EncodedPrompt(text, ids, series=prompt.series)
 
     def _tokenize_and_truncate(self, rendered: RenderedPrompt) -> list[int]:
         ids = tokenize(self.tokenizer, [rendered.prompt])[0]

@@ -10,6 +10,7 @@ from dstrain.data.formats.conversations import PromptCompletion, read_conversati
 from dstrain.data.formats.preferences import Prompt, is_preference_pair
 from dstrain.data.formats.transcripts import parse_prompt_transcript
 from dstrain.data.records import BadRecord
+from dstrain.data.series.patches import Patches
 
 DUMMY_ANSWER = "answer"
 """Takes the place of an answer that a record may lack, so that one parser reads both."""
@@ -25,6 +26,8 @@ class ParsedPrompt:
     """A text that the answer continues as it is, or a conversation that ends with another's turn."""
     tools: tuple[dict[str, Any], ...] = ()
     """Functions that the assistant may call, for the chat template."""
+    series: Patches | None = None
+    """Time series whose soft tokens stand before the prompt."""
 
 
 def read_prompt(record: Mapping[str, Any]) -> ParsedPrompt:

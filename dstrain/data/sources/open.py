@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dstrain.cache_dir import file_state, load_file_result, save_file_result
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.sources.base import LazySource, Source
+from dstrain.data.sources.csv_file import CsvSource
 from dstrain.data.sources.files import SOURCE_TYPES, file_extension
 from dstrain.data.sources.folder import FolderSource, find_structure_files, is_structure_file
 from dstrain.data.sources.hub import HubSource, HubSplit, is_hub_name, parse_hub_split
+from dstrain.data.sources.ts_file import TsSource
 from dstrain.errors import DataError
 from dstrain.files import display_path, not_file_reason
 from dstrain.old_paths import moved_names
@@ -20,14 +22,23 @@ from dstrain.old_paths import moved_names
 READER_VERSION = 2
 """Increase it when the same file would give other records or another digest: cached results are then ignored."""
 
+SourceTypes = Mapping[str, Callable[[Path, Mapping[str, str]], Source]]
+SERIES_SOURCE_TYPES: SourceTypes = {**SOURCE_TYPES, ".ts": TsSource, ".csv": CsvSource}
+"""File extension -> source class, of tasks on time series."""
+
 __getattr__ = moved_names(__name__)
 
 
-def open_source(path_or_config: str | Path | DatasetConfig, columns: Mapping[str, str] | None = None) -> Source:
+def open_source(
+    path_or_config: str | Path | DatasetConfig,
+    columns: Mapping[str, str] | None = None,
+    source_types: SourceTypes | None = None,
+) -> Source:
     """Open a .jsonl, .json (both also .gz) or .parquet file, a folder of .pdb or .cif files, or a dataset of the Hub.
 
     `columns` renames columns of the data to keys of a known form. A recipe's DatasetConfig gives
     split and configuration; in a string they may follow the dataset's name: `org/name:test`.
+    `source_types`: readers by extension, of a task that reads other files too.
     Raises DataError.
     """
     path = Path(path_or_config.path if isinstance(path_or_config, DatasetConfig) else path_or_config)
@@ -35,7 +46,7 @@ def open_source(path_or_config: str | Path | DatasetConfig, columns: Mapping[str
         path = path.expanduser()
         # A local file wins over a dataset of the same name.
         if path.is_file():
-            return _open_file(path, columns or {})
+            return _open_file(path, columns or {}, SOURCE_TYPES if source_types is None else source_types)
         if path.is_dir() and find_structure_files(path):
             return FolderSource(path, columns or {})
     except RuntimeError as fault:
@@ -59,13 +70,13 @@ def _find_hub_split(path_or_config: str | Path | DatasetConfig) -> HubSplit | No
     return parse_hub_split(config.path)
 
 
-def _open_file(path: Path, columns: Mapping[str, str]) -> Source:
+def _open_file(path: Path, columns: Mapping[str, str], source_types: SourceTypes) -> Source:
     if is_structure_file(path):
         return FolderSource(path, columns)
-    kind = SOURCE_TYPES.get(file_extension(path.name))
+    kind = source_types.get(file_extension(path.name))
     if kind is None:
         raise DataError(
-            f"{display_path(path)} ends in '{file_extension(path.name)}'; data files end in {_format_extensions()}"
+            f"{display_path(path)} ends in '{file_extension(path.name)}'; data files end in {_format_extensions(source_types)}"
         )
     if not path.stat().st_size:
         raise DataError(f"{display_path(path)} is empty; check the path or regenerate the file")
@@ -88,8 +99,8 @@ def _open_file(path: Path, columns: Mapping[str, str]) -> Source:
     return source
 
 
-def _format_extensions() -> str:
-    *most, last = SOURCE_TYPES
+def _format_extensions(source_types: SourceTypes) -> str:
+    *most, last = source_types
     return f"{', '.join(most)} or {last}"
 
 

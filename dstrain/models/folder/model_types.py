@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dstrain.errors import Fault
 
+TEMPORAL_TYPE = "dstrain_temporal"
+"""Model type of task temporal's models."""
 POSITION_KEYS = ("max_position_embeddings", "n_positions")
 """Config settings with the number of learned positions."""
 LEARNED_POSITION_TYPES = frozenset({
@@ -53,3 +57,12 @@ def max_length_fault(max_length: int, limit: int) -> Fault:
 def is_bidirectional(model_type: str, is_decoder: object) -> bool:
     """Return True where the causal language model of this type attends to later tokens."""
     return model_type in BIDIRECTIONAL_TYPES and is_decoder is not True
+
+
+def is_temporal_folder(name: str | None) -> bool:
+    """Return True for a local folder with the config of a temporal model."""
+    try:
+        values = json.loads((Path(name or "").expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and values.get("model_type") == TEMPORAL_TYPE

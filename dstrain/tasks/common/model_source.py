@@ -40,6 +40,15 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+TEXTS_CACHE_NAMES = {
+    "PairTask.iter_texts": "PairTask.texts",
+    "SFT.iter_texts": "SupervisedFineTuning.texts",
+    "VLM.iter_texts": "VisionLanguage.texts",
+    "KTO.iter_texts": "SingleAnswers.texts",
+}
+"""Names in the cache keys of trained tokenizers: those that the first caches were written with."""
+
+
 @dataclass(frozen=True)
 class NamedTexts:
     """A function that yields the texts of a record, under a fixed name.
@@ -84,6 +93,11 @@ class ModelSource:
     def is_named(self) -> bool:
         """True where the recipe names a model; `dstrain data check` needs none."""
         return bool(self.recipe.model.path or self.recipe.model.config)
+
+    @property
+    def reads_text(self) -> bool:
+        """True where the model has a tokenizer."""
+        return True
 
     @property
     def can_generate(self) -> bool:

@@ -50,6 +50,8 @@ def _describe_options(owner: type, fields: Sequence[dataclasses.Field[Any]]) -> 
     for field in fields:
         name = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
         default = None if field.default is dataclasses.MISSING else field.default
+        if field.default_factory is not dataclasses.MISSING:  # a block of options with their own defaults
+            default = {}
         block = _find_block(types[field.name])
         nested = () if block is None else tuple(_describe_options(block, dataclasses.fields(block)))
         described.append(Option(field.name, name, default, helps.get(field.name, ""), nested))

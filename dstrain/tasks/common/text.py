@@ -10,13 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
-from dstrain.config.schema import DatasetConfig, LoraConfig
-from dstrain.data.cache.dataset import (
-    NO_TRAIN_DATA,
-    TokenizedDataset,
-    get_source_sizes,
-    split_examples,
-)
+from dstrain.config.schema import DatasetConfig, LoraConfig, TrainDatasetConfig
+from dstrain.data.cache.dataset import NO_TRAIN_DATA, TokenizedDataset, get_source_sizes, split_examples
 from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.encoding.rendering import PlaceholderExpansion, describe_missing_template
 from dstrain.data.formats.image_placeholders import RecordWithImages, read_with_images
@@ -30,21 +25,13 @@ from dstrain.models.checks.compatibility import ModelValidator, check_trains_on_
 from dstrain.models.checks.preflight import check_model
 from dstrain.models.load import MISSING_MODEL, check_vocab_size
 from dstrain.models.weights.check_files import check_weight_files
-from dstrain.tasks.common.model_source import ModelSource, NamedTexts, TrainingRecords
+from dstrain.tasks.common.model_source import TEXTS_CACHE_NAMES, ModelSource, NamedTexts, TrainingRecords
 from dstrain.tasks.common.store_builder import StoreBuilder
 from dstrain.tasks.common.task import Checks, Export, GenerationMetrics, Split, Task, has_dropout_disabled
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
-
-TEXTS_CACHE_NAMES = {
-    "PairTask.iter_texts": "PairTask.texts",
-    "SFT.iter_texts": "SupervisedFineTuning.texts",
-    "VLM.iter_texts": "VisionLanguage.texts",
-    "KTO.iter_texts": "SingleAnswers.texts",
-}
-"""Names in the cache keys of trained tokenizers: those that the first caches were written with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +43,7 @@ class TextChecks(Checks):
     def required_keys(self) -> None:
         recipe = self.task.recipe
         faults = [MISSING_MODEL] * (not self.task.model_source.is_named)
-        faults += [NO_TRAIN_DATA] * (not recipe.data.train)
+        faults += [NO_TRAIN_DATA] * (not self.task.training_items)
         own = self.task.has_own_tokenizer or self.task.has_own_source_load
         if faults := faults or ([] if own else check_model(recipe)):
             raise RecipeError(faults)
@@ -142,7 +129,7 @@ class TextTask(Task):
         return TEXTS_CACHE_NAMES.get(name, name)
 
     def _open_training(self) -> ConcatSource:
-        return self.open_sources(self.recipe.data.train)
+        return self.open_sources(self.training_items)
 
     def _get_tokenizer(self) -> Any:
         return self.tokenizer
@@ -244,13 +231,13 @@ class TextTask(Task):
             return split_examples(held_out, get_source_sizes(held_out, source), (1.0,), 0.0, 0)[0]
         if split == "eval" and not data.eval_fraction:
             return None
-        if not data.train:
+        if not (items := self.training_items):
             raise DataError(NO_TRAIN_DATA)
-        source = self.open_sources(data.train)
+        source = self.open_sources(items)
         store = self.build_store(source)
         if store.image_index is not None and not len(store.image_index):
             self._check_trains_on_text()
-        weights = tuple(item.weight for item in data.train)
+        weights = tuple(item.weight for item in items)
         sizes = get_source_sizes(store, source)
         train, test = split_examples(store, sizes, weights, data.eval_fraction, self.recipe.seed)
         return train if split == "train" else test
@@ -264,10 +251,19 @@ class TextTask(Task):
     def open_sources(self, items: Sequence[DatasetConfig]) -> ConcatSource:
         """Return the sources as one, each cut to `data.max_samples`."""
         data = self.recipe.data
-        sources = [self.wrap_source(open_source(item, data.columns), item) for item in items]
+        sources = [self.wrap_source(self.open_source(item), item) for item in items]
         if data.max_samples:
             return ConcatSource([HeadSource(source, data.max_samples) for source in sources])
         return ConcatSource(sources)
+
+    @property
+    def training_items(self) -> Sequence[TrainDatasetConfig]:
+        """The sources of training records."""
+        return self.recipe.data.train
+
+    def open_source(self, item: DatasetConfig) -> Source:
+        """Return the records of a file or of a dataset of the Hub."""
+        return open_source(item, self.recipe.data.columns)
 
     def wrap_source(self, source: Source, item: DatasetConfig) -> Source:
         """Return the source as the task reads it; training items are `TrainDatasetConfig`."""

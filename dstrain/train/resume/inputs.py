@@ -68,7 +68,7 @@ def digest_inputs(task: Task, train_dataset: Dataset, eval_dataset: Dataset | No
         found["data.train"] = {"samples": len(train_dataset)}
     tasks = {"model.tokenizer": task} | {scorer.recipe_key: scorer.task for scorer in task.loss_inputs.scorers}
     for key, one in tasks.items():
-        if isinstance(one, TextTask):
+        if isinstance(one, TextTask) and one.model_source.reads_text:
             found[key] = {"digest": _digest_tokenizer(one)}
     return found
 

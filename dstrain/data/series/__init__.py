@@ -1,0 +1,1 @@
+"""Time series: records, normalization, patches, and synthetic captioned curves."""

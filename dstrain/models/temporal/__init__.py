@@ -1,0 +1,1 @@
+"""Temporal models: an encoder of time series, alone, with a classifier, or in front of a causal language model."""

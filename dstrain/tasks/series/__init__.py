@@ -1,0 +1,1 @@
+"""Parts of task temporal: its model, checks and export."""

@@ -1,0 +1,195 @@
+"""Measure task temporal: captions of TRUCE, labels of UCR archives, and the preparation of synthetic curves.
+
+    DSTRAIN_DATA=DATA python -m tests.slow.temporal truce|ucr|prepare --to FOLDER [--num-gpus 1] [--steps 1200]
+
+Prints one JSON object per result. The recipes and runs stay in FOLDER.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from dstrain.data.series.captions import names_right_pattern
+from dstrain.data.series.record import read_series_record
+from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
+
+DATA = Path(os.environ.get("DSTRAIN_DATA", "data"))
+ASKED = "Describe the series."
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
+"""A language model from scratch, 0.17 M parameters."""
+
+
+def dstrain(*words: str) -> str:
+    """Run a command and return its output."""
+    done = subprocess.run([sys.executable, "-m", "dstrain", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
+    return done.stdout
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(path: Path, records: Sequence[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def train(folder: Path, name: str, recipe: dict[str, Any], num_gpus: int) -> list[dict[str, Any]]:
+    """Train a recipe and return the rows of its evaluations, with the seconds of the whole command."""
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+    start = time.time()
+    dstrain("train", str(folder / f"{name}.yaml"), "--num-gpus", str(num_gpus), "--run-dir", str(folder / name))
+    rows = [row for row in read(folder / name / "metrics.jsonl") if row["split"] == "eval"]
+    return [{**row, "seconds": time.time() - start} for row in rows]
+
+
+def truce(folder: Path, num_gpus: int, steps: int) -> None:
+    """Compare soft tokens with the same language model given the numbers as text: same steps, batches and tokenizer."""
+    names = {"train": ("pilot13finaltrain", "pilot16btrain"), "eval": ("pilot13finalval", "pilot16bval")}
+    records = {
+        split: [one for name in of for one in read(DATA / f"timeseries/truce/{name}.jsonl")]
+        for split, of in names.items()
+    }
+    for split, of in records.items():
+        write(folder / f"{split}.jsonl", of)
+        write(folder / f"{split}-text.jsonl", [as_text(one, caption) for one in of for caption in one["captions"]])
+    common: dict[str, Any] = {
+        "batch": {"total": 32, "micro": 32 // num_gpus}, "steps": steps, "ds_config": "zero0", "precision": "fp32",
+        "optim": {"lr": 3e-3, "schedule": "cosine", "warmup": 0.05, "weight_decay": 0.1}, "log": {"every": 50},
+        "eval": {"every": max(steps // 3, 1)}, "save": {"every": max(steps // 3, 1), "keep": 1},
+    }  # fmt: skip
+    model = {"config": LLAMA, "gradient_checkpointing": False}
+    data = {"train": f"{folder}/train-text.jsonl", "eval": f"{folder}/eval-text.jsonl", "max_length": 160}
+    rows = train(folder, "text", {"task": "sft", "model": model, "data": data, **common}, num_gpus)
+    report("numbers as text", rows, score_captions(folder, "text", records["eval"]))
+    encoder = {"patch_length": 2, "hidden_size": 64, "num_layers": 2, "num_heads": 4}
+    options = {"stage": "sft", "encoder": encoder, "prompt": ASKED, "generate_max_samples": 8}
+    data = {"train": f"{folder}/train.jsonl", "eval": f"{folder}/eval.jsonl", "max_length": 160}
+    own = {**model, "tokenizer": str(folder / "text/tokenizer")}
+    rows = train(
+        folder, "soft", {"task": "temporal", "options": options, "model": own, "data": data, **common}, num_gpus
+    )
+    report("soft tokens", rows, score_captions(folder, "soft", records["eval"]))
+    print(json.dumps({"most common pattern": most_common(records)}))
+
+
+def as_text(record: dict[str, Any], caption: str) -> dict[str, Any]:
+    """Return a conversation with the numbers in the user's turn."""
+    numbers = " ".join(map(str, record["series"]))
+    turns = [("user", f"{numbers}\n{ASKED}"), ("assistant", caption)]
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def score_captions(folder: Path, name: str, records: Sequence[dict[str, Any]]) -> float:
+    """Return the share of series whose greedy caption, by the best checkpoint, names a right pattern."""
+    asked = [as_text(one, "?") for one in records] if name == "text" else [{"series": one["series"]} for one in records]
+    data = write(folder / f"asked-{name}.jsonl", asked)
+    words = ["--data", data, "--max-new-tokens", "24", "--batch", "64", "--step", "best", "--json"]
+    answers = [
+        json.loads(line)["answer"]
+        for line in dstrain("generate", str(folder / name), *words).splitlines()
+        if line.startswith("{")
+    ]
+    write(
+        folder / f"captions-{name}.jsonl",
+        [
+            {"series": one["series"], "answer": text, "captions": one["captions"]}
+            for one, text in zip(records, answers, strict=True)
+        ],
+    )
+    scores = [names_right_pattern(text.strip(), one["captions"]) for text, one in zip(answers, records, strict=True)]
+    return sum(scores) / len(scores)
+
+
+def most_common(records: dict[str, Any]) -> float:
+    """Return the score of the one training caption that names a right pattern most often in training."""
+    texts = ["increases", "decreases", "peaks", "dips", "stays flat"]
+    hits = {text: sum(names_right_pattern(text, one["captions"]) for one in records["train"]) for text in texts}
+    best = max(hits, key=lambda text: hits[text])
+    return sum(names_right_pattern(best, one["captions"]) for one in records["eval"]) / len(records["eval"])
+
+
+def report(name: str, rows: list[dict[str, Any]], score: float) -> None:
+    best = min(rows, key=lambda row: row["loss"])
+    told = {key: best[key] for key in ("step", "loss", "token_accuracy")}
+    print(json.dumps({"run": name, **told, "pattern_accuracy": score, "seconds": rows[0]["seconds"]}), flush=True)
+
+
+def ucr(folder: Path, num_gpus: int, steps: int) -> None:
+    """Train classifiers on two archives; the baseline is the label of the nearest training series (Euclidean)."""
+    for name, patch in (("GunPoint", 10), ("ItalyPowerDemand", 3)):
+        files = {split: str(DATA / f"timeseries/ucr/{name}/{name}_{split}.ts") for split in ("TRAIN", "TEST")}
+        encoder = {"patch_length": patch, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "dropout": 0.2}
+        recipe = {
+            "task": "temporal",
+            "options": {"stage": "classify", "encoder": encoder},
+            "model": {"gradient_checkpointing": False},
+            "data": {"train": files["TRAIN"], "eval": files["TEST"]},
+            "batch": {"total": 16, "micro": 16 // num_gpus},
+            "optim": {"lr": 1e-3, "schedule": "cosine", "warmup": 0.1, "weight_decay": 0.05},
+            "steps": steps, "ds_config": "zero0", "precision": "fp32", "log": {"every": 50},
+            "eval": {"every": steps, "metric": "accuracy", "best": "max"}, "save": {"every": steps, "keep": 1},
+        }  # fmt: skip
+        rows = train(folder, name, recipe, num_gpus)
+        found = {"accuracy": rows[-1]["accuracy"], "1-NN": nearest_neighbour(files), "seconds": rows[0]["seconds"]}
+        print(json.dumps({"run": name, "step": rows[-1]["step"], **found}), flush=True)
+
+
+def nearest_neighbour(files: dict[str, str]) -> float:
+    """Return the accuracy of the label of the nearest training series."""
+    found = {}
+    for split, file in files.items():
+        source = open_source(file, source_types=SERIES_SOURCE_TYPES)
+        records = [source[index] for index in range(len(source))]
+        values = np.stack([np.concatenate(one["series"]) for one in records])
+        found[split] = values, np.array([read_series_record(one).label for one in records])
+    (known, labels), (asked, wanted) = found["TRAIN"], found["TEST"]
+    nearest = ((asked[:, None] - known[None]) ** 2).sum(-1).argmin(1)
+    return float((labels[nearest] == wanted).mean())
+
+
+def prepare(folder: Path, num_gpus: int, steps: int) -> None:
+    """Time the preparation of 100,000 curves into an empty cache, tokenizer included."""
+    os.environ["DSTRAIN_CACHE"] = str(folder / f"cache-{time.time_ns()}")
+    recipe = {
+        "task": "temporal",
+        "options": {"stage": "align", "synthetic": {"num_samples": 100_000, "seed": 0}},
+        "model": {"config": LLAMA},
+        "data": {"eval_fraction": 0.02, "max_length": 256},
+        "steps": steps,
+    }
+    (folder / "prepare.yaml").write_text(yaml.safe_dump(recipe))
+    start = time.time()
+    told = dstrain("prepare", str(folder / "prepare.yaml"))
+    print(json.dumps({"curves": 100_000, "seconds": time.time() - start, "told": told.splitlines()}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["truce", "ucr", "prepare"])
+    parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--num-gpus", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=1200)
+    args = parser.parse_args()
+    args.to.mkdir(parents=True, exist_ok=True)
+    {"truce": truce, "ucr": ucr, "prepare": prepare}[args.what](args.to.resolve(), args.num_gpus, args.steps)
+
+
+if __name__ == "__main__":
+    main()

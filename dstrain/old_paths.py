@@ -44,6 +44,7 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         **{name: f"{_MESSAGES}.{name}" for name in ("read_messages", "read_system", "read_text")},
     },
     "dstrain.data.sources.open": {name: f"{_WRAPPERS}.{name}" for name in ("ConcatSource", "HeadSource")},
+    "dstrain.data.sources.watched_file": {name: f"dstrain.files.{name}" for name in ("WatchedFile", "stat_or_none")},
     "dstrain.data.sources.decode": {
         name: f"dstrain.data.sources.files.{name}"
         for name in ("check_record", "decode_record", "decode_text", "parse_json")

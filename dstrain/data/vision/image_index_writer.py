@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.data.records import BadRecord
-from dstrain.data.sources.watched_file import WatchedFile
 from dstrain.data.vision.image_index import (
     IMAGE_INDEX_FILE,
     ImageEntry,
@@ -22,7 +21,7 @@ from dstrain.data.vision.image_index import (
 )
 from dstrain.data.vision.image_io import decode_image, read_content, read_image, resolve_image
 from dstrain.errors import DataError
-from dstrain.files import atomic_write
+from dstrain.files import WatchedFile, atomic_write
 
 if TYPE_CHECKING:
     from PIL.Image import Image

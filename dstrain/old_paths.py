@@ -58,6 +58,16 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     "dstrain.data.cache.columns": {
         name: f"dstrain.data.cache.token_store.{name}" for name in ("ColumnFile", "ColumnWriter")
     },
+    "dstrain.data.cache.build_images": {
+        "ImageRecordEncoder": f"{_BUILD}.ImageRecordEncoder",
+        "encode_image_prompts": "dstrain.data.encoding.prompts.encode_image_prompts",
+    },
+    "dstrain.data.vision.downscale": {
+        "downscale_if_equivalent": "dstrain.data.vision.image_index_writer.downscale_if_equivalent",
+    },
+    "dstrain.data.vision.patches": {
+        "raise_on_truncated_images": "dstrain.data.vision.image_io.raise_on_truncated_images",
+    },
     "dstrain.data.vision.expansion": {
         name: f"dstrain.data.encoding.rendering.{name}"
         for name in ("PlaceholderExpansion", "shift_offset", "shift_spans")

@@ -1,4 +1,4 @@
-"""Preparation of data: from a source, with images or without, to a token store; the limit on bad records."""
+"""Preparation of data: a source, with images or without, to a token store; limit on bad records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datasets of a token store: training and held-out rows, rows that hold the records of another store."""
+"""Datasets of a token store: training and held-out rows, rows aligned with another store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token stores: examples as columns, .npy files that grow as they arrive; datasets of a store's rows."""
+"""Token stores: memory-mapped columns of examples, their writer, and datasets of their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoding of generation prompts, with images or without, and the token ids that end an answer."""
+"""Encoding of generation prompts, with images too, and the token ids that end an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preparation of data: a source, with images or without, to a token store; limit on bad records."""
+"""Preparation of data: from a source to a token store, within the limit on bad records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token stores: memory-mapped columns of examples, their writer, and datasets of their rows."""
+"""Token stores: memory-mapped columns of examples, their writer, datasets of their rows."""
 
 from __future__ import annotations
 

@@ -44,6 +44,7 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         **{name: f"{_MESSAGES}.{name}" for name in ("read_messages", "read_system", "read_text")},
     },
     "dstrain.data.sources.open": {name: f"{_WRAPPERS}.{name}" for name in ("ConcatSource", "HeadSource")},
+    "dstrain.data.sources.watched_file": {name: f"dstrain.files.{name}" for name in ("WatchedFile", "stat_or_none")},
     "dstrain.data.sources.decode": {
         name: f"dstrain.data.sources.files.{name}"
         for name in ("check_record", "decode_record", "decode_text", "parse_json")
@@ -56,6 +57,16 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     },
     "dstrain.data.cache.columns": {
         name: f"dstrain.data.cache.token_store.{name}" for name in ("ColumnFile", "ColumnWriter")
+    },
+    "dstrain.data.cache.build_images": {
+        "ImageRecordEncoder": f"{_BUILD}.ImageRecordEncoder",
+        "encode_image_prompts": "dstrain.data.encoding.prompts.encode_image_prompts",
+    },
+    "dstrain.data.vision.downscale": {
+        "downscale_if_equivalent": "dstrain.data.vision.image_index_writer.downscale_if_equivalent",
+    },
+    "dstrain.data.vision.patches": {
+        "raise_on_truncated_images": "dstrain.data.vision.image_io.raise_on_truncated_images",
     },
     "dstrain.data.vision.expansion": {
         name: f"dstrain.data.encoding.rendering.{name}"

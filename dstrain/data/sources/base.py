@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 from dstrain.data.records import BadRow
-from dstrain.data.sources.watched_file import WatchedFile
 from dstrain.errors import DataError, Fault, suggest_name
-from dstrain.files import display_path
+from dstrain.files import WatchedFile, display_path
 
 
 class Source(Protocol):

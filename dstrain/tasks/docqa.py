@@ -109,17 +109,17 @@ class DocQA(SFT):
         # Made here, because both check their values.
         _ = self.document_options, self.augmentation
         if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing is {self.label_smoothing:g}, but has to be at least 0 and below 1")
+            raise ValueError(f"label_smoothing is {self.label_smoothing:g}, but it must be at least 0 and below 1")
         if self.focal_gamma < 0:
-            raise ValueError(f"focal_gamma is {self.focal_gamma:g}, but has to be at least 0")
+            raise ValueError(f"focal_gamma is {self.focal_gamma:g}, but it must be at least 0")
         if self.prompt_template.count(QUESTION_FIELD) != 1:
-            raise ValueError(f"prompt_template has to contain {QUESTION_FIELD} once")
+            raise ValueError(f"prompt_template must contain {QUESTION_FIELD} once")
         for name, value in (
             ("max_new_tokens", self.max_new_tokens),
             ("generate_max_samples", self.generate_max_samples),
         ):
             if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, but has to be at least 1")
+                raise ValueError(f"{name} is {value}, but it must be at least 1")
 
     @cached_property
     def document_options(self) -> DocumentOptions:

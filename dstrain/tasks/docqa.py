@@ -21,8 +21,7 @@ from dstrain.data.formats.messages import read_system
 from dstrain.data.formats.prompts import ParsedPrompt
 from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER, Message
 from dstrain.data.records import BadRecord, EncodeResult
-from dstrain.data.sources.base import HeadSource, Source
-from dstrain.data.sources.open import open_source
+from dstrain.data.sources.base import Source, cut_source
 from dstrain.data.vision.document_augment import DocumentAugmentation
 from dstrain.errors import Fault, RecipeError
 from dstrain.tasks.common.task import GenerationMetrics, Loss
@@ -142,9 +141,8 @@ class DocQA(SFT):
         return DocumentSource(source, self.document_options)
 
     def open_prompts(self, item: DatasetConfig) -> Source:
-        data, options = self.recipe.data, replace(self.document_options, with_answers=False)
-        source = DocumentSource(open_source(item, data.columns), options)
-        return HeadSource(source, data.max_samples) if data.max_samples else source
+        options = replace(self.document_options, with_answers=False)
+        return cut_source(DocumentSource(self.open_source(item), options), self.recipe.data.max_samples)
 
     def parse(self, record: Mapping[str, Any]) -> DocumentConversation:
         answers = record.get("answers")

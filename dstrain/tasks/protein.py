@@ -19,7 +19,7 @@ from dstrain.data.cache.build import RecordEncode, prepare
 from dstrain.data.cache.dataset import NO_TRAIN_DATA, TokenizedDataset, get_source_sizes, split_examples
 from dstrain.data.dataset import Samples
 from dstrain.data.records import BadRecord
-from dstrain.data.sources.base import ConcatSource, HeadSource
+from dstrain.data.sources.base import ConcatSource, cut_source
 from dstrain.data.sources.open import open_source
 from dstrain.data.structures.chain import (
     AMINO_ACIDS,
@@ -116,7 +116,9 @@ class Protein(Task):
         if wrong := [f"{name} is {value}, but it must be at least 1" for name, value in counts.items() if value < 1]:
             raise ValueError("; ".join(wrong))
         if self.hidden_dim % self.num_heads:
-            raise ValueError(f"hidden_dim is {self.hidden_dim}, but it must be a multiple of num_heads {self.num_heads}")
+            raise ValueError(
+                f"hidden_dim is {self.hidden_dim}, but it must be a multiple of num_heads {self.num_heads}"
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout:g}, but it must be at least 0 and below 1")
         if not 0 < self.mask_ratio < 1:
@@ -167,8 +169,7 @@ class Protein(Task):
     def _load(self, items: Sequence[DatasetConfig], weights: tuple[float, ...]) -> TokenizedDataset:
         """Return all chains of the folders, from the cache where they are in it. Raises DataError."""
         data = self.recipe.data
-        sources = [open_source(item, data.columns) for item in items]
-        source = ConcatSource([HeadSource(one, data.max_samples) for one in sources] if data.max_samples else sources)
+        source = ConcatSource([cut_source(open_source(item, data.columns), data.max_samples) for item in items])
         key = {"what": "structures", "version": READER_VERSION, "min_residues": self.min_residues}
         key["gemmi"] = gemmi_version()
         store = prepare(source, RecordEncode(self.parse, _encode_chains), key, policy_of(self.recipe))

@@ -187,12 +187,6 @@ def test_a_score_that_is_not_finite_gives_the_batch_no_finite_weight(name: str, 
     assert math.isnan(with_pair_weight(task.safety, batch).weight)
 
 
-def test_a_filler_stays_without_weight(tmp_path: Path) -> None:
-    task = made(tmp_path)
-    batch = make_batch(task.examples("train"), task.collate, [], 3)
-    assert with_pair_weight(task.safety, batch).weight == 0
-
-
 def test_the_length_baseline_is_about_the_preferred_answers(tmp_path: Path) -> None:
     pair = {"prompt": "How?", "chosen": "So, and so.", "rejected": "No.", "margin": 0}
     labels = [(True, False), (False, True), (False, False), (False, True)]

@@ -32,7 +32,7 @@ def test_a_starter_recipe_has_the_block_as_a_comment() -> None:
     assert yaml.safe_load("\n".join(block[start : start + 13]))["safety"]["delta"] == 10.0
 
 
-@pytest.mark.parametrize("safety", [None, {"scaling_weight": 1.0}])
+@pytest.mark.parametrize("safety", [None, {"anchor_weight": 1.0}])
 def test_an_option_of_a_block_is_set_by_its_dotted_name(safety: dict[str, Any] | None, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, DPO.tiny(tmp_path) | {"options": {"safety": safety}})
     result = invoke("train", recipe, "--dry-run", "--set", "options.safety.anchor_weight=0.5")

@@ -120,6 +120,11 @@ class HeadSource:
         return self._source.summarize() if isinstance(self._source, DerivedSource) else []
 
 
+def cut_source(source: Source, max_samples: int | None) -> Source:
+    """Return the first `max_samples` records of a source; the source itself for None, so that its digest stays."""
+    return HeadSource(source, max_samples) if max_samples else source
+
+
 class ConcatSource:
     """Several sources, one after another."""
 

@@ -53,6 +53,9 @@ class Batch:
     """Groups of a packed batch in the order of their tokens: `input_ids` is (1, T), where T is the sum of their tokens,
     and there is no padding. Empty where rows are padded. Known on the host, so that no kernel waits for the device."""
 
+    other_groups: Mapping[str, tuple[PackedGroup, ...]] = field(default_factory=dict)
+    """Groups of further packed rows in `tensors`, by the prefix of the tensors' names."""
+
     @property
     def is_packed(self) -> bool:
         """True if the batch is one row of concatenated groups."""

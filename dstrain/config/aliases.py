@@ -63,6 +63,8 @@ KEY_ALIASES: dict[str, str] = {
     "dataset_test_split": "the `split` in data.eval: {path, split}",
     "hub_token": "the environment variable HF_TOKEN",
     "remove_unused_columns": "data.columns",
+    **dict.fromkeys(("packing", "packing_strategy", "eval_packing", "padding_free"), "batch.packing"),
+    "use_prefix_sharing": "batch.prefix_sharing",
     "completion_only_loss": "options.assistant_only_loss",
     "use_peft": "model.lora",
     "load_in_4bit": "model.quantize: nf4",
@@ -86,12 +88,15 @@ KEY_ALIASES: dict[str, str] = {
     "val_size": "data.eval_fraction",
     "cutoff_len": "data.max_length",
     "preprocessing_num_workers": "data.workers",
+    "neat_packing": "batch.packing",
     "flash_attn": "model.attention",
     "freeze_trainable_layers": "model.freeze",
     "pref_beta": "options.beta",
     "pref_loss": "options.loss_type",
     "plot_loss": "log.tensorboard",
     "train_on_prompt": "options.assistant_only_loss",
+    # Axolotl
+    **dict.fromkeys(("sample_packing", "pack_sequences"), "batch.packing"),
     # DeepSpeed
     "train_batch_size": "batch.total",
     "train_micro_batch_size_per_gpu": "batch.micro",
@@ -101,13 +106,6 @@ KEY_ALIASES: dict[str, str] = {
     "scheduler": "optim.schedule",
 }
 """Name in another framework -> the recipe key for it."""
-
-UNSUPPORTED_KEYS: dict[str, str] = dict.fromkeys(
-    ("packing", "neat_packing", "sample_packing", "pack_sequences", "padding_free", "packing_strategy"),
-    "is not supported: each sample is a sequence of its own; samples of similar length are batched, so there is little "
-    "padding",
-)
-"""Name in another framework -> why the recipe has no such key."""
 
 UNSUPPORTED_VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("model.quantize", bool, "leave it out; ds_config: zero3_offload saves memory today"),

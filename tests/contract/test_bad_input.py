@@ -109,7 +109,7 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "a key misspelt in a file": (recipe("task: rm\noptim:\n  warmupp: 3\n"), ["bad.yaml:3 optim.warmupp", "did you mean 'warmup'?"]),
     "a key at the wrong level": (sets("lr=1"), ["did you mean 'optim.lr'?"]),
     "HF's batch size": (sets("per_device_train_batch_size=1"), ["here it is batch.micro"]),
-    "TRL's packing": (sets("data.packing=true"), ["--set data.packing: is not supported: each sample is a sequence of its own", "remove it"]),
+    "TRL's packing": (sets("data.packing=true"), ["--set data.packing: no such key", "here it is batch.packing"]),
     "HF's output folder": (sets("output_dir=x"), ["here it is --run-dir"]),
     "HF's best model": (sets("load_best_model_at_end=true"), ["`dstrain export --step best`"]),
     "TRL's length": (sets("max_seq_length=1"), ["here it is data.max_length"]),

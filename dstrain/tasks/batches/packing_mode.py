@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
 
 FindObstacle = Callable[[bool], str | None]
 """shares_prefix -> why the models cannot take packed batches, or None."""
-PACKABLE_ATTENTION = ("auto", "sdpa")
-"""Values of model.attention that leave the choice of the attention function for packed batches open."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,7 @@ def find_model_obstacle(model: ModelConfig, config: PretrainedConfig, shares_pre
     """Return why this model cannot take packed batches, or None; `config`: its transformers config."""
     from dstrain.models.attention.packed import find_packing_obstacle
 
-    if model.attention not in PACKABLE_ATTENTION:
-        return f"model.attention is {model.attention}, and packed batches need auto or sdpa"
+    if model.attention != "auto":
+        config = copy.deepcopy(config)  # the model is built from the other one
+        config._attn_implementation = model.attention
     return find_packing_obstacle(config, shares_prefix)

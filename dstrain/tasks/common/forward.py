@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from dstrain.batch import Batch
 from dstrain.data.loading.collate import loss_positions
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
-from dstrain.models.attention.packed import PREFIX, packed_model_kwargs
+from dstrain.models.attention.packed import has_packed_attention, packed_model_kwargs
 from dstrain.models.heads.chunked_lm_head import TokenScores, capture_head_input, rows_per_chunk, score_logits
 from dstrain.models.params.components import unwrap_peft
 
@@ -178,13 +179,22 @@ def forward_logits(model: torch.nn.Module, batch: Batch, **model_kwargs: Any) ->
 def _forward(model: torch.nn.Module, batch: Batch, **model_kwargs: Any) -> Any:
     """Run the model on the batch's rows and dummy rows, all padded on the right or packed. Returns its output."""
     if batch.is_packed:
-        # Another attention function would ignore the groups, and every token would attend to all before it.
-        kind = str(unwrap_peft(model).config._attn_implementation)
-        assert kind.startswith(PREFIX), f"a packed batch for a model with {kind} attention"
+        _check_packed_attention(model)
         kwargs = packed_model_kwargs(batch)
         return model(input_ids=batch.tensors["input_ids"], **kwargs, **vision_inputs(model, batch), **model_kwargs)
     mask = {"attention_mask": batch.tensors["attention_mask"]} if needs_attention_mask(unwrap_peft(model)) else {}
     return model(input_ids=batch.tensors["input_ids"], **mask, **vision_inputs(model, batch), **model_kwargs)
+
+
+def _check_packed_attention(model: torch.nn.Module) -> None:
+    """Assert that the model's attention reads the groups; others ignore them, and mix the sequences of the row."""
+    if model not in _PACKED_MODELS:
+        assert has_packed_attention(model), "a packed batch for a model without `enable_packed_attention`"
+        _PACKED_MODELS.add(model)
+
+
+_PACKED_MODELS: WeakSet[torch.nn.Module] = WeakSet()
+"""Models whose attention was checked, which takes a walk over their modules."""
 
 
 def needs_attention_mask(model: torch.nn.Module) -> bool:

@@ -80,7 +80,7 @@ def test_a_llama_is_packed_by_default(name: str, tmp_path: Path) -> None:
 
 
 OBSTACLES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "attention": ("rm", {"model": {"attention": "eager"}}, "model.attention is eager"),
+    "images": ("dpo, with images", {}, "images"),
     "a family": ("sft", {"model": {"config": family("mamba2")}}, "mamba2"),
 }
 

@@ -142,7 +142,8 @@ def build_cache_key(job: ModelJob, store: TokenStore, weights_digest: str) -> di
     """Return everything that the outputs depend on.
 
     The folder of the store is named after data, tokenizer, template, truncation and processor, but
-    records only name image files: the digest of the images is added.
+    records only name image files: the digest of the images is added. Whether batches are packed is not part of it: the
+    outputs differ by rounding only, as they do with the micro-batch size.
     """
     task = job.task
     precision = with_training_dtype(task.recipe, job.ds_config).model.dtype or "float32"

@@ -39,7 +39,7 @@ FLOORS_WITHIN = {
             "patches",
             "protein",
         ),
-        ("weights",),
+        ("attention", "weights"),
         (
             "adapters",
             "reward_model",

@@ -114,7 +114,7 @@ def choose_kernel(name: str, heads: Heads, settings: AttentionSettings) -> Kerne
 
 def _run_eager_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the eager attention function of the model file that defines the module."""
-    return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)  # type: ignore[attr-defined]
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
 
 
 def _attention_models(model: torch.nn.Module) -> Iterator[Any]:

@@ -123,7 +123,8 @@ def _attention_models(model: torch.nn.Module) -> Iterator[Any]:
 
     seen = set()
     for part in unwrap_peft(model).modules():
-        if isinstance(part, PreTrainedModel) and part.config.get_text_config() is part.config:
-            if id(part.config) not in seen:
-                seen.add(id(part.config))
-                yield part
+        if not isinstance(part, PreTrainedModel) or id(part.config) in seen:
+            continue
+        seen.add(id(part.config))
+        if part.config.get_text_config() is part.config:
+            yield part

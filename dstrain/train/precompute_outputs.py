@@ -150,7 +150,7 @@ def build_cache_key(job: ModelJob, store: TokenStore, weights_digest: str) -> di
     drawn_in_shards = job.model.config.path is None and precision != "float32" and is_zero3(job.ds_config)
     return {
         "what": job.name, "version": CACHE_VERSION, "task": task.recipe.task, "tokens": store.folder.name,
-        "weights": weights_digest, "dtype": precision, "attention": task.recipe.model.attention, "drawn_in_shards": drawn_in_shards,
+        "weights": weights_digest, "dtype": precision, "attention": task.recipe.model.attn_implementation, "drawn_in_shards": drawn_in_shards,
         **({"images": store.image_index.digest} if store.image_index else {}), **job.model.key,
     }  # fmt: skip
 

@@ -47,13 +47,13 @@ class PackedLayout:
     """The groups of one packed batch, and what the layers of a forward pass derive from them once."""
 
     groups: tuple[PackedGroup, ...]
-    _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def cached(self, key: Hashable, build: Callable[[], Any]) -> Any:
         """Return build(), computed once per key."""
-        if key not in self._cache:
-            self._cache[key] = build()
-        return self._cache[key]
+        if key not in self.cache:
+            self.cache[key] = build()
+        return self.cache[key]
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:

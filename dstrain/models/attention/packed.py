@@ -114,7 +114,7 @@ def choose_kernel(name: str, heads: Heads, settings: AttentionSettings) -> Kerne
 
 def _run_eager_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the eager attention function of the model file that defines the module."""
-    return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)  # type: ignore[attr-defined]
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
 
 
 def _attention_models(model: torch.nn.Module) -> Iterator[Any]:
@@ -123,7 +123,8 @@ def _attention_models(model: torch.nn.Module) -> Iterator[Any]:
 
     seen = set()
     for part in unwrap_peft(model).modules():
-        if isinstance(part, PreTrainedModel) and part.config.get_text_config() is part.config:
-            if id(part.config) not in seen:
-                seen.add(id(part.config))
-                yield part
+        if not isinstance(part, PreTrainedModel) or id(part.config) in seen:
+            continue
+        seen.add(id(part.config))
+        if part.config.get_text_config() is part.config:
+            yield part

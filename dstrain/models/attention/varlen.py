@@ -44,7 +44,9 @@ def load_varlen_attn() -> Callable[..., torch.Tensor] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if {"window_size", "enable_gqa", "scale"} <= {*inspect.signature(varlen_attn).parameters} else None
+    return (
+        varlen_attn if {"window_size", "enable_gqa", "scale"} <= {*inspect.signature(varlen_attn).parameters} else None
+    )
 
 
 def attend_varlen(heads: Heads, settings: AttentionSettings, layout: PackedLayout) -> torch.Tensor:

@@ -66,7 +66,7 @@ def find_model_obstacle(model: ModelConfig, config: PretrainedConfig, shares_pre
     """Return why this model cannot take packed batches, or None; `config`: its transformers config."""
     from dstrain.models.attention.packed import find_packing_obstacle
 
-    if model.attention != "auto":
+    if model.attn_implementation != "auto":
         config = copy.deepcopy(config)  # the model is built from the other one
-        config._attn_implementation = model.attention
+        config._attn_implementation = model.attn_implementation
     return find_packing_obstacle(config, shares_prefix)

@@ -86,7 +86,7 @@ class FrozenRewardModel:
         model = ModelConfig(
             path=self.folder,
             dtype=recipe.model.dtype,
-            attention=recipe.model.attention,
+            attn_implementation=recipe.model.attn_implementation,
             trust_remote_code=recipe.model.trust_remote_code,
             gradient_checkpointing=False,
         )

@@ -39,7 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "seed_oss": {"model_type": "seed_oss", "attention_dropout": 0.0, "residual_dropout": 0.0},
     "olmo3": {"model_type": "olmo3", **_TWO_TYPES},
     "exaone4": {"model_type": "exaone4", **_TWO_TYPES},
-    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 8, **_EXPERTS},
+    "qwen3_moe": {"model_type": "qwen3_moe", **_EXPERTS},
     "cohere2, two types of layers": {"model_type": "cohere2", **_TWO_TYPES},
     "gemma3_text, two types of layers": {"model_type": "gemma3_text", **FAMILIES["gemma3_text"], **_TWO_TYPES},
     "mixtral with windows": {"model_type": "mixtral", **LOCAL_EXPERTS, **_WINDOWS},
@@ -47,7 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3 with windows": {"model_type": "qwen3", "head_dim": 8, "use_sliding_window": True, "max_window_layers": 1, **_WINDOWS},
     "smollm3 with windows": {"model_type": "smollm3", "use_sliding_window": True, **_TWO_TYPES},
     "starcoder2 with windows": {"model_type": "starcoder2", **_WINDOWS},
-    "qwen3_moe with windows": {"model_type": "qwen3_moe", "head_dim": 8, "use_sliding_window": True, **_EXPERTS, **_WINDOWS},
+    "qwen3_moe with windows": {"model_type": "qwen3_moe", "use_sliding_window": True, **_EXPERTS, **_WINDOWS},
 }  # fmt: skip
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from dstrain.models.attention import by_group
 from dstrain.models.attention.families import PACKED_MODEL_TYPES
 from dstrain.models.attention.packed import enable_packed_attention, find_packing_obstacle
-from dstrain.models.load import enable_gradient_checkpointing
-from tests.unit.models.attention.packed_rows import CONFIGS, GROUPS, gradient, made, packed, packed_logits, padded_logits
+from tests.unit.models.attention.packed_rows import (
+    CONFIGS,
+    gradient,
+    made,
+    packed,
+    packed_logits,
+    padded_logits,
+)
 
 ALLOWED = [name for name, config in CONFIGS.items() if config["model_type"] in PACKED_MODEL_TYPES]
 
@@ -37,7 +41,9 @@ def test_a_packed_row_is_read_as_padded_rows(name: str) -> None:
 @pytest.mark.parametrize("name", ALLOWED)
 @pytest.mark.usefixtures("blocks")
 def test_its_gradient_is_the_padded_rows_gradient(name: str) -> None:
-    model, batch = made(name, torch.float64), packed()
+    # In fp64 the rows of gemma2's padding are nan: it takes their masks from fp64 to a softmax in fp32.
+    model, batch = made(name, torch.float32 if name == "gemma2" else torch.float64), packed()
+    model.set_experts_implementation("eager")  # the others have no fp64
     expected = gradient(model, padded_logits(model, batch))
     enable_packed_attention(model)
     found = gradient(model, packed_logits(model, batch))

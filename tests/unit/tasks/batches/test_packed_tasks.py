@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rm, adapters and a score head": ("rm", {"moved": True, **LORA}),
     "rm, a frozen model under its head": ("rm", {"moved": True, "model": {"freeze": ["model"]}}),
     "sft": ("sft", {"moved": True}),
-    "sft, eager attention": ("sft", {"moved": True, "model": {"attention": "eager"}}),
+    "sft, eager attention": ("sft", {"moved": True, "model": {"attn_implementation": "eager"}}),
     "sft, qwen3": ("sft", {"moved": True, "model": {"config": family("qwen3")}}),
     "rm, mistral": ("rm", {"moved": True, "model": {"config": family("mistral")}}),
     "dpo, gemma2": ("dpo", {"moved": True, "model": {"config": family("gemma2")}}),
@@ -161,7 +161,7 @@ def test_only_targets_reach_the_head(tmp_path: Path) -> None:
 def test_a_packed_batch_is_refused_by_a_model_that_would_mix_its_samples(tmp_path: Path) -> None:
     task = made(tmp_path, "sft")
     batch = make_batch(task.examples("train"), task.collate, [1, 0], 0)
-    eager = {"model": {"attention": "eager"}}  # functions under other names are replaced for all models
+    eager = {"model": {"attn_implementation": "eager"}}  # functions under other names are replaced for all models
     plain = made(tmp_path, "sft", **eager, batch={"packing": False}).build_model()
     with pytest.raises(AssertionError, match=r"a packed batch for a model without `enable_packed_attention`"):
         task.loss(plain, batch)

@@ -16,7 +16,7 @@ from dstrain.tasks.common.forward import forward_logits
 from dstrain.tasks.common.task import load_split
 from dstrain.train.build_model import build_train_module
 from tests.model_families import family
-from tests.parity.cases import one_step
+from tests.parity.cases import one_step, several_steps
 from tests.parity.test_step import SGD, distance
 from tests.reward_models import export_reward_model
 from tests.vision_recipes import named_recipe
@@ -95,6 +95,13 @@ def test_reward_models_score_packed_pairs(scoring: str, tmp_path: Path) -> None:
     check_equal("dpo", {"moved": True, "options": {"safety": safety}})
 
 
+@pytest.mark.parametrize("task", ["rm", "dpo", "sft", "kto"])
+def test_evaluations_and_steps_in_turn_give_the_same_losses(task: str) -> None:
+    adam = {"optim": {"lr": 1e-3}, "model": {"gradient_checkpointing": True}}
+    wanted, found = (several_steps(task, "torch", adam | {"batch": {"packing": packing}}) for packing in (False, True))
+    assert found == pytest.approx(wanted, rel=2e-5)
+
+
 def made(folder: Path, name: str, **sections: Any) -> Any:
     recipe = named_recipe(name, folder)[1]
     for key, value in sections.items():
@@ -122,6 +129,20 @@ def test_packed_scores_are_those_that_an_export_gives(pad_token: str, tmp_path: 
         wanted = forward_logits(again, padded).squeeze(-1)
         torch.testing.assert_close(task.scores(model, batch), wanted, atol=1e-6, rtol=1e-6)
     assert wanted.std() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["rm", "dpo", "sft", "kto"])
+def test_an_export_is_compared_on_padded_batches(name: str, tmp_path: Path) -> None:
+    task = made(tmp_path, name)
+    examples = load_split(task, "train")
+    assert examples is not None
+    probes = task.export.make_probes([examples[0], examples[1]])
+    assert [(probe.is_packed, len(probe.samples)) for probe in probes] == [(False, 1), (False, 1)]
+    with torch.no_grad():
+        model = task.build_model().eval()
+        again = made(tmp_path, name, batch={"packing": False}).build_model().eval()
+        for probe in probes:
+            assert task.export.outputs(model, probe).equal(task.export.outputs(again, probe))
 
 
 def test_a_prompt_is_computed_once(tmp_path: Path) -> None:

@@ -86,12 +86,19 @@ class PackedAttention:
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        """Return the attention (1, T, H, D) of query (1, H, T, D), key and value (1, G, T, D), and no weights."""
+        """Return the attention (1, T, H, D) of query (1, H, T, D), key and value (1, G, T, D), and no weights.
+
+        Raises ValueError for heads of another shape, such as those of a vision tower.
+        """
         layout = kwargs.pop("packed_groups", None)
         if layout is None:
             found: tuple[torch.Tensor, torch.Tensor | None] = self.base(module, query, key, value, *args, **kwargs)
             return found
         heads = query, key, value
+        tokens = sum(group.tokens for group in layout.groups)
+        if query.shape[0] != 1 or query.shape[2] != tokens:
+            shape = f"{query.shape[0]} rows of {query.shape[2]} tokens"
+            raise ValueError(f"{type(module).__name__} attends to {shape}, but the packed groups have {tokens}")
         if "flash" in self.name:
             return attend_flash(self.base, module, heads, layout, kwargs), None
         settings = AttentionSettings.from_kwargs(kwargs, is_eager=self.name == "eager")

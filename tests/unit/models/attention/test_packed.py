@@ -102,6 +102,15 @@ def test_eager_attention_is_packed_too() -> None:
     assert float((packed_logits(model, batch) - expected).detach().abs().max()) <= 1e-5
 
 
+def test_groups_of_another_row_are_refused() -> None:
+    model, batch = made("llama"), packed()
+    enable_packed_attention(model)
+    ids = batch.tensors["input_ids"][:, 1:]
+    kwargs = packed_model_kwargs(batch) | {"position_ids": batch.tensors["position_ids"][:, 1:]}
+    with pytest.raises(ValueError, match=r"1 rows of \d+ tokens, but the packed groups have \d+"):
+        model(input_ids=ids, use_cache=False, **kwargs)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_attention_dropout_is_applied_in_training_only(name: str) -> None:
     model, batch = made(name, attention_dropout=0.5), packed()

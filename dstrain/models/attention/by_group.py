@@ -2,10 +2,10 @@
 
 # Shapes: T tokens of the packed row, H heads, G key-value heads, D width of a head, N queries and K keys of a call.
 
-# Measured by benchmarks/attention.py (bf16, forward and backward, CPU with AVX512-BF16): a group of up to 256 tokens is
-# fastest as one call with a mask; short sequences gain from a common call up to 96 tokens; longer branches are fastest
-# as [prefix; branch] in blocks of 256 queries, where each block's keys end at its last query. torch's CPU kernel takes
-# fewer key heads than query heads without copies, and is slower with copies.
+# Measured by benchmarks/attention.py (bf16, forward and backward, a CPU with AVX512-BF16), figures in
+# docs/measurements/README.md: up to 256 tokens one call with a mask takes 0.9 to 1.1 of the time of calls in blocks, with
+# fewer calls; at 2000 tokens twice the time. Short sequences gain from a common call up to 96 tokens. Each block's keys
+# end at its last query. torch's CPU kernel takes fewer key heads than query heads without copies.
 
 from __future__ import annotations
 

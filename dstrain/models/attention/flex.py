@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,18 +21,22 @@ def attend_flex(heads: Heads, settings: AttentionSettings, layout: PackedLayout)
     FlexAttention: Dong et al. (arXiv 2412.05496). Compiled on a GPU. On a CPU it is not compiled, and computes all
     (T, T) logits: for tests only. It has no dropout.
     """
-    from torch.nn.attention.flex_attention import AuxRequest
-
     query, key, value = heads
     block_mask = layout.cached(
         ("flex", settings.window, query.device), lambda: _block_mask(layout, settings.window, query.device)
     )
-    out, aux = _flex_attention(query.device.type)(
-        query, key, value, score_mod=None if settings.softcap is None else _softcap(settings.softcap),
-        block_mask=block_mask, scale=settings.scale, enable_gqa=query.shape[1] != key.shape[1],
-        return_aux=AuxRequest(lse=True),
+    attend = partial(
+        _flex_attention(query.device.type), query, key, value,
+        score_mod=None if settings.softcap is None else _softcap(settings.softcap), block_mask=block_mask,
+        scale=settings.scale, enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
-    if settings.sinks is not None:
+    out: torch.Tensor
+    if settings.sinks is None:
+        out = attend()
+    else:
+        from torch.nn.attention.flex_attention import AuxRequest  # from torch 2.9 on
+
+        out, aux = attend(return_aux=AuxRequest(lse=True))
         # A sink adds exp(sink) to the denominator: out * exp(lse) / (exp(lse) + exp(sink)).
         share = torch.sigmoid(aux.lse - settings.sinks.to(aux.lse.dtype).view(1, -1, 1))  # (1, H, T)
         out = (out * share.unsqueeze(-1)).to(query.dtype)

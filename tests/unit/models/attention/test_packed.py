@@ -37,7 +37,7 @@ def test_checkpointed_layers_are_computed_the_same_again(name: str) -> None:
     expected = gradient(model, packed_logits(model, batch))
     enable_gradient_checkpointing(model)
     found = gradient(model, packed_logits(model, batch))
-    assert torch.equal(found, expected)
+    assert distance(found, expected) <= (1e-6 if name == "gpt_oss" else 0)  # see below
 
 
 @pytest.mark.parametrize("name", KINDS)

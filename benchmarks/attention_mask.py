@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.common import join_alone, ratio, run, take_turns
 from dstrain.batch import Batch
-from dstrain.models import attention_mask
+from dstrain.tasks.common import forward
 from dstrain.tasks.common.forward import score_answers
 
 
@@ -39,9 +39,7 @@ def answers(vocabulary: int, micro: int, length: int, shortest: int) -> Batch:
 def passes(model: torch.nn.Module, batch: Batch, masked: bool) -> torch.Tensor:
     """Return the loss, (), and leave its gradient in the model."""
     model.zero_grad(set_to_none=True)
-    with mock.patch.object(
-        attention_mask, "NO_MASK_MODEL_TYPES", frozenset() if masked else attention_mask.NO_MASK_MODEL_TYPES
-    ):
+    with mock.patch.object(forward, "NO_MASK_MODEL_TYPES", frozenset() if masked else forward.NO_MASK_MODEL_TYPES):
         loss = -score_answers(model, batch)[0].sum()
     loss.backward()
     return loss.detach()

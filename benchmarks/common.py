@@ -145,7 +145,11 @@ def wait_for(device: Any) -> None:
 
 
 def take_turns(
-    runners: Mapping[str, Callable[[int], Any]], rounds: int, warmup: int, device: Any
+    runners: Mapping[str, Callable[[int], Any]],
+    rounds: int,
+    warmup: int,
+    device: Any,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Return name -> seconds of each call. Each round runs all once in a rotated order, so that drift affects all alike."""
     names, seconds = list(runners), {name: [] for name in runners}
@@ -153,11 +157,11 @@ def take_turns(
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             wait_for(device)
-            began = time.perf_counter()
+            began = clock()
             runners[name](turn)
             wait_for(device)
             if turn >= warmup:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(clock() - began)
     return seconds
 
 

@@ -13,6 +13,24 @@ if TYPE_CHECKING:
     import torch
 
 
+@dataclass(frozen=True)
+class PackedGroup:
+    """Lengths of one group of a packed batch: a shared prefix, and the branches that continue it, in tokens.
+
+    The group's tokens are consecutive: prefix, first branch, second branch, … Positions count from 0 within the prefix
+    and from `prefix` within each branch. A token attends to the prefix and to its own branch, causally. A sequence that
+    shares nothing is a group with prefix 0 and one branch. Prefix sharing: Wang and Hegde (arXiv 2410.20305).
+    """
+
+    prefix: int
+    branches: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the group in the packed row."""
+        return self.prefix + sum(self.branches)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """Tensors of one forward pass (one micro-batch) and their weight in the loss."""
@@ -31,6 +49,17 @@ class Batch:
     dummy_rows: int = 0
     """Rows after those of the samples: one with a blank image if no sample has one, so that every
     rank gathers the same weights in the same order. Their outputs are ignored."""
+    groups: tuple[PackedGroup, ...] = ()
+    """Groups of a packed batch in the order of their tokens: `input_ids` is (1, T), where T is the sum of their tokens,
+    and there is no padding. Empty where rows are padded. Known on the host, so that no kernel waits for the device."""
+
+    other_groups: Mapping[str, tuple[PackedGroup, ...]] = field(default_factory=dict)
+    """Groups of further packed rows in `tensors`, by the prefix of the tensors' names."""
+
+    @property
+    def is_packed(self) -> bool:
+        """True if the batch is one row of concatenated groups."""
+        return bool(self.groups)
 
     def as_filler(self) -> Batch:
         """Return the same tensors with weight 0 and without samples."""

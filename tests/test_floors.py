@@ -39,7 +39,7 @@ FLOORS_WITHIN = {
             "patches",
             "protein",
         ),
-        ("weights",),
+        ("attention", "weights"),
         (
             "adapters",
             "reward_model",
@@ -111,7 +111,7 @@ FLOORS_WITHIN = {
         ("cache",),
     ),
     "tasks": (
-        ("metrics",),
+        ("batches", "metrics"),
         ("common",),
         ("rm", "sft", "kto"),
         ("safety", "series"),

@@ -148,7 +148,7 @@ def _write_export(loaded: LoadedModel, folder: Path, merge_lora: bool) -> _Expec
     examples = task.examples("eval") or task.examples("train") or []
     if not examples:
         raise UsageError("there is no sample to probe the export with; give some with --set data.eval=FILE")
-    probes = [task.collate([examples[index]]) for index in range(min(NUM_PROBES, len(examples)))]
+    probes = task.export.make_probes([examples[index] for index in range(min(NUM_PROBES, len(examples)))])
     # Before the merge, which changes the model in place.
     outputs = [task.export.outputs(model, batch).double() for batch in probes]
     if loaded.checkpoint is not None:

@@ -53,7 +53,7 @@ KEY_ALIASES: dict[str, str] = {
     "full_determinism": "deterministic",
     "max_seq_length": "data.max_length",
     "model_max_length": "data.max_length",
-    "attn_implementation": "model.attention",
+    "attn_implementation": "model.attn_implementation",
     "torch_dtype": "model.dtype",
     "model_init_kwargs": "model",
     "dataset_name": "data.train",
@@ -63,6 +63,8 @@ KEY_ALIASES: dict[str, str] = {
     "dataset_test_split": "the `split` in data.eval: {path, split}",
     "hub_token": "the environment variable HF_TOKEN",
     "remove_unused_columns": "data.columns",
+    **dict.fromkeys(("packing", "packing_strategy", "eval_packing", "padding_free"), "batch.packing"),
+    "use_prefix_sharing": "batch.prefix_sharing",
     "completion_only_loss": "options.assistant_only_loss",
     "use_peft": "model.lora",
     "load_in_4bit": "model.quantize: nf4",
@@ -86,12 +88,15 @@ KEY_ALIASES: dict[str, str] = {
     "val_size": "data.eval_fraction",
     "cutoff_len": "data.max_length",
     "preprocessing_num_workers": "data.workers",
-    "flash_attn": "model.attention",
+    "neat_packing": "batch.packing",
+    "flash_attn": "model.attn_implementation",
     "freeze_trainable_layers": "model.freeze",
     "pref_beta": "options.beta",
     "pref_loss": "options.loss_type",
     "plot_loss": "log.tensorboard",
     "train_on_prompt": "options.assistant_only_loss",
+    # Axolotl
+    **dict.fromkeys(("sample_packing", "pack_sequences"), "batch.packing"),
     # DeepSpeed
     "train_batch_size": "batch.total",
     "train_micro_batch_size_per_gpu": "batch.micro",
@@ -101,13 +106,6 @@ KEY_ALIASES: dict[str, str] = {
     "scheduler": "optim.schedule",
 }
 """Name in another framework -> the recipe key for it."""
-
-UNSUPPORTED_KEYS: dict[str, str] = dict.fromkeys(
-    ("packing", "neat_packing", "sample_packing", "pack_sequences", "padding_free", "packing_strategy"),
-    "is not supported: each sample is a sequence of its own; samples of similar length are batched, so there is little "
-    "padding",
-)
-"""Name in another framework -> why the recipe has no such key."""
 
 UNSUPPORTED_VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("model.quantize", bool, "leave it out; ds_config: zero3_offload saves memory today"),
@@ -130,38 +128,39 @@ RENAMED_CHAT_TEMPLATES: Mapping[str, str] = {"turns": "human_assistant"}
 """Renamed values of model.chat_template, old -> new."""
 RENAMED_LAUNCH_KEYS: Mapping[str, str] = {"silence_seconds": "heartbeat_timeout_seconds"}
 """Renamed keys of `launch`, old -> new."""
+RENAMED_MODEL_KEYS: Mapping[str, str] = {"attention": "attn_implementation"}
+"""Renamed keys of `model`, old -> new."""
 
 
 def rename_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe's values with new key and option names. A key that is set under both names stays as it is."""
-    launch = values.get("launch")
-    if isinstance(launch, dict) and RENAMED_LAUNCH_KEYS.keys() & launch.keys():
-        new = {old: old if name in launch else name for old, name in RENAMED_LAUNCH_KEYS.items()}
-        values = {**values, "launch": {new.get(key, key): value for key, value in launch.items()}}
-    options = values.get("options")
-    renamed = RENAMED_OPTIONS.get(str(values.get("task")), {})
-    if not isinstance(options, dict) or not renamed.keys() & options.keys():
-        return {**values}
-    new = {old: name if name not in options else old for old, name in renamed.items()}
-    return {**values, "options": {new.get(name, name): value for name, value in options.items()}}
+    found = {**values}
+    for name, renamed in _renamed_keys(values):
+        block = values.get(name)
+        if isinstance(block, dict) and renamed.keys() & block.keys():
+            new = {old: old if key in block else key for old, key in renamed.items()}
+            found[name] = {new.get(key, key): value for key, value in block.items()}
+    return found
+
+
+def _renamed_keys(values: Mapping[str, Any]) -> tuple[tuple[str, Mapping[str, str]], ...]:
+    """Return (block, its renamed keys), with the options of the recipe's task."""
+    options = RENAMED_OPTIONS.get(str(values.get("task")), {})
+    return ("launch", RENAMED_LAUNCH_KEYS), ("model", RENAMED_MODEL_KEYS), ("options", options)
 
 
 def list_deprecated_keys(values: Mapping[str, Any]) -> list[tuple[KeyPath, KeyPath]]:
     """Return (old key, new key) of all renamed keys, with the options of the recipe's task."""
-    options = RENAMED_OPTIONS.get(str(values.get("task")), {})
-    blocks = (("launch", RENAMED_LAUNCH_KEYS), ("options", options))
-    return [((block, old), (block, new)) for block, renamed in blocks for old, new in renamed.items()]
+    return [((block, old), (block, new)) for block, renamed in _renamed_keys(values) for old, new in renamed.items()]
 
 
 def find_deprecations(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for each old name in the recipe's values."""
-    options, model, launch = values.get("options"), values.get("model"), values.get("launch")
-    for old, name in RENAMED_LAUNCH_KEYS.items():
-        if isinstance(launch, dict) and old in launch:
-            yield f"launch.{old} is deprecated; write launch.{name}"
-    for old, name in RENAMED_OPTIONS.get(str(values.get("task")), {}).items():
-        if isinstance(options, dict) and old in options:
-            yield f"options.{old} is deprecated; write options.{name}"
+    for (name, old), (_, new) in list_deprecated_keys(values):
+        block = values.get(str(name))
+        if isinstance(block, dict) and old in block:
+            yield f"{name}.{old} is deprecated; write {name}.{new}"
+    model = values.get("model")
     template = model.get("chat_template") if isinstance(model, dict) else None
     if isinstance(template, str) and template in RENAMED_CHAT_TEMPLATES:
         new = RENAMED_CHAT_TEMPLATES[template]

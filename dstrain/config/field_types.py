@@ -31,6 +31,20 @@ def _rename_chat_template(value: Any) -> Any:
 ChatTemplate = Annotated[str, BeforeValidator(_rename_chat_template)]
 
 
+ATTN_IMPLEMENTATIONS = ("auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+"""Values of model.attn_implementation, besides kernels on the Hub."""
+
+
+def _check_attn_implementation(value: str) -> str:
+    if value not in ATTN_IMPLEMENTATIONS and not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w.-]+)?(:\w+)?", value, re.ASCII):
+        known = ", ".join(ATTN_IMPLEMENTATIONS)
+        raise ValueError(f"must be one of {known}, or a kernel on the Hub such as kernels-community/flash-attn2")
+    return value
+
+
+AttnImplementation = Annotated[str, AfterValidator(_check_attn_implementation)]
+
+
 SECRET_NAME = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API_?)?KEY", re.IGNORECASE)
 """Pattern of variable names whose values must not be written to a run folder or sent to a tracker."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dstrain.config.field_types import ChatTemplate, Fraction, PositiveInt
+from dstrain.config.field_types import AttnImplementation, ChatTemplate, Fraction, PositiveInt
 
 
 class Section(BaseModel):
@@ -65,8 +65,8 @@ class ModelConfig(Section):
     """Initial weights: safetensors, or a .pt file with or without "module." prefixes."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """dtype in which the weights are loaded. Empty: float32; DeepSpeed then casts them to `precision`."""
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
-    """Attention implementation; auto: chosen by transformers."""
+    attn_implementation: AttnImplementation = "auto"
+    """Attention implementation: auto (chosen by transformers), sdpa, eager, flash_attention_2, flash_attention_3, flex_attention, or a kernel on the Hub such as kernels-community/flash-attn2."""
     lora: LoraConfig | None = None
     """Train LoRA adapters instead of the weights."""
     quantize: Literal["nf4", "int8"] | None = None

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dstrain.config.aliases import KEY_ALIASES, UNSUPPORTED_KEYS, UNSUPPORTED_VALUES, list_deprecated_keys
+from dstrain.config.aliases import KEY_ALIASES, UNSUPPORTED_VALUES, list_deprecated_keys
 from dstrain.config.field_types import hide_secret
 from dstrain.config.overrides import resolve_overrides
 from dstrain.config.read_yaml import COMMAND_LINE, apply_override, format_value, normalize_key, read_yaml
@@ -103,8 +103,7 @@ def _schema_faults(error: ValidationError, source: SourceMap) -> Iterator[Fault]
             continue  # reported by another branch of a union, such as text for a block
         unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
         if unknown:
-            absent = UNSUPPORTED_KEYS.get(str(key[-1]))
-            yield Fault(source.get_location(key), absent or "no such key", "remove it" if absent else _suggest_key(key))
+            yield Fault(source.get_location(key), "no such key", _suggest_key(key))
             continue
         value = hide_secret(lookup(source.values, key))
         yield Fault(source.get_location(key), _describe_problems(value, details), _suggest_fix(value, details))

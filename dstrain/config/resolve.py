@@ -98,9 +98,9 @@ _MUTABLE_KEYS = (
     "deterministic",
 )
 _MUTABLE_NESTED_KEYS = {
-    "batch": ("micro", "accumulate", "tokens_per_micro", "on_oom"),
+    "batch": ("micro", "accumulate", "tokens_per_micro", "packing", "prefix_sharing", "on_oom"),
     "data": ("eval", "workers", "prefetch", "pin", "on_error"),
-    "model": ("gradient_checkpointing", "attention"),
+    "model": ("gradient_checkpointing", "attn_implementation"),
 }
 
 

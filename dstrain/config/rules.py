@@ -72,6 +72,8 @@ def _check_optimization(config: RunConfig) -> Iterator[Violation]:
     batch, optim = config.batch, config.optim
     if batch.total and batch.micro and batch.micro > batch.total:
         yield ("batch", "micro"), f"is {batch.micro}, above batch.total ({batch.total})", "lower it or raise total"
+    if batch.prefix_sharing is True and batch.packing is False:
+        yield ("batch", "prefix_sharing"), "is true while batch.packing is false", "remove one"
     if config.steps is not None and optim.warmup > config.steps:
         yield (
             ("optim", "warmup"),

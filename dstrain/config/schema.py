@@ -88,6 +88,10 @@ class BatchConfig(Section):
     """Forward passes per optimizer step and process."""
     tokens_per_micro: PositiveInt | None = None
     """Pack micro-batches by tokens instead of samples."""
+    packing: bool | Literal["auto"] = "auto"
+    """Put the sequences of a micro-batch into one row without padding. auto: where the model is known to compute the same; the run says why where it is not."""
+    prefix_sharing: bool | Literal["auto"] = "auto"
+    """Compute the common beginning of the two answers of a pair once, instead of once for each; needs packing."""
     on_oom: Literal["stop", "shrink"] = "stop"
     """Reaction to a micro-batch that does not fit into memory."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -178,14 +179,16 @@ def build_meta_model(auto_class: Any, model: ModelConfig, config: PretrainedConf
         raise
     except Exception as error:  # any error of the family's code
         key, fix = ("model.path", "name another model") if model.path else ("model.config", "correct the value")
-        if isinstance(error, ImportError) and model.attention != "auto":
-            key, fix = "model.attention", "install the package it needs, or use sdpa or eager"
+        about_attention = isinstance(error, ImportError) or re.search("attention|attn_impl", str(error), re.IGNORECASE)
+        if model.attn_implementation != "auto" and about_attention:
+            key, fix = "model.attn_implementation", "use another implementation; auto takes one that the family has"
         raise RecipeError(Fault(key, f"the model cannot be built ({_error_reason(error)})", fix)) from error
 
 
 def _model_kwargs(model: ModelConfig) -> dict[str, Any]:
     """Return the keyword arguments of `from_pretrained` and `from_config`, besides config and dtype."""
-    attention = {} if model.attention == "auto" else {"attn_implementation": model.attention}
+    name = model.attn_implementation
+    attention = {} if name == "auto" else {"attn_implementation": name}
     return {"trust_remote_code": model.trust_remote_code, **attention}
 
 

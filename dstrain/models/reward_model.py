@@ -194,6 +194,14 @@ def has_classification_class(config: PretrainedConfig) -> bool:
     )
 
 
+def has_separate_score(config: PretrainedConfig) -> bool:
+    """Return True where a reward model of this config is its base model with the head `score` on the last state."""
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    model_class = get_reward_model_class(config)
+    return issubclass(model_class, RewardModelMixin | GenericForSequenceClassification)
+
+
 def _find_score_head(name: str) -> str | None:
     """Return the path of a head file in a folder or on the Hub, None where there is none."""
     return cached_file(

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstrain.batch import Batch
+from dstrain.batch import Batch, PackedGroup
 from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.encoding.conversations import EncodingConfig
 from dstrain.data.encoding.unpaired import UnpairedEncoder
@@ -27,8 +27,8 @@ from dstrain.tasks.common.tiny import tiny_recipe
 if TYPE_CHECKING:
     import torch
 
-FORWARD_TENSORS = ("input_ids", "attention_mask", "learnt", "loss_positions")
-"""Tensors of a forward pass over answers; with the prefix `mismatched_`, over answers to other prompts."""
+MISMATCHED = "mismatched_"
+"""Prefix of the tensors of a forward pass over answers to other prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class KTO(ReferenceTask):
     reference point of KTO, an estimate of the divergence from the reference, is one number for a whole step.
     """
 
+    packs_batches = True
     metric_names = ("accuracy", "kl", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
@@ -106,26 +107,27 @@ class KTO(ReferenceTask):
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
         import torch
 
-        tensors = self._answer_tensors(examples, "answer")
+        tensors, groups = self._answer_tensors(examples, "answer")
         tensors["desirable"] = torch.tensor([example["desirable"] > 0 for example in examples])  # (B,)
+        other_groups = {}
         if self.needs_step_stats:
-            tensors |= {
-                f"mismatched_{name}": rows for name, rows in self._answer_tensors(examples, "mismatched").items()
-            }
+            mismatched, other_groups[MISMATCHED] = self._answer_tensors(examples, "mismatched")
+            tensors |= {f"{MISMATCHED}{name}": rows for name, rows in mismatched.items()}
         return Batch(
             tensors=tensors | self.cached_reference_outputs(examples),
+            groups=groups,
+            other_groups=other_groups,
             weight=float(len(examples)),
             samples=tuple(example["sample"] for example in examples),
             tokens=sum(len(example["answer"]) for example in examples),
         )
 
-    def _answer_tensors(self, examples: Sequence[Mapping[str, Any]], side: str) -> dict[str, torch.Tensor]:
-        from dstrain.data.loading.collate import attention_mask, loss_mask_tail, loss_positions, pad
-
-        sequences = [example[side] for example in examples]
-        ids, mask = pad(sequences, self.tokenizer.pad_token_id), attention_mask(sequences)  # (B, L), (B, L)
-        loss_mask = loss_mask_tail([example[f"{side}_learnt"] for example in examples])  # (B, K)
-        return dict(zip(FORWARD_TENSORS, (ids, mask, loss_mask, loss_positions(loss_mask, ids.shape[1])), strict=True))
+    def _answer_tensors(
+        self, examples: Sequence[Mapping[str, Any]], side: str
+    ) -> tuple[dict[str, torch.Tensor], tuple[PackedGroup, ...]]:
+        rows = self.make_rows([example[side] for example in examples])
+        targets = rows.target_tensors([example[f"{side}_learnt"] for example in examples])
+        return {**rows.input_tensors(), **targets}, rows.groups
 
     def reference_outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return log p under the reference of the answers and of the mismatched answers, (B,) each."""
@@ -168,7 +170,8 @@ class KTO(ReferenceTask):
 
 def _mismatched_batch(batch: Batch) -> Batch:
     """Return the batch with the mismatched answers in place of its own."""
-    return batch.with_tensors({name: batch.tensors[f"mismatched_{name}"] for name in FORWARD_TENSORS})
+    own = {name.removeprefix(MISMATCHED): rows for name, rows in batch.tensors.items() if name.startswith(MISMATCHED)}
+    return replace(batch.with_tensors(own), groups=batch.other_groups[MISMATCHED])
 
 
 def _sequence_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,12 @@ from dstrain.tasks.common.text import TextExport
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
+
+    from dstrain.data.loading.collate import PaddedRows
+    from dstrain.data.loading.packing import PackedRows
+
+SCORE_POSITIONS = "score_positions"
+"""Tensor of a packed batch, (2B,): the index in the row of the token whose hidden state gives an answer's score."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +131,27 @@ class RewardModel(PairTask):
         difference = (chosen - rejected).detach()
         return Loss(pairs.sum(), {"accuracy": (difference > 0).sum(), "margin": difference.sum()})
 
+    def output_tensors(
+        self, examples: Sequence[Mapping[str, Any]], rows: PaddedRows | PackedRows
+    ) -> dict[str, torch.Tensor]:
+        return rows.score_tensors({SCORE_POSITIONS: self.tokenizer.pad_token_id})
+
+    def find_packing_obstacle(self, shares_prefix: bool) -> str | None:
+        from dstrain.models.reward_model import has_separate_score
+
+        if obstacle := super().find_packing_obstacle(shares_prefix):
+            return obstacle
+        config = self.model_source.config
+        return None if has_separate_score(config) else f"reward models of type {config.model_type} have another head"
+
     def scores(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Return rewards, the chosen ones first, (2B,), at the position where an exported model reads them."""
         from dstrain.models.params.components import unwrap_peft
-        from dstrain.tasks.common.forward import forward_logits
+        from dstrain.tasks.common.forward import forward_logits, forward_scores
 
         # fp32, since the losses take differences of scores that may be close.
+        if batch.is_packed:
+            return forward_scores(model, batch, batch.tensors[SCORE_POSITIONS]).squeeze(-1).float()
         return forward_logits(model, batch, **_no_cache_kwargs(unwrap_peft(model))).squeeze(-1).float()
 
     @classmethod

@@ -44,6 +44,7 @@ class SFT(TextTask):
     metric_names: ClassVar[tuple[str, ...]] = ("token_accuracy",)
     learning_rate = 2.0e-5
     export_class: ClassVar[type[TextExport]] = SFTExport
+    packs_batches = True
 
     assistant_only_loss: bool = True
     """Train on the assistant's turns only, end of turn included; false: on every token of every role."""
@@ -74,18 +75,11 @@ class SFT(TextTask):
         )
 
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
-        from dstrain.data.loading.collate import attention_mask, loss_mask_tail, loss_positions, pad
-
         sequences = [example["input_ids"] for example in examples]
-        ids = pad(sequences, self.tokenizer.pad_token_id)  # (B, L)
-        loss_mask = loss_mask_tail([example["learnt"] for example in examples])  # (B, K)
+        rows = self.make_rows(sequences)
         batch = Batch(
-            tensors={
-                "input_ids": ids,
-                "attention_mask": attention_mask(sequences),
-                "learnt": loss_mask,
-                "loss_positions": loss_positions(loss_mask, ids.shape[1]),  # (N, 2)
-            },
+            tensors={**rows.input_tensors(), **rows.target_tensors([example["learnt"] for example in examples])},
+            groups=rows.groups,
             # The number of targets: the loss of a step is a mean over tokens, not over rows.
             weight=float(sum(int(example["learnt"].sum()) for example in examples)),
             samples=tuple(example["sample"] for example in examples),

@@ -64,6 +64,7 @@ class Temporal(SFT):
     export_class = TemporalExport
     source_class = TemporalModelSource
     learning_rate = 1.0e-4
+    packs_batches = False
 
     stage: Literal["align", "sft", "classify", "masked"] = "align"
     """align: train encoder and projector on captions; sft: the language model too (LoRA with model.lora); classify: encoder and classifier on labels; masked: the encoder alone on hidden patches."""

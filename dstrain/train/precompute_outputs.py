@@ -143,14 +143,15 @@ def build_cache_key(job: ModelJob, store: TokenStore, weights_digest: str) -> di
     """Return everything that the outputs depend on.
 
     The folder of the store is named after data, tokenizer, template, truncation and processor, but
-    records only name image files: the digest of the images is added.
+    records only name image files: the digest of the images is added. Whether batches are packed is not part of it: the
+    outputs differ by rounding only, as they do with the micro-batch size.
     """
     task = job.task
     precision = with_training_dtype(task.recipe, job.ds_config).model.dtype or "float32"
     drawn_in_shards = job.model.config.path is None and precision != "float32" and is_zero3(job.ds_config)
     return {
         "what": job.name, "version": CACHE_VERSION, "task": task.recipe.task, "tokens": store.folder.name,
-        "weights": weights_digest, "dtype": precision, "attention": task.recipe.model.attention, "drawn_in_shards": drawn_in_shards,
+        "weights": weights_digest, "dtype": precision, "attention": task.recipe.model.attn_implementation, "drawn_in_shards": drawn_in_shards,
         **({"images": store.image_index.digest} if store.image_index else {}), **job.model.key,
     }  # fmt: skip
 

@@ -21,6 +21,7 @@ TINY: dict[str, dict[str, Any]] = {
     "padding": {"shape": "tiny", "rounds": 1, "length": 64, "micro": 2, "total": 8},
     "head": {"vocabulary": 400, "hidden": 16, "length": 24, "micro": 2, "rounds": 2},
     "attention_mask": {"hidden": 16, "length": 24, "micro": 2, "rounds": 2},
+    "attention": {"heads": 2, "kv_heads": 1, "width": 8, "rounds": 2, "shortest": True},
     "sources": {"mib": 1, "photos": 3},
     "images": {"photos": 2, "width": 64, "height": 48, "side": 28, "micro": 2, "rounds": 2},
 }
@@ -34,6 +35,7 @@ ROWS = {
     "padding": ["as they come", "sorted"],
     "head": ["all logits", "chunks"],
     "attention_mask": ["a mask", "no mask"],
+    "attention": ["1 x 64+32+32"] * 3,
     "images": ["files", "copies"],
     "sources": ["parquet"] * 3 + ["photos"] * 3,
 }

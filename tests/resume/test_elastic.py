@@ -263,6 +263,18 @@ def by_step(told: list[dict[str, Any]]) -> list[list[int]]:
     ]
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [("false", "true"), pytest.param("true", "false", marks=pytest.mark.slow)]
+)
+def test_packing_may_be_switched_between(
+    before: str, after: str, recipe: str, whole: list[dict[str, Any]], tmp_path: Path, workers: Mapping[int, Workers]
+) -> None:
+    run = {"recipe": recipe, "run_dir": str(tmp_path / "run")}
+    workers[2](RUN, **run, sets=[f"batch.packing={before}"], crash_at=5)
+    workers[2](RUN, **run, sets=[f"batch.packing={after}", "batch.prefix_sharing=false"])
+    close(metric_rows(tmp_path / "run"), whole)
+
+
 def test_another_optimizer_begins_anew_and_says_so(
     recipe: str, whole: list[dict[str, Any]], tmp_path: Path, workers: Mapping[int, Workers]
 ) -> None:

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +14,38 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+    from dstrain.batch import PackedGroup
+
 Sequences = Sequence[Sequence[int] | np.ndarray]
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """Sequences as rows of equal length, padded on the right; `dstrain.data.loading.packing.PackedRows` has the same methods."""
+
+    sequences: Sequences
+    pad_token_id: int
+
+    @property
+    def groups(self) -> tuple[PackedGroup, ...]:
+        """None: the rows are not packed."""
+        return ()
+
+    def input_tensors(self) -> dict[str, torch.Tensor]:
+        """Return `input_ids` and `attention_mask`, (B, L) int64 each."""
+        return {
+            "input_ids": pad(self.sequences, self.pad_token_id),
+            "attention_mask": attention_mask(self.sequences),
+        }
+
+    def target_tensors(self, loss_masks: Sequences) -> dict[str, torch.Tensor]:
+        """Return `learnt`, (B, K), and `loss_positions`, (N, 2), of loss masks as long as their sequences."""
+        loss_mask = loss_mask_tail(loss_masks)
+        return {"learnt": loss_mask, "loss_positions": loss_positions(loss_mask, padded_length(self.sequences))}
+
+    def score_tensors(self, pad_token_ids: Mapping[str, int | None]) -> dict[str, torch.Tensor]:
+        """Return nothing: a reward model finds the end of a padded row by its pad token."""
+        return {}
 
 
 def pad(sequences: Sequences, value: int, multiple_of: int = 1) -> torch.Tensor:
@@ -51,11 +83,12 @@ def answer_mask_tail(answers: Sequence[tuple[Sequence[int] | np.ndarray, int]]) 
 
     The first token of a sequence is not a target, because there is nothing to predict it from.
     """
-    # (B,) first target of each sequence
-    starts = [max(begin, 1) for _, begin in answers]
-    return loss_mask_tail(
-        [[0] * start + [1] * (len(ids) - start) for (ids, _), start in zip(answers, starts, strict=True)]
-    )
+    return loss_mask_tail(answer_masks(answers))
+
+
+def answer_masks(answers: Sequence[tuple[Sequence[int] | np.ndarray, int]]) -> list[np.ndarray]:
+    """Return the loss mask of each sequence given with the index where its answer starts: 1 from there to its end."""
+    return [(np.arange(len(ids)) >= max(begin, 1)).astype(np.int64) for ids, begin in answers]
 
 
 def loss_positions(loss_mask: torch.Tensor, length: int) -> torch.Tensor:

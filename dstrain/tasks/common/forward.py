@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from dstrain.batch import Batch
 from dstrain.data.loading.collate import loss_positions
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
+from dstrain.models.attention.packed import has_packed_attention, packed_model_kwargs
 from dstrain.models.heads.chunked_lm_head import TokenScores, capture_head_input, rows_per_chunk, score_logits
 from dstrain.models.params.components import unwrap_peft
 
@@ -34,7 +36,7 @@ LFM2, Qwen3-Next), encoders.
 def score_answers(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log p, and whether it is the argmax, of the last K tokens of each row; both (B, K).
 
-    Both are 0 where the loss mask, the batch's tensor `learnt` (B, K), is 0. Logits are computed only for the
+    A packed batch has the same B rows in one. Both are 0 where the loss mask, the batch's tensor `learnt` (B, K), is 0. Logits are computed only for the
     positions in the loss, a chunk at a time, since (B, L, V) logits would be the largest tensor of a step.
     """
     return _score(model, batch, False)[:2]
@@ -46,6 +48,8 @@ def score_answers_with_mean(model: torch.nn.Module, batch: Batch) -> TokenScores
 
 
 def _score(model: torch.nn.Module, batch: Batch, with_mean: bool) -> TokenScores:
+    if batch.is_packed:
+        return _score_packed(model, batch, with_mean)
     loss_mask, ids = batch.tensors["learnt"], batch.tensors["input_ids"]  # (B, K), (B + blank rows, L)
     count, last = loss_mask.shape
     assert 0 < last < ids.shape[1], "the first token is never a target"
@@ -62,6 +66,38 @@ def _score(model: torch.nn.Module, batch: Batch, with_mean: bool) -> TokenScores
     scores = found.score_targets(rows, targets, with_mean)
     whole = (one.new_zeros(count * last).index_copy(0, at, one) for one in scores if one is not None)
     return TokenScores(*(one.view_as(loss_mask) for one in whole))
+
+
+def _score_packed(model: torch.nn.Module, batch: Batch, with_mean: bool) -> TokenScores:
+    """Return the scores of a packed batch's targets at their places, (B, K) each; 0 elsewhere."""
+    loss_mask, targets = batch.tensors["learnt"], batch.tensors["target_ids"]  # (B, K), (N,)
+    found = capture_head_input(unwrap_peft(model), lambda: _packed_logits(model, batch))
+    if isinstance(found, torch.Tensor):
+        scores = _score_rows(found[0], targets, with_mean)
+    else:
+        scores = found.score_targets(found.hidden_states[0], targets, with_mean)
+    at = batch.tensors["target_indices"]  # (N,) of (B * K,)
+    whole = (one.new_zeros(loss_mask.numel()).index_copy(0, at, one) for one in scores if one is not None)
+    return TokenScores(*(one.view_as(loss_mask) for one in whole))
+
+
+def _packed_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the logits that predict the targets of a packed batch, (1, N, V)."""
+    before = batch.tensors["logit_positions"]  # (N,) of (T,): the token before each target
+    if "logits_to_keep" in _parameter_names(type(unwrap_peft(model)).forward):
+        return _forward(model, batch, use_cache=False, logits_to_keep=before).logits
+    return _forward(model, batch, use_cache=False).logits.index_select(1, before)
+
+
+def forward_scores(model: torch.nn.Module, batch: Batch, positions: torch.Tensor) -> torch.Tensor:
+    """Return the outputs of a reward model's head at these positions of a packed row, (R,) -> (R, labels).
+
+    Base model and head are called one after the other, as modules, so that ZeRO-3 gathers their weights and adapters
+    take part. The model's own `forward` would read one position of the row.
+    """
+    core: Any = unwrap_peft(model)
+    outputs = _forward(core.base_model, batch, use_cache=False)
+    return core.score(outputs.last_hidden_state[0].index_select(0, positions))
 
 
 def _get_loss_positions(batch: Batch) -> torch.Tensor:
@@ -90,16 +126,20 @@ def score_tokens(
 
 
 def _score_tokens(logits: torch.Tensor, targets: torch.Tensor, loss_mask: torch.Tensor, with_mean: bool) -> TokenScores:
-    rows = logits.flatten(0, 1)  # (B * K, V)
+    scores = _score_rows(logits.flatten(0, 1), targets.flatten(), with_mean)  # (B * K,) each
+    known = (one for one in scores if one is not None)
+    return TokenScores(*(one.view_as(loss_mask).masked_fill(loss_mask == 0, 0) for one in known))
+
+
+def _score_rows(rows: torch.Tensor, targets: torch.Tensor, with_mean: bool) -> TokenScores:
+    """Return the scores of targets (N,) under logits (N, V), by checkpointed chunks."""
     score = partial(score_logits, with_mean=with_mean)
     size = rows_per_chunk(rows.shape[-1], rows.device)
     if len(rows) <= size:
-        found = [score(rows, targets.flatten())]
-    else:
-        pieces = zip(rows.split(size), targets.flatten().split(size), strict=True)
-        found = [checkpoint(score, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
-    columns = [torch.cat(column) for column in zip(*found, strict=True) if column[0] is not None]
-    return TokenScores(*(one.view_as(loss_mask).masked_fill(loss_mask == 0, 0) for one in columns))
+        return score(rows, targets)
+    pieces = zip(rows.split(size), targets.split(size), strict=True)
+    found = [checkpoint(score, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+    return TokenScores(*(torch.cat(column) for column in zip(*found, strict=True) if column[0] is not None))
 
 
 def count_exact_answers(is_correct: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,9 +177,24 @@ def forward_logits(model: torch.nn.Module, batch: Batch, **model_kwargs: Any) ->
 
 
 def _forward(model: torch.nn.Module, batch: Batch, **model_kwargs: Any) -> Any:
-    """Run the model on the batch's rows and dummy rows, all padded on the right. Returns its output."""
+    """Run the model on the batch's rows and dummy rows, all padded on the right or packed. Returns its output."""
+    if batch.is_packed:
+        _check_packed_attention(model)
+        kwargs = packed_model_kwargs(batch)
+        return model(input_ids=batch.tensors["input_ids"], **kwargs, **vision_inputs(model, batch), **model_kwargs)
     mask = {"attention_mask": batch.tensors["attention_mask"]} if needs_attention_mask(unwrap_peft(model)) else {}
     return model(input_ids=batch.tensors["input_ids"], **mask, **vision_inputs(model, batch), **model_kwargs)
+
+
+def _check_packed_attention(model: torch.nn.Module) -> None:
+    """Assert that the model's attention reads the groups; others ignore them, and mix the sequences of the row."""
+    if model not in _PACKED_MODELS:
+        assert has_packed_attention(model), "a packed batch for a model without `enable_packed_attention`"
+        _PACKED_MODELS.add(model)
+
+
+_PACKED_MODELS: WeakSet[torch.nn.Module] = WeakSet()
+"""Models whose attention was checked, which takes a walk over their modules."""
 
 
 def needs_attention_mask(model: torch.nn.Module) -> bool:

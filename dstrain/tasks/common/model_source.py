@@ -18,6 +18,7 @@ from dstrain.data.vision.statistics import compute_image_stats
 from dstrain.errors import Fault, RecipeError
 from dstrain.launch.threads import count_available_cores
 from dstrain.models.adapters.load import load_adapters
+from dstrain.models.attention.implementation import check_attn_implementation
 from dstrain.models.folder.tokenizer_files import find_tokenizer_folder
 from dstrain.models.load import (
     build_meta_model,
@@ -150,8 +151,12 @@ class ModelSource:
         return loaded
 
     def build_meta_model(self) -> torch.nn.Module:
-        """Return the model on the meta device: names and shapes without values."""
+        """Return the model on the meta device: names and shapes without values.
+
+        Raises RecipeError where it cannot be built, or where its attention implementation cannot run here.
+        """
         model = self.recipe.model
+        check_attn_implementation(model, self.recipe.precision)
         return build_meta_model(self.auto_class, model, self.build_config(model))
 
     def reload(self, folder: Path) -> torch.nn.Module:

@@ -23,6 +23,9 @@ from dstrain.tasks.common.tiny import tiny_recipe
 if TYPE_CHECKING:
     import torch
 
+    from dstrain.data.loading.collate import PaddedRows
+    from dstrain.data.loading.packing import PackedRows
+
 
 @dataclass(frozen=True, kw_only=True)
 class PairChecks(TextChecks):
@@ -44,6 +47,8 @@ class PairTask(TextTask):
     """A task on a chosen and a rejected answer to one prompt."""
 
     checks_class: ClassVar[type[TextChecks]] = PairChecks
+    packs_batches = True
+    has_pairs = True
 
     def parse(self, record: Mapping[str, Any]) -> Preference:
         return read_preference(record)
@@ -72,17 +77,17 @@ class PairTask(TextTask):
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
         import torch
 
-        from dstrain.data.loading.collate import attention_mask, pad
-
         # Both sides in one batch: one forward pass scores them.
         sequences = self.sequences(examples)
+        rows = self.make_rows(sequences, len(examples))
         batch = Batch(
             tensors={
-                "input_ids": pad(sequences, self.tokenizer.pad_token_id),  # (2B, L)
-                "attention_mask": attention_mask(sequences),
+                **rows.input_tensors(),
                 "margin": torch.tensor([example["margin"] for example in examples], dtype=torch.float32),  # (B,)
+                **self.output_tensors(examples, rows),
                 **self.extra_tensors(examples),
             },
+            groups=rows.groups,
             weight=float(len(examples)),
             samples=tuple(example["sample"] for example in examples),
             tokens=sum(len(sequence) for sequence in sequences),
@@ -96,6 +101,12 @@ class PairTask(TextTask):
     def length_diff(self, examples: Sequence[Mapping[str, Any]]) -> list[float]:
         """Return by how many characters the preferred answer of each pair is longer."""
         return [example["longer"] for example in examples]
+
+    def output_tensors(
+        self, examples: Sequence[Mapping[str, Any]], rows: PaddedRows | PackedRows
+    ) -> dict[str, torch.Tensor]:
+        """Return where the loss reads the model's outputs of the rows, which are those of `sequences`."""
+        return {}
 
     def extra_tensors(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Return further tensors that the loss needs."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.models.folder.location import check_local_folder
+from dstrain.models.load import read_config
+from dstrain.tasks.batches.packing_mode import find_model_obstacle
 from dstrain.tasks.common.task import LossInputs, Reference, ReferenceKind
 from dstrain.tasks.common.text import TextChecks, TextExport, TextTask
 
@@ -74,6 +76,14 @@ class ReferenceTask(TextTask):
         if not self.beta > 0:
             raise ValueError(f"beta is {self.beta:g}, but it must be above 0")
 
+    def find_packing_obstacle(self, shares_prefix: bool) -> str | None:
+        obstacle = super().find_packing_obstacle(shares_prefix)
+        if obstacle or not self.ref_model:
+            return obstacle
+        reference = self.reference_config
+        obstacle = find_model_obstacle(reference, read_config(reference), shares_prefix)
+        return f"of options.ref_model: {obstacle}" if obstacle else None
+
     def check_reference(self) -> None:
         """Raise RecipeError where the folder of `ref_model` does not exist."""
         if self.ref_model:
@@ -117,7 +127,7 @@ class ReferenceTask(TextTask):
         model = self.model_source.load(wanted)
         if wanted.init is not None:
             load_init(model, wanted.init)
-        return model
+        return self.enable_packing(model)
 
     @abstractmethod
     def reference_outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:

@@ -145,6 +145,9 @@ def fill_learning_rate(recipe: RunConfig) -> RunConfig:
 def make_task(recipe: RunConfig) -> Task:
     """Return the recipe's task with validated options. Raises TaskError with every fault."""
     task, recipe = find_task(recipe.task), fill_learning_rate(fill_lora(recipe))
+    if recipe.batch.packing is True and not getattr(task, "packs_batches", False):
+        problem = f"is true, but task {recipe.task} has padded rows only"
+        raise TaskError(Fault("batch.packing", problem, "leave it out"))
     values = validate_options(task, recipe)
     try:
         made = task(recipe=recipe, **values)

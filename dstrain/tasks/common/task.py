@@ -169,6 +169,10 @@ class Export:
         """Return what the reloaded model has to reproduce on a probe batch."""
         return self.task.loss(model, batch).total
 
+    def make_probes(self, examples: Sequence[Any]) -> list[Batch]:
+        """Return a batch of each example, for `outputs`."""
+        return [self.task.collate([example]) for example in examples]
+
     def recipe(self, merged: bool) -> RunConfig:
         """Return the recipe to write next to the exported model.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,13 +25,13 @@ from dstrain.models.checks.compatibility import ModelValidator, check_trains_on_
 from dstrain.models.checks.preflight import check_model
 from dstrain.models.load import MISSING_MODEL, check_vocab_size
 from dstrain.models.weights.check_files import check_weight_files
+from dstrain.tasks.batches.text_batches import TextBatches
 from dstrain.tasks.common.model_source import TEXTS_CACHE_NAMES, ModelSource, NamedTexts, TrainingRecords
 from dstrain.tasks.common.store_builder import StoreBuilder
 from dstrain.tasks.common.task import Checks, Export, GenerationMetrics, Split, Task, has_dropout_disabled
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +53,14 @@ class TextChecks(Checks):
         check_weight_files(model)
         check_vocab_size(model, source.config, len(self.task.tokenizer), source.is_multimodal)
         self.validator.check(source.build_meta_model())
+        _ = self.task.packing  # raises where the recipe asks for batches that a model cannot take
 
     def warnings(self) -> Sequence[str]:
         return self.validator.warnings
 
     def info_messages(self) -> Sequence[str]:
-        return [*self.validator.info_messages, *describe_missing_template(self.task.tokenizer)]
+        packing = [message] if (message := self.task.packing.message) else []
+        return [*self.validator.info_messages, *describe_missing_template(self.task.tokenizer), *packing]
 
     @cached_property
     def validator(self) -> ModelValidator:
@@ -78,9 +80,15 @@ class TextExport(Export):
     def reload(self, folder: Path) -> torch.nn.Module:
         return self.task.model_source.reload(folder)
 
+    def make_probes(self, examples: Sequence[Any]) -> list[Batch]:
+        # Padded: the reloaded model is the one that users load, without the attention function of packed batches.
+        batch = self.task.recipe.batch.model_copy(update={"packing": False, "prefix_sharing": False})
+        padded = replace(self.task, recipe=self.task.recipe.model_copy(update={"batch": batch}))
+        return [padded.collate([example]) for example in examples]
+
 
 @dataclass(frozen=True, kw_only=True)
-class TextTask(Task):
+class TextTask(TextBatches, Task):
     """A task on records of text, with or without images, for a transformers model."""
 
     source_class: ClassVar[type[ModelSource]] = ModelSource
@@ -266,28 +274,5 @@ class TextTask(Task):
         """Return the source as the task reads it; training items are `TrainDatasetConfig`."""
         return source
 
-    def with_images(self, batch: Batch, examples: Sequence[Mapping[str, Any]], repeats: int = 1) -> Batch:
-        """Return the batch with its examples' images, `repeats` times where rows repeat them."""
-        processor = self.model_source.vision_processor
-        if processor is None:
-            return batch
-        if "images" not in examples[0]:  # then no example of the store has any
-            return processor.attach_no_images(batch)
-        return processor.attach_images(batch, self.row_images(examples, repeats))
-
-    def row_images(self, examples: Sequence[Mapping[str, Any]], repeats: int) -> list[Image]:
-        """Return the images of a batch in the order of its rows."""
-        images = [
-            self.augment_image(image.load(), example, index)
-            for example in examples
-            for index, image in enumerate(example["images"])
-        ]
-        # Rows of pairs repeat the prompt, and so its images.
-        return images * repeats
-
-    def augment_image(self, image: Image, example: Mapping[str, Any], index: int) -> Image:
-        """Return the image as it is trained on."""
-        return image
-
     def build_model(self) -> torch.nn.Module:
-        return self.model_source.load(self.recipe.model)
+        return self.enable_packing(self.model_source.load(self.recipe.model))

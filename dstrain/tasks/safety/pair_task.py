@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
+    from dstrain.data.loading.collate import PaddedRows
+    from dstrain.data.loading.packing import PackedRows
+
 Examples = Sequence[Mapping[str, Any]]
 
 
@@ -122,6 +125,13 @@ class SafePairTask(PairTask, ReferenceTask):
         """The frozen reward models that score the pairs."""
         return () if self.safety is None else make_reward_models(self, self.safety)
 
+    def find_packing_obstacle(self, shares_prefix: bool) -> str | None:
+        obstacle = super().find_packing_obstacle(shares_prefix)
+        online = [] if self.has_cached_scores else self.reward_models  # cached, they read batches of their own
+        for model in online:
+            obstacle = obstacle or model.find_packing_obstacle(shares_prefix)
+        return obstacle
+
     def check_reference(self) -> None:
         """Raise RecipeError where the folder of the reference or of a reward model cannot be used."""
         super().check_reference()
@@ -167,18 +177,18 @@ class SafePairTask(PairTask, ReferenceTask):
         assert self.safety is not None
         return images * repeats + corrupt_images(images, examples, self.safety, self.recipe.seed)
 
+    def output_tensors(self, examples: Examples, rows: PaddedRows | PackedRows) -> dict[str, torch.Tensor]:
+        from dstrain.data.loading.collate import answer_masks
+
+        online = [] if self.has_cached_scores else self.reward_models
+        pad_token_ids = {model.positions_name: model.task.tokenizer.pad_token_id for model in online}
+        # `learnt` is (2B + B', K): 1 at the tokens of answers.
+        return {**rows.target_tensors(answer_masks(self._rows(examples))), **rows.score_tensors(pad_token_ids)}
+
     def extra_tensors(self, examples: Examples) -> dict[str, torch.Tensor]:
         import torch
 
-        from dstrain.data.loading.collate import answer_mask_tail, loss_positions, padded_length
-
-        rows = self._rows(examples)
-        loss_mask = answer_mask_tail(rows)  # (2B + B', K): 1 at the tokens of answers
-        tensors = {
-            "learnt": loss_mask,
-            "loss_positions": loss_positions(loss_mask, padded_length([ids for ids, _ in rows])),
-            **self.cached_reference_outputs(examples),
-        }
+        tensors = self.cached_reference_outputs(examples)
         if self.safety is not None:
             tensors |= cached_scores(examples)
             labels = {name: [example[name] for example in examples] for name in LABEL_COLUMNS if name in examples[0]}

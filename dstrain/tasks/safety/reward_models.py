@@ -28,7 +28,7 @@ from dstrain.models.folder.adapter_config import read_adapter
 from dstrain.tasks.common.pairs import PairTask
 from dstrain.tasks.common.task import EXPORT_RECIPE, Scorer, Split
 from dstrain.tasks.common.text import TextTask
-from dstrain.tasks.rm import RewardModel
+from dstrain.tasks.rm import SCORE_POSITIONS, RewardModel
 from dstrain.tasks.safety.options import SafetyOptions
 
 if TYPE_CHECKING:
@@ -86,13 +86,16 @@ class FrozenRewardModel:
         model = ModelConfig(
             path=self.folder,
             dtype=recipe.model.dtype,
-            attention=recipe.model.attention,
+            attn_implementation=recipe.model.attn_implementation,
             trust_remote_code=recipe.model.trust_remote_code,
             gradient_checkpointing=False,
         )
         # Records that it cannot score are reported by `prepare`, with the policy's samples that they would leave out.
         data = recipe.data.model_copy(update={"on_error": "skip"})
-        own = {"task": "rm", "options": {}, "model": model, "data": data, "eval": EvalConfig()}
+        batch = recipe.batch
+        if self.is_cached and batch.packing:  # its own batches are packed where it can read them
+            batch = batch.model_copy(update={"packing": "auto", "prefix_sharing": "auto"})
+        own = {"task": "rm", "options": {}, "model": model, "data": data, "batch": batch, "eval": EvalConfig()}
         return RewardModel(recipe=recipe.model_copy(update=own))
 
     def to_scorer(self) -> Scorer:
@@ -177,13 +180,25 @@ class FrozenRewardModel:
         told = f"{self.key}: the reward model cannot score {len(missing)} pairs that the policy is trained on:"
         return "\n".join([told, *lines, "remove these records, or raise data.max_length or data.max_prompt_length"])
 
+    @property
+    def positions_name(self) -> str:
+        """Name of the tensor in the policy's packed batches that says where the scores are read."""
+        return f"{self.name}_{SCORE_POSITIONS}"
+
+    def find_packing_obstacle(self, shares_prefix: bool) -> str | None:
+        """Return why the model cannot read the policy's batches if they are packed, or None."""
+        obstacle = self.task.find_packing_obstacle(shares_prefix)
+        return f"of {self.key}: {obstacle}" if obstacle else None
+
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return the scores of the chosen and of the rejected answers, (B,) each."""
-        scores = self.task.scores(model, batch if self.is_cached else self._with_own_padding(batch))
+        scores = self.task.scores(model, batch if self.is_cached else self._with_own_ends(batch))
         return {f"{self.name}_{side}": column for side, column in zip(SIDES, scores.chunk(2), strict=True)}
 
-    def _with_own_padding(self, batch: Batch) -> Batch:
-        """Return the policy's batch padded with the model's pad token: scores are read at the last token before it."""
+    def _with_own_ends(self, batch: Batch) -> Batch:
+        """Return the policy's batch with the model's pad token: scores are read at the last token before it."""
+        if batch.is_packed:
+            return batch.with_tensors({SCORE_POSITIONS: batch.tensors[self.positions_name]})
         pad, ids = self.task.tokenizer.pad_token_id, batch.tensors["input_ids"]  # (2B + dummy rows, L)
         if pad == self.policy.tokenizer.pad_token_id:
             return batch

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.config import RunConfig, read_recipe
+from dstrain.config.resolve import find_learning_changes
 from dstrain.config.schema import ProcessorConfig
 from dstrain.errors import RecipeError
 
@@ -170,6 +171,24 @@ def test_the_old_name_of_the_heartbeat_timeout_is_read(tmp_path: Path) -> None:
     assert read_recipe(tmp_path / "recipe.yaml").config.launch.heartbeat_timeout_seconds == 7.0
     with pytest.raises(RecipeError, match="silence_seconds"):
         read_recipe(None, ["launch.silence_seconds=7", "launch.heartbeat_timeout_seconds=8"], "rm")
+
+
+def test_the_old_name_of_the_attention_implementation_is_read_with_a_notice(tmp_path: Path) -> None:
+    config = read_recipe(write(tmp_path, "task: rm\nmodel: {attention: eager}\n")).config
+    assert config.model.attn_implementation == "eager"
+    assert config.deprecations == ("model.attention is deprecated; write model.attn_implementation",)
+    assert read_recipe(None, ["model.attention=sdpa"], "rm").config.model.attn_implementation == "sdpa"
+
+
+def test_the_attention_implementation_may_change_on_resume(tmp_path: Path) -> None:
+    before = read_recipe(write(tmp_path, "task: rm\nmodel: {attention: eager}\n")).config
+    after = read_recipe(write(tmp_path, "task: rm\nmodel: {attn_implementation: sdpa}\n")).config
+    assert find_learning_changes(before, after) == {}
+
+
+def test_an_unknown_attention_implementation_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"r.yaml:2 model.attn_implementation: must be one of auto.*got 'flash'"):
+        read_recipe(write(tmp_path, "task: rm\nmodel: {attn_implementation: flash}\n"))
 
 
 @pytest.mark.parametrize(

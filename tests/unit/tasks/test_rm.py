@@ -95,7 +95,8 @@ def without_pad(folder: Path, **named: str | None) -> Any:
     for name, token in named.items():
         setattr(tokenizer, name, token)
     tokenizer.save_pretrained(str(folder / "tokenizer"))
-    return task(folder, model={"tokenizer": str(folder / "tokenizer")}, data={"max_length": 128})  # no answer is cut
+    model, data = {"tokenizer": str(folder / "tokenizer")}, {"max_length": 128}  # no answer is cut
+    return task(folder, model=model, data=data, batch={"packing": False})
 
 
 def test_a_score_is_read_at_the_eos_of_an_answer_and_its_row_learns(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_what_is_learnt_are_the_answers(tmp_path: Path) -> None:
 
 
 def test_a_batch_asks_for_no_more_logits_than_it_needs(tmp_path: Path) -> None:
-    made = task(tmp_path)
+    made = task(tmp_path, batch={"packing": False})
     examples = made.examples("train")
     batch = made.collate([examples[index] for index in (1, 0, 2)])
     first = min(list(examples[index]["learnt"]).index(1) for index in (1, 0, 2))

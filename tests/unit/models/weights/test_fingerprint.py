@@ -120,7 +120,7 @@ def test_weights_to_start_from_count(start: str, folder: Path, tmp_path: Path) -
 
 
 def test_what_lies_on_top_does_not_count(folder: Path) -> None:
-    more = {"dtype": "bfloat16", "lora": LoraConfig(rank=2), "freeze": ["x"], "attention": "eager"}
+    more = {"dtype": "bfloat16", "lora": LoraConfig(rank=2), "freeze": ["x"], "attn_implementation": "eager"}
     assert of(path=str(folder), **more) == of(path=str(folder))
 
 

@@ -1,0 +1,1 @@
+"""Attention of packed batches, and the choice of an attention implementation."""

@@ -1,0 +1,70 @@
+"""Model families that take packed batches, and the reasons of those that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PACKED_MODEL_TYPES = frozenset(
+    {"arcee", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
+     "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen3",
+     "qwen3_moe", "seed_oss", "smollm3", "starcoder2"}
+)  # fmt: skip
+"""Model types whose layers hand their keyword arguments on to the attention function, and whose tokens see others only
+there. tests/unit/models/attention/test_families.py compares each with padded rows."""
+
+_RECURRENT = "has recurrent layers, which would carry one sequence's state into the next"
+_CHUNKED = "attends in chunks of the row, which would cut sequences at other places"
+_BIDIRECTIONAL = "attends to a prompt or to images in both directions"
+_ENCODER = "attends in both directions"
+_ABSOLUTE = "has learned positions that count from the start of the row, or biases by distance within the row"
+OBSTACLES: dict[str, str] = {
+    **dict.fromkeys(
+        ("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2",
+         "minimax", "nemotron_h", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"), _RECURRENT,
+    ),
+    **dict.fromkeys(("llama4", "llama4_text"), _CHUNKED),
+    **dict.fromkeys(("gemma3", "gemma3n", "paligemma"), _BIDIRECTIONAL),
+    **dict.fromkeys(("bert", "deberta", "deberta-v2", "distilbert", "electra", "esm", "modernbert", "roberta", "t5",
+                     "xlm-roberta"), _ENCODER),
+    **dict.fromkeys(("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt"), _ABSOLUTE),
+}  # fmt: skip
+"""Model type -> why it cannot take packed batches."""
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+ROPE_OBSTACLES = ("dynamic", "longrope")
+"""Types of rotary frequencies that depend on the longest sequence of a batch."""
+
+
+def find_family_obstacle(config: Any) -> str | None:
+    """Return why models of a text config cannot take packed batches, or None."""
+    model_type = str(getattr(config, "model_type", ""))
+    if not type(config).__module__.startswith("transformers."):
+        return f"the code of {model_type or type(config).__name__} is not part of transformers"
+    if model_type in OBSTACLES:
+        return f"{model_type} {OBSTACLES[model_type]}"
+    if getattr(config, "vision_config", None) is not None or getattr(config, "audio_config", None) is not None:
+        return f"packed batches of models with images or sound ({model_type}) are not supported yet"
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{model_type} {_ENCODER} in its encoder"
+    if model_type not in PACKED_MODEL_TYPES:
+        return f"packed batches are not tested with models of type {model_type}"
+    if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
+        return f"this {model_type} model {_ENCODER}"
+    return find_layer_obstacle(config)
+
+
+def find_layer_obstacle(config: Any) -> str | None:
+    """Return which setting of a text config mixes the sequences of a row, or None."""
+    if unknown := sorted({*(getattr(config, "layer_types", None) or ())} - ATTENTION_LAYERS):
+        return f"its layers of type {', '.join(unknown)} are not attention to all or to a window of tokens"
+    for rope_type in _rope_types(getattr(config, "rope_parameters", None) or {}):
+        if rope_type in ROPE_OBSTACLES:
+            return f"its rotary frequencies ({rope_type}) depend on the longest sequence of a batch"
+    if getattr(config, "output_router_logits", False):
+        return "its loss of the router (output_router_logits) needs the attention mask of padded rows"
+    return None
+
+
+def _rope_types(parameters: dict[str, Any]) -> list[str]:
+    """Return the types in `rope_parameters`, which may be one block or a block per layer type."""
+    blocks = [parameters, *(block for block in parameters.values() if isinstance(block, dict))]
+    return [str(block["rope_type"]) for block in blocks if "rope_type" in block]

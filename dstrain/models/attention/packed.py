@@ -1,0 +1,137 @@
+"""Packed batches in transformers models: the attention function, and the model's keyword arguments."""
+
+# Shapes: T tokens of the packed row, H heads, G key-value heads, D width of a head.
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from dstrain.batch import Batch
+from dstrain.models.attention.by_group import Heads, attend_by_group
+from dstrain.models.attention.families import find_family_obstacle
+from dstrain.models.attention.flex import attend_flex
+from dstrain.models.attention.layout import PackedLayout
+from dstrain.models.attention.settings import AttentionSettings
+from dstrain.models.attention.varlen import attend_flash, attend_varlen, find_varlen_obstacle
+from dstrain.models.params.components import unwrap_peft
+
+EAGER = "packed_eager"
+"""Name of the attention function for models with `eager`, which transformers does not look up by name."""
+
+
+def find_packing_obstacle(config: Any, shares_prefix: bool) -> str | None:
+    """Return why a model of this config cannot take packed batches, or None.
+
+    `shares_prefix`: groups have prefixes. All families that take packed batches take prefixes too.
+    """
+    if (obstacle := find_family_obstacle(config)) is not None:
+        return obstacle
+    name = getattr(config, "_attn_implementation", None) or "sdpa"
+    if name not in ("sdpa", "eager", EAGER, "flex_attention") and "flash" not in name:
+        return f"the attention implementation {name} is not known to take packed batches"
+    return None
+
+
+def enable_packed_attention(model: torch.nn.Module) -> None:
+    """Let the model's attention layers take the keyword arguments of `packed_model_kwargs`. Idempotent.
+
+    The attention function of the model's implementation is registered again under its own name, with a function that
+    calls the original for batches that are not packed. So the config, its name for masks and exports stay as they are.
+    `eager` functions belong to a model's file: such models get a registered name, EAGER, that finds them there.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for part in _attention_models(model):
+        name = part.config._attn_implementation or "eager"
+        if name == "eager":
+            AttentionInterface.register(EAGER, PackedAttention("eager", _run_eager_attention))
+            AttentionMaskInterface.register(EAGER, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+            part.set_attn_implementation(EAGER)
+        elif not isinstance(ALL_ATTENTION_FUNCTIONS[name], PackedAttention):
+            AttentionInterface.register(name, PackedAttention(name, ALL_ATTENTION_FUNCTIONS[name]))
+
+
+def has_packed_attention(model: torch.nn.Module) -> bool:
+    """Return True after `enable_packed_attention(model)`."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    names = [part.config._attn_implementation for part in _attention_models(model)]
+    return bool(names) and all(isinstance(ALL_ATTENTION_FUNCTIONS.get(name), PackedAttention) for name in names)
+
+
+def packed_model_kwargs(batch: Batch) -> dict[str, Any]:
+    """Return the keyword arguments of the model's forward pass for a packed batch, besides `input_ids`.
+
+    Layers hand `packed_groups` on to the attention function, so that it survives gradient checkpointing.
+    """
+    positions = batch.tensors["position_ids"]
+    # transformers returns a 4D mask as it is: no (T, T) mask, and no sequences guessed from jumps in the positions.
+    placeholder = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=positions.device)
+    return {"position_ids": positions, "attention_mask": placeholder, "packed_groups": PackedLayout(batch.groups)}
+
+
+class PackedAttention:
+    """An attention function of transformers' interface that also takes packed batches."""
+
+    def __init__(self, name: str, base: Callable[..., Any]) -> None:
+        self.name, self.base = name, base
+
+    def __call__(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """Return the attention (1, T, H, D) of query (1, H, T, D), key and value (1, G, T, D), and no weights.
+
+        Raises ValueError for heads of another shape, such as those of a vision tower.
+        """
+        layout = kwargs.pop("packed_groups", None)
+        if layout is None:
+            found: tuple[torch.Tensor, torch.Tensor | None] = self.base(module, query, key, value, *args, **kwargs)
+            return found
+        heads = query, key, value
+        tokens = sum(group.tokens for group in layout.groups)
+        if query.shape[0] != 1 or query.shape[2] != tokens:
+            shape = f"{query.shape[0]} rows of {query.shape[2]} tokens"
+            raise ValueError(f"{type(module).__name__} attends to {shape}, but the packed groups have {tokens}")
+        if "flash" in self.name:
+            return attend_flash(self.base, module, heads, layout, kwargs), None
+        settings = AttentionSettings.from_kwargs(kwargs, is_eager=self.name == "eager")
+        return choose_kernel(self.name, heads, settings)(heads, settings, layout), None
+
+
+Kernel = Callable[[Heads, AttentionSettings, PackedLayout], torch.Tensor]
+
+
+def choose_kernel(name: str, heads: Heads, settings: AttentionSettings) -> Kernel:
+    """Return the function for a call of the attention implementation `name`: on a GPU, one that needs no masks."""
+    if heads[0].device.type != "cuda" or settings.dropout or heads[0].dtype == torch.float64:
+        return attend_by_group
+    if name == "flex_attention" or settings.needs_logits:
+        return attend_flex
+    if name == "sdpa":
+        return attend_varlen if find_varlen_obstacle(heads, settings) is None else attend_flex
+    return attend_by_group
+
+
+def _run_eager_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call the eager attention function of the model file that defines the module."""
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
+
+
+def _attention_models(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield the text models inside a model, one per config: the layers read the implementation from it."""
+    from transformers import PreTrainedModel
+
+    seen = set()
+    for part in unwrap_peft(model).modules():
+        if not isinstance(part, PreTrainedModel) or id(part.config) in seen:
+            continue
+        seen.add(id(part.config))
+        if part.config.get_text_config() is part.config:
+            yield part

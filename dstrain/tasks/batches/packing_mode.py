@@ -1,0 +1,72 @@
+"""Decision whether the batches of a run are packed, from the recipe and from the models that read them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dstrain.config.schema import BatchConfig, ModelConfig
+from dstrain.errors import Fault, RecipeError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+FindObstacle = Callable[[bool], str | None]
+"""shares_prefix -> why the models cannot take packed batches, or None."""
+
+
+@dataclass(frozen=True)
+class PackingMode:
+    """The form of a run's batches."""
+
+    packs: bool
+    """One row without padding instead of one row for each sequence."""
+    shares_prefixes: bool = False
+    """Sequences of a sample share their common beginning."""
+    message: str = ""
+    """Why `auto` is off; empty where it is on, or where the recipe decides."""
+
+
+def resolve_packing(
+    batch: BatchConfig, find_obstacle: FindObstacle, has_pairs: bool, untested: str | None = None
+) -> PackingMode:
+    """Return the mode that batch.packing and batch.prefix_sharing ask for; auto is on where nothing is in the way.
+
+    `untested`: why auto is off although no model is in the way; the value true is allowed then. Raises RecipeError
+    where a value is true, and something is in the way.
+    """
+    shares = batch.prefix_sharing
+    if shares is True and not has_pairs:
+        raise RecipeError(
+            Fault("batch.prefix_sharing", "is true, but the task has no pairs of answers", "leave it out")
+        )
+    if not batch.packing:
+        return PackingMode(False)
+    forced = batch.packing is True or shares is True
+    obstacle = find_obstacle(False)
+    if obstacle and forced:
+        key = "batch.packing" if batch.packing is True else "batch.prefix_sharing"
+        raise RecipeError(Fault(key, f"is true, but {obstacle}", "set it to auto or false"))
+    obstacle = obstacle or (None if forced else untested)
+    if obstacle:
+        return PackingMode(False, message=f"batches are padded, not packed: {obstacle}")
+    if not has_pairs or shares is False:
+        return PackingMode(True)
+    obstacle = find_obstacle(True)
+    if obstacle and shares is True:
+        raise RecipeError(Fault("batch.prefix_sharing", f"is true, but {obstacle}", "set it to auto or false"))
+    if obstacle:
+        return PackingMode(True, message=f"the answers of a pair are packed, each with its own prompt: {obstacle}")
+    return PackingMode(True, True)
+
+
+def find_model_obstacle(model: ModelConfig, config: PretrainedConfig, shares_prefix: bool) -> str | None:
+    """Return why this model cannot take packed batches, or None; `config`: its transformers config."""
+    from dstrain.models.attention.packed import find_packing_obstacle
+
+    if model.attn_implementation != "auto":
+        config = copy.deepcopy(config)  # the model is built from the other one
+        config._attn_implementation = model.attn_implementation
+    return find_packing_obstacle(config, shares_prefix)

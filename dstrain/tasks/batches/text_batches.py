@@ -1,0 +1,111 @@
+"""Part of a text task that makes its batches: packed or padded rows, and images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from dstrain.batch import Batch
+from dstrain.config.schema import RunConfig
+from dstrain.tasks.batches.packing_mode import PackingMode, find_model_obstacle, resolve_packing
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+    from dstrain.data.loading.collate import PaddedRows
+    from dstrain.data.loading.packing import PackedRows
+
+BATCH_METHODS = ("collate", "sequences", "row_tensors", "extra_tensors", "loss", "with_images")
+"""Methods that read or write the rows of a batch."""
+
+
+class TextBatches:
+    """Base class of text tasks, for their batches. Rows of a batch: R sequences of token ids."""
+
+    packs_batches: ClassVar[bool] = False
+    """True where `collate` can pack the rows, and `loss` reads them through functions that know packed batches."""
+    has_pairs: ClassVar[bool] = False
+    """True where the rows of a sample begin with the same tokens."""
+
+    if TYPE_CHECKING:  # of `TextTask`
+        recipe: RunConfig
+        tokenizer: Any
+        model_source: Any
+
+        @property
+        def loads_own_model(self) -> bool: ...
+
+    @cached_property
+    def packing(self) -> PackingMode:
+        """The form of the batches. Raises RecipeError where the recipe asks for one that a model cannot take."""
+        return resolve_packing(
+            self.recipe.batch, self.find_packing_obstacle, self.has_pairs, self._find_untested_method()
+        )
+
+    def find_packing_obstacle(self, shares_prefix: bool) -> str | None:
+        """Return why the task, or a model that reads its batches, cannot take packed ones; None: all can."""
+        if not self.packs_batches:
+            return f"task {self.recipe.task} has padded rows only"
+        if self.loads_own_model:
+            return f"task {self.recipe.task} makes its model in its own way"
+        if self.model_source.is_multimodal:
+            return "rows with images are padded"
+        return find_model_obstacle(self.recipe.model, self.model_source.config, shares_prefix)
+
+    def _find_untested_method(self) -> str | None:
+        """Return a reason where a task file replaces a method that may expect padded rows."""
+        for name in BATCH_METHODS:
+            method = getattr(type(self), name, None)
+            if method is not None and not method.__module__.startswith("dstrain."):
+                return f"`{name}` of the task file may expect padded rows; if it does not, set batch.packing: true"
+        return None
+
+    def enable_packing(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Prepare a model for packed batches, where the task has them. Returns it."""
+        if self.packing.packs:
+            from dstrain.models.attention.packed import enable_packed_attention
+
+            enable_packed_attention(model)
+        return model
+
+    def make_rows(self, sequences: Sequence[np.ndarray], num_pairs: int = 0) -> PaddedRows | PackedRows:
+        """Return the sequences as rows of a batch. `num_pairs`: sequences i and num_pairs + i are a pair.
+
+        Sequences after those of the pairs are packed on their own.
+        """
+        from dstrain.data.loading.collate import PaddedRows
+        from dstrain.data.loading.packing import pack_rows
+
+        if not self.packing.packs:
+            return PaddedRows(sequences, self.tokenizer.pad_token_id)
+        if not self.packing.shares_prefixes:
+            return pack_rows(sequences)
+        pairs = [[row, num_pairs + row] for row in range(num_pairs)]
+        return pack_rows(sequences, [*pairs, *([row] for row in range(2 * num_pairs, len(sequences)))])
+
+    def with_images(self, batch: Batch, examples: Sequence[Mapping[str, Any]], repeats: int = 1) -> Batch:
+        """Return the batch with its examples' images, `repeats` times where rows repeat them."""
+        processor = self.model_source.vision_processor
+        if processor is None:
+            return batch
+        if "images" not in examples[0]:  # then no example of the store has any
+            return processor.attach_no_images(batch)
+        return processor.attach_images(batch, self.row_images(examples, repeats))
+
+    def row_images(self, examples: Sequence[Mapping[str, Any]], repeats: int) -> list[Image]:
+        """Return the images of a batch in the order of its rows."""
+        images = [
+            self.augment_image(image.load(), example, index)
+            for example in examples
+            for index, image in enumerate(example["images"])
+        ]
+        # Rows of pairs repeat the prompt, and so its images.
+        return images * repeats
+
+    def augment_image(self, image: Image, example: Mapping[str, Any], index: int) -> Image:
+        """Return the image as it is trained on."""
+        return image

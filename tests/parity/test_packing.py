@@ -1,0 +1,83 @@
+"""One step is one step whether its batches are padded or packed, at every stage, in one process and in two."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.test_step import SGD, distance
+from tests.reward_models import export_reward_model
+from tests.workers import Workers
+
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
+SAMPLES = [5, 0, 9, 13, 2, 14, 7]
+LORA = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "rm": ("rm", {"moved": True}),
+    "rm, adapters": ("rm", {"moved": True, **LORA}),
+    "dpo": ("dpo", {"moved": True}),
+    "dpo, adapters": ("dpo", {"moved": True, **LORA}),
+    "dpo, a reference remembered": ("dpo", {"moved": True, "options": {"precompute_ref_log_probs": True}}),
+    "orpo": ("dpo", {"options": {"loss_type": "orpo"}}),
+    "dpo, safe": ("dpo, safe", {"moved": True}),
+    "sft": ("sft", {}),
+    "kto": ("kto", {"moved": True, "seed": 6}),
+    "kto, a reference remembered": ("kto", {"moved": True, "seed": 6, "options": {"precompute_ref_log_probs": True}}),
+}
+QUICK = (("rm", 3), ("rm, adapters", 3), ("dpo", 2), ("dpo, adapters", 3), ("sft", 0), ("kto", 3), ("dpo, safe", 1))
+"""Cases and stages that stand for the others."""
+PADDED = {"batch": {"packing": False}}
+PACKED = {"batch": {"packing": True}}
+
+
+@pytest.fixture(scope="module")
+def definition(one: Workers) -> Any:
+    """What plain PyTorch does with all samples in one padded batch."""
+    found: dict[str, Any] = {}
+
+    def of(case: str) -> Any:
+        if case not in found:
+            task, changes = CASES[case]
+            found[case] = one(
+                "tests.parity.cases:one_step", task=task, kind="torch", samples=SAMPLES, accumulate=1,
+                changes=changes | SGD | PADDED,
+            )[0]  # fmt: skip
+        return found[case]
+
+    return of
+
+
+def check_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert distance(found, wanted, "before") == 0, "the weights to begin with"
+    assert found["sums"] == pytest.approx(wanted["sums"], rel=1e-6, abs=1e-5)
+    assert distance(found, wanted) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("case", "stage"), [(c, s) if (c, s) in QUICK else SLOW(c, s) for c in CASES for s in range(4)]
+)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_packed_step_is_the_padded_one(
+    processes: int, case: str, stage: int, definition: Any, request: pytest.FixtureRequest
+) -> None:
+    workers = request.getfixturevalue({1: "one", 2: "two"}[processes])
+    task, changes = CASES[case]
+    for found in workers(
+        "tests.parity.cases:one_step", task=task, kind=f"zero{stage}", samples=SAMPLES, accumulate=2,
+        changes=changes | SGD | PACKED,
+    ):  # fmt: skip
+        check_equal(found, definition(case))
+
+
+@pytest.mark.parametrize("scoring", ["online", "cached"])
+def test_reward_models_score_packed_pairs_in_shards(scoring: str, one: Workers, two: Workers, tmp_path: Path) -> None:
+    rms = {f"{name}_rm": str(export_reward_model(tmp_path, name)) for name in ("helpful", "harmless")}
+    safety = {**rms, "scoring": scoring, "method": "safedpo", "scaling_weight": 0.5}
+    own = {"moved": True, "options": {"safety": safety}, **SGD}
+    arguments: dict[str, Any] = {"function": "tests.parity.cases:one_step", "task": "dpo", "samples": SAMPLES}
+    wanted = one(**arguments, kind="torch", accumulate=1, changes=own | PADDED)[0]
+    for found in two(**arguments, kind="zero3", accumulate=2, changes=own | PACKED):
+        check_equal(found, wanted)

@@ -1,0 +1,54 @@
+"""Each allowed family computes in a packed row what it computes in padded rows; all others are refused with a reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dstrain.models.attention import by_group
+from dstrain.models.attention.families import PACKED_MODEL_TYPES
+from dstrain.models.attention.packed import enable_packed_attention, find_packing_obstacle
+from tests.unit.models.attention.packed_rows import (
+    CONFIGS,
+    gradient,
+    made,
+    packed,
+    packed_logits,
+    padded_logits,
+)
+
+ALLOWED = [name for name, config in CONFIGS.items() if config["model_type"] in PACKED_MODEL_TYPES]
+
+
+@pytest.fixture(params=["as set", "small blocks"])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits as they are, and so small that tiny sequences run through every branch."""
+    if request.param == "small blocks":
+        for name, value in (("MASKED_TOKENS", 21), ("MERGED_TOKENS", 8), ("QUERY_BLOCK", 7)):
+            monkeypatch.setattr(by_group, name, value)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+@pytest.mark.usefixtures("blocks")
+def test_a_packed_row_is_read_as_padded_rows(name: str) -> None:
+    model, batch = made(name), packed()
+    assert find_packing_obstacle(model.config, shares_prefix=True) is None
+    expected = padded_logits(model, batch)
+    enable_packed_attention(model)
+    assert float((packed_logits(model, batch) - expected).detach().abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+@pytest.mark.usefixtures("blocks")
+def test_its_gradient_is_the_padded_rows_gradient(name: str) -> None:
+    # In fp64 the rows of gemma2's padding are nan: it takes their masks from fp64 to a softmax in fp32.
+    model, batch = made(name, torch.float32 if name == "gemma2" else torch.float64), packed()
+    model.set_experts_implementation("eager")  # the others have no fp64
+    expected = gradient(model, padded_logits(model, batch))
+    enable_packed_attention(model)
+    found = gradient(model, packed_logits(model, batch))
+    assert float((found - expected).norm() / expected.norm()) <= 1e-6
+
+
+def test_every_allowed_family_is_compared() -> None:
+    assert {CONFIGS[name]["model_type"] for name in ALLOWED} == PACKED_MODEL_TYPES

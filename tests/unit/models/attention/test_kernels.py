@@ -1,0 +1,128 @@
+"""FlexAttention and the varlen kernels' inputs give what the reference path gives; on a CPU, in small shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dstrain.models.attention import varlen
+from dstrain.models.attention.by_group import attend_by_group
+from dstrain.models.attention.flex import attend_flex
+from dstrain.models.attention.layout import PackedLayout
+from dstrain.models.attention.packed import PackedAttention, choose_kernel
+from dstrain.models.attention.settings import AttentionSettings
+from tests.unit.models.attention.packed_rows import GROUPS
+
+WINDOWS = [None, 16, 1]
+
+
+def heads(kv_heads: int = 2, width: int = 16) -> list[torch.Tensor]:
+    """Return query (1, 4, T, D), key and value (1, G, T, D) as layers give them, transposed."""
+    tokens, draw = sum(group.tokens for group in GROUPS), torch.Generator().manual_seed(0)
+    made = (torch.randn(1, tokens, count, width, generator=draw) for count in (4, kv_heads, kv_heads))
+    return [one.transpose(1, 2).requires_grad_() for one in made]
+
+
+def both(found: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the output and the gradients of the inputs."""
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    return [found.detach(), *torch.autograd.grad((found * weights).sum(), inputs)]
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_flex_attention_equals_the_reference(window: int | None, softcap: float | None, with_sinks: bool) -> None:
+    """Without gradients: torch has none for it on a CPU."""
+    inputs = [one.detach() for one in heads()]
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]) if with_sinks else None
+    settings = AttentionSettings(scale=0.3, window=window, softcap=softcap, sinks=sinks)
+    expected = attend_by_group(inputs, settings, PackedLayout(GROUPS))
+    torch.testing.assert_close(attend_flex(inputs, settings, PackedLayout(GROUPS)), expected, rtol=1e-4, atol=1e-5)
+
+
+def aligned_at_the_end(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *sizes: Any, **more: Any) -> Any:
+    """A varlen kernel as its documentation describes it: causal, where the last query sees the last key."""
+    cu_queries, cu_keys, max_queries, max_keys = sizes
+    assert max_queries == int(cu_queries.diff().max())
+    assert max_keys == int(cu_keys.diff().max())
+    left, right = more["window_size"]
+    assert right == 0
+    found = []
+    for at in range(len(cu_queries) - 1):
+        q, (k, v) = query[cu_queries[at] : cu_queries[at + 1]], (x[cu_keys[at] : cu_keys[at + 1]] for x in (key, value))
+        shift = len(k) - len(q)
+        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(shift)
+        mask = mask if left == -1 else mask.triu(shift - left)
+        q, k, v = (one.transpose(0, 1) for one in (q, k, v))
+        scale = more.get("scale", more.get("softmax_scale"))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        found.append(out.transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_varlen_kernel_gets_each_branch_with_its_prefix(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, settings = heads(), AttentionSettings(scale=0.3, window=window)
+    monkeypatch.setattr(varlen, "load_varlen_attn", lambda: aligned_at_the_end)
+    expected = both(attend_by_group(inputs, settings, PackedLayout(GROUPS)), inputs)
+    assert_equal(both(varlen.attend_varlen(inputs, settings, PackedLayout(GROUPS)), inputs), expected)
+
+
+def test_a_flash_package_gets_each_branch_with_its_prefix() -> None:
+    """Its function is transformers', with its names for the sequences."""
+    inputs, asked = heads(), {}
+
+    def flash(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        asked.update(kwargs, mask=mask)
+        rows = [one[0].transpose(0, 1) for one in (query, key, value)]
+        sizes = (kwargs[f"{name}_{side}"] for name in ("cu_seq_lens", "max_length") for side in "qk")
+        window = (kwargs["sliding_window"] - 1, 0)
+        return aligned_at_the_end(*rows, *sizes, window_size=window, scale=kwargs["scaling"])[None], None
+
+    kwargs = {"scaling": 0.3, "sliding_window": 16, "position_ids": torch.zeros(1, 1), "packed_groups": PackedLayout(GROUPS)}  # fmt: skip
+    out, _ = PackedAttention("flash_attention_2", flash)(torch.nn.Identity(), *inputs, torch.ones(1, 1, 1, 1), **kwargs)
+    assert asked["mask"] is None
+    assert "position_ids" not in asked
+    assert "packed_groups" not in asked
+    settings = AttentionSettings(scale=0.3, window=16)
+    torch.testing.assert_close(out, attend_by_group(inputs, settings, PackedLayout(GROUPS)), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_without_prefixes_are_not_copied_for_a_varlen_kernel() -> None:
+    groups = tuple(group for group in GROUPS if not group.prefix)
+    assert PackedLayout(groups).varlen_tensors(torch.device("cpu")).key_index is None
+
+
+def test_a_cpu_computes_by_group() -> None:
+    for name in ("sdpa", "flex_attention", "eager"):
+        assert choose_kernel(name, heads(), AttentionSettings()) is attend_by_group
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_key_heads_are_shared_by_query_heads(kv_heads: int) -> None:
+    inputs, layout = heads(kv_heads), PackedLayout(GROUPS)
+    fused = attend_by_group(inputs, AttentionSettings(scale=0.3, window=16), layout)
+    explicit = attend_by_group(inputs, AttentionSettings(scale=0.3, window=16, is_eager=True), layout)
+    torch.testing.assert_close(fused, explicit, rtol=1e-4, atol=1e-5)
+
+
+def test_no_mask_is_larger_than_a_block_of_queries() -> None:
+    """Nothing grows with the square of the row's length."""
+    from dstrain.batch import PackedGroup
+    from dstrain.models.attention.by_group import MASKED_TOKENS, QUERY_BLOCK
+
+    groups = (PackedGroup(600, (700, 50)), *[PackedGroup(0, (300,))] * 9)
+    layout, tokens = PackedLayout(groups), sum(group.tokens for group in groups)
+    inputs = [torch.randn(1, 1, tokens, 8) for _ in range(3)]
+    attend_by_group(inputs, AttentionSettings(), layout)
+    masks = [one for one in layout.cache.values() if isinstance(one, torch.Tensor)]
+    assert masks
+    assert all(one.shape[0] <= max(QUERY_BLOCK, MASKED_TOKENS) and one.shape[1] <= 1350 for one in masks)

@@ -1,0 +1,188 @@
+"""A step on packed batches is the step on padded ones: the same sums and the same gradient, for every packed task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dstrain.config.schema import RunConfig
+from dstrain.data.loading.loader import make_batch
+from dstrain.tasks import make_task
+from dstrain.tasks.common.forward import forward_logits
+from dstrain.tasks.common.task import load_split
+from dstrain.train.build_model import build_train_module
+from tests.model_families import family
+from tests.parity.cases import one_step, several_steps
+from tests.parity.test_step import SGD, distance
+from tests.reward_models import export_reward_model
+from tests.vision_recipes import named_recipe
+from tests.vocabulary import write_jsonl
+
+LORA = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"dpo, {loss}": ("dpo", {"moved": True, "options": {"loss_type": loss, "rpo_alpha": 0.0 if loss == "orpo" else 0.3}})
+       for loss in ("sigmoid", "ipo", "hinge", "robust", "orpo", "simpo")},
+    "dpo, adapters": ("dpo", {"moved": True, **LORA}),
+    "dpo, a reference remembered": ("dpo", {"moved": True, "options": {"precompute_ref_log_probs": True}}),
+    "dpo, safe": ("dpo, safe", {"moved": True}),
+    "dpo, with gradient checkpointing": ("dpo", {"moved": True, "model": {"gradient_checkpointing": True}}),
+    "rm": ("rm", {"moved": True}),
+    "rm, adapters and a score head": ("rm", {"moved": True, **LORA}),
+    "rm, a frozen model under its head": ("rm", {"moved": True, "model": {"freeze": ["model"]}}),
+    "sft": ("sft", {"moved": True}),
+    "sft, eager attention": ("sft", {"moved": True, "model": {"attn_implementation": "eager"}}),
+    "sft, qwen3": ("sft", {"moved": True, "model": {"config": family("qwen3")}}),
+    "rm, mistral": ("rm", {"moved": True, "model": {"config": family("mistral")}}),
+    "dpo, gemma2": ("dpo", {"moved": True, "model": {"config": family("gemma2")}}),
+    "sft, every token": ("sft", {"moved": True, "options": {"assistant_only_loss": False}}),
+    "kto": ("kto", {"moved": True, "seed": 6}),
+    "kto, adapters": ("kto", {"moved": True, "seed": 2, **LORA}),
+    "kto, a reference remembered": ("kto", {"moved": True, "seed": 6, "options": {"precompute_ref_log_probs": True}}),
+    "kto, apo": ("kto", {"moved": True, "options": {"loss_type": "apo_zero_unpaired"}}),
+}  # fmt: skip
+FORMS: dict[str, dict[str, Any]] = {"packed": {"prefix_sharing": False}, "packed, beginnings shared": {}}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
+
+
+def check_equal(task: str, changes: dict[str, Any], **batch: Any) -> None:
+    """Compare a step in two packed micro-batches with one in one padded batch."""
+    arguments: dict[str, Any] = {"task": task, "kind": "torch", "samples": [5, 0, 9, 13, 2, 14, 7]}
+    wanted = one_step(**arguments, accumulate=1, changes=changes | SGD | {"batch": {"packing": False}})
+    found = one_step(**arguments, accumulate=2, changes=changes | SGD | {"batch": {"packing": True, **batch}})
+    assert distance(found, wanted, "before") == 0
+    assert found["sums"] == pytest.approx(wanted["sums"], rel=1e-6, abs=1e-5)
+    assert distance(found, wanted) <= 1e-6
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_packed_step_is_the_padded_one(case: str) -> None:
+    name, changes = CASES[case]
+    check_equal(name, changes)
+
+
+@pytest.mark.parametrize("case", ["dpo, sigmoid", "rm", "rm, adapters and a score head"])
+def test_so_it_is_where_pairs_share_nothing(case: str) -> None:
+    name, changes = CASES[case]
+    check_equal(name, changes, prefix_sharing=False)
+
+
+ALIKE = [
+    {"prompt": "Which?", "chosen": "this one it is", "rejected": "this one it is not"},
+    {"prompt": "Which?", "chosen": "the same", "rejected": "the sane"},
+    {"prompt": "Which one?", "chosen": "that", "rejected": "that or that or that"},
+    {"prompt": "A long question, or none?", "chosen": "none", "rejected": "no"},
+] * 12
+
+
+@pytest.mark.parametrize("task", ["dpo", "rm"])
+def test_answers_may_begin_alike(task: str, tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "alike.jsonl", ALIKE)
+    check_equal(task, {"moved": True, "data": {"train": str(file)}})
+
+
+@pytest.mark.parametrize("scoring", ["online", "cached"])
+def test_reward_models_score_packed_pairs(scoring: str, tmp_path: Path) -> None:
+    rms = {f"{name}_rm": str(export_reward_model(tmp_path, name)) for name in ("helpful", "harmless")}
+    safety = {**rms, "scoring": scoring, "method": "safedpo", "scaling_weight": 0.5}
+    check_equal("dpo", {"moved": True, "options": {"safety": safety}})
+
+
+@pytest.mark.parametrize("task", ["rm", "dpo", "sft", "kto"])
+def test_evaluations_and_steps_in_turn_give_the_same_losses(task: str) -> None:
+    adam = {"optim": {"lr": 1e-3}, "model": {"gradient_checkpointing": True}}
+    wanted, found = (several_steps(task, "torch", adam | {"batch": {"packing": packing}}) for packing in (False, True))
+    assert found == pytest.approx(wanted, rel=2e-5)
+
+
+def made(folder: Path, name: str, **sections: Any) -> Any:
+    recipe = named_recipe(name, folder)[1]
+    for key, value in sections.items():
+        recipe[key] = {**recipe.get(key, {}), **value}
+    return make_task(RunConfig.model_validate(recipe))
+
+
+@pytest.mark.parametrize("pad_token", ["<pad>", "</s>"])
+def test_packed_scores_are_those_that_an_export_gives(pad_token: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    tokenizer = made(tmp_path, "rm").tokenizer
+    tokenizer.pad_token = pad_token
+    tokenizer.save_pretrained(str(tmp_path / "tokenizer"))
+    own = {"model": {"tokenizer": str(tmp_path / "tokenizer")}, "data": {"max_length": 128}}
+    task = made(tmp_path, "rm", **own)
+    model, examples = task.build_model().eval(), task.examples("train")
+    model.save_pretrained(str(tmp_path / "out"))
+    again = AutoModelForSequenceClassification.from_pretrained(str(tmp_path / "out"))
+    assert "packed" not in json.loads((tmp_path / "out" / "config.json").read_text()).get("attn_implementation", "")
+    batch = make_batch(examples, task.collate, [3, 1, 4, 15], 0)
+    assert batch.is_packed
+    padded = make_batch(examples, made(tmp_path, "rm", **own, batch={"packing": False}).collate, [3, 1, 4, 15], 0)
+    with torch.no_grad():
+        wanted = forward_logits(again, padded).squeeze(-1)
+        torch.testing.assert_close(task.scores(model, batch), wanted, atol=1e-6, rtol=1e-6)
+    assert wanted.std() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["rm", "dpo", "sft", "kto"])
+def test_an_export_is_compared_on_padded_batches(name: str, tmp_path: Path) -> None:
+    task = made(tmp_path, name)
+    examples = load_split(task, "train")
+    assert examples is not None
+    probes = task.export.make_probes([examples[0], examples[1]])
+    assert [(probe.is_packed, len(probe.samples)) for probe in probes] == [(False, 1), (False, 1)]
+    with torch.no_grad():
+        model = task.build_model().eval()
+        again = made(tmp_path, name, batch={"packing": False}).build_model().eval()
+        for probe in probes:
+            assert task.export.outputs(model, probe).equal(task.export.outputs(again, probe))
+
+
+def test_a_prompt_is_computed_once(tmp_path: Path) -> None:
+    task = made(tmp_path, "dpo")
+    examples = task.examples("train")
+    batch = make_batch(examples, task.collate, [3, 1], 0)
+    pairs = [examples[index] for index in (3, 1)]
+    prompts = [int(pair["prompt_length"]) for pair in pairs]
+    assert all(prompt <= group.prefix <= prompt + 2 for prompt, group in zip(prompts, batch.groups, strict=True))
+    both = sum(len(pair[side]) for pair in pairs for side in ("chosen", "rejected"))
+    assert batch.tensors["input_ids"].shape == (1, both - sum(group.prefix for group in batch.groups))
+    assert batch.tokens == both
+
+
+@pytest.mark.parametrize("name", ["dpo", "rm", "sft", "kto"])
+def test_a_filler_counts_nothing(name: str, tmp_path: Path) -> None:
+    task = made(tmp_path, name)
+    filler = make_batch(load_split(task, "train"), task.collate, [], 3)
+    assert (filler.is_filler, filler.is_packed, filler.weight) == (True, True, 0.0)
+    module = build_train_module(task)
+    if module.loss_inputs.step_stats is not None:
+        answers, _ = module(filler, only="stats")
+        filler = filler.with_tensors({**answers, "kl": torch.tensor(0.0)})
+    assert module(filler)[0].item() == 0
+
+
+def test_only_targets_reach_the_head(tmp_path: Path) -> None:
+    task = made(tmp_path, "sft")
+    batch = make_batch(task.examples("train"), task.collate, [1, 0, 2], 0)
+    asked, model = [], task.build_model().eval()
+    forward = type(model).forward
+    model.forward = lambda **inputs: (asked.append(len(inputs["logits_to_keep"])), forward(model, **inputs))[1]
+    task.loss(model, batch)
+    assert asked == [batch.weight]
+
+
+def test_a_packed_batch_is_refused_by_a_model_that_would_mix_its_samples(tmp_path: Path) -> None:
+    task = made(tmp_path, "sft")
+    batch = make_batch(task.examples("train"), task.collate, [1, 0], 0)
+    eager = {"model": {"attn_implementation": "eager"}}  # functions under other names are replaced for all models
+    plain = made(tmp_path, "sft", **eager, batch={"packing": False}).build_model()
+    with pytest.raises(AssertionError, match=r"a packed batch for a model without `enable_packed_attention`"):
+        task.loss(plain, batch)

@@ -1,0 +1,115 @@
+"""auto packs where nothing is in the way and says why where something is; true insists, and false never packs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.config.schema import BatchConfig, RunConfig
+from dstrain.errors import RecipeError, TaskError
+from dstrain.tasks import Task, make_task
+from dstrain.tasks.batches.packing_mode import PackingMode, resolve_packing
+from tests.model_families import family
+from tests.vision_recipes import named_recipe
+
+
+def resolve(find: Any = lambda shares: None, has_pairs: bool = True, untested: str | None = None, **keys: Any) -> Any:
+    return resolve_packing(BatchConfig(**keys), find, has_pairs, untested)
+
+
+def shared_alone(shares_prefix: bool) -> str | None:
+    return "it has windows" if shares_prefix else None
+
+
+def test_auto_is_on_where_nothing_is_in_the_way() -> None:
+    assert resolve() == PackingMode(True, True)
+    assert resolve(has_pairs=False) == PackingMode(True, False)
+
+
+def test_auto_says_why_it_is_off() -> None:
+    assert resolve(lambda shares: "it is a Mamba") == PackingMode(
+        False, message="batches are padded, not packed: it is a Mamba"
+    )
+    mode = resolve(shared_alone)
+    assert (mode.packs, mode.shares_prefixes) == (True, False)
+    assert "it has windows" in mode.message
+
+
+def test_false_is_off_without_a_word() -> None:
+    assert resolve(packing=False) == PackingMode(False)
+    assert resolve(prefix_sharing=False) == PackingMode(True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "find"),
+    [
+        ({"packing": True}, lambda shares: "it is a Mamba"),
+        ({"prefix_sharing": True}, lambda shares: "it is a Mamba"),
+        ({"prefix_sharing": True}, shared_alone),
+    ],
+)
+def test_true_insists(keys: dict[str, Any], find: Any) -> None:
+    with pytest.raises(RecipeError, match=rf"batch\.{next(iter(keys))}: is true, but it .* set it to auto or false"):
+        resolve(find, **keys)
+
+
+def test_sharing_needs_pairs() -> None:
+    with pytest.raises(RecipeError, match=r"batch\.prefix_sharing: .* no pairs of answers; leave it out"):
+        resolve(has_pairs=False, prefix_sharing=True)
+
+
+def test_methods_of_a_task_file_are_packed_only_if_asked_for() -> None:
+    assert resolve(untested="`loss` of the task file").message.endswith("`loss` of the task file")
+    assert resolve(untested="`loss` of the task file", packing=True) == PackingMode(True, True)
+
+
+def task(folder: Path, name: str, **sections: Any) -> Task:
+    recipe = named_recipe(name, folder)[1]
+    for key, value in sections.items():
+        recipe[key] = {**recipe.get(key, {}), **value}
+    return make_task(RunConfig.model_validate(recipe))
+
+
+@pytest.mark.parametrize("name", ["rm", "dpo", "sft", "kto"])
+def test_a_llama_is_packed_by_default(name: str, tmp_path: Path) -> None:
+    made: Any = task(tmp_path, name)
+    assert made.packing == PackingMode(True, name in ("rm", "dpo"))
+    assert not [line for line in made.checks.info_messages() if "pack" in line]
+
+
+OBSTACLES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "images": ("dpo, with images", {}, "images"),
+    "a family": ("sft", {"model": {"config": family("mamba2")}}, "mamba2"),
+}
+
+
+@pytest.mark.parametrize("case", OBSTACLES)
+def test_what_is_in_the_way_is_told_at_start_or_refused(case: str, tmp_path: Path) -> None:
+    name, sections, reason = OBSTACLES[case]
+    made: Any = task(tmp_path, name, **sections)
+    assert not made.packing.packs
+    lines = [line for line in made.checks.info_messages() if line.startswith("batches are padded, not packed: ")]
+    assert len(lines) == 1
+    assert reason in lines[0]
+    forced: Any = task(tmp_path, name, **sections, batch={"packing": True})
+    with pytest.raises(RecipeError, match=rf"batch\.packing: is true, but .*{reason}"):
+        forced.checks.run()
+
+
+@pytest.mark.parametrize("name", ["temporal", "protein"])
+def test_tasks_that_cannot_pack_refuse_it(name: str, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=rf"batch\.packing: is true, but task {name} has padded rows only"):
+        task(tmp_path, name, batch={"packing": True})
+
+
+def test_the_reference_has_a_say(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made: Any = task(tmp_path, "dpo")
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**family("mamba2"))).save_pretrained(str(tmp_path / "other"))
+    made.tokenizer.save_pretrained(str(tmp_path / "other"))
+    other: Any = task(tmp_path, "dpo", options={"ref_model": str(tmp_path / "other")})
+    assert not other.packing.packs
+    assert "of options.ref_model:" in other.packing.message

@@ -32,7 +32,7 @@ ROWS = {
     "counting": ["plain", "counted"],
     "vision": ["every token", "answers", "checkpointing"],
     "padding": ["as they come", "sorted"],
-    "head": ["all logits", "chunks"],
+    "head": ["all logits", "chunks", "linear"],
     "attention_mask": ["a mask", "no mask"],
     "images": ["files", "copies"],
     "sources": ["parquet"] * 3 + ["photos"] * 3,

@@ -1,6 +1,8 @@
-"""Measure time and memory of the output head: all logits at once, and in chunks that are recomputed.
+"""Measure time and memory of the output head: all logits at once, in chunks by autograd, and as a linear head.
 
     python -m benchmarks.head [--vocabulary 128256] [--length 4096]
+
+"linear" computes its gradient by hand; it is what a run uses, unless the head has adapters or a forward pass of its own.
 
 Memory is that of a forward and a backward pass in addition to the weights (`benchmarks.checkpointing`).
 """
@@ -8,6 +10,7 @@ Memory is that of a forward and a backward pass in addition to the weights (`ben
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -15,17 +18,22 @@ from benchmarks.attention_mask import answers, made_llama
 from benchmarks.checkpointing import measure_peaks, memory_columns
 from benchmarks.common import join_alone, ratio, run, take_turns
 from dstrain.models.heads import chunked_lm_head
-from dstrain.tasks.common.forward import score_answers
+from dstrain.models.heads.linear_head import LinearHead
+from dstrain.tasks.common.forward import answer_log_probs
+
+VARIANTS = ("all logits", "chunks", "linear")
 
 
-def passes(model: torch.nn.Module, batch: Any, chunks: bool) -> torch.Tensor:
+def passes(model: torch.nn.Module, batch: Any, variant: str) -> torch.Tensor:
     """Return the loss, (), and leave its gradient in the model."""
     chunked_lm_head._IN_PLACE_MODELS.clear()
-    if not chunks:
+    if variant == "all logits":
         chunked_lm_head._IN_PLACE_MODELS.add(model)
     model.zero_grad(set_to_none=True)
-    loss = -score_answers(model, batch)[0].sum()
-    loss.backward()
+    supports = LinearHead.supports if variant == "linear" else lambda *_: False
+    with mock.patch.object(LinearHead, "supports", supports):
+        loss = -answer_log_probs(model, batch).sum()
+        loss.backward()
     return loss.detach()
 
 
@@ -36,21 +44,22 @@ def measure(
     device = join_alone().device
     model = made_llama(vocabulary, hidden, device, torch.float32 if precision == "fp32" else torch.bfloat16)
     batch = answers(vocabulary, micro, length, length).to(device)
-    variants, found, gradients = {"all logits": False, "chunks": True}, {}, {}
-    for name, chunks in variants.items():
-        found[name] = float(passes(model, batch, chunks))
+    found, gradients = {}, {}
+    for name in VARIANTS:
+        found[name] = float(passes(model, batch, name))
         gradients[name] = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
-    off = abs(found["chunks"] / found["all logits"] - 1)
-    apart = float((gradients["chunks"] - gradients["all logits"]).norm() / gradients["all logits"].norm())
+    base = gradients["all logits"]
+    off = max(abs(loss / found["all logits"] - 1) for loss in found.values())
+    apart = max(float((gradient - base).norm() / base.norm()) for gradient in gradients.values())
     limit = 1e-6 if precision == "fp32" else 2e-2
     assert max(off, apart) <= limit, f"chunks change the loss by {off:.1e} and the gradient by {apart:.1e}"
-    del gradients
-    runners = {name: (lambda _turn, chunks=chunks: passes(model, batch, chunks)) for name, chunks in variants.items()}
+    del gradients, base
+    runners = {name: (lambda _turn, name=name: passes(model, batch, name)) for name in VARIANTS}
     memory = measure_peaks(runners, device, prepare=lambda: model.zero_grad(set_to_none=True))
     seconds = take_turns(runners, rounds, 1, device)
     rows = [
         {"head": name, **ratio(seconds, name, "all logits"), **memory_columns(memory, name, "all logits", "memory_mib")}
-        for name in variants
+        for name in VARIANTS
     ]
     return {
         "settings": {"vocabulary": vocabulary, "hidden": hidden, "length": length, "micro": micro,

@@ -1,13 +1,19 @@
-"""Repair of inherited process state: closed streams, output encoding, ignored SIGCHLD."""
+"""State of the process: closed streams, output encoding, ignored SIGCHLD, freed memory."""
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import select
 import signal
 import sys
 import threading
+
+NEVER_MAP = (-4, 0)
+"""M_MMAP_MAX of malloc.h: no allocation gets pages of its own, which go back to the kernel with it."""
+NEVER_TRIM = (-1, -1)
+"""M_TRIM_THRESHOLD of malloc.h: free memory at the end of the heap stays; -1 is the largest threshold."""
 
 
 def prepare_process() -> None:
@@ -65,6 +71,16 @@ def discard_closed_output() -> bool:
         os.dup2(null, descriptor)
         os.close(null)
     return bool(closed)
+
+
+def keep_freed_memory() -> bool:
+    """Let the C library keep freed memory for the next allocation; return False where it has no such setting.
+
+    For training on a CPU: glibc gives every freed tensor above 32 MiB back to the kernel, which clears each page of the
+    next one, in every step. The process keeps the largest amount of memory that it has needed.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return mallopt is not None and all(mallopt(*setting) for setting in (NEVER_MAP, NEVER_TRIM))
 
 
 def log_stderr(message: str) -> None:

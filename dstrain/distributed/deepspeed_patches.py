@@ -15,6 +15,8 @@ TESTED_DEEPSPEED = ("0.19", "0.20")
 """First version tested, and the first one not tested."""
 PAGE_BYTES = 4096
 """Alignment of direct I/O, in bytes."""
+NORM_BLOCK = 2**16
+"""Values of a gradient of which one norm is computed: 512 KiB in fp64."""
 MUON_COMPILED = ("muon_update", "zeropower_via_newtonschulz5", "zeropower_via_gram_newtonschulz")
 """Functions of DeepSpeed's Muon that are wrapped in torch.compile."""
 
@@ -55,6 +57,32 @@ def keep_unaligned_gradients(swapper: Any) -> None:
             swap_out(parameter, [offset for offset, _ in aligned], [tensor for _, tensor in aligned])
 
     swapper.swap_out_gradients = swap_out_aligned
+
+
+def compute_norm_in_blocks(optimizer: Any) -> None:
+    """Patch a ZeRO optimizer on a CPU: it computes the norm of a gradient from the norms of its blocks.
+
+    DeepSpeed copies each gradient to fp64, and most of the time goes into pages for the copy. The copy of a block stays
+    in the cache.
+    """
+    compute_norm = optimizer.get_grad_norm_direct
+
+    def norm_of_blocks(
+        gradients: Sequence[torch.Tensor], params: Sequence[torch.Tensor], norm_type: float = 2
+    ) -> torch.Tensor:
+        # DeepSpeed leaves out gradients with this mark, so they stay as they are.
+        blocks = [one if getattr(one, "_zero_padding", False) else block_norms(one) for one in gradients]
+        norm: torch.Tensor = compute_norm(blocks if norm_type == 2 else gradients, params, norm_type)
+        return norm
+
+    optimizer.get_grad_norm_direct = norm_of_blocks
+
+
+def block_norms(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the L2 norm of each block of a gradient, in fp64; together they have the norm of the gradient."""
+    import torch
+
+    return torch.stack([block.double().norm() for block in gradient.detach().flatten().split(NORM_BLOCK)])
 
 
 def disable_muon_compile() -> Any:

@@ -187,6 +187,7 @@ class DocQA(SFT):
         from dstrain.tasks.common.losses import focal_cross_entropy
 
         log_probs, right, *mean = (score_answers_with_mean if self.label_smoothing else score_answers)(model, batch)
+        assert right is not None, "both return it"
         losses = focal_cross_entropy(log_probs, mean[0] if mean else None, self.label_smoothing, self.focal_gamma)
         return Loss(losses.sum(), {"token_accuracy": right.sum()})
 

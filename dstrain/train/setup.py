@@ -15,6 +15,7 @@ from dstrain.launch.lease import check_lease
 from dstrain.models.params.groups import build_param_groups
 from dstrain.models.params.summary import summarize_components
 from dstrain.models.params.zero3 import zero3_init
+from dstrain.process_setup import keep_freed_memory
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
 from dstrain.schedule import Every, LRSchedule, StepSchedule, scale_lr
@@ -139,6 +140,8 @@ def build_run(
         _write_run_files(plan, world, start)
     report_start(plan, run_log, world, start)
     engine = _build_engine(plan, world, run_log)
+    if world.device.type == "cpu":
+        keep_freed_memory()  # only now: what loading the weights needed goes back to the kernel
     saver = _build_saver(plan, engine, checkpoints, run_log, weights)
     return Run(
         engine=engine,

@@ -33,7 +33,7 @@ ROWS = {
     "counting": ["plain", "counted"],
     "vision": ["every token", "answers", "checkpointing"],
     "padding": ["as they come", "sorted"],
-    "head": ["all logits", "chunks"],
+    "head": ["all logits", "chunks", "linear"],
     "attention_mask": ["a mask", "no mask"],
     "attention": ["1 x 64+32+32"] * 3,
     "images": ["files", "copies"],

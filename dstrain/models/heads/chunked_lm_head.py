@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
@@ -13,41 +12,10 @@ import torch
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from dstrain.models.heads.lazy_logits import HeadRecorder, LazyLogits
+from dstrain.models.heads.linear_head import LinearHead
+from dstrain.models.heads.scores import DEFAULT_FIELDS, ScoreFields, TokenScores, rows_per_chunk, score_logits
 
 # Shapes: B rows, K targets of a row, N targets of all rows, V vocabulary, H width.
-
-MAX_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
-"""Device type -> bytes of the fp32 logits of one chunk.
-
-On a GPU chunks are larger, because launching the kernels of one takes the host about 0.4 ms.
-"""
-
-
-class TokenScores(NamedTuple):
-    """Scores of one target token per row."""
-
-    log_probs: torch.Tensor
-    """(N,) log-probability of each target, in fp32 or fp64."""
-    is_correct: torch.Tensor
-    """(N,) bool: True where the target is the most probable token."""
-    mean_log_probs: torch.Tensor | None = None
-    """(N,) mean of the log-probabilities of all V tokens, for label smoothing; None where it was not requested."""
-
-
-def score_logits(logits: torch.Tensor, targets: torch.Tensor, with_mean: bool = False) -> TokenScores:
-    """Return the scores of targets (N,) under logits (N, V); `with_mean`: also `mean_log_probs`."""
-    exact = logits if logits.dtype == torch.float64 else logits.float()  # (N, V)
-    normalizer = exact.logsumexp(-1)  # (N,)
-    log_probs = exact.gather(-1, targets[:, None]).squeeze(-1) - normalizer  # (N,)
-    # Without a tensor of log-probabilities, which would be another (N, V).
-    mean = exact.mean(-1) - normalizer if with_mean else None
-    return TokenScores(log_probs, logits.detach().argmax(-1) == targets, mean)
-
-
-def rows_per_chunk(vocab_size: int, device: torch.device) -> int:
-    """Return how many rows of logits one chunk has."""
-    # 4 bytes each: scores are computed in fp32.
-    return max(1, MAX_CHUNK_BYTES.get(device.type, MAX_CHUNK_BYTES["cuda"]) // (4 * vocab_size))
 
 
 @dataclass(frozen=True)
@@ -60,23 +28,31 @@ class HeadInput:
     postprocessing: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
     """Functions in call order: Gemma 2 caps its logits, Granite and Cohere scale them, Mamba casts them to fp32."""
 
-    def score_targets(self, rows: torch.Tensor, targets: torch.Tensor, with_mean: bool = False) -> TokenScores:
-        """Return the scores of targets (N,) for hidden states (N, H); `with_mean`: also `mean_log_probs`.
+    def score_targets(
+        self, rows: torch.Tensor, targets: torch.Tensor, fields: ScoreFields = DEFAULT_FIELDS
+    ) -> TokenScores:
+        """Return the scores of targets (N,) for hidden states (N, H).
 
         The head is called once, around all chunks, so that ZeRO-3 gathers its weights once in each direction.
         The number of chunks may differ between ranks. Collective under ZeRO-3.
         """
         head, inner = self.head, self.head.forward
-        score = partial(score_logits, with_mean=True) if with_mean else score_logits
 
         def score_chunk(rows: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
             logits = inner(rows)
             for step in self.postprocessing:
                 logits = step(logits)
-            return tuple(one for one in score(logits, targets) if one is not None)
+            return fields.select(score_logits(logits, targets, fields))
 
-        with _forward_overridden(head, lambda rows, targets: _score_in_chunks(score_chunk, head, rows, targets)):
-            return TokenScores(*head(rows, targets))
+        def score_all(rows: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            if "forward" not in attributes and LinearHead.supports(head, rows, fields):
+                linear = LinearHead(head.weight, head.bias, self.postprocessing, fields)
+                return linear.score_targets(rows, targets)
+            return _score_in_chunks(score_chunk, head, rows, targets)
+
+        attributes = dict(vars(head))
+        with _forward_overridden(head, score_all):
+            return fields.name(head(rows, targets))
 
 
 def capture_head_input(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> HeadInput | torch.Tensor:
@@ -202,13 +178,13 @@ class _ChunkedScores(torch.autograd.Function):
         ctx.save_for_backward(rows, targets)
         chunks = zip(rows.split(config.chunk_size), targets.split(config.chunk_size), strict=True)
         scores = [config.score_chunk(*chunk) for chunk in chunks]
-        log_probs, is_correct, *means = (torch.cat(column) for column in zip(*scores, strict=True))
-        ctx.mark_non_differentiable(is_correct)
-        return log_probs, is_correct, *means
+        columns = tuple(torch.cat(column) for column in zip(*scores, strict=True))
+        ctx.mark_non_differentiable(*(column for column in columns if not column.is_floating_point()))
+        return columns
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: torch.Tensor, _: Any, *mean_grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         rows, targets = ctx.saved_tensors
         kind, dtype, enabled = ctx.autocast
         with (
@@ -216,17 +192,17 @@ class _ChunkedScores(torch.autograd.Function):
             torch.enable_grad(),
             torch.autocast(kind, dtype, enabled=enabled),
         ):
-            row_grad, parameter_grads = _chunk_gradients(ctx, rows, targets, [grad_output, *mean_grads])
+            row_grad, parameter_grads = _chunk_gradients(ctx, rows, targets, grad_outputs)
         # For each argument of `forward`: config, rows, targets, parameters.
         return None, row_grad, None, *parameter_grads
 
 
 def _chunk_gradients(
-    ctx: Any, rows: torch.Tensor, targets: torch.Tensor, grad_outputs: list[torch.Tensor]
+    ctx: Any, rows: torch.Tensor, targets: torch.Tensor, grad_outputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
     """Return the gradient of the rows (N, H), and of each trainable parameter.
 
-    `grad_outputs`: those of the log-probabilities, and of their means where they were requested; each (N,).
+    `grad_outputs`: those of the requested fields of TokenScores, each (N,).
     """
     config, needs_row_grad = ctx.config, ctx.needs_input_grad[1]
     row_grads: list[torch.Tensor] = []
@@ -235,14 +211,16 @@ def _chunk_gradients(
     for chunk, chunk_targets, *chunk_grads in chunks:
         # A leaf, (n, H): the gradient stops here, and the model's own graph is left alone.
         chunk = chunk.detach().requires_grad_(needs_row_grad)
-        log_probs, _, *means = config.score_chunk(chunk, chunk_targets)
+        scores = config.score_chunk(chunk, chunk_targets)
+        outputs = [pair for pair in zip(scores, chunk_grads, strict=True) if pair[0].is_floating_point()]
         inputs = [*ctx.parameters, *[chunk][:needs_row_grad]]
-        grads = [*torch.autograd.grad([log_probs, *means], inputs, chunk_grads, allow_unused=True)]
+        differentiable, given = zip(*outputs, strict=True)
+        grads = [*torch.autograd.grad(differentiable, inputs, given, allow_unused=True)]
         if needs_row_grad:
             row_grads.append(grads.pop())
         for index, grad in enumerate(grads):
             sums[index] = _accumulate(sums[index], grad)
-        del log_probs, means, grads  # before the next chunk allocates its logits
+        del scores, outputs, differentiable, grads  # before the next chunk allocates its logits
     parameter_grads = [None if one is None else one.to(p.dtype) for one, p in zip(sums, ctx.parameters, strict=True)]
     # (N, H) and the shapes of the parameters
     return torch.cat(row_grads) if needs_row_grad else None, parameter_grads

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -18,7 +18,8 @@ from dstrain.batch import Batch
 from dstrain.data.loading.collate import loss_positions
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
 from dstrain.models.attention.packed import has_packed_attention, packed_model_kwargs
-from dstrain.models.heads.chunked_lm_head import TokenScores, capture_head_input, rows_per_chunk, score_logits
+from dstrain.models.heads.chunked_lm_head import capture_head_input
+from dstrain.models.heads.scores import ScoreFields, TokenScores, rows_per_chunk, score_logits
 from dstrain.models.params.components import unwrap_peft
 
 NO_MASK_MODEL_TYPES = frozenset(
@@ -36,49 +37,52 @@ LFM2, Qwen3-Next), encoders.
 def score_answers(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log p, and whether it is the argmax, of the last K tokens of each row; both (B, K).
 
-    A packed batch has the same B rows in one. Both are 0 where the loss mask, the batch's tensor `learnt` (B, K), is 0. Logits are computed only for the
-    positions in the loss, a chunk at a time, since (B, L, V) logits would be the largest tensor of a step.
+    A packed batch has the same B rows in one. Both are 0 where the loss mask, the batch's tensor `learnt` (B, K), is
+    0. Logits are computed only for the positions in the loss, a chunk at a time, since (B, L, V) logits would be the
+    largest tensor of a step.
     """
-    return _score(model, batch, False)[:2]
+    scores = _score(model, batch, ScoreFields())
+    assert scores.is_correct is not None, "requested"
+    return scores.log_probs, scores.is_correct
 
 
 def score_answers_with_mean(model: torch.nn.Module, batch: Batch) -> TokenScores:
     """Return the two tensors of `score_answers`, and the mean log-probability of the vocabulary; each (B, K)."""
-    return _score(model, batch, True)
+    return _score(model, batch, ScoreFields(mean_log_probs=True))
 
 
-def _score(model: torch.nn.Module, batch: Batch, with_mean: bool) -> TokenScores:
+def _score(model: torch.nn.Module, batch: Batch, fields: ScoreFields) -> TokenScores:
     if batch.is_packed:
-        return _score_packed(model, batch, with_mean)
+        return _score_packed(model, batch, fields)
     loss_mask, ids = batch.tensors["learnt"], batch.tensors["input_ids"]  # (B, K), (B + blank rows, L)
     count, last = loss_mask.shape
     assert 0 < last < ids.shape[1], "the first token is never a target"
     found = capture_head_input(unwrap_peft(model), lambda: _target_logits(model, batch, last))
     if isinstance(found, torch.Tensor):
         # Without blank rows, and one position earlier: position t predicts token t + 1.
-        return _score_tokens(found[:count, -last - 1 : -1], ids[:count, -last:], loss_mask, with_mean)
+        return _score_tokens(found[:count, -last - 1 : -1], ids[:count, -last:], loss_mask, fields)
     length, kept = ids.shape[1], found.hidden_states.shape[1]
     row, column = _get_loss_positions(batch).unbind(1)  # (N,), (N,)
     before = row * kept + column - 1 - (length - kept)  # (N,) of (B * kept,): the position before each target
     rows = found.hidden_states.flatten(0, 1).index_select(0, before)  # (N, H)
     targets = ids.flatten().index_select(0, row * length + column)  # (N,)
     at = row * last + column - (length - last)  # (N,) of (B * K,)
-    scores = found.score_targets(rows, targets, with_mean)
-    whole = (one.new_zeros(count * last).index_copy(0, at, one) for one in scores if one is not None)
-    return TokenScores(*(one.view_as(loss_mask) for one in whole))
+    scores = found.score_targets(rows, targets, fields)
+    whole = (one.new_zeros(count * last).index_copy(0, at, one) for one in fields.select(scores))
+    return fields.name(tuple(one.view_as(loss_mask) for one in whole))
 
 
-def _score_packed(model: torch.nn.Module, batch: Batch, with_mean: bool) -> TokenScores:
+def _score_packed(model: torch.nn.Module, batch: Batch, fields: ScoreFields) -> TokenScores:
     """Return the scores of a packed batch's targets at their places, (B, K) each; 0 elsewhere."""
     loss_mask, targets = batch.tensors["learnt"], batch.tensors["target_ids"]  # (B, K), (N,)
     found = capture_head_input(unwrap_peft(model), lambda: _packed_logits(model, batch))
     if isinstance(found, torch.Tensor):
-        scores = _score_rows(found[0], targets, with_mean)
+        scores = _score_rows(found[0], targets, fields)
     else:
-        scores = found.score_targets(found.hidden_states[0], targets, with_mean)
+        scores = found.score_targets(found.hidden_states[0], targets, fields)
     at = batch.tensors["target_indices"]  # (N,) of (B * K,)
-    whole = (one.new_zeros(loss_mask.numel()).index_copy(0, at, one) for one in scores if one is not None)
-    return TokenScores(*(one.view_as(loss_mask) for one in whole))
+    whole = (one.new_zeros(loss_mask.numel()).index_copy(0, at, one) for one in fields.select(scores))
+    return fields.name(tuple(one.view_as(loss_mask) for one in whole))
 
 
 def _packed_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -112,7 +116,7 @@ def _get_loss_positions(batch: Batch) -> torch.Tensor:
 
 def answer_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Return log p of the last K tokens of each row, (B, K), 0 where the loss mask `learnt` is 0."""
-    return score_answers(model, batch)[0]
+    return _score(model, batch, ScoreFields(is_correct=False)).log_probs
 
 
 def score_tokens(
@@ -122,24 +126,30 @@ def score_tokens(
 
     Checkpointed by chunks: the backward pass needs the logits in their own precision, not fp32 copies of them.
     """
-    return _score_tokens(logits, targets, loss_mask, False)[:2]
+    scores = _score_tokens(logits, targets, loss_mask, ScoreFields())
+    assert scores.is_correct is not None, "requested"
+    return scores.log_probs, scores.is_correct
 
 
-def _score_tokens(logits: torch.Tensor, targets: torch.Tensor, loss_mask: torch.Tensor, with_mean: bool) -> TokenScores:
-    scores = _score_rows(logits.flatten(0, 1), targets.flatten(), with_mean)  # (B * K,) each
-    known = (one for one in scores if one is not None)
-    return TokenScores(*(one.view_as(loss_mask).masked_fill(loss_mask == 0, 0) for one in known))
+def _score_tokens(
+    logits: torch.Tensor, targets: torch.Tensor, loss_mask: torch.Tensor, fields: ScoreFields
+) -> TokenScores:
+    scores = fields.select(_score_rows(logits.flatten(0, 1), targets.flatten(), fields))  # (B * K,) each
+    return fields.name(tuple(one.view_as(loss_mask).masked_fill(loss_mask == 0, 0) for one in scores))
 
 
-def _score_rows(rows: torch.Tensor, targets: torch.Tensor, with_mean: bool) -> TokenScores:
+def _score_rows(rows: torch.Tensor, targets: torch.Tensor, fields: ScoreFields) -> TokenScores:
     """Return the scores of targets (N,) under logits (N, V), by checkpointed chunks."""
-    score = partial(score_logits, with_mean=with_mean)
+
+    def score(rows: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return fields.select(score_logits(rows, targets, fields))
+
     size = rows_per_chunk(rows.shape[-1], rows.device)
     if len(rows) <= size:
-        return score(rows, targets)
+        return fields.name(score(rows, targets))
     pieces = zip(rows.split(size), targets.split(size), strict=True)
     found = [checkpoint(score, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
-    return TokenScores(*(torch.cat(column) for column in zip(*found, strict=True) if column[0] is not None))
+    return fields.name(tuple(torch.cat(column) for column in zip(*found, strict=True)))
 
 
 def count_exact_answers(is_correct: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

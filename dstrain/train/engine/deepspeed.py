@@ -10,7 +10,11 @@ import torch
 
 from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import OptimConfig
-from dstrain.distributed.deepspeed_patches import keep_unaligned_gradients, replay_bias_correction
+from dstrain.distributed.deepspeed_patches import (
+    compute_norm_in_blocks,
+    keep_unaligned_gradients,
+    replay_bias_correction,
+)
 from dstrain.distributed.world import World
 from dstrain.models.load import offload_activation_checkpoints
 from dstrain.models.params.groups import ParamGroup
@@ -69,6 +73,8 @@ class DeepSpeedEngine:
         # Only an optimizer whose state is on NVMe has a swapper.
         if swapper := getattr(self.engine.optimizer, "optimizer_swapper", None):
             keep_unaligned_gradients(swapper)
+        if zero["stage"] and world.device.type == "cpu":
+            compute_norm_in_blocks(self.engine.optimizer)
         if not zero["stage"]:
             # In bf16 DeepSpeed takes a step with zero gradients to allocate Adam's state, which then counts from 2:
             # the first real update would be 0.74 of what it should be (fp16/unfused_optimizer.py).

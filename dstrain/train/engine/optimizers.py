@@ -37,7 +37,7 @@ def make_optimizer(
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(params, adamw_mode=True, betas=optim.betas, eps=optim.eps)
-    return torch.optim.AdamW(params, betas=optim.betas, eps=optim.eps, fused=device.type == "cuda")
+    return torch.optim.AdamW(params, betas=optim.betas, eps=optim.eps, fused=True)
 
 
 class Lion(torch.optim.Optimizer):

@@ -14,8 +14,10 @@ import torch
 
 from dstrain.distributed.deepspeed_patches import (
     MUON_COMPILED,
+    NORM_BLOCK,
     PAGE_BYTES,
     Zero3Subgroups,
+    compute_norm_in_blocks,
     disable_muon_compile,
     keep_unaligned_gradients,
     replay_bias_correction,
@@ -167,3 +169,36 @@ def test_stage_3_still_has_its_private_methods_and_no_public_ones_for_parts() ->
 def test_a_stage_3_optimizer_of_another_deepspeed_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"has no _swappable_optimizer_subgroup; install deepspeed>=0\.19,<0\.20"):
         Zero3Subgroups(SimpleNamespace(fp16_groups=[]))
+
+
+@pytest.mark.parametrize("norm_type", [2, float("inf")])
+def test_the_norm_of_a_gradient_is_that_of_its_blocks(norm_type: float) -> None:
+    seen: list[torch.Tensor] = []
+
+    def get_grad_norm_direct(gradients: Any, params: Any, norm_type: float = 2) -> torch.Tensor:
+        seen.extend(gradients)
+        return torch.stack([torch.linalg.vector_norm(one.double(), norm_type) for one in gradients]).norm(norm_type)
+
+    optimizer = SimpleNamespace(get_grad_norm_direct=get_grad_norm_direct)
+    gradients = [torch.randn(3, NORM_BLOCK), torch.randn(5).bfloat16(), torch.zeros(7)]
+    gradients[-1]._zero_padding = True  # type: ignore[attr-defined]
+    wanted = get_grad_norm_direct(gradients, [], norm_type)
+    seen.clear()
+    compute_norm_in_blocks(optimizer)
+    torch.testing.assert_close(optimizer.get_grad_norm_direct(gradients, [], norm_type=norm_type), wanted)
+    assert seen[-1] is gradients[-1], "a gradient that DeepSpeed leaves out keeps its mark"
+
+
+def test_an_infinite_gradient_has_an_infinite_norm_in_blocks() -> None:
+    norm = lambda gradients, params, norm_type: torch.stack([one.norm() for one in gradients]).norm()  # noqa: E731
+    optimizer = SimpleNamespace(get_grad_norm_direct=norm)
+    compute_norm_in_blocks(optimizer)
+    assert not optimizer.get_grad_norm_direct([torch.tensor([1.0, torch.nan]), torch.ones(2)], []).isfinite()
+    assert not optimizer.get_grad_norm_direct([torch.tensor([1.0, torch.inf]), torch.ones(2)], []).isfinite()
+
+
+@pytest.mark.parametrize("stage", ["stage_1_and_2", "stage3"])
+def test_deepspeed_computes_norms_where_the_patch_expects_it(stage: str) -> None:
+    source = (Path(importlib.util.find_spec("deepspeed").origin).parent / f"runtime/zero/{stage}.py").read_text()  # type: ignore[union-attr,arg-type]
+    assert "def get_grad_norm_direct(self, gradients, params, norm_type=2)" in source
+    assert "self.get_grad_norm_direct(self.averaged_gradients[i], " in source

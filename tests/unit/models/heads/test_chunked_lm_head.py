@@ -15,7 +15,8 @@ from dstrain.config.schema import LoraConfig, ModelConfig
 from dstrain.data.loading.collate import loss_positions
 from dstrain.models.adapters.lora import add_adapters
 from dstrain.models.heads import chunked_lm_head
-from dstrain.models.heads.chunked_lm_head import MAX_CHUNK_BYTES, HeadInput, capture_head_input
+from dstrain.models.heads.chunked_lm_head import HeadInput, capture_head_input
+from dstrain.models.heads.scores import MAX_CHUNK_BYTES
 from dstrain.models.load import read_config
 from dstrain.tasks.common import forward
 from tests.model_families import FAMILIES, family
@@ -120,14 +121,19 @@ class Unchunked:
         return [torch.cat(column) for column in zip(*(plan.score_chunk(*chunk) for chunk in chunks), strict=True)]
 
 
+def with_adapter(model: PreTrainedModel) -> torch.nn.Module:
+    """The model with an adapter on its head, whose gradient autograd computes."""
+    return add_adapters(model, LoraConfig(rank=4, targets=["lm_head"]), (), 3)
+
+
 @pytest.mark.usefixtures("chunks")
 def test_logits_of_all_rows_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     score = chunked_lm_head.score_logits
     monkeypatch.setattr(
-        chunked_lm_head, "score_logits", lambda logits, targets: (seen.append(logits.shape), score(logits, targets))[1]
+        chunked_lm_head, "score_logits", lambda logits, *rest: (seen.append(logits.shape), score(logits, *rest))[1]
     )
-    model, given = made("granite"), batch()
+    model, given = with_adapter(made("granite")), batch()
     learnt = int(given.tensors["learnt"].sum())
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda value: (kept.append(value.numel()), value)[1], lambda v: v):
@@ -143,7 +149,7 @@ def test_one_chunk_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> Non
     calls = []
     score = chunked_lm_head.score_logits
     monkeypatch.setattr(chunked_lm_head, "score_logits", lambda *given: (calls.append(1), score(*given))[1])
-    log_probs, _ = forward.score_answers(made("llama"), batch())
+    log_probs, _ = forward.score_answers(with_adapter(made("llama")), batch())
     log_probs.sum().backward()
     assert len(calls) == 1
 

@@ -241,7 +241,8 @@ def test_the_term_on_images_is_worked_out_by_hand(tmp_path: Path) -> None:
         margins.append(alone["image_margin"][0])
         wanted -= 0.7 * math.log(sigmoid(margins[-1]))
     assert with_term - without == pytest.approx(wanted, rel=1e-4)
-    assert metrics["image_margin"] == (pytest.approx(sum(margins), rel=1e-4), 3)
+    # Differences of fp32 log-probabilities of about 1e2, rounded otherwise in another batch.
+    assert metrics["image_margin"] == (pytest.approx(sum(margins), rel=1e-3), 3)
     assert min(map(abs, margins)) > 1e-5, "another image, another log-ratio"
 
 

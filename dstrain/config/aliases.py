@@ -111,7 +111,6 @@ UNSUPPORTED_KEYS: dict[str, str] = dict.fromkeys(
 
 UNSUPPORTED_VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("model.quantize", bool, "leave it out; ds_config: zero3_offload saves memory today"),
-    ("batch.tokens_per_micro", bool, "use batch.micro"),
     ("batch.on_oom", lambda value: value == "shrink", "use stop, and a smaller batch.micro"),
     ("compile", bool, "leave it out"),
     ("launch.slurm.partition", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dstrain.data.cache.token_store import TokenStore
+from dstrain.data.dataset import SequenceLengths
 from dstrain.data.sources.base import ConcatSource
 from dstrain.errors import DataError, Fault
 
@@ -52,6 +53,10 @@ class TokenizedDataset:
     def lengths(self, ids: np.ndarray) -> np.ndarray:
         """Return the tokens of the longest sequence of each of these examples, (N,) -> (N,)."""
         return self.store.max_lengths(self.rows[ids])
+
+    def sequence_lengths(self, ids: np.ndarray) -> SequenceLengths:
+        """Return the tokens of all sequences of each of these examples."""
+        return self.store.sequence_lengths(self.rows[ids])
 
     @property
     def image_digest(self) -> str | None:

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.workers import ROOT
 
-READS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_consecutive"}
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_consecutive",
+         "masked_scatter_backward"}  # fmt: skip
 """Operators whose result, or its shape, the host has to learn from the values of a tensor."""
 
 

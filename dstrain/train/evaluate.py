@@ -46,7 +46,8 @@ class Evaluation:
             # A long evaluation must not look like a stalled run.
             engine.world.log.record_progress()
         row = meter.drain()
-        row.pop("step_seconds", None)  # the meter counts each forward pass as a step
+        for name in ("step_seconds", "padding"):  # the meter counts each forward pass as a step
+            row.pop(name, None)
         generation = self.task.generation_metrics if isinstance(self.task, TextTask) else None
         if generation is None or not len(self.examples):
             return row

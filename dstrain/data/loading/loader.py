@@ -75,6 +75,7 @@ class Loader:
     def _prefetch_steps(self, pool: ThreadPoolExecutor, consumed_samples: int) -> Iterator[Step]:
         queue: deque[tuple[list[Future[Batch]], int]] = deque()
         while True:
+            began = time.perf_counter()
             # `prefetch` steps and the one that is yielded next.
             while len(queue) <= max(self.prefetch, 0) and (ids := self.sampler.step_ids(consumed_samples)).size:
                 mine = self.sampler.placed_micro_batches(consumed_samples, self.rank)
@@ -83,7 +84,6 @@ class Loader:
                 consumed_samples += len(ids)
             if not queue:
                 return
-            began = time.perf_counter()
             futures, num_samples = queue.popleft()
             batches = [future.result() for future in futures]
             self._wait_seconds += time.perf_counter() - began

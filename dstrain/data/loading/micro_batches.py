@@ -164,18 +164,18 @@ def of_rank(micro_batches: Sequence[np.ndarray], world_size: int, rank: int) -> 
 def _split_padded(costs: SampleCosts, limits: MicroBatchLimits, world_size: int) -> list[np.ndarray]:
     """Return chunks of samples sorted by length: the fewest within the limits, then of the least largest cost."""
     order = sort_longest_first(costs.tokens)
-    row_tokens, most = (costs.tokens[order] * costs.rows).clip(min=1), limits.samples or len(order)
+    row_tokens, most = (costs.tokens[order] * costs.rows).clip(min=1).tolist(), limits.samples or len(order)
 
     def cut(tokens: int) -> list[int]:
         """Return the end of each chunk: as many samples as the cost allows, counted with the longest, the first."""
         ends = [0]
         while ends[-1] < len(order):
-            ends.append(min(ends[-1] + max(1, min(tokens // int(row_tokens[ends[-1]]), most)), len(order)))
+            ends.append(min(ends[-1] + max(1, min(tokens // row_tokens[ends[-1]], most)), len(order)))
         return ends[1:]
 
     assert limits.tokens is not None
     wanted = -(-len(cut(limits.tokens)) // world_size) * world_size
-    least = _bisect(1, limits.tokens, lambda tokens: len(cut(tokens)) <= wanted)
+    least = _bisect(min(row_tokens[0], limits.tokens), limits.tokens, lambda tokens: len(cut(tokens)) <= wanted)
     chunks = np.split(order, cut(least)[:-1])
     # Further ones would be empty: the ranks that had them would wait for the others.
     heap = [(-costs.of(chunk), at) for at, chunk in enumerate(chunks)]

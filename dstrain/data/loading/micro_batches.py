@@ -7,7 +7,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -28,14 +29,24 @@ class MicroBatchLimits:
 NO_LIMITS = MicroBatchLimits()
 
 
-@dataclass(frozen=True)
-class Packing:
+class Packing(Protocol):
     """The form of a task's batches."""
 
-    is_packed: bool = False
-    """True for one row without padding, False for a row per sequence."""
-    shares_prefix: bool = False
-    """True where a packed batch has the common prefix of a sample's sequences once."""
+    @property
+    def packs(self) -> bool:
+        """True for one row without padding, False for a row per sequence."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True where a packed batch has the common prefix of a sample's sequences once."""
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Batches with a row per sequence."""
+
+    packs: bool = field(default=False, init=False)
+    shares_prefixes: bool = field(default=False, init=False)
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,7 @@ def make_cost_function(dataset: Dataset, packing: Packing) -> CostFunction | Non
 
 def costs_of(lengths: SequenceLengthsFunction, packing: Packing) -> CostFunction:
     """Return the costs of samples with these lengths, in the form of batches that the task makes."""
-    return packed_costs(lengths, packing.shares_prefix) if packing.is_packed else padded_costs(lengths)
+    return packed_costs(lengths, packing.shares_prefixes) if packing.packs else padded_costs(lengths)
 
 
 def make_limits(batch: BatchConfig, samples: int, costs: CostFunction | None) -> MicroBatchLimits:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,6 +22,13 @@ from dstrain.data.loading.micro_batches import (
     split_evenly,
 )
 from dstrain.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Form:
+    packs: bool = False
+    shares_prefixes: bool = False
+
 
 LENGTHS = st.lists(st.integers(0, 600), min_size=1, max_size=60).map(np.array)
 WORLD = st.integers(1, 5)
@@ -67,9 +76,9 @@ def test_a_pair_costs_its_prompt_once_where_prefixes_are_shared():
         assert costs is not None
         return costs(np.arange(2)).tokens.tolist()
 
-    assert tokens(Packing()) == [14, 8]
-    assert tokens(Packing(is_packed=True)) == [24, 14]
-    assert tokens(Packing(is_packed=True, shares_prefix=True)) == [18, 9]
+    assert tokens(Form()) == [14, 8]
+    assert tokens(Form(packs=True)) == [24, 14]
+    assert tokens(Form(packs=True, shares_prefixes=True)) == [18, 9]
 
 
 @pytest.mark.parametrize("is_packed", [True, False])

@@ -21,6 +21,7 @@ import torch
 from benchmarks.common import SHAPES, made_model, ratio, run, take_turns
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
+from dstrain.data.loading.micro_batches import make_cost_function
 from dstrain.data.loading.sampler import StepSampler
 from dstrain.tasks import make_task
 from dstrain.train.engine.torch import TorchEngine
@@ -63,8 +64,8 @@ def measure(*, task: str = "rm", data: str = "", shape: str = "3m", length: int 
     }))  # fmt: skip
     examples = made.examples("train")
     sorted_plan = StepSampler(sizes=examples.sizes, seed=0, samples_per_step=total, world_size=1, accumulate=-(-total // micro),
-                           lengths=examples.lengths)  # fmt: skip
-    plans = dict(zip(WAYS, (replace(sorted_plan, lengths=None), sorted_plan), strict=True))
+                           costs=make_cost_function(examples, made.packing))  # fmt: skip
+    plans = dict(zip(WAYS, (replace(sorted_plan, costs=None), sorted_plan), strict=True))
     engine = TorchEngine(*made_model(made), made.recipe.optim, torch.device("cpu"))
     batches = {
         name: [

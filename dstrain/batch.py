@@ -110,6 +110,10 @@ class StepResult:
     samples: int = 0
     """Samples of this rank, without fillers."""
     tokens: int = 0
+    computed_tokens: int = 0
+    """Tokens that the model computed, padding and fillers included; 0 if unknown."""
+    padding_tokens: int = 0
+    """Those of them that are padding."""
     grad_norm: float | None = None
     """Norm of the whole gradient before clipping, the same on every rank."""
     applied: bool = True

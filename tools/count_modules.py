@@ -107,7 +107,7 @@ def trace_recipe(name: str, times: int) -> Counter[CodeType]:
         def train() -> None:
             examples = task.examples("train")
             assert examples
-            sampler = build_sample_plan(task.recipe, examples, BatchPlan(4, 2, 2), 1)
+            sampler = build_sample_plan(task, examples, BatchPlan(4, 2, 2), 1)
             loader = Loader(examples=examples, collate=task.collate, sampler=sampler, workers=1)
             steps = loader.iter_steps(0)
             for _ in range(times * STEPS):

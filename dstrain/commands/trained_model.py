@@ -23,6 +23,7 @@ from dstrain.commands.checks.untrusted_recipe import (
     saved_config_overrides,
 )
 from dstrain.commands.uninitialized_model import build_uninitialized, has_tie_conflict
+from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.preset import Device, Preset, RunSettings, complete_preset, read_preset
 from dstrain.tasks import Task, make_task
@@ -45,8 +46,6 @@ BASE_MODEL_KEYS = ("config", "init", "lora", "tokenizer", "processor", "chat_tem
 MODULE_OVERRIDES = ["model.lora=null", "model.init=null", "model.freeze=[]"]
 """The same for the export of a module that is not a transformers model."""
 TIE_CONFLICT_ERROR = "has two values for weights that the config ties; name its base model: --set model.path=FOLDER"
-DEFAULT_MICRO_BATCH_SIZE = 8
-"""Samples per forward pass if the recipe does not set batch.micro."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ EXCLUSIVE_KEYS: tuple[tuple[KeyPath, KeyPath], ...] = (
     (("steps",), ("epochs",)),
     (("data", "eval"), ("data", "eval_fraction")),
     (("model", "path"), ("model", "config")),
+    (("batch", "tokens_per_micro"), ("batch", "accumulate")),
 )
 """Pairs of mutually exclusive keys."""
 

@@ -10,6 +10,9 @@ from typing import Any
 from dstrain.config.schema import BatchConfig, RunConfig
 from dstrain.errors import Fault, RecipeError
 
+DEFAULT_MICRO_BATCH_SIZE = 8
+"""Samples per forward pass where neither the recipe nor the preset sets them: of evaluations and generated answers."""
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -19,16 +22,29 @@ class BatchPlan:
     """Samples per step over all processes."""
     micro: int
     """Maximum number of samples in one forward pass."""
-    accumulate: int
-    """Forward passes per step and process."""
+    accumulate: int | None
+    """Forward passes per step and process; None: as many as `tokens` takes, which differs between steps."""
+    tokens: int | None = None
+    """Maximum number of tokens in one forward pass."""
 
     def largest_micro(self, world_size: int) -> int:
         """Return the samples of a step's largest forward pass; below `micro` where many processes share the total."""
+        if self.accumulate is None:
+            return self.micro
         return math.ceil(self.total / (self.accumulate * world_size))
+
+    @property
+    def generation_micro(self) -> int:
+        """Samples whose answers are generated at once: their lengths, which `tokens` limits, are not known before."""
+        return self.micro if self.accumulate is not None else min(self.micro, DEFAULT_MICRO_BATCH_SIZE)
 
     def describe(self, world_size: int) -> str:
         """Return `16 samples (8 processes x 1 forward pass x 2 samples)`; `up to 2` where some pass has one fewer."""
         largest = self.largest_micro(world_size)
+        if self.accumulate is None:
+            processes = f"{world_size} process{'es' * (world_size != 1)}"
+            samples = f", and up to {_format_samples(largest)}," * (largest < self.total)
+            return f"{_format_samples(self.total)} ({processes}, forward passes of up to {self.tokens} tokens{samples} each)"
         even = "" if self.total == largest * self.accumulate * world_size else "up to "
         cut = [(world_size, "process", "processes"), (self.accumulate, "forward pass", "forward passes")]
         parts = [f"{count} {one if count == 1 else many}" for count, one, many in cut]
@@ -42,7 +58,7 @@ def _format_samples(count: int) -> str:
 def resolve_batch(
     batch: BatchConfig, world_size: int, preset_micro: int | None = None, preset_accumulate: int | None = None
 ) -> BatchPlan:
-    """Compute the third of total, micro and accumulate from the other two.
+    """Compute the third of total, micro and accumulate from the other two; with tokens_per_micro, only the limits.
 
     The DeepSpeed JSON's values are used where the recipe has none. A total that does not divide evenly is allowed:
     micro-batches then differ by at most one sample. Raises RecipeError where the three, or recipe and JSON, contradict
@@ -59,6 +75,8 @@ def resolve_batch(
                 )
             )
     micro = batch.micro or preset_micro
+    if batch.tokens_per_micro is not None:
+        return _resolve_token_batch(batch, micro, preset_accumulate)
     accumulate = batch.accumulate or preset_accumulate
     if batch.total is None:
         micro, accumulate = micro or 1, accumulate or 1
@@ -75,6 +93,15 @@ def resolve_batch(
         fix = f"remove {third} ({fitting} would fit), or another of the three"
         raise RecipeError(Fault("batch.total", f"is {batch.total}, but {product}", fix))
     return BatchPlan(batch.total, micro, fitting)
+
+
+def _resolve_token_batch(batch: BatchConfig, micro: int | None, preset_accumulate: int | None) -> BatchPlan:
+    assert batch.total is not None, "checked with the recipe"
+    if preset_accumulate is not None:
+        problem = f"gradient_accumulation_steps is {preset_accumulate} in the DeepSpeed JSON"
+        fix = "remove it there: the number of passes follows from the lengths of the samples"
+        raise RecipeError(Fault("batch.tokens_per_micro", problem, fix))
+    return BatchPlan(batch.total, min(micro or batch.total, batch.total), None, batch.tokens_per_micro)
 
 
 def resolve_steps(config: RunConfig, samples_per_epoch: int, samples_per_step: int) -> tuple[int, int]:

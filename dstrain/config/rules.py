@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dstrain.config.schema import RunConfig, TokenizerConfig
+from dstrain.config.schema import BatchConfig, RunConfig, TokenizerConfig
 
 Violation = tuple[tuple[str, ...], str, str]
 """Key, problem, fix."""
@@ -74,6 +74,7 @@ def _check_optimization(config: RunConfig) -> Iterator[Violation]:
         yield ("batch", "micro"), f"is {batch.micro}, above batch.total ({batch.total})", "lower it or raise total"
     if batch.prefix_sharing is True and batch.packing is False:
         yield ("batch", "prefix_sharing"), "is true while batch.packing is false", "remove one"
+    yield from _check_tokens_per_micro(batch)
     if config.steps is not None and optim.warmup > config.steps:
         yield (
             ("optim", "warmup"),
@@ -88,6 +89,18 @@ def _check_optimization(config: RunConfig) -> Iterator[Violation]:
         )
     if optim.scale_lr == "none" and optim.scale_lr_base != 1:
         yield ("optim", "scale_lr_base"), "has no effect while optim.scale_lr is none", "set scale_lr to linear or sqrt"
+
+
+def _check_tokens_per_micro(batch: BatchConfig) -> Iterator[Violation]:
+    if batch.tokens_per_micro and batch.total is None:
+        yield (
+            ("batch", "total"),
+            "is not set, and batch.tokens_per_micro needs it",
+            "write the samples per optimizer step",
+        )
+    if batch.tokens_per_micro and batch.accumulate:
+        problem = "is set together with batch.tokens_per_micro, from which the number of passes follows"
+        yield ("batch", "accumulate"), problem, "remove one of them"
 
 
 def _check_profile(config: RunConfig) -> Iterator[Violation]:

@@ -83,11 +83,11 @@ class BatchConfig(Section):
     total: PositiveInt | None = None
     """Samples per optimizer step over all processes."""
     micro: PositiveInt | None = None
-    """Samples per forward pass and process."""
+    """Samples per forward pass and process; with tokens_per_micro an upper limit, which may be left out."""
     accumulate: PositiveInt | None = None
-    """Forward passes per optimizer step and process."""
+    """Forward passes per optimizer step and process; follows from the lengths of the samples with tokens_per_micro."""
     tokens_per_micro: PositiveInt | None = None
-    """Pack micro-batches by tokens instead of samples."""
+    """Tokens per forward pass and process, padding included, instead of a number of samples; needs total. A longer sample is alone in its pass."""
     packing: bool | Literal["auto"] = "auto"
     """Put the sequences of a micro-batch into one row without padding. auto: where the model is known to compute the same; the run says why where it is not."""
     prefix_sharing: bool | Literal["auto"] = "auto"

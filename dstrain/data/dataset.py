@@ -12,6 +12,20 @@ LengthFunction = Callable[[np.ndarray], np.ndarray]
 """(N,) sample ids -> (N,) their lengths in tokens."""
 
 
+@dataclass(frozen=True)
+class SequenceLengths:
+    """Lengths of the sequences of N samples, in tokens."""
+
+    sequences: np.ndarray
+    """(N, R): a pair has R = 2 sequences."""
+    prefixes: np.ndarray
+    """(N,) tokens at the start that all sequences of a sample share; 0 where that is unknown."""
+
+
+SequenceLengthsFunction = Callable[[np.ndarray], SequenceLengths]
+"""(N,) sample ids -> the lengths of all their sequences."""
+
+
 class Samples(Protocol):
     """Samples by index: a list, a task's own sequence, a `Dataset`."""
 
@@ -37,6 +51,10 @@ class Dataset(Samples, Protocol):
         """The lengths of samples, so that those of like length share a micro-batch; None: unknown."""
 
     @property
+    def sequence_lengths(self) -> SequenceLengthsFunction | None:
+        """The lengths of all sequences of samples, to predict the tokens of a micro-batch; None: unknown."""
+
+    @property
     def report(self) -> Mapping[str, Any] | None:
         """Counts of records read, used, skipped and truncated, for events.jsonl; None: unknown."""
 
@@ -56,6 +74,7 @@ class SequenceDataset:
     sizes: tuple[int, ...]
     weights: tuple[float, ...] | None = None
     lengths: LengthFunction | None = None
+    sequence_lengths: SequenceLengthsFunction | None = None
     report: Mapping[str, Any] | None = None
     image_digest: str | None = None
 
@@ -74,10 +93,12 @@ def as_dataset(samples: Samples) -> Dataset:
     if isinstance(samples, Dataset):
         return samples
     lengths, report = getattr(samples, "lengths", None), getattr(samples, "report", None)
+    sequence_lengths = getattr(samples, "sequence_lengths", None)
     return SequenceDataset(
         samples,
         sizes=tuple(getattr(samples, "sizes", (len(samples),))),
         weights=getattr(samples, "weights", None),
         lengths=lengths if callable(lengths) else None,
+        sequence_lengths=sequence_lengths if callable(sequence_lengths) else None,
         report=report if isinstance(report, Mapping) else None,  # a TokenStore has another kind
     )

@@ -54,13 +54,17 @@ class Meter:
         # After the copy above, which waits for the device: its queued steps are in the time.
         seconds = self._clock() - self._start_time - self._paused_seconds
         self._sums, self._start_time, self._paused_seconds = _MeterSums(), self._clock(), 0.0
-        seconds, waited, samples, tokens, *pairs = self._world.sum([seconds, data_wait_seconds or 0.0, *mine])
+        seconds, waited, samples, tokens, computed, padding, *pairs = self._world.sum(
+            [seconds, data_wait_seconds or 0.0, *mine]
+        )
         of_all = zip(["loss", *names], pairs[::2], pairs[1::2], strict=True)
         row = {name: _divide(name, total, weight) for name, total, weight in of_all if weight}
         if sums.grad_norm is not None:
             row["grad_norm"] = sums.grad_norm
         if sums.skipped:
             row["skipped"] = sums.skipped
+        if computed:
+            row["padding"] = padding / computed
         if sums.steps and seconds > 0:
             # The mean over the ranks, which took about the same time.
             seconds = seconds / self._world.size
@@ -86,6 +90,8 @@ class _MeterSums:
     metrics: dict[str, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
     samples: int = 0
     tokens: int = 0
+    computed_tokens: int = 0
+    padding_tokens: int = 0
     steps: int = 0
     skipped: int = 0
     grad_norm: float | None = None
@@ -99,17 +105,23 @@ class _MeterSums:
                 self.metrics[name] = _add_float64(before[0], total), _add_float64(before[1], weight)
         self.samples += result.samples
         self.tokens += result.tokens
+        self.computed_tokens += result.computed_tokens
+        self.padding_tokens += result.padding_tokens
         self.steps += 1
         self.skipped += not result.applied
         # The newest one; it is the same on every rank.
         self.grad_norm = result.grad_norm
 
     def to_host(self, names: Sequence[str]) -> list[float]:
-        """Return samples, tokens, loss, its weight, and (sum, weight) of each name, in one copy from the device."""
+        """Return counts, loss, its weight, and (sum, weight) of each name, in one copy from the device.
+
+        The counts are samples, tokens without padding, computed tokens, and padding tokens.
+        """
+        counts = [float(count) for count in (self.samples, self.tokens, self.computed_tokens, self.padding_tokens)]
         if self.loss is None:
-            return [float(self.samples), float(self.tokens), 0.0, 0.0, *[0.0] * (2 * len(names))]
+            return [*counts, 0.0, 0.0, *[0.0] * (2 * len(names))]
         pairs = [value for name in names for value in self.metrics.get(name, (0.0, 0.0))]
-        return [float(self.samples), float(self.tokens), *to_floats([self.loss, self.weight, *pairs])]
+        return [*counts, *to_floats([self.loss, self.weight, *pairs])]
 
 
 def _add_float64(total: Tensor | float, value: Tensor | float) -> Tensor | float:

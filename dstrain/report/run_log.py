@@ -24,6 +24,7 @@ TRAILING_COLUMNS = (
     "grad_norm",
     "skipped",
     "tokens_per_second",
+    "padding",
     "samples_per_second",
     "step_seconds",
     "data_wait_seconds",

@@ -35,7 +35,8 @@ def resolve_ds_config(
     settings = RunSettings(
         precision=precision,
         micro=batch.largest_micro(world_size),
-        accumulate=batch.accumulate,
+        # Any number above 1 where it differs between steps: the engine itself tells DeepSpeed the last pass of a step.
+        accumulate=batch.accumulate or 2,
         world_size=world_size,
         total=batch.total,
         clip=config.optim.clip,
@@ -74,16 +75,15 @@ def ds_config_warnings(ds_config: Mapping[str, Any]) -> list[str]:
     several, stage = ds_config["gradient_accumulation_steps"] > 1, ds_config["zero_optimization"]["stage"]
     if not (several and ds_config["bf16"]["enabled"] and stage == 0):
         return []
-    count = ds_config["gradient_accumulation_steps"]
     return [
-        f"at stage 0 DeepSpeed sums the gradients of {count} micro-batches in bf16, which loses precision; zero1 sums in fp32"
+        "at stage 0 DeepSpeed sums the gradients of several micro-batches in bf16, which loses precision; zero1 sums in fp32"
     ]
 
 
 def batch_warnings(batch: BatchPlan, world_size: int) -> list[str]:
     """Return warnings about a batch that `world_size` processes share."""
     largest = batch.largest_micro(world_size)
-    if batch.accumulate > 1 or largest >= batch.micro:
+    if batch.accumulate is None or batch.accumulate > 1 or largest >= batch.micro:
         return []
     return [
         f"batch.micro is {batch.micro}, but a step of {batch.total} samples on {world_size} processes takes at most {largest} "

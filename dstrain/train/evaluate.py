@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dstrain.batch import Batch, StepResult
 from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import iter_batches
+from dstrain.data.loading.micro_batches import make_cost_function, make_limits
 from dstrain.data.loading.sampler import eval_micro_batches
 from dstrain.models.params.components import unwrap_peft
 from dstrain.report.meter import Meter
@@ -24,6 +25,7 @@ class Evaluation:
     task: Task
     examples: Dataset
     micro_batch_size: int
+    """Samples of a forward pass; of generated answers only, where the recipe limits the tokens of a forward pass."""
     best_metric: str = "loss"
     """The metric that `best` compares."""
 
@@ -34,8 +36,9 @@ class Evaluation:
         tells every rank the same; where it is true before all answers are generated, the result is empty.
         """
         meter = Meter(engine.world)
-        ranks = engine.world.size, engine.world.rank
-        shares = eval_micro_batches(len(self.examples), self.micro_batch_size, *ranks, self.examples.lengths)
+        costs = make_cost_function(self.examples, self.task.packing)
+        limits = make_limits(self.task.recipe.batch, self.micro_batch_size, costs)
+        shares = eval_micro_batches(len(self.examples), limits, (engine.world.size, engine.world.rank), costs)
         for result in iter_eval_results(
             engine, self.task, lambda: iter_batches(self.examples, self.task.collate, shares)
         ):
@@ -43,7 +46,8 @@ class Evaluation:
             # A long evaluation must not look like a stalled run.
             engine.world.log.record_progress()
         row = meter.drain()
-        row.pop("step_seconds", None)  # the meter counts each forward pass as a step
+        for name in ("step_seconds", "padding"):  # the meter counts each forward pass as a step
+            row.pop(name, None)
         generation = self.task.generation_metrics if isinstance(self.task, TextTask) else None
         if generation is None or not len(self.examples):
             return row

@@ -15,6 +15,7 @@ import torch
 
 from dstrain.config import BatchPlan, Recipe, RunConfig, resolve_batch, resolve_steps
 from dstrain.data.dataset import Dataset
+from dstrain.data.loading.micro_batches import make_cost_function, make_limits
 from dstrain.data.loading.sampler import StepSampler
 from dstrain.distributed.world import Ranks, SingleProcessWorld
 from dstrain.errors import DataError
@@ -74,7 +75,7 @@ class RunPlan:
         """Return the plan for these training samples: their order, and the number of steps. Raises DataError."""
         if not dataset:
             raise DataError("data.train: no sample is left to train on; give a file with samples that the task keeps")
-        sample_plan = build_sample_plan(self.config, dataset, self.batch, world_size)
+        sample_plan = build_sample_plan(self.task, dataset, self.batch, world_size)
         steps, total_samples = resolve_steps(self.config, sample_plan.samples_per_epoch, self.batch.total)
         sample_plan = replace(sample_plan, total_samples=total_samples)
         return replace(self, train_dataset=dataset, sample_plan=sample_plan, steps=steps)
@@ -150,7 +151,7 @@ def make_plan(
         train_dataset, eval_dataset, fingerprints = _prepare_datasets(task, ds_config, worker, rendezvous)
         if recorded is not None:
             check_fingerprints(recorded, fingerprints, task, resume.allowed_keys)
-    sample_plan = build_sample_plan(config, train_dataset, batch, worker.world_size)
+    sample_plan = build_sample_plan(task, train_dataset, batch, worker.world_size)
     steps, total_samples = resolve_steps(config, sample_plan.samples_per_epoch, batch.total)
     return RunPlan(
         config=config, preset=preset, ds_config=ds_config, batch=batch, task=task, steps=steps, device=device,
@@ -196,14 +197,19 @@ def get_preset_device(device: torch.device) -> Device:
     return Device("cuda", torch.cuda.is_bf16_supported(including_emulation=False))
 
 
-def build_sample_plan(config: RunConfig, train_dataset: Dataset, batch: BatchPlan, world_size: int) -> StepSampler:
-    """Return the order of the samples, by sources, weights and lengths of the dataset."""
+def build_sample_plan(task: Task, train_dataset: Dataset, batch: BatchPlan, world_size: int) -> StepSampler:
+    """Return the order of the samples, by sources, weights and lengths of the dataset.
+
+    Raises RecipeError for a limit of tokens where the dataset does not know the lengths.
+    """
+    costs = make_cost_function(train_dataset, task.packing)
     return StepSampler(
         sizes=train_dataset.sizes,
         weights=train_dataset.weights,
-        seed=config.seed,
+        seed=task.recipe.seed,
         samples_per_step=batch.total,
         world_size=world_size,
         accumulate=batch.accumulate,
-        lengths=train_dataset.lengths,
+        limits=make_limits(task.recipe.batch, batch.micro, costs),
+        costs=costs,
     )

@@ -20,7 +20,8 @@ from dstrain.data.cache.dataset import AlignedStore, TokenizedDataset
 from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import iter_batches
-from dstrain.data.loading.sampler import sort_longest_first, split_for_rank
+from dstrain.data.loading.micro_batches import costs_of, make_limits
+from dstrain.data.loading.sampler import eval_micro_batches
 from dstrain.distributed.world import World
 from dstrain.errors import DataError, TaskError
 from dstrain.files import atomic_write
@@ -49,6 +50,7 @@ class OutputsJob:
     task: Task
     ds_config: Mapping[str, Any]
     micro_batch_size: int
+    """Samples of a forward pass, where the recipe does not limit its tokens."""
     world: World
 
 
@@ -183,10 +185,14 @@ def _load_or_compute(job: ModelJob, store: TokenStore, weights_digest: str, engi
 def _compute_outputs(job: ModelJob, store: TokenStore, first_row: int, engine: _LazyEngine) -> OutputColumns:
     """Compute the outputs of one file of rows; each rank takes a share, in batches of like length. Collective."""
     rows = np.arange(first_row, min(first_row + ROWS_PER_FILE, len(store)))
-    # Longest first: an out-of-memory error comes at the start, and little padding is computed.
-    order = rows[sort_longest_first(store.max_lengths(rows))]
-    passes = -(-len(order) // (job.micro_batch_size * job.world.size))
-    mine = [chunk.tolist() for chunk in split_for_rank(order, passes, job.world.size, job.world.rank)]
+    costs = costs_of(store.sequence_lengths, job.task.packing)
+    limits = make_limits(job.task.recipe.batch, job.micro_batch_size, costs)
+    ranks = job.world.size, job.world.rank
+    # As in an evaluation: largest first, so that an out-of-memory error comes at the start.
+    mine = [
+        rows[chunk].tolist()
+        for chunk in eval_micro_batches(len(rows), limits, ranks, lambda places: costs(rows[places]))
+    ]
     outputs: dict[str, list[float]] = {}
     for batch in iter_batches(store, job.task.collate, mine):
         for name, column in engine.get()(batch).items():

@@ -162,7 +162,7 @@ def build_run(
 def _build_evaluation(plan: RunPlan) -> Evaluation | None:
     if plan.eval_dataset is None:
         return None
-    return Evaluation(plan.task, plan.eval_dataset, plan.batch.micro, plan.config.eval.metric)
+    return Evaluation(plan.task, plan.eval_dataset, plan.batch.generation_micro, plan.config.eval.metric)
 
 
 def _build_monitors(plan: RunPlan, engine: DeepSpeedEngine, run_log: RunLog, grace: GracePeriod) -> StepMonitors:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from dstrain.config import dump_recipe
+from dstrain.config import BatchPlan, dump_recipe
 from dstrain.data.encoding.truncation import describe_cuts
 from dstrain.distributed.world import World
 from dstrain.errors import EXIT_STOPPED
@@ -51,7 +51,7 @@ def report_start(plan: RunPlan, run_log: RunLog, world: World, start: Checkpoint
     fields = {
         "world_size": world.size,
         "preset": plan.preset.name,
-        "batch": {"total": plan.batch.total, "micro": plan.batch.micro, "accumulate": plan.batch.accumulate},
+        "batch": _describe_batch(plan.batch),
         "steps": plan.steps,
         "train_samples": len(plan.train_dataset),
         "eval_samples": None if plan.eval_dataset is None else len(plan.eval_dataset),
@@ -84,6 +84,12 @@ def report_start(plan: RunPlan, run_log: RunLog, world: World, start: Checkpoint
         run_log.log_event("resharded", step=start.step, how=resharding)
         if world.rank == 0:
             print(resharding, flush=True)
+
+
+def _describe_batch(batch: BatchPlan) -> dict[str, int | None]:
+    if batch.accumulate is None:
+        return {"total": batch.total, "micro": batch.micro, "tokens_per_micro": batch.tokens}
+    return {"total": batch.total, "micro": batch.micro, "accumulate": batch.accumulate}
 
 
 def report_warnings(warnings: Iterable[str], run_log: RunLog, world: World) -> None:

@@ -191,6 +191,8 @@ TABLE: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "steps and epochs on the command line": (sets("epochs=2", "steps=3"), ["--set epochs: epochs and steps are both set; remove one"]),
     "two kinds of held-out data": (sets("data.eval_fraction=0.1", "data.eval=eval.jsonl"), ["--set data.eval_fraction: data.eval and data.eval_fraction are both set; remove one"]),
     "micro above total": (sets("batch.micro=8"), ["batch.micro", "above batch.total (4)"]),
+    "tokens without a total": (sets("batch={tokens_per_micro: 99}"), ["batch.total: is not set, and batch.tokens_per_micro needs it"]),
+    "tokens and a number of passes": (sets("batch={total: 4, accumulate: 2, tokens_per_micro: 99}"), ["batch.accumulate: is set together with batch.tokens_per_micro"]),
     "a batch that does not add up": (sets("batch.accumulate=3"), ["batch.total: is 4, but micro 2 x accumulate 3 x 1 process = 6", "remove batch.accumulate (2 would fit)"]),
     "a model twice": (sets("model.path=x", "model.config={model_type: llama}"), ["--set model.config: model.path and model.config are both set", "keep path to load weights"]),
     "a config of no kind": (sets("model.config={hidden_size: 8}"), ["model.config", "has no model_type"]),
@@ -335,7 +337,7 @@ def test_the_table_is_long_enough_and_its_messages_differ(folder: Path, monkeypa
 
 
 VALUES = {
-    "model.lora": "{rank: 4}", "model.quantize": "nf4", "batch.tokens_per_micro": "99", "batch.on_oom": "shrink",
+    "model.lora": "{rank: 4}", "model.quantize": "nf4", "batch.on_oom": "shrink",
     "optim.name": "muon", "compile": "true", "save.background": "true", "save.prune_when_full": "true",
     "ds_config": "auto",
 }  # fmt: skip

@@ -301,6 +301,15 @@ def test_a_dry_run_shows_the_batch_that_is_trained(tmp_path: Path, monkeypatch: 
     assert "warning: batch.micro is 8, but" in printed
 
 
+def test_a_dry_run_shows_a_batch_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    wanted = ["--set", "batch={total: 16, tokens_per_micro: 4096}", "--num-gpus", "2"]
+    printed = invoke("train", "demo-rm", "--dry-run", *wanted).output
+    assert "steps of 16 samples (2 processes, forward passes of up to 4096 tokens each)" in printed
+    assert '"train_batch_size"' not in printed
+
+
 def test_a_folder_called_like_a_task_or_a_preset_is_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--run-dir rm` makes such a folder, and the same command again must find its task."""
     monkeypatch.chdir(tmp_path)

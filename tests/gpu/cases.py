@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import traceback
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -186,3 +188,40 @@ def host_memory(folder: str, shape: str, preset: str) -> dict[str, int]:
         count = sum(parameter.numel() for parameter in engine.train_module.parameters())
         clean_up(engine)
     return {"anonymous": found, "parameters": count}
+
+
+def waits(task: str, preset: str) -> list[str]:
+    """Return where dstrain's own code makes the host wait for the GPU, from a pinned batch to the last `engine.step()`.
+
+    The waits of torch, transformers and DeepSpeed are not counted: each is attributed to the innermost line that is
+    not of torch.
+    """
+    found, made_task = [], tiny_task(task, {"optim": {"name": "sgd", "lr": 1.0, "clip": 0.0}})
+    engine = made(preset, made_task, 2, "bf16")
+    batches = [batch.pin_memory() for batch in batches_of(made_task, 0, world(), 2)]
+    engine.step(batches, 0.0)  # buffers that are made once
+    update = engine.engine.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if engine.engine.is_gradient_accumulation_boundary():
+            torch.cuda.set_sync_debug_mode("default")
+        return update(*args, **kwargs)
+
+    def note(message: Any, *_: Any, **__: Any) -> None:
+        skipped = ("/torch/", "warnings.py", __file__)
+        frames = [one for one in traceback.extract_stack() if not any(name in one.filename for name in skipped)]
+        if "synchroniz" in str(message) and frames and "/dstrain/" in frames[-1].filename:
+            found.append(f"{frames[-1].filename}:{frames[-1].lineno} {frames[-1].line}")
+
+    engine.engine.step = step
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note  # catch_warnings restores it
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            engine.step(batches, 0.0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    del engine.engine.step
+    clean_up(engine)
+    return found

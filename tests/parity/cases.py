@@ -13,7 +13,9 @@ import torch
 
 from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig
+from dstrain.data.dataset import as_dataset
 from dstrain.data.loading.loader import make_batch
+from dstrain.data.loading.micro_batches import MicroBatchLimits, make_cost_function, of_rank, split_by_tokens
 from dstrain.distributed.world import SingleProcessWorld, World
 from dstrain.models.params.groups import build_param_groups
 from dstrain.models.params.zero3 import gathered, zero3_init
@@ -66,6 +68,14 @@ class Made:
         chunks = np.array_split(np.array(samples), ranks.size * accumulate)
         mine = chunks[ranks.rank * accumulate : (ranks.rank + 1) * accumulate]
         return [make_batch(self.examples, self.task.collate, chunk.tolist(), samples[0]) for chunk in mine]
+
+    def batches_of_tokens(self, samples: list[int], limit: int) -> list[Batch]:
+        """Return this rank's share of the samples in micro-batches of so many tokens, split as in training."""
+        ranks, costs = self.engine.world, make_cost_function(as_dataset(self.examples), self.task.packing)
+        assert costs is not None
+        chunks = split_by_tokens(costs(np.array(samples)), MicroBatchLimits(tokens=limit), ranks.size)
+        mine = [[samples[place] for place in chunk] for chunk in of_rank(chunks, ranks.size, ranks.rank)]
+        return [make_batch(self.examples, self.task.collate, chunk, samples[0]) for chunk in mine]
 
 
 def made(task: str, kind: str, accumulate: int, changes: dict[str, Any] | None = None, precision: str = "fp32") -> Made:
@@ -124,6 +134,22 @@ def one_step(
         "before": before,
         "gradient": {name: (before[name] - after[name]) / lr for name in before},
     }
+
+
+def steps_of_tokens(
+    task: str, kind: str, limits: Sequence[int], changes: dict[str, Any] | None = None, precision: str = "fp32"
+) -> dict[str, Any]:
+    """Return passes, sums and norms of a step for each limit of tokens, and how far all of them moved the weights."""
+    run = made(task, kind, 2, changes, precision)
+    before, told = weights(run.model), {"passes": [], "sums": [], "norms": []}  # type: ignore[var-annotated]
+    for step, limit in enumerate(limits):
+        batches = run.batches_of_tokens(list(range(9 * step, 9 * step + 9)), limit)
+        result = run.engine.step(batches, lr=run.task.recipe.optim.lr)
+        told["passes"].append(len(batches))
+        told["sums"].append(run.engine.world.sum([float(result.loss), result.weight]))
+        told["norms"].append(result.grad_norm)
+    after = weights(run.model)
+    return {**told, "gradient": {name: before[name] - after[name] for name in before}}
 
 
 def several_steps(task: str, kind: str, changes: dict[str, Any] | None = None) -> list[float]:

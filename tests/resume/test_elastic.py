@@ -240,12 +240,15 @@ def test_accumulation_may_change_with_the_processes(model: str, tmp_path: Path, 
 LEARNING = {
     "a rate that goes by the processes keeps to those of the beginning": ["optim.scale_lr=linear"],
     "a recipe without a total keeps the one it began with": ["batch={micro: 2, accumulate: 2}"],
+    "micro-batches of so many tokens, with as many passes as each step needs": [
+        "batch={total: 7, tokens_per_micro: 250}"
+    ],
     "an end in mid-epoch, of a step with fewer samples than processes": ["steps=null", "epochs=0.86"],
     "a total that three processes do not share evenly": ["batch={total: 7, micro: 2}"],
 }
 
 
-@pytest.mark.parametrize("claim", quick(LEARNING, tuple(LEARNING)[:2]))
+@pytest.mark.parametrize("claim", quick(LEARNING, tuple(LEARNING)[:3]))
 def test_what_is_learnt_stays(claim: str, recipe: str, tmp_path: Path, workers: Mapping[int, Workers]) -> None:
     sets = LEARNING[claim]
     whole = workers[2](RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=sets)

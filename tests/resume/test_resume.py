@@ -58,6 +58,17 @@ def test_resuming_changes_nothing(preset: str, precision: str, recipe: str, tmp_
     assert [event["step"] for event in read_events(tmp_path / "broken", "resumed")] == [4, 20]
 
 
+def test_resuming_changes_nothing_where_the_number_of_passes_varies(recipe: str, tmp_path: Path, two: Workers) -> None:
+    run = {"recipe": recipe, "sets": ["batch={total: 6, tokens_per_micro: 160}", "ds_config=zero2"]}
+    two(RUN, **run, run_dir=str(tmp_path / "whole"))
+    two(RUN, **run, run_dir=str(tmp_path / "broken"), crash_at=11)
+    again = two(RUN, **run, run_dir=str(tmp_path / "broken"))
+    assert all(result["code"] == 0 for result in again)
+    assert metric_rows(tmp_path / "broken") == metric_rows(tmp_path / "whole"), "bit for bit"
+    (started,) = read_events(tmp_path / "whole", "started")
+    assert started["batch"] == {"total": 6, "micro": 6, "tokens_per_micro": 160}
+
+
 def test_a_stopped_run_saves_at_once_and_goes_on_from_there(
     recipe: str, whole: Path, tmp_path: Path, two: Workers
 ) -> None:

@@ -11,12 +11,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from dstrain.data.dataset import SequenceLengths
 from dstrain.data.records import BadRow, Example
 from dstrain.data.vision.image_index import IMAGE_INDEX_FILE, ImageIndex
 
 _COLUMNS_WITHOUT_TOKENS = ("images", "answers", "coordinates", "positions", "series_stats")
 """Ragged columns whose values are not tokens: positions of images, bytes of accepted answers, coordinates of atoms,
 positions of residues, statistics of series."""
+
+_PAIR_COLUMNS = ("chosen", "rejected")
 
 
 @dataclass
@@ -101,11 +104,26 @@ class TokenStore:
 
     def max_lengths(self, rows: np.ndarray) -> np.ndarray:
         """Return the length of the longest sequence of each of these rows, (N,) -> (N,), image tokens included."""
-        ends = [ends for name, (_, ends) in self._ragged.items() if name not in _COLUMNS_WITHOUT_TOKENS]
-        # Row 0 reads the last end, which np.where drops.
-        starts = [np.where(rows > 0, column[rows - 1], 0) for column in ends]
-        sizes = [column[rows] - start for column, start in zip(ends, starts, strict=True)]
+        sizes = [self._row_lengths(name, rows) for name in self._ragged if name not in _COLUMNS_WITHOUT_TOKENS]
         return np.max([np.zeros(len(rows), dtype=np.int64), *sizes], axis=0)
+
+    def sequence_lengths(self, rows: np.ndarray) -> SequenceLengths:
+        """Return the lengths of the sequences that these rows have in a batch: both answers of a pair, else the longest.
+
+        A pair shares at least its prompt.
+        """
+        if not all(side in self._ragged for side in _PAIR_COLUMNS):
+            return SequenceLengths(self.max_lengths(rows)[:, None], np.zeros(len(rows), dtype=np.int64))
+        sides = np.stack([self._row_lengths(side, rows) for side in _PAIR_COLUMNS], axis=1)
+        prompts = self._scalars.get("prompt_length")
+        shared = np.zeros(len(rows)) if prompts is None else prompts[rows]
+        return SequenceLengths(sides, shared.astype(np.int64))
+
+    def _row_lengths(self, column: str, rows: np.ndarray) -> np.ndarray:
+        """Return the length of a ragged column in each of these rows, (N,), without reading all rows."""
+        ends = self._ragged[column][1]
+        # Row 0 reads the last end, which np.where drops.
+        return np.asarray(ends[rows] - np.where(rows > 0, ends[rows - 1], 0))
 
     def summarize(self, rows: np.ndarray) -> dict[str, Any]:
         """Return the number of tokens, the longest sequence and the images of these rows, (N,)."""
@@ -174,6 +192,10 @@ class TokenizedDataset:
     def lengths(self, ids: np.ndarray) -> np.ndarray:
         """Return the tokens of the longest sequence of each of these examples, (N,) -> (N,)."""
         return self.store.max_lengths(self.rows[ids])
+
+    def sequence_lengths(self, ids: np.ndarray) -> SequenceLengths:
+        """Return the tokens of all sequences of each of these examples."""
+        return self.store.sequence_lengths(self.rows[ids])
 
     @property
     def image_digest(self) -> str | None:

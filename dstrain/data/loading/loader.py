@@ -58,7 +58,7 @@ class Loader:
                 began = time.perf_counter()
                 batches = [
                     self._make_batch(share, int(ids[0]), places)
-                    for share, places in self._rank_micro_batches(consumed_samples)
+                    for share, places in self.sampler.placed_micro_batches(consumed_samples, self.rank)
                 ]
                 self._wait_seconds += time.perf_counter() - began
                 consumed_samples += len(ids)
@@ -75,27 +75,19 @@ class Loader:
     def _prefetch_steps(self, pool: ThreadPoolExecutor, consumed_samples: int) -> Iterator[Step]:
         queue: deque[tuple[list[Future[Batch]], int]] = deque()
         while True:
+            began = time.perf_counter()
             # `prefetch` steps and the one that is yielded next.
             while len(queue) <= max(self.prefetch, 0) and (ids := self.sampler.step_ids(consumed_samples)).size:
-                mine = self._rank_micro_batches(consumed_samples)
+                mine = self.sampler.placed_micro_batches(consumed_samples, self.rank)
                 futures = [pool.submit(self._make_batch, share, int(ids[0]), places) for share, places in mine]
                 queue.append((futures, len(ids)))
                 consumed_samples += len(ids)
             if not queue:
                 return
-            began = time.perf_counter()
             futures, num_samples = queue.popleft()
             batches = [future.result() for future in futures]
             self._wait_seconds += time.perf_counter() - began
             yield Step(batches, num_samples)
-
-    def _rank_micro_batches(self, consumed_samples: int) -> Iterator[tuple[list[int], list[int]]]:
-        """Return (ids, positions in the order of the run) of each micro-batch of this rank."""
-        return zip(
-            self.sampler.micro_batches(consumed_samples, self.rank),
-            self.sampler.positions(consumed_samples, self.rank),
-            strict=True,
-        )
 
     def _make_batch(self, ids: list[int], filler_id: int, positions: list[int]) -> Batch:
         batch = make_batch(self.examples, self.collate, ids, filler_id, positions)

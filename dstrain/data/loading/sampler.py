@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from dstrain.data.dataset import LengthFunction
+from dstrain.data.loading.micro_batches import (
+    NO_LIMITS,
+    CostFunction,
+    MicroBatchLimits,
+    of_rank,
+    split_by_tokens,
+    split_evenly,
+)
 from dstrain.errors import DataError
 
 RECORD_STREAM, EPOCH_STREAM = 1, 2
@@ -41,18 +47,23 @@ class StepSampler:
     samples_per_step: int
     """Samples of one optimizer step, over all processes."""
     world_size: int
-    accumulate: int
-    """Micro-batches of one rank in one step."""
+    accumulate: int | None
+    """Micro-batches of one rank in one step; None: as many as the limit of tokens takes, which differs between steps."""
+    limits: MicroBatchLimits = NO_LIMITS
+    """Limits of a micro-batch, where `accumulate` is None."""
     total_samples: int | None = None
     """Samples of the whole run; None: no end."""
-    lengths: LengthFunction | None = field(default=None, compare=False)
-    """If given, a step's samples are sorted by length before they are split, for little padding."""
+    costs: CostFunction | None = field(default=None, compare=False)
+    """Costs of samples, by which a step's are divided; needed for a limit of tokens. None: in the order of the run."""
     _epoch_orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         weights = (1.0,) * len(self.sizes) if self.weights is None else tuple(self.weights)
         assert len(weights) == len(self.sizes), "one weight for each source"
-        assert min(self.samples_per_step, self.world_size, self.accumulate) >= 1
+        assert min(self.samples_per_step, self.world_size) >= 1
+        if self.accumulate is None:
+            assert self.limits.tokens, "or the number of micro-batches"
+            assert self.costs is not None, "of which the tokens are the sum"
         # The dataclass is frozen; weights are normalized once here.
         object.__setattr__(self, "weights", weights)
         for source, (size, weight, slots) in enumerate(zip(self.sizes, weights, self.samples_per_source, strict=True)):
@@ -95,24 +106,30 @@ class StepSampler:
     def micro_batches(self, consumed_samples: int, rank: int) -> list[list[int]]:
         """Return the ids of this rank's micro-batches of a step.
 
-        Every rank has the same number of them; sizes differ by at most one.
+        Every rank has the same number of them. Without a limit of tokens their sizes differ by at most one.
         """
-        ids = self.step_ids(consumed_samples)
-        return [ids[chunk].tolist() for chunk in self._split_step(ids, rank)]
+        return [ids for ids, _ in self.placed_micro_batches(consumed_samples, rank)]
 
     def positions(self, consumed_samples: int, rank: int) -> list[list[int]]:
         """Return the positions of the samples of `micro_batches` in the run's order.
 
         A sample's position is the same for any world size.
         """
-        return [
-            (consumed_samples + chunk).tolist() for chunk in self._split_step(self.step_ids(consumed_samples), rank)
-        ]
+        return [places for _, places in self.placed_micro_batches(consumed_samples, rank)]
 
-    def _split_step(self, ids: np.ndarray, rank: int) -> list[np.ndarray]:
-        """Return indices into the step's ids, one array for each micro-batch of this rank."""
-        order = np.arange(len(ids)) if self.lengths is None else sort_longest_first(self.lengths(ids))
-        return split_for_rank(order, self.accumulate, self.world_size, rank)
+    def placed_micro_batches(self, consumed_samples: int, rank: int) -> list[tuple[list[int], list[int]]]:
+        """Return (ids, positions) of each of this rank's micro-batches of a step."""
+        ids = self.step_ids(consumed_samples)
+        share = of_rank(self._split_step(ids), self.world_size, rank)
+        return [(ids[chunk].tolist(), (consumed_samples + chunk).tolist()) for chunk in share]
+
+    def _split_step(self, ids: np.ndarray) -> list[np.ndarray]:
+        """Return indices into the step's ids, one array for each micro-batch of all ranks."""
+        costs = None if self.costs is None else self.costs(ids)
+        if self.accumulate is not None:
+            return split_evenly(len(ids), self.accumulate * self.world_size, costs)
+        assert costs is not None
+        return split_by_tokens(costs, self.limits, self.world_size)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """Return the ids of an epoch; the last two epochs are cached, as a step may span both."""
@@ -149,35 +166,19 @@ def _make_permutation(size: int, key: Sequence[int]) -> np.ndarray:
     return make_random_state(key).permutation(size).astype(np.int64)
 
 
-def sort_longest_first(lengths: np.ndarray) -> np.ndarray:
-    """Return (N,) indices, the longest sample first; samples of equal length keep their order.
-
-    The largest micro-batch is then the first of every step, so a lack of memory shows in the first.
-    """
-    return np.argsort(-lengths.astype(np.int64), kind="stable")
-
-
-def split_for_rank(order: np.ndarray, num_micro_batches: int, world_size: int, rank: int) -> list[np.ndarray]:
-    """Return this rank's micro-batches: of every `world_size` adjacent pieces, each rank gets one.
-
-    Sizes differ by at most one. The ranks' j-th micro-batches are adjacent in `order`, so their
-    lengths are similar and no rank waits long for another.
-    """
-    pieces = np.array_split(order, world_size * num_micro_batches) if num_micro_batches else []
-    return pieces[rank::world_size]
-
-
 def eval_micro_batches(
-    num_samples: int, micro: int, world_size: int, rank: int, lengths: LengthFunction | None = None
+    num_samples: int, limits: MicroBatchLimits, ranks: tuple[int, int], costs: CostFunction | None = None
 ) -> list[list[int]]:
-    """Return this rank's micro-batches of an evaluation; all ranks together have each sample once.
+    """Return the micro-batches of this rank, `ranks`: (world size, rank); all ranks together have each sample once.
 
-    Every rank has the same number of them, none larger than `micro`; an empty one is a filler. With
-    `lengths`, samples of similar length are in the same batch.
+    Every rank has the same number of them, none above the limits; an empty one is a filler. The limit of tokens needs
+    costs. With them, samples are divided as in training.
     """
-    ids = np.arange(num_samples)
-    order = ids if lengths is None else sort_longest_first(lengths(ids))
+    world_size, rank = ranks
+    found = None if costs is None else costs(np.arange(num_samples))
+    if limits.tokens is not None and found is not None:
+        return [chunk.tolist() for chunk in of_rank(split_by_tokens(found, limits, world_size), world_size, rank)]
+    passes = -(-num_samples // ((limits.samples or 1) * world_size))
     return [
-        chunk.tolist()
-        for chunk in split_for_rank(order, math.ceil(num_samples / (micro * world_size)), world_size, rank)
+        chunk.tolist() for chunk in of_rank(split_evenly(num_samples, passes * world_size, found), world_size, rank)
     ]

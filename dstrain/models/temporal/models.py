@@ -120,11 +120,13 @@ class TemporalForConditionalGeneration(TemporalPreTrainedModel, GenerationMixin)
         return self.language_model
 
     def encode_series(self, series: torch.Tensor, series_positions: torch.Tensor) -> torch.Tensor:
-        """Return the soft tokens of all series, one row after the other and without padding, (tokens, E)."""
+        """Return the soft tokens of all series, one row after the other, and after them those of padding, (B * S, E)."""
         hidden, group = self.encoder(series, series_positions), self.config.patches_per_token
         soft = self.projector(hidden.reshape(len(hidden), -1, group * hidden.shape[-1]))  # (B, S, E)
         # A group of patches is real or padding as a whole: channels are padded to whole groups.
-        return soft[series_positions[:, ::group, 2] > 0]
+        is_padding = series_positions[:, ::group, 2] == 0  # (B, S)
+        # Sorted instead of selected: a GPU would make the host wait to learn how many are real.
+        return soft.flatten(0, 1).index_select(0, is_padding.flatten().byte().argsort(stable=True))
 
     def forward(
         self,
@@ -138,9 +140,12 @@ class TemporalForConditionalGeneration(TemporalPreTrainedModel, GenerationMixin)
         """Return the language model's output on (B, L) ids, with logits of the last `logits_to_keep` positions."""
         embedded = self.get_input_embeddings()(input_ids.clamp(min=0))  # (B, L, E)
         if series is not None and series_positions is not None:
-            soft = self.encode_series(series, series_positions)  # (real soft tokens, E)
+            soft = self.encode_series(series, series_positions)  # (B * S, E)
             places = input_ids == self.config.series_token_id  # (B, L)
-            embedded = embedded.masked_scatter(places[..., None], soft.to(embedded.dtype))
+            # The n-th placeholder takes the n-th real soft token; masked_scatter would wait for the GPU when it returns.
+            order = (places.flatten().cumsum(0) - 1).clamp(0, len(soft) - 1)  # (B * L,)
+            found = soft.to(embedded.dtype).index_select(0, order).view_as(embedded)
+            embedded = torch.where(places[..., None], found, embedded)
         return self.language_model(
             inputs_embeds=embedded, attention_mask=attention_mask, logits_to_keep=logits_to_keep, **kwargs
         )

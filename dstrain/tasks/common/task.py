@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.data.dataset import Dataset, Samples, as_dataset
+from dstrain.data.loading.micro_batches import Packing, Padded
 from dstrain.errors import TaskError
 
 if TYPE_CHECKING:
@@ -245,6 +246,11 @@ class Task(ABC):
     def loss_inputs(self) -> LossInputs:
         """Values computed before the loss: outputs of a reference, statistics of a whole step."""
         return LossInputs()
+
+    @property
+    def packing(self) -> Packing:
+        """The form of the batches that `collate` makes, from which the tokens of a micro-batch are predicted."""
+        return Padded()
 
     @property
     def checks(self) -> Checks:

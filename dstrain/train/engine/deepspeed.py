@@ -102,6 +102,9 @@ class DeepSpeedEngine:
         for index, batch in enumerate(batches):
             # The watchdog must not take a step of many micro-batches for a stalled one.
             self.world.log.record_progress()
+            # Before the forward pass. By default the last pass of a step is the one whose count is a multiple of
+            # `gradient_accumulation_steps`, and with a limit of tokens each step has another number of passes.
+            self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
             total, metrics = self.engine(batch.to(self.world.device))
             # The product is a new tensor: DeepSpeed would divide the engine's own output by the accumulation steps.
             self.engine.backward(scale_loss_or_nan(total, scale), scale_wrt_gas=False)
@@ -140,9 +143,7 @@ class DeepSpeedEngine:
         reset = load_state(model, self.engine.optimizer, checkpoint, self._optimizer_name, self.world)
         for name, value in checkpoint.metadata.get("counters", {}).items():
             setattr(self.engine, name, value)
-        # Not stored: both follow from the steps, and a resumed run may have other micro-batches and ranks.
-        # DeepSpeed finds the last micro-batch of a step by `micro_steps`.
-        self.engine.micro_steps = self.engine.global_steps * self.engine.gradient_accumulation_steps()
+        # Not stored: it follows from the steps, and a resumed run may have other micro-batches and ranks.
         self.engine.global_samples = self.engine.global_steps * self.engine.train_batch_size()
         # A checkpoint of a run in another precision has no loss scale.
         for name in self._loss_scaler_state():

@@ -139,8 +139,22 @@ class StepAccumulator:
             metrics=self.metrics,
             samples=sum(len(batch.samples) for batch in batches),
             tokens=sum(batch.tokens for batch in batches),
+            computed_tokens=sum(map(_count_computed, batches)),
+            padding_tokens=sum(map(_count_padding, batches)),
             **fields,
         )
+
+
+def _count_computed(batch: Batch) -> int:
+    """Return the tokens of a forward pass, padding included; 0 for a task without `input_ids`."""
+    ids = batch.tensors.get("input_ids")
+    return 0 if ids is None else ids.numel()
+
+
+def _count_padding(batch: Batch) -> int:
+    """Return the tokens that are computed for nothing: padding, and all of a filler."""
+    # `tokens` counts a shared prefix once per sequence: it may be above those of a packed batch, which has no padding.
+    return max(_count_computed(batch) - batch.tokens, 0)
 
 
 @torch.no_grad()
@@ -186,7 +200,7 @@ def compute_step_stats(
         # Weight 0: no rank had anything to average.
         [total / (weight or 1) for total, weight in zip(global_sums[::2], global_sums[1::2], strict=True)]
     )
-    named_means = dict(zip(sorted(sums.metrics), means.to(world.device), strict=True))
+    named_means = dict(zip(sorted(sums.metrics), means.to(world.device, non_blocking=True), strict=True))
     return [{**answers, **named_means} for answers in outputs]
 
 

@@ -74,6 +74,8 @@ def test_both_on_the_command_line_are_refused(tmp_path: Path) -> None:
         ("{total: 8, micro: 2}", ["batch.accumulate=2", "batch.micro=1"], (None, 1, 2)),
         ("{total: 8, micro: 2, accumulate: 4}", ["batch.micro=1"], (8, 1, None)),
         ("{total: 8, micro: 2}", ["batch={micro: 1, accumulate: 1}"], (None, 1, 1)),
+        ("{total: 8, accumulate: 2}", ["batch.tokens_per_micro=512"], (8, None, None)),
+        ("{total: 8, tokens_per_micro: 512}", ["batch.accumulate=2"], (8, None, 2)),
     ],
 )
 def test_a_batch_keeps_what_the_command_line_says(

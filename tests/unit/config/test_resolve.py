@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrain.config import BatchPlan, check_learning_changes, dump_recipe, read_recipe, resolve_batch, resolve_steps
 from dstrain.config.schema import BatchConfig, RunConfig
-from dstrain.data.loading.sampler import split_for_rank
+from dstrain.data.loading.micro_batches import split_evenly
 from dstrain.errors import RecipeError
 
 COUNT = st.integers(1, 300)
@@ -32,8 +31,9 @@ def test_any_two_give_the_third(total: int, other: int, processes: int) -> None:
 @given(COUNT, COUNT, st.integers(1, 64))
 def test_the_largest_forward_pass_is_what_the_data_plan_deals(total: int, micro: int, processes: int) -> None:
     batch = resolve_batch(BatchConfig(total=total, micro=micro), processes)
-    dealt = [split_for_rank(np.arange(total), batch.accumulate, processes, rank) for rank in range(processes)]
-    assert batch.largest_micro(processes) == max(len(chunk) for chunks in dealt for chunk in chunks) <= micro
+    assert batch.accumulate is not None
+    dealt = split_evenly(total, batch.accumulate * processes)
+    assert batch.largest_micro(processes) == max(len(chunk) for chunk in dealt) <= micro
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,19 @@ def test_the_largest_forward_pass_is_what_the_data_plan_deals(total: int, micro:
 def test_a_batch_is_shown_as_it_is_cut_up(total: int, micro: int, processes: int, wanted: str) -> None:
     batch = BatchPlan(total, micro, -(-total // (micro * processes)))
     assert batch.describe(processes) == wanted
+
+
+def test_a_batch_of_tokens_is_shown_with_its_limits() -> None:
+    batch = resolve_batch(BatchConfig(total=64, tokens_per_micro=8192), 2)
+    assert (batch.total, batch.accumulate, batch.tokens) == (64, None, 8192)
+    assert batch.describe(2) == "64 samples (2 processes, forward passes of up to 8192 tokens each)"
+    few = resolve_batch(BatchConfig(total=64, micro=4, tokens_per_micro=8192), 1)
+    assert few.describe(1) == "64 samples (1 process, forward passes of up to 8192 tokens, and up to 4 samples, each)"
+
+
+def test_the_number_of_passes_is_not_given_with_a_limit_of_tokens() -> None:
+    with pytest.raises(RecipeError, match=r"gradient_accumulation_steps is 4 in the DeepSpeed JSON; remove it there"):
+        resolve_batch(BatchConfig(total=64, tokens_per_micro=8192), 2, preset_accumulate=4)
 
 
 def test_a_json_stands_in_where_the_recipe_is_silent() -> None:

@@ -138,3 +138,14 @@ def test_weights_that_the_host_knows_stay_there_and_mean_the_same(monkeypatch: p
         assert len(copies) == 1, "one copy for a drain"
     assert rows[0] == rows[1]
     assert copies == [4], "the loss, a sum, and another with its weight"
+
+
+def test_the_share_of_padding_is_one_sum_over_one_sum() -> None:
+    def act(world: Any) -> dict[str, float]:
+        meter = Meter(world)
+        meter.add(step(1.0, 1.0, tokens=70, computed_tokens=100, padding_tokens=30))
+        meter.add(step(1.0, 1.0, computed_tokens=100 * world.rank, padding_tokens=100 * world.rank))
+        return meter.drain()
+
+    assert [row["padding"] for row in on_ranks(2, act)] == [160 / 300] * 2
+    assert "padding" not in Meter(SingleProcessWorld()).drain()

@@ -10,6 +10,7 @@ import pytest
 from dstrain.batch import Batch
 from dstrain.data.loading.collate import pad
 from dstrain.data.loading.loader import Loader, iter_batches
+from dstrain.data.loading.micro_batches import MicroBatchLimits
 from dstrain.data.loading.sampler import StepSampler, eval_micro_batches
 from dstrain.errors import RunError
 
@@ -88,7 +89,7 @@ def test_neither_a_filler_nor_an_evaluation_has_a_place():
         loader(rank=1, samples_per_step=1, world_size=2, accumulate=1, collate=none_placed).iter_steps(0)
     ).batches
     assert [batch.is_filler for batch in step] == [True]
-    assert list(iter_batches(EXAMPLES, none_placed, eval_micro_batches(10, 2, 1, 0)))
+    assert list(iter_batches(EXAMPLES, none_placed, eval_micro_batches(10, MicroBatchLimits(samples=2), (1, 0))))
     assert not any("place" in example for example in EXAMPLES)
 
 
@@ -129,7 +130,11 @@ def test_the_time_spent_waiting_is_told_once():
 
 
 def test_an_evaluation_sees_every_sample_once():
-    batches = [b for rank in range(4) for b in iter_batches(EXAMPLES, collate, eval_micro_batches(10, 2, 4, rank))]
+    batches = [
+        b
+        for rank in range(4)
+        for b in iter_batches(EXAMPLES, collate, eval_micro_batches(10, MicroBatchLimits(samples=2), (4, rank)))
+    ]
     assert sorted(i for batch in batches for i in batch.samples) == list(range(100, 110))
     assert len(batches) == 8
     assert sum(batch.weight for batch in batches) == 10
@@ -139,6 +144,7 @@ def test_an_iterator_left_open_does_not_keep_the_process():
     code = """
 from dstrain.batch import Batch
 from dstrain.data.loading.loader import Loader
+from dstrain.data.loading.micro_batches import MicroBatchLimits
 from dstrain.data.loading.sampler import StepSampler
 sampler = StepSampler(sizes=(9,), seed=0, samples_per_step=2, world_size=1, accumulate=1)
 steps = Loader(examples=range(9), collate=lambda e: Batch(tensors={}, weight=1, samples=()), sampler=sampler, workers=2)

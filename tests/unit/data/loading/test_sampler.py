@@ -8,6 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrain.data.dataset import as_dataset
+from dstrain.data.loading.micro_batches import (
+    CostFunction,
+    MicroBatchLimits,
+    SampleCosts,
+    of_one_sequence,
+    padded_costs,
+)
 from dstrain.data.loading.sampler import StepSampler, eval_micro_batches
 from dstrain.errors import DataError
 
@@ -65,13 +72,12 @@ def test_a_samples_place_does_not_depend_on_the_split(sizes, samples_per_step, w
 
 
 LENGTHS = np.random.RandomState(0).randint(1, 500, 90)
+PADDED = padded_costs(of_one_sequence(LENGTHS.__getitem__))
 
 
 @given(SIZES, SMALL, st.integers(1, 5), st.integers(1, 4), st.integers(0, 100))
 def test_a_step_sorted_by_length_has_the_same_samples_at_the_same_places(sizes, total, world_size, accumulate, samples):
-    split = plan(
-        sizes, samples_per_step=total, world_size=world_size, accumulate=accumulate, lengths=LENGTHS.__getitem__
-    )
+    split = plan(sizes, samples_per_step=total, world_size=world_size, accumulate=accumulate, costs=PADDED)
     alone = plan(sizes, samples_per_step=total)
     shares = [split.micro_batches(samples, rank) for rank in range(world_size)]
     ids = in_order(shares)
@@ -93,13 +99,13 @@ def test_only_a_method_tells_lengths():
 
 
 def test_sorting_leaves_little_padding():
-    def share_of_real_tokens(lengths):
-        split = plan((90,), samples_per_step=30, world_size=2, accumulate=5, lengths=lengths)
+    def share_of_real_tokens(costs):
+        split = plan((90,), samples_per_step=30, world_size=2, accumulate=5, costs=costs)
         chunks = [chunk for samples in (0, 30, 60) for rank in (0, 1) for chunk in split.micro_batches(samples, rank)]
         return LENGTHS.sum() / sum(len(chunk) * LENGTHS[chunk].max() for chunk in chunks)
 
     assert share_of_real_tokens(None) < 0.7
-    assert share_of_real_tokens(LENGTHS.__getitem__) > 0.9
+    assert share_of_real_tokens(PADDED) > 0.9
 
 
 @given(SIZES, SMALL, st.integers(0, 200))
@@ -173,11 +179,12 @@ def test_a_source_that_would_never_be_shown_is_refused():
 
 @given(st.integers(0, 60), SMALL, SMALL)
 def test_an_evaluation_takes_each_sample_once_in_as_many_batches_on_every_rank(size, micro, world_size):
-    shares = [eval_micro_batches(size, micro, world_size, rank) for rank in range(world_size)]
+    limits = MicroBatchLimits(samples=micro)
+    shares = [eval_micro_batches(size, limits, (world_size, rank)) for rank in range(world_size)]
     assert len({len(share) for share in shares}) == 1
     assert all(len(chunk) <= micro for share in shares for chunk in share)
     assert sorted(i for share in shares for chunk in share for i in chunk) == list(range(size))
-    by_length = [eval_micro_batches(size, micro, world_size, rank, LENGTHS.__getitem__) for rank in range(world_size)]
+    by_length = [eval_micro_batches(size, limits, (world_size, rank), PADDED) for rank in range(world_size)]
     assert [[len(chunk) for chunk in share] for share in by_length] == [[len(chunk) for chunk in s] for s in shares]
     assert sorted(in_order(by_length)) == list(range(size))
     assert in_order(by_length) == sorted(range(size), key=lambda i: -LENGTHS[i])
@@ -187,3 +194,35 @@ def test_ids_are_plain_numbers():
     order = plan((10,))
     assert order.step_ids(0).dtype == np.int64
     assert type(order.micro_batches(0, 0)[0][0]) is int
+
+
+def by_tokens(world_size: int, costs: CostFunction, limit: int, total: int = 30) -> StepSampler:
+    limits = MicroBatchLimits(tokens=limit)
+    return plan((90,), samples_per_step=total, world_size=world_size, accumulate=None, limits=limits, costs=costs)
+
+
+def packed(ids: np.ndarray) -> SampleCosts:
+    return SampleCosts(LENGTHS[ids], is_packed=True)
+
+
+@pytest.mark.parametrize("costs", [PADDED, packed])
+@given(st.integers(1, 5), st.integers(1, 3000), st.integers(1, 40), st.integers(0, 100))
+def test_a_limit_of_tokens_changes_the_split_of_a_step_and_nothing_else(costs, world_size, limit, total, samples):
+    split, alone = by_tokens(world_size, costs, limit, total), plan((90,), samples_per_step=total)
+    assert split.step_ids(samples).tolist() == alone.step_ids(samples).tolist()
+    shares = [split.micro_batches(samples, rank) for rank in range(world_size)]
+    assert len({len(share) for share in shares}) == 1, "as many passes on every rank"
+    assert sorted(in_order(shares)) == sorted(alone.step_ids(samples).tolist())
+    for chunk in (chunk for share in shares for chunk in share):
+        assert len(chunk) <= 1 or costs(np.array(chunk)).of(np.arange(len(chunk))) <= limit
+    order = stream(alone, samples + total)
+    assert in_order(shares) == [
+        order[place] for place in in_order([split.positions(samples, r) for r in range(world_size)])
+    ]
+
+
+def test_an_evaluation_keeps_the_limit_of_tokens():
+    limits = MicroBatchLimits(tokens=1000)
+    shares = [eval_micro_batches(90, limits, (3, rank), PADDED) for rank in range(3)]
+    assert sorted(in_order(shares)) == list(range(90))
+    assert all(len(chunk) * LENGTHS[chunk].max() <= 1000 for share in shares for chunk in share)

@@ -69,7 +69,7 @@ def test_soft_tokens_take_the_places_of_placeholders() -> None:
     ids = torch.tensor([[2, -1, -1, 7, 8], [2, -1, 9, 9, 0]])
     with torch.no_grad():
         soft = model.encode_series(**series)
-        assert soft.shape == (3, 16)
+        assert soft.shape == (4, 16), "the last is padding"
         embedded = model.get_input_embeddings()(ids.clamp(min=0))
         embedded[0, 1:3], embedded[1, 1] = soft[:2], soft[2]
         wanted = model.language_model(inputs_embeds=embedded).logits

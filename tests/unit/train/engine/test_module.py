@@ -83,3 +83,13 @@ def test_a_step_whose_scores_are_not_finite_says_so(tmp_path: Path) -> None:
         RunError, match=r"samples of one step, 5, .* of a reward model .* not finite; check its weights"
     ):
         total_step_weight([batch], SingleProcessWorld(), inputs)
+
+
+def test_padding_is_counted_with_fillers_and_never_below_zero() -> None:
+    padded = Batch(tensors={"input_ids": torch.zeros(2, 5)}, weight=2.0, samples=(0, 1), tokens=7)
+    sums = StepAccumulator()
+    sums.add(torch.tensor(0.0), {})
+    result = sums.result([padded, padded.as_filler(), replace(padded, tokens=12)])
+    assert (result.tokens, result.computed_tokens, result.padding_tokens) == (19, 30, 3 + 10 + 0)
+    without = Batch(tensors={"residues": torch.zeros(2, 5)}, weight=2.0, samples=(0, 1), tokens=7)
+    assert sums.result([without]).computed_tokens == 0

@@ -1,0 +1,275 @@
+"""Division of samples into micro-batches of a limited number of samples or tokens, alike on every rank."""
+
+# N samples, R sequences of a sample. A cost is a number of tokens that a forward pass computes.
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from dstrain.config.schema import BatchConfig
+from dstrain.data.dataset import Dataset, LengthFunction, SequenceLengths, SequenceLengthsFunction
+from dstrain.errors import Fault, RecipeError
+
+
+@dataclass(frozen=True)
+class MicroBatchLimits:
+    """Limits of one micro-batch. A sample above the limit of tokens is a micro-batch of its own."""
+
+    samples: int | None = None
+    tokens: int | None = None
+    """Tokens that the forward pass computes, padding included."""
+
+
+NO_LIMITS = MicroBatchLimits()
+
+
+class Packing(Protocol):
+    """The form of a task's batches."""
+
+    @property
+    def packs(self) -> bool:
+        """True for one row without padding, False for a row per sequence."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True where a packed batch has the common prefix of a sample's sequences once."""
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Batches with a row per sequence."""
+
+    packs: bool = field(default=False, init=False)
+    shares_prefixes: bool = field(default=False, init=False)
+
+
+@dataclass(frozen=True)
+class SampleCosts:
+    """Costs of N samples in the micro-batches of a run."""
+
+    tokens: np.ndarray
+    """(N,) cost of each sample: of all its sequences in a packed batch; of its longest row in a padded one."""
+    rows: int = 1
+    """Rows of one sample in a padded batch."""
+    is_packed: bool = False
+
+    def of(self, chunk: np.ndarray) -> int:
+        """Return the cost of a micro-batch of these samples: rows x longest row if it is padded."""
+        if not len(chunk):
+            return 0
+        tokens = self.tokens[chunk]
+        return int(tokens.sum() if self.is_packed else tokens.max() * self.rows * len(chunk))
+
+
+CostFunction = Callable[[np.ndarray], SampleCosts]
+"""(N,) sample ids -> their costs."""
+
+
+def padded_costs(lengths: SequenceLengthsFunction) -> CostFunction:
+    """Return the costs of samples whose sequences are padded to the longest of the micro-batch."""
+
+    def costs(ids: np.ndarray) -> SampleCosts:
+        found = lengths(ids)
+        return SampleCosts(found.sequences.max(1), rows=found.sequences.shape[1])
+
+    return costs
+
+
+def packed_costs(lengths: SequenceLengthsFunction, shares_prefix: bool) -> CostFunction:
+    """Return the costs of samples in packed batches; with `shares_prefix` a common prefix is computed once."""
+
+    def costs(ids: np.ndarray) -> SampleCosts:
+        found = lengths(ids)
+        repeated = (found.sequences.shape[1] - 1) * found.prefixes if shares_prefix else 0
+        return SampleCosts(found.sequences.sum(1) - repeated, is_packed=True)
+
+    return costs
+
+
+def of_one_sequence(lengths: LengthFunction) -> SequenceLengthsFunction:
+    """Return the sequence lengths of samples of one sequence each."""
+
+    def found(ids: np.ndarray) -> SequenceLengths:
+        return SequenceLengths(lengths(ids)[:, None], np.zeros(len(ids), dtype=np.int64))
+
+    return found
+
+
+def make_cost_function(dataset: Dataset, packing: Packing) -> CostFunction | None:
+    """Return the costs of a dataset's samples; None where it does not know their lengths."""
+    lengths = dataset.sequence_lengths or (dataset.lengths and of_one_sequence(dataset.lengths))
+    return None if lengths is None else costs_of(lengths, packing)
+
+
+def costs_of(lengths: SequenceLengthsFunction, packing: Packing) -> CostFunction:
+    """Return the costs of samples with these lengths, in the form of batches that the task makes."""
+    return packed_costs(lengths, packing.shares_prefixes) if packing.packs else padded_costs(lengths)
+
+
+def make_limits(batch: BatchConfig, samples: int, costs: CostFunction | None) -> MicroBatchLimits:
+    """Return the limits of a micro-batch; `samples` where the recipe limits no tokens.
+
+    Raises RecipeError for a limit of tokens where the costs of samples are unknown.
+    """
+    if batch.tokens_per_micro is None:
+        return MicroBatchLimits(samples=samples)
+    if costs is None:
+        problem = "needs the lengths of samples, which the dataset of this task does not give"
+        raise RecipeError(Fault("batch.tokens_per_micro", problem, "use batch.micro, or give the dataset `lengths`"))
+    return MicroBatchLimits(samples=batch.micro, tokens=batch.tokens_per_micro)
+
+
+def split_evenly(num_samples: int, num_micro_batches: int, costs: SampleCosts | None = None) -> list[np.ndarray]:
+    """Return the micro-batches of all ranks, arrays of indices whose sizes differ by at most one.
+
+    Every `world_size` adjacent ones are those of the ranks at one position. Without costs the order of the samples
+    stays. Padded batches take samples of similar length, longest first, for little padding. Packed batches have none,
+    and take samples whose sum of tokens is the same in each.
+    """
+    if not num_micro_batches:
+        return []
+    if costs is None:
+        return np.array_split(np.arange(num_samples), num_micro_batches)
+    order = sort_longest_first(costs.tokens)
+    if not costs.is_packed:
+        return np.array_split(order, num_micro_batches)
+    least, larger = divmod(num_samples, num_micro_batches)
+    chunks = _balance(costs.tokens[order].tolist(), _Bins(num_micro_batches, least, larger))
+    assert chunks is not None, "without a limit of tokens"
+    return _largest_first([order[chunk] for chunk in chunks], costs)
+
+
+def split_by_tokens(costs: SampleCosts, limits: MicroBatchLimits, world_size: int) -> list[np.ndarray]:
+    """Return micro-batches within the limits, arrays of indices: as few for each rank as possible, and of similar cost.
+
+    Their number is a multiple of the world size, and every `world_size` adjacent ones are those of the ranks at one
+    position. They are sorted by cost, largest first: a lack of memory shows in the first pass, and ranks that wait for
+    each other at every pass wait little. Empty ones, for filler batches, are left where there are too few samples.
+    """
+    assert limits.tokens is not None
+    if not len(costs.tokens):
+        return []
+    split = _split_packed if costs.is_packed else _split_padded
+    return _deal(_largest_first(split(costs, limits, world_size), costs), world_size)
+
+
+def sort_longest_first(lengths: np.ndarray) -> np.ndarray:
+    """Return (N,) indices, the longest sample first; samples of equal length keep their order.
+
+    The largest micro-batch is then the first of every step, so a lack of memory shows in the first.
+    """
+    return np.argsort(-lengths.astype(np.int64), kind="stable")
+
+
+def of_rank(micro_batches: Sequence[np.ndarray], world_size: int, rank: int) -> list[np.ndarray]:
+    """Return a rank's share: of every `world_size` adjacent micro-batches, each rank has one."""
+    return [*micro_batches[rank::world_size]]
+
+
+def _split_padded(costs: SampleCosts, limits: MicroBatchLimits, world_size: int) -> list[np.ndarray]:
+    """Return chunks of samples sorted by length: the fewest within the limits, then of the least largest cost."""
+    order = sort_longest_first(costs.tokens)
+    row_tokens, most = (costs.tokens[order] * costs.rows).clip(min=1).tolist(), limits.samples or len(order)
+
+    def cut(tokens: int) -> list[int]:
+        """Return the end of each chunk: as many samples as the cost allows, counted with the longest, the first."""
+        ends = [0]
+        while ends[-1] < len(order):
+            ends.append(min(ends[-1] + max(1, min(tokens // row_tokens[ends[-1]], most)), len(order)))
+        return ends[1:]
+
+    assert limits.tokens is not None
+    wanted = -(-len(cut(limits.tokens)) // world_size) * world_size
+    least = _bisect(min(row_tokens[0], limits.tokens), limits.tokens, lambda tokens: len(cut(tokens)) <= wanted)
+    chunks = np.split(order, cut(least)[:-1])
+    # Further ones would be empty: the ranks that had them would wait for the others.
+    heap = [(-costs.of(chunk), at) for at, chunk in enumerate(chunks)]
+    heapq.heapify(heap)
+    while len(chunks) < min(wanted, len(order)):
+        at = heapq.heappop(heap)[1]
+        if len(chunks[at]) < 2:
+            continue
+        chunks[at], rest = np.array_split(chunks[at], 2)
+        chunks.append(rest)
+        for place in (at, len(chunks) - 1):
+            heapq.heappush(heap, (-costs.of(chunks[place]), place))
+    return chunks + [order[:0]] * (wanted - len(chunks))
+
+
+def _split_packed(costs: SampleCosts, limits: MicroBatchLimits, world_size: int) -> list[np.ndarray]:
+    """Return chunks of similar sums of tokens, as few as fit the limits."""
+    order = sort_longest_first(costs.tokens)
+    tokens, most, limit = costs.tokens[order].tolist(), limits.samples or len(order), limits.tokens
+    assert limit is not None
+
+    def attempt(passes: int) -> list[list[int]] | None:
+        return _balance(tokens, _Bins(passes * world_size, most, 0, limit))
+
+    # Two samples above half of the limit never share a micro-batch; one above the limit counts as one that fills it.
+    filled, halves = sum(min(one, limit) for one in tokens) / limit, sum(2 * one > limit for one in tokens)
+    least = math.ceil(max(filled, halves, len(tokens) / most) / world_size)
+    passes = _bisect(max(least, 1), -(-len(tokens) // world_size), lambda count: attempt(count) is not None)
+    chunks = attempt(passes)
+    assert chunks is not None, "each sample fits alone"
+    return [order[chunk] for chunk in chunks]
+
+
+@dataclass(frozen=True)
+class _Bins:
+    """Micro-batches to fill."""
+
+    count: int
+    most_samples: int
+    num_larger: int = 0
+    """Bins that take one sample more."""
+    tokens: int | None = None
+
+
+def _balance(tokens: Sequence[int], bins: _Bins) -> list[list[int]] | None:
+    """Return the indices of each bin, or None where they do not fit: each goes to the bin with the fewest tokens.
+
+    `tokens`: largest first (Graham, "Bounds on multiprocessing timing anomalies", 1969: longest processing time first).
+    """
+    found: list[list[int]] = [[] for _ in range(bins.count)]
+    heap, larger = [(0, at) for at in range(bins.count)], bins.num_larger
+    for index, size in enumerate(tokens):
+        while heap and len(found[heap[0][1]]) >= bins.most_samples:
+            if larger:
+                larger -= 1  # this bin has room for one more
+                break
+            heapq.heappop(heap)
+        if not heap or (bins.tokens is not None and heap[0][0] and heap[0][0] + size > bins.tokens):
+            return None
+        total, at = heap[0]
+        found[at].append(index)
+        if len(found[at]) > bins.most_samples:
+            heapq.heappop(heap)
+        else:
+            heapq.heapreplace(heap, (total + size, at))
+    return found
+
+
+def _largest_first(chunks: list[np.ndarray], costs: SampleCosts) -> list[np.ndarray]:
+    return sorted(chunks, key=lambda chunk: -costs.of(chunk))
+
+
+def _deal(chunks: list[np.ndarray], world_size: int) -> list[np.ndarray]:
+    """Reverse every second group of `world_size`: no rank has the largest at every position."""
+    groups = [chunks[start : start + world_size] for start in range(0, len(chunks), world_size)]
+    return [chunk for at, group in enumerate(groups) for chunk in (group[::-1] if at % 2 else group)]
+
+
+def _bisect(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """Return the smallest number from `low` to `high` that fits; `high` does."""
+    if low >= high or fits(low):
+        return min(low, high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Environment of a process of a launch; `join_alone` sets it."""
 
 # Llama shapes. The tokenizer stays small: the data is synthetic, and its size does not affect the forward pass.
 SHAPES: dict[str, dict[str, int]] = {
@@ -145,19 +147,20 @@ def wait_for(device: Any) -> None:
 
 
 def take_turns(
-    runners: Mapping[str, Callable[[int], Any]], rounds: int, warmup: int, device: Any
-) -> dict[str, list[float]]:
+    runners: Mapping[str, Callable[[int], Any]], rounds: int, warmup: int, device: Any,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:  # fmt: skip
     """Return name -> seconds of each call. Each round runs all once in a rotated order, so that drift affects all alike."""
     names, seconds = list(runners), {name: [] for name in runners}
     for turn in range(warmup + rounds):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             wait_for(device)
-            began = time.perf_counter()
+            began = clock()
             runners[name](turn)
             wait_for(device)
             if turn >= warmup:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(clock() - began)
     return seconds
 
 

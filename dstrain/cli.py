@@ -145,6 +145,27 @@ def prepare(
     run_and_exit(job, launch, scratch, json.dumps if as_json else show_prepared)
 
 
+@main.command()
+@with_options(RECIPE_OPTIONS, LAUNCH_OPTIONS, [SCRATCH_OPTION])
+@click.option("--steps", default=20, type=click.IntRange(1), show_default=True, help="Steps to measure.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench(
+    recipe: str | None, task: str | None, ds_config: str | None, overrides: tuple[str, ...], scratch: Path | None,
+    steps: int, as_json: bool, **launch: Any,
+) -> None:  # fmt: skip
+    """Measure speed and memory of a recipe's training steps.
+
+    No checkpoint, metric or other file is left behind.
+    """
+    from dstrain.commands.bench import BenchJob, bench_run_dir, show_bench
+    from dstrain.commands.recipe_args import TrainRequest
+
+    request = TrainRequest(recipe=recipe, task=task, ds_config=ds_config, overrides=overrides)
+    with bench_run_dir(scratch) as run_dir:
+        job = BenchJob(request=request, steps=steps, run_dir=run_dir)
+        run_and_exit(job, launch, scratch, json.dumps if as_json else show_bench)
+
+
 def run_and_exit(
     job: Job, launch_options: Mapping[str, Any], scratch: Path | None, show: Callable[[Any], str]
 ) -> NoReturn:

@@ -16,7 +16,6 @@ UNSUPPORTED_COMMANDS = {
     "plan": "see docs/memory.md for the settings, and peak_memory_gib in metrics.jsonl for the memory used",
     "doctor": "check a recipe on this machine with `dstrain train RECIPE --dry-run`",
     "report": "see metrics.jsonl or TensorBoard",
-    "bench": "see tokens_per_second and step_seconds in metrics.jsonl",
 }
 """Planned commands, and what to use until they exist."""
 LAUNCH_OPTIONS = (

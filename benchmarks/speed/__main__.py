@@ -67,7 +67,9 @@ def compare_and_time(
         found = _first_losses({name: runners[name] for name in exact}, checked_steps)
         limit = max(BF16_EPSILON, 2 * _apart(found[PLAIN], exact[PLAIN]))
         worst = max(_apart(found[name], exact[name]) for name in found)
-        assert worst <= limit, f"{case.setting.name} {case.task_name}: {precision} losses are {worst:.1e} off: {found} {exact}"
+        assert worst <= limit, (
+            f"{case.setting.name} {case.task_name}: {precision} losses are {worst:.1e} off: {found} {exact}"
+        )
         checked += f", {precision} losses within {worst:.1e} of them (limit {limit:.1e})"
     # Seconds of the processor: other processes on this core stretch the wall time, and one thread does all the work.
     clock = time.process_time if case.world.device.type == "cpu" else time.perf_counter

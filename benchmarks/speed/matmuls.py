@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ def count_work(task: str, examples: Sequence[Mapping[str, Any]]) -> Work:
     tokens = targets = 0
     for example in examples:
         chosen, rejected = example["chosen"].tolist(), example["rejected"].tolist()
-        shared = len(os.path.commonprefix([chosen, rejected]))
+        pairs = zip(chosen, rejected, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         tokens += len(chosen) + len(rejected) - shared
         targets += len(chosen) + len(rejected) - 2 * int(example["prompt_length"]) if task != "rm" else 0
     return Work(tokens, targets)

@@ -191,4 +191,8 @@ def _llava_config(setting: Setting) -> dict[str, Any]:
     }  # fmt: skip
     text = setting.text_config()
     # dstrain adds the image token to the tokenizer.
-    return {"model_type": "llava", "vision_config": tower, "text_config": {**text, "vocab_size": text["vocab_size"] + 1}}
+    return {
+        "model_type": "llava",
+        "vision_config": tower,
+        "text_config": {**text, "vocab_size": text["vocab_size"] + 1},
+    }

@@ -112,16 +112,22 @@ def made_model(task: Any, ds_config: Mapping[str, Any] | None = None) -> tuple[A
     return objective, build_param_groups(objective.model, task.recipe.optim)
 
 
-def made_engine(task: Any, preset: str, world: Any, **settings: Any) -> Any:
-    """Return a DeepSpeedEngine as `dstrain train` builds it; `settings` override RunSettings. Collective."""
+def made_ds_config(task: Any, preset: str, world: Any, **settings: Any) -> dict[str, Any]:
+    """Return the DeepSpeed JSON of a preset as `dstrain train` completes it; `settings` override RunSettings."""
     from dstrain.preset import RunSettings, complete_preset, read_preset
-    from dstrain.train.engine.deepspeed import DeepSpeedEngine
 
     known = read_preset(preset)
     values = {"precision": "fp32", "micro": 1, "accumulate": 1, "world_size": world.size, "clip": task.recipe.optim.clip,
               "device_kind": world.device.type, "nvme_path": tempfile.gettempdir(),
               "uses_custom_optimizer": task.recipe.optim.name != "adamw" or known.offload_optimizer is None} | settings  # fmt: skip
-    config = complete_preset(known, settings=RunSettings(**values))
+    return dict(complete_preset(known, settings=RunSettings(**values)))
+
+
+def made_engine(task: Any, preset: str, world: Any, **settings: Any) -> Any:
+    """Return a DeepSpeedEngine as `dstrain train` builds it; `settings` override RunSettings. Collective."""
+    from dstrain.train.engine.deepspeed import DeepSpeedEngine
+
+    config = made_ds_config(task, preset, world, **settings)
     objective, groups = made_model(task, config)
     return DeepSpeedEngine(objective, groups, task.recipe.optim, config, world)
 

@@ -225,18 +225,20 @@ class StepByStep:
 
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._fault: BaseException | None = None
-        self._side, paused = side, self
+        self._side, self._stopped, paused = side, False, self
 
         class Pause(TrainerCallback):
             def on_train_begin(self, *_: Any, **__: Any) -> None:
                 paused._go.acquire()
 
-            def on_step_end(self, *_: Any, **__: Any) -> None:
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 paused._done.release()
                 paused._go.acquire()
+                control.should_training_stop |= paused._stopped
 
         side.trainer.add_callback(Pause())
-        threading.Thread(target=self._train, daemon=True).start()
+        self._thread = threading.Thread(target=self._train, daemon=True)
+        self._thread.start()
 
     def __call__(self, turn: int = 0) -> None:
         """Take a step; TRL logs it within the next one."""
@@ -244,6 +246,12 @@ class StepByStep:
         self._done.acquire()
         if self._fault is not None:
             raise self._fault
+
+    def stop(self) -> None:
+        """End the training, so that its memory can be freed."""
+        self._stopped = True
+        self._go.release()
+        self._thread.join()
 
     def _train(self) -> None:
         try:

@@ -21,6 +21,7 @@ from dstrain.cli_options import (
     SAMPLING_OPTION_NAMES,
     SAMPLING_OPTIONS,
     SCRATCH_OPTION,
+    TRAIN_OPTIONS,
     CommandGroup,
     pop_options,
     with_options,
@@ -43,22 +44,7 @@ def main(local_rank: int | None) -> None:
 
 
 @main.command()
-@with_options(RECIPE_OPTIONS)
-@click.option(
-    "--run-dir", "--run_dir", type=click.Path(path_type=Path), help="Run folder; default: runs/NAME of the recipe."
-)
-@click.option(
-    "--resume",
-    default="auto",
-    metavar="auto|never|DIR",
-    show_default=True,
-    help="Resume from the latest complete checkpoint.",
-)
-@click.option(
-    "--allow-change", "allowed", multiple=True, metavar="KEY", help="Recipe key that may differ on resume; repeatable."
-)
-@click.option("--dry-run", is_flag=True, help="Print recipe, DeepSpeed JSON and launch command; start nothing.")
-@with_options(LAUNCH_OPTIONS)
+@with_options(RECIPE_OPTIONS, TRAIN_OPTIONS, LAUNCH_OPTIONS)
 def train(
     recipe: str | None, task: str | None, ds_config: str | None, overrides: tuple[str, ...], run_dir: Path | None,
     resume: str, allowed: tuple[str, ...], dry_run: bool, **launch: Any,
@@ -71,14 +57,9 @@ def train(
     from dstrain.commands.train import launch_or_train
 
     request = TrainRequest(
-        recipe=recipe,
-        task=task,
-        ds_config=ds_config,
-        overrides=overrides,
-        run_dir=run_dir,
-        resume=resume,
+        recipe=recipe, task=task, ds_config=ds_config, overrides=overrides, run_dir=run_dir, resume=resume,
         allowed_changes=allowed,
-    )
+    )  # fmt: skip
     sys.exit(launch_or_train(request, launch, dry_run))
 
 

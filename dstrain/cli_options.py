@@ -76,6 +76,26 @@ RECIPE_OPTIONS = (
         help="Override a recipe key, such as optim.lr=2e-5; repeatable.",
     ),
 )
+TRAIN_OPTIONS = (
+    click.option(
+        "--run-dir", "--run_dir", type=click.Path(path_type=Path), help="Run folder; default: runs/NAME of the recipe."
+    ),
+    click.option(
+        "--resume",
+        default="auto",
+        metavar="auto|never|DIR",
+        show_default=True,
+        help="Resume from the latest complete checkpoint.",
+    ),
+    click.option(
+        "--allow-change",
+        "allowed",
+        multiple=True,
+        metavar="KEY",
+        help="Recipe key that may differ on resume; repeatable.",
+    ),
+    click.option("--dry-run", is_flag=True, help="Print recipe, DeepSpeed JSON and launch command; start nothing."),
+)
 FOLDER_TASK_OPTION = click.option(
     "--task", help="Packaged task, or the task file of the run: code in the folder is not run by itself."
 )

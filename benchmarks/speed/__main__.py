@@ -58,7 +58,9 @@ def compare_and_time(
 ) -> tuple[str, dict[str, list[float]]]:
     """Return (a sentence about the losses, seconds of each step). Raises AssertionError if losses differ."""
     checked_steps, rounds = counts
-    exact = _first_losses({name: made_variant(name, case, "fp32") for name in names if name != PRODUCTS}, checked_steps)
+    in_fp32 = {name: made_variant(name, case, "fp32") for name in names if name != PRODUCTS}
+    exact = _first_losses(in_fp32, checked_steps)
+    stop(in_fp32)
     worst = max(_apart(losses, exact[PLAIN]) for losses in exact.values())
     assert worst <= FP32_LIMIT, f"{case.setting.name} {case.task_name}: losses in fp32 differ by {worst:.1e}: {exact}"
     checked = f"fp32 losses within {worst:.1e} (limit {FP32_LIMIT:g})"
@@ -73,7 +75,15 @@ def compare_and_time(
         checked += f", {precision} losses within {worst:.1e} of them (limit {limit:.1e})"
     # Seconds of the processor: other processes on this core stretch the wall time, and one thread does all the work.
     clock = time.process_time if case.world.device.type == "cpu" else time.perf_counter
-    return checked, take_turns(runners, rounds, 1, case.world.device, clock)
+    seconds = take_turns(runners, rounds, 1, case.world.device, clock)
+    stop(runners)
+    return checked, seconds
+
+
+def stop(runners: dict[str, Any]) -> None:
+    """End TRL's training."""
+    if TRL in runners:
+        runners[TRL].stop()
 
 
 def _first_losses(runners: dict[str, Any], steps: int) -> dict[str, list[float]]:

@@ -47,8 +47,9 @@ def main(name: str, seed: str, task: str, variant: str, precision: str, *overrid
     for _ in range(STEPS):
         step()
     print(json.dumps((resident_bytes("VmHWM") - before) / 2**20), flush=True)
+    if variant == TRL:
+        step.stop()
     destroy_process_groups()
-    os._exit(0)  # TRL's thread waits for the next step
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.common import LAUNCHER_VARIABLES, made_engine
+from benchmarks.common import LAUNCHER_VARIABLES, made_ds_config, made_engine
 from benchmarks.speed.matmuls import MatrixProducts, count_work
 from benchmarks.speed.plain_deepspeed import PlainDeepSpeed
 from benchmarks.speed.settings import Setting, made_task
@@ -75,6 +75,10 @@ class Trl:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints every log line
             self._step()
 
+    def stop(self) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._step.stop()
+
 
 @contextlib.contextmanager
 def _without_launcher() -> Iterator[None]:
@@ -90,18 +94,11 @@ def made_case(
     setting: Setting, task_name: str, steps: int, world: Any, overrides: Sequence[str] = (), precision: str = "fp32"
 ) -> Case:
     """Return the case; cached outputs of a reference are computed here. Collective."""
-    from dstrain.preset import RunSettings, complete_preset, read_preset
     from dstrain.train.precompute_outputs import OutputsJob, add_outputs_and_select
 
     task = made_task(setting, task_name, steps, overrides)
-    settings = RunSettings(
-        precision=precision, micro=setting.micro, accumulate=1, world_size=1, clip=1.0, device_kind=world.device.type,
-        nvme_path="/tmp", uses_custom_optimizer=False,
-    )  # fmt: skip
-    job = OutputsJob(
-        task=task, ds_config=complete_preset(read_preset("zero2"), settings=settings), micro_batch_size=setting.micro,
-        world=world,
-    )  # fmt: skip
+    config = made_ds_config(task, "zero2", world, precision=precision, micro=setting.micro)
+    job = OutputsJob(task=task, ds_config=config, micro_batch_size=setting.micro, world=world)
     examples = add_outputs_and_select(job, {"train": task.examples("train")})["train"]
     return Case(setting=setting, task_name=task_name, task=task, examples=examples, steps=steps, world=world)
 

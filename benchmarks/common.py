@@ -239,14 +239,17 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def tell(result: Mapping[str, Any], to: Path | None) -> None:
-    """Print the record, the table and the JSON; write the JSON to `--to`."""
+    """Print the record, the table and the JSON; write the JSON to `--to`, or record and table if that is a .md file."""
     whole = {"certificate": certificate(), **result}
-    for key, value in whole["certificate"].items():
-        print(f"{key}: {', '.join(f'{n} {v}' for n, v in value.items()) if isinstance(value, dict) else value}")
-    print(f"checked first: {result['checked']}\n\n{table(result['rows'])}\n")
-    print(json.dumps(whole))
+    record = [
+        f"{key}: {', '.join(f'{n} {v}' for n, v in value.items()) if isinstance(value, dict) else value}"
+        for key, value in whole["certificate"].items()
+    ]
+    shown = f"checked first: {result['checked']}\n\n{table(result['rows'])}\n"
+    print("\n".join(record), shown, json.dumps(whole), sep="\n")
     if to is not None:
-        to.write_text(json.dumps(whole, indent=1) + "\n")
+        markdown = "\n".join(f"- {line}" for line in record) + f"\n\n{shown}"
+        to.write_text(markdown if to.suffix == ".md" else json.dumps(whole, indent=1) + "\n")
 
 
 def arguments(about: str, **options: Any) -> argparse.Namespace:
@@ -256,7 +259,7 @@ def arguments(about: str, **options: Any) -> argparse.Namespace:
         kind = {"choices": list(SHAPES)} if name == "shape" else {"type": type(default)}
         parser.add_argument(f"--{name.replace('_', '-')}", default=default, help=" ", **kind)
     parser.add_argument("--threads", type=int, default=None, help="of torch, on a CPU")
-    parser.add_argument("--to", type=Path, default=None, help="a file for the JSON")
+    parser.add_argument("--to", type=Path, default=None, help="a file for the JSON, or .md for the table")
     told = parser.parse_args()
     if told.threads:
         import torch

@@ -83,7 +83,9 @@ def find_setting(name: str, seed: int) -> Setting:
 def hh_pairs() -> list[dict[str, Any]]:
     """Return hh-rlhf's helpful pairs of DSTRAIN_DATA."""
     folder = Path(os.environ.get("DSTRAIN_DATA", ROOT.parent / "shared" / "data"))
-    lines = (folder / "hh" / "helpful-train.jsonl").read_text(encoding="utf-8").splitlines()
+    path = folder / "hh" / "helpful-train.jsonl"
+    assert path.is_file(), f"{path} does not exist; set DSTRAIN_DATA to the folder that contains hh/helpful-train.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 

@@ -9,7 +9,7 @@ the GIL. Both must see the same samples.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from benchmarks.common import join_alone, made_model, made_task, run, wait_for
 from dstrain.data.loading.loader import Loader
 from dstrain.data.loading.sampler import StepSampler
 from dstrain.train.engine.torch import TorchEngine
+
+Rounds = list[tuple[float, float]]
+"""(seconds, seconds spent waiting) of each round."""
 
 
 @dataclass(frozen=True)
@@ -90,21 +93,11 @@ def measure(
     samples = check_order(task, workers, batch)
     engine = TorchEngine(*made_model(task), task.recipe.optim, world.device)
     costs = [0.0] if not decode_ms else [0.0, decode_ms]
-    told: dict[tuple[float, int], list[tuple[float, float]]] = {
-        (cost, count): [] for cost in costs for count in workers
-    }
+    told: dict[tuple[float, int], Rounds] = {(cost, count): [] for cost in costs for count in workers}
     for turn in range(rounds):
         for cost, count in list(told) if turn % 2 else list(told)[::-1]:
             loader = made_loader(task, count, cost, batch, world.device.type == "cuda")
             told[cost, count].append(take(loader, engine, task.recipe.optim.lr))
-    rows = []
-    for (cost, count), pairs in told.items():
-        seconds, waited = (sum(values) for values in zip(*pairs, strict=True))
-        alone = sum(pair[0] for pair in told[cost, 0])
-        rows.append({
-            "decode_ms": cost, "workers": count, "wait_share": waited / seconds, "step_ms": seconds / rounds / max(steps - 1, 1) * 1000,
-            "time_over_workers_0": seconds / alone,
-        })  # fmt: skip
     return {
         "settings": {
             "shape": shape,
@@ -115,7 +108,19 @@ def measure(
             "rounds": rounds,
         },
         "checked": f"workers {workers} give the same {samples} samples in the same micro-batches",
-        "rows": rows,
+        "rows": [make_row(told, cost, count, max(steps - 1, 1)) for cost, count in told],
+    }
+
+
+def make_row(told: Mapping[tuple[float, int], Rounds], cost: float, count: int, steps: int) -> dict[str, Any]:
+    """Return the row of one decoding cost and number of workers from (seconds, seconds waited) of each round."""
+    seconds, waited = (sum(values) for values in zip(*told[cost, count], strict=True))
+    return {
+        "decode_ms": cost,
+        "workers": count,
+        "wait_share": waited / seconds,
+        "step_ms": seconds / len(told[cost, count]) / steps * 1000,
+        "time_over_workers_0": seconds / sum(pair[0] for pair in told[cost, 0]),
     }
 
 

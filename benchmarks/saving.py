@@ -42,19 +42,18 @@ def measure(
     try:
         for turn in range(1 + rounds):
             for name, saving in ways.items():
-                stall, total = _save(saving, turn, lambda: engine.evaluate(batches[0]), world.device)
+                blocked, complete = _save(saving, turn, lambda: engine.evaluate(batches[0]), world.device)
                 if turn:
-                    stalls[name].append(stall)
-                    totals[name].append(total)
+                    stalls[name].append(blocked)
+                    totals[name].append(complete)
             assert _state(folder / "waiting", turn) == _state(folder / "behind", turn), "the two wrote other files"
     finally:
         shutil.rmtree(folder)
-    rows = [
-        {"saving": name, "stall_ms": ratio(stalls, name, "waiting")["median_ms"],
-         "stall_ratio": ratio(stalls, name, "waiting")["ratio"], "whole_after_ms": ratio(totals, name, "waiting")["median_ms"],
-         "mib": size / 2**20}
-        for name in ways
-    ]  # fmt: skip
+    rows = []
+    for name in ways:
+        stall, total = (ratio(seconds, name, "waiting") for seconds in (stalls, totals))
+        times = {"stall_ms": stall["median_ms"], "stall_ratio": stall["ratio"], "whole_after_ms": total["median_ms"]}
+        rows.append({"saving": name, **times, "mib": size / 2**20})
     return {
         "settings": {"shape": shape, "length": length, "preset": preset, "precision": precision, "rounds": rounds},
         "checked": f"both wrote the same state in each of {1 + rounds} rounds, by the hashes of their manifests",

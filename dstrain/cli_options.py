@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
-from dstrain.errors import DstrainError, UsageError, explain_system_error
-from dstrain.process_setup import prepare_process
+from dstrain.errors import EXIT_OUTPUT_CLOSED, DstrainError, UsageError, explain_system_error
+from dstrain.process_setup import discard_closed_output, prepare_process
 
 UNSUPPORTED_COMMANDS = {
     "plan": "see docs/memory.md for the settings, and peak_memory_gib in metrics.jsonl for the memory used",
@@ -159,14 +159,26 @@ class CommandGroup(click.Group):
                 problem = "Python runs without docstrings (-OO, PYTHONOPTIMIZE=2), which transformers needs"
                 raise UsageError(f"{problem}; unset PYTHONOPTIMIZE, or set it to 1")
             return super().invoke(ctx)
+        except BrokenPipeError:
+            # click would exit with 1, which says that a run failed. A broken pipe to another process is such a failure.
+            if not discard_closed_output():
+                raise
+            ctx.exit(EXIT_OUTPUT_CLOSED)
         except DstrainError as error:
-            click.echo(f"error: {error}", err=True)
-            ctx.exit(error.exit_code)
+            _exit_with_error(ctx, error)
         except (RuntimeError, OSError) as error:
             if (fault := explain_system_error(error)) is None:
                 raise
-            click.echo(f"error: {fault}", err=True)
-            ctx.exit(fault.exit_code)
+            _exit_with_error(ctx, fault)
+
+
+def _exit_with_error(ctx: click.Context, error: DstrainError) -> NoReturn:
+    """Print an error and exit with its code, also where nobody reads it."""
+    try:
+        click.echo(f"error: {error}", err=True)
+    except BrokenPipeError:
+        discard_closed_output()
+    ctx.exit(error.exit_code)
 
 
 def with_options(*groups: Sequence[Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -28,6 +28,8 @@ from itertools import islice
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 EXIT_STOPPED = 75
 """Stopped on request after a checkpoint; the same command continues. EX_TEMPFAIL of sysexits.h."""
+EXIT_OUTPUT_CLOSED = 141
+"""The reader of the output closed it, as `head` does: 128 + SIGPIPE, the code of other programs in a pipe."""
 MAX_NAMES = 3
 """Names that a message lists before `and N more`."""
 URL_PASSWORD = re.compile(r"(://[^\s/@:]*:)[^\s/@]+@")

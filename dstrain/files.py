@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders; files opened without waiting for devices; paths in messages.
+"""Atomic writes of files and folders; regular files and their state; paths in messages.
 
 PATH.HOST-PID-TOKEN.partial     PATH while one process writes it
 """
@@ -16,9 +16,10 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, BinaryIO, Self
 
 Content = bytes | str | Callable[[IO[bytes]], object]
 """Bytes, a text (written as UTF-8), or a function that writes into the open file."""
@@ -204,3 +205,35 @@ def not_file_reason(path: Path) -> str:
     except ValueError:  # a null byte in the path
         return ""
     return "" if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else NOT_REGULAR
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchedFile:
+    """A file or folder, as it was when records were read, to notice later that it has changed."""
+
+    path: str
+    bytes: int | None
+    """None if there was no such file."""
+    ctime_ns: int | None
+    """Unlike mtime, it also changes when a change of permissions makes the file readable."""
+
+    @classmethod
+    def from_path(cls, path: Path) -> Self:
+        """Return the entry for the file's present state."""
+        found = stat_or_none(path)
+        return cls(path=str(path), bytes=found and found.st_size, ctime_ns=found and found.st_ctime_ns)
+
+    def find_change(self) -> str | None:
+        """Return that the file has changed, as a clause without the fix; None if it has not."""
+        return None if type(self).from_path(Path(self.path)) == self else self._describe_change()
+
+    def _describe_change(self) -> str:
+        return f"{display_path(Path(self.path))} has changed"
+
+
+def stat_or_none(path: Path) -> os.stat_result | None:
+    """Return the status of a file; None if there is none, or if its path has a null byte."""
+    try:
+        return path.stat()
+    except (OSError, ValueError):
+        return None

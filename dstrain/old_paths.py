@@ -25,6 +25,12 @@ _RENAMED_IN_REGISTRY = {
     "with_learning_rate": f"{_REGISTRY}.fill_learning_rate",
 }
 
+
+def _names_in(module: str, *names: str) -> dict[str, str]:
+    """Return the new places of names that moved to one module unchanged."""
+    return {name: f"{module}.{name}" for name in names}
+
+
 MOVED: Mapping[str, Mapping[str, str]] = {
     "dstrain.data.source": {
         "open_source": f"{_SOURCES}.open_source",
@@ -41,40 +47,37 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         "read_preference": f"{_PREFERENCES}.read_preference",
         "Message": "dstrain.data.formats.transcripts.Message",
         "ROLES": f"{_MESSAGES}.ROLE_ALIASES",
-        **{name: f"{_MESSAGES}.{name}" for name in ("read_messages", "read_system", "read_text")},
+        **_names_in(_MESSAGES, "read_messages", "read_system", "read_text"),
     },
-    "dstrain.data.sources.open": {name: f"{_WRAPPERS}.{name}" for name in ("ConcatSource", "HeadSource")},
-    "dstrain.data.sources.decode": {
-        name: f"dstrain.data.sources.files.{name}"
-        for name in ("check_record", "decode_record", "decode_text", "parse_json")
+    "dstrain.data.sources.open": _names_in(_WRAPPERS, "ConcatSource", "HeadSource"),
+    "dstrain.data.sources.decode": _names_in(
+        "dstrain.data.sources.files", "check_record", "decode_record", "decode_text", "parse_json"
+    ),
+    "dstrain.data.encoding.special_tokens": _names_in(
+        _TOKENIZATION, "SpecialTokens", "get_special_tokens", "split_bos", "has_suffix"
+    ),
+    "dstrain.data.encoding.chat_template": _names_in(
+        "dstrain.data.encoding.rendering", "has_chat_template", "describe_missing_template"
+    ),
+    "dstrain.data.cache.columns": _names_in("dstrain.data.cache.token_store", "ColumnFile", "ColumnWriter"),
+    "dstrain.data.sources.watched_file": _names_in("dstrain.files", "WatchedFile", "stat_or_none"),
+    "dstrain.data.cache.build_images": {
+        "ImageRecordEncoder": f"{_BUILD}.ImageRecordEncoder",
+        "encode_image_prompts": "dstrain.data.encoding.prompts.encode_image_prompts",
     },
-    "dstrain.data.encoding.special_tokens": {
-        name: f"{_TOKENIZATION}.{name}" for name in ("SpecialTokens", "get_special_tokens", "split_bos", "has_suffix")
-    },
-    "dstrain.data.encoding.chat_template": {
-        name: f"dstrain.data.encoding.rendering.{name}" for name in ("has_chat_template", "describe_missing_template")
-    },
-    "dstrain.data.cache.columns": {
-        name: f"dstrain.data.cache.token_store.{name}" for name in ("ColumnFile", "ColumnWriter")
-    },
-    "dstrain.data.vision.expansion": {
-        name: f"dstrain.data.encoding.rendering.{name}"
-        for name in ("PlaceholderExpansion", "shift_offset", "shift_spans")
-    },
-    "dstrain.data.paths": {
-        name: f"dstrain.files.{name}"
-        for name in ("display_path", "open_regular_file", "not_file_reason", "NOT_REGULAR")
-    },
-    "dstrain.data.rng": {
-        name: f"dstrain.data.loading.sampler.{name}" for name in ("make_random_state", "IMAGE_STREAM")
-    },
-    "dstrain.models.attention_mask": {
-        name: f"{_FORWARD}.{name}" for name in ("needs_attention_mask", "NO_MASK_MODEL_TYPES")
-    },
-    "dstrain.train.engine.step": {
-        name: f"dstrain.train.engine.module.{name}"
-        for name in ("scale_loss_or_nan", "set_lr", "step_outcome", "total_step_weight")
-    },
+    "dstrain.data.vision.downscale": _names_in("dstrain.data.vision.image_index_writer", "downscale_if_equivalent"),
+    "dstrain.data.vision.patches": _names_in("dstrain.data.vision.image_io", "raise_on_truncated_images"),
+    "dstrain.data.vision.expansion": _names_in(
+        "dstrain.data.encoding.rendering", "PlaceholderExpansion", "shift_offset", "shift_spans"
+    ),
+    "dstrain.data.paths": _names_in(
+        "dstrain.files", "display_path", "open_regular_file", "not_file_reason", "NOT_REGULAR"
+    ),
+    "dstrain.data.rng": _names_in("dstrain.data.loading.sampler", "make_random_state", "IMAGE_STREAM"),
+    "dstrain.models.attention_mask": _names_in(_FORWARD, "needs_attention_mask", "NO_MASK_MODEL_TYPES"),
+    "dstrain.train.engine.step": _names_in(
+        "dstrain.train.engine.module", "scale_loss_or_nan", "set_lr", "step_outcome", "total_step_weight"
+    ),
     "dstrain.data.messages": {"BadRecord": f"{_RECORDS}.BadRecord"},
     "dstrain.data.prepare": {
         "prepare": f"{_BUILD}.prepare",
@@ -114,7 +117,7 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     "dstrain.tasks.kto": {"SingleAnswers": "dstrain.tasks.kto.KTO"},
     "dstrain.tasks": _RENAMED_IN_REGISTRY,
     "dstrain.tasks.find": {
-        **{name: f"{_REGISTRY}.{name}" for name in ("find_task", "make_task")},
+        **_names_in(_REGISTRY, "find_task", "make_task"),
         "Option": "dstrain.tasks.common.options.Option",
         **_RENAMED_IN_REGISTRY,
     },
@@ -126,10 +129,7 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         "score_tokens": f"{_FORWARD}.score_tokens",
         "exact_answers": f"{_FORWARD}.count_exact_answers",
         "inputs_of_images": f"{_FORWARD}.vision_inputs",
-        **{
-            name: f"{_LOSSES}.{name}"
-            for name in ("bradley_terry", "dpo_sigmoid", "robust_dpo", "ipo", "hinge", "simpo", "kto")
-        },
+        **_names_in(_LOSSES, "bradley_terry", "dpo_sigmoid", "robust_dpo", "ipo", "hinge", "simpo", "kto"),
         "odds_ratio": f"{_LOSSES}.orpo",
         "switch_off_dropout": "dstrain.tasks.common.dropout.disable_dropout_in_model",
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import signal
 import sys
 import threading
@@ -48,6 +49,22 @@ def reset_sigchld() -> None:
     """
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def discard_closed_output() -> bool:
+    """Send stdout and stderr to the null device where their reader has closed the pipe; return True if one had.
+
+    Python flushes both streams at exit: what is still buffered would fail again and change the exit code to 120.
+    """
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    closed = [descriptor for descriptor, event in poll.poll(0) if event & (select.POLLERR | select.POLLHUP)]
+    for descriptor in closed:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, descriptor)
+        os.close(null)
+    return bool(closed)
 
 
 def log_stderr(message: str) -> None:

@@ -146,8 +146,10 @@ def _watch(socket_name: str, heartbeat_timeout: float) -> None:
                     missed = 0
                 else:  # it has ended
                     break
-    except OSError:  # the agent has ended, or cannot be reached: this process ends below, as after silence
-        pass
+    except OSError:
+        # The agent has ended, or cannot be reached. No message: the launch reports that host, and this process ends
+        # below, as it does where the agent closes the connection.
+        silent = False
     if silent:
         print_error(
             f"error: the agent of this host has sent no heartbeat for "

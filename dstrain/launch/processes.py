@@ -75,12 +75,12 @@ def is_process_alive(pid: int, started_at: str) -> bool | None:
     """
     if process_state(pid) == "Z":
         return False
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError, ValueError):
-        return False
-    except PermissionError:
-        pass  # another user's process has the pid: its start time, below, tells if it is the one
+    # PermissionError: another user's process has the pid, and its start time, below, tells if it is the one.
+    with contextlib.suppress(PermissionError):
+        try:
+            os.kill(pid, 0)
+        except (ProcessLookupError, OverflowError, ValueError):
+            return False
     now = start_time(pid)
     return now == started_at if now and started_at else None
 

@@ -20,9 +20,6 @@ from dstrain.report.run_log import Row
 
 log = logging.getLogger(__name__)
 
-WANDB_MODES = {"": "online", "online": "online", "run": "online", "shared": "online"}
-WANDB_MODES |= {"offline": "offline", "dryrun": "offline", "disabled": "disabled"}
-"""Value of WANDB_MODE -> mode used here."""
 FALLBACKS = {"online": "its rows go to files", "offline": "this run continues without it"}
 """Mode that could not start -> what happens instead; the modes are tried in this order."""
 INIT_SECONDS = 20.0
@@ -31,15 +28,6 @@ FINISH_SECONDS = 20.0
 """Timeout of the last upload; rows that were not uploaded stay on disk."""
 GRACE_SECONDS = 10.0
 """Additional time before a hanging service process is killed."""
-SETTINGS = {
-    "silent": True,
-    "console": "off",  # the output is in logs/ already
-    "disable_git": True,  # a remote's URL may contain a password
-    "disable_code": True,
-    "finish_timeout_raises": True,
-    "x_transaction_log_flush_interval": 0.5,  # default 15 s: a killed run would lose that much
-}
-"""Fields of wandb.Settings; unknown ones are left out, because names with x_ may change."""
 
 
 class WandbSink:
@@ -56,19 +44,18 @@ class WandbSink:
             return
         for attempt in list(FALLBACKS)[mode == "offline" :]:
             try:
-                self._run = run = _init(config, run_dir, recipe, attempt)
+                self._run = _init(config, run_dir, recipe, attempt)
             except Exception as error:  # wandb's own errors, and those of pydantic and the network
                 reason = mask_passwords(" ".join(str(error).split()))
                 log.warning("Weights & Biases (%s) did not start: %s; %s", attempt, reason, FALLBACKS[attempt])
-                _teardown()  # the service still holds the run id of this attempt
+                _end_service()  # it still holds the run id of this attempt
                 continue
-            folder = str(Path(run.dir).parent)
+            folder = str(Path(self._run.dir).parent)
             self._sync_command = f"`wandb sync {folder}`"
-            self.event_fields = {"id": run.id, "mode": attempt} | (
-                {"folder": folder} if attempt == "offline" else {"url": run.url}
-            )
-            place = f"files for {self._sync_command}" if attempt == "offline" else run.url
-            print(f"weights & biases: run {run.id}, {place}", flush=True)
+            place = {"folder": folder} if attempt == "offline" else {"url": self._run.url}
+            self.event_fields = {"id": self._run.id, "mode": attempt, **place}
+            where = place.get("url", f"files for {self._sync_command}")
+            print(f"weights & biases: run {self._run.id}, {where}", flush=True)
             return
 
     def write(self, row: Row) -> None:
@@ -81,27 +68,16 @@ class WandbSink:
         except Exception as error:  # the service process died
             log.warning("Weights & Biases takes no more rows (%s); this run continues without it", error)
             self._run = None
-            _teardown()
+            _end_service()
 
     def close(self, exit_code: int = 0) -> None:
         """Report the exit code, upload the last rows within FINISH_SECONDS, and end wandb's processes."""
         run, self._run = self._run, None
         if run is None:
             return
-        # finish_timeout covers a silent server. finish() and teardown() wait forever for a service that hangs.
-        timer = threading.Timer(FINISH_SECONDS + GRACE_SECONDS, _kill_service, [True])
-        timer.daemon = True
-        timer.start()
-        try:
-            if exit_code == EXIT_STOPPED:
-                run.mark_preempting()  # shown as preempted, not as failed
-            run.finish(exit_code=exit_code)
-        except Exception as error:
+        if error := _end_service(run, exit_code):
             reason = str(error) or type(error).__name__
             log.warning("Weights & Biases may not have the last rows (%s); %s uploads them", reason, self._sync_command)
-        finally:
-            _teardown()
-            timer.cancel()
 
 
 def check_wandb(config: WandbConfig) -> None:
@@ -121,7 +97,7 @@ def check_wandb(config: WandbConfig) -> None:
     except Exception as error:  # wandb's own errors, or pydantic's for an invalid environment variable
         problem = f"its API key cannot be used ({' '.join(str(error).split()).rstrip('.')})"
     finally:
-        _teardown()
+        _end_service()
     if problem:
         fix = "set WANDB_API_KEY, run `wandb login`, or set log.wandb.mode=offline"
         raise UsageError(f"log.wandb.mode is online, but {problem}; {fix}")
@@ -129,31 +105,33 @@ def check_wandb(config: WandbConfig) -> None:
 
 def resolve_mode(recipe_mode: str, env: Mapping[str, str]) -> str:
     """Return online, offline or disabled: WANDB_MODE and WANDB_DISABLED can lower the recipe's mode, not raise it."""
+    aliases = {"": "online", "run": "online", "shared": "online", "dryrun": "offline"}
     name = env.get("WANDB_MODE", "").lower()
-    if name not in WANDB_MODES:
-        raise UsageError(f"WANDB_MODE={name}: not a valid mode; set it to online, offline or disabled")
     is_disabled = env.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")
-    modes = {recipe_mode, WANDB_MODES[name], "disabled" if is_disabled else "online"}
+    modes = {recipe_mode, aliases.get(name, name), "disabled" if is_disabled else "online"}
+    if not modes <= {"disabled", "offline", "online"}:
+        raise UsageError(f"WANDB_MODE={name}: not a valid mode; set it to online, offline or disabled")
     return min(modes, key=("disabled", "offline", "online").index)
 
 
 def get_run_id(run_dir: Path) -> str:
     """Return the W&B run id of a run folder, stored in `wandb/id` so that every resume continues the same W&B run."""
+    # resume="auto" of wandb stores an id too, but generates another than WANDB_RUN_ID's or that of older run folders.
     path = run_dir / "wandb" / "id"
-    run_id = path.read_text().strip() if path.is_file() else ""
-    if not run_id:
-        run_id = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+    if not path.is_file() or not path.read_text().strip():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(run_id + "\n")
-    return run_id
+        path.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
+    return path.read_text().strip()
 
 
 def _import_wandb() -> Any:
-    """Import wandb with error reporting and terminal output off, which only environment variables can do everywhere."""
+    """Import wandb with the settings that only environment variables can set everywhere."""
+    for name in [name for name, value in os.environ.items() if name.startswith("WANDB_") and not value]:
+        del os.environ[name]  # wandb rejects empty values
+    os.environ.setdefault("WANDB_SILENT", "true")  # login prints the server's URL
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # without network it delays the exit by 10 s
-    os.environ["WANDB_SILENT"] = os.environ.get("WANDB_SILENT") or "true"  # login prints the server's URL
-    if os.environ.get("WANDB_MODE") == "":  # wandb rejects an empty value
-        del os.environ["WANDB_MODE"]
+    # The default is 15 s: a killed run would lose that much. An unknown variable is ignored, an unknown field raises.
+    os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "0.5")
     import wandb
 
     return wandb
@@ -161,7 +139,6 @@ def _import_wandb() -> Any:
 
 def _init(config: WandbConfig, run_dir: Path, recipe: Mapping[str, Any], mode: str) -> Any:
     wandb = _import_wandb()
-    settings = {**SETTINGS, "init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
     run = wandb.init(
         project=config.project,
         name=config.name or run_dir.name,
@@ -170,23 +147,45 @@ def _init(config: WandbConfig, run_dir: Path, recipe: Mapping[str, Any], mode: s
         mode=mode,
         dir=str(run_dir),
         config=dict(recipe),
-        settings=wandb.Settings(**{k: v for k, v in settings.items() if k in wandb.Settings.model_fields}),
+        settings=wandb.Settings(
+            silent=True,
+            console="off",  # the output is in logs/ already
+            disable_git=True,  # a remote's URL may contain a password
+            disable_code=True,
+            init_timeout=INIT_SECONDS,
+            finish_timeout=FINISH_SECONDS,
+            finish_timeout_raises=True,
+        ),
     )
     # wandb drops rows whose own step is not rising, as after a resume; so `step` is a metric and the x-axis.
-    for name in ("step", "train/*", "eval/*"):
-        run.define_metric(name, step_metric=None if name == "step" else "step")
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
     return run
 
 
-def _teardown() -> None:
-    """End wandb's service process. Rows that were not uploaded stay on disk."""
+def _end_service(run: Any = None, exit_code: int = 0) -> Exception | None:
+    """Finish the run and end wandb's processes; return the error if the server may lack rows. They stay on disk."""
+    error = None
+    # finish_timeout covers a silent server. finish() and teardown() wait forever for a service that hangs.
+    timer = threading.Timer(FINISH_SECONDS + GRACE_SECONDS, _kill_service, [True])
+    timer.daemon = True
+    timer.start()
+    try:
+        if run is not None and exit_code == EXIT_STOPPED:
+            run.mark_preempting()  # shown as preempted, not as failed
+        if run is not None:
+            run.finish(exit_code=exit_code)
+    except Exception as fault:
+        error = fault
     with contextlib.suppress(Exception, SystemExit):  # it calls sys.exit where its process was killed or failed
         _import_wandb().teardown()
+    timer.cancel()
     _kill_service()
+    return error
 
 
-def _kill_service(is_unresponsive: bool = False) -> None:
-    if is_unresponsive:
+def _kill_service(is_hanging: bool = False) -> None:
+    if is_hanging:
         log.warning("Weights & Biases does not end, so its processes are killed")
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

@@ -21,8 +21,7 @@ from dstrain.data.formats.messages import read_system
 from dstrain.data.formats.prompts import ParsedPrompt
 from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER, Message
 from dstrain.data.records import BadRecord, EncodeResult
-from dstrain.data.sources.base import HeadSource, Source
-from dstrain.data.sources.open import open_source
+from dstrain.data.sources.base import Source, cut_source
 from dstrain.data.vision.document_augment import DocumentAugmentation
 from dstrain.errors import Fault, RecipeError
 from dstrain.tasks.common.task import GenerationMetrics, Loss
@@ -109,17 +108,17 @@ class DocQA(SFT):
         # Made here, because both check their values.
         _ = self.document_options, self.augmentation
         if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing is {self.label_smoothing:g}, but has to be at least 0 and below 1")
+            raise ValueError(f"label_smoothing is {self.label_smoothing:g}, but it must be at least 0 and below 1")
         if self.focal_gamma < 0:
-            raise ValueError(f"focal_gamma is {self.focal_gamma:g}, but has to be at least 0")
+            raise ValueError(f"focal_gamma is {self.focal_gamma:g}, but it must be at least 0")
         if self.prompt_template.count(QUESTION_FIELD) != 1:
-            raise ValueError(f"prompt_template has to contain {QUESTION_FIELD} once")
+            raise ValueError(f"prompt_template must contain {QUESTION_FIELD} once")
         for name, value in (
             ("max_new_tokens", self.max_new_tokens),
             ("generate_max_samples", self.generate_max_samples),
         ):
             if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, but has to be at least 1")
+                raise ValueError(f"{name} is {value}, but it must be at least 1")
 
     @cached_property
     def document_options(self) -> DocumentOptions:
@@ -142,9 +141,8 @@ class DocQA(SFT):
         return DocumentSource(source, self.document_options)
 
     def open_prompts(self, item: DatasetConfig) -> Source:
-        data, options = self.recipe.data, replace(self.document_options, with_answers=False)
-        source = DocumentSource(open_source(item, data.columns), options)
-        return HeadSource(source, data.max_samples) if data.max_samples else source
+        options = replace(self.document_options, with_answers=False)
+        return cut_source(DocumentSource(self.open_source(item), options), self.recipe.data.max_samples)
 
     def parse(self, record: Mapping[str, Any]) -> DocumentConversation:
         answers = record.get("answers")

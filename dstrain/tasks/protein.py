@@ -19,7 +19,7 @@ from dstrain.data.cache.build import RecordEncode, prepare
 from dstrain.data.cache.dataset import NO_TRAIN_DATA, TokenizedDataset, get_source_sizes, split_examples
 from dstrain.data.dataset import Samples
 from dstrain.data.records import BadRecord
-from dstrain.data.sources.base import ConcatSource, HeadSource
+from dstrain.data.sources.base import ConcatSource, cut_source
 from dstrain.data.sources.open import open_source
 from dstrain.data.structures.chain import (
     AMINO_ACIDS,
@@ -113,20 +113,22 @@ class Protein(Task):
 
     def __post_init__(self) -> None:
         counts = {name: getattr(self, name) for name in ("hidden_dim", "encoder_layers", "decoder_layers", "num_heads")}
-        if wrong := [f"{name} is {value}, but has to be at least 1" for name, value in counts.items() if value < 1]:
+        if wrong := [f"{name} is {value}, but it must be at least 1" for name, value in counts.items() if value < 1]:
             raise ValueError("; ".join(wrong))
         if self.hidden_dim % self.num_heads:
-            raise ValueError(f"hidden_dim is {self.hidden_dim}, but has to be a multiple of num_heads {self.num_heads}")
+            raise ValueError(
+                f"hidden_dim is {self.hidden_dim}, but it must be a multiple of num_heads {self.num_heads}"
+            )
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout:g}, but has to be at least 0 and below 1")
+            raise ValueError(f"dropout is {self.dropout:g}, but it must be at least 0 and below 1")
         if not 0 < self.mask_ratio < 1:
-            raise ValueError(f"mask_ratio is {self.mask_ratio:g}, but has to be above 0 and below 1")
+            raise ValueError(f"mask_ratio is {self.mask_ratio:g}, but it must be above 0 and below 1")
         if self.coordinate_weight < 0:
-            raise ValueError(f"coordinate_weight is {self.coordinate_weight:g}, but has to be at least 0")
+            raise ValueError(f"coordinate_weight is {self.coordinate_weight:g}, but it must be at least 0")
         if self.min_residues < 2:
-            raise ValueError(f"min_residues is {self.min_residues}, but has to be at least 2")
+            raise ValueError(f"min_residues is {self.min_residues}, but it must be at least 2")
         if not 0 < self.split_identity <= 1:
-            raise ValueError(f"split_identity is {self.split_identity:g}, but has to be above 0 and up to 1")
+            raise ValueError(f"split_identity is {self.split_identity:g}, but it must be above 0 and up to 1")
 
     @property
     def checks(self) -> Checks:
@@ -167,8 +169,7 @@ class Protein(Task):
     def _load(self, items: Sequence[DatasetConfig], weights: tuple[float, ...]) -> TokenizedDataset:
         """Return all chains of the folders, from the cache where they are in it. Raises DataError."""
         data = self.recipe.data
-        sources = [open_source(item, data.columns) for item in items]
-        source = ConcatSource([HeadSource(one, data.max_samples) for one in sources] if data.max_samples else sources)
+        source = ConcatSource([cut_source(open_source(item, data.columns), data.max_samples) for item in items])
         key = {"what": "structures", "version": READER_VERSION, "min_residues": self.min_residues}
         key["gemmi"] = gemmi_version()
         store = prepare(source, RecordEncode(self.parse, _encode_chains), key, policy_of(self.recipe))

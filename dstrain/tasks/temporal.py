@@ -85,9 +85,9 @@ class Temporal(SFT):
     def __post_init__(self) -> None:
         object.__setattr__(self, "metric_names", METRICS[self.stage])
         if not 0 < self.mask_ratio < 1:
-            raise ValueError(f"mask_ratio is {self.mask_ratio:g}, but has to be above 0 and below 1")
+            raise ValueError(f"mask_ratio is {self.mask_ratio:g}, but it must be above 0 and below 1")
         if self.max_new_tokens < 1 or (self.generate_max_samples or 1) < 1:
-            raise ValueError("max_new_tokens and generate_max_samples have to be at least 1")
+            raise ValueError("max_new_tokens and generate_max_samples must be at least 1")
         if self.stage in ("align", "masked") and self.recipe.model.lora is not None:
             raise ValueError(f"stage {self.stage} trains no adapters; remove model.lora, or use stage sft")
         if self.synthetic and self.stage == "classify":

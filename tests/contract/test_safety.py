@@ -35,9 +35,9 @@ def test_a_starter_recipe_has_the_block_as_a_comment() -> None:
 @pytest.mark.parametrize("safety", [None, {"anchor_weight": 1.0}])
 def test_an_option_of_a_block_is_set_by_its_dotted_name(safety: dict[str, Any] | None, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, DPO.tiny(tmp_path) | {"options": {"safety": safety}})
-    result = invoke("train", recipe, "--dry-run", "--set", "options.safety.delta=5")
+    result = invoke("train", recipe, "--dry-run", "--set", "options.safety.anchor_weight=0.5")
     assert result.exit_code == 0, result.output
-    assert "delta: 5" in result.output
+    assert "anchor_weight: 0.5" in result.output
 
 
 def test_an_unknown_option_of_a_block_is_refused_with_a_suggestion(tmp_path: Path) -> None:

@@ -27,6 +27,25 @@ def test_a_command_with_closed_streams_ends_with_its_code(words: str, code: int,
     assert b"Traceback" not in told.stdout + told.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "code"), [("data check FILE --task rm", 141), ("tasks rm", 141), ("data check nowhere --task rm", 2)]
+)
+def test_a_command_whose_reader_has_gone_ends_quietly_and_not_as_a_failed_run(
+    words: str, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"chosen": 1}\n' * 100)
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "dstrain.cli", *words.replace("FILE", str(tmp_path / "bad.jsonl")).split()]
+    told = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=writing, timeout=60, check=False)
+    assert told.returncode == code
+    told = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writing)
+    assert told.returncode == code
+    assert b"Traceback" not in told.stderr
+    assert b"Exception ignored" not in told.stderr
+
+
 def test_what_is_opened_later_is_no_stream(tmp_path: Path) -> None:
     script = "from dstrain.process_setup import open_closed_streams as o; import os, sys; o(); f = os.open(sys.argv[1], 65); os.write(f, b'x'); print('stray')"
     file = tmp_path / "file"

@@ -1,11 +1,14 @@
-"""Preparation of data: from a source to a token store, with the limit on bad records."""
+"""Preparation of data: from a source to a token store, within the limit on bad records."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,20 +17,27 @@ from dstrain.data.cache.bad_record_summary import format_bad_rows, group_by_reas
 from dstrain.data.cache.load_or_build import load_or_build_store
 from dstrain.data.cache.process_pool import SINGLE_PROCESS, EncodedChunk, ProcessPoolConfig, map_chunks
 from dstrain.data.cache.token_store import BuildReport, TokenStore, WithExtraFiles
+from dstrain.data.encoding.rendering import PlaceholderExpansion
+from dstrain.data.formats.image_placeholders import RecordWithImages, read_with_images
 from dstrain.data.records import BadRecord, BadRow, Encode, EncodeResult, encode_valid, try_parse
 from dstrain.data.sources.base import DerivedSource, Source
+from dstrain.data.vision.image_index import ImageEntry
+from dstrain.data.vision.image_index_writer import ImageIndexWriter
+from dstrain.data.vision.processor import VisionProcessor
 from dstrain.errors import DataError
 
 CACHE_FORMAT = 5
 """Part of every key. Increase it when the same data gives other examples, so that old caches are ignored."""
 CHUNK_SIZE, IMAGE_CHUNK_SIZE, PARALLEL_CHUNK_SIZE = 1000, 200, 250
 """Records in memory at once: of text, with images (whose bytes they may hold), for one of several processes."""
+MAX_IMAGE_THREADS = 8
+"""Threads that decode at once, each with one image in memory; Pillow releases the GIL while it decodes."""
 MAX_BAD_FRACTION = 0.01
 """Share of bad records that is skipped where `data.on_error` is not set."""
-
-
 EncodeItems = Callable[[list[Any]], Sequence[EncodeResult | list[EncodeResult]]]
 """Parsed records -> the example or the fault of each, or a list of them."""
+EncodeParsed = Callable[[list[Any], PlaceholderExpansion | None], Sequence[EncodeResult]]
+"""(parsed records, expansion of their image placeholders, None for text-only models) -> examples or faults."""
 
 
 @runtime_checkable
@@ -62,6 +72,83 @@ class SequentialEncode(RecordEncode):
         """Continue as if the records in `previous`, the last one first, had been encoded."""
         parsed = (try_parse(self.parse, record) for record in previous)
         self.encode.restore_context(item for item in parsed if not isinstance(item, BadRecord))
+
+
+@dataclass(frozen=True)
+class LoadedRecord:
+    """A parsed record with its images located and their texts known."""
+
+    record: RecordWithImages[Any]
+    entries: tuple[ImageEntry, ...]
+    image_texts: list[str]
+    """The image tokens of each image, as text."""
+
+
+@dataclass(frozen=True)
+class ImageRecordEncoder:
+    """A vision processor, and the writer of the image index that a build fills."""
+
+    vision_processor: VisionProcessor
+    index_writer: ImageIndexWriter
+    threads: int = 1
+
+    @classmethod
+    def create(cls, vision_processor: VisionProcessor, max_threads: int) -> ImageRecordEncoder:
+        """Return an encoder with an empty image index; downscaled copies have a cache folder per image processor."""
+        fingerprint = _downscale_fingerprint(vision_processor.hf_processor.image_processor)
+        writer = ImageIndexWriter(vision_processor.downscale, cache_root() / "images" / fingerprint)
+        return cls(vision_processor, writer, min(max_threads, MAX_IMAGE_THREADS))
+
+    def make_encode(self, source: Source, parse: Callable[[Mapping[str, Any]], Any], encode: EncodeParsed) -> Encode:
+        """Return an `Encode` whose examples have a column `images`: positions in the image index next to them."""
+        load = partial(self._load_record, source, parse)
+        # One pool for all chunks: each thread copies the processor, which is slow.
+        pool = ThreadPoolExecutor(self.threads)
+
+        def encode_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[EncodeResult]:
+            return encode_valid(list(pool.map(load, rows)), partial(self._encode_loaded, encode))
+
+        def write_index(folder: Path) -> list[str]:
+            # All records are encoded when the extra files are written.
+            pool.shutdown()
+            if isinstance(source, DerivedSource):
+                self.index_writer.watch(source.watched_files())
+            return self.index_writer.write(folder)
+
+        return WithExtraFiles(encode_rows, write_index)
+
+    def _encode_loaded(self, encode: EncodeParsed, items: list[LoadedRecord]) -> list[EncodeResult]:
+        images = PlaceholderExpansion(self.vision_processor, [item.image_texts for item in items])
+        examples = encode([item.record.parsed for item in items], images)
+        return [self._add_image_positions(example, item.entries) for example, item in zip(examples, items, strict=True)]
+
+    def _load_record(
+        self, source: Source, parse: Callable[[Mapping[str, Any]], Any], row: tuple[int, dict[str, Any]]
+    ) -> LoadedRecord | BadRecord:
+        """Parse a record and look up its images. Thread-safe."""
+        index, record = row
+        try:
+            parsed = read_with_images(record, parse)
+            folder = source.get_base_dir(index)
+            entries = tuple(self.index_writer.get_entry(value, folder) for value in parsed.images)
+            texts = [self.vision_processor.get_image_text(entry.size) for entry in entries]
+            return LoadedRecord(parsed, entries, texts)
+        except BadRecord as fault:
+            return fault
+
+    def _add_image_positions(self, example: EncodeResult, entries: Sequence[ImageEntry]) -> EncodeResult:
+        """Add the column `images`. Called in the order of records, so positions do not depend on the threads."""
+        if isinstance(example, BadRecord):
+            return example
+        return {**example, "images": [self.index_writer.assign_position(entry) for entry in entries]}
+
+
+def _downscale_fingerprint(image_processor: Any) -> str:
+    """Return a hash of everything that determines downscaled copies; the tokenizer is not part of it."""
+    kind = type(image_processor)
+    made_by = [f"{name} {'.'.join(version(name).split('.')[:2])}" for name in ("pillow", "transformers")]
+    parts = [f"{kind.__module__}.{kind.__qualname__}", image_processor.to_json_string(), *made_by]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, kw_only=True)

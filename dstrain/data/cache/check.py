@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dstrain.data.documents.source import DocumentSource
 from dstrain.data.formats.image_placeholders import RecordWithImages, has_null_image
@@ -17,11 +17,22 @@ from dstrain.data.records import BadRecord, BadRow, try_parse
 from dstrain.data.sources.base import Source
 from dstrain.data.sources.open import open_source
 from dstrain.data.vision.deferred_image import DeferredImage
-from dstrain.data.vision.image_io import describe_conversions, read_image, resolve_image
+from dstrain.data.vision.image_io import (
+    UPRIGHT_TRANSPOSE,
+    count_frames,
+    decode_frame,
+    read_content,
+    read_image,
+    resolve_image,
+)
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 TEXT_ONLY_NOTE = "the record is used as text alone"
 MAX_PENDING_IMAGES = 256
 """Images that wait to be checked."""
+_ROTATION_NAMES = {3: "rotated by 180°", 6: "rotated by 90°", 8: "rotated by 270°"}
 ImageCheck = tuple[str | None, list[str]]
 """The fault of an image or None, and notes on conversions that it needs."""
 
@@ -110,3 +121,28 @@ def _check_image(image: Path | bytes | DeferredImage) -> ImageCheck:
         return None, [f"{name}: {note}" for note in describe_conversions(source)]
     except BadRecord as fault:
         return fault.reason, []
+
+
+def describe_conversions(source: Path | bytes) -> list[str]:
+    """Return a sentence for each conversion that an image needs. Raises BadRecord as `read_image`."""
+    content, name = read_content(source)
+    image, orientation = decode_frame(content, name)
+    found = []
+    if orientation in UPRIGHT_TRANSPOSE:
+        found.append(f"{_ROTATION_NAMES.get(orientation, 'mirrored')} according to EXIF: it is turned upright")
+    if image.mode == "CMYK":
+        found.append("CMYK: it is converted to RGB")
+    if image.mode.startswith("I") or (image.format == "PNG" and content[24:25] == b"\x10"):
+        found.append("16 bits per channel: it is scaled to 8")
+    if image.has_transparency_data and _has_alpha(image):
+        found.append("partly transparent: the background becomes white")
+    if (frames := count_frames(content, name)) > 1:
+        many = f"{frames} pages" if image.format == "TIFF" else f"animated, {frames} frames"
+        found.append(f"{many}: only the first is used")
+    return found
+
+
+def _has_alpha(image: Image) -> bool:
+    if image.mode.startswith("I"):
+        return True
+    return any(image.convert("RGBA").getchannel("A").histogram()[:255])

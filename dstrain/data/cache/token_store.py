@@ -1,11 +1,11 @@
-"""Token store: examples as columns, .npy files that grow as the examples arrive and are then memory-mapped."""
+"""Token stores: memory-mapped columns of examples, their writer, datasets of their rows."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -135,6 +135,72 @@ def _open_column(path: Path) -> np.ndarray:
     if path.stat().st_size <= 128:
         return np.load(path, allow_pickle=False)
     return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+
+
+@dataclass(frozen=True)
+class AlignedStore:
+    """The records of a dataset's store, encoded for another model."""
+
+    store: TokenStore
+    rows: np.ndarray
+    """(M,) rows of `store` that hold the records of the M rows of the dataset's store."""
+
+
+@dataclass(frozen=True)
+class TokenizedDataset:
+    """Rows of a token store, as a `Dataset`. Thread-safe."""
+
+    store: TokenStore
+    rows: np.ndarray
+    """(N,) rows of the store, those of each source together."""
+    sizes: tuple[int, ...]
+    """Examples of each source."""
+    weights: tuple[float, ...]
+    """Times that an epoch uses each source."""
+    output_columns: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
+    """Name -> a number for each row of the store: precomputed outputs of frozen models."""
+    aligned_stores: Mapping[str, AlignedStore] = field(default_factory=dict, repr=False)
+    """Name of a frozen model with a tokenizer of its own -> the same records as it reads them."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Further counts for the report."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        row = int(self.rows[index])
+        return self.store[row] | {name: float(column[row]) for name, column in self.output_columns.items()}
+
+    def lengths(self, ids: np.ndarray) -> np.ndarray:
+        """Return the tokens of the longest sequence of each of these examples, (N,) -> (N,)."""
+        return self.store.max_lengths(self.rows[ids])
+
+    @property
+    def image_digest(self) -> str | None:
+        return None if self.store.image_index is None else self.store.image_index.digest
+
+    def summarize(self) -> dict[str, Any]:
+        return {"samples": len(self), **self.store.summarize(self.rows), **self.report}
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """Counts of records read, used and skipped, for events.jsonl."""
+        report = asdict(self.store.report)
+        bad, notes, _ = report.pop("bad"), report.pop("notes"), report.pop("sizes")
+        report |= {"notes": notes} if notes else {}
+        skipped = [f"{where}: {reason}" for where, reason in bad[:100]]
+        return {**report, **self.counts, "skipped": len(bad), "skipped_records": skipped}
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a number for each example, (N,)."""
+        values = self.output_columns.get(name)
+        return (self.store.scalar_column(name) if values is None else values)[self.rows]
+
+    def select(self, keep: np.ndarray) -> TokenizedDataset:
+        """Return the examples where `keep`, (N,) bool, is true."""
+        ends = np.cumsum(self.sizes)
+        sizes = [int(keep[end - size : end].sum()) for size, end in zip(self.sizes, ends, strict=True)]
+        return replace(self, rows=self.rows[keep], sizes=tuple(sizes))
 
 
 class ColumnFile:

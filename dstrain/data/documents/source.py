@@ -26,7 +26,7 @@ from dstrain.data.documents.resolve import DocumentReader
 from dstrain.data.documents.retrieval import bm25_version
 from dstrain.data.records import BadRecord, BadRow
 from dstrain.data.sources.base import Source
-from dstrain.data.sources.watched_file import WatchedFile
+from dstrain.files import WatchedFile
 
 SOURCE_VERSION = 1
 """Increase it when the same documents give other pages, so that old token caches are ignored."""

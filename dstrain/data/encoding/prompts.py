@@ -1,18 +1,23 @@
-"""Encoding of generation prompts, and the token ids that end an answer."""
+"""Encoding of generation prompts, with images too, and the token ids that end an answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from dstrain.data.encoding.answer_spans import ANSWER_SENTINEL
 from dstrain.data.encoding.rendering import PlaceholderExpansion, RenderedPrompt, render_prompt
 from dstrain.data.encoding.tokenization import SpecialTokens, get_special_tokens, split_bos, tokenize
+from dstrain.data.formats.image_placeholders import RecordWithImages
 from dstrain.data.formats.prompts import ParsedPrompt
 from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER, Message
-from dstrain.data.records import BadRecord, try_parse
+from dstrain.data.records import BadRecord, encode_valid, try_parse
 from dstrain.data.series.patches import Patches, insert_soft_tokens
+from dstrain.data.vision.image_io import read_image, resolve_image
+from dstrain.data.vision.processor import VisionProcessor
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,48 @@ class _PromptEncoder:
             keep = min(keep, max(self.max_length - len(prefix), 0))
         # From the left, as in training: the last turn and the opening of the answer remain.
         return prefix + body[len(body) - keep :]
+
+
+def encode_image_prompts(
+    vision_processor: VisionProcessor,
+    parsed_prompts: Sequence[RecordWithImages[ParsedPrompt]],
+    folders: Sequence[Path],
+    max_length: int | None = None,
+) -> list[EncodedPrompt | BadRecord]:
+    """Return the prompts with their images, or a BadRecord where one of the images cannot be used."""
+    loaded = [_load_prompt(vision_processor, *one) for one in zip(parsed_prompts, folders, strict=True)]
+    return encode_valid(loaded, partial(_encode_loaded_prompts, vision_processor, max_length))
+
+
+LoadedPrompt = tuple[ParsedPrompt, tuple[Path | bytes, ...], list[str]]
+"""A prompt, its images, and the text that stands for each of them."""
+
+
+def _encode_loaded_prompts(
+    vision_processor: VisionProcessor, max_length: int | None, items: list[LoadedPrompt]
+) -> list[EncodedPrompt | BadRecord]:
+    expansion = PlaceholderExpansion(vision_processor, [texts for _, _, texts in items])
+    prompts = [prompt for prompt, _, _ in items]
+    encoded = encode_prompts(vision_processor.tokenizer, prompts, max_length, expansion)
+    return [
+        prompt if isinstance(prompt, BadRecord) else replace(prompt, images=images)
+        for prompt, (_, images, _) in zip(encoded, items, strict=True)
+    ]
+
+
+def _load_prompt(
+    vision_processor: VisionProcessor, parsed_prompt: RecordWithImages[ParsedPrompt], folder: Path
+) -> LoadedPrompt | BadRecord:
+    """Locate the images of a prompt and make their texts."""
+    try:
+        images = tuple(resolve_image(value, folder) for value in parsed_prompt.images)
+        return (
+            parsed_prompt.parsed,
+            images,
+            [vision_processor.get_image_text(read_image(image).size) for image in images],
+        )
+    except BadRecord as fault:
+        return fault
 
 
 def stop_token_ids(tokenizer: Any) -> set[int]:

@@ -38,11 +38,11 @@ class SyntheticOptions:
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
-            raise ValueError(f"num_samples is {self.num_samples}, but has to be at least 1")
+            raise ValueError(f"num_samples is {self.num_samples}, but it must be at least 1")
         if not 8 <= self.min_length <= self.max_length:
-            raise ValueError("min_length has to be at least 8, and max_length at least min_length")
+            raise ValueError("min_length must be at least 8, and max_length at least min_length")
         if self.noise < 0 or not 0 <= self.missing < 1 or self.seed < 0:
-            raise ValueError("noise and seed have to be at least 0, and missing at least 0 and below 1")
+            raise ValueError("noise and seed must be at least 0, and missing at least 0 and below 1")
 
 
 class SyntheticCurves:

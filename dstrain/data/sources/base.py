@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 from dstrain.data.records import BadRow
-from dstrain.data.sources.watched_file import WatchedFile
 from dstrain.errors import DataError, Fault, suggest_name
-from dstrain.files import display_path
+from dstrain.files import WatchedFile, display_path
 
 
 class Source(Protocol):
@@ -119,6 +118,11 @@ class HeadSource:
 
     def summarize(self) -> list[str]:
         return self._source.summarize() if isinstance(self._source, DerivedSource) else []
+
+
+def cut_source(source: Source, max_samples: int | None) -> Source:
+    """Return the first `max_samples` records of a source; the source itself for None, so that its digest stays."""
+    return HeadSource(source, max_samples) if max_samples else source
 
 
 class ConcatSource:

@@ -56,7 +56,7 @@ class CsvSource(BaseSource):
         if not any(name not in TEXT_COLUMNS for name in names):
             raise DataError(f"{self.name}:1: has no column of values; the first line names the columns")
         if all(_is_number(name) for name in names):
-            problem = "the first line holds numbers, but it has to name the columns"
+            problem = "the first line holds numbers, but it must name the columns"
             raise DataError(f"{self.name}:1: {problem}; add a line such as t0,t1,…,label")
         return names
 

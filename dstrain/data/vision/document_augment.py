@@ -39,7 +39,7 @@ class DocumentAugmentation:
         for name, limit in limits.items():
             value = getattr(self, name)
             if not 0 <= value <= limit:
-                raise ValueError(f"{name} is {value:g}, but it has to be between 0 and {limit:g}")
+                raise ValueError(f"{name} is {value:g}, but it must be between 0 and {limit:g}")
 
     def __call__(self, image: Image, sample_position: int, image_no: int) -> Image:
         """Return page `image_no` of the sample at a position of the run, an RGB image, augmented.

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrain.data.records import BadRecord
-from dstrain.data.sources.watched_file import WatchedFile, stat_or_none
 from dstrain.data.vision.image_io import read_image
 from dstrain.errors import DataError
-from dstrain.files import display_path
+from dstrain.files import WatchedFile, display_path, stat_or_none
 
 if TYPE_CHECKING:
     from PIL.Image import Image

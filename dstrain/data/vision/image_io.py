@@ -6,6 +6,7 @@ import io
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +16,9 @@ from dstrain.data.formats.messages import json_type_name
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.deferred_image import DeferredImage
 from dstrain.data.vision.file_type import describe_content
-from dstrain.data.vision.patches import raise_on_truncated_images
 from dstrain.errors import DataError
 from dstrain.files import NOT_REGULAR, display_path, open_regular_file
+from dstrain.patching import check_version
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,19 +32,19 @@ IMAGE_FORMATS = ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", 
 _FORMAT_NAMES = ", ".join(name for name in IMAGE_FORMATS if name not in ("DIB", "MPO"))
 
 _EXIF_ORIENTATION_TAG = 0x0112
-_UPRIGHT_TRANSPOSE = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+UPRIGHT_TRANSPOSE = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """EXIF orientation -> the Pillow Transpose that reverses it."""
-_ROTATION_NAMES = {3: "rotated by 180°", 6: "rotated by 90°", 8: "rotated by 270°"}
-
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
 _PNG_SIGNATURE = b"\x89PNG"
+TESTED_PILLOW = ("10", "14")
+"""First version of Pillow tested, and the first one not tested."""
+_switch_lock, _num_readers, _value_before = threading.Lock(), 0, False
 
 
 def read_image(source: Path | bytes) -> Image:
     """Return the image as RGB: upright, the first frame, transparent parts white.
 
-    Raises BadRecord, with the file's name, if it is missing, not an image, damaged, too large or
-    too small.
+    Raises BadRecord, with the file's name, if it is missing, not an image, damaged, too large or small.
     """
     content, name = read_content(source)
     return decode_image(content, name)
@@ -78,31 +79,12 @@ def read_content(source: Path | bytes) -> tuple[bytes, str]:
 
 def decode_image(content: bytes, name: str, frame: int = 0) -> Image:
     """Return the image in `content` as `read_image` does; `name` is for messages. Raises BadRecord."""
-    image, _ = _decode_frame(content, name, frame)
+    image, _ = decode_frame(content, name, frame)
     if _has_unknown_range(image):
         problem = f"{name} has pixels of Pillow's mode {image.mode}, in which the value of white is unknown"
         raise BadRecord(f"{problem}; save it with 8 or 16 bits per channel")
     with _raise_as_bad_record(name):
         return _to_rgb(_apply_exif_rotation(image))
-
-
-def describe_conversions(source: Path | bytes) -> list[str]:
-    """Return a sentence for each conversion that an image needs. Raises BadRecord as `read_image`."""
-    content, name = read_content(source)
-    image, orientation = _decode_frame(content, name)
-    found = []
-    if orientation in _UPRIGHT_TRANSPOSE:
-        found.append(f"{_ROTATION_NAMES.get(orientation, 'mirrored')} according to EXIF: it is turned upright")
-    if image.mode == "CMYK":
-        found.append("CMYK: it is converted to RGB")
-    if image.mode.startswith("I") or (image.format == "PNG" and content[24:25] == b"\x10"):
-        found.append("16 bits per channel: it is scaled to 8")
-    if image.has_transparency_data and _has_alpha(image):
-        found.append("partly transparent: the background becomes white")
-    if (frames := count_frames(content, name)) > 1:
-        many = f"{frames} pages" if image.format == "TIFF" else f"animated, {frames} frames"
-        found.append(f"{many}: only the first is used")
-    return found
 
 
 def resolve_image(value: Any, folder: Path) -> Path | bytes:
@@ -154,7 +136,7 @@ def _encode_png(image: Image) -> bytes:
         return file.getvalue()
 
 
-def _decode_frame(content: bytes, name: str, frame: int = 0) -> tuple[Image, int]:
+def decode_frame(content: bytes, name: str, frame: int = 0) -> tuple[Image, int]:
     """Return a frame, decoded, in the file's mode and rotation, and its EXIF orientation."""
     _require_pillow(name)
     if not content:
@@ -178,6 +160,31 @@ def _decode_frame(content: bytes, name: str, frame: int = 0) -> tuple[Image, int
         with _raise_as_bad_record(name):
             image.load()
     return image, turned or _get_exif_rotation(image)
+
+
+@contextmanager
+def raise_on_truncated_images() -> Iterator[None]:
+    """Have Pillow raise OSError for a truncated image inside, in any number of threads.
+
+    Where LOAD_TRUNCATED_IMAGES is set, as datasets and some training scripts do, Pillow fills the rest with grey. The
+    setting is global, so the first reader saves it and the last one restores it.
+    """
+    global _num_readers, _value_before
+    from PIL import ImageFile
+
+    check_version("pillow", *TESTED_PILLOW)
+    with _switch_lock:
+        if not _num_readers:
+            _value_before = ImageFile.LOAD_TRUNCATED_IMAGES
+        _num_readers += 1
+        ImageFile.LOAD_TRUNCATED_IMAGES = False
+    try:
+        yield
+    finally:
+        with _switch_lock:
+            _num_readers -= 1
+            if not _num_readers:
+                ImageFile.LOAD_TRUNCATED_IMAGES = _value_before
 
 
 def _require_pillow(name: str) -> None:
@@ -246,7 +253,7 @@ def _get_exif_rotation(image: Image) -> int:
 def _apply_exif_rotation(image: Image) -> Image:
     from PIL.Image import Transpose
 
-    transpose = _UPRIGHT_TRANSPOSE.get(_get_exif_rotation(image))
+    transpose = UPRIGHT_TRANSPOSE.get(_get_exif_rotation(image))
     return image if transpose is None else image.transpose(Transpose(transpose))
 
 
@@ -279,12 +286,6 @@ def _scale_to_8_bits(image: Image) -> Image:
     if (transparent := image.info.get("transparency")) is not None:
         grey[values == transparent] = 255
     return Image.fromarray(grey)
-
-
-def _has_alpha(image: Image) -> bool:
-    if image.mode.startswith("I"):
-        return True
-    return any(image.convert("RGBA").getchannel("A").histogram()[:255])
 
 
 def count_frames(content: bytes, name: str) -> int:

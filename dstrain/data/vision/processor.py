@@ -208,7 +208,7 @@ class VisionProcessor:
 
     def downscale(self, image: Image) -> Image | None:
         """Return a smaller image with the same processor output; None if there is none."""
-        from dstrain.data.vision.downscale import downscale_if_equivalent
+        from dstrain.data.vision.image_index_writer import downscale_if_equivalent
 
         return downscale_if_equivalent(image, self._get_thread_processor().image_processor)
 

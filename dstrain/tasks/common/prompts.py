@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.cache.build_images import encode_image_prompts
-from dstrain.data.encoding.prompts import EncodedPrompt, encode_prompts
+from dstrain.data.encoding.prompts import EncodedPrompt, encode_image_prompts, encode_prompts
 from dstrain.data.formats.image_placeholders import RecordWithImages
 from dstrain.data.formats.prompts import ParsedPrompt
 from dstrain.data.records import BadRecord, EncodeResult, encode_valid, try_parse

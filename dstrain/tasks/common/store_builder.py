@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 from dstrain.config import RunConfig
 from dstrain.data.cache.build import (
+    ImageRecordEncoder,
     PreparePolicy,
     RecordEncode,
     SequentialEncode,
     SequentialEncoder,
     prepare,
 )
-from dstrain.data.cache.build_images import ImageRecordEncoder
 from dstrain.data.cache.process_pool import ProcessPoolConfig
 from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.encoding.rendering import PlaceholderExpansion

@@ -104,7 +104,7 @@ class LossInputs:
     the model once, on every rank."""
     update_weight: Callable[[Batch], Batch] | None = None
     """Returns a batch with the weight that follows from tensors computed in its step, before weights are added up
-    over the ranks. None: the weight from `collate` is final."""
+    over the ranks. Not called for fillers. None: the weight from `collate` is final."""
 
     @property
     def caches_outputs(self) -> bool:

@@ -18,7 +18,7 @@ from dstrain.data.formats.image_placeholders import RecordWithImages, read_with_
 from dstrain.data.formats.messages import has_images
 from dstrain.data.formats.prompts import ParsedPrompt, read_prompt
 from dstrain.data.records import BadRecord, EncodeResult
-from dstrain.data.sources.base import ConcatSource, HeadSource, Source
+from dstrain.data.sources.base import ConcatSource, Source, cut_source
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, RecipeError
 from dstrain.models.checks.compatibility import ModelValidator, check_trains_on_text
@@ -250,11 +250,8 @@ class TextTask(Task):
 
     def open_sources(self, items: Sequence[DatasetConfig]) -> ConcatSource:
         """Return the sources as one, each cut to `data.max_samples`."""
-        data = self.recipe.data
         sources = [self.wrap_source(self.open_source(item), item) for item in items]
-        if data.max_samples:
-            return ConcatSource([HeadSource(source, data.max_samples) for source in sources])
-        return ConcatSource(sources)
+        return ConcatSource([cut_source(source, self.recipe.data.max_samples) for source in sources])
 
     @property
     def training_items(self) -> Sequence[TrainDatasetConfig]:

@@ -45,6 +45,18 @@ class SafetyOptions:
             raise ValueError(
                 f"crop_max_area is {self.crop_max_area:g}, but it must be above {MIN_CROP_AREA:g} and at most 1"
             )
+        for name, is_used, fix in (
+            ("delta", self.method == "safedpo", "write method: safedpo"),
+            ("harmless_threshold", bool(self.harmless_rm), "name a reward model in harmless_rm"),
+            ("scaling_rate", bool(self.scaling_weight), "set scaling_weight above 0"),
+            ("crop_max_area", bool(self.image_weight), "set image_weight above 0"),
+            ("anchor_delta", bool(self.anchor_weight), "set anchor_weight above 0"),
+        ):
+            # A default cannot be told from the same value written out, which the run folder's recipe has for each option.
+            if not is_used and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ValueError(
+                    f"{name} is {getattr(self, name):g}, but it has no effect here; {fix}, or leave it out"
+                )
         if self.scoring == "online" and self.image_weight:
             raise ValueError("image_weight needs the order of each pair before its step; write scoring: cached")
 

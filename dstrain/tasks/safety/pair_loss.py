@@ -50,7 +50,7 @@ class SafePairs:
         return torch.where(self.trained_order.swap, sides.flip(0), sides)
 
     def losses(self, preferred: torch.Tensor, other: torch.Tensor, beta: float) -> torch.Tensor:
-        """Return the loss of each pair from arranged log-ratios, without the term on images; (B,), (B,) -> (B,)."""
+        """Return the loss of each pair from log-ratios in the order of `reorder`, without the term on images; (B,), (B,) -> (B,)."""
         options, order = self.options, self.trained_order
         betas: float | torch.Tensor = beta
         if options.scaling_weight:
@@ -97,8 +97,6 @@ def with_pair_weight(options: SafetyOptions, batch: Batch) -> Batch:
 
     The weight is nan where a score is not finite: a comparison with nan would keep or drop a pair without a word.
     """
-    if batch.is_filler:
-        return batch
     pairs = SafePairs.from_batch(options, batch)
     weight = pairs.trained_order.keep.sum().double()
     for name in (*HARMLESS_COLUMNS, *HELPFUL_COLUMNS):

@@ -136,10 +136,10 @@ def gradient(model: torch.nn.Module, loss: torch.Tensor) -> tuple[float, torch.T
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"label_smoothing": 1.0}, "label_smoothing is 1, but has to be at least 0 and below 1"),
-        ({"focal_gamma": -1}, "focal_gamma is -1, but has to be at least 0"),
-        ({"prompt_template": "Answer."}, r"prompt_template has to contain \{question\} once"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0, but has to be at least 1"),
+        ({"label_smoothing": 1.0}, "label_smoothing is 1, but it must be at least 0 and below 1"),
+        ({"focal_gamma": -1}, "focal_gamma is -1, but it must be at least 0"),
+        ({"prompt_template": "Answer."}, r"prompt_template must contain \{question\} once"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0, but it must be at least 1"),
         ({"generate_max_samples": 0}, "generate_max_samples is 0"),
         ({"max_pages": 0}, "max_pages is 0"),
         ({"dpi": 5}, "dpi is 5"),

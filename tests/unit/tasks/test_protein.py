@@ -206,12 +206,12 @@ def test_without_gemmi_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mask_ratio": 0.0}, r"mask_ratio is 0, but has to be above 0 and below 1"),
+        ({"mask_ratio": 0.0}, r"mask_ratio is 0, but it must be above 0 and below 1"),
         ({"mask_ratio": 1.0}, r"mask_ratio is 1, but"),
-        ({"hidden_dim": 30}, r"hidden_dim is 30, but has to be a multiple of num_heads 4"),
-        ({"encoder_layers": 0}, r"encoder_layers is 0, but has to be at least 1"),
-        ({"min_residues": 1}, r"min_residues is 1, but has to be at least 2"),
-        ({"split_identity": 0.0}, r"split_identity is 0, but has to be above 0 and up to 1"),
+        ({"hidden_dim": 30}, r"hidden_dim is 30, but it must be a multiple of num_heads 4"),
+        ({"encoder_layers": 0}, r"encoder_layers is 0, but it must be at least 1"),
+        ({"min_residues": 1}, r"min_residues is 1, but it must be at least 2"),
+        ({"split_identity": 0.0}, r"split_identity is 0, but it must be above 0 and up to 1"),
         ({"dropout": 1.0}, r"dropout is 1, but"),
         ({"coordinate_weight": -1.0}, r"coordinate_weight is -1, but"),
         ({"mask": "both"}, r"mask"),

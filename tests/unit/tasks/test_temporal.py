@@ -116,7 +116,7 @@ def test_a_series_that_leaves_no_room_for_text_is_refused(tmp_path: Path) -> Non
     ("options", "changes", "fault"),
     [
         ({"mask_ratio": 1.0}, {}, "mask_ratio is 1"),
-        ({"max_new_tokens": 0}, {}, "have to be at least 1"),
+        ({"max_new_tokens": 0}, {}, "must be at least 1"),
         ({"stage": "classify", "synthetic": {"num_samples": 4}}, {}, "no labels"),
         ({"stage": "align"}, {"model": {"config": {"model_type": "llama"}, "lora": {}}}, "trains no adapters"),
         ({"encoder": {"hidden_size": 30, "num_heads": 4}}, {}, "multiple of num_heads"),

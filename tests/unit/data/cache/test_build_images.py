@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from dstrain.config.schema import RunConfig
-from dstrain.data.cache import build_images
+from dstrain.data.cache import build
 from dstrain.data.cache.dataset import TokenizedDataset
 from dstrain.data.vision import image_index_writer
 from dstrain.tasks import find_task, make_task
@@ -120,14 +120,14 @@ def test_copies_are_kept_apart_by_what_makes_them_not_by_the_tokenizer(
     assert sight is not None
 
     def place() -> Path:
-        return build_images.ImageRecordEncoder.create(sight, 2).index_writer._cache_dir
+        return build.ImageRecordEncoder.create(sight, 2).index_writer._cache_dir
 
     before = place()
     sight.hf_processor.tokenizer.add_tokens(["a_new_one"])
     assert place() == before
-    monkeypatch.setattr(build_images, "version", lambda name: "99.0.1")
+    monkeypatch.setattr(build, "version", lambda name: "99.0.1")
     newer = place()
-    monkeypatch.setattr(build_images, "version", lambda name: "99.0.2")
+    monkeypatch.setattr(build, "version", lambda name: "99.0.2")
     assert before != newer == place()
     sight.hf_processor.image_processor.do_center_crop = not sight.hf_processor.image_processor.do_center_crop
     assert place() != newer

@@ -106,7 +106,7 @@ def test_bad_rows_of_a_csv_file_have_their_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("1,2,3\n4,5,6\n", "the first line holds numbers, but it has to name the columns"),
+        ("1,2,3\n4,5,6\n", "the first line holds numbers, but it must name the columns"),
         ("t,t\n1,2\n", "the column 't' is written twice"),
         ("label,caption\na,b\n", "has no column of values"),
         ('t0,t1\n1,"2\n', "correct the quotes"),

@@ -50,7 +50,7 @@ def test_a_change_that_is_switched_off_does_not_alter_the_others() -> None:
     [{"crop": 0.5}, {"crop": -0.1}, {"rotate": 181.0}, {"noise": -1.0}, {"color": 1.0}, {"color": float("nan")}],
 )
 def test_a_range_out_of_bounds_is_refused_by_name(change: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=rf"{next(iter(change))} is .*, but it has to be between 0 and"):
+    with pytest.raises(ValueError, match=rf"{next(iter(change))} is .*, but it must be between 0 and"):
         DocumentAugmentation(**change, seed=0)
 
 

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
+from dstrain.data.cache.check import describe_conversions
 from dstrain.data.records import BadRecord
 from dstrain.data.vision import image_io
-from dstrain.data.vision.image_io import MAX_PIXELS, decode_image, describe_conversions, read_image, resolve_image
+from dstrain.data.vision.image_io import MAX_PIXELS, decode_image, read_image, resolve_image
 from dstrain.errors import DataError
 
 RNG = np.random.RandomState(0)

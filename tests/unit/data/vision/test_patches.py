@@ -9,7 +9,7 @@ from threading import Barrier
 import pytest
 from PIL import Image, ImageFile
 
-from dstrain.data.vision.patches import raise_on_truncated_images
+from dstrain.data.vision.image_io import raise_on_truncated_images
 
 
 def truncated() -> bytes:

@@ -151,7 +151,9 @@ SCORES = {
 
 
 def test_scores_of_a_step_give_the_loss_of_the_pairs_that_are_kept(tmp_path: Path) -> None:
-    task = replace(made(tmp_path, "dpo"), safety=SafetyOptions(method="safedpo", harmless_threshold=0.5))
+    task = replace(
+        made(tmp_path, "dpo"), safety=SafetyOptions(method="safedpo", harmless_rm="rm", harmless_threshold=0.5)
+    )
     examples = made(tmp_path, "dpo").examples("train")
     batch = scored(make_batch(examples, task.collate, [3, 9, 4, 7], 0), **SCORES)
     assert batch.weight == 4, "known before the scores"
@@ -181,16 +183,12 @@ def test_scores_of_a_step_count_what_they_reorder_and_drop(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", SCORES)
 def test_a_score_that_is_not_finite_gives_the_batch_no_finite_weight(name: str, tmp_path: Path) -> None:
     """The weight is summed over the ranks, so that all of them end the step with an error; a comparison would hide it."""
-    task = replace(made(tmp_path, "dpo"), safety=SafetyOptions(method="safedpo", harmless_threshold=0.5))
+    task = replace(
+        made(tmp_path, "dpo"), safety=SafetyOptions(method="safedpo", harmless_rm="rm", harmless_threshold=0.5)
+    )
     faulty = SCORES | {name: [math.nan, *SCORES[name][1:]]}
     batch = scored(make_batch(made(tmp_path, "dpo").examples("train"), task.collate, [3, 9, 4, 7], 0), **faulty)
     assert math.isnan(with_pair_weight(task.safety, batch).weight)
-
-
-def test_a_filler_stays_without_weight(tmp_path: Path) -> None:
-    task = made(tmp_path)
-    batch = make_batch(task.examples("train"), task.collate, [], 3)
-    assert with_pair_weight(task.safety, batch).weight == 0
 
 
 def test_the_length_baseline_is_about_the_preferred_answers(tmp_path: Path) -> None:
@@ -312,6 +310,11 @@ def test_a_source_of_unsafe_answers_alone_is_named(tmp_path: Path) -> None:
         ({"safety": {"method": "safe"}}, r"options\.safety\.method: is 'safe'"),
         ({"safety": {"delta": -1}}, r"options\.safety: delta is -1, but it must be at least 0"),
         ({"safety": {"crop_max_area": 0}}, "crop_max_area is 0"),
+        ({"safety": {"delta": 5}}, "delta is 5, but it has no effect here; write method: safedpo, or leave it out"),
+        ({"safety": {"method": "safedpo", "harmless_threshold": 1}}, "name a reward model in harmless_rm, or leave"),
+        ({"safety": {"scaling_rate": 1}}, "scaling_rate is 1, .* set scaling_weight above 0"),
+        ({"safety": {"crop_max_area": 0.3}}, r"crop_max_area is 0\.3, .* set image_weight above 0"),
+        ({"safety": {"anchor_delta": 1}}, "anchor_delta is 1, .* set anchor_weight above 0"),
         ({"safety": {"image_weight": 1, "scoring": "online"}}, "write scoring: cached"),
         ({"safety": {"method": "safedpo"}, "rpo_alpha": 1.0}, "leave out rpo_alpha"),
         ({"safety": {"anchor_weight": 1.0}, "loss_type": "ipo"}, "leave out loss_type"),

@@ -67,6 +67,16 @@ def online_scores(task: Task, ids: Sequence[int]) -> dict[str, torch.Tensor]:
     return {name: batch.tensors[name] for name in SCORES if name in batch.tensors}
 
 
+def test_a_filler_of_a_step_stays_without_weight(tmp_path: Path) -> None:
+    every_answer_is_safe = {"harmless_threshold": -100.0}
+    safety = {"harmless_rm": export_reward_model(tmp_path), "method": "safedpo", "scoring": "online"}
+    task = policy(tmp_path, safety | every_answer_is_safe)
+    examples = load_split(task, "train")
+    batches = [make_batch(examples, task.collate, IDS, 0), make_batch(examples, task.collate, [], 3)]
+    some, filler = with_scores(build_train_module(task), batches, WORLD)
+    assert (some.weight, filler.weight) == (len(IDS), 0)
+
+
 def plain_scores(folder: Path, records: Sequence[dict[str, str]]) -> torch.Tensor:
     """Return (chosen, rejected) of each record, each text alone, from what transformers loads; (N, 2)."""
     from transformers import AutoTokenizer

@@ -144,6 +144,12 @@ def made_batches(task: Any, steps: int, micro: int, accumulate: int = 1) -> list
     return made
 
 
+def count_tokens(examples: Sequence[Mapping[str, Any]]) -> int:
+    """Return the tokens of the samples' sequences, in which both answers of a pair count their prompt."""
+    names = ("input_ids", "chosen", "rejected")
+    return sum(len(example[name]) for example in examples for name in names if name in example)
+
+
 def wait_for(device: Any) -> None:
     """Wait until the device has finished all queued work."""
     if device.type == "cuda":

@@ -27,7 +27,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.common import join_alone, made_batches, made_ds_config, made_model, run, wait_for
+from benchmarks.common import count_tokens, join_alone, made_batches, made_ds_config, made_model, run, wait_for
 from benchmarks.trl_side import DPO, REWARD, SFT, StepByStep, made_side
 from dstrain.errors import UsageError
 from dstrain.models.heads import chunked_lm_head
@@ -158,7 +158,11 @@ def _measure_dstrain(task: Any, world: Any, size: Size) -> dict[str, Any]:
         engine.step(batch, lr)
         wait_for(world.device)
         seconds.append(time.perf_counter() - began)
-    tokens = [sum(part.tokens for part in batch) for batch in batches]
+    examples, micro = task.examples("train"), size.micro
+    tokens = [
+        count_tokens([examples[(step * micro + index) % len(examples)] for index in range(micro)])
+        for step in range(size.steps)
+    ]
     peak = find_peak_flops(torch.cuda.get_device_name()) if world.device.type == "cuda" else None
     rate = sum(tokens) / sum(seconds)
     engine.engine.destroy()
@@ -215,7 +219,7 @@ def _measure_trl(task: Any, name: str, world: Any, size: Size) -> dict[str, Any]
         wait_for(world.device)
         seconds += [time.perf_counter() - began] if turn > 1 else []
     step.stop()
-    tokens = task.collate(rows[2 * size.micro : (2 + size.steps) * size.micro]).tokens
+    tokens = count_tokens(rows[2 * size.micro : (2 + size.steps) * size.micro])
     return {"first_loss": side.losses[0], **_figures(seconds, tokens / sum(seconds), world)}
 
 

@@ -12,7 +12,7 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
-from benchmarks.common import join_alone, ratio, run, take_turns
+from benchmarks.common import count_tokens, join_alone, ratio, run, take_turns
 from benchmarks.speed.memory import step_memory_mib
 from benchmarks.speed.settings import find_setting
 from benchmarks.speed.variants import DSTRAIN, PLAIN, PRODUCTS, TRL, Case, made_case, made_variant
@@ -101,7 +101,7 @@ def _apart(losses: list[float], wanted: list[float]) -> float:
 def _rows(
     case: Case, names: list[str], seconds: dict[str, list[float]], peaks: dict[str, float | None]
 ) -> list[dict[str, Any]]:
-    tokens = case.task.collate(case.rows).tokens / case.steps
+    tokens = count_tokens(case.rows) / case.steps
     rows = []
     for name in names:
         times, floor = ratio(seconds, name, DSTRAIN), ratio(seconds, PRODUCTS, name)

@@ -137,7 +137,7 @@ class _StepRecord:
     samples: int
     tokens: int
     positions: int
-    """Places of the padded input ids; 0 for a batch without an attention mask."""
+    """Places of the input ids; 0 for batches without any."""
     padding: int
     """Places among them that hold no token."""
 
@@ -189,10 +189,13 @@ def _iter_steps(engine: DeepSpeedEngine, plan: RunPlan, loader: Loader) -> Itera
 
 
 def _count_padding(batches: Sequence[Batch]) -> tuple[int, int]:
-    """Return (places, places without a token) of the batches' input ids."""
-    masks = [batch.tensors["attention_mask"] for batch in batches if "attention_mask" in batch.tensors]
-    places = sum(mask.numel() for mask in masks)
-    return places, places - sum(int((mask != 0).sum()) for mask in masks)
+    """Return (places, places without a token) of the batches' input ids; without an attention mask none is padding."""
+    places = padding = 0
+    for tensors in (batch.tensors for batch in batches if "input_ids" in batch.tensors):
+        places += tensors["input_ids"].numel()
+        if "attention_mask" in tensors:
+            padding += int((tensors["attention_mask"] == 0).sum())
+    return places, padding
 
 
 def summarize(ranks: Sequence[Mapping[str, Any]], peak_flops: float | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 PEAK_TFLOPS: dict[str, float] = {
     "B200": 2250,
+    "H200 NVL": 835,
     "H200": 989,
     "GH200": 989,
     "H100 PCIe": 756,

@@ -83,6 +83,7 @@ def test_attention_on_a_cpu_counts_in_both_passes() -> None:
     ("name", "tflops"),
     [
         ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA A100-SXM4-80GB", 312),

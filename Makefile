@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_RUN := runs/demo-rm
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 # Whole files, in their order: what a file prepares is prepared once, and no worker holds more processes than it needs.
 PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 # NCCL does not allow two processes on one GPU; on a CPU two are started, so that there is something to distribute.
 PROCESSES = $$($(BIN)/python -c 'import os; from dstrain.launch.topology import visible_gpus as seen; print(1 if seen(os.environ) == 1 else 2)')
 
-.PHONY: demo test smoke test-all lint format types wheel dev clean help
+.PHONY: demo test smoke test-all bench lint format types wheel dev clean help
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -24,6 +25,11 @@ smoke: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# One core and one thread, so that no variant gains from a second core that is idle at the time.
+bench: $(VENV)/.installed-dev
+	taskset -c 0 $(BIN)/python -m benchmarks.speed --threads 1 --to docs/measurements/speed.md $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.speed.scaling
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -49,6 +55,7 @@ help:
 	@echo "make test      run the fast tests; select some with PYTEST_ARGS='-k resume' "
 	@echo "make smoke     launch on two hosts made of network namespaces, with faults; needs root, sshd, pdsh"
 	@echo "make test-all  run all tests: slow ones too, and those for a GPU if there is one"
+	@echo "make bench     speed next to TRL (if installed) and plain DeepSpeed; hours; select with BENCH_ARGS='--settings hh --tasks rm'"
 	@echo "make lint      ruff check;  make format: fix what ruff can fix;  make types: mypy"
 	@echo "make wheel     build dist/dstrain-*.whl;  make clean: remove $(VENV), dist and build"
 

@@ -50,13 +50,13 @@ class Peak:
         # Return free memory to the kernel, so that it is counted when it is used again.
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; man 5 proc
-        self._held = _resident("VmRSS")
+        self._held = resident_bytes("VmRSS")
 
     def rise(self) -> float:
         """Return the increase since `start` in MiB."""
         if self._device.type == "cuda":
             return (torch.cuda.max_memory_allocated(self._device) - self._held) / MIB
-        return (_resident("VmHWM") - self._held) / MIB
+        return (resident_bytes("VmHWM") - self._held) / MIB
 
 
 def measure_peaks(
@@ -78,7 +78,8 @@ def memory_columns(memory: Mapping[str, float], name: str, base: str, column: st
     return {column: memory[name], "memory_ratio": memory[name] / memory[base] if memory[base] else None}
 
 
-def _resident(name: str) -> int:
+def resident_bytes(name: str) -> int:
+    """Return a value of /proc/self/status, such as VmRSS, in bytes."""
     found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found, f"/proc/self/status has no {name}"
     return int(found[1]) * 1024

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Environment of a process of a launch; `join_alone` sets it."""
 
 # Llama shapes. The tokenizer stays small: the data is synthetic, and its size does not affect the forward pass.
 SHAPES: dict[str, dict[str, int]] = {
@@ -110,16 +112,22 @@ def made_model(task: Any, ds_config: Mapping[str, Any] | None = None) -> tuple[A
     return objective, build_param_groups(objective.model, task.recipe.optim)
 
 
-def made_engine(task: Any, preset: str, world: Any, **settings: Any) -> Any:
-    """Return a DeepSpeedEngine as `dstrain train` builds it; `settings` override RunSettings. Collective."""
+def made_ds_config(task: Any, preset: str, world: Any, **settings: Any) -> dict[str, Any]:
+    """Return the DeepSpeed JSON of a preset as `dstrain train` completes it; `settings` override RunSettings."""
     from dstrain.preset import RunSettings, complete_preset, read_preset
-    from dstrain.train.engine.deepspeed import DeepSpeedEngine
 
     known = read_preset(preset)
     values = {"precision": "fp32", "micro": 1, "accumulate": 1, "world_size": world.size, "clip": task.recipe.optim.clip,
               "device_kind": world.device.type, "nvme_path": tempfile.gettempdir(),
               "uses_custom_optimizer": task.recipe.optim.name != "adamw" or known.offload_optimizer is None} | settings  # fmt: skip
-    config = complete_preset(known, settings=RunSettings(**values))
+    return dict(complete_preset(known, settings=RunSettings(**values)))
+
+
+def made_engine(task: Any, preset: str, world: Any, **settings: Any) -> Any:
+    """Return a DeepSpeedEngine as `dstrain train` builds it; `settings` override RunSettings. Collective."""
+    from dstrain.train.engine.deepspeed import DeepSpeedEngine
+
+    config = made_ds_config(task, preset, world, **settings)
     objective, groups = made_model(task, config)
     return DeepSpeedEngine(objective, groups, task.recipe.optim, config, world)
 
@@ -136,6 +144,12 @@ def made_batches(task: Any, steps: int, micro: int, accumulate: int = 1) -> list
     return made
 
 
+def count_tokens(examples: Sequence[Mapping[str, Any]]) -> int:
+    """Return the tokens of the samples' sequences, in which both answers of a pair count their prompt."""
+    names = ("input_ids", "chosen", "rejected")
+    return sum(len(example[name]) for example in examples for name in names if name in example)
+
+
 def wait_for(device: Any) -> None:
     """Wait until the device has finished all queued work."""
     if device.type == "cuda":
@@ -145,12 +159,9 @@ def wait_for(device: Any) -> None:
 
 
 def take_turns(
-    runners: Mapping[str, Callable[[int], Any]],
-    rounds: int,
-    warmup: int,
-    device: Any,
+    runners: Mapping[str, Callable[[int], Any]], rounds: int, warmup: int, device: Any,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
+) -> dict[str, list[float]]:  # fmt: skip
     """Return name -> seconds of each call. Each round runs all once in a rotated order, so that drift affects all alike."""
     names, seconds = list(runners), {name: [] for name in runners}
     for turn in range(warmup + rounds):
@@ -234,14 +245,17 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def tell(result: Mapping[str, Any], to: Path | None) -> None:
-    """Print the record, the table and the JSON; write the JSON to `--to`."""
+    """Print the record, the table and the JSON; write the JSON to `--to`, or record and table if that is a .md file."""
     whole = {"certificate": certificate(), **result}
-    for key, value in whole["certificate"].items():
-        print(f"{key}: {', '.join(f'{n} {v}' for n, v in value.items()) if isinstance(value, dict) else value}")
-    print(f"checked first: {result['checked']}\n\n{table(result['rows'])}\n")
-    print(json.dumps(whole))
+    record = [
+        f"{key}: {', '.join(f'{n} {v}' for n, v in value.items()) if isinstance(value, dict) else value}"
+        for key, value in whole["certificate"].items()
+    ]
+    shown = f"checked first: {result['checked']}\n\n{table(result['rows'])}\n"
+    print("\n".join(record), shown, json.dumps(whole), sep="\n")
     if to is not None:
-        to.write_text(json.dumps(whole, indent=1) + "\n")
+        markdown = "\n".join(f"- {line}" for line in record) + f"\n\n{shown}"
+        to.write_text(markdown if to.suffix == ".md" else json.dumps(whole, indent=1) + "\n")
 
 
 def arguments(about: str, **options: Any) -> argparse.Namespace:
@@ -251,7 +265,7 @@ def arguments(about: str, **options: Any) -> argparse.Namespace:
         kind = {"choices": list(SHAPES)} if name == "shape" else {"type": type(default)}
         parser.add_argument(f"--{name.replace('_', '-')}", default=default, help=" ", **kind)
     parser.add_argument("--threads", type=int, default=None, help="of torch, on a CPU")
-    parser.add_argument("--to", type=Path, default=None, help="a file for the JSON")
+    parser.add_argument("--to", type=Path, default=None, help="a file for the JSON, or .md for the table")
     told = parser.parse_args()
     if told.threads:
         import torch

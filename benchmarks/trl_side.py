@@ -25,7 +25,7 @@ from dstrain.data.loading.sampler import StepSampler
 
 Row = dict[str, Any]
 
-REWARD, DPO, ORPO, SIMPO = "RewardTrainer", "DPOTrainer", "ORPOTrainer", "CPOTrainer"
+REWARD, DPO, ORPO, SIMPO, SFT = "RewardTrainer", "DPOTrainer", "ORPOTrainer", "CPOTrainer", "SFTTrainer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +94,36 @@ def labelled_rows(examples: Sequence[Mapping[str, Any]]) -> list[Row]:
     return rows
 
 
+def sft_rows(examples: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Return rows in SFTTrainer's format after tokenization: -100 where a token is no target; and the numbers of images."""
+    rows = []
+    for index, example in enumerate(examples):
+        ids, learnt = example["input_ids"].tolist(), example["learnt"].tolist()
+        labels = [token if wanted else -100 for token, wanted in zip(ids, learnt, strict=True)]
+        rows.append({"input_ids": ids, "labels": labels, **({"example": index} if "images" in example else {})})
+    return rows
+
+
+def _image_collator(task: Any, examples: Sequence[Mapping[str, Any]]) -> Callable[[list[Row]], dict[str, Any]]:
+    """Return a collator of `sft_rows` that reads and processes the images of each batch, as TRL's own does."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    def collate(rows: list[Row]) -> dict[str, Any]:
+        ids, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
+        return {
+            "input_ids": pad_sequence(ids, batch_first=True, padding_value=task.tokenizer.pad_token_id),
+            "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+            "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+            **task.collate([examples[row["example"]] for row in rows]).vision,
+        }
+
+    return collate
+
+
 ROWS: dict[str, Callable[[Sequence[Mapping[str, Any]]], list[Row]]] = {
-    REWARD: reward_rows, DPO: answer_rows, ORPO: labelled_rows, SIMPO: labelled_rows
+    REWARD: reward_rows, DPO: answer_rows, ORPO: labelled_rows, SIMPO: labelled_rows,
+    SFT: sft_rows,
 }  # fmt: skip
 
 
@@ -115,7 +143,10 @@ def _kinds(name: str) -> tuple[type, type]:
 
 
 def made_side(name: str, task: Any, examples: Sequence[Mapping[str, Any]], **settings: Any) -> Side:
-    """Return the trainer with the initial weights of dstrain's task; `settings` are passed to its config."""
+    """Return the trainer with the initial weights of dstrain's task; `settings` override values of its config.
+
+    With `bf16` its weights are bf16 too.
+    """
     from datasets import Dataset
     from transformers import TrainerCallback
 
@@ -128,9 +159,15 @@ def made_side(name: str, task: Any, examples: Sequence[Mapping[str, Any]], **set
 
     kind, config = _kinds(name)
     recipe, steps = task.recipe, math.ceil(len(examples) / task.recipe.batch.total)
-    words: dict[str, Any] = {"model": task.build_model(), "args": config(**_arguments(recipe), **settings)}
+    words: dict[str, Any] = {"model": task.build_model(), "args": config(**{**_arguments(recipe), **settings})}
     if name == DPO:
         words["ref_model"] = task.build_reference()
+    if settings.get("bf16"):  # weights too; buffers such as rotary frequencies stay in fp32, as after from_pretrained
+        for model in (words["model"], words.get("ref_model")):
+            for parameter in model.parameters() if model is not None else ():
+                parameter.data = parameter.data.bfloat16()
+    if name == SFT and "images" in examples[0]:
+        words["data_collator"] = _image_collator(task, examples)
     rows = ROWS[name](examples)
     if name in (ORPO, SIMPO):  # they always tokenize, so they get one dummy pair
         rows, later = [{"prompt": "a", "chosen": "b", "rejected": "c"}], rows
@@ -188,18 +225,20 @@ class StepByStep:
 
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._fault: BaseException | None = None
-        self._side, paused = side, self
+        self._side, self._stopped, paused = side, False, self
 
         class Pause(TrainerCallback):
             def on_train_begin(self, *_: Any, **__: Any) -> None:
                 paused._go.acquire()
 
-            def on_step_end(self, *_: Any, **__: Any) -> None:
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 paused._done.release()
                 paused._go.acquire()
+                control.should_training_stop |= paused._stopped
 
         side.trainer.add_callback(Pause())
-        threading.Thread(target=self._train, daemon=True).start()
+        self._thread = threading.Thread(target=self._train, daemon=True)
+        self._thread.start()
 
     def __call__(self, turn: int = 0) -> None:
         """Take a step; TRL logs it within the next one."""
@@ -207,6 +246,12 @@ class StepByStep:
         self._done.acquire()
         if self._fault is not None:
             raise self._fault
+
+    def stop(self) -> None:
+        """End the training, so that its memory can be freed."""
+        self._stopped = True
+        self._go.release()
+        self._thread.join()
 
     def _train(self) -> None:
         try:

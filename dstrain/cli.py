@@ -21,6 +21,7 @@ from dstrain.cli_options import (
     SAMPLING_OPTION_NAMES,
     SAMPLING_OPTIONS,
     SCRATCH_OPTION,
+    TRAIN_OPTIONS,
     CommandGroup,
     pop_options,
     with_options,
@@ -43,22 +44,7 @@ def main(local_rank: int | None) -> None:
 
 
 @main.command()
-@with_options(RECIPE_OPTIONS)
-@click.option(
-    "--run-dir", "--run_dir", type=click.Path(path_type=Path), help="Run folder; default: runs/NAME of the recipe."
-)
-@click.option(
-    "--resume",
-    default="auto",
-    metavar="auto|never|DIR",
-    show_default=True,
-    help="Resume from the latest complete checkpoint.",
-)
-@click.option(
-    "--allow-change", "allowed", multiple=True, metavar="KEY", help="Recipe key that may differ on resume; repeatable."
-)
-@click.option("--dry-run", is_flag=True, help="Print recipe, DeepSpeed JSON and launch command; start nothing.")
-@with_options(LAUNCH_OPTIONS)
+@with_options(RECIPE_OPTIONS, TRAIN_OPTIONS, LAUNCH_OPTIONS)
 def train(
     recipe: str | None, task: str | None, ds_config: str | None, overrides: tuple[str, ...], run_dir: Path | None,
     resume: str, allowed: tuple[str, ...], dry_run: bool, **launch: Any,
@@ -71,14 +57,9 @@ def train(
     from dstrain.commands.train import launch_or_train
 
     request = TrainRequest(
-        recipe=recipe,
-        task=task,
-        ds_config=ds_config,
-        overrides=overrides,
-        run_dir=run_dir,
-        resume=resume,
+        recipe=recipe, task=task, ds_config=ds_config, overrides=overrides, run_dir=run_dir, resume=resume,
         allowed_changes=allowed,
-    )
+    )  # fmt: skip
     sys.exit(launch_or_train(request, launch, dry_run))
 
 
@@ -143,6 +124,27 @@ def prepare(
 
     job = PrepareJob(TrainRequest(recipe=recipe, task=task, ds_config=ds_config, overrides=overrides))
     run_and_exit(job, launch, scratch, json.dumps if as_json else show_prepared)
+
+
+@main.command()
+@with_options(RECIPE_OPTIONS, LAUNCH_OPTIONS, [SCRATCH_OPTION])
+@click.option("--steps", default=20, type=click.IntRange(1), show_default=True, help="Steps to measure.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench(
+    recipe: str | None, task: str | None, ds_config: str | None, overrides: tuple[str, ...], scratch: Path | None,
+    steps: int, as_json: bool, **launch: Any,
+) -> None:  # fmt: skip
+    """Measure speed and memory of a recipe's training steps.
+
+    No checkpoint, metric or other file is left behind.
+    """
+    from dstrain.commands.bench import BenchJob, bench_run_dir, show_bench
+    from dstrain.commands.recipe_args import TrainRequest
+
+    request = TrainRequest(recipe=recipe, task=task, ds_config=ds_config, overrides=overrides)
+    with bench_run_dir(scratch) as run_dir:
+        job = BenchJob(request=request, steps=steps, run_dir=run_dir)
+        run_and_exit(job, launch, scratch, json.dumps if as_json else show_bench)
 
 
 def run_and_exit(

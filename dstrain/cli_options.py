@@ -16,7 +16,6 @@ UNSUPPORTED_COMMANDS = {
     "plan": "see docs/memory.md for the settings, and peak_memory_gib in metrics.jsonl for the memory used",
     "doctor": "check a recipe on this machine with `dstrain train RECIPE --dry-run`",
     "report": "see metrics.jsonl or TensorBoard",
-    "bench": "see tokens_per_second and step_seconds in metrics.jsonl",
 }
 """Planned commands, and what to use until they exist."""
 LAUNCH_OPTIONS = (
@@ -76,6 +75,26 @@ RECIPE_OPTIONS = (
         metavar="KEY=VALUE",
         help="Override a recipe key, such as optim.lr=2e-5; repeatable.",
     ),
+)
+TRAIN_OPTIONS = (
+    click.option(
+        "--run-dir", "--run_dir", type=click.Path(path_type=Path), help="Run folder; default: runs/NAME of the recipe."
+    ),
+    click.option(
+        "--resume",
+        default="auto",
+        metavar="auto|never|DIR",
+        show_default=True,
+        help="Resume from the latest complete checkpoint.",
+    ),
+    click.option(
+        "--allow-change",
+        "allowed",
+        multiple=True,
+        metavar="KEY",
+        help="Recipe key that may differ on resume; repeatable.",
+    ),
+    click.option("--dry-run", is_flag=True, help="Print recipe, DeepSpeed JSON and launch command; start nothing."),
 )
 FOLDER_TASK_OPTION = click.option(
     "--task", help="Packaged task, or the task file of the run: code in the folder is not run by itself."

@@ -95,6 +95,7 @@ FLOORS_WITHIN = {
             "trained_model",
         ),
         (
+            "bench",
             "evaluate",
             "export",
             "prepare",

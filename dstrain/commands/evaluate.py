@@ -40,6 +40,7 @@ class EvaluateJob:
     data: str
     """A file, or a dataset on the hub."""
     is_parallel = True
+    trains = False
 
     def to_argv(self) -> list[str]:
         return ["evaluate", *self.selector.to_argv(), "--data", resolve_data_path(self.data)]

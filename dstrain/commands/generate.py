@@ -51,6 +51,7 @@ class GenerateJob:
     sampling: Mapping[str, Any]
     """The fields of `dstrain.train.generate.SamplingParams`."""
     is_parallel = True
+    trains = False
 
     def to_argv(self) -> list[str]:
         words = ["generate", *self.selector.to_argv(), *(word for text in self.texts for word in ("--prompt", text))]

@@ -43,6 +43,7 @@ class PrepareJob:
     """A job that builds the token cache of every split, and the outputs of frozen models that the recipe precomputes."""
 
     request: TrainRequest
+    trains = False
 
     @property
     def is_parallel(self) -> bool:

@@ -1,4 +1,4 @@
-"""Runner of evaluate, generate and prepare jobs in one process or several."""
+"""Runner of bench, evaluate, generate and prepare jobs in one process or several."""
 
 from __future__ import annotations
 
@@ -44,6 +44,10 @@ class Job(Protocol):
     @property
     def is_parallel(self) -> bool:
         """True if several processes are faster than one."""
+
+    @property
+    def trains(self) -> bool:
+        """True if the job takes optimizer steps, for which DeepSpeed needs a process group."""
 
     def to_argv(self) -> list[str]:
         """Return the command and its options as arguments of a worker."""
@@ -125,7 +129,7 @@ def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
         if worker.rank == 0:
             job.cache_weight_hashes(prepared)
     # DeepSpeed shards over a process group, also of one process.
-    alone = worker.world_size == 1 and not is_zero3(prepared.ds_config)
+    alone = worker.world_size == 1 and not job.trains and not is_zero3(prepared.ds_config)
     try:
         with join_world(None if alone else worker, device, (config, rendezvous.store), shared_dir) as world:
             return job.run(prepared, world)

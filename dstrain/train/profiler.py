@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from dstrain.config.schema import ProfileConfig
 from dstrain.models.params.zero3 import full_numel
+from dstrain.report.flops import FLOP_FORMULAS
 from dstrain.train.engine.base import Engine
 from dstrain.units import format_count
 
@@ -163,7 +164,7 @@ class FlopsTable:
 
     def __init__(self, module: torch.nn.Module, step: int) -> None:
         self._module, self._step = module, step
-        self._counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+        self._counter = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
         self._totals: dict[torch.nn.Module, _ModuleTotals] = {}
         self._open: list[tuple[float, int]] = []
         """(start time, operations before) of each module whose forward pass is running, outermost first."""
@@ -232,35 +233,3 @@ class _ModuleTotals:
 
     seconds: float = 0.0
     flops: int = 0
-
-
-def _count_cpu_attention(
-    query_shape: Sequence[int], key_shape: Sequence[int], value_shape: Sequence[int], *_: Any, **__: Any
-) -> int:
-    """Return operations of the two matrix products; shapes are (B, heads, L or S, width)."""
-    batch, heads, length, width = query_shape
-    return 2 * batch * heads * length * key_shape[2] * (width + value_shape[3])
-
-
-def _or_zero(formula: Callable[..., int]) -> Callable[..., int]:
-    """Return a formula of torch's table that counts 0 for shapes it does not know.
-
-    They raise for some valid calls, such as attention with fewer key heads than query heads, and they
-    are called in the middle of the model's forward pass: the run would stop.
-    """
-
-    def count(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-        try:
-            return formula(*args, out_val=out_shape, **kwargs)
-        except Exception:
-            return 0
-
-    return count
-
-
-# Higher-order operators (flex_attention) have no overloads and take tensors, not shapes: their formulas stay.
-_FORMULAS: dict[Any, Callable[..., int]] = {
-    **{op: _or_zero(formula) for op, formula in flop_registry.items() if hasattr(op, "overloads")},
-    # torch 2.13 has formulas of the attention kernels for GPUs only (torch/utils/flop_counter.py).
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_cpu_attention,
-}

@@ -139,13 +139,13 @@ def build_run(
     if world.rank == 0:
         _write_run_files(plan, world, start)
     report_start(plan, run_log, world, start)
-    engine = _build_engine(plan, world, run_log)
+    engine = build_engine(plan, world, run_log)
     if world.device.type == "cpu":
         keep_freed_memory()  # only now: what loading the weights needed goes back to the kernel
     saver = _build_saver(plan, engine, checkpoints, run_log, weights)
     return Run(
         engine=engine,
-        loader=_build_loader(plan, world),
+        loader=build_loader(plan, world),
         evaluation=_build_evaluation(plan),
         saver=saver,
         start_checkpoint=start,
@@ -154,7 +154,7 @@ def build_run(
         meter=Meter(world),
         monitors=_build_monitors(plan, engine, run_log, saver.grace),
         signal_handler=signal_handler or SignalHandler(),
-        schedule=_build_schedule(plan),
+        schedule=build_schedule(plan),
         seed=config.seed,
     )
 
@@ -175,7 +175,8 @@ def _build_monitors(plan: RunPlan, engine: DeepSpeedEngine, run_log: RunLog, gra
     )
 
 
-def _build_schedule(plan: RunPlan) -> StepSchedule:
+def build_schedule(plan: RunPlan) -> StepSchedule:
+    """Return the learning rates, and the steps after which rows, evaluations and checkpoints are due."""
     config, optim = plan.config, plan.config.optim
     return StepSchedule(
         total_steps=plan.steps,
@@ -253,7 +254,8 @@ def _checkpoint_metadata(plan: RunPlan) -> dict[str, Any]:
     return metadata | {"batch_total": plan.batch.total, "began_with": plan.initial_world_size}
 
 
-def _build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngine:
+def build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngine:
+    """Build the model, its optimizer and the engine around both. Collective."""
     # At stage 3 no rank could hold the whole model, so it is sharded as it is built.
     with zero3_init(plan.ds_config):
         train_module = build_train_module(plan.task, run_log)
@@ -282,7 +284,8 @@ def _scaled_lr(plan: RunPlan, lr: float) -> float:
     return scale_lr(lr, optim.scale_lr, plan.initial_world_size, optim.scale_lr_base)
 
 
-def _build_loader(plan: RunPlan, world: World) -> Loader:
+def build_loader(plan: RunPlan, world: World) -> Loader:
+    """Build the loader of this rank's batches."""
     data = plan.config.data
     return Loader(
         examples=plan.train_dataset,

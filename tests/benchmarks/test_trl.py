@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +49,3 @@ def test_orpo_differs_from_trl_by_its_sft_term_alone(tmp_path: Path) -> None:
     ours = task.loss(model, batch).total.detach() / batch.weight
     assert float(ours - learns_chosen) == pytest.approx(float(loss.detach()) - said["nll_loss"], abs=1e-5)
     assert float(learns_chosen) != pytest.approx(said["nll_loss"], abs=1e-4)
-
-
-@pytest.mark.parametrize("task", ["rm", "dpo"])
-def test_the_clock_starts_where_losses_are_equal(task: str, tmp_path: Path) -> None:
-    from benchmarks.common import tell
-    from benchmarks.trl_step import measure
-
-    result = measure(task=task, shape="tiny", length=96, micro=2, rounds=2, checked_steps=2, presets="")
-    assert [row["engine"] for row in result["rows"]] == [f"{'Reward' if task == 'rm' else 'DPO'}Trainer", "TorchEngine"]
-    tell(result, tmp_path / "told.json")
-    assert json.loads((tmp_path / "told.json").read_text())["rows"] == result["rows"]

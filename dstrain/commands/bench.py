@@ -1,0 +1,267 @@
+"""dstrain bench: speed and memory of a recipe's training steps."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.run_job import SINGLE_WORKER
+from dstrain.commands.temp_dirs import make_scratch, make_scratch_path
+from dstrain.commands.trained_model import hash_weights
+from dstrain.config import Recipe, RunConfig
+from dstrain.launch.topology import worker_from_env
+from dstrain.preset import Device, read_preset
+from dstrain.tasks import make_task
+from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.units import format_count
+
+if TYPE_CHECKING:
+    import torch
+
+    from dstrain.batch import Batch
+    from dstrain.data.loading.loader import Loader
+    from dstrain.distributed.world import World
+    from dstrain.train.engine.deepspeed import DeepSpeedEngine
+    from dstrain.train.plan import RunPlan
+
+WARMUP_STEPS = 3
+"""Steps before the measured ones: the first ones allocate memory and load kernels. Their operations are counted."""
+PERCENTILES = (50, 90, 99)
+
+
+@contextlib.contextmanager
+def bench_run_dir(scratch_dir: Path | None) -> Iterator[Path]:
+    """Yield the path of a run folder for this process, and remove what is in it at the end.
+
+    `scratch_dir`: the folder of the launch, which the launching process removes.
+    """
+    folder = scratch_dir or make_scratch_path()
+    if scratch_dir is None:
+        make_scratch(folder)
+    try:
+        yield folder / "run"
+    finally:
+        if scratch_dir is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class PreparedBench:
+    """The plan of the run whose steps are measured."""
+
+    plan: RunPlan
+
+    @property
+    def ds_config(self) -> Mapping[str, Any]:
+        return self.plan.ds_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchJob:
+    """A job that takes training steps of a recipe and measures them: no evaluation, checkpoint or tracker."""
+
+    request: TrainRequest
+    steps: int
+    """Measured steps, after WARMUP_STEPS others."""
+    run_dir: Path
+    is_parallel = True
+    trains = True
+
+    def to_argv(self) -> list[str]:
+        return ["bench", *self.request.recipe_argv(), "--steps", str(self.steps)]
+
+    def check_recipe(self) -> RunConfig:
+        config = self._recipe().config
+        make_task(config).checks.required_keys()
+        read_preset(config.ds_config)
+        return config
+
+    def _recipe(self) -> Recipe:
+        """Return the recipe with as many steps as are taken, and without what is not measured."""
+        changes = (
+            f"steps={WARMUP_STEPS + self.steps}", "optim.warmup=0", "data.eval=null", "data.eval_fraction=0",
+            "log.tensorboard=false", "log.wandb=null", "profile=null",
+        )  # fmt: skip
+        recipe = resolve_recipe(self.request)  # first as it is, so that its own faults are the ones reported
+        changed = resolve_recipe(replace(self.request, overrides=(*self.request.overrides, *changes), resume="never"))
+        return replace(changed, name=recipe.name)
+
+    def prepare(self, world_size: int, device: Device) -> PreparedBench:
+        import os
+
+        from dstrain.train.plan import make_plan
+
+        worker = worker_from_env(os.environ) or SINGLE_WORKER
+        return PreparedBench(make_plan(self._recipe(), self.run_dir, ResumeOptions("never"), worker))
+
+    def cache_weight_hashes(self, prepared: PreparedBench) -> None:
+        hash_weights(prepared.plan.task, include_base=False)
+
+    def run(self, prepared: PreparedBench, world: World) -> dict[str, Any]:
+        from dstrain.report.run_log import RunLog
+        from dstrain.train.build_model import count_parameters
+        from dstrain.train.setup import build_engine, with_frozen_outputs
+
+        plan = with_frozen_outputs(prepared.plan, world)
+        with contextlib.closing(RunLog(plan.run_dir, world.rank)) as run_log:
+            engine = build_engine(plan, world, run_log)
+        total, trained = count_parameters(engine.train_module.model)
+        return {
+            "task": plan.config.task,
+            "preset": plan.preset.name,
+            "device": _device_name(world.device),
+            "precision": _precision(plan.ds_config),
+            "processes": world.size,
+            "batch": {"total": plan.batch.total, "micro": plan.batch.micro, "accumulate": plan.batch.accumulate},
+            "parameters": total,
+            "trained_parameters": trained,
+            "warmup_steps": WARMUP_STEPS,
+            **_measure(engine, plan, self.steps),
+            "plan": None,
+        }
+
+
+@dataclass(frozen=True)
+class _StepRecord:
+    """One step of this rank."""
+
+    seconds: float
+    samples: int
+    tokens: int
+    positions: int
+    """Places of the input ids; 0 for batches without any."""
+    padding: int
+    """Places among them that hold no token."""
+
+
+def _measure(engine: DeepSpeedEngine, plan: RunPlan, steps: int) -> dict[str, Any]:
+    """Take the warm-up steps and `steps` others; return their figures, over all ranks. Collective."""
+    from dstrain.report.flops import StepFlops
+    from dstrain.report.memory import host_memory_gib, peak_memory_gib
+    from dstrain.train.setup import build_loader
+
+    world, loader = engine.world, build_loader(plan, engine.world)
+    module = engine.train_module
+    records = _iter_steps(engine, plan, loader)
+    with StepFlops(module, module.model) as flops:
+        warmup = [next(records) for _ in range(WARMUP_STEPS)]
+    loader.pop_wait_seconds()
+    measured = [next(records) for _ in range(steps)]
+    ranks = world.gather(
+        {
+            "steps": measured,
+            "wait": loader.pop_wait_seconds(),
+            "flops": flops.total,
+            "counted_tokens": sum(record.tokens for record in warmup),
+            "peak_memory_gib": peak_memory_gib(world.device),
+            "host_memory_gib": host_memory_gib(),
+        }
+    )
+    return summarize(ranks, _peak_flops(world.device, plan.ds_config))
+
+
+def _iter_steps(engine: DeepSpeedEngine, plan: RunPlan, loader: Loader) -> Iterator[_StepRecord]:
+    """Yield each step after it was taken, in the order of the run. Collective."""
+    import torch
+
+    from dstrain.train.engine.base import seed_step
+    from dstrain.train.setup import build_schedule
+
+    device, schedule = engine.world.device, build_schedule(plan)
+    steps = loader.iter_steps(0)
+    for index in range(plan.steps):
+        start = time.perf_counter()
+        batches = next(steps).batches
+        seed_step(plan.config.seed, index, engine.world.rank)
+        result = engine.step(batches, schedule.lr(index))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - start
+        yield _StepRecord(seconds, result.samples, result.tokens, *_count_padding(batches))
+
+
+def _count_padding(batches: Sequence[Batch]) -> tuple[int, int]:
+    """Return (places, places without a token) of the batches' input ids; without an attention mask none is padding."""
+    places = padding = 0
+    for tensors in (batch.tensors for batch in batches if "input_ids" in batch.tensors):
+        places += tensors["input_ids"].numel()
+        if "attention_mask" in tensors:
+            padding += int((tensors["attention_mask"] == 0).sum())
+    return places, padding
+
+
+def summarize(ranks: Sequence[Mapping[str, Any]], peak_flops: float | None) -> dict[str, Any]:
+    """Return the figures of all ranks' records; the time of a step is that of the slowest rank."""
+    seconds = np.array([[record.seconds for record in rank["steps"]] for rank in ranks]).max(0)  # (steps,)
+    records = [record for rank in ranks for record in rank["steps"]]
+    total, tokens = float(seconds.sum()), sum(record.tokens for record in records)
+    places = sum(record.positions for record in records)
+    counted = sum(rank["counted_tokens"] for rank in ranks)
+    # Operations were counted in the warm-up steps, whose samples have other lengths.
+    flops = sum(rank["flops"] for rank in ranks) / counted * tokens if counted else None
+    memory = [rank["peak_memory_gib"] for rank in ranks]
+    return {
+        "steps": len(seconds),
+        "tokens_per_second": tokens / total,
+        "samples_per_second": sum(record.samples for record in records) / total,
+        "step_seconds": {"mean": total / len(seconds)}
+        | {f"p{rank}": float(np.percentile(seconds, rank)) for rank in PERCENTILES},
+        "data_wait_share": sum(rank["wait"] for rank in ranks) / len(ranks) / total,
+        "padding_share": sum(record.padding for record in records) / places if places else None,
+        "flops_per_step": flops / len(seconds) if flops else None,
+        "peak_flops": peak_flops,
+        "mfu": flops / total / peak_flops / len(ranks) if flops and peak_flops else None,
+        "peak_memory_gib": None if None in memory else memory,
+        "host_memory_gib": [rank["host_memory_gib"] for rank in ranks],
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _precision(ds_config: Mapping[str, Any]) -> str:
+    return next((name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")), "fp32")
+
+
+def _peak_flops(device: torch.device, ds_config: Mapping[str, Any]) -> float | None:
+    """Return FLOP/s of one device in the precision of the run; None where it is not known."""
+    from dstrain.report.flops import find_peak_flops
+
+    known = device.type == "cuda" and _precision(ds_config) != "fp32"
+    return find_peak_flops(_device_name(device)) if known else None
+
+
+def show_bench(row: Mapping[str, Any]) -> str:
+    """Return the figures as a table."""
+    share = lambda value: "unknown" if value is None else f"{100 * value:.3g} %"  # noqa: E731
+    gib = lambda values: "unknown" if values is None else ", ".join(f"{value:.3g} GiB" for value in values)  # noqa: E731
+    times, batch = row["step_seconds"], row["batch"]
+    lines = {
+        "run": f"{row['task']}, preset {row['preset']}, {row['precision']}, {row['processes']} x {row['device']}",
+        "model": f"{format_count(row['parameters'])} parameters, {format_count(row['trained_parameters'])} of them trained",
+        "batch": f"{batch['total']} samples a step, up to {batch['micro']} in a forward pass",
+        "steps": f"{row['steps']} measured, after {row['warmup_steps']} others",
+        "tokens/s": format_count(row["tokens_per_second"]),
+        "samples/s": f"{row['samples_per_second']:.4g}",
+        "step": f"mean {times['mean']:.4g} s, "
+        + ", ".join(f"p{rank} {times[f'p{rank}']:.4g} s" for rank in PERCENTILES),
+        "waiting for data": share(row["data_wait_share"]),
+        "padding": share(row["padding_share"]),
+        "FLOPs per step": "unknown" if row["flops_per_step"] is None else format_count(row["flops_per_step"]),
+        "MFU": share(row["mfu"]),
+        "peak GPU memory": gib(row["peak_memory_gib"]),
+        "peak host memory": gib(row["host_memory_gib"]),
+        "plan": "not yet",
+    }
+    return "\n".join(f"{name:18} {value}" for name, value in lines.items())

@@ -26,7 +26,7 @@ from dstrain.data.records import BadRecord, EncodeResult, try_parse
 from dstrain.data.series.captions import names_right_pattern
 from dstrain.data.series.options import EncoderOptions
 from dstrain.data.series.patches import Patches, choose_masked, cut_patches, from_columns, stack_patches, to_columns
-from dstrain.data.series.record import SeriesRecord, read_series_record
+from dstrain.data.series.record import SeriesRecord, read_label, read_series_record
 from dstrain.data.series.synthetic import SyntheticCurves, SyntheticOptions
 from dstrain.data.sources.base import ConcatSource, Source
 from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
@@ -127,10 +127,8 @@ class Temporal(SFT):
         if saved and not self.recipe.data.train:
             return saved
         source = self.open_sources(self.training_items)
-        records = (try_parse(source.__getitem__, index) for index in range(len(source)))
-        found = {
-            str(one["label"]) for one in records if not isinstance(one, BadRecord) and one.get("label") is not None
-        }
+        labels = (try_parse(lambda index: read_label(source[index]), index) for index in range(len(source)))
+        found = {label for label in labels if isinstance(label, str)}
         if not found:
             raise DataError("data.train: no record has a 'label'; add labels, or list them in options.labels")
         return tuple(sorted(found))

@@ -161,7 +161,11 @@ class Temporal(SFT):
         return [self._encode_alone(sample) for sample in samples]
 
     def _encode_alone(self, sample: SeriesRecord) -> EncodeResult:
-        columns = to_columns(sample.values, sample.stats)
+        columns, limit = to_columns(sample.values, sample.stats), self.recipe.data.max_length
+        count = self.model_source.patches.count_patches(*sample.values.shape)
+        if count > limit:
+            fix = "raise options.encoder.patch_length or data.max_length, or shorten the series"
+            return BadRecord(f"the series has {count} patches, above data.max_length {limit}; {fix}")
         if self.stage != "classify":
             return columns
         if sample.label not in self.known_labels:
@@ -170,10 +174,11 @@ class Temporal(SFT):
         return {**columns, "label": float(self.known_labels.index(sample.label))}
 
     def encode_key(self) -> dict[str, Any]:
+        patches = self.model_source.patches
         if not self.has_language_model:
             labels = {"labels": self.known_labels} if self.stage == "classify" else {}
-            return {"what": "series", **labels}
-        patches = self.model_source.patches
+            lengths = {"patch_length": patches.length, "max_length": self.recipe.data.max_length}
+            return {"what": "series", **lengths, **labels}
         own = {"what": "captioned series", "prompt": self.prompt, "patches": [patches.length, patches.per_token]}
         return {**super().encode_key(), **own}
 

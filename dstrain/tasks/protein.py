@@ -32,7 +32,7 @@ from dstrain.data.structures.chain import (
 )
 from dstrain.data.structures.masking import MaskedChain, ResidueMask
 from dstrain.data.structures.reader import READER_VERSION, gemmi_version, read_chains, require_gemmi
-from dstrain.data.structures.similarity import choose_held_out, cluster_sequences
+from dstrain.data.structures.similarity import choose_held_out, load_or_cluster
 from dstrain.errors import DataError, RecipeError
 from dstrain.tasks.common.store_builder import policy_of
 from dstrain.tasks.common.task import Checks, Loss, Split, Task
@@ -159,8 +159,9 @@ class Protein(Task):
         dataset = self._load(data.train, tuple(item.weight for item in data.train))
         if not data.eval_fraction:
             return dataset
-        sequences = [dataset[index]["residues"] for index in range(len(dataset))]
-        clusters = cluster_sequences(sequences, self.split_identity)
+        store = dataset.store
+        sequences = [store[row]["residues"] for row in range(len(store))]
+        clusters = load_or_cluster(store.folder, sequences, self.split_identity)[dataset.rows]
         held_out = choose_held_out(clusters, data.eval_fraction, self.recipe.seed)
         return dataset.select(~held_out if split == "train" else held_out)
 

@@ -23,6 +23,7 @@ import yaml
 
 from dstrain.data.series.captions import names_right_pattern
 from dstrain.data.series.record import read_series_record
+from dstrain.data.series.synthetic import SyntheticCurves, SyntheticOptions
 from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
 
 DATA = Path(os.environ.get("DSTRAIN_DATA", "data"))
@@ -33,6 +34,8 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 """A language model from scratch, 0.17 M parameters; weights begin with a deviation of 1 / sqrt(width)."""
 BATCH, PATCH_LENGTH = 32, 4
+NUM_CURVES = 20_000
+"""Synthetic curves that both are given next to TRUCE. People's captions say little else about a curve than chance."""
 
 
 def dstrain(*words: str) -> str:
@@ -80,7 +83,7 @@ def load_truce(folder: Path) -> dict[str, list[dict[str, Any]]]:
         split: [one for name in of for one in read(DATA / f"timeseries/truce/{name}.jsonl")]
         for split, of in names.items()
     }
-    for split, of in records.items():
+    for split, of in {**records, "curves": make_curves(NUM_CURVES)}.items():
         write(folder / f"{split}-soft.jsonl", of)
         for name, shown in (("text", True), ("blind", False)):
             write(
@@ -89,14 +92,28 @@ def load_truce(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return records
 
 
+def make_curves(count: int) -> list[dict[str, Any]]:
+    """Return synthetic curves as TRUCE has them: 12 whole numbers from 0 to 100, with one caption."""
+    source = SyntheticCurves(SyntheticOptions(num_samples=count, min_length=12, max_length=12))
+    found = []
+    for index in range(count):
+        record, random = source[index], np.random.RandomState([index])
+        values, low = np.asarray(record["series"]), random.uniform(0, 50)
+        scaled = low + (values - values.min()) / np.ptp(values) * (random.uniform(low + 20, 100) - low)
+        values = [round(value) for value in scaled]
+        found.append({"series": values, "captions": [record["caption"]], "prompt": "Name the pattern."})
+    return found
+
+
 def truce_recipe(folder: Path, name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return the recipe of `text`, `soft` or `blind`; they differ in task, data and tokenizer (that of the first)."""
     every = max(args.steps // 4, 1)
+    train = [{"path": f"{folder}/{of}-{name}.jsonl", "weight": 1.0} for of in ("train", "curves")]
     model = {"config": LLAMA, "gradient_checkpointing": False}
     recipe = {
         "task": "temporal" if name == "soft" else "sft",
         "model": model if name == "text" else {**model, "tokenizer": str(folder / f"text-{args.seeds[0]}/tokenizer")},
-        "data": {**{of: f"{folder}/{of}-{name}.jsonl" for of in ("train", "eval")}, "max_length": 160},
+        "data": {"train": train, "eval": f"{folder}/eval-{name}.jsonl", "max_length": 160},
         "batch": {"total": BATCH, "micro": BATCH // args.num_gpus}, "steps": args.steps, "seed": seed,
         "ds_config": "zero0", "precision": "fp32", "log": {"every": 50, "tensorboard": False},
         "optim": {"lr": 3e-3, "schedule": "cosine", "warmup": 0.05, "weight_decay": 0.1},
@@ -110,7 +127,7 @@ def truce_recipe(folder: Path, name: str, seed: int, args: argparse.Namespace) -
 def as_text(record: dict[str, Any], caption: str, shows_numbers: bool = True) -> dict[str, Any]:
     """Return a conversation with the numbers in the user's turn, or without them."""
     numbers = " ".join(map(str, record["series"])) + "\n" if shows_numbers else ""
-    turns = [("user", f"{numbers}{ASKED}"), ("assistant", caption)]
+    turns = [("user", numbers + record.get("prompt", ASKED)), ("assistant", caption)]
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 

@@ -1,6 +1,6 @@
 """Measure task temporal: captions of TRUCE, labels of UCR archives, and the preparation of synthetic curves.
 
-    DSTRAIN_DATA=DATA python -m tests.slow.temporal truce|ucr|prepare --to FOLDER [--num-gpus 1] [--steps 1200]
+    DSTRAIN_DATA=DATA python -m tests.slow.temporal truce|ucr|prepare --to FOLDER [--num-gpus 1] [--steps 450]
         [--seeds 0 1 2] [--blind]
 
 Prints one JSON object per result. The recipes and runs stay in FOLDER.
@@ -21,10 +21,12 @@ from typing import Any
 import numpy as np
 import yaml
 
+from dstrain.config.schema import RunConfig
 from dstrain.data.series.captions import names_right_pattern
 from dstrain.data.series.record import read_series_record
 from dstrain.data.series.synthetic import SyntheticCurves, SyntheticOptions
 from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
+from dstrain.tasks import make_task
 
 DATA = Path(os.environ.get("DSTRAIN_DATA", "data"))
 ASKED = "Describe the series."
@@ -35,7 +37,7 @@ LLAMA: dict[str, Any] = {
 """A language model from scratch, 0.17 M parameters; weights begin with a deviation of 1 / sqrt(width)."""
 BATCH, PATCH_LENGTH = 32, 4
 NUM_CURVES = 20_000
-"""Synthetic curves that both are given next to TRUCE. People's captions say little else about a curve than chance."""
+"""Synthetic curves that both are trained on first."""
 
 
 def dstrain(*words: str) -> str:
@@ -65,14 +67,20 @@ def train(folder: Path, name: str, recipe: dict[str, Any], num_gpus: int) -> lis
 
 
 def truce(folder: Path, args: argparse.Namespace) -> None:
-    """Compare soft tokens with the same language model given the numbers as text: same steps, batches and tokenizer."""
+    """Compare soft tokens with the same language model given the numbers as text: same steps, batches and tokenizer.
+
+    Each is trained on synthetic curves, exported, and trained on TRUCE.
+    """
     records = load_truce(folder)
     for seed in args.seeds:
-        for name in ("text", "soft"):
-            rows = train(folder, f"{name}-{seed}", truce_recipe(folder, name, seed, args), args.num_gpus)
-            report(name, seed, rows, score_captions(folder, name, seed, records["eval"]))
-    if args.blind:  # what a caption is without the series
-        report("no series", 0, train(folder, "blind-0", truce_recipe(folder, "blind", 0, args), args.num_gpus), None)
+        for name in ("text", "soft", "blind") if args.blind else ("text", "soft"):
+            first, run = f"{name}-{seed}-curves", f"{name}-{seed}"
+            began = time.time()
+            train(folder, first, curves_recipe(folder, name, seed, args), args.num_gpus)
+            dstrain("export", str(folder / first), "--step", "last", "--to", str(folder / f"{first}-export"))
+            rows = train(folder, run, truce_recipe(folder, name, seed, args), args.num_gpus)
+            score = score_captions(folder, name, seed, records["eval"])
+            report(name, seed, rows, score, time.time() - began)
     print(json.dumps({"constant caption": most_common(records), "people": score_people(records["eval"])}))
 
 
@@ -101,39 +109,53 @@ def make_curves(count: int) -> list[dict[str, Any]]:
         values, low = np.asarray(record["series"]), random.uniform(0, 50)
         scaled = low + (values - values.min()) / np.ptp(values) * (random.uniform(low + 20, 100) - low)
         values = [round(value) for value in scaled]
-        found.append({"series": values, "captions": [record["caption"]], "prompt": "Name the pattern."})
+        found.append({"series": values, "captions": [record["caption"]]})
     return found
 
 
-def truce_recipe(folder: Path, name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the recipe of `text`, `soft` or `blind`; they differ in task, data and tokenizer (that of the first)."""
-    every = max(args.steps // 4, 1)
-    train = [{"path": f"{folder}/{of}-{name}.jsonl", "weight": 1.0} for of in ("train", "curves")]
+def curves_recipe(folder: Path, name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the recipe of `text`, `soft` or `blind` on synthetic curves; they differ in task and data."""
     model = {"config": LLAMA, "gradient_checkpointing": False}
     recipe = {
         "task": "temporal" if name == "soft" else "sft",
-        "model": model if name == "text" else {**model, "tokenizer": str(folder / f"text-{args.seeds[0]}/tokenizer")},
-        "data": {"train": train, "eval": f"{folder}/eval-{name}.jsonl", "max_length": 160},
+        "model": model,
+        "data": {"train": f"{folder}/curves-{name}.jsonl", "max_length": 160},
         "batch": {"total": BATCH, "micro": BATCH // args.num_gpus}, "steps": args.steps, "seed": seed,
         "ds_config": "zero0", "precision": "fp32", "log": {"every": 50, "tensorboard": False},
         "optim": {"lr": 3e-3, "schedule": "cosine", "warmup": 0.05, "weight_decay": 0.1},
-        "eval": {"every": every}, "save": {"every": every, "keep": 1},
+        "save": {"every": args.steps, "keep": 1},
     }  # fmt: skip
+    both = {**recipe["data"], "train": [f"{folder}/{of}-text.jsonl" for of in ("curves", "train")]}
+    if not (folder / "tokenizer").is_dir():
+        config = RunConfig.model_validate({**recipe, "task": "sft", "data": both})
+        make_task(config).tokenizer.save_pretrained(str(folder / "tokenizer"))  # type: ignore[attr-defined]
+    recipe["model"] = {**model, "tokenizer": str(folder / "tokenizer")}
     encoder = {"patch_length": PATCH_LENGTH, "hidden_size": 64, "num_layers": 2, "num_heads": 4}
     options = {"stage": "sft", "encoder": encoder, "prompt": ASKED, "generate_max_samples": 8}
     return {**recipe, "options": options} if name == "soft" else recipe
 
 
+def truce_recipe(folder: Path, name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the recipe that continues on TRUCE."""
+    recipe, every = curves_recipe(folder, name, seed, args), max(args.steps // 3, 1)
+    recipe["model"] = {"path": str(folder / f"{name}-{seed}-curves-export"), "gradient_checkpointing": False}
+    recipe["data"] = {of: f"{folder}/{of}-{name}.jsonl" for of in ("train", "eval")} | {"max_length": 160}
+    recipe |= {"eval": {"every": every}, "save": {"every": every, "keep": 1}}
+    if name == "soft":
+        recipe["options"] = {of: value for of, value in recipe["options"].items() if of != "encoder"}
+    return recipe
+
+
 def as_text(record: dict[str, Any], caption: str, shows_numbers: bool = True) -> dict[str, Any]:
     """Return a conversation with the numbers in the user's turn, or without them."""
     numbers = " ".join(map(str, record["series"])) + "\n" if shows_numbers else ""
-    turns = [("user", numbers + record.get("prompt", ASKED)), ("assistant", caption)]
+    turns = [("user", numbers + ASKED), ("assistant", caption)]
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
 def score_captions(folder: Path, name: str, seed: int, records: Sequence[dict[str, Any]]) -> float:
     """Return the share of series whose greedy caption, by the best checkpoint, names a right pattern."""
-    asked = [as_text(one, "?") for one in records] if name == "text" else [{"series": one["series"]} for one in records]
+    asked = [{"series": one["series"]} if name == "soft" else as_text(one, "?", name == "text") for one in records]
     data = write(folder / f"asked-{name}.jsonl", asked)
     run = f"{name}-{seed}"
     words = ["--data", data, "--max-new-tokens", "24", "--batch", "64", "--step", "best", "--json"]
@@ -171,10 +193,10 @@ def score_people(records: Sequence[dict[str, Any]]) -> float:
     return sum(scores) / len(scores)
 
 
-def report(name: str, seed: int, rows: list[dict[str, Any]], score: float | None) -> None:
+def report(name: str, seed: int, rows: list[dict[str, Any]], score: float, seconds: float) -> None:
     best = min(rows, key=lambda row: row["loss"])
     told = {key: best[key] for key in ("step", "loss", "token_accuracy")}
-    losses, seconds = [round(row["loss"], 4) for row in rows], rows[0]["seconds"]
+    losses = [round(row["loss"], 4) for row in rows]
     found = {**told, "pattern_accuracy": score, "losses": losses, "seconds": seconds}
     print(json.dumps({"run": name, "seed": seed, **found}), flush=True)
 
@@ -233,9 +255,9 @@ def main() -> None:
     parser.add_argument("what", choices=["truce", "ucr", "prepare"])
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--num-gpus", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=450)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--blind", action="store_true", help="also train on captions without the series")
+    parser.add_argument("--blind", action="store_true", help="also train without the series")
     args = parser.parse_args()
     args.to.mkdir(parents=True, exist_ok=True)
     {"truce": truce, "ucr": ucr, "prepare": prepare}[args.what](args.to.resolve(), args)

@@ -33,7 +33,7 @@ from dstrain.data.structures.chain import (
 from dstrain.data.structures.masking import MaskedChain, ResidueMask
 from dstrain.data.structures.reader import READER_VERSION, gemmi_version, read_chains, require_gemmi
 from dstrain.data.structures.similarity import choose_held_out, load_or_cluster
-from dstrain.errors import DataError, RecipeError
+from dstrain.errors import DataError, Fault, RecipeError
 from dstrain.tasks.common.store_builder import policy_of
 from dstrain.tasks.common.task import Checks, Loss, Split, Task
 
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 NO_TARGET = -100
 """Target of a residue whose type is not hidden, as torch's cross-entropy ignores it."""
+UNUSED_MODEL_KEYS = ("path", "config", "tokenizer", "processor", "chat_template")
+"""Keys of `model` that other tasks read."""
 LENGTH_SCALE = 10.0
 """Å per unit of the coordinate loss, Z of FAPE."""
 
@@ -53,8 +55,16 @@ class ProteinChecks(Checks):
     task: Protein
 
     def required_keys(self) -> None:
+        model = self.task.recipe.model
+        problem = "task protein builds its own model, without a tokenizer"
+        fix = "remove it; saved weights go into model.init, such as EXPORT/model.safetensors"
+        faults = [
+            Fault(f"model.{name}", problem, fix) for name in UNUSED_MODEL_KEYS if getattr(model, name) is not None
+        ]
         if not self.task.recipe.data.train:
-            raise RecipeError([NO_TRAIN_DATA])
+            faults.append(NO_TRAIN_DATA)
+        if faults:
+            raise RecipeError(faults)
 
     def run(self) -> None:
         require_gemmi()

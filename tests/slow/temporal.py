@@ -1,7 +1,7 @@
 """Measure task temporal: captions of TRUCE, labels of UCR archives, and the preparation of synthetic curves.
 
     DSTRAIN_DATA=DATA python -m tests.slow.temporal truce|ucr|prepare --to FOLDER [--num-gpus 1] [--steps 450]
-        [--seeds 0 1 2] [--blind]
+        [--seeds 0 1 2] [--inputs text soft blind]
 
 Prints one JSON object per result. The recipes and runs stay in FOLDER.
 """
@@ -73,7 +73,7 @@ def truce(folder: Path, args: argparse.Namespace) -> None:
     """
     records = load_truce(folder)
     for seed in args.seeds:
-        for name in ("text", "soft", "blind") if args.blind else ("text", "soft"):
+        for name in args.inputs:
             first, run = f"{name}-{seed}-curves", f"{name}-{seed}"
             began = time.time()
             train(folder, first, curves_recipe(folder, name, seed, args), args.num_gpus)
@@ -257,7 +257,7 @@ def main() -> None:
     parser.add_argument("--num-gpus", type=int, default=1)
     parser.add_argument("--steps", type=int, default=450)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--blind", action="store_true", help="also train without the series")
+    parser.add_argument("--inputs", nargs="+", default=["text", "soft"], choices=["text", "soft", "blind"])
     args = parser.parse_args()
     args.to.mkdir(parents=True, exist_ok=True)
     {"truce": truce, "ucr": ucr, "prepare": prepare}[args.what](args.to.resolve(), args)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +31,9 @@ from dstrain.data.structures.chain import (
 )
 from dstrain.data.structures.masking import MaskedChain, ResidueMask
 from dstrain.data.structures.reader import READER_VERSION, gemmi_version, read_chains, require_gemmi
-from dstrain.data.structures.similarity import choose_held_out, cluster_sequences
-from dstrain.errors import DataError, RecipeError
+from dstrain.data.structures.similarity import choose_held_out, load_or_cluster
+from dstrain.data.structures.tiny import tiny_structure
+from dstrain.errors import DataError, Fault, RecipeError
 from dstrain.tasks.common.store_builder import policy_of
 from dstrain.tasks.common.task import Checks, Loss, Split, Task
 
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 NO_TARGET = -100
 """Target of a residue whose type is not hidden, as torch's cross-entropy ignores it."""
+UNUSED_MODEL_KEYS = ("path", "config", "tokenizer", "processor", "chat_template")
+"""Keys of `model` that other tasks read."""
 LENGTH_SCALE = 10.0
 """Å per unit of the coordinate loss, Z of FAPE."""
 
@@ -53,8 +55,16 @@ class ProteinChecks(Checks):
     task: Protein
 
     def required_keys(self) -> None:
+        model = self.task.recipe.model
+        problem = "task protein builds its own model, without a tokenizer"
+        fix = "remove it; saved weights go into model.init, such as EXPORT/model.safetensors"
+        faults = [
+            Fault(f"model.{name}", problem, fix) for name in UNUSED_MODEL_KEYS if getattr(model, name) is not None
+        ]
         if not self.task.recipe.data.train:
-            raise RecipeError([NO_TRAIN_DATA])
+            faults.append(NO_TRAIN_DATA)
+        if faults:
+            raise RecipeError(faults)
 
     def run(self) -> None:
         require_gemmi()
@@ -161,8 +171,9 @@ class Protein(Task):
         dataset = self._load(data.train, tuple(item.weight for item in data.train))
         if not data.eval_fraction:
             return dataset
-        sequences = [dataset[index]["residues"] for index in range(len(dataset))]
-        clusters = cluster_sequences(sequences, self.split_identity)
+        store = dataset.store
+        sequences = [store[row]["residues"] for row in range(len(store))]
+        clusters = load_or_cluster(store.folder, sequences, self.split_identity)[dataset.rows]
         held_out = choose_held_out(clusters, data.eval_fraction, self.recipe.seed)
         return dataset.select(~held_out if split == "train" else held_out)
 
@@ -260,7 +271,7 @@ class Protein(Task):
         for split, count in (("train", 64), ("eval", 16)):
             (folder / split).mkdir(exist_ok=True)
             for index in range(count):
-                (folder / split / f"{index:03}.pdb").write_text(_tiny_structure(f"{split}/{index}"))
+                (folder / split / f"{index:03}.pdb").write_text(tiny_structure(f"{split}/{index}"))
         return {
             "task": "protein",
             "options": {
@@ -279,21 +290,3 @@ class Protein(Task):
 def _encode_chains(files: list[list[Chain]]) -> list[Any]:
     """Return the chains of each file as examples."""
     return [[{**chain.as_columns(), "chain": number} for number, chain in enumerate(chains)] for chains in files]
-
-
-def _tiny_structure(name: str) -> str:
-    """Return a made-up helix of 6 to 30 residues as a PDB file."""
-    draw = random.Random(name)
-    lines: list[str] = []
-    for index in range(draw.randint(6, 30)):
-        residue = draw.choice(("ALA", "LEU", "GLY", "SER", "LYS", "GLU"))
-        # Radius, angle in degrees and height in Å of an atom in an alpha helix: 100 degrees and 1.5 Å per residue.
-        for atom, radius, angle, height in (
-            ("N", 1.55, -28, -0.9), ("CA", 2.28, 0, 0.0), ("C", 1.66, 26, 1.1), ("O", 2.0, 22, 2.3),
-        ):  # fmt: skip
-            turn = math.radians(100 * index + angle)
-            place = (radius * math.cos(turn), radius * math.sin(turn), height + 1.5 * index)
-            x, y, z = (value + draw.gauss(0, 0.05) for value in place)
-            head = f"ATOM  {len(lines) + 1:5}  {atom:<3} {residue} A{index + 1:4}"
-            lines.append(f"{head}    {x:8.3f}{y:8.3f}{z:8.3f}  1.00  0.00           {atom[0]}")
-    return "\n".join([*lines, "TER", "END", ""])

@@ -26,7 +26,7 @@ from dstrain.data.records import BadRecord, EncodeResult, try_parse
 from dstrain.data.series.captions import names_right_pattern
 from dstrain.data.series.options import EncoderOptions
 from dstrain.data.series.patches import Patches, choose_masked, cut_patches, from_columns, stack_patches, to_columns
-from dstrain.data.series.record import SeriesRecord, read_series_record
+from dstrain.data.series.record import SeriesRecord, read_label, read_series_record
 from dstrain.data.series.synthetic import SyntheticCurves, SyntheticOptions
 from dstrain.data.sources.base import ConcatSource, Source
 from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
@@ -128,10 +128,8 @@ class Temporal(SFT):
         if saved and not self.recipe.data.train:
             return saved
         source = self.open_sources(self.training_items)
-        records = (try_parse(source.__getitem__, index) for index in range(len(source)))
-        found = {
-            str(one["label"]) for one in records if not isinstance(one, BadRecord) and one.get("label") is not None
-        }
+        labels = (try_parse(lambda index: read_label(source[index]), index) for index in range(len(source)))
+        found = {label for label in labels if isinstance(label, str)}
         if not found:
             raise DataError("data.train: no record has a 'label'; add labels, or list them in options.labels")
         return tuple(sorted(found))
@@ -164,7 +162,11 @@ class Temporal(SFT):
         return [self._encode_alone(sample) for sample in samples]
 
     def _encode_alone(self, sample: SeriesRecord) -> EncodeResult:
-        columns = to_columns(sample.values, sample.stats)
+        columns, limit = to_columns(sample.values, sample.stats), self.recipe.data.max_length
+        count = self.model_source.patches.count_patches(*sample.values.shape)
+        if count > limit:
+            fix = "raise options.encoder.patch_length or data.max_length, or shorten the series"
+            return BadRecord(f"the series has {count} patches, above data.max_length {limit}; {fix}")
         if self.stage != "classify":
             return columns
         if sample.label not in self.known_labels:
@@ -173,10 +175,11 @@ class Temporal(SFT):
         return {**columns, "label": float(self.known_labels.index(sample.label))}
 
     def encode_key(self) -> dict[str, Any]:
+        patches = self.model_source.patches
         if not self.has_language_model:
             labels = {"labels": self.known_labels} if self.stage == "classify" else {}
-            return {"what": "series", **labels}
-        patches = self.model_source.patches
+            lengths = {"patch_length": patches.length, "max_length": self.recipe.data.max_length}
+            return {"what": "series", **lengths, **labels}
         own = {"what": "captioned series", "prompt": self.prompt, "patches": [patches.length, patches.per_token]}
         return {**super().encode_key(), **own}
 

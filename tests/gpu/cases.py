@@ -145,7 +145,7 @@ def fused_and_plain(count: int) -> float:
     )
     assert here.type != "cuda" or first.defaults["fused"]
     for _ in range(count):
-        for a, b in zip(ours.batches, plain.batches, strict=True):
+        for a, b in zip(ours, plain, strict=True):
             gradient = torch.randn(a.shape, generator=draw).to(here)
             a.grad, b.grad = gradient.clone(), gradient.clone()
         first.step()

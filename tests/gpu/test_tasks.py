@@ -11,6 +11,7 @@ import pytest
 from dstrain.tasks import find_task
 from dstrain.tasks.vlm import TINY_CONFIG
 from tests.gpu.workers import REHEARSAL, GpuWorkers
+from tests.parity.test_tasks import SERIES
 from tests.resume.test_tasks import SHORT, rows
 from tests.vision_recipes import GEMMA3, IDEFICS3
 from tests.vision_recipes import recipe as vision_recipe
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.gpu
 
 RUN = "tests.gpu.cases:run"
 LORA = {"lora": {"rank": 8, "alpha": 16.0}}
+PROTEIN = {"hidden_dim": 32, "encoder_layers": 1, "decoder_layers": 1, "num_heads": 4}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "sft": ("sft", {}, {}),
     "sft, adapters": ("sft", {}, LORA),
@@ -34,7 +36,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "vlm, Idefics 3": ("vlm", {}, {"config": IDEFICS3}),
     "docqa": ("docqa", SHORT, {}),
     "docqa, adapters, smoothed and focal": ("docqa", SHORT | {"label_smoothing": 0.1, "focal_gamma": 2.0}, LORA),
-    "protein": ("protein", {}, {}),
+    "protein": ("protein", PROTEIN, {}),
+    "protein, hidden together": ("protein", PROTEIN | {"mask": "together"}, {}),
+    "temporal": ("temporal", SERIES | {"stage": "sft"}, {}),
+    "temporal, align": ("temporal", SERIES | {"stage": "align"}, {}),
+    "temporal, adapters": ("temporal", SERIES | {"stage": "sft"}, LORA),
+    "temporal, classify": ("temporal", SERIES | {"stage": "classify"}, {}),
+    "temporal, masked": ("temporal", SERIES | {"stage": "masked"}, {}),
     "rm, images": ("rm", {}, {"config": TINY_CONFIG}),
     "dpo, images, remembered": ("dpo", {"precompute_ref_log_probs": True}, {"config": TINY_CONFIG}),
 }

@@ -1,6 +1,7 @@
 """Measure task temporal: captions of TRUCE, labels of UCR archives, and the preparation of synthetic curves.
 
-    DSTRAIN_DATA=DATA python -m tests.slow.temporal truce|ucr|prepare --to FOLDER [--num-gpus 1] [--steps 1200]
+    DSTRAIN_DATA=DATA python -m tests.slow.temporal truce|ucr|prepare --to FOLDER [--num-gpus 1] [--steps 450]
+        [--seeds 0 1 2] [--inputs text soft blind]
 
 Prints one JSON object per result. The recipes and runs stay in FOLDER.
 """
@@ -20,17 +21,23 @@ from typing import Any
 import numpy as np
 import yaml
 
+from dstrain.config.schema import RunConfig
 from dstrain.data.series.captions import names_right_pattern
 from dstrain.data.series.record import read_series_record
+from dstrain.data.series.synthetic import SyntheticCurves, SyntheticOptions
 from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
+from dstrain.tasks import make_task
 
 DATA = Path(os.environ.get("DSTRAIN_DATA", "data"))
 ASKED = "Describe the series."
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "initializer_range": 0.125,
 }  # fmt: skip
-"""A language model from scratch, 0.17 M parameters."""
+"""A language model from scratch, 0.17 M parameters; weights begin with a deviation of 1 / sqrt(width)."""
+BATCH, PATCH_LENGTH = 32, 4
+NUM_CURVES = 20_000
+"""Synthetic curves that both are trained on first."""
 
 
 def dstrain(*words: str) -> str:
@@ -59,55 +66,106 @@ def train(folder: Path, name: str, recipe: dict[str, Any], num_gpus: int) -> lis
     return [{**row, "seconds": time.time() - start} for row in rows]
 
 
-def truce(folder: Path, num_gpus: int, steps: int) -> None:
-    """Compare soft tokens with the same language model given the numbers as text: same steps, batches and tokenizer."""
+def truce(folder: Path, args: argparse.Namespace) -> None:
+    """Compare soft tokens with the same language model given the numbers as text: same steps, batches and tokenizer.
+
+    Each is trained on synthetic curves, exported, and trained on TRUCE.
+    """
+    records = load_truce(folder)
+    for seed in args.seeds:
+        for name in args.inputs:
+            first, run = f"{name}-{seed}-curves", f"{name}-{seed}"
+            began = time.time()
+            train(folder, first, curves_recipe(folder, name, seed, args), args.num_gpus)
+            dstrain("export", str(folder / first), "--step", "last", "--to", str(folder / f"{first}-export"))
+            rows = train(folder, run, truce_recipe(folder, name, seed, args), args.num_gpus)
+            score = score_captions(folder, name, seed, records["eval"])
+            report(name, seed, rows, score, time.time() - began)
+    print(json.dumps({"constant caption": most_common(records), "people": score_people(records["eval"])}))
+
+
+def load_truce(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the records of both splits; write them as series, as numbers in the text, and without either."""
     names = {"train": ("pilot13finaltrain", "pilot16btrain"), "eval": ("pilot13finalval", "pilot16bval")}
     records = {
         split: [one for name in of for one in read(DATA / f"timeseries/truce/{name}.jsonl")]
         for split, of in names.items()
     }
-    for split, of in records.items():
-        write(folder / f"{split}.jsonl", of)
-        write(folder / f"{split}-text.jsonl", [as_text(one, caption) for one in of for caption in one["captions"]])
-    common: dict[str, Any] = {
-        "batch": {"total": 32, "micro": 32 // num_gpus}, "steps": steps, "ds_config": "zero0", "precision": "fp32",
-        "optim": {"lr": 3e-3, "schedule": "cosine", "warmup": 0.05, "weight_decay": 0.1}, "log": {"every": 50},
-        "eval": {"every": max(steps // 3, 1)}, "save": {"every": max(steps // 3, 1), "keep": 1},
-    }  # fmt: skip
+    for split, of in {**records, "curves": make_curves(NUM_CURVES)}.items():
+        write(folder / f"{split}-soft.jsonl", of)
+        for name, shown in (("text", True), ("blind", False)):
+            write(
+                folder / f"{split}-{name}.jsonl", [as_text(one, text, shown) for one in of for text in one["captions"]]
+            )
+    return records
+
+
+def make_curves(count: int) -> list[dict[str, Any]]:
+    """Return synthetic curves as TRUCE has them: 12 whole numbers from 0 to 100, with one caption."""
+    source = SyntheticCurves(SyntheticOptions(num_samples=count, min_length=12, max_length=12))
+    found = []
+    for index in range(count):
+        record, random = source[index], np.random.RandomState([index])
+        values, low = np.asarray(record["series"]), random.uniform(0, 50)
+        scaled = low + (values - values.min()) / np.ptp(values) * (random.uniform(low + 20, 100) - low)
+        values = [round(value) for value in scaled]
+        found.append({"series": values, "captions": [record["caption"]]})
+    return found
+
+
+def curves_recipe(folder: Path, name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the recipe of `text`, `soft` or `blind` on synthetic curves; they differ in task and data."""
     model = {"config": LLAMA, "gradient_checkpointing": False}
-    data = {"train": f"{folder}/train-text.jsonl", "eval": f"{folder}/eval-text.jsonl", "max_length": 160}
-    rows = train(folder, "text", {"task": "sft", "model": model, "data": data, **common}, num_gpus)
-    report("numbers as text", rows, score_captions(folder, "text", records["eval"]))
-    encoder = {"patch_length": 2, "hidden_size": 64, "num_layers": 2, "num_heads": 4}
+    recipe = {
+        "task": "temporal" if name == "soft" else "sft",
+        "model": model,
+        "data": {"train": f"{folder}/curves-{name}.jsonl", "max_length": 160},
+        "batch": {"total": BATCH, "micro": BATCH // args.num_gpus}, "steps": args.steps, "seed": seed,
+        "ds_config": "zero0", "precision": "fp32", "log": {"every": 50, "tensorboard": False},
+        "optim": {"lr": 3e-3, "schedule": "cosine", "warmup": 0.05, "weight_decay": 0.1},
+        "save": {"every": args.steps, "keep": 1},
+    }  # fmt: skip
+    both = {**recipe["data"], "train": [f"{folder}/{of}-text.jsonl" for of in ("curves", "train")]}
+    if not (folder / "tokenizer").is_dir():
+        config = RunConfig.model_validate({**recipe, "task": "sft", "data": both})
+        make_task(config).tokenizer.save_pretrained(str(folder / "tokenizer"))  # type: ignore[attr-defined]
+    recipe["model"] = {**model, "tokenizer": str(folder / "tokenizer")}
+    encoder = {"patch_length": PATCH_LENGTH, "hidden_size": 64, "num_layers": 2, "num_heads": 4}
     options = {"stage": "sft", "encoder": encoder, "prompt": ASKED, "generate_max_samples": 8}
-    data = {"train": f"{folder}/train.jsonl", "eval": f"{folder}/eval.jsonl", "max_length": 160}
-    own = {**model, "tokenizer": str(folder / "text/tokenizer")}
-    rows = train(
-        folder, "soft", {"task": "temporal", "options": options, "model": own, "data": data, **common}, num_gpus
-    )
-    report("soft tokens", rows, score_captions(folder, "soft", records["eval"]))
-    print(json.dumps({"most common pattern": most_common(records)}))
+    return {**recipe, "options": options} if name == "soft" else recipe
 
 
-def as_text(record: dict[str, Any], caption: str) -> dict[str, Any]:
-    """Return a conversation with the numbers in the user's turn."""
-    numbers = " ".join(map(str, record["series"]))
-    turns = [("user", f"{numbers}\n{ASKED}"), ("assistant", caption)]
+def truce_recipe(folder: Path, name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the recipe that continues on TRUCE."""
+    recipe, every = curves_recipe(folder, name, seed, args), max(args.steps // 3, 1)
+    recipe["model"] = {"path": str(folder / f"{name}-{seed}-curves-export"), "gradient_checkpointing": False}
+    recipe["data"] = {of: f"{folder}/{of}-{name}.jsonl" for of in ("train", "eval")} | {"max_length": 160}
+    recipe |= {"eval": {"every": every}, "save": {"every": every, "keep": 1}}
+    if name == "soft":
+        recipe["options"] = {of: value for of, value in recipe["options"].items() if of != "encoder"}
+    return recipe
+
+
+def as_text(record: dict[str, Any], caption: str, shows_numbers: bool = True) -> dict[str, Any]:
+    """Return a conversation with the numbers in the user's turn, or without them."""
+    numbers = " ".join(map(str, record["series"])) + "\n" if shows_numbers else ""
+    turns = [("user", numbers + ASKED), ("assistant", caption)]
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-def score_captions(folder: Path, name: str, records: Sequence[dict[str, Any]]) -> float:
+def score_captions(folder: Path, name: str, seed: int, records: Sequence[dict[str, Any]]) -> float:
     """Return the share of series whose greedy caption, by the best checkpoint, names a right pattern."""
-    asked = [as_text(one, "?") for one in records] if name == "text" else [{"series": one["series"]} for one in records]
+    asked = [{"series": one["series"]} if name == "soft" else as_text(one, "?", name == "text") for one in records]
     data = write(folder / f"asked-{name}.jsonl", asked)
+    run = f"{name}-{seed}"
     words = ["--data", data, "--max-new-tokens", "24", "--batch", "64", "--step", "best", "--json"]
     answers = [
         json.loads(line)["answer"]
-        for line in dstrain("generate", str(folder / name), *words).splitlines()
+        for line in dstrain("generate", str(folder / run), *words).splitlines()
         if line.startswith("{")
     ]
     write(
-        folder / f"captions-{name}.jsonl",
+        folder / f"captions-{run}.jsonl",
         [
             {"series": one["series"], "answer": text, "captions": one["captions"]}
             for one, text in zip(records, answers, strict=True)
@@ -125,13 +183,25 @@ def most_common(records: dict[str, Any]) -> float:
     return sum(names_right_pattern(best, one["captions"]) for one in records["eval"]) / len(records["eval"])
 
 
-def report(name: str, rows: list[dict[str, Any]], score: float) -> None:
+def score_people(records: Sequence[dict[str, Any]]) -> float:
+    """Return the share of captions by people that the other captions of the same series call right."""
+    scores = [
+        names_right_pattern(text, captions[:at] + captions[at + 1 :])
+        for captions in (one["captions"] for one in records)
+        for at, text in enumerate(captions)
+    ]
+    return sum(scores) / len(scores)
+
+
+def report(name: str, seed: int, rows: list[dict[str, Any]], score: float, seconds: float) -> None:
     best = min(rows, key=lambda row: row["loss"])
     told = {key: best[key] for key in ("step", "loss", "token_accuracy")}
-    print(json.dumps({"run": name, **told, "pattern_accuracy": score, "seconds": rows[0]["seconds"]}), flush=True)
+    losses = [round(row["loss"], 4) for row in rows]
+    found = {**told, "pattern_accuracy": score, "losses": losses, "seconds": seconds}
+    print(json.dumps({"run": name, "seed": seed, **found}), flush=True)
 
 
-def ucr(folder: Path, num_gpus: int, steps: int) -> None:
+def ucr(folder: Path, args: argparse.Namespace) -> None:
     """Train classifiers on two archives; the baseline is the label of the nearest training series (Euclidean)."""
     for name, patch in (("GunPoint", 10), ("ItalyPowerDemand", 3)):
         files = {split: str(DATA / f"timeseries/ucr/{name}/{name}_{split}.ts") for split in ("TRAIN", "TEST")}
@@ -141,12 +211,12 @@ def ucr(folder: Path, num_gpus: int, steps: int) -> None:
             "options": {"stage": "classify", "encoder": encoder},
             "model": {"gradient_checkpointing": False},
             "data": {"train": files["TRAIN"], "eval": files["TEST"]},
-            "batch": {"total": 16, "micro": 16 // num_gpus},
+            "batch": {"total": 16, "micro": 16 // args.num_gpus},
             "optim": {"lr": 1e-3, "schedule": "cosine", "warmup": 0.1, "weight_decay": 0.05},
-            "steps": steps, "ds_config": "zero0", "precision": "fp32", "log": {"every": 50},
-            "eval": {"every": steps, "metric": "accuracy", "best": "max"}, "save": {"every": steps, "keep": 1},
+            "steps": args.steps, "ds_config": "zero0", "precision": "fp32", "log": {"every": 50},
+            "eval": {"every": args.steps, "metric": "accuracy", "best": "max"}, "save": {"every": args.steps, "keep": 1},
         }  # fmt: skip
-        rows = train(folder, name, recipe, num_gpus)
+        rows = train(folder, name, recipe, args.num_gpus)
         found = {"accuracy": rows[-1]["accuracy"], "1-NN": nearest_neighbour(files), "seconds": rows[0]["seconds"]}
         print(json.dumps({"run": name, "step": rows[-1]["step"], **found}), flush=True)
 
@@ -164,7 +234,7 @@ def nearest_neighbour(files: dict[str, str]) -> float:
     return float((labels[nearest] == wanted).mean())
 
 
-def prepare(folder: Path, num_gpus: int, steps: int) -> None:
+def prepare(folder: Path, args: argparse.Namespace) -> None:
     """Time the preparation of 100,000 curves into an empty cache, tokenizer included."""
     os.environ["DSTRAIN_CACHE"] = str(folder / f"cache-{time.time_ns()}")
     recipe = {
@@ -172,7 +242,7 @@ def prepare(folder: Path, num_gpus: int, steps: int) -> None:
         "options": {"stage": "align", "synthetic": {"num_samples": 100_000, "seed": 0}},
         "model": {"config": LLAMA},
         "data": {"eval_fraction": 0.02, "max_length": 256},
-        "steps": steps,
+        "steps": args.steps,
     }
     (folder / "prepare.yaml").write_text(yaml.safe_dump(recipe))
     start = time.time()
@@ -185,10 +255,12 @@ def main() -> None:
     parser.add_argument("what", choices=["truce", "ucr", "prepare"])
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--num-gpus", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=450)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--inputs", nargs="+", default=["text", "soft"], choices=["text", "soft", "blind"])
     args = parser.parse_args()
     args.to.mkdir(parents=True, exist_ok=True)
-    {"truce": truce, "ucr": ucr, "prepare": prepare}[args.what](args.to.resolve(), args.num_gpus, args.steps)
+    {"truce": truce, "ucr": ucr, "prepare": prepare}[args.what](args.to.resolve(), args)
 
 
 if __name__ == "__main__":

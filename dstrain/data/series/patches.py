@@ -31,6 +31,10 @@ class PatchConfig:
         """Return the number of soft tokens of a series."""
         return num_channels * -(-num_steps // (self.length * self.per_token))
 
+    def count_patches(self, num_channels: int, num_steps: int) -> int:
+        """Return the number of patches of a series; each channel is padded to whole groups."""
+        return self.count_tokens(num_channels, num_steps) * self.per_token
+
 
 @dataclass(frozen=True)
 class Patches:
@@ -70,7 +74,7 @@ def from_columns(example: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 def cut_patches(values: np.ndarray, stats: np.ndarray, config: PatchConfig) -> Patches:
     """Return the patches of a series (C, T); each channel is padded to whole groups with missing values."""
     channels, steps = values.shape
-    count = config.count_tokens(1, steps) * config.per_token
+    count = config.count_patches(1, steps)
     padded = np.full((channels, count * config.length), np.nan, dtype=np.float32)
     padded[:, :steps] = values
     pieces = padded.reshape(channels * count, config.length)

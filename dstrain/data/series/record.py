@@ -33,14 +33,23 @@ def read_series_record(record: Mapping[str, Any]) -> SeriesRecord:
     if "series" not in record:
         raise BadRecord("the record has no 'series'; write a list of numbers, or a list of channels")
     values, stats = normalize(read_values(record["series"]))
-    label = record.get("label")
     return SeriesRecord(
         values,
         stats,
         captions=_read_captions(record),
-        label=None if label is None else str(label),
+        label=read_label(record),
         prompt=_read_text(record, "prompt"),
     )
+
+
+def read_label(record: Mapping[str, Any]) -> str | None:
+    """Return the label as a text; None where there is none, or NaN as in tables. Raises BadRecord."""
+    label = record.get("label")
+    if label is None or label != label:  # NaN
+        return None
+    if not isinstance(label, str | int | float) or not (text := str(label).strip()):
+        raise BadRecord(f"'label' is {label!r:.20}, not a text or a number; write one, or null")
+    return text
 
 
 def read_values(series: Any) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ TEXT_COLUMNS = ("label", "caption", "prompt", "pattern", "id")
 class CsvSource(BaseSource):
     """The rows of a .csv file with a header: {"series": [...], "label", "caption", ...}. All in memory.
 
-    The columns label, caption, prompt, pattern and id are texts; all others are the values of one channel, in the
+    The columns label, caption, prompt, pattern and id (in any case) are texts; all others are the values of one channel, in the
     order of the columns. An empty cell is a missing value; empty cells at the end of a row make a shorter series.
     Raises DataError for a file without a header; a bad row is listed with its line.
     """
@@ -50,8 +51,11 @@ class CsvSource(BaseSource):
 
     def _read_header(self, row: list[str]) -> list[str]:
         self._written = {cell.strip() for cell in row}
-        names = [self.columns.get(cell.strip(), cell.strip()) for cell in row]
-        if doubled := next((name for name in names if names.count(name) > 1), None):
+        if separator := next((mark for mark in ";\t|" if len(row) == 1 and mark in row[0]), None):
+            raise DataError(f"{self.name}:1: the cells are separated by {separator!r}; write commas instead")
+        names = [_lower_text_column(self.columns.get(cell.strip(), cell.strip())) for cell in row]
+        counts = Counter(names)
+        if doubled := next((name for name in names if counts[name] > 1), None):
             raise DataError(f"{self.name}:1: the column '{doubled}' is written twice; rename one")
         if not any(name not in TEXT_COLUMNS for name in names):
             raise DataError(f"{self.name}:1: has no column of values; the first line names the columns")
@@ -94,6 +98,11 @@ def read_row(names: list[str], row: list[str]) -> dict[str, Any]:
     while values and values[-1] != values[-1]:  # NaN
         values.pop()
     return {"series": values, **record}
+
+
+def _lower_text_column(name: str) -> str:
+    """Return the name; as lower case where it is that of a text: `Label` is no value of the series."""
+    return name.lower() if name.lower() in TEXT_COLUMNS else name
 
 
 def _is_number(text: str) -> bool:

@@ -50,6 +50,17 @@ class Chain:
         part = slice(start, start + length)
         return Chain(self.name, self.types[part], self.coordinates[part], self.positions[part])
 
+    def as_lists(self) -> dict[str, Any]:
+        """Return the chain as values of JSON, in which every bit is kept."""
+        arrays = {"types": self.types, "coordinates": self.coordinates, "positions": self.positions}
+        return {"name": self.name, **{name: array.tolist() for name, array in arrays.items()}}
+
+    @classmethod
+    def from_lists(cls, values: Mapping[str, Any]) -> Chain:
+        """Return the chain of `as_lists`."""
+        types, positions = (np.array(values[name], dtype=np.int32) for name in ("types", "positions"))
+        return cls(values["name"], types, np.array(values["coordinates"], dtype=np.float64), positions)
+
     def as_columns(self) -> dict[str, Any]:
         """Return the chain as columns of a token store, which holds integers."""
         scaled = np.where(np.isfinite(self.coordinates), np.rint(self.coordinates * COORDINATE_UNIT), _MISSING)

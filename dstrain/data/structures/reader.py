@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dstrain.data.limited_process import ResourceLimits, SubprocessResult, run_limited
 from dstrain.data.records import BadRecord
 from dstrain.data.structures.chain import AMINO_ACIDS, BACKBONE_ATOMS, MAX_COORDINATE, UNKNOWN, Chain
+from dstrain.data.structures.content import check_pdb_coordinates, read_content
 from dstrain.errors import DataError, one_line
+from dstrain.units import format_bytes
 
-READER_VERSION = 1
+READER_VERSION = 2
 """Increase it when the same file gives other chains: cached ones are then ignored."""
 PEPTIDE_BOND_LIMIT = 2.0
 """Distance in Å between C and the next N above which residues are missing; the bond has 1.33 Å."""
+LIMITS = ResourceLimits(4 << 30, cpu_seconds=120, wall_seconds=600)
+"""Limits of reading one file. The largest entry of the PDB has 2.4 million atoms in 350 MB of text."""
 _RARE_PARENTS = {"U": "C", "O": "K"}
 """Selenocysteine and pyrrolysine -> the types that they are read as."""
 
@@ -37,13 +43,38 @@ def read_chains(path: Path) -> list[Chain]:
     ligands and caps are left out. A modified residue has the type of its parent (MSE is M). Of alternate locations
     a residue has the one with the highest mean occupancy, the first of equal ones. Raises BadRecord for a file that
     is no structure, or in which an atom or a residue is there twice, and DataError without gemmi.
+
+    A damaged or hostile file may take any time or memory, or crash gemmi; so a forked process reads it.
     """
+    require_gemmi()  # a process that is forked during another thread's import could wait for ever
+    result = run_limited(partial(_read_file, path), LIMITS)
+    if result.status != "done":
+        raise _to_error(result)
+    return [Chain.from_lists(values) for values in result.value]
+
+
+def _to_error(result: SubprocessResult) -> BadRecord:
+    if result.status == "raised":
+        kind, text = result.value
+        reason = text if kind == BadRecord.__name__ else f"reading it failed ({kind}: {one_line(text)}); remove it"
+        return BadRecord(reason)
+    memory = f"takes more than {format_bytes(LIMITS.memory_bytes)} of memory"
+    if result.status == "memory":
+        problem = memory
+    elif result.status == "time":
+        problem = f"takes more than {LIMITS.cpu_seconds} seconds of processor time"
+    else:
+        problem = f"{memory} or {LIMITS.wall_seconds:g} seconds, or crashes gemmi"
+    return BadRecord(f"reading it {problem}; split or remove it")
+
+
+def _read_file(path: Path) -> list[dict[str, Any]]:
     structure = _read_structure(path)
     for number, model in enumerate(structure, 1):
         for chain in model:
             _check_chain(chain, f"model {number}, " if len(structure) > 1 else "")
     chains = [_read_chain(chain) for chain in structure[0]] if len(structure) else []
-    return [chain for chain in chains if len(chain.types)]
+    return [chain.as_lists() for chain in chains if len(chain.types)]
 
 
 def require_gemmi() -> Any:
@@ -56,9 +87,15 @@ def require_gemmi() -> Any:
 
 
 def _read_structure(path: Path) -> Any:
-    gemmi = require_gemmi()
+    import gemmi
+
+    content = read_content(path)
+    is_pdb = path.name.lower().removesuffix(".gz").endswith((".pdb", ".ent"))
+    if is_pdb:
+        check_pdb_coordinates(content)
     try:
-        structure = gemmi.read_structure(str(path))
+        file_format = gemmi.CoorFormat.Pdb if is_pdb else gemmi.CoorFormat.Mmcif
+        structure = gemmi.read_structure_string(content, format=file_format)
     except (RuntimeError, ValueError, IndexError, UnicodeError) as fault:
         raise BadRecord(f"gemmi cannot read it ({one_line(str(fault))}); fix or remove the file") from fault
     structure.setup_entities()

@@ -6,11 +6,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
 from dstrain.data.structures.chain import UNKNOWN
 from dstrain.errors import DataError, Fault
+from dstrain.files import atomic_write
+
+CLUSTER_VERSION = 1
+"""Increase it when the same sequences get other clusters: stored ones are then ignored."""
 
 WORD_LENGTH = 4
 """Residues of a word; there are 20^4 words, so that unrelated chains share few."""
@@ -42,6 +48,22 @@ def cluster_sequences(sequences: Sequence[np.ndarray], identity: float) -> np.nd
         for word in words[at]:
             holders.setdefault(word, []).append(at)
     return np.array([_root(parents, at) for at in range(len(sequences))], dtype=np.int64)
+
+
+def load_or_cluster(folder: Path, sequences: Sequence[np.ndarray], identity: float) -> np.ndarray:
+    """Return `cluster_sequences`, from a file in the folder where one is there, else write it.
+
+    The time grows with the square of the number of sequences. A folder that cannot be written costs only that time.
+    """
+    path = folder / f"clusters-{CLUSTER_VERSION}-{identity!r}.npy"
+    with suppress(OSError, ValueError, EOFError):
+        stored: np.ndarray = np.load(path, allow_pickle=False)
+        if stored.shape == (len(sequences),):
+            return stored
+    clusters = cluster_sequences(sequences, identity)
+    with suppress(OSError):
+        atomic_write(path, lambda file: np.save(file, clusters))
+    return clusters
 
 
 def _find_words(sequence: np.ndarray) -> list[int]:

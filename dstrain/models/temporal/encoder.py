@@ -15,6 +15,8 @@ from dstrain.models.temporal.config import TemporalConfig
 
 NUM_STATS = 2
 """Numbers per channel besides its normalized values: its mean and its scale."""
+STATS_SCALE = 0.1
+"""Factor of these numbers. As asinh they reach 10, and would hide the values, whose deviation is 1, from the layers."""
 
 
 class TemporalEncoder(nn.Module):
@@ -47,7 +49,7 @@ class TemporalEncoder(nn.Module):
         dtype, width = self.patch_projection.weight.dtype, self.config.hidden_size
         patches, stats = series.to(dtype).split([series.shape[-1] - NUM_STATS, NUM_STATS], dim=-1)
         patch, channel, is_real = series_positions.unbind(-1)  # (B, N) each
-        hidden = self.patch_projection(patches) + self.stats_projection(stats)
+        hidden = self.patch_projection(patches) + self.stats_projection(STATS_SCALE * stats)
         hidden = hidden + sinusoids(patch, width).to(dtype)
         hidden = hidden + self.channel_projection(sinusoids(channel, width).to(dtype))
         if mask_token is not None:

@@ -194,6 +194,13 @@ def test_chains_that_are_too_short_are_bad_only_where_none_is_left(tmp_path: Pat
         task.examples("train")
 
 
+@pytest.mark.parametrize("key", ["path", "tokenizer", "chat_template"])
+def test_a_model_that_would_be_ignored_is_refused(key: str, tmp_path: Path) -> None:
+    values = Protein.tiny(tmp_path) | {"model": {key: "exported"}}
+    with pytest.raises(RecipeError, match=rf"model\.{key}: task protein builds its own model.* into model\.init"):
+        make_task(RunConfig.model_validate(values)).checks.required_keys()
+
+
 def test_without_gemmi_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "gemmi", None)
     task = made(tmp_path)

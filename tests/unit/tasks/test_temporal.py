@@ -112,6 +112,20 @@ def test_a_series_that_leaves_no_room_for_text_is_refused(tmp_path: Path) -> Non
         make(tmp_path, data={"train": train, "max_length": 48}).examples("train")
 
 
+@pytest.mark.parametrize("stage", ["classify", "masked"])
+def test_a_series_whose_attention_would_not_fit_is_refused(stage: str, tmp_path: Path) -> None:
+    train = write(tmp_path / "own.jsonl", {"series": [*range(100_000)], "label": "up"})
+    fault = (
+        r"own\.jsonl:1: the series has 25000 patches, above data\.max_length 1024; raise options\.encoder\.patch_len"
+    )
+    with pytest.raises(DataError, match=fault):
+        make(tmp_path, {"stage": stage}, data={"train": train, "max_length": 1024}).examples("train")
+    longer: Any = make(
+        tmp_path, {"stage": stage, "encoder": {"patch_length": 200}}, data={"train": train, "max_length": 1024}
+    )
+    assert len(longer.examples("train")) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "changes", "fault"),
     [

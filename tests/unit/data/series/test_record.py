@@ -20,6 +20,19 @@ def test_a_list_of_numbers_is_one_channel() -> None:
     assert np.sinh(found.stats[0]) == pytest.approx([2, np.sqrt(2 / 3)])
 
 
+@pytest.mark.parametrize(
+    ("label", "text"), [(" up ", "up"), (3, "3"), (1.5, "1.5"), (None, None), (float("nan"), None)]
+)
+def test_a_label_is_a_text_or_a_number(label: Any, text: str | None) -> None:
+    assert read_series_record({"series": [1, 2], "label": label}).label == text
+
+
+@pytest.mark.parametrize("label", ["", "  ", ["up"], {"a": 1}])
+def test_another_label_is_refused(label: Any) -> None:
+    with pytest.raises(BadRecord, match=r"'label' is .*, not a text or a number; write one, or null"):
+        read_series_record({"series": [1, 2], "label": label})
+
+
 def test_mean_and_scale_are_those_of_observed_values() -> None:
     values, stats = normalize(np.array([[1.0, np.nan, 3.0], [np.nan, np.nan, np.nan]]))
     assert values[0, ::2] == pytest.approx([-1, 1])

@@ -69,6 +69,16 @@ def test_options_out_of_range_are_refused(values: dict[str, float]) -> None:
         ("upper", set()),
         ("a steady increase", {"up"}),
         ("remains fairly steady", {"plateau"}),
+        ("Steady until the last third.", {"plateau"}),
+        ("steady and even slope upwards", {"up"}),
+        ("A slow continuous descent.", {"down"}),
+        ("Descreases sharply, then plunges", {"down"}),
+        ("incresae, then a small raise", {"up"}),
+        ("ends slightly higher than initially", {"up"}),
+        ("ends lower than it started", {"down"}),
+        ("Apexes at the end", {"peak"}),
+        ("low point in middle", {"dip"}),
+        ("ends at about the same value", {"plateau"}),
     ],
 )
 def test_patterns_are_found_by_whole_words(caption: str, patterns: set[str]) -> None:

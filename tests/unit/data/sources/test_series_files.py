@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -110,11 +111,24 @@ def test_bad_rows_of_a_csv_file_have_their_line(tmp_path: Path) -> None:
         ("t,t\n1,2\n", "the column 't' is written twice"),
         ("label,caption\na,b\n", "has no column of values"),
         ('t0,t1\n1,"2\n', "correct the quotes"),
+        ("t0;t1;label\n1;2;up\n", "the cells are separated by ';'; write commas instead"),
+        ("t0\tt1\n1\t2\n", r"the cells are separated by '\\t'; write commas instead"),
     ],
 )
 def test_a_csv_file_without_a_usable_header_is_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         read(tmp_path, "x.csv", text)
+
+
+def test_a_label_column_in_capitals_is_no_value_of_the_series(tmp_path: Path) -> None:
+    assert read(tmp_path, "x.csv", "t0,t1,Label\n1,2,3\n")[0] == {"series": [1, 2], "label": "3"}
+
+
+def test_a_csv_file_of_100_000_columns_is_read_at_once(tmp_path: Path) -> None:
+    start = time.monotonic()
+    source = read(tmp_path, "x.csv", f"{','.join(f't{at}' for at in range(100_000))}\n{'1,' * 99_999}2\n")
+    assert len(source[0]["series"]) == 100_000
+    assert time.monotonic() - start < 20
 
 
 def test_other_tasks_read_no_files_of_series(tmp_path: Path) -> None:

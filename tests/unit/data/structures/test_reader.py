@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gzip
+import os
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dstrain.data.records import BadRecord
+from dstrain.data.structures import reader
 from dstrain.data.structures.chain import AMINO_ACIDS, UNKNOWN, Chain, chain_from_columns
 from dstrain.data.structures.reader import read_chains
 from tests.unit.data.structures.pdb_files import Atom, helix, pdb_text
@@ -138,6 +143,51 @@ def test_a_file_that_is_no_structure_is_refused(name: str, tmp_path: Path) -> No
     (tmp_path / name).write_bytes(b"ATOM   short\n\xff")
     with pytest.raises(BadRecord, match=r"gemmi cannot read it"):
         read_chains(tmp_path / name)
+
+
+@pytest.mark.parametrize(("old", "new"), [("   1.369", "********"), ("   1.369", "   1.3x9"), ("   1.369", "        ")])
+def test_a_coordinate_that_gemmi_would_read_as_zero_is_refused(old: str, new: str, tmp_path: Path) -> None:
+    text = pdb_text(helix("ACDEF"))
+    assert text.count(old) == 1
+    (tmp_path / "x.pdb").write_text(text.replace(old, new))
+    with pytest.raises(BadRecord, match=rf"line 1: the coordinate '{re.escape(new.strip())}' is not a number"):
+        read_chains(tmp_path / "x.pdb")
+
+
+def test_a_truncated_gzip_file_is_refused(tmp_path: Path) -> None:
+    text = pdb_text(helix("ACDEF" * 40))
+    (tmp_path / "x.pdb.gz").write_bytes(gzip.compress(text.encode(), 0)[: 81 * 300])
+    with pytest.raises(BadRecord, match=r"cannot be unpacked \(.*\); download it again"):
+        read_chains(tmp_path / "x.pdb.gz")
+
+
+def test_the_first_line_counts_behind_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "x.pdb").write_text("\ufeff" + pdb_text(helix("ACDEF")), encoding="utf-8")
+    assert read_chains(tmp_path / "x.pdb")[0].is_complete.all()
+
+
+@pytest.mark.parametrize("name", ["x.pdb", "x.cif", "x.cif.gz"])
+def test_an_empty_file_is_said_to_be_empty(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(b"\n") if name.endswith("gz") else b"")
+    with pytest.raises(BadRecord, match=r"it is empty; download it again"):
+        read_chains(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("work", "limits", "message"),
+    [
+        ("while True: pass", {"cpu_seconds": 1}, r"reading it takes more than 1 seconds of processor time"),
+        ("bytes(3 << 30)", {"memory_bytes": 1 << 30}, r"reading it takes more than 1\.0 GiB of memory"),
+        ("os.kill(os.getpid(), 11)", {}, r"or crashes gemmi; split or remove it"),
+    ],
+)
+def test_a_file_that_hangs_or_crashes_gemmi_is_a_bad_record(
+    work: str, limits: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_read_structure", lambda path: exec(work, {"os": os}))
+    monkeypatch.setattr(reader, "LIMITS", replace(reader.LIMITS, **limits))
+    with pytest.raises(BadRecord, match=message):
+        read_chains(write(tmp_path, helix("ACDEF")))
 
 
 def test_a_chain_comes_back_from_the_store_to_a_thousandth_of_an_angstrom(tmp_path: Path) -> None:

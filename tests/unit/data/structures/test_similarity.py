@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from dstrain.data.structures.similarity import choose_held_out, cluster_sequences
+from dstrain.data.structures import similarity
+from dstrain.data.structures.similarity import choose_held_out, cluster_sequences, load_or_cluster
 from dstrain.errors import DataError
 
 
@@ -72,3 +75,17 @@ def test_a_cluster_that_exceeds_the_fraction_is_trained_on() -> None:
 def test_chains_that_are_all_similar_cannot_be_split() -> None:
     with pytest.raises(DataError, match=r"all 7 chains are similar"):
         choose_held_out(np.zeros(7, dtype=np.int64), 0.1, 0)
+
+
+def test_clusters_are_stored_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences = [*np.random.RandomState(0).randint(0, 20, (6, 40))] * 2
+    wanted = cluster_sequences(sequences, 0.4)
+    assert list(load_or_cluster(tmp_path, sequences, 0.4)) == list(wanted)
+    (file,) = tmp_path.iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(similarity, "cluster_sequences", lambda *_: pytest.fail("clustered again"))
+        assert list(load_or_cluster(tmp_path, sequences, 0.4)) == list(wanted)
+    file.write_bytes(file.read_bytes()[:40])
+    assert list(load_or_cluster(tmp_path, sequences, 0.4)) == list(wanted), "a damaged file is written again"
+    assert len(load_or_cluster(tmp_path, sequences[:5], 0.4)) == 5
+    assert list(load_or_cluster(tmp_path / "missing", sequences, 0.4)) == list(wanted)

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dstrain.data.series.patches import PatchConfig, cut_patches, stack_patches
+from dstrain.data.series.record import normalize
 from dstrain.models.temporal.config import TemporalConfig
 from dstrain.models.temporal.load import AutoTemporalModel
 from dstrain.models.temporal.models import (
@@ -46,6 +47,18 @@ def test_padding_of_other_series_changes_nothing() -> None:
     together, alone = batch_of((1, 5), (3, 30)), batch_of((1, 5))
     with torch.no_grad():
         assert torch.allclose(model(**together)[0], model(**alone)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("level", [0.0, 50.0, 5000.0])
+def test_the_level_of_a_series_does_not_hide_its_values(level: float) -> None:
+    torch.manual_seed(0)
+    sizes = {**SIZES, "hidden_size": 64, "num_attention_heads": 4}
+    encoder = TemporalForClassification(TemporalConfig(num_labels=2, **sizes)).eval().encoder
+    series = np.random.RandomState(0).rand(64, 1, 16) * max(level, 1) + level
+    batch = stack_patches([cut_patches(*normalize(one), PATCHES) for one in series])
+    with torch.no_grad():
+        hidden = encoder(**batch)  # (64, N, H)
+    assert hidden.var(0).mean() / hidden.square().mean() > 0.1, "share of the states that differs between series"
 
 
 def test_channels_patches_and_statistics_matter() -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
@@ -72,31 +73,34 @@ class PackedLayout:
         return self.cached(("index", device), lambda: self._index_tensors(device))
 
     def _index_tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        import torch
-
-        lengths = torch.tensor([segment.length for segment in self.segments])
-        groups = torch.tensor([segment.group for segment in self.segments]).repeat_interleave(lengths)
-        branches = torch.tensor([segment.branch for segment in self.segments]).repeat_interleave(lengths)
-        positions = torch.cat([torch.arange(one.prefix, one.prefix + one.length) for one in self.segments])
-        groups, branches, positions = (one.int().to(device) for one in (groups, branches, positions))
-        return groups, branches, positions
+        lengths = [segment.length for segment in self.segments]
+        groups, branches = (
+            np.repeat([getattr(segment, name) for segment in self.segments], lengths) for name in ("group", "branch")
+        )
+        positions = np.concatenate([np.arange(one.prefix, one.prefix + one.length) for one in self.segments])
+        first, second, third = (_to_device(one.astype(np.int32), device) for one in (groups, branches, positions))
+        return first, second, third
 
     def varlen_tensors(self, device: torch.device) -> VarlenTensors:
         """Return the index tensors of a varlen kernel, for keys that are gathered as [prefix; branch]."""
         return self.cached(("varlen", device), lambda: self._varlen_tensors(device))
 
     def _varlen_tensors(self, device: torch.device) -> VarlenTensors:
-        import torch
-
         queries, keys = [one.length for one in self.segments], [one.prefix + one.length for one in self.segments]
         index = None
         if queries != keys:
-            index = torch.cat([torch.cat([torch.arange(a, b) for a, b in _key_ranges(one)]) for one in self.segments])
-            index = index.to(device)
-        cu_queries, cu_keys = (
-            torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device) for sizes in (queries, keys)
-        )
+            ranges = [np.arange(*both) for segment in self.segments for both in _key_ranges(segment)]
+            index = _to_device(np.concatenate(ranges), device)
+        cu_queries, cu_keys = (_to_device(np.cumsum([0, *sizes]).astype(np.int32), device) for sizes in (queries, keys))
         return VarlenTensors(index, cu_queries, cu_keys, max(queries), max(keys))
+
+
+def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return the array on the device, copied from page-locked memory: the host does not wait for earlier work."""
+    import torch
+
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _key_ranges(segment: Segment) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -48,6 +48,7 @@ class PackedRows:
         before it, whose hidden state predicts it; for the first token of a branch that is the last of the prefix.
         `target_indices` (N,): its index in the flattened (R * K,). A target in a shared prefix is one of each sequence.
         """
+        assert not any(mask[0] for mask in loss_masks), "the first token is never a target"
         tail = loss_mask_tail(loss_masks)  # (R, K)
         first_column = max(len(mask) for mask in loss_masks) - tail.shape[1]
         columns = [np.flatnonzero(mask) for mask in loss_masks]  # of each sequence: its targets

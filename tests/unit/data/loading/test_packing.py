@@ -95,3 +95,9 @@ def test_scores_are_read_at_the_last_token_that_is_not_the_pad_token() -> None:
     assert found["own"].tolist() == [3, 5, 7]
     assert found["pads with 9"].tolist() == [2, 1, 6]
     assert PaddedRows([[1]], 0).score_tensors({"own": 0}) == {}
+
+
+def test_the_first_token_is_never_a_target() -> None:
+    """Nothing comes before it, and the index before it would be that of the row's last token."""
+    with pytest.raises(AssertionError, match=r"the first token is never a target"):
+        pack_rows([[1, 2, 3], [4, 5]]).target_tensors([[0, 1, 1], [1, 1]])

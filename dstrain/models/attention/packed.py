@@ -58,11 +58,19 @@ def enable_packed_attention(model: torch.nn.Module) -> None:
 
 
 def has_packed_attention(model: torch.nn.Module) -> bool:
-    """Return True after `enable_packed_attention(model)`."""
+    """Return True after `enable_packed_attention(model)`; False for classes that are not part of transformers.
+
+    The names of attention functions are those of all models in the process, and code that came with the weights may
+    not hand the groups on.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    names = [part.config._attn_implementation for part in _attention_models(model)]
-    return bool(names) and all(isinstance(ALL_ATTENTION_FUNCTIONS.get(name), PackedAttention) for name in names)
+    parts = [*_attention_models(model)]
+    return bool(parts) and all(
+        type(part).__module__.startswith("transformers.")
+        and isinstance(ALL_ATTENTION_FUNCTIONS.get(part.config._attn_implementation), PackedAttention)
+        for part in parts
+    )
 
 
 def packed_model_kwargs(batch: Batch) -> dict[str, Any]:

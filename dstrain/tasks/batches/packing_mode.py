@@ -43,6 +43,9 @@ def resolve_packing(
             Fault("batch.prefix_sharing", "is true, but the task has no pairs of answers", "leave it out")
         )
     if not batch.packing:
+        if shares is True:
+            problem = "is true, but batch.packing is false, and padded rows share nothing"
+            raise RecipeError(Fault("batch.prefix_sharing", problem, "remove one of the two"))
         return PackingMode(False)
     forced = batch.packing is True or shares is True
     obstacle = find_obstacle(False)
@@ -66,6 +69,9 @@ def find_model_obstacle(model: ModelConfig, config: PretrainedConfig, shares_pre
     """Return why this model cannot take packed batches, or None; `config`: its transformers config."""
     from dstrain.models.attention.packed import find_packing_obstacle
 
+    # Transformers' own config may belong to a model class that came with the weights.
+    if model.trust_remote_code and getattr(config, "auto_map", None):
+        return "the model runs code that came with its weights"
     if model.attn_implementation != "auto":
         config = copy.deepcopy(config)  # the model is built from the other one
         config._attn_implementation = model.attn_implementation

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from dstrain.data.loading.collate import PaddedRows
     from dstrain.data.loading.packing import PackedRows
 
-BATCH_METHODS = ("collate", "sequences", "row_tensors", "extra_tensors", "loss", "with_images")
-"""Methods that read or write the rows of a batch."""
+BATCH_METHODS = (
+    "collate", "sequences", "output_tensors", "extra_tensors", "with_images", "loss", "loss_inputs", "reference_outputs",
+    "scores", "source_class", "step_stats",
+)  # fmt: skip
+"""Members that read or write the rows of a batch, or choose the class of the model that reads them."""
 
 
 class TextBatches:
@@ -57,10 +60,10 @@ class TextBatches:
         return find_model_obstacle(self.recipe.model, self.model_source.config, shares_prefix)
 
     def _find_untested_method(self) -> str | None:
-        """Return a reason where a task file replaces a method that may expect padded rows."""
+        """Return a reason where a task file replaces a member that may expect padded rows."""
         for name in BATCH_METHODS:
-            method = getattr(type(self), name, None)
-            if method is not None and not method.__module__.startswith("dstrain."):
+            owner = next((cls for cls in type(self).__mro__ if name in vars(cls)), None)
+            if owner is not None and not owner.__module__.startswith("dstrain."):
                 return f"`{name}` of the task file may expect padded rows; if it does not, set batch.packing: true"
         return None
 

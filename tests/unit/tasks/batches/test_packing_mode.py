@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from dstrain.config.schema import BatchConfig, RunConfig
 from dstrain.errors import RecipeError, TaskError
+from dstrain.models.attention.packed import enable_packed_attention, has_packed_attention
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.batches.packing_mode import PackingMode, resolve_packing
 from tests.model_families import family
@@ -60,9 +62,38 @@ def test_sharing_needs_pairs() -> None:
         resolve(has_pairs=False, prefix_sharing=True)
 
 
+def test_padded_rows_share_nothing() -> None:
+    with pytest.raises(RecipeError, match=r"batch\.prefix_sharing: is true, but batch\.packing is false"):
+        resolve(packing=False, prefix_sharing=True)
+
+
 def test_methods_of_a_task_file_are_packed_only_if_asked_for() -> None:
     assert resolve(untested="`loss` of the task file").message.endswith("`loss` of the task file")
     assert resolve(untested="`loss` of the task file", packing=True) == PackingMode(True, True)
+
+
+MEMBERS = {
+    "dpo.DPO": "def reference_outputs(self, model, batch): return super().reference_outputs(model, batch)",
+    "rm.RewardModel": "def scores(self, model, batch): return super().scores(model, batch)",
+    "kto.KTO": "def step_stats(self, model, batch): return super().step_stats(model, batch)",
+    "sft.SFT": "loss_inputs = property(lambda self: super(Own, self).loss_inputs)",
+}
+
+
+@pytest.mark.parametrize("base", MEMBERS)
+def test_members_of_a_task_file_that_read_rows_get_padded_ones(base: str, tmp_path: Path) -> None:
+    module, name = base.split(".")
+    file = tmp_path / "own.py"
+    file.write_text(
+        f"from dataclasses import dataclass\nfrom dstrain.tasks.{module} import {name}\n\n"
+        f"@dataclass(frozen=True, kw_only=True)\nclass Own({name}):\n    {MEMBERS[base]}\n"
+    )
+    recipe = named_recipe(module, tmp_path)[1] | {"task": str(file)}
+    made: Any = make_task(RunConfig.model_validate(recipe))
+    assert not made.packing.packs
+    assert "of the task file may expect padded rows" in made.packing.message
+    forced: Any = make_task(RunConfig.model_validate(recipe | {"batch": {**recipe["batch"], "packing": True}}))
+    assert forced.packing.packs
 
 
 def task(folder: Path, name: str, **sections: Any) -> Task:
@@ -102,6 +133,38 @@ def test_what_is_in_the_way_is_told_at_start_or_refused(case: str, tmp_path: Pat
 def test_tasks_that_cannot_pack_refuse_it(name: str, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=rf"batch\.packing: is true, but task {name} has padded rows only"):
         task(tmp_path, name, batch={"packing": True})
+
+
+OWN_CODE = """
+from transformers import LlamaForCausalLM
+
+
+class OwnLlama(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, packed_groups=None, **inputs):
+        return super().forward(input_ids=input_ids, position_ids=position_ids, **inputs)
+"""
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_code_that_comes_with_weights_of_a_known_config_is_not_packed(is_trusted: bool, tmp_path: Path) -> None:
+    """Its attention may not read the groups; without trust transformers' own class is built."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path / "own"
+    task(tmp_path, "sft").tokenizer.save_pretrained(str(folder))  # type: ignore[attr-defined]
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**family("llama"))).save_pretrained(str(folder))
+    (folder / "modeling_own.py").write_text(OWN_CODE)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.OwnLlama"}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = {"config": None, "path": str(folder), "trust_remote_code": is_trusted}
+    made: Any = task(tmp_path, "sft", model=model)
+    assert made.packing.packs is not is_trusted
+    if is_trusted:
+        assert "the model runs code that came with its weights" in made.packing.message
+        built = made.build_model()
+        enable_packed_attention(built)
+        assert not has_packed_attention(built)
 
 
 def test_the_reference_has_a_say(tmp_path: Path) -> None:

@@ -77,3 +77,8 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     trust_remote_code: bool = False
     """Let transformers run Python code from the model's folder or repository."""
+
+    @property
+    def attention(self) -> str:
+        """`attn_implementation` under its old name, for task files. Until version 2."""
+        return self.attn_implementation

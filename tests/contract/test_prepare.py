@@ -137,3 +137,13 @@ def test_bad_data_found_by_a_worker_exits_with_2(tmp_path: Path) -> None:
     assert "3 of 3 records" in done.stderr
     assert not done.stdout
     assert not [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith("dstrain-")]
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn2"])
+def test_tokens_are_prepared_where_the_attention_cannot_run(name: str, tmp_path: Path) -> None:
+    """On a login node without a GPU; the cached outputs of a reference need the attention."""
+    changes = ("--set", f"model.attn_implementation={name}", "--set", "model.trust_remote_code=true")
+    result = invoke("prepare", written(tmp_path, seed=80), *changes)
+    assert (result.exit_code, "train: 64 samples" in result.stdout) == (0, True), result.stderr
+    result = invoke("prepare", written(tmp_path, **REMEMBERED | {"seed": 80}), *changes)
+    assert (result.exit_code, "model.attn_implementation: " in result.stderr) == (2, True)

@@ -151,13 +151,19 @@ class ModelSource:
         return loaded
 
     def build_meta_model(self) -> torch.nn.Module:
-        """Return the model on the meta device: names and shapes without values.
+        """Return the model on the meta device: names and shapes without values. Raises RecipeError.
 
-        Raises RecipeError where it cannot be built, or where its attention implementation cannot run here.
+        They do not depend on the attention implementation, which may need a package or a GPU that a login node lacks.
         """
+        model = self.recipe.model.model_copy(update={"attn_implementation": "auto"})
+        return build_meta_model(self.auto_class, model, self.build_config(model))
+
+    def check_attn_implementation(self) -> None:
+        """Raise RecipeError where the model cannot train on this machine with its attention implementation."""
         model = self.recipe.model
         check_attn_implementation(model, self.recipe.precision)
-        return build_meta_model(self.auto_class, model, self.build_config(model))
+        if model.attn_implementation != "auto":  # whether the family has it is seen by building the model
+            build_meta_model(self.auto_class, model, self.build_config(model))
 
     def reload(self, folder: Path) -> torch.nn.Module:
         """Load the model, or the base with the adapters, of an exported folder."""

@@ -147,6 +147,9 @@ class Checks:
     def run(self) -> None:
         """Raise UsageError for whatever can be found wrong before any process group starts."""
 
+    def machine(self) -> None:
+        """Raise UsageError where this machine cannot run the model. Not called where only tokens are prepared."""
+
     def warnings(self) -> Sequence[str]:
         """Return a warning for each setting that is allowed but may surprise the user."""
         return ()

@@ -28,7 +28,7 @@ test-all: $(VENV)/.installed-dev
 
 # One core and one thread, so that no variant gains from a second core that is idle at the time.
 bench: $(VENV)/.installed-dev
-	taskset -c 0 $(BIN)/python -m benchmarks.speed --threads 1 --to docs/measurements/speed.md $(BENCH_ARGS)
+	taskset -c 0 $(BIN)/python -m benchmarks.speed --threads 1 --to docs/measurements/trl-speed.md $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.speed.scaling
 
 lint: $(VENV)/.installed-dev

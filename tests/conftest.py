@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ from hypothesis import settings
 from tests.workers import ROOT, Workers
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the cores of the tests beside them
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A script that runs `pytest &` makes it, and every command that a test starts, ignore Ctrl-C, as `nohup` does.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("house", derandomize=True, deadline=None)
 settings.load_profile("house")
 

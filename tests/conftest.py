@@ -19,6 +19,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores it for what a script starts in the background, and commands that are tested would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the cores of the tests beside them
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A script that runs `pytest &` makes it, and every command that a test starts, ignore Ctrl-C, as `nohup` does.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("house", derandomize=True, deadline=None)
 settings.load_profile("house")
 

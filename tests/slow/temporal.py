@@ -105,6 +105,7 @@ def load_truce(folder: Path) -> dict[str, list[dict[str, Any]]]:
         "train": [one for index, one in enumerate(found["train"]) if index % 10],
         "validation": found["train"][::10],
         "eval": found["eval"],
+        "other": [{**one, "series": found["eval"][index - 7]["series"]} for index, one in enumerate(found["eval"])],
         "curves": make_curves(NUM_CURVES),
     }
     for split, of in parts.items():
@@ -159,17 +160,20 @@ def as_text(record: dict[str, Any], caption: str, shows_numbers: bool = True) ->
 
 
 def evaluate(folder: Path, run: str, name: str, records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the caption loss of the best checkpoint, and the share of its captions that name a right pattern."""
-    words = ["--data", str(folder / f"eval-{name}.jsonl"), "--step", "best", "--json"]
-    told = json.loads(dstrain("evaluate", str(folder / run), *words))
+    """Return metrics of the best checkpoint: also the loss with the series of other records, and of its captions."""
+    at, step = str(folder / run), ["--step", "best", "--json"]
+    told, other = (
+        json.loads(dstrain("evaluate", at, "--data", f"{folder}/{of}-{name}.jsonl", *step)) for of in ("eval", "other")
+    )
     asked = [{"series": one["series"]} if name == "soft" else as_text(one, "?", name == "text") for one in records]
-    words = ["--data", write(folder / f"asked-{name}.jsonl", asked), "--max-new-tokens", "24", "--batch", "64"]
-    lines = dstrain("generate", str(folder / run), *words, "--step", "best", "--json").splitlines()
+    words = ["--data", write(folder / f"asked-{name}.jsonl", asked), "--max-new-tokens", "24", "--batch", "64", *step]
+    lines = dstrain("generate", at, *words).splitlines()
     answers = [json.loads(line)["answer"].strip() for line in lines if line.startswith("{")]
     pairs = list(zip(answers, records, strict=True))
     write(folder / f"captions-{run}.jsonl", [{"answer": text, **one} for text, one in pairs])
     score = sum(names_right_pattern(text, one["captions"]) for text, one in pairs) / len(pairs)
-    return {"loss": told["loss"], "token_accuracy": told["token_accuracy"], "pattern_accuracy": score}
+    found = {of: told[of] for of in ("loss", "token_accuracy")}
+    return {**found, "loss_with_other_series": other["loss"], "pattern_accuracy": score}
 
 
 def most_common(records: dict[str, Any]) -> float:

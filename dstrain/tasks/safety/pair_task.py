@@ -125,11 +125,11 @@ class SafePairTask(PairTask, ReferenceTask):
         """The frozen reward models that score the pairs."""
         return () if self.safety is None else make_reward_models(self, self.safety)
 
-    def find_packing_obstacle(self, shares_prefix: bool) -> str | None:
-        obstacle = super().find_packing_obstacle(shares_prefix)
+    def find_packing_obstacle(self, shares_prefixes: bool) -> str | None:
+        obstacle = super().find_packing_obstacle(shares_prefixes)
         online = [] if self.has_cached_scores else self.reward_models  # cached, they read batches of their own
         for model in online:
-            obstacle = obstacle or model.find_packing_obstacle(shares_prefix)
+            obstacle = obstacle or model.find_packing_obstacle(shares_prefixes)
         return obstacle
 
     def check_reference(self) -> None:

@@ -185,9 +185,9 @@ class FrozenRewardModel:
         """Name of the tensor in the policy's packed batches that says where the scores are read."""
         return f"{self.name}_{SCORE_POSITIONS}"
 
-    def find_packing_obstacle(self, shares_prefix: bool) -> str | None:
+    def find_packing_obstacle(self, shares_prefixes: bool) -> str | None:
         """Return why the model cannot read the policy's batches if they are packed, or None."""
-        obstacle = self.task.find_packing_obstacle(shares_prefix)
+        obstacle = self.task.find_packing_obstacle(shares_prefixes)
         return f"of {self.key}: {obstacle}" if obstacle else None
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:

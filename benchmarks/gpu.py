@@ -30,7 +30,7 @@ import torch
 from benchmarks.common import count_tokens, join_alone, made_batches, made_ds_config, made_model, run, wait_for
 from benchmarks.trl_side import DPO, REWARD, SFT, StepByStep, made_side
 from dstrain.errors import UsageError
-from dstrain.models.heads import chunked_lm_head
+from dstrain.models.heads import scores
 from dstrain.report.flops import StepFlops, find_peak_flops
 
 TEXT: dict[str, tuple[int, int, int, int, int, int]] = {
@@ -50,9 +50,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "as it is": (),
     "packing off": ("batch.packing=false",),
     "prefix sharing off": ("batch.prefix_sharing=false",),
-    "attention sdpa": ("model.attention=sdpa",),
-    "attention flash_attention_2": ("model.attention=flash_attention_2",),
-    "attention flex_attention": ("model.attention=flex_attention",),
+    "attention sdpa": ("model.attn_implementation=sdpa",),
+    "attention flash_attention_2": ("model.attn_implementation=flash_attention_2",),
+    "attention flex_attention": ("model.attn_implementation=flex_attention",),
     "gradient checkpointing": ("model.gradient_checkpointing=true",),
     WHOLE_HEAD: (),
     "TRL": (),
@@ -133,7 +133,7 @@ def _try_variant(world: Any, what: tuple[str, str, str], size: Size) -> dict[str
 @contextmanager
 def _whole_head() -> Iterator[None]:
     """Compute the logits of all targets in one chunk."""
-    with mock.patch.dict(chunked_lm_head.MAX_CHUNK_BYTES, {"cpu": 2**62, "cuda": 2**62}):
+    with mock.patch.dict(scores.MAX_CHUNK_BYTES, {"cpu": 2**62, "cuda": 2**62}):
         yield
 
 

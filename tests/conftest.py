@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ from hypothesis import settings
 
 from tests.workers import ROOT, Workers
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell ignores it for what a script starts in the background, and commands that are tested would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the cores of the tests beside them
 settings.register_profile("house", derandomize=True, deadline=None)
 settings.load_profile("house")

@@ -65,7 +65,10 @@ def compute_norm_in_blocks(optimizer: Any) -> None:
     DeepSpeed copies each gradient to fp64, and most of the time goes into pages for the copy. The copy of a block stays
     in the cache.
     """
-    compute_norm = optimizer.get_grad_norm_direct
+    # The optimizer of stage 1 in bf16 has another norm, which makes no such copy.
+    compute_norm = getattr(optimizer, "get_grad_norm_direct", None)
+    if compute_norm is None:
+        return
 
     def norm_of_blocks(
         gradients: Sequence[torch.Tensor], params: Sequence[torch.Tensor], norm_type: float = 2

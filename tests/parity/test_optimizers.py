@@ -61,10 +61,12 @@ def test_steps_are_the_same_at_every_stage(
 ) -> None:
     wanted = definition(name)
     workers = request.getfixturevalue({1: "one", 2: "two"}[processes])
-    exact = not (name == "adamw" and "_" in preset)  # CPUAdam orders its sums in another way
+    # CPUAdam orders its sums in another way. Fused AdamW rounds the last values of a tensor, which do not fill a
+    # vector of the processor, in another way than the rest, and ZeRO cuts tensors elsewhere.
+    allowed = (1e-5 if "_" in preset else 1e-8) if name == "adamw" else 0
     for found in workers(f"{CASES}:steps", kind=preset, optim=OPTIMIZERS[name]):
         assert all(np.array_equal(found["before"][n], wanted["before"][n]) for n in wanted["before"])
-        assert distance(found, wanted) <= (0 if exact else 1e-5)
+        assert distance(found, wanted) <= allowed
 
 
 @pytest.mark.slow

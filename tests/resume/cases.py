@@ -83,10 +83,7 @@ def _no_room(*_: Any) -> Any:
 
 
 def _poisoned(batch: Batch) -> Batch:
-    margin = batch.tensors["margin"] * 0 + float("inf")
-    return Batch(
-        tensors={**batch.tensors, "margin": margin}, weight=batch.weight, samples=batch.samples, tokens=batch.tokens
-    )
+    return batch.with_tensors({"margin": batch.tensors["margin"] * 0 + float("inf")})
 
 
 def weights_in(checkpoint: str) -> list[str]:

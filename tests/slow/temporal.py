@@ -1,6 +1,6 @@
 """Measure task temporal: captions of TRUCE, labels of UCR archives, and the preparation of synthetic curves.
 
-    DSTRAIN_DATA=DATA python -m tests.slow.temporal truce|ucr|prepare --to FOLDER [--num-gpus 1] [--steps 450]
+    DSTRAIN_DATA=DATA python -m tests.slow.temporal truce|ucr|prepare --to FOLDER [--num-gpus 1] [--steps 900]
         [--seeds 0 1 2] [--inputs text soft blind]
 
 Prints one JSON object per result. The recipes and runs stay in FOLDER.
@@ -29,15 +29,18 @@ from dstrain.data.sources.open import SERIES_SOURCE_TYPES, open_source
 from dstrain.tasks import make_task
 
 DATA = Path(os.environ.get("DSTRAIN_DATA", "data"))
-ASKED = "Describe the series."
+ASKED, ASKED_SYNTHETIC = "Describe the series.", "Name the pattern."
+"""The prompts: captions of TRUCE and of synthetic curves have other words."""
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 4, "initializer_range": 0.125,
 }  # fmt: skip
 """A language model from scratch, 0.17 M parameters; weights begin with a deviation of 1 / sqrt(width)."""
 BATCH, PATCH_LENGTH = 32, 4
-NUM_CURVES = 20_000
-"""Synthetic curves that both are trained on first."""
+NUM_CURVES = 10_000
+WEIGHTS = {"curves": 1.0, "train": 2.0}
+"""Passes per epoch over the synthetic curves and over TRUCE's 5,313 training captions: half and half."""
+LEARNING_RATES = (3e-3, 6e-3)
 
 
 def dstrain(*words: str) -> str:
@@ -69,35 +72,48 @@ def train(folder: Path, name: str, recipe: dict[str, Any], num_gpus: int) -> lis
 def truce(folder: Path, args: argparse.Namespace) -> None:
     """Compare soft tokens with the same language model given the numbers as text: same steps, batches and tokenizer.
 
-    Each is trained on synthetic curves, exported, and trained on TRUCE.
+    Each has the learning rate and the checkpoint of the least loss on its validation series, a tenth of the training
+    series. The held-out series are used once, after that.
     """
     records = load_truce(folder)
-    for seed in args.seeds:
-        for name in args.inputs:
-            first, run = f"{name}-{seed}-curves", f"{name}-{seed}"
-            began = time.time()
-            train(folder, first, curves_recipe(folder, name, seed, args), args.num_gpus)
-            dstrain("export", str(folder / first), "--step", "last", "--to", str(folder / f"{first}-export"))
-            rows = train(folder, run, truce_recipe(folder, name, seed, args), args.num_gpus)
-            score = score_captions(folder, name, seed, records["eval"])
-            report(name, seed, rows, score, time.time() - began)
+    for name in args.inputs:
+        losses = {lr: train_one(folder, name, lr, args.seeds[0], args)["loss"] for lr in LEARNING_RATES}
+        lr = min(losses, key=lambda one: losses[one])
+        print(json.dumps({"input": name, "validation_loss": losses, "seed": args.seeds[0], "chosen": lr}), flush=True)
+        for seed in args.seeds:
+            best = train_one(folder, name, lr, seed, args)
+            told = evaluate(folder, f"{name}-{lr:g}-{seed}", name, records["eval"])
+            found = {"step": best["step"], "validation_loss": best["loss"], **told}
+            print(json.dumps({"input": name, "lr": lr, "seed": seed, **found}), flush=True)
     print(json.dumps({"constant caption": most_common(records), "people": score_people(records["eval"])}))
 
 
+def train_one(folder: Path, name: str, lr: float, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Train, unless it is done already; return the evaluation with the least validation loss."""
+    rows = train(folder, f"{name}-{lr:g}-{seed}", truce_recipe(folder, name, lr, seed, args), args.num_gpus)
+    return min(rows, key=lambda row: row["loss"])
+
+
 def load_truce(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the records of both splits; write them as series, as numbers in the text, and without either."""
+    """Return the records of each split; write them as series, as numbers in the text, and without either."""
     names = {"train": ("pilot13finaltrain", "pilot16btrain"), "eval": ("pilot13finalval", "pilot16bval")}
-    records = {
+    found = {
         split: [one for name in of for one in read(DATA / f"timeseries/truce/{name}.jsonl")]
         for split, of in names.items()
     }
-    for split, of in {**records, "curves": make_curves(NUM_CURVES)}.items():
+    parts = {
+        "train": [one for index, one in enumerate(found["train"]) if index % 10],
+        "validation": found["train"][::10],
+        "eval": found["eval"],
+        "curves": make_curves(NUM_CURVES),
+    }
+    for split, of in parts.items():
         write(folder / f"{split}-soft.jsonl", of)
         for name, shown in (("text", True), ("blind", False)):
             write(
                 folder / f"{split}-{name}.jsonl", [as_text(one, text, shown) for one in of for text in one["captions"]]
             )
-    return records
+    return parts
 
 
 def make_curves(count: int) -> list[dict[str, Any]]:
@@ -109,25 +125,25 @@ def make_curves(count: int) -> list[dict[str, Any]]:
         values, low = np.asarray(record["series"]), random.uniform(0, 50)
         scaled = low + (values - values.min()) / np.ptp(values) * (random.uniform(low + 20, 100) - low)
         values = [round(value) for value in scaled]
-        found.append({"series": values, "captions": [record["caption"]]})
+        found.append({"series": values, "captions": [record["caption"]], "prompt": ASKED_SYNTHETIC})
     return found
 
 
-def curves_recipe(folder: Path, name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the recipe of `text`, `soft` or `blind` on synthetic curves; they differ in task and data."""
-    model = {"config": LLAMA, "gradient_checkpointing": False}
+def truce_recipe(folder: Path, name: str, lr: float, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the recipe of `text`, `soft` or `blind` on synthetic curves and TRUCE; they differ in task and data."""
+    mixture = [{"path": f"{folder}/{of}-{name}.jsonl", "weight": weight} for of, weight in WEIGHTS.items()]
+    model, every = {"config": LLAMA, "gradient_checkpointing": False}, max(args.steps // 6, 1)
     recipe = {
         "task": "temporal" if name == "soft" else "sft",
-        "model": model,
-        "data": {"train": f"{folder}/curves-{name}.jsonl", "max_length": 160},
+        "data": {"train": mixture, "eval": f"{folder}/validation-{name}.jsonl", "max_length": 160},
         "batch": {"total": BATCH, "micro": BATCH // args.num_gpus}, "steps": args.steps, "seed": seed,
         "ds_config": "zero0", "precision": "fp32", "log": {"every": 50, "tensorboard": False},
-        "optim": {"lr": 3e-3, "schedule": "cosine", "warmup": 0.05, "weight_decay": 0.1},
-        "save": {"every": args.steps, "keep": 1},
+        "optim": {"lr": lr, "schedule": "cosine", "warmup": 0.05, "weight_decay": 0.1},
+        "eval": {"every": every}, "save": {"every": every, "keep": 1},
     }  # fmt: skip
-    both = {**recipe["data"], "train": [f"{folder}/{of}-text.jsonl" for of in ("curves", "train")]}
     if not (folder / "tokenizer").is_dir():
-        config = RunConfig.model_validate({**recipe, "task": "sft", "data": both})
+        texts = {"train": [f"{folder}/{of}-text.jsonl" for of in WEIGHTS], "max_length": 160}
+        config = RunConfig.model_validate({**recipe, "task": "sft", "model": model, "data": texts})
         make_task(config).tokenizer.save_pretrained(str(folder / "tokenizer"))  # type: ignore[attr-defined]
     recipe["model"] = {**model, "tokenizer": str(folder / "tokenizer")}
     encoder = {"patch_length": PATCH_LENGTH, "hidden_size": 64, "num_layers": 2, "num_heads": 4}
@@ -135,44 +151,25 @@ def curves_recipe(folder: Path, name: str, seed: int, args: argparse.Namespace) 
     return {**recipe, "options": options} if name == "soft" else recipe
 
 
-def truce_recipe(folder: Path, name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the recipe that continues on TRUCE."""
-    recipe, every = curves_recipe(folder, name, seed, args), max(args.steps // 3, 1)
-    recipe["model"] = {"path": str(folder / f"{name}-{seed}-curves-export"), "gradient_checkpointing": False}
-    recipe["data"] = {of: f"{folder}/{of}-{name}.jsonl" for of in ("train", "eval")} | {"max_length": 160}
-    recipe |= {"eval": {"every": every}, "save": {"every": every, "keep": 1}}
-    if name == "soft":
-        recipe["options"] = {of: value for of, value in recipe["options"].items() if of != "encoder"}
-    return recipe
-
-
 def as_text(record: dict[str, Any], caption: str, shows_numbers: bool = True) -> dict[str, Any]:
     """Return a conversation with the numbers in the user's turn, or without them."""
     numbers = " ".join(map(str, record["series"])) + "\n" if shows_numbers else ""
-    turns = [("user", numbers + ASKED), ("assistant", caption)]
+    turns = [("user", numbers + record.get("prompt", ASKED)), ("assistant", caption)]
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-def score_captions(folder: Path, name: str, seed: int, records: Sequence[dict[str, Any]]) -> float:
-    """Return the share of series whose greedy caption, by the best checkpoint, names a right pattern."""
+def evaluate(folder: Path, run: str, name: str, records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the caption loss of the best checkpoint, and the share of its captions that name a right pattern."""
+    words = ["--data", str(folder / f"eval-{name}.jsonl"), "--step", "best", "--json"]
+    told = json.loads(dstrain("evaluate", str(folder / run), *words))
     asked = [{"series": one["series"]} if name == "soft" else as_text(one, "?", name == "text") for one in records]
-    data = write(folder / f"asked-{name}.jsonl", asked)
-    run = f"{name}-{seed}"
-    words = ["--data", data, "--max-new-tokens", "24", "--batch", "64", "--step", "best", "--json"]
-    answers = [
-        json.loads(line)["answer"]
-        for line in dstrain("generate", str(folder / run), *words).splitlines()
-        if line.startswith("{")
-    ]
-    write(
-        folder / f"captions-{run}.jsonl",
-        [
-            {"series": one["series"], "answer": text, "captions": one["captions"]}
-            for one, text in zip(records, answers, strict=True)
-        ],
-    )
-    scores = [names_right_pattern(text.strip(), one["captions"]) for text, one in zip(answers, records, strict=True)]
-    return sum(scores) / len(scores)
+    words = ["--data", write(folder / f"asked-{name}.jsonl", asked), "--max-new-tokens", "24", "--batch", "64"]
+    lines = dstrain("generate", str(folder / run), *words, "--step", "best", "--json").splitlines()
+    answers = [json.loads(line)["answer"].strip() for line in lines if line.startswith("{")]
+    pairs = list(zip(answers, records, strict=True))
+    write(folder / f"captions-{run}.jsonl", [{"answer": text, **one} for text, one in pairs])
+    score = sum(names_right_pattern(text, one["captions"]) for text, one in pairs) / len(pairs)
+    return {"loss": told["loss"], "token_accuracy": told["token_accuracy"], "pattern_accuracy": score}
 
 
 def most_common(records: dict[str, Any]) -> float:
@@ -191,14 +188,6 @@ def score_people(records: Sequence[dict[str, Any]]) -> float:
         for at, text in enumerate(captions)
     ]
     return sum(scores) / len(scores)
-
-
-def report(name: str, seed: int, rows: list[dict[str, Any]], score: float, seconds: float) -> None:
-    best = min(rows, key=lambda row: row["loss"])
-    told = {key: best[key] for key in ("step", "loss", "token_accuracy")}
-    losses = [round(row["loss"], 4) for row in rows]
-    found = {**told, "pattern_accuracy": score, "losses": losses, "seconds": seconds}
-    print(json.dumps({"run": name, "seed": seed, **found}), flush=True)
 
 
 def ucr(folder: Path, args: argparse.Namespace) -> None:
@@ -255,7 +244,7 @@ def main() -> None:
     parser.add_argument("what", choices=["truce", "ucr", "prepare"])
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--num-gpus", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=450)
+    parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--inputs", nargs="+", default=["text", "soft"], choices=["text", "soft", "blind"])
     args = parser.parse_args()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig, RunConfig
+from dstrain.errors import RecipeError
 from dstrain.models.folder.location import check_local_folder
 from dstrain.models.load import read_config
 from dstrain.tasks.batches.packing_mode import find_model_obstacle
@@ -81,7 +82,12 @@ class ReferenceTask(TextTask):
         if obstacle or not self.ref_model:
             return obstacle
         reference = self.reference_config
-        obstacle = find_model_obstacle(reference, read_config(reference), shares_prefixes)
+        try:
+            config = read_config(reference)
+        except RecipeError:
+            # A trained policy is used without its reference, whose folder may be gone; a run names it.
+            return "of options.ref_model: its config cannot be read"
+        obstacle = find_model_obstacle(reference, config, shares_prefixes)
         return f"of options.ref_model: {obstacle}" if obstacle else None
 
     def check_reference(self) -> None:
@@ -98,7 +104,7 @@ class ReferenceTask(TextTask):
             outputs=self.reference_outputs,
             key=self.reference_key,
         )
-        return LossInputs(reference=reference)
+        return replace(super().loss_inputs, reference=reference)
 
     @property
     def reference_kind(self) -> ReferenceKind:

@@ -103,6 +103,8 @@ class LossInputs:
 
     Called for every batch of a step, or of an evaluation, before the first loss. Like `loss` it runs
     the model once, on every rank."""
+    packing: Packing = field(default_factory=Padded)
+    """The form of the batches that `collate` makes, from which the tokens of a micro-batch are predicted."""
     update_weight: Callable[[Batch], Batch] | None = None
     """Returns a batch with the weight that follows from tensors computed in its step, before weights are added up
     over the ranks. Not called for fillers. None: the weight from `collate` is final."""
@@ -249,11 +251,6 @@ class Task(ABC):
     def loss_inputs(self) -> LossInputs:
         """Values computed before the loss: outputs of a reference, statistics of a whole step."""
         return LossInputs()
-
-    @property
-    def packing(self) -> Packing:
-        """The form of the batches that `collate` makes, from which the tokens of a micro-batch are predicted."""
-        return Padded()
 
     @property
     def checks(self) -> Checks:

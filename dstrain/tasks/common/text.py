@@ -28,7 +28,7 @@ from dstrain.models.weights.check_files import check_weight_files
 from dstrain.tasks.batches.text_batches import TextBatches
 from dstrain.tasks.common.model_source import TEXTS_CACHE_NAMES, ModelSource, NamedTexts, TrainingRecords
 from dstrain.tasks.common.store_builder import StoreBuilder
-from dstrain.tasks.common.task import Checks, Export, GenerationMetrics, Split, Task, has_dropout_disabled
+from dstrain.tasks.common.task import Checks, Export, GenerationMetrics, LossInputs, Split, Task, has_dropout_disabled
 
 if TYPE_CHECKING:
     import torch
@@ -276,6 +276,10 @@ class TextTask(TextBatches, Task):
     def wrap_source(self, source: Source, item: DatasetConfig) -> Source:
         """Return the source as the task reads it; training items are `TrainDatasetConfig`."""
         return source
+
+    @property
+    def loss_inputs(self) -> LossInputs:
+        return LossInputs(packing=self.packing)
 
     def build_model(self) -> torch.nn.Module:
         return self.enable_packing(self.model_source.load(self.recipe.model))

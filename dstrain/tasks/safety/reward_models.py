@@ -187,7 +187,11 @@ class FrozenRewardModel:
 
     def find_packing_obstacle(self, shares_prefixes: bool) -> str | None:
         """Return why the model cannot read the policy's batches if they are packed, or None."""
-        obstacle = self.task.find_packing_obstacle(shares_prefixes)
+        try:
+            obstacle = self.task.find_packing_obstacle(shares_prefixes)
+        except RecipeError:
+            # A trained policy is used without its reward models, whose folders may be gone; a run names them.
+            obstacle = "its config cannot be read"
         return f"of {self.key}: {obstacle}" if obstacle else None
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:

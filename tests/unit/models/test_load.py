@@ -37,7 +37,7 @@ def same(first: PreTrainedModel, second: PreTrainedModel) -> bool:
 def test_weights_from_a_config_depend_on_the_seed_alone() -> None:
     first = build(3)
     torch.rand(17)
-    assert same(first, build(3, attention="eager"))
+    assert same(first, build(3, attn_implementation="eager"))
     assert not same(first, build(4))
     assert first.config.use_cache, "as transformers has it: an export that says no would be slow"
     drawn = first.state_dict()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,6 +25,21 @@ BATCH_METHODS = (
     "scores", "source_class", "step_stats",
 )  # fmt: skip
 """Members that read or write the rows of a batch, or choose the class of the model that reads them."""
+
+
+@dataclass(frozen=True)
+class LazyPacking:
+    """The form of a task's batches. The models' configs are read where it is asked for: reading them imports torch."""
+
+    task: TextBatches
+
+    @property
+    def is_packed(self) -> bool:
+        return self.task.packing.is_packed
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return self.task.packing.shares_prefixes
 
 
 class TextBatches:

@@ -110,6 +110,16 @@ def test_a_llama_is_packed_by_default(name: str, tmp_path: Path) -> None:
     assert not [line for line in made.checks.info_messages() if "pack" in line]
 
 
+@pytest.mark.parametrize("name", ["dpo", "sft", "kto"])
+def test_the_form_is_decided_where_it_is_asked_for(name: str, tmp_path: Path) -> None:
+    """The launcher of `dstrain prepare` asks for the frozen models only, and imports no torch."""
+    made: Any = task(tmp_path, name)
+    inputs = made.loss_inputs
+    assert "model_source" not in vars(made)
+    assert inputs.packing.is_packed
+    assert inputs.packing.shares_prefixes == (name == "dpo")
+
+
 OBSTACLES: dict[str, tuple[str, dict[str, Any], str]] = {
     "images": ("dpo, with images", {}, "images"),
     "a family": ("sft", {"model": {"config": family("mamba2")}}, "mamba2"),

@@ -36,6 +36,19 @@ def parameters_on_meta() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def rows_of_one_sequence() -> Iterator[None]:
+    """Keep transformers from searching the positions for several sequences in a row, where no mask is given.
+
+    Its decision waits for the device in each forward pass (`find_packed_sequence_indices` in masking_utils.py).
+    """
+    from transformers import masking_utils
+
+    check_version("transformers", *TESTED_TRANSFORMERS)
+    with replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None):
+        yield
+
+
 def set_special_tokens(tokenizer: Any, tokens: Mapping[str, str]) -> None:
     """Give a tokenizer attributes such as `image_token`. There is no public function after its constructor."""
     check_version("transformers", *TESTED_TRANSFORMERS)

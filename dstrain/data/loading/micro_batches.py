@@ -33,7 +33,7 @@ class Packing(Protocol):
     """The form of a task's batches."""
 
     @property
-    def packs(self) -> bool:
+    def is_packed(self) -> bool:
         """True for one row without padding, False for a row per sequence."""
 
     @property
@@ -45,7 +45,7 @@ class Packing(Protocol):
 class Padded:
     """Batches with a row per sequence."""
 
-    packs: bool = field(default=False, init=False)
+    is_packed: bool = field(default=False, init=False)
     shares_prefixes: bool = field(default=False, init=False)
 
 
@@ -81,12 +81,12 @@ def padded_costs(lengths: SequenceLengthsFunction) -> CostFunction:
     return costs
 
 
-def packed_costs(lengths: SequenceLengthsFunction, shares_prefix: bool) -> CostFunction:
-    """Return the costs of samples in packed batches; with `shares_prefix` a common prefix is computed once."""
+def packed_costs(lengths: SequenceLengthsFunction, shares_prefixes: bool) -> CostFunction:
+    """Return the costs of samples in packed batches; with `shares_prefixes` a common prefix is computed once."""
 
     def costs(ids: np.ndarray) -> SampleCosts:
         found = lengths(ids)
-        repeated = (found.sequences.shape[1] - 1) * found.prefixes if shares_prefix else 0
+        repeated = (found.sequences.shape[1] - 1) * found.prefixes if shares_prefixes else 0
         return SampleCosts(found.sequences.sum(1) - repeated, is_packed=True)
 
     return costs
@@ -109,7 +109,7 @@ def make_cost_function(dataset: Dataset, packing: Packing) -> CostFunction | Non
 
 def costs_of(lengths: SequenceLengthsFunction, packing: Packing) -> CostFunction:
     """Return the costs of samples with these lengths, in the form of batches that the task makes."""
-    return packed_costs(lengths, packing.shares_prefixes) if packing.packs else padded_costs(lengths)
+    return packed_costs(lengths, packing.shares_prefixes) if packing.is_packed else padded_costs(lengths)
 
 
 def make_limits(batch: BatchConfig, samples: int, costs: CostFunction | None) -> MicroBatchLimits:

@@ -90,7 +90,7 @@ def pack_rows(sequences: Sequences, groups: Sequence[Sequence[int]] | None = Non
     indices: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * len(arrays)
     packed, start = [], 0
     for members in groups or [[row] for row in range(len(arrays))]:
-        prefix = common_prefix_length([arrays[row] for row in members]) if len(members) > 1 else 0
+        prefix = shared_prefix_length([arrays[row] for row in members]) if len(members) > 1 else 0
         group = PackedGroup(prefix, tuple(len(arrays[row]) - prefix for row in members))
         shared, branch = np.arange(start, start + prefix), start + prefix
         for row, length in zip(members, group.branches, strict=True):
@@ -101,7 +101,7 @@ def pack_rows(sequences: Sequences, groups: Sequence[Sequence[int]] | None = Non
     return PackedRows(tuple(arrays), tuple(packed), tuple(indices))
 
 
-def common_prefix_length(sequences: Sequence[np.ndarray]) -> int:
+def shared_prefix_length(sequences: Sequence[np.ndarray]) -> int:
     """Return how many tokens all sequences begin with, at most so many that each has a token of its own left."""
     most = min(len(sequence) for sequence in sequences) - 1
     table = np.stack([sequence[:most] for sequence in sequences])  # (sequences, most)

@@ -23,10 +23,10 @@ EAGER = "packed_eager"
 """Name of the attention function for models with `eager`, which transformers does not look up by name."""
 
 
-def find_packing_obstacle(config: Any, shares_prefix: bool) -> str | None:
+def find_packing_obstacle(config: Any, shares_prefixes: bool) -> str | None:
     """Return why a model of this config cannot take packed batches, or None.
 
-    `shares_prefix`: groups have prefixes. All families that take packed batches take prefixes too.
+    `shares_prefixes`: groups have prefixes. All families that take packed batches take prefixes too.
     """
     if (obstacle := find_family_obstacle(config)) is not None:
         return obstacle

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FindObstacle = Callable[[bool], str | None]
-"""shares_prefix -> why the models cannot take packed batches, or None."""
+"""shares_prefixes -> why the models cannot take packed batches, or None."""
 
 
 @dataclass(frozen=True)
 class PackingMode:
     """The form of a run's batches."""
 
-    packs: bool
+    is_packed: bool
     """One row without padding instead of one row for each sequence."""
     shares_prefixes: bool = False
     """Sequences of a sample share their common beginning."""
@@ -65,7 +65,7 @@ def resolve_packing(
     return PackingMode(True, True)
 
 
-def find_model_obstacle(model: ModelConfig, config: PretrainedConfig, shares_prefix: bool) -> str | None:
+def find_model_obstacle(model: ModelConfig, config: PretrainedConfig, shares_prefixes: bool) -> str | None:
     """Return why this model cannot take packed batches, or None; `config`: its transformers config."""
     from dstrain.models.attention.packed import find_packing_obstacle
 
@@ -75,4 +75,4 @@ def find_model_obstacle(model: ModelConfig, config: PretrainedConfig, shares_pre
     if model.attn_implementation != "auto":
         config = copy.deepcopy(config)  # the model is built from the other one
         config._attn_implementation = model.attn_implementation
-    return find_packing_obstacle(config, shares_prefix)
+    return find_packing_obstacle(config, shares_prefixes)

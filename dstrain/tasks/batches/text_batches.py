@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,6 +25,21 @@ BATCH_METHODS = (
     "scores", "source_class", "step_stats",
 )  # fmt: skip
 """Members that read or write the rows of a batch, or choose the class of the model that reads them."""
+
+
+@dataclass(frozen=True)
+class LazyPacking:
+    """The form of a task's batches. The models' configs are read where it is asked for: reading them imports torch."""
+
+    task: TextBatches
+
+    @property
+    def is_packed(self) -> bool:
+        return self.task.packing.is_packed
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return self.task.packing.shares_prefixes
 
 
 class TextBatches:
@@ -49,7 +65,7 @@ class TextBatches:
             self.recipe.batch, self.find_packing_obstacle, self.has_pairs, self._find_untested_method()
         )
 
-    def find_packing_obstacle(self, shares_prefix: bool) -> str | None:
+    def find_packing_obstacle(self, shares_prefixes: bool) -> str | None:
         """Return why the task, or a model that reads its batches, cannot take packed ones; None: all can."""
         if not self.packs_batches:
             return f"task {self.recipe.task} has padded rows only"
@@ -57,7 +73,7 @@ class TextBatches:
             return f"task {self.recipe.task} makes its model in its own way"
         if self.model_source.is_multimodal:
             return "rows with images are padded"
-        return find_model_obstacle(self.recipe.model, self.model_source.config, shares_prefix)
+        return find_model_obstacle(self.recipe.model, self.model_source.config, shares_prefixes)
 
     def _find_untested_method(self) -> str | None:
         """Return a reason where a task file replaces a member that may expect padded rows."""
@@ -69,7 +85,7 @@ class TextBatches:
 
     def enable_packing(self, model: torch.nn.Module) -> torch.nn.Module:
         """Prepare a model for packed batches, where the task has them. Returns it."""
-        if self.packing.packs:
+        if self.packing.is_packed:
             from dstrain.models.attention.packed import enable_packed_attention
 
             enable_packed_attention(model)
@@ -83,7 +99,7 @@ class TextBatches:
         from dstrain.data.loading.collate import PaddedRows
         from dstrain.data.loading.packing import pack_rows
 
-        if not self.packing.packs:
+        if not self.packing.is_packed:
             return PaddedRows(sequences, self.tokenizer.pad_token_id)
         if not self.packing.shares_prefixes:
             return pack_rows(sequences)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from functools import cache
@@ -21,6 +22,7 @@ from dstrain.models.attention.packed import has_packed_attention, packed_model_k
 from dstrain.models.heads.chunked_lm_head import capture_head_input
 from dstrain.models.heads.scores import ScoreFields, TokenScores, rows_per_chunk, score_logits
 from dstrain.models.params.components import unwrap_peft
+from dstrain.models.patches import rows_of_one_sequence
 
 NO_MASK_MODEL_TYPES = frozenset(
     {"cohere2", "deepseek_v3", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "llama", "mistral", "mixtral",
@@ -193,7 +195,8 @@ def _forward(model: torch.nn.Module, batch: Batch, **model_kwargs: Any) -> Any:
         kwargs = packed_model_kwargs(batch)
         return model(input_ids=batch.tensors["input_ids"], **kwargs, **vision_inputs(model, batch), **model_kwargs)
     mask = {"attention_mask": batch.tensors["attention_mask"]} if needs_attention_mask(unwrap_peft(model)) else {}
-    return model(input_ids=batch.tensors["input_ids"], **mask, **vision_inputs(model, batch), **model_kwargs)
+    with contextlib.nullcontext() if mask else rows_of_one_sequence():
+        return model(input_ids=batch.tensors["input_ids"], **mask, **vision_inputs(model, batch), **model_kwargs)
 
 
 def _check_packed_attention(model: torch.nn.Module) -> None:

@@ -77,8 +77,8 @@ class ReferenceTask(TextTask):
         if not self.beta > 0:
             raise ValueError(f"beta is {self.beta:g}, but it must be above 0")
 
-    def find_packing_obstacle(self, shares_prefix: bool) -> str | None:
-        obstacle = super().find_packing_obstacle(shares_prefix)
+    def find_packing_obstacle(self, shares_prefixes: bool) -> str | None:
+        obstacle = super().find_packing_obstacle(shares_prefixes)
         if obstacle or not self.ref_model:
             return obstacle
         reference = self.reference_config
@@ -87,7 +87,7 @@ class ReferenceTask(TextTask):
         except RecipeError:
             # A trained policy is used without its reference, whose folder may be gone; a run names it.
             return "of options.ref_model: its config cannot be read"
-        obstacle = find_model_obstacle(reference, config, shares_prefix)
+        obstacle = find_model_obstacle(reference, config, shares_prefixes)
         return f"of options.ref_model: {obstacle}" if obstacle else None
 
     def check_reference(self) -> None:

@@ -25,7 +25,7 @@ from dstrain.models.checks.compatibility import ModelValidator, check_trains_on_
 from dstrain.models.checks.preflight import check_model
 from dstrain.models.load import MISSING_MODEL, check_vocab_size
 from dstrain.models.weights.check_files import check_weight_files
-from dstrain.tasks.batches.text_batches import TextBatches
+from dstrain.tasks.batches.text_batches import LazyPacking, TextBatches
 from dstrain.tasks.common.model_source import TEXTS_CACHE_NAMES, ModelSource, NamedTexts, TrainingRecords
 from dstrain.tasks.common.store_builder import StoreBuilder
 from dstrain.tasks.common.task import Checks, Export, GenerationMetrics, LossInputs, Split, Task, has_dropout_disabled
@@ -279,7 +279,7 @@ class TextTask(TextBatches, Task):
 
     @property
     def loss_inputs(self) -> LossInputs:
-        return LossInputs(packing=self.packing)
+        return LossInputs(packing=LazyPacking(self))
 
     def build_model(self) -> torch.nn.Module:
         return self.enable_packing(self.model_source.load(self.recipe.model))

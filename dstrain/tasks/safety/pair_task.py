@@ -125,11 +125,11 @@ class SafePairTask(PairTask, ReferenceTask):
         """The frozen reward models that score the pairs."""
         return () if self.safety is None else make_reward_models(self, self.safety)
 
-    def find_packing_obstacle(self, shares_prefix: bool) -> str | None:
-        obstacle = super().find_packing_obstacle(shares_prefix)
+    def find_packing_obstacle(self, shares_prefixes: bool) -> str | None:
+        obstacle = super().find_packing_obstacle(shares_prefixes)
         online = [] if self.has_cached_scores else self.reward_models  # cached, they read batches of their own
         for model in online:
-            obstacle = obstacle or model.find_packing_obstacle(shares_prefix)
+            obstacle = obstacle or model.find_packing_obstacle(shares_prefixes)
         return obstacle
 
     def check_reference(self) -> None:
@@ -181,7 +181,7 @@ class SafePairTask(PairTask, ReferenceTask):
         from dstrain.data.loading.collate import answer_masks
 
         # Only for packed rows: an export is compared on padded ones, where the reward models' folders may be gone.
-        online = self.reward_models if self.packing.packs and not self.has_cached_scores else ()
+        online = self.reward_models if self.packing.is_packed and not self.has_cached_scores else ()
         pad_token_ids = {model.positions_name: model.task.tokenizer.pad_token_id for model in online}
         # `learnt` is (2B + B', K): 1 at the tokens of answers.
         return {**rows.target_tensors(answer_masks(self._rows(examples))), **rows.score_tensors(pad_token_ids)}

@@ -185,10 +185,10 @@ class FrozenRewardModel:
         """Name of the tensor in the policy's packed batches that says where the scores are read."""
         return f"{self.name}_{SCORE_POSITIONS}"
 
-    def find_packing_obstacle(self, shares_prefix: bool) -> str | None:
+    def find_packing_obstacle(self, shares_prefixes: bool) -> str | None:
         """Return why the model cannot read the policy's batches if they are packed, or None."""
         try:
-            obstacle = self.task.find_packing_obstacle(shares_prefix)
+            obstacle = self.task.find_packing_obstacle(shares_prefixes)
         except RecipeError:
             # A trained policy is used without its reward models, whose folders may be gone; a run names them.
             obstacle = "its config cannot be read"

@@ -26,7 +26,7 @@ from dstrain.errors import RecipeError
 
 @dataclass(frozen=True)
 class Form:
-    packs: bool = False
+    is_packed: bool = False
     shares_prefixes: bool = False
 
 
@@ -77,8 +77,8 @@ def test_a_pair_costs_its_prompt_once_where_prefixes_are_shared():
         return costs(np.arange(2)).tokens.tolist()
 
     assert tokens(Form()) == [14, 8]
-    assert tokens(Form(packs=True)) == [24, 14]
-    assert tokens(Form(packs=True, shares_prefixes=True)) == [18, 9]
+    assert tokens(Form(is_packed=True)) == [24, 14]
+    assert tokens(Form(is_packed=True, shares_prefixes=True)) == [18, 9]
 
 
 @pytest.mark.parametrize("is_packed", [True, False])

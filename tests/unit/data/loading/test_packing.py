@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dstrain.batch import PackedGroup
 from dstrain.data.loading.collate import PaddedRows
-from dstrain.data.loading.packing import common_prefix_length, pack_rows
+from dstrain.data.loading.packing import pack_rows, shared_prefix_length
 
 CHOSEN, REJECTED = [1, 2, 3, 4, 5], [1, 2, 3, 9]
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=7), min_size=2, max_size=8)
@@ -43,7 +43,7 @@ def test_sequences_of_no_group_share_nothing() -> None:
     ("other", "prefix"), [([1, 2, 3, 4, 5], 4), ([1, 2], 1), ([1, 2, 3, 4, 5, 6], 4), ([4, 2], 0), ([1], 0)]
 )
 def test_every_branch_keeps_a_token(other: list[int], prefix: int) -> None:
-    assert common_prefix_length([np.array(CHOSEN), np.array(other)]) == prefix
+    assert shared_prefix_length([np.array(CHOSEN), np.array(other)]) == prefix
 
 
 def test_the_first_token_of_a_branch_is_predicted_from_the_end_of_the_prefix() -> None:

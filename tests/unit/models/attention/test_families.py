@@ -32,7 +32,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("blocks")
 def test_a_packed_row_is_read_as_padded_rows(name: str) -> None:
     model, batch = made(name), packed()
-    assert find_packing_obstacle(model.config, shares_prefix=True) is None
+    assert find_packing_obstacle(model.config, shares_prefixes=True) is None
     expected = padded_logits(model, batch)
     enable_packed_attention(model)
     assert float((packed_logits(model, batch) - expected).detach().abs().max()) <= 1e-5

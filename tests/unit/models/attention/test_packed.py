@@ -159,7 +159,7 @@ def test_other_families_are_refused_with_a_reason(model_type: str) -> None:
     import re
 
     values, reason = REFUSED[model_type]
-    found = find_packing_obstacle(config(model_type, **values), shares_prefix=True)
+    found = find_packing_obstacle(config(model_type, **values), shares_prefixes=True)
     assert re.search(reason, found or "")
 
 
@@ -167,29 +167,29 @@ def test_code_that_came_with_the_weights_is_refused() -> None:
     class LlamaConfig(PretrainedConfig):
         model_type = "llama"
 
-    assert "is not part of transformers" in (find_packing_obstacle(LlamaConfig(), shares_prefix=False) or "")
+    assert "is not part of transformers" in (find_packing_obstacle(LlamaConfig(), shares_prefixes=False) or "")
 
 
 def test_models_with_images_are_refused_for_now() -> None:
     from transformers import AutoConfig
 
-    found = find_packing_obstacle(AutoConfig.for_model("llava"), shares_prefix=False)
+    found = find_packing_obstacle(AutoConfig.for_model("llava"), shares_prefixes=False)
     assert "images" in (found or "")
 
 
 def test_longrope_and_unknown_layers_are_refused() -> None:
     model = config("qwen2")
     model.layer_types = ["full_attention", "chunked_attention"]
-    assert "chunked_attention" in (find_packing_obstacle(model, shares_prefix=False) or "")
+    assert "chunked_attention" in (find_packing_obstacle(model, shares_prefixes=False) or "")
     model = config("phi3")
     model.rope_parameters = {"rope_type": "longrope"}
-    assert "longest sequence" in (find_packing_obstacle(model, shares_prefix=False) or "")
+    assert "longest sequence" in (find_packing_obstacle(model, shares_prefixes=False) or "")
 
 
 def test_an_unknown_attention_implementation_is_refused() -> None:
     model = config("llama")
     model._attn_implementation = "paged|eager"
-    assert "paged|eager" in (find_packing_obstacle(model, shares_prefix=False) or "")
+    assert "paged|eager" in (find_packing_obstacle(model, shares_prefixes=False) or "")
 
 
 def test_no_family_is_both_allowed_and_refused() -> None:

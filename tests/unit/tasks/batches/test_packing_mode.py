@@ -21,8 +21,8 @@ def resolve(find: Any = lambda shares: None, has_pairs: bool = True, untested: s
     return resolve_packing(BatchConfig(**keys), find, has_pairs, untested)
 
 
-def shared_alone(shares_prefix: bool) -> str | None:
-    return "it has windows" if shares_prefix else None
+def shared_alone(shares_prefixes: bool) -> str | None:
+    return "it has windows" if shares_prefixes else None
 
 
 def test_auto_is_on_where_nothing_is_in_the_way() -> None:
@@ -35,7 +35,7 @@ def test_auto_says_why_it_is_off() -> None:
         False, message="batches are padded, not packed: it is a Mamba"
     )
     mode = resolve(shared_alone)
-    assert (mode.packs, mode.shares_prefixes) == (True, False)
+    assert (mode.is_packed, mode.shares_prefixes) == (True, False)
     assert "it has windows" in mode.message
 
 
@@ -90,10 +90,10 @@ def test_members_of_a_task_file_that_read_rows_get_padded_ones(base: str, tmp_pa
     )
     recipe = named_recipe(module, tmp_path)[1] | {"task": str(file)}
     made: Any = make_task(RunConfig.model_validate(recipe))
-    assert not made.packing.packs
+    assert not made.packing.is_packed
     assert "of the task file may expect padded rows" in made.packing.message
     forced: Any = make_task(RunConfig.model_validate(recipe | {"batch": {**recipe["batch"], "packing": True}}))
-    assert forced.packing.packs
+    assert forced.packing.is_packed
 
 
 def task(folder: Path, name: str, **sections: Any) -> Task:
@@ -110,6 +110,16 @@ def test_a_llama_is_packed_by_default(name: str, tmp_path: Path) -> None:
     assert not [line for line in made.checks.info_messages() if "pack" in line]
 
 
+@pytest.mark.parametrize("name", ["dpo", "sft", "kto"])
+def test_the_form_is_decided_where_it_is_asked_for(name: str, tmp_path: Path) -> None:
+    """The launcher of `dstrain prepare` asks for the frozen models only, and imports no torch."""
+    made: Any = task(tmp_path, name)
+    inputs = made.loss_inputs
+    assert "model_source" not in vars(made)
+    assert inputs.packing.is_packed
+    assert inputs.packing.shares_prefixes == (name == "dpo")
+
+
 OBSTACLES: dict[str, tuple[str, dict[str, Any], str]] = {
     "images": ("dpo, with images", {}, "images"),
     "a family": ("sft", {"model": {"config": family("mamba2")}}, "mamba2"),
@@ -120,7 +130,7 @@ OBSTACLES: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_what_is_in_the_way_is_told_at_start_or_refused(case: str, tmp_path: Path) -> None:
     name, sections, reason = OBSTACLES[case]
     made: Any = task(tmp_path, name, **sections)
-    assert not made.packing.packs
+    assert not made.packing.is_packed
     lines = [line for line in made.checks.info_messages() if line.startswith("batches are padded, not packed: ")]
     assert len(lines) == 1
     assert reason in lines[0]
@@ -159,7 +169,7 @@ def test_code_that_comes_with_weights_of_a_known_config_is_not_packed(is_trusted
     (folder / "config.json").write_text(json.dumps(config))
     model = {"config": None, "path": str(folder), "trust_remote_code": is_trusted}
     made: Any = task(tmp_path, "sft", model=model)
-    assert made.packing.packs is not is_trusted
+    assert made.packing.is_packed is not is_trusted
     if is_trusted:
         assert "the model runs code that came with its weights" in made.packing.message
         built = made.build_model()
@@ -174,5 +184,5 @@ def test_the_reference_has_a_say(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**family("mamba2"))).save_pretrained(str(tmp_path / "other"))
     made.tokenizer.save_pretrained(str(tmp_path / "other"))
     other: Any = task(tmp_path, "dpo", options={"ref_model": str(tmp_path / "other")})
-    assert not other.packing.packs
+    assert not other.packing.is_packed
     assert "of options.ref_model:" in other.packing.message

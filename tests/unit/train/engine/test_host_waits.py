@@ -5,6 +5,8 @@ A CPU never waits, so the operators are counted that would wait on a GPU; tests/
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -32,7 +34,6 @@ ON_A_CPU = {
 """Operators of dstrain's own code that it calls on a CPU only."""
 NORM = "_local_scalar_dense dstrain/train/engine/torch.py:step"
 OF_TRANSFORMERS = {
-    "find_packed_sequence_indices",  # a mask is not given: are the positions those of several sequences?
     "_ignore_causal_mask_sdpa",  # a mask is given: does it hide anything?
     "get_placeholder_mask",  # as many image tokens as features?
     "torch_compilable_check",
@@ -41,9 +42,12 @@ OF_TRANSFORMERS = {
 """Functions of transformers and torch that wait in every forward or backward pass."""
 
 
-@pytest.mark.parametrize("task", OWN)
-def test_a_step_waits_for_no_value_but_the_listed_ones(task: str) -> None:
-    run = made(task, "torch", 1, SGD)
+PADDED = {"batch": {"packing": False}}
+
+
+@pytest.mark.parametrize(("task", "form"), [*((task, {}) for task in OWN), ("rm", PADDED), ("sft", PADDED)])
+def test_a_step_waits_for_no_value_but_the_listed_ones(task: str, form: dict[str, Any]) -> None:
+    run = made(task, "torch", 1, SGD | form)
     batches = [make_batch(run.examples, run.task.collate, [0, 1, 2], 0)]
     run.engine.step(batches, 0.0)  # buffers that are made once
     found = [where for where in host_reads(lambda: run.engine.step(batches, 0.0)) if where not in {NORM, *ON_A_CPU}]

@@ -43,6 +43,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kto, adapters": ("kto", {"moved": True, "seed": 2, **LORA}),
     "kto, a reference remembered": ("kto", {"moved": True, "seed": 6, "options": {"precompute_ref_log_probs": True}}),
     "kto, apo": ("kto", {"moved": True, "options": {"loss_type": "apo_zero_unpaired"}}),
+    **{f"{task} with images": (f"{task}, with images", {"moved": True}) for task in ("vlm", "rm", "dpo")},
+    **{f"{task} of a vision-language model, text alone": (f"{task}, text alone", {"moved": True}) for task in ("sft", "rm", "dpo")},
 }  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {"packed": {"prefix_sharing": False}, "packed, beginnings shared": {}}
 

@@ -21,10 +21,12 @@ def packed_rope_positions(is_image: np.ndarray, groups: Sequence[PackedGroup], g
     section 2.1: an image counts from the next position along each axis, and text goes on after its longest side. Raises
     ValueError where the images' tokens are not those of the grids.
     """
-    left, parts, at = iter(grids), [], 0
+    parts: list[np.ndarray] = []
+    left, at = iter(grids), 0
     for group in groups:
         prefix, begin = _sequence_positions(is_image[at : at + group.prefix], left, 0)
-        parts, at = [*parts, prefix], at + group.prefix
+        parts.append(prefix)
+        at += group.prefix
         for branch in group.branches:
             parts.append(_sequence_positions(is_image[at : at + branch], left, begin)[0])
             at += branch

@@ -21,7 +21,7 @@ from tests.model_families import family
 from tests.parity.cases import one_step, several_steps
 from tests.parity.test_step import SGD, distance
 from tests.reward_models import export_reward_model
-from tests.vision_recipes import named_recipe, picture
+from tests.vision_recipes import IDEFICS3, SAFE, named_recipe, picture
 from tests.vocabulary import write_jsonl
 
 LORA = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
@@ -46,6 +46,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kto, a reference remembered": ("kto", {"moved": True, "seed": 6, "options": {"precompute_ref_log_probs": True}}),
     "kto, apo": ("kto", {"moved": True, "options": {"loss_type": "apo_zero_unpaired"}}),
     **{f"{task} with images": (f"{task}, with images", {"moved": True}) for task in ("vlm", "rm", "dpo")},
+    **{f"{task} with images, idefics3": (f"{task}, with images", {"moved": True, "model": {"config": IDEFICS3, "freeze": []}, "data": {"max_length": 128}})
+       for task in ("vlm", "rm", "dpo")},
+    "dpo with images, adapters": ("dpo, with images", {"moved": True, **LORA}),
+    "rm with images, adapters": ("rm, with images", {"moved": True, **LORA}),
+    "dpo with images, a reference remembered": ("dpo, with images", {"moved": True, "options": {"precompute_ref_log_probs": True}}),
+    "dpo with images, safe": ("dpo, safe, with images", {"moved": True, "options": {"safety": SAFE}}),
+    "dpo with images, checkpointing": ("dpo, with images", {"moved": True, "model": {"gradient_checkpointing": True}}),
+    "vlm with images, a frozen tower": ("vlm, with images", {"moved": True, "model": {"freeze": ["vision"]}}),
     **{f"{task} of a vision-language model, text alone": (f"{task}, text alone", {"moved": True}) for task in ("sft", "rm", "dpo", "vlm")},
     "docqa": ("docqa", {"moved": True, "options": {"label_smoothing": 0.1, "focal_gamma": 1.0}}),
     "kto of a vision-language model": ("kto", {"moved": True, "seed": 6, "model": {"config": TINY_CONFIG}}),
@@ -145,7 +153,15 @@ def test_reward_models_score_packed_pairs(scoring: str, tmp_path: Path) -> None:
     check_equal("dpo", {"moved": True, "options": {"safety": safety}})
 
 
-@pytest.mark.parametrize("task", ["rm", "dpo", "sft", "kto"])
+@pytest.mark.parametrize("scoring", ["online", "cached"])
+def test_reward_models_score_packed_pairs_with_images(scoring: str, tmp_path: Path) -> None:
+    shared = export_reward_model(tmp_path, "helpful", "rm, with images")
+    harmless = {"harmless_rm": str(shared), "scoring": scoring, "method": "safedpo"}
+    own = {"processor": str(shared)} if scoring == "online" else {}
+    check_equal("dpo, with images", {"moved": True, "model": own, "options": {"safety": harmless}})
+
+
+@pytest.mark.parametrize("task", ["rm", "dpo", "sft", "kto", "vlm", "dpo, with images"])
 def test_evaluations_and_steps_in_turn_give_the_same_losses(task: str) -> None:
     adam = {"optim": {"lr": 1e-3}, "model": {"gradient_checkpointing": True}}
     wanted, found = (several_steps(task, "torch", adam | {"batch": {"packing": packing}}) for packing in (False, True))

@@ -48,7 +48,7 @@ class Batch:
     """The model's inputs for the batch's images, by parameter name; empty without images."""
     dummy_rows: int = 0
     """Rows after those of the samples: one with a blank image if no sample has one, so that every
-    rank gathers the same weights in the same order. Their outputs are ignored."""
+    rank gathers the same weights in the same order. Their outputs are ignored. In a packed batch they are groups."""
     groups: tuple[PackedGroup, ...] = ()
     """Groups of a packed batch in the order of their tokens: `input_ids` is (1, T), where T is the sum of their tokens,
     and there is no padding. Empty where rows are padded. Known on the host, so that no kernel waits for the device."""

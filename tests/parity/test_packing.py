@@ -25,9 +25,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo, safe": ("dpo, safe", {"moved": True}),
     "sft": ("sft", {}),
     "kto": ("kto", {"moved": True, "seed": 6}),
+    **{f"{task}, with images": (f"{task}, with images", {"moved": True}) for task in ("vlm", "rm", "dpo")},
     "kto, a reference remembered": ("kto", {"moved": True, "seed": 6, "options": {"precompute_ref_log_probs": True}}),
 }
-QUICK = (("rm", 3), ("rm, adapters", 3), ("dpo", 2), ("dpo, adapters", 3), ("sft", 0), ("kto", 3), ("dpo, safe", 1))
+QUICK = (("rm", 3), ("rm, adapters", 3), ("dpo", 2), ("dpo, adapters", 3), ("sft", 0), ("kto", 3), ("dpo, safe", 1),
+         *((f"{task}, with images", 3) for task in ("vlm", "rm", "dpo")))  # fmt: skip
 """Cases and stages that stand for the others."""
 PADDED = {"batch": {"packing": False}}
 PACKED = {"batch": {"packing": True}}
@@ -70,6 +72,15 @@ def test_a_packed_step_is_the_padded_one(
         changes=changes | SGD | PACKED,
     ):  # fmt: skip
         check_equal(found, definition(case))
+
+
+@pytest.mark.parametrize("task", ["dpo, with images", SLOW("vlm, with images"), SLOW("rm, with images")])
+def test_one_process_may_have_no_images(task: str, one: Workers, two: Workers) -> None:
+    """Its packed rows end with a blank image, so that it gathers the vision tower's weights as the other does."""
+    own: dict[str, Any] = {"samples": [0, 9, 3, 6, 2, 14, 7], "function": "tests.parity.cases:one_step", "task": task}
+    wanted = one(**own, kind="torch", accumulate=1, changes={"moved": True} | SGD | PADDED)[0]
+    for found in two(**own, kind="zero3", accumulate=2, changes={"moved": True} | SGD | PACKED):
+        check_equal(found, wanted)
 
 
 @pytest.mark.parametrize("scoring", ["online", "cached"])

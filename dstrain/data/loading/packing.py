@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -81,16 +81,22 @@ class PackedRows:
         return found
 
 
-def pack_rows(sequences: Sequences, groups: Sequence[Sequence[int]] | None = None) -> PackedRows:
+def pack_rows(
+    sequences: Sequences, groups: Sequence[Sequence[int]] | None = None, image_token_ids: Collection[int] = ()
+) -> PackedRows:
     """Pack the sequences into one row, in the order of `groups`, whose members share their common beginning.
 
     `groups`: indices of sequences, each sequence in one group; None: each sequence is a group of its own.
+    `image_token_ids`: a group with such a token behind its common beginning shares nothing, so that a group has each of
+    its images once, or each of its sequences has its own.
     """
     arrays = [np.asarray(sequence) for sequence in sequences]
     indices: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * len(arrays)
     packed, start = [], 0
     for members in groups or [[row] for row in range(len(arrays))]:
         prefix = shared_prefix_length([arrays[row] for row in members]) if len(members) > 1 else 0
+        if image_token_ids and any(np.isin(arrays[row][prefix:], [*image_token_ids]).any() for row in members):
+            prefix = 0
         group = PackedGroup(prefix, tuple(len(arrays[row]) - prefix for row in members))
         shared, branch = np.arange(start, start + prefix), start + prefix
         for row, length in zip(members, group.branches, strict=True):

@@ -9,15 +9,16 @@ import hashlib
 import re
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from dstrain.batch import Batch
+from dstrain.batch import Batch, PackedGroup
 from dstrain.data.fingerprint import tokenizer_fingerprint
 from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER
 from dstrain.data.records import BadRecord
+from dstrain.data.vision.rope_positions import packed_rope_positions
 from dstrain.errors import Fault, RecipeError
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_i
 """Outputs of a processor for the text; its other outputs are for the images."""
 MM_TOKEN_TYPE_IDS = "mm_token_type_ids"
 """(B, L), 1 for image tokens; the parameter's name in models that need it, or `token_type_ids`."""
+IMAGE_GRIDS = "image_grid_thw"
+"""(N, 3), rows of patches of N images along time, height and width, in families that count positions by them."""
 BLANK_IMAGE_SIZE = 56
 """Width and height of the blank image in pixels; the processor scales it as any other."""
 
@@ -177,26 +180,31 @@ class VisionProcessor:
     def attach_images(self, batch: Batch, images: Sequence[Image]) -> Batch:
         """Return the batch with the images of its rows, or with a dummy row of a blank image if it has none.
 
+        A packed batch gets a dummy group in place of the row.
         The vision tower thus runs on every rank for every batch: with ZeRO all ranks must gather the
         same weights and reduce the same gradients in the same order.
         """
-        tensors = batch.tensors if images else self._append_blank_row(batch.tensors)
-        vision = {**self.image_inputs(images), MM_TOKEN_TYPE_IDS: self.token_type_ids(tensors["input_ids"])}
-        return replace(batch, tensors=tensors, vision=vision, dummy_rows=0 if images else 1)
+        if not images:
+            batch = self._append_blank_group(batch) if batch.is_packed else self._append_blank_row(batch)
+        vision = self.image_inputs(images)
+        if batch.is_packed and IMAGE_GRIDS in vision:
+            batch = batch.with_tensors({"position_ids": self._rope_positions(batch, vision[IMAGE_GRIDS])})
+        return replace(batch, vision={**vision, MM_TOKEN_TYPE_IDS: self.token_type_ids(batch.tensors["input_ids"])})
 
     def attach_no_images(self, batch: Batch) -> Batch:
         """Return a batch of data without any images: the vision tower runs on no rank."""
         return replace(batch, vision={MM_TOKEN_TYPE_IDS: self.token_type_ids(batch.tensors["input_ids"])})
 
-    def _append_blank_row(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return ids and mask (B + 1, L'), L' the longer of batch and blank row.
+    def _append_blank_row(self, batch: Batch) -> Batch:
+        """Return the batch with ids and mask (B + 1, L'), L' the longer of batch and blank row.
 
         The loss mask `learnt` (B, K) is padded too, because its columns are the last of the rows.
         """
         import torch
         from torch.nn.functional import pad
 
-        ids, mask, row = tensors["input_ids"], tensors["attention_mask"], torch.tensor([self.blank_image_ids])
+        tensors, row = batch.tensors, torch.tensor([self.blank_image_ids])
+        ids, mask = tensors["input_ids"], tensors["attention_mask"]
         # At most one of them is above 0: the shorter is padded to the longer.
         extra, short = max(row.shape[1] - ids.shape[1], 0), max(ids.shape[1] - row.shape[1], 0)
         pad_id = self.tokenizer.pad_token_id
@@ -204,7 +212,27 @@ class VisionProcessor:
             "input_ids": torch.cat([pad(ids, (0, extra), value=pad_id), pad(row, (0, short), value=pad_id)]),
             "attention_mask": torch.cat([pad(mask, (0, extra)), pad(torch.ones_like(row), (0, short))]),
         }
-        return {**tensors, **found} | ({"learnt": pad(tensors["learnt"], (0, extra))} if "learnt" in tensors else {})
+        found |= {"learnt": pad(tensors["learnt"], (0, extra))} if "learnt" in tensors else {}
+        return replace(batch.with_tensors(found), dummy_rows=1)
+
+    def _append_blank_group(self, batch: Batch) -> Batch:
+        """Return the packed batch with the blank image as a group of its own at the end, which no loss reads."""
+        import torch
+
+        row = torch.tensor([self.blank_image_ids])
+        more = {"input_ids": row, "position_ids": torch.arange(row.shape[1])[None]}
+        found = {name: torch.cat([batch.tensors[name], value], 1) for name, value in more.items()}
+        groups = (*batch.groups, PackedGroup(0, (row.shape[1],)))
+        return replace(batch.with_tensors(found), groups=groups, dummy_rows=1)
+
+    def _rope_positions(self, batch: Batch, grids: torch.Tensor) -> torch.Tensor:
+        """Return the positions (3, 1, T) of a packed batch, where a family counts them by the images' patches (N, 3)."""
+        import torch
+
+        merged = self.hf_processor.image_processor.merge_size
+        sizes = [(time, height // merged, width // merged) for time, height, width in grids.tolist()]
+        is_image = self.token_type_ids(batch.tensors["input_ids"])[0].numpy() > 0
+        return torch.from_numpy(packed_rope_positions(is_image, batch.groups, sizes))[:, None]
 
     def downscale(self, image: Image) -> Image | None:
         """Return a smaller image with the same processor output; None if there is none."""

@@ -11,6 +11,16 @@ PACKED_MODEL_TYPES = frozenset(
 )  # fmt: skip
 """Model types whose layers hand their keyword arguments on to the attention function, and whose tokens see others only
 there. tests/unit/models/attention/test_families.py compares each with padded rows."""
+_LLAVA_TEXTS, _LLAMA = frozenset({"llama", "mistral", "qwen2"}), frozenset({"llama"})
+PACKED_VISION_MODEL_TYPES: dict[str, frozenset[str]] = {
+    "llava": _LLAVA_TEXTS,
+    "idefics3": _LLAMA,
+    "smolvlm": _LLAMA,
+    "qwen2_vl": frozenset({"qwen2_vl_text"}),
+    "qwen2_5_vl": frozenset({"qwen2_5_vl_text"}),
+}
+"""Model type with images -> types of its text model. Vision towers read images one by one, so that only the text model
+has to know the groups. tests/unit/models/attention/test_vision_families.py compares each with padded rows."""
 
 _RECURRENT = "has recurrent layers, which would carry one sequence's state into the next"
 _CHUNKED = "attends in chunks of the row, which would cut sequences at other places"
@@ -35,14 +45,14 @@ ROPE_OBSTACLES = ("dynamic", "longrope")
 
 
 def find_family_obstacle(config: Any) -> str | None:
-    """Return why models of a text config cannot take packed batches, or None."""
+    """Return why models of a config cannot take packed batches, or None."""
     model_type = str(getattr(config, "model_type", ""))
     if not type(config).__module__.startswith("transformers."):
         return f"the code of {model_type or type(config).__name__} is not part of transformers"
     if model_type in OBSTACLES:
         return f"{model_type} {OBSTACLES[model_type]}"
     if getattr(config, "vision_config", None) is not None or getattr(config, "audio_config", None) is not None:
-        return f"packed batches of models with images or sound ({model_type}) are not supported yet"
+        return _find_vision_obstacle(config, model_type)
     if getattr(config, "is_encoder_decoder", False):
         return f"{model_type} {_ENCODER} in its encoder"
     if model_type not in PACKED_MODEL_TYPES:
@@ -50,6 +60,15 @@ def find_family_obstacle(config: Any) -> str | None:
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
         return f"this {model_type} model {_ENCODER}"
     return find_layer_obstacle(config)
+
+
+def _find_vision_obstacle(config: Any, model_type: str) -> str | None:
+    text = config.get_text_config()
+    if model_type not in PACKED_VISION_MODEL_TYPES:
+        return f"packed batches are not tested with models of type {model_type}, which take images or sound"
+    if text.model_type not in PACKED_VISION_MODEL_TYPES[model_type]:
+        return f"packed batches are not tested with models of type {model_type} around {text.model_type}"
+    return find_layer_obstacle(text)
 
 
 def find_layer_obstacle(config: Any) -> str | None:

@@ -30,7 +30,7 @@ def find_packing_obstacle(config: Any, shares_prefixes: bool) -> str | None:
     """
     if (obstacle := find_family_obstacle(config)) is not None:
         return obstacle
-    name = getattr(config, "_attn_implementation", None) or "sdpa"
+    name = getattr(config.get_text_config(), "_attn_implementation", None) or "sdpa"
     if name not in ("sdpa", "eager", EAGER, "flex_attention") and "flash" not in name:
         return f"the attention implementation {name} is not known to take packed batches"
     return None
@@ -96,10 +96,11 @@ class PackedAttention:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Return the attention (1, T, H, D) of query (1, H, T, D), key and value (1, G, T, D), and no weights.
 
-        Raises ValueError for heads of another shape, such as those of a vision tower.
+        Layers that are not causal, those of a vision tower, read images and not the packed row: some models (Qwen2-VL)
+        hand all their arguments on to the tower. Raises ValueError for other heads of another shape.
         """
         layout = kwargs.pop("packed_groups", None)
-        if layout is None:
+        if layout is None or not getattr(module, "is_causal", True):
             found: tuple[torch.Tensor, torch.Tensor | None] = self.base(module, query, key, value, *args, **kwargs)
             return found
         heads = query, key, value
@@ -136,10 +137,11 @@ def _attention_models(model: torch.nn.Module) -> Iterator[Any]:
     """Yield the text models inside a model, one per config: the layers read the implementation from it."""
     from transformers import PreTrainedModel
 
-    seen = set()
-    for part in unwrap_peft(model).modules():
+    core: Any = unwrap_peft(model)
+    text_class, seen = type(core.config.get_text_config()), set()
+    for part in core.modules():
         if not isinstance(part, PreTrainedModel) or id(part.config) in seen:
             continue
         seen.add(id(part.config))
-        if part.config.get_text_config() is part.config:
+        if isinstance(part.config, text_class):  # not a vision tower
             yield part

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dstrain.data.loading.packing import PackedRows
 
 BATCH_METHODS = (
-    "collate", "sequences", "output_tensors", "extra_tensors", "with_images", "loss", "loss_inputs", "reference_outputs",
+    "collate", "sequences", "output_tensors", "extra_tensors", "with_images", "row_images", "loss", "loss_inputs", "reference_outputs",
     "scores", "source_class", "step_stats",
 )  # fmt: skip
 """Members that read or write the rows of a batch, or choose the class of the model that reads them."""
@@ -71,8 +71,6 @@ class TextBatches:
             return f"task {self.recipe.task} has padded rows only"
         if self.loads_own_model:
             return f"task {self.recipe.task} makes its model in its own way"
-        if self.model_source.is_multimodal:
-            return "rows with images are padded"
         return find_model_obstacle(self.recipe.model, self.model_source.config, shares_prefixes)
 
     def _find_untested_method(self) -> str | None:
@@ -104,16 +102,23 @@ class TextBatches:
         if not self.packing.shares_prefixes:
             return pack_rows(sequences)
         pairs = [[row, num_pairs + row] for row in range(num_pairs)]
-        return pack_rows(sequences, [*pairs, *([row] for row in range(2 * num_pairs, len(sequences)))])
+        groups = [*pairs, *([row] for row in range(2 * num_pairs, len(sequences)))]
+        processor = self.model_source.vision_processor
+        return pack_rows(sequences, groups, () if processor is None else processor.image_token_ids)
 
     def with_images(self, batch: Batch, examples: Sequence[Mapping[str, Any]], repeats: int = 1) -> Batch:
-        """Return the batch with its examples' images, `repeats` times where rows repeat them."""
+        """Return the batch with its examples' images in the order of their tokens; `repeats`: rows of an example."""
         processor = self.model_source.vision_processor
         if processor is None:
             return batch
         if "images" not in examples[0]:  # then no example of the store has any
             return processor.attach_no_images(batch)
-        return processor.attach_images(batch, self.row_images(examples, repeats))
+        if not self.packing.shares_prefixes or repeats == 1:
+            return processor.attach_images(batch, self.row_images(examples, repeats))
+        # One group per example: its images are in the prefix, or it has none.
+        counts = [1 if group.prefix else repeats for group in batch.groups[: len(examples)]]
+        images = [self.row_images([example], count) for example, count in zip(examples, counts, strict=True)]
+        return processor.attach_images(batch, [image for own in images for image in own])
 
     def row_images(self, examples: Sequence[Mapping[str, Any]], repeats: int) -> list[Image]:
         """Return the images of a batch in the order of its rows."""

@@ -127,6 +127,8 @@ class SafePairTask(PairTask, ReferenceTask):
 
     def find_packing_obstacle(self, shares_prefixes: bool) -> str | None:
         obstacle = super().find_packing_obstacle(shares_prefixes)
+        if self.shows_corrupted:
+            obstacle = obstacle or "rows with corrupted images (options.safety.image_weight) are padded"
         online = [] if self.has_cached_scores else self.reward_models  # cached, they read batches of their own
         for model in online:
             obstacle = obstacle or model.find_packing_obstacle(shares_prefixes)

@@ -103,10 +103,10 @@ def test_the_loss_is_the_formula_on_all_logits(
     options: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(MAX_CHUNK_BYTES, "cpu", 4 * 320 * 3)  # three rows in a chunk
-    task = made(tmp_path, dict(options))
+    task, padded = (made(tmp_path, dict(options), batch={"packing": packing}) for packing in (True, False))
     model = task.build_model().train()
-    batch = make_batch(task.examples("train"), task.collate, [0, 1, 2, 3], 0)
-    wanted = gradient(model, plain_loss(model, batch, **options))
+    batch, rows = (make_batch(one.examples("train"), one.collate, [0, 1, 2, 3], 0) for one in (task, padded))
+    wanted = gradient(model, plain_loss(model, rows, **options))
     loss = task.loss(model, batch)
     found = gradient(model, loss.total)
     assert found[0] == pytest.approx(wanted[0], rel=1e-6)

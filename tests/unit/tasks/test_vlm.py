@@ -35,9 +35,16 @@ def asked(folder: Path, images: int = 6, name: str = "train") -> str:
     return str(folder / f"{name}.jsonl")
 
 
-def task_on(file: str, options: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **data: Any) -> Any:
+def task_on(
+    file: str,
+    options: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    packing: bool | str = "auto",
+    **data: Any,
+) -> Any:
     values = {
         "task": "vlm",
+        "batch": {"packing": packing},
         "options": options or {},
         "model": {"config": TINY_CONFIG, **(model or {})},
         "data": {"train": file, "max_length": 64, **data},
@@ -114,7 +121,7 @@ def test_text_among_images_is_learnt_too_and_data_without_any_needs_no_blank(tmp
     picture(0, (20, 20)).save(tmp_path / "a.png")
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, [*lines, {"image": "a.png", "caption": "noise"}])))
     (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    mixed, text = (task_on(str(tmp_path / f"{name}.jsonl")) for name in ("train", "text"))
+    mixed, text = (task_on(str(tmp_path / f"{name}.jsonl"), packing=False) for name in ("train", "text"))
     batches = [make_batch(task.examples("train"), task.collate, [0], 0) for task in (mixed, text)]
     assert [batch.dummy_rows for batch in batches] == [1, 0]
     assert set(batches[1].vision) == {MM_TOKEN_TYPE_IDS}, "Gemma 3 wants to be told that nothing is an image"

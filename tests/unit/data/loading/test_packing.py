@@ -26,6 +26,14 @@ def test_a_pair_shares_its_beginning() -> None:
     assert [indices.tolist() for indices in rows.indices] == [[0, 1, 2, 3, 4], [0, 1, 2, 5]]
 
 
+def test_images_behind_the_beginning_are_not_shared() -> None:
+    """A group has each image once, or each of its sequences has its own."""
+    assert pack_rows([CHOSEN, REJECTED], [[0, 1]], {3}).groups == (PackedGroup(3, (2, 1)),)
+    for image_token in (4, 9):
+        assert pack_rows([CHOSEN, REJECTED], [[0, 1]], {image_token}).groups == (PackedGroup(0, (5, 4)),)
+    assert pack_rows([CHOSEN, [1, 4, 4]], [[0, 1]], {4}).groups == (PackedGroup(0, (5, 3)),)
+
+
 def test_groups_follow_one_another_and_sequences_keep_their_order() -> None:
     rows = pack_rows([CHOSEN, [7, 8], REJECTED, [7, 6, 5]], [[0, 2], [1, 3]])
     assert rows.groups == (PackedGroup(3, (2, 1)), PackedGroup(1, (1, 2)))

@@ -40,7 +40,11 @@ TALK = Conversation(TURNS, (1, 3))
 
 
 def made(family: str) -> tuple[Any, VisionProcessor]:
-    config = read_config(ModelConfig(config=FAMILIES[family]))
+    return made_from(FAMILIES[family])
+
+
+def made_from(values: dict[str, Any]) -> tuple[Any, VisionProcessor]:
+    config = read_config(ModelConfig(config=values))
     texts = [" ".join(turn["content"] for turn in TURNS).replace(IMAGE_PLACEHOLDER, "")] * 4
     tokenizer = train_tokenizer(texts, config.text_config.vocab_size - count_special_tokens(config))
     processor = build_processor(config, tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -156,8 +157,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_other_families_are_refused_with_a_reason(model_type: str) -> None:
-    import re
-
     values, reason = REFUSED[model_type]
     found = find_packing_obstacle(config(model_type, **values), shares_prefixes=True)
     assert re.search(reason, found or "")
@@ -170,11 +169,29 @@ def test_code_that_came_with_the_weights_is_refused() -> None:
     assert "is not part of transformers" in (find_packing_obstacle(LlamaConfig(), shares_prefixes=False) or "")
 
 
-def test_models_with_images_are_refused_for_now() -> None:
+VISION_REFUSED = {
+    "gemma3": r"gemma3 attends to a prompt or to images in both directions",
+    "paligemma": r"paligemma attends to a prompt or to images in both directions",
+    "llava_next": r"not tested with models of type llava_next, which take images or sound",
+    "qwen2_audio": r"not tested with models of type qwen2_audio, which take images or sound",
+}
+
+
+@pytest.mark.parametrize("model_type", VISION_REFUSED)
+def test_other_models_with_images_or_sound_are_refused(model_type: str) -> None:
     from transformers import AutoConfig
 
-    found = find_packing_obstacle(AutoConfig.for_model("llava"), shares_prefixes=False)
-    assert "images" in (found or "")
+    found = find_packing_obstacle(AutoConfig.for_model(model_type), shares_prefixes=False)
+    assert re.search(VISION_REFUSED[model_type], found or "")
+
+
+def test_the_text_model_around_images_has_a_say() -> None:
+    from transformers import AutoConfig
+
+    longrope = {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+    for text, reason in (({"model_type": "gemma2"}, "llava around gemma2"), (longrope, r"\(dynamic\) depend on")):
+        found = find_packing_obstacle(AutoConfig.for_model("llava", text_config=text), shares_prefixes=False)
+        assert re.search(reason, found or "")
 
 
 def test_longrope_and_unknown_layers_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from dstrain.data.loading.loader import make_batch
 from dstrain.tasks import make_task
 from dstrain.tasks.common.forward import forward_logits
 from dstrain.tasks.common.task import load_split
+from dstrain.tasks.vlm import TINY_CONFIG
 from dstrain.train.build_model import build_train_module
 from tests.model_families import family
 from tests.parity.cases import one_step, several_steps
 from tests.parity.test_step import SGD, distance
 from tests.reward_models import export_reward_model
-from tests.vision_recipes import named_recipe
+from tests.vision_recipes import IDEFICS3, SAFE, named_recipe, picture
 from tests.vocabulary import write_jsonl
 
 LORA = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
@@ -43,6 +45,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kto, adapters": ("kto", {"moved": True, "seed": 2, **LORA}),
     "kto, a reference remembered": ("kto", {"moved": True, "seed": 6, "options": {"precompute_ref_log_probs": True}}),
     "kto, apo": ("kto", {"moved": True, "options": {"loss_type": "apo_zero_unpaired"}}),
+    **{f"{task} with images": (f"{task}, with images", {"moved": True}) for task in ("vlm", "rm", "dpo")},
+    **{f"{task} with images, idefics3": (f"{task}, with images", {"moved": True, "model": {"config": IDEFICS3, "freeze": []}, "data": {"max_length": 128}})
+       for task in ("vlm", "rm", "dpo")},
+    "dpo with images, adapters": ("dpo, with images", {"moved": True, **LORA}),
+    "rm with images, adapters": ("rm, with images", {"moved": True, **LORA}),
+    "dpo with images, a reference remembered": ("dpo, with images", {"moved": True, "options": {"precompute_ref_log_probs": True}}),
+    "dpo with images, safe": ("dpo, safe, with images", {"moved": True, "options": {"safety": SAFE}}),
+    "dpo with images, checkpointing": ("dpo, with images", {"moved": True, "model": {"gradient_checkpointing": True}}),
+    "vlm with images, a frozen tower": ("vlm, with images", {"moved": True, "model": {"freeze": ["vision"]}}),
+    **{f"{task} of a vision-language model, text alone": (f"{task}, text alone", {"moved": True}) for task in ("sft", "rm", "dpo", "vlm")},
+    "docqa": ("docqa", {"moved": True, "options": {"label_smoothing": 0.1, "focal_gamma": 1.0}}),
+    "kto of a vision-language model": ("kto", {"moved": True, "seed": 6, "model": {"config": TINY_CONFIG}}),
 }  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {"packed": {"prefix_sharing": False}, "packed, beginnings shared": {}}
 
@@ -52,9 +66,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSTRAIN_CACHE", str(tmp_path / "cache"))
 
 
-def check_equal(task: str, changes: dict[str, Any], **batch: Any) -> None:
+SAMPLES = [5, 0, 9, 13, 2, 14, 7]
+
+
+def check_equal(task: str, changes: dict[str, Any], samples: Sequence[int] = SAMPLES, **batch: Any) -> None:
     """Compare a step in two packed micro-batches with one in one padded batch."""
-    arguments: dict[str, Any] = {"task": task, "kind": "torch", "samples": [5, 0, 9, 13, 2, 14, 7]}
+    arguments: dict[str, Any] = {"task": task, "kind": "torch", "samples": [*samples]}
     wanted = one_step(**arguments, accumulate=1, changes=changes | SGD | {"batch": {"packing": False}})
     found = one_step(**arguments, accumulate=2, changes=changes | SGD | {"batch": {"packing": True, **batch}})
     assert distance(found, wanted, "before") == 0
@@ -68,7 +85,9 @@ def test_a_packed_step_is_the_padded_one(case: str) -> None:
     check_equal(name, changes)
 
 
-@pytest.mark.parametrize("case", ["dpo, sigmoid", "rm", "rm, adapters and a score head"])
+@pytest.mark.parametrize(
+    "case", ["dpo, sigmoid", "rm", "rm, adapters and a score head", "dpo with images", "rm with images"]
+)
 def test_so_it_is_where_pairs_share_nothing(case: str) -> None:
     name, changes = CASES[case]
     check_equal(name, changes, prefix_sharing=False)
@@ -88,6 +107,45 @@ def test_answers_may_begin_alike(task: str, tmp_path: Path) -> None:
     check_equal(task, {"moved": True, "data": {"train": str(file)}})
 
 
+def asked_about_images(folder: Path, count: int = 16) -> str:
+    """Write pairs on 0 to 3 images: at the beginning, in the middle and at the end of prompts, also of earlier turns."""
+    prompts = ["What?", "Is <image> it?", "<image> or <image>?", "This: <image>, that: <image>, or <image>"]
+    records = []
+    for index in range(count):
+        prompt, names = prompts[index % 4], [f"{index}-{at}.png" for at in range(index % 4)]
+        for at, name in enumerate(names):
+            picture(9 * index + at, (12 + index, 20)).save(folder / name)
+        turns = [{"role": "user", "content": prompt}]
+        if index % 3 == 0:
+            turns += [{"role": "assistant", "content": "It is."}, {"role": "user", "content": "Sure?"}]
+        answers = {"chosen": f"it is the fox {index}", "rejected": "it is a dog" + ", a dog" * (index % 5)}
+        records.append({"images": names, "prompt": turns, **answers})
+    return str(write_jsonl(folder / "asked.jsonl", records))
+
+
+@pytest.mark.parametrize("task", ["dpo", "rm"])
+@pytest.mark.parametrize("batch", [{}, {"prefix_sharing": False}])
+@pytest.mark.parametrize("samples", [[5, 2, 7, 0, 1, 4, 11], [0, 4, 8, 12, 3, 6]], ids=["mixed", "one without any"])
+def test_images_may_stand_anywhere_in_prompts(task: str, batch: Any, samples: list[int], tmp_path: Path) -> None:
+    data = {"train": asked_about_images(tmp_path), "max_length": 256}
+    check_equal(f"{task}, with images", {"moved": True, "data": data}, samples, **batch)
+
+
+@pytest.mark.parametrize("task", ["vlm", "dpo, with images", "rm, with images"])
+def test_a_micro_batch_may_be_without_images(task: str) -> None:
+    check_equal(task, {"moved": True}, [0, 3, 6, 9, 1, 2, 5])
+
+
+@pytest.mark.parametrize("task", ["vlm", "dpo, with images", "rm, with images"])
+def test_a_model_of_images_sees_each_once(task: str, tmp_path: Path) -> None:
+    own = made(tmp_path, task)
+    batch = make_batch(own.examples("train"), own.collate, [1, 2, 5], 0)
+    assert batch.is_packed
+    assert len(batch.vision["pixel_values"]) == 1 + 2 + 2
+    blank = make_batch(own.examples("train"), own.collate, [0, 3], 0)
+    assert (len(blank.vision["pixel_values"]), blank.dummy_rows, len(blank.groups)) == (1, 1, 3)
+
+
 @pytest.mark.parametrize("scoring", ["online", "cached"])
 def test_reward_models_score_packed_pairs(scoring: str, tmp_path: Path) -> None:
     rms = {f"{name}_rm": str(export_reward_model(tmp_path, name)) for name in ("helpful", "harmless")}
@@ -95,7 +153,15 @@ def test_reward_models_score_packed_pairs(scoring: str, tmp_path: Path) -> None:
     check_equal("dpo", {"moved": True, "options": {"safety": safety}})
 
 
-@pytest.mark.parametrize("task", ["rm", "dpo", "sft", "kto"])
+@pytest.mark.parametrize("scoring", ["online", "cached"])
+def test_reward_models_score_packed_pairs_with_images(scoring: str, tmp_path: Path) -> None:
+    shared = export_reward_model(tmp_path, "helpful", "rm, with images")
+    harmless = {"harmless_rm": str(shared), "scoring": scoring, "method": "safedpo"}
+    own = {"processor": str(shared)} if scoring == "online" else {}
+    check_equal("dpo, with images", {"moved": True, "model": own, "options": {"safety": harmless}})
+
+
+@pytest.mark.parametrize("task", ["rm", "dpo", "sft", "kto", "vlm", "dpo, with images"])
 def test_evaluations_and_steps_in_turn_give_the_same_losses(task: str) -> None:
     adam = {"optim": {"lr": 1e-3}, "model": {"gradient_checkpointing": True}}
     wanted, found = (several_steps(task, "torch", adam | {"batch": {"packing": packing}}) for packing in (False, True))

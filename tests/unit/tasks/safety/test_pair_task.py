@@ -207,7 +207,8 @@ def test_corrupted_images_stand_in_rows_after_the_pairs(tmp_path: Path) -> None:
     task = made(tmp_path, IMAGES)
     examples = [task.examples("train")[index] for index in (0, 1, 2, 3)]  # records 1 to 4, with 1, 2, 0 and 1 images
     batch = task.collate(examples)
-    ids, plain = batch.tensors["input_ids"], replace(task, safety=None).collate(examples)
+    padded = task.recipe.model_copy(update={"batch": task.recipe.batch.model_copy(update={"packing": False})})
+    ids, plain = batch.tensors["input_ids"], replace(task, safety=None, recipe=padded).collate(examples)
     assert (len(ids), batch.tensors["corrupted_pairs"].tolist()) == (8 + 3, [0, 1, 3])
     assert ids[:8].equal(plain.tensors["input_ids"])
     for row, (index, side) in enumerate([(0, 4), (1, 0), (3, 4)]):  # records 1 and 4 are swapped

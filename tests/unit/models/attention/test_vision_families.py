@@ -1,0 +1,94 @@
+"""Each allowed vision-language model computes in a packed row with images what it computes in padded rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dstrain.models.attention.families import PACKED_VISION_MODEL_TYPES
+from dstrain.models.attention.packed import enable_packed_attention, find_packing_obstacle, packed_model_kwargs
+from dstrain.models.load import enable_gradient_checkpointing
+from dstrain.tasks.common.forward import forward_logits, forward_scores, vision_inputs
+from tests.unit.models.attention.packed_images import KINDS, Forms, config_and_processor, forms, made
+from tests.unit.models.attention.packed_rows import gradient
+
+TEXTS = ["what is 0 it? 1 a fox", "what is 0 it? 1 a dog, a fox, a dog", "what?", "a 2 fox", "a fox 0 2", "a dog 0 2"]
+SHARED = [[0, 1], [2], [3], [4, 5]]
+"""A pair whose images are in its beginning, samples without and with an image, and a pair with images behind it."""
+APART = [[row] for row in range(len(TEXTS))]
+CASES = {
+    "shared": (TEXTS, SHARED),
+    "apart": (TEXTS, APART),
+    "no images": (["what is it? a", "what is it? b"], [[0, 1]]),
+}
+
+
+def padded_logits(model: torch.nn.Module, found: Forms) -> torch.Tensor:
+    """Return the logits of the packed row's tokens, computed in padded rows; (T, V)."""
+    return forward_logits(model, found.padded, use_cache=False).flatten(0, 1)[found.padded_places()]
+
+
+def packed_logits(model: torch.nn.Module, found: Forms) -> torch.Tensor:
+    """Return the logits of the packed row, without those of dummy groups; (T, V)."""
+    batch = found.packed
+    inputs = {**packed_model_kwargs(batch), **vision_inputs(model, batch), "use_cache": False}
+    return model(input_ids=batch.tensors["input_ids"], **inputs).logits[0, : found.rows.num_tokens]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_packed_row_with_images_is_read_as_padded_rows(kind: str, case: str, implementation: str) -> None:
+    config, processor = config_and_processor(kind)
+    config._attn_implementation = implementation
+    found, model = forms(processor, *CASES[case]), made(config).eval()
+    assert find_packing_obstacle(model.config, shares_prefixes=True) is None
+    expected = padded_logits(model, found)
+    enable_packed_attention(model)
+    assert float((packed_logits(model, found) - expected).detach().abs().max()) <= 1e-5
+    assert expected.std() > 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_its_gradient_is_the_padded_rows_gradient(kind: str, case: str, checkpointing: bool) -> None:
+    config, processor = config_and_processor(kind)
+    found, model = forms(processor, *CASES[case]), made(config).double()
+    expected = gradient(model, padded_logits(model, found))
+    enable_packed_attention(model)
+    if checkpointing:
+        model.train()
+        enable_gradient_checkpointing(model)
+    got = gradient(model, packed_logits(model, found))
+    assert float((got - expected).norm() / expected.norm()) <= 1e-6
+    vision = [one.grad for name, one in model.named_parameters() if "vision" in name or "visual" in name]
+    assert any(one is not None and one.any() for one in vision) is (case != "no images")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reward_model_scores_both_alike(kind: str) -> None:
+    config, processor = config_and_processor(kind)
+    config.get_text_config().pad_token_id = processor.tokenizer.pad_token_id
+    found, model = forms(processor, TEXTS, SHARED), made(config, is_reward_model=True).eval()
+    expected = forward_logits(model, found.padded)
+    enable_packed_attention(model)
+    ends = found.rows.score_tensors({"ends": processor.tokenizer.pad_token_id})["ends"]
+    torch.testing.assert_close(forward_scores(model, found.packed, ends), expected, atol=1e-5, rtol=1e-5)
+    assert expected.std() > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_of_a_pair_is_read_once(kind: str) -> None:
+    _, processor = config_and_processor(kind)
+    found = forms(processor, ["0 what is it? 1 a", "0 what is it? 1 b"], [[0, 1]])
+    sizes = [int(batch.vision["pixel_values"].numel()) for batch in (found.packed, found.padded)]
+    assert 2 * sizes[0] == sizes[1]
+
+
+def test_every_allowed_family_is_compared() -> None:
+    tested: dict[str, set[str]] = {}
+    for kind in KINDS:
+        config, _ = config_and_processor(kind)
+        tested.setdefault(config.model_type, set()).add(config.get_text_config().model_type)
+    assert tested == {name: {*texts} for name, texts in PACKED_VISION_MODEL_TYPES.items()}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dstrain.patching import check_version
+from dstrain.patching import check_version, replaced
 
 if TYPE_CHECKING:
     import torch
@@ -93,14 +93,26 @@ def disable_muon_compile() -> Any:
 
     The rounding of a compiled function depends on the shapes it was traced with, so a resumed run, whose first
     shape differs, would give other values. Compiling also needs a compiler on every host.
-    """
-    from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
 
+    Call it before `deepspeed.initialize` with ZeRO, for any optimizer: DeepSpeed imports Muon there, and its decorators
+    load torch's compiler, which takes 1.2 s of a processor. Here the module is imported without them.
+    """
+    from deepspeed.runtime import compiler
+
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+    with replaced(compiler, "compile", _keep_function):
+        from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
+    # Of a module that was imported before.
     for module in (original_muon, muon_optimizer):  # the second imports functions of the first by name
         for name in MUON_COMPILED:
             if hasattr(module, name):
                 setattr(module, name, inspect.unwrap(getattr(module, name)))
     return muon_optimizer
+
+
+def _keep_function(*args: Any, **options: Any) -> Callable[[Any], Any]:
+    """Return a decorator that changes nothing."""
+    return lambda function: function
 
 
 def replay_bias_correction(adam: Any) -> None:

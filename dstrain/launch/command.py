@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import psutil
 
@@ -86,32 +88,42 @@ def plan_local_launch(options: LaunchOptions, arguments: list[str], env: Mapping
     port = free_port() if options.master_port is None else options.master_port
     if options.master_port is not None:
         check_port(port)
-    # DeepSpeed gets the final choice, so that it cannot choose otherwise.
-    chosen = replace(options, include=f"localhost:{','.join(devices)}" if _needs_include(devices) else "", exclude="")
-    argv = launch_command(chosen, arguments, num_processes, port)
+    slots = devices or list(map(str, range(num_processes)))
+    argv = launch_command(options.launcher, arguments, slots, port)
     any_port = options.master_port is None and options.launcher == "deepspeed"  # torchrun has its own rendezvous
     environment = launch_environment(options, env, devices, num_processes)
     return LocalLaunch(argv, environment, num_processes, tuple(devices), allow_any_port=any_port)
 
 
-def launch_command(options: LaunchOptions, arguments: list[str], num_processes: int, port: int) -> list[str]:
-    """Return the command that runs `dstrain ARGUMENTS` in processes on this host, with DeepSpeed's
+def launch_command(launcher: str, arguments: Sequence[str], slots: Sequence[str], port: int) -> list[str]:
+    """Return the command that runs `dstrain ARGUMENTS` in one process for each slot of this host, with DeepSpeed's
     launcher or torchrun.
+
+    `slots`: numbers of the GPUs; on a CPU any numbers.
     """
-    if options.launcher == "torchrun":
-        place = ["--nproc-per-node", str(num_processes), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-        return [sys.executable, "-m", "torch.distributed.run", *place, "-m", "dstrain.cli", *arguments]
-    # Without --hostfile DeepSpeed would read /job/hostfile; with one that is not a regular file it
-    # runs on this host. At a lower log level it would warn about that, and print the command of a
-    # failed rank after its error.
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical", "--hostfile", "/dev/null"]
-    if options.include:
-        command += ["--include", options.include]
-    elif options.exclude:
-        command += ["--exclude", options.exclude]
-    else:
-        command += ["--num_gpus", str(num_processes)]
-    return [*command, "--master_port", str(port), "--module", "dstrain.cli", *arguments]
+    module = ["dstrain.cli", *arguments]
+    if launcher == "torchrun":
+        place = ["--nproc-per-node", str(len(slots)), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        return [sys.executable, "-m", "torch.distributed.run", *place, "-m", *module]
+    return deepspeed_command({"localhost": list(map(int, slots))}, 0, ("127.0.0.1", port), module)
+
+
+def deepspeed_command(
+    slots: Mapping[str, Sequence[int]], node_rank: int, master: tuple[str, int | str], module: Sequence[str]
+) -> list[str]:
+    """Return the command of DeepSpeed's launcher for one host: it starts `python -m MODULE` for each of its slots.
+
+    `slots`: those of every host, by its name. `deepspeed` itself is a runner that starts this command. Started without
+    it, a run has one process less that imports torch, and an exit code that is not changed on its way.
+    """
+    world_info = base64.urlsafe_b64encode(json.dumps({host: list(slots[host]) for host in slots}).encode()).decode()
+    return [
+        *(sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world_info}"),
+        *(f"--node_rank={node_rank}", f"--master_addr={master[0]}", f"--master_port={master[1]}"),
+        # --log_level: below it, the command of a failed rank is printed after its error.
+        # --no_local_rank: dstrain needs no such option; the rank is in the environment.
+        *("--log_level=critical", "--no_local_rank", "--module", *module),
+    ]
 
 
 def launch_environment(
@@ -189,11 +201,6 @@ def _check_device_names(devices: list[str], launcher: str) -> list[str]:
             "write numbers as nvidia-smi -L lists them, or add --launcher torchrun"
         )
     return devices
-
-
-def _needs_include(devices: list[str]) -> bool:
-    """Return True if these are not the first N GPUs of the host, which `--num_gpus N` would select."""
-    return devices != [str(index) for index in range(len(devices))]
 
 
 def check_launcher(options: LaunchOptions) -> None:

@@ -276,8 +276,8 @@ def test_a_dry_run_prints_all_and_starts_nothing(tmp_path: Path, monkeypatch: py
         "# DeepSpeed JSON",
         '"stage": 2',
         "# launch",
-        "deepspeed.launcher.runner",
-        "--num_gpus 2",
+        "2 processes",
+        "deepspeed.launcher.launch",
     ):
         assert words in result.output
     assert not list(tmp_path.iterdir())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import re
 import shlex
@@ -16,7 +14,14 @@ from pathlib import Path
 
 from dstrain.config.schema import LaunchConfig
 from dstrain.errors import Fault, UsageError
-from dstrain.launch.command import LaunchOptions, LocalLaunch, check_launcher, check_port, plan_local_launch
+from dstrain.launch.command import (
+    LaunchOptions,
+    LocalLaunch,
+    check_launcher,
+    check_port,
+    deepspeed_command,
+    plan_local_launch,
+)
 from dstrain.launch.multihost.env import build_remote_env, list_deepspeed_env_files
 from dstrain.launch.multihost.hostfile import Host, read_hostfile, select_hosts
 from dstrain.launch.multihost.probe import find_route_interface
@@ -165,12 +170,8 @@ def node_command(launch: MultiHostLaunch, host_index: int, master: MasterEndpoin
         place = ["--nproc-per-node", str(len(host.slots))]
         meet = ["--master-addr", master.address, "--master-port", str(master.port)]
         return [sys.executable, "-m", "torch.distributed.run", *nodes, *place, *meet, "-m", *module]
-    return [
-        *(sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={encode_world_info(launch.hosts)}"),
-        *(f"--node_rank={host_index}", f"--master_addr={master.address}", f"--master_port={master.port}"),
-        # --no_local_rank: dstrain has no such option; the rank is in the environment.
-        *("--log_level=critical", "--no_local_rank", "--module", *module),
-    ]
+    slots = {host.name: host.slots for host in launch.hosts}
+    return deepspeed_command(slots, host_index, (master.address, master.port), module)
 
 
 def node_environment(launch: MultiHostLaunch, host_index: int) -> dict[str, str]:
@@ -180,11 +181,6 @@ def node_environment(launch: MultiHostLaunch, host_index: int) -> dict[str, str]
     if launch.options.launcher == "torchrun":
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.hosts[host_index].slots))}
     return {}
-
-
-def encode_world_info(hosts: Sequence[Host]) -> str:
-    """Return hosts and slots in the form of DeepSpeed's --world_info: JSON in base64."""
-    return base64.urlsafe_b64encode(json.dumps({host.name: list(host.slots) for host in hosts}).encode()).decode()
 
 
 def check_runner(launch: MultiHostLaunch, run_dir: Path) -> None:

@@ -12,6 +12,7 @@ from dstrain.batch import Batch, StepResult
 from dstrain.config.schema import OptimConfig
 from dstrain.distributed.deepspeed_patches import (
     compute_norm_in_blocks,
+    disable_muon_compile,
     keep_unaligned_gradients,
     replay_bias_correction,
 )
@@ -58,6 +59,8 @@ class DeepSpeedEngine:
         self._lr_scales = [group.lr_scale for group in param_groups]
         self._optimizer_name = optim.name
         zero = ds_config["zero_optimization"]
+        if zero["stage"]:
+            disable_muon_compile()  # else `initialize` imports torch's compiler
         offload = zero.get("offload_optimizer", {}).get("device", "none")
         optimizer = make_optimizer(param_groups, optim, None if offload == "none" else offload, world.device)
         # In fp32 without ZeRO, DeepSpeed has no gradient norm, writes inf and nan into the weights, and cannot clip a

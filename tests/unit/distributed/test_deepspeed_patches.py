@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -112,6 +115,22 @@ def test_deepspeed_compiles_muon_and_the_patch_takes_the_plain_functions() -> No
         for name in MUON_COMPILED:
             if hasattr(module, name):
                 assert inspect.unwrap(getattr(module, name)) is getattr(module, name)
+
+
+def test_importing_muon_does_not_load_torchs_compiler() -> None:
+    """It takes as long as importing torch, and DeepSpeed imports Muon for every optimizer with ZeRO."""
+    probe = "import sys; {}; print('torch._inductor.compile_fx' in sys.modules)"
+    patched = "from dstrain.distributed.deepspeed_patches import disable_muon_compile; disable_muon_compile()"
+    plain = "import deepspeed.runtime.zero.muon.muon_optimizer"
+
+    def loads_compiler(code: str) -> bool:
+        command = [sys.executable, "-c", probe.format(code)]
+        done = subprocess.run(command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()[-1] == "True"
+
+    assert loads_compiler(plain), "without the patch: the import needs no patch if this fails"
+    assert not loads_compiler(patched)
 
 
 def cpu_adam(weight: torch.nn.Parameter) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import shlex
 import shutil
@@ -17,6 +19,7 @@ from dstrain.errors import UsageError
 from dstrain.launch import command
 from dstrain.launch.command import (
     LaunchOptions,
+    LocalLaunch,
     check_port,
     free_port,
     launch_command,
@@ -29,24 +32,40 @@ ROOT = Path(__file__).resolve().parents[3]
 PYTHON = shlex.quote(sys.executable)
 
 
-def line(options: LaunchOptions, gpus: int = 2) -> str:
-    return shlex.join(launch_command(options, ["train", "r.yaml", "--set", "seed=1"], gpus, 29501))
+def line(launcher: str, *slots: str) -> str:
+    return shlex.join(launch_command(launcher, ["train", "r.yaml", "--set", "seed=1"], slots, 29501))
 
 
-def test_deepspeeds_launcher_is_the_default_and_never_looks_for_a_stray_hostfile():
-    assert line(LaunchOptions()) == (
-        f"{PYTHON} -m deepspeed.launcher.runner --log_level critical --hostfile /dev/null --num_gpus 2 "
-        "--master_port 29501 --module dstrain.cli train r.yaml --set seed=1"
+def world_info(made: LocalLaunch) -> dict[str, list[int]]:
+    """Return host -> slots as DeepSpeed's launcher is told."""
+    (word,) = (word for word in made.argv if word.startswith("--world_info="))
+    told: dict[str, list[int]] = json.loads(base64.urlsafe_b64decode(word.partition("=")[2]))
+    return told
+
+
+def test_deepspeeds_launcher_is_the_default_and_gets_the_slots():
+    info = base64.urlsafe_b64encode(b'{"localhost": [0, 2]}').decode()
+    assert line("deepspeed", "0", "2") == (
+        f"{PYTHON} -u -m deepspeed.launcher.launch --world_info={info} --node_rank=0 --master_addr=127.0.0.1 "
+        "--master_port=29501 --log_level=critical --no_local_rank --module dstrain.cli train r.yaml --set seed=1"
     )
 
 
-def test_chosen_gpus_are_named_to_deepspeed():
-    assert "--include localhost:0,2 --master_port" in line(LaunchOptions(include="localhost:0,2"))
-    assert "--exclude localhost:1 --master_port" in line(LaunchOptions(exclude="localhost:1"))
+def test_deepspeeds_launcher_takes_the_command():
+    """Its own parser reads the words, and all that follow the module are the module's."""
+    probe = (
+        "import sys; from deepspeed.launcher.launch import parse_args; told = parse_args();"
+        "print(told.world_info, told.node_rank, told.master_port, told.module, told.training_script,"
+        " *told.training_script_args)"
+    )
+    words = shlex.split(line("deepspeed", "0"))[4:]
+    done = subprocess.run([sys.executable, "-c", probe, *words], capture_output=True, text=True, check=True)
+    info = base64.urlsafe_b64encode(b'{"localhost": [0]}').decode()
+    assert done.stdout.splitlines()[-1].split() == f"{info} 0 29501 True dstrain.cli train r.yaml --set seed=1".split()
 
 
 def test_torchrun_takes_the_same_arguments():
-    assert line(LaunchOptions(launcher="torchrun"), gpus=4) == (
+    assert line("torchrun", *"0123") == (
         f"{PYTHON} -m torch.distributed.run --nproc-per-node 4 --master-addr 127.0.0.1 --master-port 29501 "
         "-m dstrain.cli train r.yaml --set seed=1"
     )
@@ -61,20 +80,20 @@ def test_a_cpu_runs_one_process_or_as_many_as_asked(monkeypatch):
     one, three = launch(monkeypatch, 0), launch(monkeypatch, 0, num_gpus=3)
     assert (one.world_size, three.world_size) == (1, 3)
     assert one.environment["DS_ACCELERATOR"] == "cpu"
-    assert "--num_gpus 3" in shlex.join(three.argv)
+    assert world_info(three) == {"localhost": [0, 1, 2]}
     assert launch(monkeypatch, 8, {"CUDA_VISIBLE_DEVICES": ""}, num_gpus=2).environment["DS_ACCELERATOR"] == "cpu"
 
 
 def test_all_visible_gpus_are_the_default(monkeypatch):
     made = launch(monkeypatch, 4)
     assert made.world_size == 4
-    assert "--num_gpus 4" in shlex.join(made.argv)
+    assert world_info(made) == {"localhost": [0, 1, 2, 3]}
     assert "DS_ACCELERATOR" not in made.environment
 
 
 def test_visible_gpus_are_kept_where_deepspeed_would_take_the_first(monkeypatch):
     made = launch(monkeypatch, 4, {"CUDA_VISIBLE_DEVICES": "2,3"}, num_gpus=1)
-    assert "--include localhost:2 --master_port" in shlex.join(made.argv)
+    assert world_info(made) == {"localhost": [2]}
     assert "CUDA_VISIBLE_DEVICES" not in made.environment
     torchrun = launch(monkeypatch, 4, {"CUDA_VISIBLE_DEVICES": "2,3"}, num_gpus=1, launcher="torchrun")
     assert torchrun.environment["CUDA_VISIBLE_DEVICES"] == "2"
@@ -83,7 +102,7 @@ def test_visible_gpus_are_kept_where_deepspeed_would_take_the_first(monkeypatch)
 def test_exclude_leaves_the_others(monkeypatch):
     made = launch(monkeypatch, 3, exclude="localhost:1")
     assert made.world_size == 2
-    assert "--include localhost:0,2" in shlex.join(made.argv)
+    assert world_info(made) == {"localhost": [0, 2]}
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class PrepareJob:
         task = make_task(config)
         task.checks.run()
         if task.loss_inputs.caches_outputs:  # those of frozen models, which run here
-            task.checks.machine()
+            task.checks.device()
         splits = {split: load_split(task, split) for split in get_args(Split)}
         if not splits["train"]:
             raise DataError("data.train: holds no sample to train on; give a file with records that the task can use")

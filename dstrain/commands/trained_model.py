@@ -109,7 +109,7 @@ class SavedModel:
         if self.checkpoint is None:
             check_no_pickles(self.folder, EXPORT_RECIPE)
             self.task.checks.run()
-            self.task.checks.machine()
+            self.task.checks.device()
             check_head(self.task, self.folder)
 
     def build_ds_config(self, preset_name: str | None, world_size: int, device: Device) -> dict[str, Any]:

@@ -134,7 +134,7 @@ RENAMED_MODEL_KEYS: Mapping[str, str] = {"attention": "attn_implementation"}
 def rename_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe's values with new key and option names. A key that is set under both names stays as it is."""
     found = {**values}
-    for name, renamed in _renamed_keys(values):
+    for name, renamed in _deprecated_keys(values):
         block = values.get(name)
         if isinstance(block, dict) and renamed.keys() & block.keys():
             new = {old: old if key in block else key for old, key in renamed.items()}
@@ -142,7 +142,7 @@ def rename_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _renamed_keys(values: Mapping[str, Any]) -> tuple[tuple[str, Mapping[str, str]], ...]:
+def _deprecated_keys(values: Mapping[str, Any]) -> tuple[tuple[str, Mapping[str, str]], ...]:
     """Return (block, its renamed keys), with the options of the recipe's task."""
     options = RENAMED_OPTIONS.get(str(values.get("task")), {})
     return ("launch", RENAMED_LAUNCH_KEYS), ("model", RENAMED_MODEL_KEYS), ("options", options)
@@ -150,7 +150,7 @@ def _renamed_keys(values: Mapping[str, Any]) -> tuple[tuple[str, Mapping[str, st
 
 def list_deprecated_keys(values: Mapping[str, Any]) -> list[tuple[KeyPath, KeyPath]]:
     """Return (old key, new key) of all renamed keys, with the options of the recipe's task."""
-    return [((block, old), (block, new)) for block, renamed in _renamed_keys(values) for old, new in renamed.items()]
+    return [((block, old), (block, new)) for block, renamed in _deprecated_keys(values) for old, new in renamed.items()]
 
 
 def find_deprecations(values: Mapping[str, Any]) -> Iterator[str]:

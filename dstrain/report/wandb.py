@@ -184,8 +184,8 @@ def _end_service(run: Any = None, exit_code: int = 0) -> Exception | None:
     return error
 
 
-def _kill_service(is_hanging: bool = False) -> None:
-    if is_hanging:
+def _kill_service(has_timed_out: bool = False) -> None:
+    if has_timed_out:
         log.warning("Weights & Biases does not end, so its processes are killed")
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

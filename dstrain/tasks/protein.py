@@ -31,7 +31,7 @@ from dstrain.data.structures.chain import (
 )
 from dstrain.data.structures.masking import MaskedChain, ResidueMask
 from dstrain.data.structures.reader import READER_VERSION, gemmi_version, read_chains, require_gemmi
-from dstrain.data.structures.similarity import choose_held_out, load_or_cluster
+from dstrain.data.structures.similarity import choose_eval_chains, load_or_cluster
 from dstrain.data.structures.tiny import tiny_structure
 from dstrain.errors import DataError, Fault, RecipeError
 from dstrain.tasks.common.store_builder import policy_of
@@ -174,7 +174,7 @@ class Protein(Task):
         store = dataset.store
         sequences = [store[row]["residues"] for row in range(len(store))]
         clusters = load_or_cluster(store.folder, sequences, self.split_identity)[dataset.rows]
-        held_out = choose_held_out(clusters, data.eval_fraction, self.recipe.seed)
+        held_out = choose_eval_chains(clusters, data.eval_fraction, self.recipe.seed)
         return dataset.select(~held_out if split == "train" else held_out)
 
     def _load(self, items: Sequence[DatasetConfig], weights: tuple[float, ...]) -> TokenizedDataset:

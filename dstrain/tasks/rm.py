@@ -136,11 +136,11 @@ class RewardModel(PairTask):
     ) -> dict[str, torch.Tensor]:
         return rows.score_tensors({SCORE_POSITIONS: self.tokenizer.pad_token_id})
 
-    def find_packing_obstacle(self, shares_prefixes: bool) -> str | None:
+    def packing_unsupported_reason(self, shares_prefixes: bool) -> str | None:
         from dstrain.models.reward_model import has_separate_score
 
-        if obstacle := super().find_packing_obstacle(shares_prefixes):
-            return obstacle
+        if reason := super().packing_unsupported_reason(shares_prefixes):
+            return reason
         config = self.model_source.config
         return None if has_separate_score(config) else f"reward models of type {config.model_type} have another head"
 

@@ -159,9 +159,9 @@ class Temporal(SFT):
         if self.has_language_model:
             patches = self.model_source.patches
             return CaptionEncoder(self.tokenizer, self._encoding_config, patches, self.prompt).encode(samples)
-        return [self._encode_alone(sample) for sample in samples]
+        return [self._encode_encoder_only(sample) for sample in samples]
 
-    def _encode_alone(self, sample: SeriesRecord) -> EncodeResult:
+    def _encode_encoder_only(self, sample: SeriesRecord) -> EncodeResult:
         columns, limit = to_columns(sample.values, sample.stats), self.recipe.data.max_length
         count = self.model_source.patches.count_patches(*sample.values.shape)
         if count > limit:

@@ -174,7 +174,7 @@ def _prepare_datasets(
     Raises UsageError.
     """
     task.checks.run()
-    task.checks.machine()
+    task.checks.device()
     if worker.rank == 0:  # the other ranks write no metrics, and their hosts may lack the packages
         check_trackers(task.recipe.log)
     # Without the cache each process makes its own examples: waiting for another one would gain nothing.

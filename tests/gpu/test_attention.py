@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from dstrain.batch import PackedGroup
-from dstrain.models.attention.by_group import attend_by_group
-from dstrain.models.attention.flex import attend_flex
+from dstrain.models.attention.by_group import attention_by_group
+from dstrain.models.attention.flex import packed_flex_attention
 from dstrain.models.attention.layout import PackedLayout
 from dstrain.models.attention.packed import choose_kernel, enable_packed_attention
 from dstrain.models.attention.settings import AttentionSettings
-from dstrain.models.attention.varlen import attend_varlen, find_varlen_obstacle
+from dstrain.models.attention.varlen import packed_varlen_attention, varlen_unsupported_reason
 from tests.unit.models.attention.packed_rows import gradient, made, packed, packed_logits, padded_logits
 
 pytestmark = pytest.mark.usefixtures("only_gpu")
@@ -49,16 +49,18 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], limit:
 def reference(settings: AttentionSettings, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the reference path's output and gradients, in fp32."""
     wide = [one.detach().float().requires_grad_() for one in inputs]
-    return both(attend_by_group(wide, settings, PackedLayout(GROUPS)), wide)
+    return both(attention_by_group(wide, settings, PackedLayout(GROUPS)), wide)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("width", [64, 128])
 def test_varlen_attention_equals_the_reference(window: int | None, width: int) -> None:
     inputs, settings = heads(torch.bfloat16, width), AttentionSettings(scale=0.1, window=window)
-    if obstacle := find_varlen_obstacle(inputs, settings):
-        pytest.skip(obstacle)
-    assert_close(both(attend_varlen(inputs, settings, PackedLayout(GROUPS)), inputs), reference(settings, inputs), 1e-2)
+    if reason := varlen_unsupported_reason(inputs, settings):
+        pytest.skip(reason)
+    assert_close(
+        both(packed_varlen_attention(inputs, settings, PackedLayout(GROUPS)), inputs), reference(settings, inputs), 1e-2
+    )
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -68,32 +70,34 @@ def test_flex_attention_equals_the_reference(
     window: int | None, softcap: float | None, dtype: torch.dtype, limit: float
 ) -> None:
     inputs, settings = heads(dtype), AttentionSettings(scale=0.1, window=window, softcap=softcap)
-    assert_close(both(attend_flex(inputs, settings, PackedLayout(GROUPS)), inputs), reference(settings, inputs), limit)
+    assert_close(
+        both(packed_flex_attention(inputs, settings, PackedLayout(GROUPS)), inputs), reference(settings, inputs), limit
+    )
 
 
 def test_flex_attention_with_sinks_equals_the_reference() -> None:
     inputs, sinks = heads(torch.float32), torch.randn(8, device="cuda", requires_grad=True)
     settings = AttentionSettings(scale=0.1, sinks=sinks)
-    expected = both(attend_by_group(inputs, settings, PackedLayout(GROUPS)), [*inputs, sinks])
-    assert_close(both(attend_flex(inputs, settings, PackedLayout(GROUPS)), [*inputs, sinks]), expected, 1e-4)
+    expected = both(attention_by_group(inputs, settings, PackedLayout(GROUPS)), [*inputs, sinks])
+    assert_close(both(packed_flex_attention(inputs, settings, PackedLayout(GROUPS)), [*inputs, sinks]), expected, 1e-4)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_the_reference_in_16_bits_is_near_itself_in_32(window: int | None) -> None:
     inputs, settings = heads(torch.bfloat16), AttentionSettings(scale=0.1, window=window)
     assert_close(
-        both(attend_by_group(inputs, settings, PackedLayout(GROUPS)), inputs), reference(settings, inputs), 1e-2
+        both(attention_by_group(inputs, settings, PackedLayout(GROUPS)), inputs), reference(settings, inputs), 1e-2
     )
 
 
 def test_sixteen_bits_take_the_varlen_kernel_and_others_flex_attention() -> None:
     inputs = heads(torch.bfloat16)
-    if obstacle := find_varlen_obstacle(inputs, AttentionSettings()):
-        pytest.skip(obstacle)
-    assert choose_kernel("sdpa", inputs, AttentionSettings()) is attend_varlen
-    assert choose_kernel("sdpa", heads(torch.float32), AttentionSettings()) is attend_flex
-    assert choose_kernel("sdpa", inputs, AttentionSettings(dropout=0.1)) is attend_by_group
-    assert choose_kernel("eager", inputs, AttentionSettings(softcap=5.0)) is attend_flex
+    if reason := varlen_unsupported_reason(inputs, AttentionSettings()):
+        pytest.skip(reason)
+    assert choose_kernel("sdpa", inputs, AttentionSettings()) is packed_varlen_attention
+    assert choose_kernel("sdpa", heads(torch.float32), AttentionSettings()) is packed_flex_attention
+    assert choose_kernel("sdpa", inputs, AttentionSettings(dropout=0.1)) is attention_by_group
+    assert choose_kernel("eager", inputs, AttentionSettings(softcap=5.0)) is packed_flex_attention
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"])

@@ -58,7 +58,7 @@ class Loader:
                 began = time.perf_counter()
                 batches = [
                     self._make_batch(share, int(ids[0]), places)
-                    for share, places in self.sampler.placed_micro_batches(consumed_samples, self.rank)
+                    for share, places in self.sampler.micro_batches_with_positions(consumed_samples, self.rank)
                 ]
                 self._wait_seconds += time.perf_counter() - began
                 consumed_samples += len(ids)
@@ -78,7 +78,7 @@ class Loader:
             began = time.perf_counter()
             # `prefetch` steps and the one that is yielded next.
             while len(queue) <= max(self.prefetch, 0) and (ids := self.sampler.step_ids(consumed_samples)).size:
-                mine = self.sampler.placed_micro_batches(consumed_samples, self.rank)
+                mine = self.sampler.micro_batches_with_positions(consumed_samples, self.rank)
                 futures = [pool.submit(self._make_batch, share, int(ids[0]), places) for share, places in mine]
                 queue.append((futures, len(ids)))
                 consumed_samples += len(ids)

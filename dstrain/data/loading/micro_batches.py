@@ -156,7 +156,7 @@ def split_by_tokens(costs: SampleCosts, limits: MicroBatchLimits, world_size: in
     if not len(costs.tokens):
         return []
     split = _split_packed if costs.is_packed else _split_padded
-    return _deal(_largest_first(split(costs, limits, world_size), costs), world_size)
+    return _distribute(_largest_first(split(costs, limits, world_size), costs), world_size)
 
 
 def sort_longest_first(lengths: np.ndarray) -> np.ndarray:
@@ -259,7 +259,7 @@ def _largest_first(chunks: list[np.ndarray], costs: SampleCosts) -> list[np.ndar
     return sorted(chunks, key=lambda chunk: -costs.of(chunk))
 
 
-def _deal(chunks: list[np.ndarray], world_size: int) -> list[np.ndarray]:
+def _distribute(chunks: list[np.ndarray], world_size: int) -> list[np.ndarray]:
     """Reverse every second group of `world_size`: no rank has the largest at every position."""
     groups = [chunks[start : start + world_size] for start in range(0, len(chunks), world_size)]
     return [chunk for at, group in enumerate(groups) for chunk in (group[::-1] if at % 2 else group)]

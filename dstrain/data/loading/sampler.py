@@ -108,16 +108,16 @@ class StepSampler:
 
         Every rank has the same number of them. Without a limit of tokens their sizes differ by at most one.
         """
-        return [ids for ids, _ in self.placed_micro_batches(consumed_samples, rank)]
+        return [ids for ids, _ in self.micro_batches_with_positions(consumed_samples, rank)]
 
     def positions(self, consumed_samples: int, rank: int) -> list[list[int]]:
         """Return the positions of the samples of `micro_batches` in the run's order.
 
         A sample's position is the same for any world size.
         """
-        return [places for _, places in self.placed_micro_batches(consumed_samples, rank)]
+        return [places for _, places in self.micro_batches_with_positions(consumed_samples, rank)]
 
-    def placed_micro_batches(self, consumed_samples: int, rank: int) -> list[tuple[list[int], list[int]]]:
+    def micro_batches_with_positions(self, consumed_samples: int, rank: int) -> list[tuple[list[int], list[int]]]:
         """Return (ids, positions) of each of this rank's micro-batches of a step."""
         ids = self.step_ids(consumed_samples)
         share = of_rank(self._split_step(ids), self.world_size, rank)

@@ -50,7 +50,7 @@ class EncoderOptions:
         values = {names.get(name, name): value for name, value in asdict(self).items()}
         return {**values, "intermediate_size": 4 * self.hidden_size, "series_token_id": SERIES_TOKEN_ID}
 
-    def find_differences(self, config: Any, given: Mapping[str, Any]) -> list[str]:
+    def find_mismatched(self, config: Any, given: Mapping[str, Any]) -> list[str]:
         """Return the names in `given` whose value here is not that of the config."""
         values = EncoderOptions(**given).config_values() if given else {}
         default = EncoderOptions().config_values()

@@ -92,7 +92,7 @@ def _root(parents: list[int], at: int) -> int:
     return at
 
 
-def choose_held_out(clusters: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+def choose_eval_chains(clusters: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     """Return which sequences are held out, (N,) bool: whole clusters, in an order that the seed chooses.
 
     A cluster that would exceed the fraction is left to training, except that at least the smallest one is held out.

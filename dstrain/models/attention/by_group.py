@@ -29,16 +29,16 @@ Heads = Sequence[torch.Tensor]
 """Query (1, H, N, D), key (1, G, K, D) and value (1, G, K, D)."""
 
 
-def attend_by_group(heads: Heads, settings: AttentionSettings, layout: PackedLayout) -> torch.Tensor:
+def attention_by_group(heads: Heads, settings: AttentionSettings, layout: PackedLayout) -> torch.Tensor:
     """Return the attention of a packed row, (1, T, H, D). `heads`: query (1, H, T, D), key and value (1, G, T, D)."""
     tiles = layout.cached("tiles", lambda: list(_tiles(layout.groups)))
     found: list[torch.Tensor] = []
     pieces = _split(heads, [sum(group.tokens for group in tile) for tile in tiles])
     for tile, piece in zip(tiles, pieces, strict=True):
         if len(tile) > 1 or (tile[0].prefix and tile[0].tokens <= MASKED_TOKENS):
-            found.append(_attend(piece, settings, _tile_mask(tile, piece[0], settings.window, layout)))
+            found.append(_sdpa(piece, settings, _tile_mask(tile, piece[0], settings.window, layout)))
         else:
-            found.extend(_attend_group(tile[0], piece, settings, layout))
+            found.extend(_group_attention(tile[0], piece, settings, layout))
     return torch.cat([one.transpose(1, 2) for one in found], dim=1)  # each is (1, H, N, D)
 
 
@@ -71,12 +71,12 @@ def _tile_mask(
         group, branch, position = PackedLayout(tile).index_tensors(query.device)
         distance = position[:, None] - position
         seen = (group[:, None] == group) & ((branch[:, None] == branch) | (branch == 0)) & (distance >= 0)
-        return _additive(seen if window is None else seen & (distance < window), query.dtype)
+        return _to_float_mask(seen if window is None else seen & (distance < window), query.dtype)
 
     return layout.cached(("tile", tile, window, query.dtype), build)
 
 
-def _attend_group(
+def _group_attention(
     group: PackedGroup, heads: Heads, settings: AttentionSettings, layout: PackedLayout
 ) -> Iterator[torch.Tensor]:
     """Yield the attention of one group's segments in the order of their tokens, each (1, H, N, D)."""
@@ -84,16 +84,16 @@ def _attend_group(
     segments = _split(heads, lengths)
     if not group.prefix:
         for segment in segments:
-            yield from _attend_causally(segment, 0, settings, layout)
+            yield from _causal_attention(segment, 0, settings, layout)
         return
     prefix = next(segments)
-    yield from _attend_causally(prefix, 0, settings, layout)
+    yield from _causal_attention(prefix, 0, settings, layout)
     for query, *own in segments:
         keys = [torch.cat((shared, mine), dim=2) for shared, mine in zip(prefix[1:], own, strict=True)]
-        yield from _attend_causally((query, *keys), group.prefix, settings, layout)
+        yield from _causal_attention((query, *keys), group.prefix, settings, layout)
 
 
-def _attend_causally(
+def _causal_attention(
     heads: Heads, prefix: int, settings: AttentionSettings, layout: PackedLayout
 ) -> Iterator[torch.Tensor]:
     """Yield the attention of N queries to prefix + N keys, where the last query sees the last key."""
@@ -101,14 +101,14 @@ def _attend_causally(
     length, window = query.shape[2], settings.window
     unlimited = window is None or window >= prefix + length
     if unlimited and not prefix and not _is_explicit(settings):
-        yield _attend(heads, settings, None, is_causal=True)
+        yield _sdpa(heads, settings, None, is_causal=True)
         return
     for start in range(0, length, QUERY_BLOCK):
         end = min(length, start + QUERY_BLOCK)
         first = 0 if unlimited or window is None else max(0, prefix + start - window + 1)
         piece = query[:, :, start:end], key[:, :, first : prefix + end], value[:, :, first : prefix + end]
         mask = _block_mask(piece[0], prefix + end - first, None if unlimited else window, layout)
-        yield _attend(piece, settings, mask)
+        yield _sdpa(piece, settings, mask)
 
 
 def _block_mask(query: torch.Tensor, keys: int, window: int | None, layout: PackedLayout) -> torch.Tensor | None:
@@ -121,12 +121,12 @@ def _block_mask(query: torch.Tensor, keys: int, window: int | None, layout: Pack
         seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
         if window is not None:
             seen = seen.triu(keys - queries - window + 1)
-        return _additive(seen, query.dtype)
+        return _to_float_mask(seen, query.dtype)
 
     return layout.cached(("block", queries, keys, window, query.dtype), build)
 
 
-def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _to_float_mask(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return 0 where `seen`, else -inf, in the dtype of the heads: SDPA would convert a boolean mask in each call."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
@@ -135,13 +135,13 @@ def _is_explicit(settings: AttentionSettings) -> bool:
     return settings.is_eager or settings.needs_logits
 
 
-def _attend(
+def _sdpa(
     heads: Heads, settings: AttentionSettings, mask: torch.Tensor | None, is_causal: bool = False
 ) -> torch.Tensor:
     """Return the attention of one call, (1, H, N, D). `mask`: additive, (N, K)."""
     query, key, value = heads
     if _is_explicit(settings):
-        return _attend_explicitly(heads, settings, mask)
+        return _masked_attention(heads, settings, mask)
     is_grouped = query.shape[1] != key.shape[1]
     if is_grouped and mask is not None and query.device.type != "cpu":  # CUDA has no such kernel with a mask
         key, value = _repeat(key, query), _repeat(value, query)
@@ -157,7 +157,7 @@ def _repeat(heads: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
 
 
-def _attend_explicitly(heads: Heads, settings: AttentionSettings, mask: torch.Tensor | None) -> torch.Tensor:
+def _masked_attention(heads: Heads, settings: AttentionSettings, mask: torch.Tensor | None) -> torch.Tensor:
     """Return the attention computed from its logits (1, H, N, K), softmax in fp32 at least."""
     query, key, value = heads
     scale = query.shape[-1] ** -0.5 if settings.scale is None else settings.scale

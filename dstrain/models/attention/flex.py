@@ -15,7 +15,7 @@ from dstrain.models.attention.layout import PackedLayout
 from dstrain.models.attention.settings import AttentionSettings
 
 
-def attend_flex(heads: Heads, settings: AttentionSettings, layout: PackedLayout) -> torch.Tensor:
+def packed_flex_attention(heads: Heads, settings: AttentionSettings, layout: PackedLayout) -> torch.Tensor:
     """Return the attention of a packed row, (1, T, H, D). `heads`: query (1, H, T, D), key and value (1, G, T, D).
 
     FlexAttention: Dong et al. (arXiv 2412.05496). Compiled on a GPU. On a CPU it is not compiled, and computes all

@@ -11,25 +11,25 @@ from typing import Any
 import torch
 
 from dstrain.batch import Batch
-from dstrain.models.attention.by_group import Heads, attend_by_group
-from dstrain.models.attention.families import find_family_obstacle
-from dstrain.models.attention.flex import attend_flex
+from dstrain.models.attention.by_group import Heads, attention_by_group
+from dstrain.models.attention.flex import packed_flex_attention
 from dstrain.models.attention.layout import PackedLayout
+from dstrain.models.attention.model_types import family_unsupported_reason
 from dstrain.models.attention.settings import AttentionSettings
-from dstrain.models.attention.varlen import attend_flash, attend_varlen, find_varlen_obstacle
+from dstrain.models.attention.varlen import packed_flash_attention, packed_varlen_attention, varlen_unsupported_reason
 from dstrain.models.params.components import unwrap_peft
 
 EAGER = "packed_eager"
 """Name of the attention function for models with `eager`, which transformers does not look up by name."""
 
 
-def find_packing_obstacle(config: Any, shares_prefixes: bool) -> str | None:
+def packing_unsupported_reason(config: Any, shares_prefixes: bool) -> str | None:
     """Return why a model of this config cannot take packed batches, or None.
 
     `shares_prefixes`: groups have prefixes. All families that take packed batches take prefixes too.
     """
-    if (obstacle := find_family_obstacle(config)) is not None:
-        return obstacle
+    if (reason := family_unsupported_reason(config)) is not None:
+        return reason
     name = getattr(config.get_text_config(), "_attn_implementation", None) or "sdpa"
     if name not in ("sdpa", "eager", EAGER, "flex_attention") and "flash" not in name:
         return f"the attention implementation {name} is not known to take packed batches"
@@ -109,7 +109,7 @@ class PackedAttention:
             shape = f"{query.shape[0]} rows of {query.shape[2]} tokens"
             raise ValueError(f"{type(module).__name__} attends to {shape}, but the packed groups have {tokens}")
         if "flash" in self.name:
-            return attend_flash(self.base, module, heads, layout, kwargs), None
+            return packed_flash_attention(self.base, module, heads, layout, kwargs), None
         settings = AttentionSettings.from_kwargs(kwargs, is_eager=self.name == "eager")
         return choose_kernel(self.name, heads, settings)(heads, settings, layout), None
 
@@ -120,12 +120,12 @@ Kernel = Callable[[Heads, AttentionSettings, PackedLayout], torch.Tensor]
 def choose_kernel(name: str, heads: Heads, settings: AttentionSettings) -> Kernel:
     """Return the function for a call of the attention implementation `name`: on a GPU, one that needs no masks."""
     if heads[0].device.type != "cuda" or settings.dropout or heads[0].dtype == torch.float64:
-        return attend_by_group
+        return attention_by_group
     if name == "flex_attention" or settings.needs_logits:
-        return attend_flex
+        return packed_flex_attention
     if name == "sdpa":
-        return attend_varlen if find_varlen_obstacle(heads, settings) is None else attend_flex
-    return attend_by_group
+        return packed_varlen_attention if varlen_unsupported_reason(heads, settings) is None else packed_flex_attention
+    return attention_by_group
 
 
 def _run_eager_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

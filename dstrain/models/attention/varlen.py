@@ -21,7 +21,7 @@ MIN_CAPABILITY = (8, 0)
 """Compute capability from which torch's flash kernels run."""
 
 
-def find_varlen_obstacle(heads: Heads, settings: AttentionSettings) -> str | None:
+def varlen_unsupported_reason(heads: Heads, settings: AttentionSettings) -> str | None:
     """Return why torch's varlen kernel cannot compute this call, or None."""
     query, _, value = heads
     if query.device.type != "cuda":
@@ -49,14 +49,14 @@ def load_varlen_attn() -> Callable[..., torch.Tensor] | None:
     )
 
 
-def attend_varlen(heads: Heads, settings: AttentionSettings, layout: PackedLayout) -> torch.Tensor:
+def packed_varlen_attention(heads: Heads, settings: AttentionSettings, layout: PackedLayout) -> torch.Tensor:
     """Return the attention of a packed row, (1, T, H, D), by torch's varlen_attn.
 
     Each branch gets a copy of its prefix's keys and values; the causal mask is aligned at the last query and key, so
     that windows count logical positions. FlashAttention-2: Dao (arXiv 2307.08691).
     """
     varlen_attn = load_varlen_attn()
-    assert varlen_attn is not None, "find_varlen_obstacle says so"
+    assert varlen_attn is not None, "varlen_unsupported_reason says so"
     query, keys, tensors = _gather(heads, layout)
     window = (-1, 0) if settings.window is None else (settings.window - 1, 0)
     out = varlen_attn(
@@ -66,7 +66,7 @@ def attend_varlen(heads: Heads, settings: AttentionSettings, layout: PackedLayou
     return out.unsqueeze(0)
 
 
-def attend_flash(
+def packed_flash_attention(
     base: Callable[..., Any], module: torch.nn.Module, heads: Heads, layout: PackedLayout, kwargs: dict[str, Any]
 ) -> torch.Tensor:
     """Return the attention of a packed row, (1, T, H, D), by transformers' function of a flash package or kernel.

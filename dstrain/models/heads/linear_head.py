@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from dstrain.models.heads.scores import ScoreFields, is_most_probable, rows_per_chunk
+from dstrain.models.heads.scores import ScoreFields, is_argmax, rows_per_chunk
 
 # Shapes: N targets, n targets of a slice, V vocabulary, H width.
 #
@@ -81,7 +81,7 @@ class LinearHead:
         normalizer = largest - probabilities.amax(-1).log()
         columns = [exact.gather(-1, targets[:, None]).squeeze(-1) - normalizer]
         if self.fields.is_correct:
-            columns.append(is_most_probable(exact, targets))
+            columns.append(is_argmax(exact, targets))
         if with_errors:
             # Subtracted before the result is rounded to 16 bits: 1 - p would be lost where p is close to 1.
             probabilities[torch.arange(len(targets), device=targets.device), targets] -= 1

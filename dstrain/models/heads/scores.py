@@ -56,11 +56,11 @@ def score_logits(logits: torch.Tensor, targets: torch.Tensor, fields: ScoreField
         normalizer = exact.gather(-1, targets[:, None]).squeeze(-1) - log_probs  # (N,)
         # Without a tensor of log-probabilities, which would be another (N, V).
         mean = exact.mean(-1) - normalizer
-    return TokenScores(log_probs, is_most_probable(exact, targets) if fields.is_correct else None, mean)
+    return TokenScores(log_probs, is_argmax(exact, targets) if fields.is_correct else None, mean)
 
 
 @torch.no_grad()
-def is_most_probable(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def is_argmax(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return True where a target is the argmax of its row, (N,); of equal logits it is the first one."""
     if logits.device.type != "cpu":
         return logits.argmax(-1) == targets

@@ -38,7 +38,7 @@ def pair_features(coordinates: torch.Tensor, visible: torch.Tensor) -> torch.Ten
     not visible, (B, L) bool.
     """
     rotation, origin = residue_frames(coordinates)
-    beta = _ideal_beta(coordinates)
+    beta = _virtual_beta(coordinates)
     nitrogen, carbon = coordinates[..., 0, :], coordinates[..., 2, :]
     pairs = ((origin, origin), (beta, beta), (nitrogen, carbon), (carbon, nitrogen))
     distances = torch.stack([(a[:, :, None] - b[:, None]).square().sum(-1) for a, b in pairs], -1)  # (B, L, L, 4)
@@ -66,15 +66,15 @@ def dihedral_features(coordinates: torch.Tensor, visible: torch.Tensor, position
                       F.pad(omega * shown, (0, 0, 1, 0))], -1)  # fmt: skip
 
 
-def _dihedral(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, fourth: torch.Tensor) -> torch.Tensor:
+def _dihedral(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
     """Return (..., 2): sine and cosine of the dihedral angle of four points."""
-    one, axis, three = second - first, third - second, fourth - third
+    one, axis, three = b - a, c - b, d - c
     left, right = torch.linalg.cross(one, axis), torch.linalg.cross(axis, three)
     sine = (torch.linalg.cross(left, right) * F.normalize(axis, dim=-1, eps=1e-6)).sum(-1)
     return F.normalize(torch.stack((sine, (left * right).sum(-1)), -1), dim=-1, eps=1e-6)
 
 
-def _ideal_beta(coordinates: torch.Tensor) -> torch.Tensor:
+def _virtual_beta(coordinates: torch.Tensor) -> torch.Tensor:
     bond = coordinates[..., 1, :] - coordinates[..., 0, :]
     other = coordinates[..., 2, :] - coordinates[..., 1, :]
     normal = torch.linalg.cross(bond, other)

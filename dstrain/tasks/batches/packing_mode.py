@@ -13,7 +13,7 @@ from dstrain.errors import Fault, RecipeError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-FindObstacle = Callable[[bool], str | None]
+FindUnsupportedReason = Callable[[bool], str | None]
 """shares_prefixes -> why the models cannot take packed batches, or None."""
 
 
@@ -30,11 +30,14 @@ class PackingMode:
 
 
 def resolve_packing(
-    batch: BatchConfig, find_obstacle: FindObstacle, has_pairs: bool, untested: str | None = None
+    batch: BatchConfig,
+    find_unsupported_reason: FindUnsupportedReason,
+    has_pairs: bool,
+    override_reason: str | None = None,
 ) -> PackingMode:
     """Return the mode that batch.packing and batch.prefix_sharing ask for; auto is on where nothing is in the way.
 
-    `untested`: why auto is off although no model is in the way; the value true is allowed then. Raises RecipeError
+    `override_reason`: why auto is off although no model is in the way; the value true is allowed then. Raises RecipeError
     where a value is true, and something is in the way.
     """
     shares = batch.prefix_sharing
@@ -48,26 +51,26 @@ def resolve_packing(
             raise RecipeError(Fault("batch.prefix_sharing", problem, "remove one of the two"))
         return PackingMode(False)
     forced = batch.packing is True or shares is True
-    obstacle = find_obstacle(False)
-    if obstacle and forced:
+    reason = find_unsupported_reason(False)
+    if reason and forced:
         key = "batch.packing" if batch.packing is True else "batch.prefix_sharing"
-        raise RecipeError(Fault(key, f"is true, but {obstacle}", "set it to auto or false"))
-    obstacle = obstacle or (None if forced else untested)
-    if obstacle:
-        return PackingMode(False, message=f"batches are padded, not packed: {obstacle}")
+        raise RecipeError(Fault(key, f"is true, but {reason}", "set it to auto or false"))
+    reason = reason or (None if forced else override_reason)
+    if reason:
+        return PackingMode(False, message=f"batches are padded, not packed: {reason}")
     if not has_pairs or shares is False:
         return PackingMode(True)
-    obstacle = find_obstacle(True)
-    if obstacle and shares is True:
-        raise RecipeError(Fault("batch.prefix_sharing", f"is true, but {obstacle}", "set it to auto or false"))
-    if obstacle:
-        return PackingMode(True, message=f"the answers of a pair are packed, each with its own prompt: {obstacle}")
+    reason = find_unsupported_reason(True)
+    if reason and shares is True:
+        raise RecipeError(Fault("batch.prefix_sharing", f"is true, but {reason}", "set it to auto or false"))
+    if reason:
+        return PackingMode(True, message=f"the answers of a pair are packed, each with its own prompt: {reason}")
     return PackingMode(True, True)
 
 
-def find_model_obstacle(model: ModelConfig, config: PretrainedConfig, shares_prefixes: bool) -> str | None:
+def model_unsupported_reason(model: ModelConfig, config: PretrainedConfig, shares_prefixes: bool) -> str | None:
     """Return why this model cannot take packed batches, or None; `config`: its transformers config."""
-    from dstrain.models.attention.packed import find_packing_obstacle
+    from dstrain.models.attention.packed import packing_unsupported_reason
 
     # Transformers' own config may belong to a model class that came with the weights.
     if model.trust_remote_code and getattr(config, "auto_map", None):
@@ -75,4 +78,4 @@ def find_model_obstacle(model: ModelConfig, config: PretrainedConfig, shares_pre
     if model.attn_implementation != "auto":
         config = copy.deepcopy(config)  # the model is built from the other one
         config._attn_implementation = model.attn_implementation
-    return find_packing_obstacle(config, shares_prefixes)
+    return packing_unsupported_reason(config, shares_prefixes)

@@ -11,7 +11,7 @@ import numpy as np
 
 from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig
-from dstrain.tasks.batches.packing_mode import PackingMode, find_model_obstacle, resolve_packing
+from dstrain.tasks.batches.packing_mode import PackingMode, model_unsupported_reason, resolve_packing
 
 if TYPE_CHECKING:
     import torch
@@ -62,18 +62,18 @@ class TextBatches:
     def packing(self) -> PackingMode:
         """The form of the batches. Raises RecipeError where the recipe asks for one that a model cannot take."""
         return resolve_packing(
-            self.recipe.batch, self.find_packing_obstacle, self.has_pairs, self._find_untested_method()
+            self.recipe.batch, self.packing_unsupported_reason, self.has_pairs, self._find_overridden_method()
         )
 
-    def find_packing_obstacle(self, shares_prefixes: bool) -> str | None:
+    def packing_unsupported_reason(self, shares_prefixes: bool) -> str | None:
         """Return why the task, or a model that reads its batches, cannot take packed ones; None: all can."""
         if not self.packs_batches:
             return f"task {self.recipe.task} has padded rows only"
         if self.loads_own_model:
             return f"task {self.recipe.task} makes its model in its own way"
-        return find_model_obstacle(self.recipe.model, self.model_source.config, shares_prefixes)
+        return model_unsupported_reason(self.recipe.model, self.model_source.config, shares_prefixes)
 
-    def _find_untested_method(self) -> str | None:
+    def _find_overridden_method(self) -> str | None:
         """Return a reason where a task file replaces a member that may expect padded rows."""
         for name in BATCH_METHODS:
             owner = next((cls for cls in type(self).__mro__ if name in vars(cls)), None)

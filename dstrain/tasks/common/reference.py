@@ -12,7 +12,7 @@ from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import RecipeError
 from dstrain.models.folder.location import check_local_folder
 from dstrain.models.load import read_config
-from dstrain.tasks.batches.packing_mode import find_model_obstacle
+from dstrain.tasks.batches.packing_mode import model_unsupported_reason
 from dstrain.tasks.common.task import LossInputs, Reference, ReferenceKind
 from dstrain.tasks.common.text import TextChecks, TextExport, TextTask
 
@@ -77,18 +77,18 @@ class ReferenceTask(TextTask):
         if not self.beta > 0:
             raise ValueError(f"beta is {self.beta:g}, but it must be above 0")
 
-    def find_packing_obstacle(self, shares_prefixes: bool) -> str | None:
-        obstacle = super().find_packing_obstacle(shares_prefixes)
-        if obstacle or not self.ref_model:
-            return obstacle
+    def packing_unsupported_reason(self, shares_prefixes: bool) -> str | None:
+        reason = super().packing_unsupported_reason(shares_prefixes)
+        if reason or not self.ref_model:
+            return reason
         reference = self.reference_config
         try:
             config = read_config(reference)
         except RecipeError:
             # A trained policy is used without its reference, whose folder may be gone; a run names it.
             return "of options.ref_model: its config cannot be read"
-        obstacle = find_model_obstacle(reference, config, shares_prefixes)
-        return f"of options.ref_model: {obstacle}" if obstacle else None
+        reason = model_unsupported_reason(reference, config, shares_prefixes)
+        return f"of options.ref_model: {reason}" if reason else None
 
     def check_reference(self) -> None:
         """Raise RecipeError where the folder of `ref_model` does not exist."""

@@ -147,7 +147,7 @@ class Checks:
     def run(self) -> None:
         """Raise UsageError for whatever can be found wrong before any process group starts."""
 
-    def machine(self) -> None:
+    def device(self) -> None:
         """Raise UsageError where this machine cannot run the model. Not called where only tokens are prepared."""
 
     def warnings(self) -> Sequence[str]:

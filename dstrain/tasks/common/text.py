@@ -55,7 +55,7 @@ class TextChecks(Checks):
         self.validator.check(source.build_meta_model())
         _ = self.task.packing  # raises where the recipe asks for batches that a model cannot take
 
-    def machine(self) -> None:
+    def device(self) -> None:
         self.task.model_source.check_attn_implementation()
 
     def warnings(self) -> Sequence[str]:

@@ -125,14 +125,14 @@ class SafePairTask(PairTask, ReferenceTask):
         """The frozen reward models that score the pairs."""
         return () if self.safety is None else make_reward_models(self, self.safety)
 
-    def find_packing_obstacle(self, shares_prefixes: bool) -> str | None:
-        obstacle = super().find_packing_obstacle(shares_prefixes)
+    def packing_unsupported_reason(self, shares_prefixes: bool) -> str | None:
+        reason = super().packing_unsupported_reason(shares_prefixes)
         if self.shows_corrupted:
-            obstacle = obstacle or "rows with corrupted images (options.safety.image_weight) are padded"
+            reason = reason or "rows with corrupted images (options.safety.image_weight) are padded"
         online = [] if self.has_cached_scores else self.reward_models  # cached, they read batches of their own
         for model in online:
-            obstacle = obstacle or model.find_packing_obstacle(shares_prefixes)
-        return obstacle
+            reason = reason or model.packing_unsupported_reason(shares_prefixes)
+        return reason
 
     def check_reference(self) -> None:
         """Raise RecipeError where the folder of the reference or of a reward model cannot be used."""

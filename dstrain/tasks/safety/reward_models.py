@@ -185,14 +185,14 @@ class FrozenRewardModel:
         """Name of the tensor in the policy's packed batches that says where the scores are read."""
         return f"{self.name}_{SCORE_POSITIONS}"
 
-    def find_packing_obstacle(self, shares_prefixes: bool) -> str | None:
+    def packing_unsupported_reason(self, shares_prefixes: bool) -> str | None:
         """Return why the model cannot read the policy's batches if they are packed, or None."""
         try:
-            obstacle = self.task.find_packing_obstacle(shares_prefixes)
+            reason = self.task.packing_unsupported_reason(shares_prefixes)
         except RecipeError:
             # A trained policy is used without its reward models, whose folders may be gone; a run names them.
-            obstacle = "its config cannot be read"
-        return f"of {self.key}: {obstacle}" if obstacle else None
+            reason = "its config cannot be read"
+        return f"of {self.key}: {reason}" if reason else None
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return the scores of the chosen and of the rejected answers, (B,) each."""

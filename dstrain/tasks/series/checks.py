@@ -34,9 +34,9 @@ class TemporalChecks(TextChecks):
         recipe, source = self.task.recipe, self.task.model_source
         faults = [MISSING_MODEL] * (not source.is_named)
         faults += [NO_TRAIN_DATA] * (not self.task.training_items)
-        if source.is_named and not source.holds_encoder and not faults:
+        if source.is_named and not source.has_encoder and not faults:
             faults += check_model(recipe)
-        if not source.has_language_model and recipe.model.path is not None and not source.holds_encoder:
+        if not source.has_language_model and recipe.model.path is not None and not source.has_encoder:
             problem = f"is not an exported temporal model, and stage {self.task.stage} has no language model"
             faults.append(Fault("model.path", problem, "give an export of task temporal, or leave it out"))
         if faults:
@@ -56,7 +56,7 @@ class TemporalChecks(TextChecks):
 
     def _check_encoder(self, source: Any) -> None:
         given = self.task.recipe.options.get("encoder", {})
-        if source.holds_encoder and (names := self.task.encoder.find_differences(source.config, given)):
+        if source.has_encoder and (names := self.task.encoder.find_mismatched(source.config, given)):
             problem = f"differs from the encoder in {self.task.recipe.model.path} ({', '.join(names)})"
             raise RecipeError(Fault("options.encoder", problem, "remove it: a saved encoder keeps its sizes"))
 

@@ -52,7 +52,7 @@ class TemporalModelSource(ModelSource):
         return False
 
     @property
-    def holds_encoder(self) -> bool:
+    def has_encoder(self) -> bool:
         """True where model.path is an exported temporal model."""
         from dstrain.models.folder.adapter_config import resolve_base_model
         from dstrain.models.folder.model_types import is_temporal_folder
@@ -62,7 +62,7 @@ class TemporalModelSource(ModelSource):
     @property
     def wraps_language_model(self) -> bool:
         """True where model.path is a language model, around which a temporal model is built."""
-        return self.has_language_model and self.recipe.model.path is not None and not self.holds_encoder
+        return self.has_language_model and self.recipe.model.path is not None and not self.has_encoder
 
     @property
     def language_source(self) -> ModelSource:
@@ -79,7 +79,7 @@ class TemporalModelSource(ModelSource):
 
         own = self.encoder.config_values()
         if not self.has_language_model:
-            config = read_config(model) if self.holds_encoder else TemporalConfig(**own)
+            config = read_config(model) if self.has_encoder else TemporalConfig(**own)
             config.text_config = None
         else:
             config = read_config(model)
@@ -94,7 +94,7 @@ class TemporalModelSource(ModelSource):
     @cached_property
     def saved_labels(self) -> tuple[str, ...]:
         """The labels of an exported classifier; empty where model.path is none."""
-        if not self.holds_encoder:
+        if not self.has_encoder:
             return ()
         import dstrain.models.temporal.config  # noqa: F401  # registers the type
 
@@ -106,7 +106,7 @@ class TemporalModelSource(ModelSource):
     @cached_property
     def patches(self) -> PatchConfig:
         """How series are cut into patches."""
-        if not self.holds_encoder:
+        if not self.has_encoder:
             return self.encoder.patches  # without transformers
         config: Any = self.config
         return PatchConfig(config.patch_length, config.patches_per_token)

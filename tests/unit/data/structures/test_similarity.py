@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dstrain.data.structures import similarity
-from dstrain.data.structures.similarity import choose_held_out, cluster_sequences, load_or_cluster
+from dstrain.data.structures.similarity import choose_eval_chains, cluster_sequences, load_or_cluster
 from dstrain.errors import DataError
 
 
@@ -60,7 +60,7 @@ def test_copies_too_short_for_words_are_one_cluster() -> None:
 
 def test_whole_clusters_are_held_out_and_the_seed_chooses_them() -> None:
     clusters = np.repeat(np.arange(40), 3)
-    first, again, other = (choose_held_out(clusters, 0.25, seed) for seed in (0, 0, 1))
+    first, again, other = (choose_eval_chains(clusters, 0.25, seed) for seed in (0, 0, 1))
     assert first.sum() == 30
     assert (first == again).all()
     assert (first != other).any()
@@ -69,12 +69,12 @@ def test_whole_clusters_are_held_out_and_the_seed_chooses_them() -> None:
 
 def test_a_cluster_that_exceeds_the_fraction_is_trained_on() -> None:
     clusters = np.array([0] * 50 + [50, 51])
-    assert list(np.flatnonzero(choose_held_out(clusters, 0.02, 0))) in ([50], [51])
+    assert list(np.flatnonzero(choose_eval_chains(clusters, 0.02, 0))) in ([50], [51])
 
 
 def test_chains_that_are_all_similar_cannot_be_split() -> None:
     with pytest.raises(DataError, match=r"all 7 chains are similar"):
-        choose_held_out(np.zeros(7, dtype=np.int64), 0.1, 0)
+        choose_eval_chains(np.zeros(7, dtype=np.int64), 0.1, 0)
 
 
 def test_clusters_are_stored_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dstrain.models.attention import varlen
-from dstrain.models.attention.by_group import attend_by_group
-from dstrain.models.attention.flex import attend_flex
+from dstrain.models.attention.by_group import attention_by_group
+from dstrain.models.attention.flex import packed_flex_attention
 from dstrain.models.attention.layout import PackedLayout
 from dstrain.models.attention.packed import PackedAttention, choose_kernel
 from dstrain.models.attention.settings import AttentionSettings
@@ -44,8 +44,10 @@ def test_flex_attention_equals_the_reference(window: int | None, softcap: float 
     inputs = [one.detach() for one in heads()]
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]) if with_sinks else None
     settings = AttentionSettings(scale=0.3, window=window, softcap=softcap, sinks=sinks)
-    expected = attend_by_group(inputs, settings, PackedLayout(GROUPS))
-    torch.testing.assert_close(attend_flex(inputs, settings, PackedLayout(GROUPS)), expected, rtol=1e-4, atol=1e-5)
+    expected = attention_by_group(inputs, settings, PackedLayout(GROUPS))
+    torch.testing.assert_close(
+        packed_flex_attention(inputs, settings, PackedLayout(GROUPS)), expected, rtol=1e-4, atol=1e-5
+    )
 
 
 def aligned_at_the_end(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *sizes: Any, **more: Any) -> Any:
@@ -72,8 +74,8 @@ def aligned_at_the_end(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 def test_a_varlen_kernel_gets_each_branch_with_its_prefix(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, settings = heads(), AttentionSettings(scale=0.3, window=window)
     monkeypatch.setattr(varlen, "load_varlen_attn", lambda: aligned_at_the_end)
-    expected = both(attend_by_group(inputs, settings, PackedLayout(GROUPS)), inputs)
-    assert_equal(both(varlen.attend_varlen(inputs, settings, PackedLayout(GROUPS)), inputs), expected)
+    expected = both(attention_by_group(inputs, settings, PackedLayout(GROUPS)), inputs)
+    assert_equal(both(varlen.packed_varlen_attention(inputs, settings, PackedLayout(GROUPS)), inputs), expected)
 
 
 def test_a_flash_package_gets_each_branch_with_its_prefix() -> None:
@@ -93,7 +95,7 @@ def test_a_flash_package_gets_each_branch_with_its_prefix() -> None:
     assert "position_ids" not in asked
     assert "packed_groups" not in asked
     settings = AttentionSettings(scale=0.3, window=16)
-    torch.testing.assert_close(out, attend_by_group(inputs, settings, PackedLayout(GROUPS)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, attention_by_group(inputs, settings, PackedLayout(GROUPS)), rtol=1e-4, atol=1e-5)
 
 
 def test_rows_without_prefixes_are_not_copied_for_a_varlen_kernel() -> None:
@@ -103,14 +105,14 @@ def test_rows_without_prefixes_are_not_copied_for_a_varlen_kernel() -> None:
 
 def test_a_cpu_computes_by_group() -> None:
     for name in ("sdpa", "flex_attention", "eager"):
-        assert choose_kernel(name, heads(), AttentionSettings()) is attend_by_group
+        assert choose_kernel(name, heads(), AttentionSettings()) is attention_by_group
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_key_heads_are_shared_by_query_heads(kv_heads: int) -> None:
     inputs, layout = heads(kv_heads), PackedLayout(GROUPS)
-    fused = attend_by_group(inputs, AttentionSettings(scale=0.3, window=16), layout)
-    explicit = attend_by_group(inputs, AttentionSettings(scale=0.3, window=16, is_eager=True), layout)
+    fused = attention_by_group(inputs, AttentionSettings(scale=0.3, window=16), layout)
+    explicit = attention_by_group(inputs, AttentionSettings(scale=0.3, window=16, is_eager=True), layout)
     torch.testing.assert_close(fused, explicit, rtol=1e-4, atol=1e-5)
 
 
@@ -122,7 +124,7 @@ def test_no_mask_is_larger_than_a_block_of_queries() -> None:
     groups = (PackedGroup(600, (700, 50)), *[PackedGroup(0, (300,))] * 9)
     layout, tokens = PackedLayout(groups), sum(group.tokens for group in groups)
     inputs = [torch.randn(1, 1, tokens, 8) for _ in range(3)]
-    attend_by_group(inputs, AttentionSettings(), layout)
+    attention_by_group(inputs, AttentionSettings(), layout)
     masks = [one for one in layout.cache.values() if isinstance(one, torch.Tensor)]
     assert masks
     assert all(one.shape[0] <= max(QUERY_BLOCK, MASKED_TOKENS) and one.shape[1] <= 1350 for one in masks)

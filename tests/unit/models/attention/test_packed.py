@@ -11,13 +11,13 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from dstrain.config.schema import LoraConfig, ModelConfig
 from dstrain.models.adapters.lora import add_adapters
-from dstrain.models.attention.families import OBSTACLES
+from dstrain.models.attention.model_types import UNSUPPORTED
 from dstrain.models.attention.packed import (
     EAGER,
     enable_packed_attention,
-    find_packing_obstacle,
     has_packed_attention,
     packed_model_kwargs,
+    packing_unsupported_reason,
 )  # fmt: skip
 from dstrain.models.load import enable_gradient_checkpointing, read_config
 from tests.model_families import BASE, FAMILIES, family
@@ -47,7 +47,7 @@ def test_adapters_get_the_padded_rows_gradient(name: str, checkpointing: bool) -
     base, batch = made(name), packed()
     base.set_experts_implementation("eager")
     model = add_adapters(base, LoraConfig(rank=2), (), 1)
-    model = model if name == "gemma2" else model.double()  # see test_families.py
+    model = model if name == "gemma2" else model.double()  # see test_model_types.py
     for parameter in model.parameters():  # B matrices begin with zeros
         torch.nn.init.normal_(parameter, std=0.1) if not parameter.any() else None
     expected = gradient(model, padded_logits(model, batch))
@@ -158,7 +158,7 @@ REFUSED = {
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_other_families_are_refused_with_a_reason(model_type: str) -> None:
     values, reason = REFUSED[model_type]
-    found = find_packing_obstacle(config(model_type, **values), shares_prefixes=True)
+    found = packing_unsupported_reason(config(model_type, **values), shares_prefixes=True)
     assert re.search(reason, found or "")
 
 
@@ -166,7 +166,7 @@ def test_code_that_came_with_the_weights_is_refused() -> None:
     class LlamaConfig(PretrainedConfig):
         model_type = "llama"
 
-    assert "is not part of transformers" in (find_packing_obstacle(LlamaConfig(), shares_prefixes=False) or "")
+    assert "is not part of transformers" in (packing_unsupported_reason(LlamaConfig(), shares_prefixes=False) or "")
 
 
 VISION_REFUSED = {
@@ -181,7 +181,7 @@ VISION_REFUSED = {
 def test_other_models_with_images_or_sound_are_refused(model_type: str) -> None:
     from transformers import AutoConfig
 
-    found = find_packing_obstacle(AutoConfig.for_model(model_type), shares_prefixes=False)
+    found = packing_unsupported_reason(AutoConfig.for_model(model_type), shares_prefixes=False)
     assert re.search(VISION_REFUSED[model_type], found or "")
 
 
@@ -190,26 +190,26 @@ def test_the_text_model_around_images_has_a_say() -> None:
 
     longrope = {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
     for text, reason in (({"model_type": "gemma2"}, "llava around gemma2"), (longrope, r"\(dynamic\) depend on")):
-        found = find_packing_obstacle(AutoConfig.for_model("llava", text_config=text), shares_prefixes=False)
+        found = packing_unsupported_reason(AutoConfig.for_model("llava", text_config=text), shares_prefixes=False)
         assert re.search(reason, found or "")
 
 
 def test_longrope_and_unknown_layers_are_refused() -> None:
     model = config("qwen2")
     model.layer_types = ["full_attention", "chunked_attention"]
-    assert "chunked_attention" in (find_packing_obstacle(model, shares_prefixes=False) or "")
+    assert "chunked_attention" in (packing_unsupported_reason(model, shares_prefixes=False) or "")
     model = config("phi3")
     model.rope_parameters = {"rope_type": "longrope"}
-    assert "longest sequence" in (find_packing_obstacle(model, shares_prefixes=False) or "")
+    assert "longest sequence" in (packing_unsupported_reason(model, shares_prefixes=False) or "")
 
 
 def test_an_unknown_attention_implementation_is_refused() -> None:
     model = config("llama")
     model._attn_implementation = "paged|eager"
-    assert "paged|eager" in (find_packing_obstacle(model, shares_prefixes=False) or "")
+    assert "paged|eager" in (packing_unsupported_reason(model, shares_prefixes=False) or "")
 
 
 def test_no_family_is_both_allowed_and_refused() -> None:
-    from dstrain.models.attention.families import PACKED_MODEL_TYPES
+    from dstrain.models.attention.model_types import PACKED_MODEL_TYPES
 
-    assert not PACKED_MODEL_TYPES & OBSTACLES.keys()
+    assert not PACKED_MODEL_TYPES & UNSUPPORTED.keys()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dstrain.models.attention.families import PACKED_VISION_MODEL_TYPES
-from dstrain.models.attention.packed import enable_packed_attention, find_packing_obstacle, packed_model_kwargs
+from dstrain.models.attention.model_types import PACKED_VISION_MODEL_TYPES
+from dstrain.models.attention.packed import enable_packed_attention, packed_model_kwargs, packing_unsupported_reason
 from dstrain.models.load import enable_gradient_checkpointing
 from dstrain.tasks.common.forward import forward_logits, forward_scores, vision_inputs
 from tests.unit.models.attention.packed_images import KINDS, Forms, config_and_processor, forms, made
@@ -42,7 +42,7 @@ def test_a_packed_row_with_images_is_read_as_padded_rows(kind: str, case: str, i
     config, processor = config_and_processor(kind)
     config._attn_implementation = implementation
     found, model = forms(processor, *CASES[case]), made(config).eval()
-    assert find_packing_obstacle(model.config, shares_prefixes=True) is None
+    assert packing_unsupported_reason(model.config, shares_prefixes=True) is None
     expected = padded_logits(model, found)
     enable_packed_attention(model)
     assert float((packed_logits(model, found) - expected).detach().abs().max()) <= 1e-5

@@ -127,7 +127,7 @@ def test_so_is_a_llava(name: str, tmp_path: Path) -> None:
     assert made.packing == PackingMode(True, made.has_pairs)
 
 
-OBSTACLES: dict[str, tuple[str, dict[str, Any], str]] = {
+UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "images read in both directions": ("dpo, with images", {"model": {"config": GEMMA3}}, "gemma3 .*images"),
     "a text model that is not compared": (
         "vlm",
@@ -139,9 +139,9 @@ OBSTACLES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", OBSTACLES)
+@pytest.mark.parametrize("case", UNSUPPORTED)
 def test_what_is_in_the_way_is_told_at_start_or_refused(case: str, tmp_path: Path) -> None:
-    name, sections, reason = OBSTACLES[case]
+    name, sections, reason = UNSUPPORTED[case]
     made: Any = task(tmp_path, name, **sections)
     assert not made.packing.is_packed
     lines = [line for line in made.checks.info_messages() if line.startswith("batches are padded, not packed: ")]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dstrain.models.attention import by_group
-from dstrain.models.attention.families import PACKED_MODEL_TYPES
-from dstrain.models.attention.packed import enable_packed_attention, find_packing_obstacle
+from dstrain.models.attention.model_types import PACKED_MODEL_TYPES
+from dstrain.models.attention.packed import enable_packed_attention, packing_unsupported_reason
 from tests.unit.models.attention.packed_rows import (
     CONFIGS,
     gradient,
@@ -32,7 +32,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("blocks")
 def test_a_packed_row_is_read_as_padded_rows(name: str) -> None:
     model, batch = made(name), packed()
-    assert find_packing_obstacle(model.config, shares_prefixes=True) is None
+    assert packing_unsupported_reason(model.config, shares_prefixes=True) is None
     expected = padded_logits(model, batch)
     enable_packed_attention(model)
     assert float((packed_logits(model, batch) - expected).detach().abs().max()) <= 1e-5

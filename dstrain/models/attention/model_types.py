@@ -10,7 +10,7 @@ PACKED_MODEL_TYPES = frozenset(
      "qwen3_moe", "seed_oss", "smollm3", "starcoder2"}
 )  # fmt: skip
 """Model types whose layers hand their keyword arguments on to the attention function, and whose tokens see others only
-there. tests/unit/models/attention/test_families.py compares each with padded rows."""
+there. tests/unit/models/attention/test_model_types.py compares each with padded rows."""
 _LLAVA_TEXTS, _LLAMA = frozenset({"llama", "mistral", "qwen2"}), frozenset({"llama"})
 PACKED_VISION_MODEL_TYPES: dict[str, frozenset[str]] = {
     "llava": _LLAVA_TEXTS,
@@ -27,7 +27,7 @@ _CHUNKED = "attends in chunks of the row, which would cut sequences at other pla
 _BIDIRECTIONAL = "attends to a prompt or to images in both directions"
 _ENCODER = "attends in both directions"
 _ABSOLUTE = "has learned positions that count from the start of the row, or biases by distance within the row"
-OBSTACLES: dict[str, str] = {
+UNSUPPORTED: dict[str, str] = {
     **dict.fromkeys(
         ("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2",
          "minimax", "nemotron_h", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"), _RECURRENT,
@@ -44,34 +44,34 @@ ROPE_OBSTACLES = ("dynamic", "longrope")
 """Types of rotary frequencies that depend on the longest sequence of a batch."""
 
 
-def find_family_obstacle(config: Any) -> str | None:
+def family_unsupported_reason(config: Any) -> str | None:
     """Return why models of a config cannot take packed batches, or None."""
     model_type = str(getattr(config, "model_type", ""))
     if not type(config).__module__.startswith("transformers."):
         return f"the code of {model_type or type(config).__name__} is not part of transformers"
-    if model_type in OBSTACLES:
-        return f"{model_type} {OBSTACLES[model_type]}"
+    if model_type in UNSUPPORTED:
+        return f"{model_type} {UNSUPPORTED[model_type]}"
     if getattr(config, "vision_config", None) is not None or getattr(config, "audio_config", None) is not None:
-        return _find_vision_obstacle(config, model_type)
+        return _vision_unsupported_reason(config, model_type)
     if getattr(config, "is_encoder_decoder", False):
         return f"{model_type} {_ENCODER} in its encoder"
     if model_type not in PACKED_MODEL_TYPES:
         return f"packed batches are not tested with models of type {model_type}"
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
         return f"this {model_type} model {_ENCODER}"
-    return find_layer_obstacle(config)
+    return layer_unsupported_reason(config)
 
 
-def _find_vision_obstacle(config: Any, model_type: str) -> str | None:
+def _vision_unsupported_reason(config: Any, model_type: str) -> str | None:
     text = config.get_text_config()
     if model_type not in PACKED_VISION_MODEL_TYPES:
         return f"packed batches are not tested with models of type {model_type}, which take images or sound"
     if text.model_type not in PACKED_VISION_MODEL_TYPES[model_type]:
         return f"packed batches are not tested with models of type {model_type} around {text.model_type}"
-    return find_layer_obstacle(text)
+    return layer_unsupported_reason(text)
 
 
-def find_layer_obstacle(config: Any) -> str | None:
+def layer_unsupported_reason(config: Any) -> str | None:
     """Return which setting of a text config mixes the sequences of a row, or None."""
     if unknown := sorted({*(getattr(config, "layer_types", None) or ())} - ATTENTION_LAYERS):
         return f"its layers of type {', '.join(unknown)} are not attention to all or to a window of tokens"

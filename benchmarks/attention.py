@@ -16,9 +16,8 @@ import torch
 from benchmarks.common import join_alone, ratio, run, take_turns
 from dstrain.batch import PackedGroup
 from dstrain.models.attention import by_group
-from dstrain.models.attention.layout import PackedLayout
+from dstrain.models.attention.layout import AttentionSettings, PackedLayout
 from dstrain.models.attention.packed import choose_kernel
-from dstrain.models.attention.settings import AttentionSettings
 
 GROUPS = (
     (PackedGroup(64, (32, 32)),),

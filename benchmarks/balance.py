@@ -20,9 +20,9 @@ from benchmarks.padding import write_uneven
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.micro_batches import (
     MicroBatchLimits,
+    PackingMode,
     SampleCosts,
-    packed_costs,
-    padded_costs,
+    costs_of,
     sort_longest_first,
     split_by_tokens,
     split_evenly,
@@ -59,7 +59,7 @@ def measure(*, task: str = "rm", data: str = "", length: int = 1024, total: int 
     steps = [order[start : start + total] for start in range(0, len(order) - total + 1, total)]
     rows = []
     for name, (is_packed, split) in splits(total, world_size, micro, tokens).items():
-        found = packed_costs(lengths, True) if is_packed else padded_costs(lengths)
+        found = costs_of(lengths, PackingMode(is_packed, shares_prefixes=is_packed))
         passes = [_pass_costs(found(ids), split, world_size) for ids in steps]
         rows.append({
             "split": name,

@@ -45,16 +45,24 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         "Preference": f"{_PREFERENCES}.Preference",
         "Response": f"{_PREFERENCES}.Response",
         "read_preference": f"{_PREFERENCES}.read_preference",
-        "Message": "dstrain.data.formats.transcripts.Message",
         "ROLES": f"{_MESSAGES}.ROLE_ALIASES",
-        **_names_in(_MESSAGES, "read_messages", "read_system", "read_text"),
+        **_names_in(_MESSAGES, "Message", "read_messages", "read_system", "read_text"),
     },
+    "dstrain.data.formats.transcripts": _names_in(
+        _MESSAGES,
+        *("Message", "Turn", "HUMAN_PREFIX", "IMAGE_PLACEHOLDER", "is_transcript", "parse_transcript"),
+        *("parse_prompt_transcript", "turns_to_messages", "common_proper_prefix_length", "common_word_prefix_length"),
+    ),
     "dstrain.data.sources.open": _names_in(_WRAPPERS, "ConcatSource", "HeadSource"),
     "dstrain.data.sources.decode": _names_in(
         "dstrain.data.sources.files", "check_record", "decode_record", "decode_text", "parse_json"
     ),
     "dstrain.data.encoding.special_tokens": _names_in(
         _TOKENIZATION, "SpecialTokens", "get_special_tokens", "split_bos", "has_suffix"
+    ),
+    "dstrain.data.encoding.truncation": _names_in(
+        _TOKENIZATION,
+        *("CUT_COLUMNS", "LastTurnFinder", "TokenBudget", "TruncationResult", "describe_cuts", "describe_limits"),
     ),
     "dstrain.data.encoding.chat_template": _names_in(
         "dstrain.data.encoding.rendering", "has_chat_template", "describe_missing_template"
@@ -100,6 +108,13 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         "answers_tail": f"{_COLLATE}.answer_mask_tail",
         "loss_positions": f"{_COLLATE}.loss_positions",
     },
+    "dstrain.data.loading.packing": _names_in(_COLLATE, "PackedRows", "pack_rows", "shared_prefix_length"),
+    "dstrain.models.attention.settings": _names_in("dstrain.models.attention.layout", "AttentionSettings"),
+    "dstrain.models.heads.scores": _names_in(
+        "dstrain.models.heads.linear_head",
+        *("DEFAULT_FIELDS", "MAX_CHUNK_BYTES", "ScoreFields", "TokenScores"),
+        *("is_argmax", "rows_per_chunk", "score_logits"),
+    ),
     "dstrain.tasks.base": {
         "Task": f"{_TASK}.Task",
         "Loss": f"{_TASK}.Loss",

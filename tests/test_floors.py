@@ -112,7 +112,7 @@ FLOORS_WITHIN = {
         ("cache",),
     ),
     "tasks": (
-        ("batches", "metrics"),
+        ("data", "metrics"),
         ("common",),
         ("rm", "sft", "kto"),
         ("safety", "series"),

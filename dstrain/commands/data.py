@@ -9,7 +9,7 @@ from dstrain.config.schema import DatasetConfig
 from dstrain.data.cache.bad_record_summary import MAX_ROWS_PER_REASON, format_bad_rows
 from dstrain.data.cache.check import ValidationReport, check_source
 from dstrain.data.documents.source import DocumentSource
-from dstrain.data.encoding.truncation import describe_cuts
+from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.data.records import BadRow
 from dstrain.data.sources.base import ConcatSource, Source
 from dstrain.data.sources.open import open_source

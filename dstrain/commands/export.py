@@ -22,6 +22,7 @@ from dstrain.errors import CheckpointError, DstrainError, UsageError
 from dstrain.files import atomic_folder, remove_stale_partials, sync_folder
 from dstrain.models.adapters.merge import merge_adapters
 from dstrain.models.folder.adapter_config import read_adapter
+from dstrain.models.params.components import unwrap_peft
 from dstrain.models.weights.module_file import save_module
 from dstrain.tasks import Task
 from dstrain.tasks.common.registry import copy_task_file
@@ -150,7 +151,7 @@ def _write_export(loaded: LoadedModel, folder: Path, merge_lora: bool) -> _Expec
         raise UsageError("there is no sample to probe the export with; give some with --set data.eval=FILE")
     probes = task.export.make_probes([examples[index] for index in range(min(NUM_PROBES, len(examples)))])
     # Before the merge, which changes the model in place.
-    outputs = [task.export.outputs(model, batch).double() for batch in probes]
+    outputs = [task.export.outputs(unwrap_peft(model), batch).double() for batch in probes]
     if loaded.checkpoint is not None:
         check_matches_checkpoint(model, CheckpointReader(loaded.checkpoint))
     whole: Any = merge_adapters(model) if merge_lora else model
@@ -213,7 +214,7 @@ def _is_transformers_model(model: Any) -> bool:
     """Return True if the model, without its adapters, is a transformers model."""
     from transformers import PreTrainedModel
 
-    return isinstance(getattr(model, "get_base_model", lambda: model)(), PreTrainedModel)
+    return isinstance(unwrap_peft(model), PreTrainedModel)
 
 
 @torch.no_grad()
@@ -227,7 +228,7 @@ def _verify_reload(expected: _Expected, folder: Path) -> float:
     check_loaded_model(model, expected.tensor_digests)
     differences = []
     for mine, batch in zip(expected.outputs, expected.probes, strict=True):
-        theirs = expected.task.export.outputs(model, batch).double()
+        theirs = expected.task.export.outputs(unwrap_peft(model), batch).double()
         differences.append(((mine - theirs).abs() / mine.abs().clamp(min=1)).reshape(-1))
     worst = float(torch.cat(differences).max())  # nan where one is
     # `not <=`, so that nan fails too.

@@ -12,7 +12,7 @@ from dstrain.commands.trained_model import hash_weights, quiet_libraries
 from dstrain.config import RunConfig
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE, BatchPlan
 from dstrain.data.dataset import Dataset
-from dstrain.data.encoding.truncation import describe_cuts
+from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.errors import DataError
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import Task, make_task

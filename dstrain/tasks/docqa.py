@@ -17,9 +17,8 @@ from dstrain.data.encoding.conversations import encode_conversations
 from dstrain.data.encoding.prompts import EncodedPrompt
 from dstrain.data.encoding.rendering import PlaceholderExpansion, messages_to_transcript
 from dstrain.data.formats.conversations import Conversation
-from dstrain.data.formats.messages import read_system
+from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message, read_system
 from dstrain.data.formats.prompts import ParsedPrompt
-from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER, Message
 from dstrain.data.records import BadRecord, EncodeResult
 from dstrain.data.sources.base import Source, cut_source
 from dstrain.data.vision.document_augment import DocumentAugmentation

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,7 +77,7 @@ class DPO(SafePairTask):
                     "safety: {} to log its metrics only"
                 )
 
-    @property
+    @cached_property
     def reference_kind(self) -> ReferenceKind:
         return "none" if self.loss_type in REFERENCE_FREE_LOSSES else super().reference_kind
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-    from dstrain.data.loading.collate import PaddedRows
-    from dstrain.data.loading.packing import PackedRows
+    from dstrain.data.loading.collate import PackedRows, PaddedRows
 
 SCORE_POSITIONS = "score_positions"
 """Tensor of a packed batch, (2B,): the index in the row of the token whose hidden state gives an answer's score."""
@@ -146,13 +145,12 @@ class RewardModel(PairTask):
 
     def scores(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Return rewards, the chosen ones first, (2B,), at the position where an exported model reads them."""
-        from dstrain.models.params.components import unwrap_peft
         from dstrain.tasks.common.forward import forward_logits, forward_scores
 
         # fp32, since the losses take differences of scores that may be close.
         if batch.is_packed:
             return forward_scores(model, batch, batch.tensors[SCORE_POSITIONS]).squeeze(-1).float()
-        return forward_logits(model, batch, **_no_cache_kwargs(unwrap_peft(model))).squeeze(-1).float()
+        return forward_logits(model, batch, **_no_cache_kwargs(model)).squeeze(-1).float()
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dstrain.data.encoding.rendering import messages_to_transcript
 from dstrain.data.formats.conversations import PromptCompletion
 from dstrain.data.formats.group_by_image import GroupByImageSource
 from dstrain.data.formats.image_placeholders import RecordWithImages, read_with_images
-from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER
+from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
 from dstrain.data.sources.base import Source
 from dstrain.data.vision.augment import ImageAugmentation
 from dstrain.errors import RecipeError

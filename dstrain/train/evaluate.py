@@ -36,7 +36,7 @@ class Evaluation:
         tells every rank the same; where it is true before all answers are generated, the result is empty.
         """
         meter = Meter(engine.world)
-        costs = make_cost_function(self.examples, self.task.loss_inputs.packing)
+        costs = make_cost_function(self.examples, self.task.loss_inputs.packing())
         limits = make_limits(self.task.recipe.batch, self.micro_batch_size, costs)
         shares = eval_micro_batches(len(self.examples), limits, (engine.world.size, engine.world.rank), costs)
         for result in iter_eval_results(

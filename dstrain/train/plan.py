@@ -203,7 +203,7 @@ def build_sample_plan(task: Task, train_dataset: Dataset, batch: BatchPlan, worl
 
     Raises RecipeError for a limit of tokens where the dataset does not know the lengths.
     """
-    costs = make_cost_function(train_dataset, task.loss_inputs.packing)
+    costs = make_cost_function(train_dataset, task.loss_inputs.packing())
     return StepSampler(
         sizes=train_dataset.sizes,
         weights=train_dataset.weights,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dstrain.config import BatchPlan, dump_recipe
-from dstrain.data.encoding.truncation import describe_cuts
+from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.distributed.world import World
 from dstrain.errors import EXIT_STOPPED
 from dstrain.report.run_log import RunLog, read_rows

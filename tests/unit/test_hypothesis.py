@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import dump_recipe, read_recipe
 from dstrain.config.schema import RunConfig
-from dstrain.data.formats.messages import ROLE_ALIASES
+from dstrain.data.formats.messages import ROLE_ALIASES, parse_transcript
 from dstrain.data.formats.preferences import Preference, read_preference
-from dstrain.data.formats.transcripts import parse_transcript
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, PresetError, RecipeError, UsageError

@@ -9,14 +9,13 @@ from functools import partial
 from typing import Any, cast
 
 from dstrain.data.encoding.rendering import has_chat_template, render_conversation, to_template_messages
-from dstrain.data.encoding.tokenization import common_prefix_length
 from dstrain.data.formats.conversations import (
     Conversation,
     PromptCompletion,
     Sample,
     get_message_field,
 )
-from dstrain.data.formats.transcripts import Message
+from dstrain.data.formats.messages import Message, common_prefix_length
 from dstrain.data.records import BadRecord
 
 Span = tuple[int, int]

@@ -11,17 +11,19 @@ import numpy as np
 from dstrain.data.encoding.answer_spans import RenderedSample, render_sample
 from dstrain.data.encoding.rendering import PlaceholderExpansion, Shifts, shift_offset, shift_spans
 from dstrain.data.encoding.tokenization import (
+    LastTurnFinder,
     SpecialTokens,
-    common_prefix_length,
+    TokenBudget,
     count_tokens_before,
+    describe_limits,
     get_special_tokens,
     has_suffix,
     split_bos,
     tokenize,
     tokenize_with_offsets,
 )
-from dstrain.data.encoding.truncation import LastTurnFinder, TokenBudget, describe_limits
 from dstrain.data.formats.conversations import PromptCompletion, Sample
+from dstrain.data.formats.messages import common_prefix_length
 from dstrain.data.records import BadRecord, encode_valid, try_parse
 
 

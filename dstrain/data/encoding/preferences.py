@@ -8,15 +8,17 @@ from typing import Any
 
 from dstrain.data.encoding.rendering import PlaceholderExpansion, RenderedPrompt, Shifts, render_prompt, shift_offset
 from dstrain.data.encoding.tokenization import (
+    LastTurnFinder,
     SpecialTokens,
-    common_prefix_length,
+    TokenBudget,
     count_tokens_before,
+    describe_limits,
     get_special_tokens,
     has_suffix,
     split_bos,
     tokenize,
 )
-from dstrain.data.encoding.truncation import LastTurnFinder, TokenBudget, describe_limits
+from dstrain.data.formats.messages import common_prefix_length
 from dstrain.data.formats.preferences import Preference
 from dstrain.data.records import BadRecord, encode_valid, try_parse
 

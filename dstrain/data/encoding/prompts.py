@@ -12,8 +12,8 @@ from dstrain.data.encoding.answer_spans import ANSWER_SENTINEL
 from dstrain.data.encoding.rendering import PlaceholderExpansion, RenderedPrompt, render_prompt
 from dstrain.data.encoding.tokenization import SpecialTokens, get_special_tokens, split_bos, tokenize
 from dstrain.data.formats.image_placeholders import RecordWithImages
+from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, Message
 from dstrain.data.formats.prompts import ParsedPrompt
-from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER, Message
 from dstrain.data.records import BadRecord, encode_valid, try_parse
 from dstrain.data.series.patches import Patches, insert_soft_tokens
 from dstrain.data.vision.image_io import read_image, resolve_image

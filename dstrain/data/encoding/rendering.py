@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from dstrain.data.encoding.template_timeout import check_template_terminates
-from dstrain.data.encoding.tokenization import common_prefix_length
-from dstrain.data.formats.preferences import Prompt, Response
-from dstrain.data.formats.transcripts import (
+from dstrain.data.formats.messages import (
     IMAGE_PLACEHOLDER,
     Message,
+    common_prefix_length,
 )
+from dstrain.data.formats.preferences import Prompt, Response
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.processor import VisionProcessor
 from dstrain.errors import DataError

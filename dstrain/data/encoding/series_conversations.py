@@ -9,7 +9,7 @@ from typing import Any
 
 from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
 from dstrain.data.formats.conversations import Conversation
-from dstrain.data.formats.transcripts import Message
+from dstrain.data.formats.messages import Message
 from dstrain.data.records import BadRecord, EncodeResult
 from dstrain.data.series.patches import PatchConfig, insert_soft_tokens, to_columns
 from dstrain.data.series.record import SeriesRecord

@@ -7,22 +7,20 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from dstrain.data.formats.messages import (
+    Message,
+    is_transcript,
     maybe_parse_json,
+    parse_prompt_transcript,
+    parse_transcript,
     read_instruction,
     read_messages,
     read_system,
     read_text,
     read_tool_function,
     read_tools,
-)
-from dstrain.data.formats.preferences import is_preference_pair, read_preference
-from dstrain.data.formats.transcripts import (
-    Message,
-    is_transcript,
-    parse_prompt_transcript,
-    parse_transcript,
     turns_to_messages,
 )
+from dstrain.data.formats.preferences import is_preference_pair, read_preference
 from dstrain.data.records import BadRecord
 
 EXTRA_MESSAGE_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking", "weight")

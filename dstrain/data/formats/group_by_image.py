@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrain.data.formats.conversations import Conversation, read_conversation
 from dstrain.data.formats.image_placeholders import read_with_images
-from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER
+from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
 from dstrain.data.records import BadRecord, BadRow
 from dstrain.data.sources.base import Source
 

@@ -8,10 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from dstrain.data.formats.conversations import Conversation, PromptCompletion
-from dstrain.data.formats.messages import IMAGE_KEYS, IMAGE_PART_TYPES, json_type_name, read_images
+from dstrain.data.formats.messages import (
+    IMAGE_KEYS,
+    IMAGE_PART_TYPES,
+    IMAGE_PLACEHOLDER,
+    Message,
+    json_type_name,
+    read_images,
+)
 from dstrain.data.formats.preferences import Preference, Response
 from dstrain.data.formats.prompts import ParsedPrompt
-from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER, Message
 from dstrain.data.records import BadRecord
 
 # While a record is parsed, numbered placeholders (<image2>) are characters of their own, so that

@@ -8,20 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from dstrain.data.formats.messages import (
+    Message,
+    common_proper_prefix_length,
+    common_word_prefix_length,
+    is_transcript,
     json_type_name,
+    parse_prompt_transcript,
+    parse_transcript,
     read_instruction,
     read_message,
     read_messages,
     read_system,
     read_tools,
-)
-from dstrain.data.formats.transcripts import (
-    Message,
-    common_proper_prefix_length,
-    common_word_prefix_length,
-    is_transcript,
-    parse_prompt_transcript,
-    parse_transcript,
     turns_to_messages,
 )
 from dstrain.data.records import BadRecord

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dstrain.data.formats.conversations import PromptCompletion, read_conversation
+from dstrain.data.formats.messages import parse_prompt_transcript
 from dstrain.data.formats.preferences import Prompt, is_preference_pair
-from dstrain.data.formats.transcripts import parse_prompt_transcript
 from dstrain.data.records import BadRecord
 from dstrain.data.series.patches import Patches
 

@@ -14,8 +14,8 @@ from dstrain.data.formats.conversations import (
     get_message_field,
     read_conversation,
 )
+from dstrain.data.formats.messages import Message
 from dstrain.data.formats.preferences import Prompt, Response, is_preference_pair, read_preference
-from dstrain.data.formats.transcripts import Message
 from dstrain.data.records import BadRecord
 from dstrain.errors import suggest_name
 

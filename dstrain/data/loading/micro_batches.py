@@ -7,8 +7,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,24 +28,19 @@ class MicroBatchLimits:
 NO_LIMITS = MicroBatchLimits()
 
 
-class Packing(Protocol):
-    """The form of a task's batches."""
-
-    @property
-    def is_packed(self) -> bool:
-        """True for one row without padding, False for a row per sequence."""
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """True where a packed batch has the common prefix of a sample's sequences once."""
-
-
 @dataclass(frozen=True)
-class Padded:
-    """Batches with a row per sequence."""
+class PackingMode:
+    """The form of a run's batches."""
 
-    is_packed: bool = field(default=False, init=False)
-    shares_prefixes: bool = field(default=False, init=False)
+    is_packed: bool
+    """One row without padding instead of one row for each sequence."""
+    shares_prefixes: bool = False
+    """Sequences of a sample share their common beginning."""
+    message: str = ""
+    """Why `auto` is off; empty where it is on, or where the recipe decides."""
+
+
+PADDED = PackingMode(False)
 
 
 @dataclass(frozen=True)
@@ -71,22 +65,22 @@ CostFunction = Callable[[np.ndarray], SampleCosts]
 """(N,) sample ids -> their costs."""
 
 
-def padded_costs(lengths: SequenceLengthsFunction) -> CostFunction:
-    """Return the costs of samples whose sequences are padded to the longest of the micro-batch."""
+def make_cost_function(dataset: Dataset, packing: PackingMode) -> CostFunction | None:
+    """Return the costs of a dataset's samples in the task's form of batches; None where their lengths are unknown."""
+    if dataset.sequence_lengths is not None:
+        return costs_of(dataset.sequence_lengths, packing)
+    return None if dataset.lengths is None else costs_of(of_one_sequence(dataset.lengths), packing)
+
+
+def costs_of(lengths: SequenceLengthsFunction, packing: PackingMode) -> CostFunction:
+    """Return the costs of samples with these lengths."""
 
     def costs(ids: np.ndarray) -> SampleCosts:
         found = lengths(ids)
-        return SampleCosts(found.sequences.max(1), rows=found.sequences.shape[1])
-
-    return costs
-
-
-def packed_costs(lengths: SequenceLengthsFunction, shares_prefixes: bool) -> CostFunction:
-    """Return the costs of samples in packed batches; with `shares_prefixes` a common prefix is computed once."""
-
-    def costs(ids: np.ndarray) -> SampleCosts:
-        found = lengths(ids)
-        repeated = (found.sequences.shape[1] - 1) * found.prefixes if shares_prefixes else 0
+        rows = found.sequences.shape[1]
+        if not packing.is_packed:
+            return SampleCosts(found.sequences.max(1), rows)
+        repeated = (rows - 1) * found.prefixes if packing.shares_prefixes else 0
         return SampleCosts(found.sequences.sum(1) - repeated, is_packed=True)
 
     return costs
@@ -99,17 +93,6 @@ def of_one_sequence(lengths: LengthFunction) -> SequenceLengthsFunction:
         return SequenceLengths(lengths(ids)[:, None], np.zeros(len(ids), dtype=np.int64))
 
     return found
-
-
-def make_cost_function(dataset: Dataset, packing: Packing) -> CostFunction | None:
-    """Return the costs of a dataset's samples; None where it does not know their lengths."""
-    lengths = dataset.sequence_lengths or (dataset.lengths and of_one_sequence(dataset.lengths))
-    return None if lengths is None else costs_of(lengths, packing)
-
-
-def costs_of(lengths: SequenceLengthsFunction, packing: Packing) -> CostFunction:
-    """Return the costs of samples with these lengths, in the form of batches that the task makes."""
-    return packed_costs(lengths, packing.shares_prefixes) if packing.is_packed else padded_costs(lengths)
 
 
 def make_limits(batch: BatchConfig, samples: int, costs: CostFunction | None) -> MicroBatchLimits:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.batch import Batch, PackedGroup
 from dstrain.data.fingerprint import tokenizer_fingerprint
-from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER
+from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.rope_positions import packed_rope_positions
 from dstrain.errors import Fault, RecipeError

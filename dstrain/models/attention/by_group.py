@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from dstrain.batch import PackedGroup
-from dstrain.models.attention.layout import PackedLayout
-from dstrain.models.attention.settings import AttentionSettings
+from dstrain.models.attention.layout import AttentionSettings, PackedLayout
 
 MASKED_TOKENS = 256
 """Most tokens of a group with a prefix that is computed in one call with a mask."""

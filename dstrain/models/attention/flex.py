@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from dstrain.models.attention.by_group import Heads
-from dstrain.models.attention.layout import PackedLayout
-from dstrain.models.attention.settings import AttentionSettings
+from dstrain.models.attention.layout import AttentionSettings, PackedLayout
 
 
 def packed_flex_attention(heads: Heads, settings: AttentionSettings, layout: PackedLayout) -> torch.Tensor:

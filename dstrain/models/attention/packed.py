@@ -13,9 +13,8 @@ import torch
 from dstrain.batch import Batch
 from dstrain.models.attention.by_group import Heads, attention_by_group
 from dstrain.models.attention.flex import packed_flex_attention
-from dstrain.models.attention.layout import PackedLayout
+from dstrain.models.attention.layout import AttentionSettings, PackedLayout
 from dstrain.models.attention.model_types import family_unsupported_reason
-from dstrain.models.attention.settings import AttentionSettings
 from dstrain.models.attention.varlen import packed_flash_attention, packed_varlen_attention, varlen_unsupported_reason
 from dstrain.models.params.components import unwrap_peft
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from dstrain.models.attention.by_group import Heads
-from dstrain.models.attention.layout import PackedLayout, VarlenTensors
-from dstrain.models.attention.settings import AttentionSettings
+from dstrain.models.attention.layout import AttentionSettings, PackedLayout, VarlenTensors
 
 MAX_WIDTH = 256
 """Greatest width of a head of the flash kernels."""

@@ -12,8 +12,14 @@ import torch
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from dstrain.models.heads.lazy_logits import HeadRecorder, LazyLogits
-from dstrain.models.heads.linear_head import LinearHead
-from dstrain.models.heads.scores import DEFAULT_FIELDS, ScoreFields, TokenScores, rows_per_chunk, score_logits
+from dstrain.models.heads.linear_head import (
+    DEFAULT_FIELDS,
+    LinearHead,
+    ScoreFields,
+    TokenScores,
+    rows_per_chunk,
+    score_logits,
+)
 
 # Shapes: B rows, K targets of a row, N targets of all rows, V vocabulary, H width.
 

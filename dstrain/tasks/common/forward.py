@@ -1,6 +1,6 @@
 """Forward passes: logits, log-probabilities of targets, attention masks, vision inputs."""
 
-# Shapes: B rows, L tokens, K targets, V vocabulary.
+# Shapes: B rows, L tokens, K targets, V vocabulary. A model is one of transformers, out of peft's wrapper (`unwrap_peft`).
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from dstrain.data.loading.collate import loss_positions
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
 from dstrain.models.attention.packed import has_packed_attention, packed_model_kwargs
 from dstrain.models.heads.chunked_lm_head import capture_head_input
-from dstrain.models.heads.scores import ScoreFields, TokenScores, rows_per_chunk, score_logits
-from dstrain.models.params.components import unwrap_peft
+from dstrain.models.heads.linear_head import ScoreFields, TokenScores, rows_per_chunk, score_logits
 from dstrain.models.patches import rows_of_one_sequence
 
 NO_MASK_MODEL_TYPES = frozenset(
@@ -59,7 +58,7 @@ def _score(model: torch.nn.Module, batch: Batch, fields: ScoreFields) -> TokenSc
     loss_mask, ids = batch.tensors["learnt"], batch.tensors["input_ids"]  # (B, K), (B + blank rows, L)
     count, last = loss_mask.shape
     assert 0 < last < ids.shape[1], "the first token is never a target"
-    found = capture_head_input(unwrap_peft(model), lambda: _target_logits(model, batch, last))
+    found = capture_head_input(model, lambda: _target_logits(model, batch, last))
     if isinstance(found, torch.Tensor):
         # Without blank rows, and one position earlier: position t predicts token t + 1.
         return _score_tokens(found[:count, -last - 1 : -1], ids[:count, -last:], loss_mask, fields)
@@ -77,7 +76,7 @@ def _score(model: torch.nn.Module, batch: Batch, fields: ScoreFields) -> TokenSc
 def _score_packed(model: torch.nn.Module, batch: Batch, fields: ScoreFields) -> TokenScores:
     """Return the scores of a packed batch's targets at their places, (B, K) each; 0 elsewhere."""
     loss_mask, targets = batch.tensors["learnt"], batch.tensors["target_ids"]  # (B, K), (N,)
-    found = capture_head_input(unwrap_peft(model), lambda: _packed_logits(model, batch))
+    found = capture_head_input(model, lambda: _packed_logits(model, batch))
     if isinstance(found, torch.Tensor):
         scores = _score_rows(found[0], targets, fields)
     else:
@@ -90,7 +89,7 @@ def _score_packed(model: torch.nn.Module, batch: Batch, fields: ScoreFields) -> 
 def _packed_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Return the logits that predict the targets of a packed batch, (1, N, V)."""
     before = batch.tensors["logit_positions"]  # (N,) of (T,): the token before each target
-    if "logits_to_keep" in _parameter_names(type(unwrap_peft(model)).forward):
+    if "logits_to_keep" in _parameter_names(type(model).forward):
         return _forward(model, batch, use_cache=False, logits_to_keep=before).logits
     return _forward(model, batch, use_cache=False).logits.index_select(1, before)
 
@@ -101,7 +100,7 @@ def forward_scores(model: torch.nn.Module, batch: Batch, positions: torch.Tensor
     Base model and head are called one after the other, as modules, so that ZeRO-3 gathers their weights and adapters
     take part. The model's own `forward` would read one position of the row.
     """
-    core: Any = unwrap_peft(model)
+    core: Any = model
     outputs = _forward(core.base_model, batch, use_cache=False)
     return core.score(outputs.last_hidden_state[0].index_select(0, positions))
 
@@ -173,11 +172,7 @@ def count_exact_answers(is_correct: torch.Tensor, loss_mask: torch.Tensor) -> tu
 
 def _target_logits(model: torch.nn.Module, batch: Batch, num_targets: int) -> torch.Tensor:
     """Return logits of the last K + 1 positions, or of all where the family has no `logits_to_keep`."""
-    keep = (
-        {"logits_to_keep": num_targets + 1}
-        if "logits_to_keep" in _parameter_names(type(unwrap_peft(model)).forward)
-        else {}
-    )
+    keep = {"logits_to_keep": num_targets + 1} if "logits_to_keep" in _parameter_names(type(model).forward) else {}
     return _forward(model, batch, use_cache=False, **keep).logits
 
 
@@ -190,11 +185,12 @@ def forward_logits(model: torch.nn.Module, batch: Batch, **model_kwargs: Any) ->
 
 def _forward(model: torch.nn.Module, batch: Batch, **model_kwargs: Any) -> Any:
     """Run the model on the batch's rows and dummy rows, all padded on the right or packed. Returns its output."""
+    assert not hasattr(model, "get_base_model"), "peft's wrapper hides the family: give the model inside, `unwrap_peft`"
     if batch.is_packed:
         _check_packed_attention(model)
         kwargs = packed_model_kwargs(batch)
         return model(input_ids=batch.tensors["input_ids"], **kwargs, **vision_inputs(model, batch), **model_kwargs)
-    mask = {"attention_mask": batch.tensors["attention_mask"]} if needs_attention_mask(unwrap_peft(model)) else {}
+    mask = {"attention_mask": batch.tensors["attention_mask"]} if needs_attention_mask(model) else {}
     with contextlib.nullcontext() if mask else rows_of_one_sequence():
         return model(input_ids=batch.tensors["input_ids"], **mask, **vision_inputs(model, batch), **model_kwargs)
 
@@ -225,9 +221,9 @@ def needs_attention_mask(model: torch.nn.Module) -> bool:
 
 def vision_inputs(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     """Return the batch's vision tensors and token types, under the names that the model's family takes."""
-    inputs, core = dict(batch.vision), unwrap_peft(model)
-    kinds, family = inputs.pop(MM_TOKEN_TYPE_IDS, None), str(getattr(getattr(core, "config", None), "model_type", ""))
-    known = _parameter_names(type(core).forward) | _parameter_names(type(getattr(core, "base_model", core)).forward)
+    inputs = dict(batch.vision)
+    kinds, family = inputs.pop(MM_TOKEN_TYPE_IDS, None), str(getattr(getattr(model, "config", None), "model_type", ""))
+    known = _parameter_names(type(model).forward) | _parameter_names(type(getattr(model, "base_model", model)).forward)
     if family == "paligemma":
         return {**inputs, "token_type_ids": prefix_token_types(batch)}
     if kinds is None:

@@ -23,8 +23,7 @@ from dstrain.tasks.common.tiny import tiny_recipe
 if TYPE_CHECKING:
     import torch
 
-    from dstrain.data.loading.collate import PaddedRows
-    from dstrain.data.loading.packing import PackedRows
+    from dstrain.data.loading.collate import PackedRows, PaddedRows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
@@ -12,9 +13,9 @@ from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import RecipeError
 from dstrain.models.folder.location import check_local_folder
 from dstrain.models.load import read_config
-from dstrain.tasks.batches.packing_mode import model_unsupported_reason
 from dstrain.tasks.common.task import LossInputs, Reference, ReferenceKind
 from dstrain.tasks.common.text import TextChecks, TextExport, TextTask
+from dstrain.tasks.data.packing_mode import model_unsupported_reason
 
 if TYPE_CHECKING:
     import torch
@@ -61,9 +62,6 @@ class ReferenceTask(TextTask):
     checks_class: ClassVar[type[TextChecks]] = ReferenceChecks
     export_class = ReferenceExport
 
-    ref_columns: ClassVar[tuple[str, ...]] = ()
-    """Names of the tensors that `reference_outputs` returns."""
-
     beta: float = 0.1
     """Strength of the penalty on the divergence from the reference."""
     precompute_ref_log_probs: bool = False
@@ -106,7 +104,7 @@ class ReferenceTask(TextTask):
         )
         return replace(super().loss_inputs, reference=reference)
 
-    @property
+    @cached_property
     def reference_kind(self) -> ReferenceKind:
         """Source of the reference's outputs."""
         if self.precompute_ref_log_probs:
@@ -138,14 +136,3 @@ class ReferenceTask(TextTask):
     @abstractmethod
     def reference_outputs(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return the reference's outputs on a batch, (B,) each, under the names of `ref_columns`."""
-
-    def cached_reference_outputs(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return the precomputed outputs of the reference, (B,) each; empty where there are none."""
-        import torch
-
-        return {
-            # float64, as they were computed: a log-ratio is a small difference of large sums.
-            name: torch.tensor([example[name] for example in examples], dtype=torch.float64)
-            for name in self.ref_columns
-            if name in examples[0]
-        }

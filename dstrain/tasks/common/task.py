@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 from dstrain.batch import Batch
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.data.dataset import Dataset, Samples, as_dataset
-from dstrain.data.loading.micro_batches import Packing, Padded
+from dstrain.data.loading.micro_batches import PADDED, PackingMode
 from dstrain.errors import TaskError
 
 if TYPE_CHECKING:
@@ -103,8 +103,10 @@ class LossInputs:
 
     Called for every batch of a step, or of an evaluation, before the first loss. Like `loss` it runs
     the model once, on every rank."""
-    packing: Packing = field(default_factory=Padded)
-    """The form of the batches that `collate` makes, from which the tokens of a micro-batch are predicted."""
+    packing: Callable[[], PackingMode] = lambda: PADDED
+    """Returns the form of the batches that `collate` makes, from which the tokens of a micro-batch are predicted.
+
+    A function, since it reads the models' configs, which imports torch."""
     update_weight: Callable[[Batch], Batch] | None = None
     """Returns a batch with the weight that follows from tensors computed in its step, before weights are added up
     over the ranks. Not called for fillers. None: the weight from `collate` is final."""
@@ -245,7 +247,10 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
-        """Return sums over the batch. Runs the model's forward pass once, on every rank."""
+        """Return sums over the batch. Runs the model's forward pass once, on every rank.
+
+        `model`: what `build_model` returned; adapters are in its layers, without peft's wrapper around it.
+        """
 
     @property
     def loss_inputs(self) -> LossInputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
 from dstrain.config.schema import DatasetConfig, LoraConfig, TrainDatasetConfig
-from dstrain.data.cache.dataset import NO_TRAIN_DATA, TokenizedDataset, get_source_sizes, split_examples
-from dstrain.data.cache.token_store import TokenStore
+from dstrain.data.cache.dataset import NO_TRAIN_DATA, get_source_sizes, split_examples
+from dstrain.data.cache.token_store import TokenizedDataset, TokenStore
 from dstrain.data.encoding.rendering import PlaceholderExpansion, describe_missing_template
-from dstrain.data.formats.image_placeholders import RecordWithImages, read_with_images
-from dstrain.data.formats.messages import has_images
 from dstrain.data.formats.prompts import ParsedPrompt, read_prompt
-from dstrain.data.records import BadRecord, EncodeResult
+from dstrain.data.records import EncodeResult
 from dstrain.data.sources.base import ConcatSource, Source, cut_source
 from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, RecipeError
@@ -25,10 +23,10 @@ from dstrain.models.checks.compatibility import ModelValidator, check_trains_on_
 from dstrain.models.checks.preflight import check_model
 from dstrain.models.load import MISSING_MODEL, check_vocab_size
 from dstrain.models.weights.check_files import check_weight_files
-from dstrain.tasks.batches.text_batches import LazyPacking, TextBatches
 from dstrain.tasks.common.model_source import TEXTS_CACHE_NAMES, ModelSource, NamedTexts, TrainingRecords
 from dstrain.tasks.common.store_builder import StoreBuilder
 from dstrain.tasks.common.task import Checks, Export, GenerationMetrics, LossInputs, Split, Task, has_dropout_disabled
+from dstrain.tasks.data.text_data import TextData
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +89,7 @@ class TextExport(Export):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextTask(TextBatches, Task):
+class TextTask(TextData, Task):
     """A task on records of text, with or without images, for a transformers model."""
 
     source_class: ClassVar[type[ModelSource]] = ModelSource
@@ -178,35 +176,6 @@ class TextTask(TextBatches, Task):
     def export(self) -> TextExport:
         return self.export_class(self, self.modules_to_save)
 
-    def parse_record(self, record: dict[str, Any]) -> Any:
-        """Parse a record and refuse images that the model does not take. Raises BadRecord."""
-        return self.parse_with_images(record, self.parse)
-
-    def parse_with_images(
-        self, record: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Any]
-    ) -> RecordWithImages[Any]:
-        """Return `parse` of the record's text with the record's images. Raises BadRecord.
-
-        Where the recipe names no model yet, records with images are accepted.
-        """
-        if not has_images(record):
-            parsed = parse(record)  # a fault of the record is reported before the model is read
-            return read_with_images(record, parse) if self._takes_images else RecordWithImages(parsed)
-        if self._takes_images is False:
-            raise BadRecord(
-                "the record has an image, and the model is text-only; "
-                "name a vision-language model, or remove the record"
-            )
-        return read_with_images(record, parse)
-
-    def _parse_text_only(self, record: dict[str, Any]) -> Any:
-        return self.parse_record(record).parsed
-
-    @cached_property
-    def _takes_images(self) -> bool | None:
-        """Whether the model takes images; None where the recipe names no model yet."""
-        return self.model_source.is_multimodal if self.model_source.is_named else None
-
     def open_prompts(self, item: DatasetConfig) -> Source:
         """Return the records of `dstrain generate`, which may have no answer, cut to `data.max_samples`."""
         return self.open_sources([item])
@@ -279,7 +248,7 @@ class TextTask(TextBatches, Task):
 
     @property
     def loss_inputs(self) -> LossInputs:
-        return LossInputs(packing=LazyPacking(self))
+        return LossInputs(packing=lambda: self.packing)
 
     def build_model(self) -> torch.nn.Module:
         return self.enable_packing(self.model_source.load(self.recipe.model))

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from dstrain.data.loading.collate import PaddedRows
-    from dstrain.data.loading.packing import PackedRows
+    from dstrain.data.loading.collate import PackedRows, PaddedRows
 
 Examples = Sequence[Mapping[str, Any]]
 

@@ -14,6 +14,7 @@ from dstrain.batch import Batch, StepResult, to_floats
 from dstrain.distributed.world import World
 from dstrain.errors import RunError, first_names
 from dstrain.models.adapters.lora import adapters_disabled
+from dstrain.models.params.components import unwrap_peft
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import FrozenModel, LossInputs
 from dstrain.train.state.load import StoredModel
@@ -55,6 +56,8 @@ class TrainModule(torch.nn.Module):
         """`reward_models`: those of the task's scorers that are not cached, in their order."""
         super().__init__()
         self.task, self.model, self.loss_inputs = task, model, task.loss_inputs
+        # For the task's functions. Not a submodule too: names of weights would change, and DeepSpeed find them twice.
+        self.__dict__["unwrapped_model"] = unwrap_peft(model)
         inputs = self.loss_inputs
         self.reference_model = None if reference is None else FrozenModule(inputs.reference, reference)
         online = [scorer for scorer in inputs.scorers if not scorer.is_cached] if reward_models else []
@@ -63,6 +66,9 @@ class TrainModule(torch.nn.Module):
             name for name, parameter in model.named_parameters() if parameter.requires_grad
         )
         """Names of trained parameters, taken once: libraries such as peft may change `requires_grad` later."""
+
+    unwrapped_model: torch.nn.Module
+    """The model, or the one inside of peft's wrapper, which has the same layers."""
 
     @property
     def stored_model(self) -> StoredModel:
@@ -81,9 +87,9 @@ class TrainModule(torch.nn.Module):
             answers = self._reference_outputs(batch)
             step_stats = self.loss_inputs.step_stats
             assert step_stats is not None, "only asked of a task that needs them"
-            return answers, _with_weights(step_stats(self.model, batch.with_tensors(answers)), batch)
+            return answers, _with_weights(step_stats(self.unwrapped_model, batch.with_tensors(answers)), batch)
         answers = {} if self.loss_inputs.step_stats else self._reference_outputs(batch)  # already in the batch
-        loss = self.task.loss(self.model, batch.with_tensors(answers))
+        loss = self.task.loss(self.unwrapped_model, batch.with_tensors(answers))
         # Times 0 instead of no loss: every rank must take part in the collectives of both passes.
         return loss.total.float() * _batch_factor(batch), _with_weights(loss.metrics, batch)
 
@@ -96,7 +102,7 @@ class TrainModule(torch.nn.Module):
         # Dropout would make the reference random.
         model.eval()
         with torch.no_grad(), adapters_disabled(model):
-            found = self.loss_inputs.reference.outputs(model, batch)
+            found = self.loss_inputs.reference.outputs(self.unwrapped_model, batch)
         model.train(training)
         return found
 

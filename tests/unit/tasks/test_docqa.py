@@ -20,7 +20,7 @@ from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import RecipeError, TaskError
-from dstrain.models.heads.scores import MAX_CHUNK_BYTES
+from dstrain.models.heads.linear_head import MAX_CHUNK_BYTES
 from dstrain.models.params.groups import build_param_groups
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.common import forward

@@ -9,10 +9,9 @@ import pytest
 from dstrain.data.encoding.rendering import to_content_parts
 from dstrain.data.formats.conversations import read_conversation
 from dstrain.data.formats.image_placeholders import read_with_images
-from dstrain.data.formats.messages import has_images
+from dstrain.data.formats.messages import IMAGE_PLACEHOLDER, has_images
 from dstrain.data.formats.preferences import Preference, read_preference
 from dstrain.data.formats.prompts import read_prompt
-from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER
 from dstrain.data.records import BadRecord
 
 OK = {"role": "assistant", "content": "ok"}

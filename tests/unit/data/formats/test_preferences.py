@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrain.data.encoding.rendering import messages_to_transcript
-from dstrain.data.formats.preferences import read_preference
-from dstrain.data.formats.transcripts import (
+from dstrain.data.formats.messages import (
     common_word_prefix_length,
     is_transcript,
     parse_transcript,
 )
+from dstrain.data.formats.preferences import read_preference
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.open import open_source
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,8 +10,9 @@ from hypothesis import strategies as st
 from dstrain.config.schema import BatchConfig
 from dstrain.data.dataset import SequenceDataset, SequenceLengths
 from dstrain.data.loading.micro_batches import (
+    PADDED,
     MicroBatchLimits,
-    Packing,
+    PackingMode,
     SampleCosts,
     make_cost_function,
     make_limits,
@@ -22,13 +21,6 @@ from dstrain.data.loading.micro_batches import (
     split_evenly,
 )
 from dstrain.errors import RecipeError
-
-
-@dataclass(frozen=True)
-class Form:
-    is_packed: bool = False
-    shares_prefixes: bool = False
-
 
 LENGTHS = st.lists(st.integers(0, 600), min_size=1, max_size=60).map(np.array)
 WORLD = st.integers(1, 5)
@@ -71,14 +63,14 @@ def test_a_pair_costs_its_prompt_once_where_prefixes_are_shared():
     lengths = SequenceLengths(np.array([[10, 14], [8, 6]]), np.array([6, 5]))
     dataset = SequenceDataset([0, 1], (2,), sequence_lengths=lambda ids: lengths)
 
-    def tokens(packing: Packing) -> list[int]:
+    def tokens(packing: PackingMode) -> list[int]:
         costs = make_cost_function(dataset, packing)
         assert costs is not None
         return costs(np.arange(2)).tokens.tolist()
 
-    assert tokens(Form()) == [14, 8]
-    assert tokens(Form(is_packed=True)) == [24, 14]
-    assert tokens(Form(is_packed=True, shares_prefixes=True)) == [18, 9]
+    assert tokens(PADDED) == [14, 8]
+    assert tokens(PackingMode(is_packed=True)) == [24, 14]
+    assert tokens(PackingMode(is_packed=True, shares_prefixes=True)) == [18, 9]
 
 
 @pytest.mark.parametrize("is_packed", [True, False])

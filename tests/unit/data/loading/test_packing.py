@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrain.batch import PackedGroup
-from dstrain.data.loading.collate import PaddedRows
-from dstrain.data.loading.packing import pack_rows, shared_prefix_length
+from dstrain.data.loading.collate import PaddedRows, pack_rows, shared_prefix_length
 
 CHOSEN, REJECTED = [1, 2, 3, 4, 5], [1, 2, 3, 9]
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=7), min_size=2, max_size=8)

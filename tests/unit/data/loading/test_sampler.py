@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from dstrain.data.dataset import as_dataset
 from dstrain.data.loading.micro_batches import (
+    PADDED,
     CostFunction,
     MicroBatchLimits,
     SampleCosts,
+    costs_of,
     of_one_sequence,
-    padded_costs,
 )
 from dstrain.data.loading.sampler import StepSampler, eval_micro_batches
 from dstrain.errors import DataError
@@ -72,12 +73,12 @@ def test_a_samples_place_does_not_depend_on_the_split(sizes, samples_per_step, w
 
 
 LENGTHS = np.random.RandomState(0).randint(1, 500, 90)
-PADDED = padded_costs(of_one_sequence(LENGTHS.__getitem__))
+COSTS = costs_of(of_one_sequence(LENGTHS.__getitem__), PADDED)
 
 
 @given(SIZES, SMALL, st.integers(1, 5), st.integers(1, 4), st.integers(0, 100))
 def test_a_step_sorted_by_length_has_the_same_samples_at_the_same_places(sizes, total, world_size, accumulate, samples):
-    split = plan(sizes, samples_per_step=total, world_size=world_size, accumulate=accumulate, costs=PADDED)
+    split = plan(sizes, samples_per_step=total, world_size=world_size, accumulate=accumulate, costs=COSTS)
     alone = plan(sizes, samples_per_step=total)
     shares = [split.micro_batches(samples, rank) for rank in range(world_size)]
     ids = in_order(shares)
@@ -105,7 +106,7 @@ def test_sorting_leaves_little_padding():
         return LENGTHS.sum() / sum(len(chunk) * LENGTHS[chunk].max() for chunk in chunks)
 
     assert share_of_real_tokens(None) < 0.7
-    assert share_of_real_tokens(PADDED) > 0.9
+    assert share_of_real_tokens(COSTS) > 0.9
 
 
 @given(SIZES, SMALL, st.integers(0, 200))
@@ -184,7 +185,7 @@ def test_an_evaluation_takes_each_sample_once_in_as_many_batches_on_every_rank(s
     assert len({len(share) for share in shares}) == 1
     assert all(len(chunk) <= micro for share in shares for chunk in share)
     assert sorted(i for share in shares for chunk in share for i in chunk) == list(range(size))
-    by_length = [eval_micro_batches(size, limits, (world_size, rank), PADDED) for rank in range(world_size)]
+    by_length = [eval_micro_batches(size, limits, (world_size, rank), COSTS) for rank in range(world_size)]
     assert [[len(chunk) for chunk in share] for share in by_length] == [[len(chunk) for chunk in s] for s in shares]
     assert sorted(in_order(by_length)) == list(range(size))
     assert in_order(by_length) == sorted(range(size), key=lambda i: -LENGTHS[i])
@@ -205,7 +206,7 @@ def packed(ids: np.ndarray) -> SampleCosts:
     return SampleCosts(LENGTHS[ids], is_packed=True)
 
 
-@pytest.mark.parametrize("costs", [PADDED, packed])
+@pytest.mark.parametrize("costs", [COSTS, packed])
 @given(st.integers(1, 5), st.integers(1, 3000), st.integers(1, 40), st.integers(0, 100))
 def test_a_limit_of_tokens_changes_the_split_of_a_step_and_nothing_else(costs, world_size, limit, total, samples):
     split, alone = by_tokens(world_size, costs, limit, total), plan((90,), samples_per_step=total)
@@ -223,6 +224,6 @@ def test_a_limit_of_tokens_changes_the_split_of_a_step_and_nothing_else(costs, w
 
 def test_an_evaluation_keeps_the_limit_of_tokens():
     limits = MicroBatchLimits(tokens=1000)
-    shares = [eval_micro_batches(90, limits, (3, rank), PADDED) for rank in range(3)]
+    shares = [eval_micro_batches(90, limits, (3, rank), COSTS) for rank in range(3)]
     assert sorted(in_order(shares)) == list(range(90))
     assert all(len(chunk) * LENGTHS[chunk].max() <= 1000 for share in shares for chunk in share)

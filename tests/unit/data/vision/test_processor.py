@@ -15,8 +15,8 @@ from dstrain.data.encoding.preferences import encode_preferences
 from dstrain.data.encoding.rendering import PlaceholderExpansion
 from dstrain.data.encoding.train_tokenizer import train_tokenizer
 from dstrain.data.formats.conversations import Conversation
+from dstrain.data.formats.messages import IMAGE_PLACEHOLDER
 from dstrain.data.formats.preferences import Preference
-from dstrain.data.formats.transcripts import IMAGE_PLACEHOLDER
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS, VisionProcessor
 from dstrain.models.load import read_config

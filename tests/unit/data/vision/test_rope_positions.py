@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from dstrain.batch import PackedGroup
-from dstrain.data.loading.packing import pack_rows
+from dstrain.data.loading.collate import pack_rows
 from dstrain.data.vision.rope_positions import packed_rope_positions
 from tests.unit.models.test_qwen import config_for, words
 

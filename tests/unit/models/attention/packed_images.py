@@ -11,8 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from dstrain.batch import Batch
-from dstrain.data.loading.collate import PaddedRows
-from dstrain.data.loading.packing import PackedRows, pack_rows
+from dstrain.data.loading.collate import PackedRows, PaddedRows, pack_rows
 from dstrain.data.vision.processor import VisionProcessor
 from dstrain.models.reward_model import AutoRewardModel
 from tests.unit.data.vision.test_processor import made_from

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,8 +16,9 @@ from dstrain.data.loading.collate import loss_positions
 from dstrain.models.adapters.lora import add_adapters
 from dstrain.models.heads import chunked_lm_head
 from dstrain.models.heads.chunked_lm_head import HeadInput, capture_head_input
-from dstrain.models.heads.scores import MAX_CHUNK_BYTES
+from dstrain.models.heads.linear_head import MAX_CHUNK_BYTES
 from dstrain.models.load import read_config
+from dstrain.models.params.components import unwrap_peft
 from dstrain.tasks.common import forward
 from tests.model_families import FAMILIES, family
 
@@ -95,7 +96,7 @@ def test_chunks_say_what_all_logits_say(name: str) -> None:
 def test_adapters_of_heads_and_of_tied_embeddings_learn_the_same(
     family: str, lora: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, given = add_adapters(made(family), LoraConfig(rank=4, **lora), (), 3), batch()
+    model, given = unwrap_peft(add_adapters(made(family), LoraConfig(rank=4, **lora), (), 3)), batch()
     for parameter in model.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.2)
@@ -123,7 +124,7 @@ class Unchunked:
 
 def with_adapter(model: PreTrainedModel) -> torch.nn.Module:
     """The model with an adapter on its head, whose gradient autograd computes."""
-    return add_adapters(model, LoraConfig(rank=4, targets=["lm_head"]), (), 3)
+    return cast(torch.nn.Module, unwrap_peft(add_adapters(model, LoraConfig(rank=4, targets=["lm_head"]), (), 3)))
 
 
 @pytest.mark.usefixtures("chunks")

@@ -94,11 +94,14 @@ def test_others_keep_their_mask() -> None:
 
 
 @pytest.mark.parametrize(("name", "given"), [("llama", False), ("lfm2", True)])
-def test_a_model_with_adapters_is_asked_as_the_one_inside(name: str, given: bool) -> None:
+def test_a_model_with_adapters_is_run_as_the_one_inside(name: str, given: bool) -> None:
     model, seen = add_adapters(made(AutoModelForCausalLM, name), LoraConfig(rank=2), (), 1), []
     inner = model.get_base_model()
     forward = type(inner).forward
     inner.forward = lambda **inputs: (seen.append("attention_mask" in inputs), forward(inner, **inputs))[1]
     ids, mask = rows()
-    forward_logits(model, Batch(tensors={"input_ids": ids, "attention_mask": mask}, weight=1.0, samples=()))
+    batch = Batch(tensors={"input_ids": ids, "attention_mask": mask}, weight=1.0, samples=())
+    forward_logits(inner, batch)
     assert seen == [given]
+    with pytest.raises(AssertionError, match="unwrap_peft"):
+        forward_logits(model, batch)

@@ -22,6 +22,7 @@ from dstrain.data.loading.loader import make_batch
 from dstrain.data.records import BadRecord
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError, RecipeError
+from dstrain.models.params.components import unwrap_peft
 from dstrain.tasks import Task, find_task, make_task
 from dstrain.tasks.common.pairs import PairTask
 from dstrain.tasks.common.task import EXPORT_RECIPE, load_split
@@ -322,7 +323,8 @@ def test_an_export_of_adapters_scores_with_its_base(tmp_path: Path) -> None:
     data: Any = trained.examples("train")
     model.eval()
     with torch.no_grad():
-        wanted = [trained.scores(model, trained.collate([data[index]])).tolist()[0] for index in IDS]
+        inside, batches = unwrap_peft(model), [trained.collate([data[index]]) for index in IDS]
+        wanted = [trained.scores(inside, batch).tolist()[0] for batch in batches]
     found = {examples[index]["sample"]: examples[index]["harmless_chosen"] for index in range(len(examples))}
     samples = [data[index]["sample"] for index in IDS]
     assert [found[sample] for sample in samples] == pytest.approx(wanted, abs=1e-5)

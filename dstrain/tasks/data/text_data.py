@@ -1,9 +1,8 @@
-"""Part of a text task that makes its batches: packed or padded rows, and images."""
+"""Part of a text task that its records and batches pass: parsing, packed or padded rows, images."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,14 +10,17 @@ import numpy as np
 
 from dstrain.batch import Batch
 from dstrain.config.schema import RunConfig
-from dstrain.tasks.batches.packing_mode import PackingMode, model_unsupported_reason, resolve_packing
+from dstrain.data.formats.image_placeholders import RecordWithImages, read_with_images
+from dstrain.data.formats.messages import has_images
+from dstrain.data.loading.micro_batches import PackingMode
+from dstrain.data.records import BadRecord
+from dstrain.tasks.data.packing_mode import model_unsupported_reason, resolve_packing
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from dstrain.data.loading.collate import PaddedRows
-    from dstrain.data.loading.packing import PackedRows
+    from dstrain.data.loading.collate import PackedRows, PaddedRows
 
 BATCH_METHODS = (
     "collate", "sequences", "output_tensors", "extra_tensors", "with_images", "row_images", "loss", "loss_inputs", "reference_outputs",
@@ -27,28 +29,15 @@ BATCH_METHODS = (
 """Members that read or write the rows of a batch, or choose the class of the model that reads them."""
 
 
-@dataclass(frozen=True)
-class LazyPacking:
-    """The form of a task's batches. The models' configs are read where it is asked for: reading them imports torch."""
-
-    task: TextBatches
-
-    @property
-    def is_packed(self) -> bool:
-        return self.task.packing.is_packed
-
-    @property
-    def shares_prefixes(self) -> bool:
-        return self.task.packing.shares_prefixes
-
-
-class TextBatches:
-    """Base class of text tasks, for their batches. Rows of a batch: R sequences of token ids."""
+class TextData:
+    """Base class of text tasks, for their records and batches. Rows of a batch: R sequences of token ids."""
 
     packs_batches: ClassVar[bool] = False
     """True where `collate` can pack the rows, and `loss` reads them through functions that know packed batches."""
     has_pairs: ClassVar[bool] = False
     """True where the rows of a sample begin with the same tokens."""
+    ref_columns: ClassVar[tuple[str, ...]] = ()
+    """Names of the outputs of a reference, the tensors that `reference_outputs` returns."""
 
     if TYPE_CHECKING:  # of `TextTask`
         recipe: RunConfig
@@ -57,6 +46,36 @@ class TextBatches:
 
         @property
         def loads_own_model(self) -> bool: ...
+        def parse(self, record: Mapping[str, Any]) -> Any: ...
+
+    def parse_record(self, record: dict[str, Any]) -> Any:
+        """Parse a record and refuse images that the model does not take. Raises BadRecord."""
+        return self.parse_with_images(record, self.parse)
+
+    def parse_with_images(
+        self, record: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Any]
+    ) -> RecordWithImages[Any]:
+        """Return `parse` of the record's text with the record's images. Raises BadRecord.
+
+        Where the recipe names no model yet, records with images are accepted.
+        """
+        if not has_images(record):
+            parsed = parse(record)  # a fault of the record is reported before the model is read
+            return read_with_images(record, parse) if self._takes_images else RecordWithImages(parsed)
+        if self._takes_images is False:
+            raise BadRecord(
+                "the record has an image, and the model is text-only; "
+                "name a vision-language model, or remove the record"
+            )
+        return read_with_images(record, parse)
+
+    def _parse_text_only(self, record: dict[str, Any]) -> Any:
+        return self.parse_record(record).parsed
+
+    @cached_property
+    def _takes_images(self) -> bool | None:
+        """Whether the model takes images; None where the recipe names no model yet."""
+        return self.model_source.is_multimodal if self.model_source.is_named else None
 
     @cached_property
     def packing(self) -> PackingMode:
@@ -94,8 +113,7 @@ class TextBatches:
 
         Sequences after those of the pairs are packed on their own.
         """
-        from dstrain.data.loading.collate import PaddedRows
-        from dstrain.data.loading.packing import pack_rows
+        from dstrain.data.loading.collate import PaddedRows, pack_rows
 
         if not self.packing.is_packed:
             return PaddedRows(sequences, self.tokenizer.pad_token_id)
@@ -133,3 +151,14 @@ class TextBatches:
     def augment_image(self, image: Image, example: Mapping[str, Any], index: int) -> Image:
         """Return the image as it is trained on."""
         return image
+
+    def cached_reference_outputs(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Return the precomputed outputs of the reference, (B,) each; empty where there are none."""
+        import torch
+
+        return {
+            # float64, as they were computed: a log-ratio is a small difference of large sums.
+            name: torch.tensor([example[name] for example in examples], dtype=torch.float64)
+            for name in self.ref_columns
+            if name in examples[0]
+        }

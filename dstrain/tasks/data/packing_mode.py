@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dstrain.config.schema import BatchConfig, ModelConfig
+from dstrain.data.loading.micro_batches import PADDED, PackingMode
 from dstrain.errors import Fault, RecipeError
 
 if TYPE_CHECKING:
@@ -15,18 +15,6 @@ if TYPE_CHECKING:
 
 FindUnsupportedReason = Callable[[bool], str | None]
 """shares_prefixes -> why the models cannot take packed batches, or None."""
-
-
-@dataclass(frozen=True)
-class PackingMode:
-    """The form of a run's batches."""
-
-    is_packed: bool
-    """One row without padding instead of one row for each sequence."""
-    shares_prefixes: bool = False
-    """Sequences of a sample share their common beginning."""
-    message: str = ""
-    """Why `auto` is off; empty where it is on, or where the recipe decides."""
 
 
 def resolve_packing(
@@ -49,7 +37,7 @@ def resolve_packing(
         if shares is True:
             problem = "is true, but batch.packing is false, and padded rows share nothing"
             raise RecipeError(Fault("batch.prefix_sharing", problem, "remove one of the two"))
-        return PackingMode(False)
+        return PADDED
     forced = batch.packing is True or shares is True
     reason = find_unsupported_reason(False)
     if reason and forced:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from dstrain.config.schema import BatchConfig, RunConfig
+from dstrain.data.loading.micro_batches import PackingMode
 from dstrain.errors import RecipeError, TaskError
 from dstrain.models.attention.packed import enable_packed_attention, has_packed_attention
 from dstrain.tasks import Task, make_task
-from dstrain.tasks.batches.packing_mode import PackingMode, resolve_packing
+from dstrain.tasks.data.packing_mode import resolve_packing
 from tests.model_families import family
 from tests.vision_recipes import GEMMA3, TEXT, llava, named_recipe
 
@@ -116,9 +117,8 @@ def test_the_form_is_decided_where_it_is_asked_for(name: str, tmp_path: Path) ->
     """The launcher of `dstrain prepare` asks for the frozen models only, and imports no torch."""
     made: Any = task(tmp_path, name)
     inputs = made.loss_inputs
-    assert "model_source" not in vars(made)
-    assert inputs.packing.is_packed
-    assert inputs.packing.shares_prefixes == (name == "dpo")
+    assert not {"model_source", "packing"} & vars(made).keys()
+    assert inputs.packing() == PackingMode(True, name == "dpo")
 
 
 @pytest.mark.parametrize("name", ["vlm", "docqa", "rm, with images", "dpo, with images"])

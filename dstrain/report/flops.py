@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,8 @@ class StepFlops:
     def __init__(self, module: torch.nn.Module, model: torch.nn.Module) -> None:
         """`module` is called for each micro-batch; `model`, inside it, is trained, its frozen reference is not."""
         self._counter = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
-        self._forward, self._trained = _CallCounter(module, self._counter), _CallCounter(model, self._counter)
+        self._forward = _OutermostCalls(self._counter, [module])
+        self._trained = _TrainedCalls(self._counter, model.modules(), self._forward)
 
     def __enter__(self) -> StepFlops:
         self._counter.__enter__()
@@ -77,35 +78,68 @@ class StepFlops:
 
     @property
     def total(self) -> int:
-        """Operations so far: of the forward passes, and at most twice those of the trained model's for the backward."""
+        """Operations so far: of the forward passes, and at most those that the trained model's gradients need."""
         backward = self._counter.get_total_flops() - self._forward.flops
-        # The backward pass of a matrix product has two of its size; what is above that was recomputed.
-        return self._forward.flops + min(backward, 2 * self._trained.flops_with_grad)
+        return self._forward.flops + min(backward, self._trained.backward_flops)
 
 
-class _CallCounter:
-    """Sum of the operations inside the calls of one module."""
+class _OutermostCalls:
+    """Sum of the operations inside the calls of modules; a call inside of another one is a part of it."""
 
-    def __init__(self, module: torch.nn.Module, counter: FlopCounterMode) -> None:
-        self._counter, self._start = counter, 0
-        self.flops, self.flops_with_grad = 0, 0
+    def __init__(self, counter: FlopCounterMode, modules: Iterable[torch.nn.Module]) -> None:
+        self._counter, self._start, self.depth, self.flops = counter, 0, 0, 0
         self._hooks = [
-            module.register_forward_pre_hook(self._enter),
-            module.register_forward_hook(self._leave, always_call=True),
+            hook
+            for module in modules
+            for hook in (
+                module.register_forward_pre_hook(self._enter),
+                module.register_forward_hook(self._leave, always_call=True),
+            )
         ]
 
     def _enter(self, *_: Any) -> None:
-        self._start = self._counter.get_total_flops()
+        if not self.depth:
+            self._start = self._counter.get_total_flops()
+        self.depth += 1
 
-    def _leave(self, *_: Any) -> None:
-        spent = self._counter.get_total_flops() - self._start
-        self.flops += spent
-        if torch.is_grad_enabled():
-            self.flops_with_grad += spent
+    def _leave(self, module: torch.nn.Module, inputs: tuple[Any, ...], _output: Any) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self.add(self._counter.get_total_flops() - self._start, module, inputs)
+
+    def add(self, flops: int, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Add the operations of an outermost call."""
+        self.flops += flops
 
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+class _TrainedCalls(_OutermostCalls):
+    """Operations of the backward pass of a model's outermost parts: a head may be called on its own, after the rest."""
+
+    def __init__(
+        self, counter: FlopCounterMode, modules: Iterable[torch.nn.Module], forward_pass: _OutermostCalls
+    ) -> None:
+        super().__init__(counter, modules)
+        self._forward_pass, self._is_recomputed, self.backward_flops = forward_pass, False, 0
+
+    def _enter(self, *_: Any) -> None:
+        if not self.depth:
+            self._is_recomputed = not self._forward_pass.depth
+        super()._enter()
+
+    def add(self, flops: int, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._is_recomputed or not torch.is_grad_enabled():  # in the backward pass, or of a reference
+            return
+        product, done = flops, 0
+        if type(module) is torch.nn.Linear and inputs:
+            # `dstrain.models.heads.linear_head` computes the gradient of the rows in the forward pass.
+            product = 2 * inputs[0].numel() * module.out_features
+            done = flops - product
+        # The backward pass of a matrix product has two of its size.
+        self.backward_flops += 2 * product - done
 
 
 def _count_cpu_attention(

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from dstrain.batch import Batch
+from dstrain.config.schema import RunConfig
+from dstrain.models.heads.chunked_lm_head import HeadInput
+from dstrain.models.heads.linear_head import MAX_CHUNK_BYTES, ScoreFields
+from dstrain.models.params.components import unwrap_peft
 from dstrain.report.flops import StepFlops, find_peak_flops
+from dstrain.tasks import find_task, make_task
+from dstrain.train.build_model import build_train_module
 
-ROWS, WIDTH, OUT = 3, 4, 5
+ROWS, WIDTH, OUT, VOCABULARY = 3, 4, 5, 7
 PRODUCT = 2 * ROWS * WIDTH * OUT
 
 
@@ -65,6 +75,59 @@ def test_a_gradient_that_nobody_needs_does_not_count() -> None:
 
 def test_a_reference_counts_its_forward_pass_alone() -> None:
     assert count(Model(recomputes=False, has_reference=True)) == 4 * 2 * PRODUCT
+
+
+class WithHead(torch.nn.Module):
+    """Two layers and a head that is called on its own, behind them."""
+
+    def __init__(self, fields: ScoreFields, recomputes: bool) -> None:
+        super().__init__()
+        self.model = Layers(recomputes)
+        self.model.head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.fields = fields
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        head_input = HeadInput(self.model.head, self.model(rows)[None], ())
+        targets = torch.arange(len(rows)) % VOCABULARY
+        return head_input.score_targets(head_input.hidden_states[0], targets, self.fields).log_probs.sum()
+
+
+@pytest.mark.parametrize("fields", [ScoreFields(), ScoreFields(mean_log_probs=True)], ids=["linear", "in chunks"])
+@pytest.mark.parametrize("limit", [2**26, 64], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_head_behind_the_model_counts_in_both_passes(
+    fields: ScoreFields, limit: int, recomputes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MAX_CHUNK_BYTES, "cpu", limit)
+    module = WithHead(fields, recomputes)
+    with StepFlops(module, module.model) as flops:
+        module(torch.randn(ROWS, WIDTH, requires_grad=True)).backward()
+    assert flops.total == 3 * (2 * PRODUCT + 2 * ROWS * WIDTH * VOCABULARY)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 1, "targets": ["v_proj"]}])
+@pytest.mark.parametrize("task", ["sft", "dpo", "rm"])
+def test_a_task_counts_its_head(task: str, lora: dict[str, Any] | None, tmp_path: Path) -> None:
+    """Its model and its head are called in more than one piece; each weight has a product per token and pass."""
+    recipe = find_task(task).tiny(tmp_path)
+    recipe["model"]["lora"] = lora
+    made: Any = make_task(RunConfig.model_validate(recipe))
+    module, batch = build_train_module(made), made.collate([made.examples("train")[0]])
+    with StepFlops(module, module.model) as flops:
+        module(batch)[0].backward()
+    model: Any = unwrap_peft(module.model)
+    inner = sum(p.numel() for layer in model.model.layers for name, p in layer.named_parameters() if p.dim() == 2)
+    tokens = batch.tensors["input_ids"].numel()
+    head = model.score.weight.numel() * 2 if task == "rm" else model.lm_head.weight.numel() * count_targets(batch)
+    attention = 6 * model.config.num_hidden_layers * 2 * 2 * model.config.hidden_size * tokens**2
+    passes = 3 if lora is None else 2
+    reference = 1 if task == "dpo" else 0
+    assert flops.total >= (passes + reference) * 2 * (inner * tokens + head)
+    assert flops.total <= (3 + reference) * 2 * (inner * tokens + head) + attention
+
+
+def count_targets(batch: Batch) -> int:
+    return int(batch.tensors["learnt"].sum())
 
 
 def test_attention_on_a_cpu_counts_in_both_passes() -> None:

@@ -1,7 +1,8 @@
-"""Pydantic field types of the recipe."""
+"""Types of the recipe's values, for pydantic, and limits of the options of tasks."""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any
 
@@ -70,3 +71,15 @@ def hide_secret(value: Any) -> Any:
     """Return the value as a message may show it: `NAME=...` for a secret."""
     name, given, _ = value.partition("=") if isinstance(value, str) else ("", "", "")
     return f"{name}=..." if given and (SECRET_NAME.search(name) or URL_PASSWORD.search(value)) else value
+
+
+def check_limits(options: Any, *names: str, least: float = 0, below: float = math.inf) -> None:
+    """Raise ValueError for an option, an attribute with one of the names, under `least` or not below `below`.
+
+    None, an option that is not set, is within any limits.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not least <= value < below:
+            limits = f"at least {least:g}" + ("" if below == math.inf else f" and below {below:g}")
+            raise ValueError(f"{name} is {value:g}, but it must be {limits}")

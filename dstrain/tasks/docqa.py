@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrain.config.field_types import check_limits
 from dstrain.config.schema import DatasetConfig, LoraConfig
 from dstrain.data.documents.options import DocumentOptions
 from dstrain.data.documents.source import DocumentSource
@@ -106,18 +107,11 @@ class DocQA(SFT):
     def __post_init__(self) -> None:
         # Made here, because both check their values.
         _ = self.document_options, self.augmentation
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing is {self.label_smoothing:g}, but it must be at least 0 and below 1")
-        if self.focal_gamma < 0:
-            raise ValueError(f"focal_gamma is {self.focal_gamma:g}, but it must be at least 0")
+        check_limits(self, "label_smoothing", below=1)
+        check_limits(self, "focal_gamma")
         if self.prompt_template.count(QUESTION_FIELD) != 1:
             raise ValueError(f"prompt_template must contain {QUESTION_FIELD} once")
-        for name, value in (
-            ("max_new_tokens", self.max_new_tokens),
-            ("generate_max_samples", self.generate_max_samples),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, but it must be at least 1")
+        check_limits(self, "max_new_tokens", "generate_max_samples", least=1)
 
     @cached_property
     def document_options(self) -> DocumentOptions:

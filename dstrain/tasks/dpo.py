@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch
+from dstrain.config.field_types import check_limits
 from dstrain.old_paths import moved_names
 from dstrain.tasks.common.pairs import PairChecks, pair_metrics, tiny_pair_recipe
 from dstrain.tasks.common.reference import ReferenceChecks
@@ -59,8 +60,7 @@ class DPO(SafePairTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing is {self.label_smoothing:g}, but it must be at least 0 and below 0.5")
+        check_limits(self, "label_smoothing", below=0.5)
         if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
             raise ValueError(f"label_smoothing has no meaning for loss_type {self.loss_type}; leave it out")
         if self.rpo_alpha < 0 or (self.rpo_alpha and self.loss_type == "orpo"):

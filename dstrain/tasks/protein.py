@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from dstrain.batch import Batch
+from dstrain.config.field_types import check_limits
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.cache.build import RecordEncode, prepare
-from dstrain.data.cache.dataset import NO_TRAIN_DATA, TokenizedDataset, get_source_sizes, split_examples
+from dstrain.data.cache.dataset import NO_TRAIN_DATA, get_source_sizes, split_examples
+from dstrain.data.cache.token_store import TokenizedDataset
 from dstrain.data.dataset import Samples
 from dstrain.data.records import BadRecord
 from dstrain.data.sources.base import ConcatSource, cut_source
@@ -122,21 +124,16 @@ class Protein(Task):
     """Sequence identity from which on chains are kept on one side of data.eval_fraction, above 0 and up to 1."""
 
     def __post_init__(self) -> None:
-        counts = {name: getattr(self, name) for name in ("hidden_dim", "encoder_layers", "decoder_layers", "num_heads")}
-        if wrong := [f"{name} is {value}, but it must be at least 1" for name, value in counts.items() if value < 1]:
-            raise ValueError("; ".join(wrong))
+        check_limits(self, "hidden_dim", "encoder_layers", "decoder_layers", "num_heads", least=1)
         if self.hidden_dim % self.num_heads:
             raise ValueError(
                 f"hidden_dim is {self.hidden_dim}, but it must be a multiple of num_heads {self.num_heads}"
             )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout:g}, but it must be at least 0 and below 1")
+        check_limits(self, "dropout", below=1)
         if not 0 < self.mask_ratio < 1:
             raise ValueError(f"mask_ratio is {self.mask_ratio:g}, but it must be above 0 and below 1")
-        if self.coordinate_weight < 0:
-            raise ValueError(f"coordinate_weight is {self.coordinate_weight:g}, but it must be at least 0")
-        if self.min_residues < 2:
-            raise ValueError(f"min_residues is {self.min_residues}, but it must be at least 2")
+        check_limits(self, "coordinate_weight")
+        check_limits(self, "min_residues", least=2)
         if not 0 < self.split_identity <= 1:
             raise ValueError(f"split_identity is {self.split_identity:g}, but it must be above 0 and up to 1")
 

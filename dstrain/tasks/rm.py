@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.batch import Batch
+from dstrain.config.field_types import check_limits
 from dstrain.config.schema import ModelConfig
 from dstrain.tasks.common.model_source import ModelSource
 from dstrain.tasks.common.pairs import PairChecks, PairTask, tiny_pair_recipe
@@ -113,10 +114,8 @@ class RewardModel(PairTask):
     """Train without dropout, so that both answers are scored by the same network."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing is {self.label_smoothing:g}, but it must be at least 0 and below 0.5")
-        if self.center_rewards_coefficient < 0:
-            raise ValueError(f"center_rewards_coefficient is {self.center_rewards_coefficient:g}, below 0")
+        check_limits(self, "label_smoothing", below=0.5)
+        check_limits(self, "center_rewards_coefficient")
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         from dstrain.tasks.common.losses import bradley_terry

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from dstrain.batch import Batch
+from dstrain.config.field_types import check_limits
 from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
 from dstrain.data.cache.build import RecordEncode, prepare
 from dstrain.data.cache.token_store import TokenStore
@@ -87,8 +88,7 @@ class Temporal(SFT):
         object.__setattr__(self, "metric_names", METRICS[self.stage])
         if not 0 < self.mask_ratio < 1:
             raise ValueError(f"mask_ratio is {self.mask_ratio:g}, but it must be above 0 and below 1")
-        if self.max_new_tokens < 1 or (self.generate_max_samples or 1) < 1:
-            raise ValueError("max_new_tokens and generate_max_samples must be at least 1")
+        check_limits(self, "max_new_tokens", "generate_max_samples", least=1)
         if self.stage in ("align", "masked") and self.recipe.model.lora is not None:
             raise ValueError(f"stage {self.stage} trains no adapters; remove model.lora, or use stage sft")
         if self.synthetic and self.stage == "classify":

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from dstrain.cache_dir import cache_root, hash_key
-from dstrain.data.cache.dataset import AlignedStore, TokenizedDataset
-from dstrain.data.cache.token_store import TokenStore
+from dstrain.data.cache.token_store import AlignedStore, TokenizedDataset, TokenStore
 from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import iter_batches
 from dstrain.data.loading.micro_batches import costs_of, make_limits

@@ -18,7 +18,7 @@ from PIL import Image
 from dstrain.commands.data import NO_TOKENIZER_HINT
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config.schema import RunConfig
-from dstrain.data.cache.dataset import TokenizedDataset
+from dstrain.data.cache.token_store import TokenizedDataset
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import DataError, UsageError
 from dstrain.launch.topology import Worker

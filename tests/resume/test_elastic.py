@@ -275,7 +275,9 @@ def test_packing_may_be_switched_between(
     run = {"recipe": recipe, "run_dir": str(tmp_path / "run")}
     workers[2](RUN, **run, sets=[f"batch.packing={before}"], crash_at=5)
     workers[2](RUN, **run, sets=[f"batch.packing={after}", "batch.prefix_sharing=false"])
-    close(metric_rows(tmp_path / "run"), whole)
+    rows = metric_rows(tmp_path / "run")
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in whole], rel=1e-5)
+    close(rows, whole)  # steps, samples, learning rates and gradient norms too
 
 
 def test_another_optimizer_begins_anew_and_says_so(

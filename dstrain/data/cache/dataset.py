@@ -8,15 +8,6 @@ from dstrain.data.cache.token_store import AlignedStore, TokenizedDataset, Token
 from dstrain.data.sources.base import ConcatSource
 from dstrain.errors import DataError, Fault
 
-__all__ = [
-    "NO_TRAIN_DATA",
-    "AlignedStore",
-    "TokenizedDataset",
-    "align_store",
-    "get_source_sizes",
-    "split_examples",
-]
-
 NO_TRAIN_DATA = Fault("data.train", "is not set", "write `data: {train: pairs.jsonl}`")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dstrain.config.field_types import check_limits
 from dstrain.data.series.patches import SERIES_TOKEN_ID, PatchConfig
 
 
@@ -27,13 +28,10 @@ class EncoderOptions:
     """Dropout probability in the encoder."""
 
     def __post_init__(self) -> None:
-        for name in ("patch_length", "patches_per_token", "hidden_size", "num_layers", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but it must be at least 1")
+        check_limits(self, "patch_length", "patches_per_token", "hidden_size", "num_layers", "num_heads", least=1)
         if self.hidden_size % self.num_heads or self.hidden_size % 2:
             raise ValueError(f"hidden_size is {self.hidden_size}, but it must be even and a multiple of num_heads")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout:g}, but it must be at least 0 and below 1")
+        check_limits(self, "dropout", below=1)
 
     @property
     def patches(self) -> PatchConfig:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dstrain.config.field_types import check_limits
 from dstrain.data.records import BadRow
 
 GENERATOR_VERSION = 1
@@ -37,12 +38,11 @@ class SyntheticOptions:
     """Share of missing values, below 1."""
 
     def __post_init__(self) -> None:
-        if self.num_samples < 1:
-            raise ValueError(f"num_samples is {self.num_samples}, but it must be at least 1")
+        check_limits(self, "num_samples", least=1)
         if not 8 <= self.min_length <= self.max_length:
             raise ValueError("min_length must be at least 8, and max_length at least min_length")
-        if self.noise < 0 or not 0 <= self.missing < 1 or self.seed < 0:
-            raise ValueError("noise and seed must be at least 0, and missing at least 0 and below 1")
+        check_limits(self, "noise", "seed")
+        check_limits(self, "missing", below=1)
 
 
 class SyntheticCurves:

@@ -1,4 +1,4 @@
-"""Descriptions of files that are not images, for error messages."""
+"""Descriptions of files that are not images, and what to do with them, for error messages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,23 @@ _FILE_SIGNATURES = (
     (b"icns", "it is an Apple icon"),
     (b"<", "it is HTML, SVG or XML"),
 )
+_PDF_FIX = "save its pages as PNG or JPEG, or use task docqa, which reads PDFs"
 UNKNOWN_CONTENT = "its first bytes are unknown"
 
 
 def describe_content(content: bytes) -> str:
     """Return what kind of file it is, without quoting its content: it may be any file of this host."""
-    start = content[:64].lstrip(b"\xef\xbb\xbf \t\r\n")
+    start = _strip_start(content)
     known = next((kind for signature, kind in _FILE_SIGNATURES if start.startswith(signature)), None)
     text = start.decode("ascii", "replace").expandtabs().replace("\n", " ").replace("\r", " ").isprintable()
     return known or ("it is text" if text and start.isascii() else UNKNOWN_CONTENT)
+
+
+def suggest_fix(content: bytes) -> str:
+    """Return what to do with a file that is no image."""
+    return _PDF_FIX if _strip_start(content).startswith(b"%PDF") else "save it as PNG or JPEG"
+
+
+def _strip_start(content: bytes) -> bytes:
+    """Return the first bytes without a byte order mark and blanks."""
+    return content[:64].lstrip(b"\xef\xbb\xbf \t\r\n")

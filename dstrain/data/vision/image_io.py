@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.data.formats.messages import json_type_name
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.deferred_image import DeferredImage
-from dstrain.data.vision.file_type import describe_content
+from dstrain.data.vision.file_type import describe_content, suggest_fix
 from dstrain.errors import DataError
 from dstrain.files import NOT_REGULAR, display_path, open_regular_file
 from dstrain.patching import check_version
@@ -212,7 +212,7 @@ def _open_image(content: bytes, name: str) -> Image:
         if any(accept and accept(content[:16]) for accept in (Image.OPEN[form][1] for form in known)):
             raise BadRecord(f"{name} is damaged or truncated in its first bytes; download it again") from fault
         problem = f"{name} is not an image in a known format ({describe_content(content)}; known: {_FORMAT_NAMES})"
-        raise BadRecord(f"{problem}; save it as PNG or JPEG") from fault
+        raise BadRecord(f"{problem}; {suggest_fix(content)}") from fault
     except MemoryError:
         raise
     except Exception as fault:

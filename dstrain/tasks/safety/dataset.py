@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dstrain.data.cache.dataset import TokenizedDataset
+from dstrain.data.cache.token_store import TokenizedDataset
 from dstrain.errors import DataError
 from dstrain.tasks.common.task import Split
 from dstrain.tasks.safety.options import SafetyOptions

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from dstrain.config.field_types import check_limits
+
 SafetyMethod = Literal["none", "safedpo"]
 
 
@@ -38,9 +40,7 @@ class SafetyOptions:
     """Reward that the anchor asks for."""
 
     def __post_init__(self) -> None:
-        for name in ("delta", "scaling_weight", "scaling_rate", "image_weight", "anchor_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name):g}, but it must be at least 0")
+        check_limits(self, "delta", "scaling_weight", "scaling_rate", "image_weight", "anchor_weight")
         if not MIN_CROP_AREA < self.crop_max_area <= 1:
             raise ValueError(
                 f"crop_max_area is {self.crop_max_area:g}, but it must be above {MIN_CROP_AREA:g} and at most 1"

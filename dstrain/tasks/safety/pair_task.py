@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dstrain.batch import Batch
-from dstrain.data.cache.dataset import TokenizedDataset
+from dstrain.data.cache.token_store import TokenizedDataset
 from dstrain.data.dataset import Dataset
 from dstrain.data.formats.preferences import Preference
 from dstrain.data.formats.safety_labels import read_safety_labels

@@ -17,8 +17,8 @@ import numpy as np
 from dstrain.batch import Batch
 from dstrain.config import read_recipe
 from dstrain.config.schema import DatasetConfig, EvalConfig, ModelConfig
-from dstrain.data.cache.dataset import TokenizedDataset, align_store
-from dstrain.data.cache.token_store import TokenStore
+from dstrain.data.cache.dataset import align_store
+from dstrain.data.cache.token_store import TokenizedDataset, TokenStore
 from dstrain.data.dataset import Dataset
 from dstrain.data.fingerprint import tokenizer_fingerprint
 from dstrain.data.sources.base import ConcatSource

@@ -9,7 +9,7 @@ from typing import Any
 
 from dstrain.cache_dir import file_digest
 from dstrain.config.schema import DatasetConfig
-from dstrain.data.cache.dataset import TokenizedDataset
+from dstrain.data.cache.token_store import TokenizedDataset
 from dstrain.data.dataset import Dataset
 from dstrain.data.fingerprint import tokenizer_fingerprint
 from dstrain.data.sources.folder import find_structure_files

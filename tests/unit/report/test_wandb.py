@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +245,18 @@ def stop_services() -> None:
         service.send_signal(signal.SIGSTOP)
 
 
+def ends_without_service(call: Callable[[], Any]) -> bool:
+    """Whether a call ends in 15 s, in a thread, while its service hangs; the service is killed afterwards."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(15)
+    ended = not thread.is_alive()
+    for service in services():
+        service.kill()
+    thread.join(10)
+    return ended
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two seconds until a service that hangs is killed."""
@@ -275,14 +287,7 @@ def test_a_service_that_hangs_at_the_start_does_not_hold_up_the_run(
         raise TimeoutError("no answer")
 
     monkeypatch.setattr(sink, "_init", hang)
-    starting = threading.Thread(target=WandbSink, args=(OFFLINE, tmp_path / "run", RECIPE), daemon=True)
-    starting.start()
-    starting.join(15)
-    hangs = starting.is_alive()
-    for service in services():
-        service.kill()
-    starting.join(10)
-    assert not hangs
+    assert ends_without_service(lambda: WandbSink(OFFLINE, tmp_path / "run", RECIPE))
     assert "does not end, so its processes are killed" in caplog.text
 
 
@@ -307,12 +312,5 @@ def test_a_service_that_hangs_after_the_last_row_is_killed(tmp_path: Path, monke
         else:
             ended.append("")
 
-    closing = threading.Thread(target=close, daemon=True)
-    closing.start()
-    closing.join(10)
-    hangs = closing.is_alive()
-    for service in services():
-        service.kill()
-    closing.join(10)
-    assert not hangs
+    assert ends_without_service(close)
     assert ended == [""], "wandb ends the process that it runs in"

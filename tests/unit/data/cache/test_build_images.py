@@ -16,7 +16,7 @@ from PIL import Image
 
 from dstrain.config.schema import RunConfig
 from dstrain.data.cache import build
-from dstrain.data.cache.dataset import TokenizedDataset
+from dstrain.data.cache.token_store import TokenizedDataset
 from dstrain.data.vision import image_index_writer
 from dstrain.tasks import find_task, make_task
 from dstrain.tasks.common.text import TextTask

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dstrain.data.cache.dataset import TokenizedDataset, align_store, split_examples
+from dstrain.data.cache.dataset import align_store, split_examples
 from dstrain.data.cache.load_or_build import load_or_build_store
-from dstrain.data.cache.token_store import BuildReport, TokenStore
+from dstrain.data.cache.token_store import BuildReport, TokenizedDataset, TokenStore
 from dstrain.data.loading.sampler import StepSampler
 from dstrain.errors import DataError
 

@@ -91,6 +91,10 @@ HARMED = {
         b"<html>404</html>",
         "text.png is not an image in a known format .it is HTML, SVG or XML; .*; save it as PNG",
     ),
+    "paper.jpg": (
+        b"%PDF-1.7\n",
+        "paper.jpg is not an image in a known format .it is a PDF; .*; save its pages as PNG or JPEG, or use task docqa",
+    ),
     "program.png": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "program.png is not an image in a known"),
     "empty.png": (b"", "empty.png is empty; download it again"),
     "dot.png": (png(1, 1), "dot.png is 1x1 pixels; width and height must be two or more"),

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import dstrain.tasks.common.model_source
 from dstrain import load_reward_model
 from dstrain.config import RunConfig, dump_recipe
-from dstrain.data.cache.dataset import TokenizedDataset
+from dstrain.data.cache.token_store import TokenizedDataset
 from dstrain.data.loading.loader import make_batch
 from dstrain.data.records import BadRecord
 from dstrain.distributed.world import SingleProcessWorld

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.batch import Batch, PackedGroup
+from dstrain.config.field_types import check_limits
 from dstrain.data.cache.token_store import TokenStore
 from dstrain.data.encoding.conversations import EncodingConfig
 from dstrain.data.encoding.unpaired import UnpairedEncoder
@@ -51,9 +52,7 @@ class KTO(ReferenceTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("desirable_weight", "undesirable_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name):g}, below 0")
+        check_limits(self, "desirable_weight", "undesirable_weight")
         if not self.desirable_weight + self.undesirable_weight:
             raise ValueError("desirable_weight and undesirable_weight are both 0: nothing would be trained")
         if not self.needs_step_stats and self.recipe.eval.metric == "kl":

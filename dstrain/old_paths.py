@@ -16,7 +16,7 @@ _WRAPPERS, _TOKENIZATION = "dstrain.data.sources.base", "dstrain.data.encoding.t
 _BUILD, _FINGERPRINT = "dstrain.data.cache.build", "dstrain.data.fingerprint"
 _COLLATE, _TASK = "dstrain.data.loading.collate", "dstrain.tasks.common.task"
 _PREFERENCES, _FORWARD = "dstrain.data.formats.preferences", "dstrain.tasks.common.forward"
-_LOSSES, _REGISTRY = "dstrain.tasks.common.losses", "dstrain.tasks.common.registry"
+_REGISTRY = "dstrain.tasks.common.registry"
 _MESSAGES = "dstrain.data.formats.messages"
 _RENAMED_IN_REGISTRY = {
     "packaged_tasks": f"{_REGISTRY}.builtin_tasks",
@@ -31,6 +31,12 @@ def _names_in(module: str, *names: str) -> dict[str, str]:
     return {name: f"{module}.{name}" for name in names}
 
 
+_LOSSES = {
+    "bradley_terry": "dstrain.tasks.rm.bradley_terry",
+    **_names_in("dstrain.tasks.dpo", "dpo_sigmoid", "robust_dpo", "ipo", "hinge", "simpo", "orpo"),
+    "kto": "dstrain.tasks.kto.kto",
+    "focal_cross_entropy": "dstrain.tasks.docqa.focal_cross_entropy",
+}
 MOVED: Mapping[str, Mapping[str, str]] = {
     "dstrain.data.source": {
         "open_source": f"{_SOURCES}.open_source",
@@ -123,6 +129,7 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     },
     "dstrain.tasks.preparing": {"policy_of": "dstrain.tasks.common.store_builder.policy_of"},
     "dstrain.tasks.common.bad_record_policy": {"policy_of": "dstrain.tasks.common.store_builder.policy_of"},
+    "dstrain.tasks.common.losses": _LOSSES,
     "dstrain.tasks.text": {"TextTask": "dstrain.tasks.common.text.TextTask"},
     "dstrain.tasks.pairs": {"PairTask": "dstrain.tasks.common.pairs.PairTask"},
     "dstrain.tasks.policy": {"PolicyTask": "dstrain.tasks.common.reference.ReferenceTask"},
@@ -144,8 +151,8 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         "score_tokens": f"{_FORWARD}.score_tokens",
         "exact_answers": f"{_FORWARD}.count_exact_answers",
         "inputs_of_images": f"{_FORWARD}.vision_inputs",
-        **_names_in(_LOSSES, "bradley_terry", "dpo_sigmoid", "robust_dpo", "ipo", "hinge", "simpo", "kto"),
-        "odds_ratio": f"{_LOSSES}.orpo",
+        **_LOSSES,
+        "odds_ratio": _LOSSES["orpo"],
         "switch_off_dropout": "dstrain.tasks.common.dropout.disable_dropout_in_model",
     },
     "dstrain.shipped": {"shipped": "dstrain.resources.find_resource_dir"},

@@ -183,7 +183,6 @@ CONTROL_PLANE = (
     "__init__",
 )
 DATA_PLANE_FILES = (
-    "tasks/common/losses.py",
     "tasks/common/forward.py",
     "tasks/common/dropout.py",
     "tasks/safety/losses.py",

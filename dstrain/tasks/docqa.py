@@ -177,7 +177,6 @@ class DocQA(SFT):
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         from dstrain.tasks.common.forward import score_answers, score_answers_with_mean
-        from dstrain.tasks.common.losses import focal_cross_entropy
 
         log_probs, right, *mean = (score_answers_with_mean if self.label_smoothing else score_answers)(model, batch)
         assert right is not None, "both return it"
@@ -203,6 +202,27 @@ class DocQA(SFT):
         # The tower's last norm is not used by LLaVA, so it gets no gradient. Adapters would train too slowly.
         recipe["model"] = {"config": TINY_CONFIG, "freeze": ["*.post_layernorm"], "lora": None}
         return recipe
+
+
+def focal_cross_entropy(
+    log_probs: torch.Tensor, mean_log_probs: torch.Tensor | None, label_smoothing: float = 0.0, focal_gamma: float = 0.0
+) -> torch.Tensor:
+    """Return (1 - p)^gamma [(1 - e) (-log p) + e (-mean over the vocabulary of log p)] per token; (B, K) -> (B, K).
+
+    p is a target's probability. e is `label_smoothing`: Szegedy et al. (arXiv 1512.00567), section 7, with a uniform
+    prior; it needs `mean_log_probs`. gamma is `focal_gamma`: Lin et al. (arXiv 1708.02002), eq. 4, for p of a softmax.
+    With both 0 it is the cross entropy.
+    """
+    import torch
+
+    loss = -log_probs
+    if label_smoothing:
+        assert mean_log_probs is not None, "label smoothing needs the mean log-probability of the vocabulary"
+        loss = (1 - label_smoothing) * loss - label_smoothing * mean_log_probs
+    if focal_gamma:
+        # At p = 1 the gradient of (1 - p)^gamma is infinite for gamma below 1.
+        loss = (-torch.expm1(log_probs)).clamp(min=1e-7) ** focal_gamma * loss
+    return loss
 
 
 def _message(role: str, content: str) -> Message:

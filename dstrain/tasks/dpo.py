@@ -40,7 +40,7 @@ class DPOChecks(PairChecks, ReferenceChecks):
 class DPO(SafePairTask):
     """Policies trained on pairs: DPO and its variants (IPO, SLiC's hinge, robust DPO, ORPO, SimPO).
 
-    Rafailov et al. (arXiv 2305.18290), eq. 7, and the papers that `dstrain.tasks.common.losses` names;
+    Rafailov et al. (arXiv 2305.18290), eq. 7, and the papers that the functions below name;
     summed over pairs. With `safety`: SafeDPO, MM-DPO and mDPO, see `dstrain.tasks.safety.losses`.
     """
 
@@ -107,26 +107,79 @@ class DPO(SafePairTask):
 
     def _pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
         """Return the losses of log-ratios, or of mean log-probabilities without a reference; (B,), (B,) -> (B,)."""
-        from dstrain.tasks.common import losses
-
         difference = chosen - rejected
         match self.loss_type:
             case "sigmoid":
-                return losses.dpo_sigmoid(difference, self.beta, self.label_smoothing)
+                return dpo_sigmoid(difference, self.beta, self.label_smoothing)
             case "robust":
-                return losses.robust_dpo(difference, self.beta, self.label_smoothing)
+                return robust_dpo(difference, self.beta, self.label_smoothing)
             case "ipo":
-                return losses.ipo(difference, self.beta)
+                return ipo(difference, self.beta)
             case "hinge":
-                return losses.hinge(difference, self.beta)
+                return hinge(difference, self.beta)
             case "simpo":
-                return losses.simpo(difference, self.beta, self.simpo_gamma)
+                return simpo(difference, self.beta, self.simpo_gamma)
             case "orpo":
-                return self.beta * losses.orpo(chosen, rejected)
+                return self.beta * orpo(chosen, rejected)
 
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
         return tiny_pair_recipe(folder, "dpo")
+
+
+def dpo_sigmoid(logits: torch.Tensor, beta: float, label_smoothing: float = 0.0) -> torch.Tensor:
+    """Return -log sigmoid(beta h) per pair, h the difference of the two log-ratios; (B,) -> (B,).
+
+    Rafailov et al. (arXiv 2305.18290), eq. 7; label smoothing: Mitchell (2023), eq. 3.
+    """
+    import torch.nn.functional as F
+
+    loss = -F.logsigmoid(beta * logits)
+    if label_smoothing:
+        loss = (1 - label_smoothing) * loss - label_smoothing * F.logsigmoid(-beta * logits)
+    return loss
+
+
+def robust_dpo(logits: torch.Tensor, beta: float, label_smoothing: float) -> torch.Tensor:
+    """Return the sigmoid loss, unbiased under flipped labels: Chowdhury et al. (arXiv 2403.00409), eq. 12."""
+    import torch.nn.functional as F
+
+    right, flipped = -F.logsigmoid(beta * logits), -F.logsigmoid(-beta * logits)  # (B,), (B,)
+    return ((1 - label_smoothing) * right - label_smoothing * flipped) / (1 - 2 * label_smoothing)
+
+
+def ipo(logits: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return (h - 1 / (2 beta))^2 per pair: Azar et al. (arXiv 2310.12036), eq. 17, beta being its tau."""
+    return (logits - 1 / (2 * beta)).square()
+
+
+def hinge(logits: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return max(0, 1 - beta h) per pair: SLiC, Zhao et al. (arXiv 2305.10425), eq. 1, with a margin of 1 as in RSO."""
+    import torch.nn.functional as F
+
+    return F.relu(1 - beta * logits)
+
+
+def simpo(logits: torch.Tensor, beta: float, gamma: float) -> torch.Tensor:
+    """Return -log sigmoid(beta h - gamma), h the difference of mean log-probabilities; (B,) -> (B,).
+
+    Meng et al. (arXiv 2405.14734), eq. 6.
+    """
+    import torch.nn.functional as F
+
+    return -F.logsigmoid(beta * logits - gamma)
+
+
+def orpo(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """Return -log sigmoid of the log odds ratio, from mean log-probabilities; (B,), (B,) -> (B,).
+
+    Hong et al. (arXiv 2403.07691), eq. 4 and 7.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    odds = [mean - torch.log(-torch.expm1(mean.clamp(max=-1e-7))) for mean in (chosen, rejected)]  # finite at p = 1
+    return -F.logsigmoid(odds[0] - odds[1])
 
 
 __getattr__ = moved_names(__name__)

@@ -142,8 +142,6 @@ class KTO(ReferenceTask):
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
         import torch
 
-        from dstrain.tasks.common.losses import kto
-
         desirable = batch.tensors["desirable"]  # (B,)
         logps = _sequence_log_probs(model, batch)  # (B,)
         ratio = logps - batch.tensors["ref_logps"]
@@ -165,6 +163,21 @@ class KTO(ReferenceTask):
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
         return tiny_recipe(folder, "kto", _tiny_record)
+
+
+def kto(
+    log_ratio: torch.Tensor, desirable: torch.Tensor, reference_point: torch.Tensor | float, beta: float
+) -> torch.Tensor:
+    """Return 1 - sigmoid(beta (r - z0)) of desirable answers, 1 - sigmoid(beta (z0 - r)) of others; (B,) -> (B,).
+
+    r is `log_ratio`, of an answer's probabilities under policy and reference; z0 is `reference_point`: Ethayarajh
+    et al. (arXiv 2402.01306), eq. 8, for weights of 1. With z0 = 0 it is the unpaired APO-zero: D'Oosterlinck et al.
+    (arXiv 2408.06266).
+    """
+    import torch
+
+    sign = desirable.to(log_ratio.dtype) * 2 - 1  # (B,): 1 or -1
+    return torch.sigmoid(-sign * beta * (log_ratio - reference_point))
 
 
 def _mismatched_batch(batch: Batch) -> Batch:

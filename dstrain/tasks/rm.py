@@ -118,8 +118,6 @@ class RewardModel(PairTask):
         check_limits(self, "center_rewards_coefficient")
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Loss:
-        from dstrain.tasks.common.losses import bradley_terry
-
         # One forward pass for both answers: the chosen rows come first.
         chosen, rejected = self.scores(model, batch).chunk(2)  # (B,), (B,)
         pairs = bradley_terry(
@@ -154,6 +152,30 @@ class RewardModel(PairTask):
     @classmethod
     def tiny(cls, folder: Path) -> dict[str, Any]:
         return tiny_pair_recipe(folder, "rm")
+
+
+def bradley_terry(
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    margin: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    center: float = 0.0,
+) -> torch.Tensor:
+    """Return -log sigmoid(chosen - rejected - margin) per pair; (B,), (B,) -> (B,).
+
+    Margin: Llama 2 (arXiv 2307.09288), eq. 2. `center` adds center * (chosen + rejected)^2, which keeps the
+    scores around 0: Eisenstein et al. (arXiv 2312.09244), eq. 2. `label_smoothing` is the assumed share of
+    flipped labels: Mitchell, a note on DPO with noisy preferences (2023), eq. 3, for rewards.
+    """
+    import torch.nn.functional as F
+
+    difference = chosen - rejected if margin is None else chosen - rejected - margin
+    loss = -F.logsigmoid(difference)  # (B,); log(sigmoid(x)) would be -inf for a very negative x
+    if label_smoothing:
+        loss = (1 - label_smoothing) * loss - label_smoothing * F.logsigmoid(-difference)
+    if center:
+        loss = loss + center * (chosen + rejected).square()
+    return loss
 
 
 def _no_cache_kwargs(model: Any) -> dict[str, bool]:

@@ -17,8 +17,7 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import TaskError
 from dstrain.models.params.groups import build_param_groups
 from dstrain.tasks import Task, make_task
-from dstrain.tasks.common import losses as ops
-from dstrain.tasks.kto import KTO
+from dstrain.tasks.kto import KTO, kto
 from dstrain.tasks.rm import RewardModel
 from dstrain.train.build_model import build_train_module
 from dstrain.train.engine.module import TrainModule, compute_step_stats, with_step_stats
@@ -43,7 +42,7 @@ DESIRABLE = torch.tensor([True, True, False, False])
 
 def test_the_loss_is_ktos() -> None:
     """By hand, with beta 0.5 and z0 0.3: 1 - s(0.85), 1 - s(-0.65), 1 - s(-0.1), 1 - s(1.65)."""
-    found = ops.kto(RATIO, DESIRABLE, torch.tensor(0.3, dtype=torch.float64), 0.5)
+    found = kto(RATIO, DESIRABLE, torch.tensor(0.3, dtype=torch.float64), 0.5)
     assert found.tolist() == pytest.approx([0.2994328, 0.6570105, 0.5249792, 0.1611089], abs=1e-7)
     wanted = [1 - sigmoid(0.5 * (r - 0.3)) for r in (2.0, -1.0)] + [1 - sigmoid(0.5 * (0.3 - r)) for r in (0.5, -3.0)]
     assert found.tolist() == pytest.approx(wanted)
@@ -51,7 +50,7 @@ def test_the_loss_is_ktos() -> None:
 
 def test_with_an_anchor_of_0_it_is_apo_zero() -> None:
     wanted = [1 - sigmoid(0.5 * r) for r in (2.0, -1.0)] + [sigmoid(0.5 * r) for r in (0.5, -3.0)]
-    assert ops.kto(RATIO, DESIRABLE, 0.0, 0.5).tolist() == pytest.approx(wanted)
+    assert kto(RATIO, DESIRABLE, 0.0, 0.5).tolist() == pytest.approx(wanted)
 
 
 SEED = 6

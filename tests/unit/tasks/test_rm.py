@@ -13,7 +13,7 @@ import torch
 from dstrain.config.schema import RunConfig
 from dstrain.errors import TaskError
 from dstrain.tasks import find_task, make_task
-from dstrain.tasks.common.losses import bradley_terry
+from dstrain.tasks.rm import bradley_terry
 
 CHOSEN, REJECTED = torch.tensor([1.5, -0.25]), torch.tensor([0.5, 1.0])
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dstrain.tasks.common.losses import dpo_sigmoid
+from dstrain.tasks.dpo import dpo_sigmoid
 from dstrain.tasks.safety.losses import image_preference, reward_anchor, safe_dpo, scaled_beta
 from tests.vocabulary import sigmoid
 

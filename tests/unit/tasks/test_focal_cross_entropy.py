@@ -1,4 +1,4 @@
-"""The loss on tokens is the papers' formula, and its gradient is finite everywhere."""
+"""The loss of task docqa on tokens is the papers' formula, and its gradient is finite everywhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dstrain.tasks.common.losses import focal_cross_entropy
+from dstrain.tasks.docqa import focal_cross_entropy
 
 
 def test_label_smoothing_by_hand() -> None:

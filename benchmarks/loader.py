@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import join_alone, made_model, made_task, run, wait_for
-from dstrain.data.loading.loader import Loader
-from dstrain.data.loading.sampler import StepSampler
+from dstrain.data.loading.loader import Loader, StepSampler
 from dstrain.train.engine.torch import TorchEngine
 
 Rounds = list[tuple[float, float]]

@@ -21,7 +21,7 @@ import yaml
 
 from benchmarks.common import ROOT
 from dstrain.config import resolve_steps
-from dstrain.data.loading.sampler import StepSampler
+from dstrain.data.loading.loader import StepSampler
 
 Row = dict[str, Any]
 

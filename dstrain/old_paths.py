@@ -87,7 +87,10 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     "dstrain.data.paths": _names_in(
         "dstrain.files", "display_path", "open_regular_file", "not_file_reason", "NOT_REGULAR"
     ),
-    "dstrain.data.rng": _names_in("dstrain.data.loading.sampler", "make_random_state", "IMAGE_STREAM"),
+    "dstrain.data.loading.sampler": {
+        **_names_in("dstrain.data.rng", "make_random_state", "IMAGE_STREAM", "RESIDUE_STREAM"),
+        **_names_in("dstrain.data.loading.loader", "StepSampler", "eval_micro_batches"),
+    },
     "dstrain.models.attention_mask": _names_in(_FORWARD, "needs_attention_mask", "NO_MASK_MODEL_TYPES"),
     "dstrain.train.engine.step": _names_in(
         "dstrain.train.engine.module", "scale_loss_or_nan", "set_lr", "step_outcome", "total_step_weight"

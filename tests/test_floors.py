@@ -103,7 +103,7 @@ FLOORS_WITHIN = {
         ("generate",),
     ),
     "data": (
-        ("records", "dataset", "fingerprint", "free_memory", "limited_process"),
+        ("records", "dataset", "fingerprint", "free_memory", "limited_process", "rng"),
         ("sources", "loading"),
         ("series",),
         ("formats",),

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from dstrain.batch import Batch, StepResult
 from dstrain.data.dataset import Dataset
-from dstrain.data.loading.loader import iter_batches
+from dstrain.data.loading.loader import eval_micro_batches, iter_batches
 from dstrain.data.loading.micro_batches import make_cost_function, make_limits
-from dstrain.data.loading.sampler import eval_micro_batches
 from dstrain.models.params.components import unwrap_peft
 from dstrain.report.meter import Meter
 from dstrain.tasks import GenerationMetrics, Task

@@ -15,8 +15,8 @@ import torch
 
 from dstrain.config import BatchPlan, Recipe, RunConfig, resolve_batch, resolve_steps
 from dstrain.data.dataset import Dataset
+from dstrain.data.loading.loader import StepSampler
 from dstrain.data.loading.micro_batches import make_cost_function, make_limits
-from dstrain.data.loading.sampler import StepSampler
 from dstrain.distributed.world import Ranks, SingleProcessWorld
 from dstrain.errors import DataError
 from dstrain.launch.command import free_port

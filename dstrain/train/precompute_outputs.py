@@ -18,9 +18,8 @@ import torch
 from dstrain.cache_dir import cache_root, hash_key
 from dstrain.data.cache.token_store import AlignedStore, TokenizedDataset, TokenStore
 from dstrain.data.dataset import Dataset
-from dstrain.data.loading.loader import iter_batches
+from dstrain.data.loading.loader import eval_micro_batches, iter_batches
 from dstrain.data.loading.micro_batches import costs_of, make_limits
-from dstrain.data.loading.sampler import eval_micro_batches
 from dstrain.distributed.world import World
 from dstrain.errors import DataError, TaskError
 from dstrain.files import atomic_write

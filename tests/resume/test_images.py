@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from dstrain.config.schema import RunConfig
-from dstrain.data.loading.loader import Loader
-from dstrain.data.loading.sampler import StepSampler
+from dstrain.data.loading.loader import Loader, StepSampler
 from dstrain.tasks import Task, make_task
 from tests.resume.test_elastic import RUN, by_step, close
 from tests.vision_recipes import named_recipe

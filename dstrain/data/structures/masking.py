@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from dstrain.data.loading.sampler import RESIDUE_STREAM, make_random_state
+from dstrain.data.rng import RESIDUE_STREAM, make_random_state
 from dstrain.data.structures.chain import Chain
 
 MaskMode = Literal["separate", "together"]

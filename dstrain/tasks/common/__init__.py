@@ -1,1 +1,1 @@
-"""Base classes and losses that tasks share."""
+"""Base classes that tasks share."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dstrain.data.loading.sampler import CORRUPTION_STREAM, make_random_state
+from dstrain.data.rng import CORRUPTION_STREAM, make_random_state
 from dstrain.tasks.safety.options import MIN_CROP_AREA
 
 if TYPE_CHECKING:

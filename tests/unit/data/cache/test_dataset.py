@@ -11,7 +11,7 @@ import pytest
 from dstrain.data.cache.dataset import align_store, split_examples
 from dstrain.data.cache.load_or_build import load_or_build_store
 from dstrain.data.cache.token_store import BuildReport, TokenizedDataset, TokenStore
-from dstrain.data.loading.sampler import StepSampler
+from dstrain.data.loading.loader import StepSampler
 from dstrain.errors import DataError
 
 

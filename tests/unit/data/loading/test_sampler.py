@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrain.data.dataset import as_dataset
+from dstrain.data.loading.loader import StepSampler, eval_micro_batches
 from dstrain.data.loading.micro_batches import (
     PADDED,
     CostFunction,
@@ -16,13 +17,20 @@ from dstrain.data.loading.micro_batches import (
     costs_of,
     of_one_sequence,
 )
-from dstrain.data.loading.sampler import StepSampler, eval_micro_batches
 from dstrain.errors import DataError
 
 
 def plan(sizes=(10,), **settings) -> StepSampler:
     given = {"seed": 0, "samples_per_step": 4, "world_size": 1, "accumulate": 1} | settings
     return StepSampler(sizes=tuple(sizes), **given)
+
+
+def ids_of(order: StepSampler, samples: int, rank: int) -> list[list[int]]:
+    return [ids for ids, _ in order.micro_batches(samples, rank)]
+
+
+def positions_of(order: StepSampler, samples: int, rank: int) -> list[list[int]]:
+    return [positions for _, positions in order.micro_batches(samples, rank)]
 
 
 def stream(order: StepSampler, count: int, start: int = 0) -> list[int]:
@@ -53,18 +61,18 @@ def test_an_epoch_shows_each_sample_once(sizes, samples_per_step, seed):
 def test_the_ids_of_a_step_are_the_same_for_any_split(sizes, samples_per_step, world_size, accumulate, samples):
     alone = plan(sizes, samples_per_step=samples_per_step)
     split = plan(sizes, samples_per_step=samples_per_step, world_size=world_size, accumulate=accumulate)
-    shares = [split.micro_batches(samples, rank) for rank in range(world_size)]
+    shares = [ids_of(split, samples, rank) for rank in range(world_size)]
     assert all(len(share) == accumulate for share in shares)
     lengths = [len(chunk) for share in shares for chunk in share]
     assert max(lengths) - min(lengths) <= 1
-    assert in_order(shares) == alone.micro_batches(samples, 0)[0]
+    assert in_order(shares) == ids_of(alone, samples, 0)[0]
 
 
 @given(SIZES, SMALL, st.integers(1, 5), st.integers(1, 4), st.integers(0, 100))
 def test_a_samples_place_does_not_depend_on_the_split(sizes, samples_per_step, world_size, accumulate, samples):
     split = plan(sizes, samples_per_step=samples_per_step, world_size=world_size, accumulate=accumulate)
-    shares = [split.micro_batches(samples, rank) for rank in range(world_size)]
-    places = [split.positions(samples, rank) for rank in range(world_size)]
+    shares = [ids_of(split, samples, rank) for rank in range(world_size)]
+    places = [positions_of(split, samples, rank) for rank in range(world_size)]
     assert [[len(chunk) for chunk in share] for share in places] == [[len(chunk) for chunk in s] for s in shares]
     placed = in_order(places)
     assert placed == list(range(samples, samples + samples_per_step))
@@ -80,12 +88,14 @@ COSTS = costs_of(of_one_sequence(LENGTHS.__getitem__), PADDED)
 def test_a_step_sorted_by_length_has_the_same_samples_at_the_same_places(sizes, total, world_size, accumulate, samples):
     split = plan(sizes, samples_per_step=total, world_size=world_size, accumulate=accumulate, costs=COSTS)
     alone = plan(sizes, samples_per_step=total)
-    shares = [split.micro_batches(samples, rank) for rank in range(world_size)]
+    shares = [ids_of(split, samples, rank) for rank in range(world_size)]
     ids = in_order(shares)
     assert sorted(ids) == sorted(alone.step_ids(samples).tolist())
     assert LENGTHS[ids].tolist() == sorted(LENGTHS[ids].tolist(), reverse=True), "neighbours over ranks, too"
     order = stream(alone, samples + total)
-    assert ids == [order[place] for place in in_order([split.positions(samples, rank) for rank in range(world_size)])]
+    assert ids == [
+        order[place] for place in in_order([positions_of(split, samples, rank) for rank in range(world_size)])
+    ]
 
 
 def test_only_a_method_tells_lengths():
@@ -102,7 +112,7 @@ def test_only_a_method_tells_lengths():
 def test_sorting_leaves_little_padding():
     def share_of_real_tokens(costs):
         split = plan((90,), samples_per_step=30, world_size=2, accumulate=5, costs=costs)
-        chunks = [chunk for samples in (0, 30, 60) for rank in (0, 1) for chunk in split.micro_batches(samples, rank)]
+        chunks = [chunk for samples in (0, 30, 60) for rank in (0, 1) for chunk in ids_of(split, samples, rank)]
         return LENGTHS.sum() / sum(len(chunk) * LENGTHS[chunk].max() for chunk in chunks)
 
     assert share_of_real_tokens(None) < 0.7
@@ -166,7 +176,7 @@ def test_a_step_crosses_into_the_next_epoch():
 
 def test_more_chunks_than_samples_leave_empty_ones():
     order = plan((10,), samples_per_step=3, world_size=2, accumulate=2)
-    assert [[len(chunk) for chunk in order.micro_batches(0, rank)] for rank in (0, 1)] == [[1, 1], [1, 0]]
+    assert [[len(chunk) for chunk in ids_of(order, 0, rank)] for rank in (0, 1)] == [[1, 1], [1, 0]]
 
 
 def test_a_source_that_would_never_be_shown_is_refused():
@@ -194,7 +204,7 @@ def test_an_evaluation_takes_each_sample_once_in_as_many_batches_on_every_rank(s
 def test_ids_are_plain_numbers():
     order = plan((10,))
     assert order.step_ids(0).dtype == np.int64
-    assert type(order.micro_batches(0, 0)[0][0]) is int
+    assert type(ids_of(order, 0, 0)[0][0]) is int
 
 
 def by_tokens(world_size: int, costs: CostFunction, limit: int, total: int = 30) -> StepSampler:
@@ -211,14 +221,14 @@ def packed(ids: np.ndarray) -> SampleCosts:
 def test_a_limit_of_tokens_changes_the_split_of_a_step_and_nothing_else(costs, world_size, limit, total, samples):
     split, alone = by_tokens(world_size, costs, limit, total), plan((90,), samples_per_step=total)
     assert split.step_ids(samples).tolist() == alone.step_ids(samples).tolist()
-    shares = [split.micro_batches(samples, rank) for rank in range(world_size)]
+    shares = [ids_of(split, samples, rank) for rank in range(world_size)]
     assert len({len(share) for share in shares}) == 1, "as many passes on every rank"
     assert sorted(in_order(shares)) == sorted(alone.step_ids(samples).tolist())
     for chunk in (chunk for share in shares for chunk in share):
         assert len(chunk) <= 1 or costs(np.array(chunk)).of(np.arange(len(chunk))) <= limit
     order = stream(alone, samples + total)
     assert in_order(shares) == [
-        order[place] for place in in_order([split.positions(samples, r) for r in range(world_size)])
+        order[place] for place in in_order([positions_of(split, samples, r) for r in range(world_size)])
     ]
 
 

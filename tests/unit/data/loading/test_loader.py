@@ -142,9 +142,7 @@ def test_an_evaluation_sees_every_sample_once():
 def test_an_iterator_left_open_does_not_keep_the_process():
     code = """
 from dstrain.batch import Batch
-from dstrain.data.loading.loader import Loader
-from dstrain.data.loading.micro_batches import MicroBatchLimits
-from dstrain.data.loading.loader import StepSampler
+from dstrain.data.loading.loader import Loader, StepSampler
 sampler = StepSampler(sizes=(9,), seed=0, samples_per_step=2, world_size=1, accumulate=1)
 steps = Loader(examples=range(9), collate=lambda e: Batch(tensors={}, weight=1, samples=()), sampler=sampler, workers=2)
 steps = steps.iter_steps(0)

@@ -22,6 +22,7 @@ from dstrain.distributed.deepspeed_patches import (
     Zero3Subgroups,
     compute_norm_in_blocks,
     disable_muon_compile,
+    find_overflow_by_norm,
     keep_unaligned_gradients,
     replay_bias_correction,
     skip_shm_comm_build,
@@ -221,3 +222,29 @@ def test_deepspeed_computes_norms_where_the_patch_expects_it(stage: str) -> None
     source = (Path(importlib.util.find_spec("deepspeed").origin).parent / f"runtime/zero/{stage}.py").read_text()  # type: ignore[union-attr,arg-type]
     assert "def get_grad_norm_direct(self, gradients, params, norm_type=2)" in source
     assert "self.get_grad_norm_direct(self.averaged_gradients[i], " in source
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_deepspeed_finds_overflow_by_the_norm_too(value: float) -> None:
+    """Its own check of the norm, in stages 1 and 2; without it `find_overflow_by_norm` would let the gradient pass."""
+    from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
+
+    source = (Path(importlib.util.find_spec("deepspeed").origin).parent / "runtime/zero/stage_1_and_2.py").read_text()  # type: ignore[union-attr,arg-type]
+    assert "or self.check_grad_overflow) and is_invalid_grad_norm(scaled_global_grad_norm):" in source
+    assert is_invalid_grad_norm(combine_grad_norm_groups([torch.tensor(1.0), torch.tensor(value)], norm_type=2))
+    assert is_invalid_grad_norm(combine_grad_norm_groups([torch.tensor(1.0), torch.tensor(-1.0)], norm_type=2))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "is_patched"),
+    [
+        ({"compute_grad_norm": True, "check_grad_overflow": True, "cpu_offload": False}, True),
+        ({"compute_grad_norm": True, "check_grad_overflow": True, "cpu_offload": True}, False),
+        ({"compute_grad_norm": False, "check_grad_overflow": True, "cpu_offload": False}, False),
+        ({}, False),  # stage 3 and the optimizers without ZeRO
+    ],
+)
+def test_overflow_is_found_by_the_norm_where_deepspeed_checks_it(attributes: dict[str, bool], is_patched: bool) -> None:
+    optimizer = SimpleNamespace(has_overflow=lambda partition_gradients=True: True, **attributes)
+    find_overflow_by_norm(optimizer)
+    assert optimizer.has_overflow(partition_gradients=True) is not is_patched

@@ -111,6 +111,49 @@ def find_overflow_by_norm(optimizer: Any) -> None:
         optimizer.has_overflow = lambda *_args, **_kwargs: False
 
 
+def flatten_gradients_in_fp32(optimizer: Any) -> None:
+    """Patch an optimizer of ZeRO stages 1 and 2: it copies 16-bit gradients into a flat fp32 tensor at once.
+
+    DeepSpeed concatenates them in 16 bits and converts the result (`step` in
+    deepspeed/runtime/zero/stage_1_and_2.py): 2 bytes more for each parameter of the partition, and a pass more. The
+    values are the same to the bit.
+    """
+    flatten = getattr(optimizer, "flatten", None)
+    flatten_aligned = getattr(optimizer, "flatten_dense_tensors_aligned", None)
+    if flatten is None or flatten_aligned is None or not hasattr(optimizer, "averaged_gradients"):
+        return
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+
+    def flat_gradients(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return the flat partition of a group's gradients; None where `tensors` are not the gradients of a group."""
+        for group, gradients in optimizer.averaged_gradients.items():
+            if gradients is tensors:
+                return _copy_flat(tensors, optimizer.single_partition_of_fp32_groups[group])
+        return None
+
+    def flatten_group(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        flat = flat_gradients(tensors)
+        return flatten(tensors) if flat is None else flat
+
+    def flatten_last_group(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        flat = flat_gradients(tensors)
+        return flatten_aligned(tensors, *args, **kwargs) if flat is None else flat
+
+    optimizer.flatten, optimizer.flatten_dense_tensors_aligned = flatten_group, flatten_last_group
+
+
+def _copy_flat(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return the values of the tensors in a flat one of the size and type of `like`, with zeros at the end."""
+    import torch
+
+    flat, start = torch.empty_like(like, requires_grad=False), 0
+    for tensor in tensors:
+        flat[start : start + tensor.numel()].view_as(tensor).copy_(tensor)
+        start += tensor.numel()
+    flat[start:].zero_()
+    return flat
+
+
 def disable_muon_compile() -> Any:
     """Replace the compiled functions of DeepSpeed's Muon by the plain ones; return the module with the optimizer.
 

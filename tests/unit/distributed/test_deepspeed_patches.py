@@ -23,6 +23,7 @@ from dstrain.distributed.deepspeed_patches import (
     compute_norm_in_blocks,
     disable_muon_compile,
     find_overflow_by_norm,
+    flatten_gradients_in_fp32,
     keep_unaligned_gradients,
     replay_bias_correction,
     skip_shm_comm_build,
@@ -248,3 +249,29 @@ def test_overflow_is_found_by_the_norm_where_deepspeed_checks_it(attributes: dic
     optimizer = SimpleNamespace(has_overflow=lambda partition_gradients=True: True, **attributes)
     find_overflow_by_norm(optimizer)
     assert optimizer.has_overflow(partition_gradients=True) is not is_patched
+
+
+def test_gradients_are_copied_once_into_a_flat_fp32_partition() -> None:
+    made: list[str] = []
+    gradients = [torch.randn(3, 4).bfloat16(), torch.randn(5).bfloat16()]
+    optimizer = SimpleNamespace(
+        flatten=lambda tensors: made.append("plain"),
+        flatten_dense_tensors_aligned=lambda tensors, alignment: made.append("aligned"),
+        averaged_gradients={0: None, 1: gradients},
+        single_partition_of_fp32_groups=[torch.zeros(2), torch.zeros(20, requires_grad=True)],
+    )
+    flatten_gradients_in_fp32(optimizer)
+    wanted = torch.cat([*(one.flatten().float() for one in gradients), torch.zeros(3)])
+    for found in (optimizer.flatten(gradients), optimizer.flatten_dense_tensors_aligned(gradients, 20)):
+        assert found.dtype == torch.float32
+        assert torch.equal(found, wanted)
+    assert made == []
+    optimizer.flatten([*gradients])
+    optimizer.flatten_dense_tensors_aligned([*gradients], alignment=4)
+    assert made == ["plain", "aligned"], "other tensors are DeepSpeed's"
+
+
+def test_deepspeed_flattens_gradients_where_the_patch_expects_it() -> None:
+    source = (Path(importlib.util.find_spec("deepspeed").origin).parent / "runtime/zero/stage_1_and_2.py").read_text()  # type: ignore[union-attr,arg-type]
+    assert "flat_grad_partition = self.flatten(self.averaged_gradients[i])" in source
+    assert "self.flatten_dense_tensors_aligned(self.averaged_gradients[i]," in source

@@ -1,4 +1,4 @@
-"""Measure attention of groups with a shared prefix: one masked call, calls in blocks, and the sequences as padded rows.
+"""Measure attention of groups with a shared prefix: blocks of queries, torch's kernel, and the sequences as padded rows.
 
 python -m benchmarks.attention --threads 1 [--heads 32 --kv-heads 8 --width 128]
 On a CPU, seconds of the process, which other jobs on the machine change less.
@@ -16,8 +16,9 @@ import torch
 from benchmarks.common import join_alone, ratio, run, take_turns
 from dstrain.batch import PackedGroup
 from dstrain.models.attention import by_group
+from dstrain.models.attention.by_group import Heads
 from dstrain.models.attention.layout import AttentionSettings, PackedLayout
-from dstrain.models.attention.packed import choose_kernel
+from dstrain.models.attention.packed import Kernel, choose_kernel
 
 GROUPS = (
     (PackedGroup(64, (32, 32)),),
@@ -30,19 +31,23 @@ GROUPS = (
     (PackedGroup(0, (256,)),) * 4,
 )
 """Groups of 128 to 2000 tokens, with two branches or none that share."""
-WITHOUT_MERGING, ALWAYS_MASKED = 0, 10**6
+BLOCKS = (64, 96, 128, 192, 256)
+"""Queries of a block."""
 Pass = Callable[[], list[torch.Tensor]]
 """Returns the output of the packed row's tokens (T, H, D) and the gradients of query, key and value (T, …)."""
 
 
-def packed_pass(heads: list[torch.Tensor], weights: torch.Tensor, groups: tuple[PackedGroup, ...]) -> Pass:
-    """Return a pass over the packed row: heads (T, H or G, D), weights (T, H, D)."""
+def packed_pass(
+    heads: list[torch.Tensor], weights: torch.Tensor, groups: tuple[PackedGroup, ...], kernel: Kernel | None = None
+) -> Pass:
+    """Return a pass over the packed row: heads (T, H or G, D), weights (T, H, D). `kernel` None: the device's."""
 
     def go() -> list[torch.Tensor]:
         leaves = [one.detach().requires_grad_() for one in heads]
         inputs = [one.unsqueeze(0).transpose(1, 2) for one in leaves]
         settings = AttentionSettings()
-        out = choose_kernel("sdpa", inputs, settings)(inputs, settings, PackedLayout(groups))[0]
+        chosen = kernel or choose_kernel("sdpa", inputs, settings)
+        out = chosen(inputs, settings, PackedLayout(groups))[0]
         return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
 
     return go
@@ -75,11 +80,31 @@ def padded_pass(heads: list[torch.Tensor], weights: torch.Tensor, groups: tuple[
     return go
 
 
-def limited(go: Pass, masked: int, merged: int) -> Callable[[int], Any]:
-    """Return the pass with other limits for calls with a mask."""
+def sdpa_by_segment(heads: Heads, settings: AttentionSettings, layout: PackedLayout) -> torch.Tensor:
+    """Return the attention (1, T, H, D) by torch's kernel: one call for each prefix and each branch."""
+    found = []
+    sizes = [segment.length for segment in layout.segments]
+    for segment, query, *own in zip(layout.segments, *(one.split(sizes, dim=2) for one in heads), strict=True):
+        begin, end = segment.prefix_start, segment.prefix_start + segment.prefix
+        key, value = (torch.cat((all_[:, :, begin:end], one), 2) for all_, one in zip(heads[1:], own, strict=True))
+        mask = None
+        if segment.prefix:
+            seen = torch.ones(segment.length, segment.prefix + segment.length, dtype=torch.bool, device=query.device)
+            hidden = ~seen.tril(segment.prefix)
+            mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
+        found.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
+            )
+        )
+    return torch.cat(found, dim=2).transpose(1, 2)
+
+
+def with_blocks_of(go: Pass, queries: int) -> Callable[[int], Any]:
+    """Return the pass with another number of queries in a block."""
 
     def turn(_turn: int) -> Any:
-        with mock.patch.multiple(by_group, MASKED_TOKENS=masked, MERGED_TOKENS=merged):
+        with mock.patch.object(by_group, "QUERY_BLOCK", queries):
             return go()
 
     return turn
@@ -102,13 +127,12 @@ def measure(
         furthest = max(furthest, off)
         half = [one.bfloat16() for one in inputs]
         packed, padded = (make(half, weights.bfloat16(), groups) for make in (packed_pass, padded_pass))
-        runners = {
-            "padded": lambda _turn, go=padded: go(), "chosen": lambda _turn, go=packed: go(),
-            "masked": limited(packed, ALWAYS_MASKED, ALWAYS_MASKED), "blocks": limited(packed, 0, WITHOUT_MERGING),
-        }  # fmt: skip
+        sdpa = packed_pass(half, weights.bfloat16(), groups, sdpa_by_segment)
+        runners = {"padded": lambda _turn, go=padded: go(), "sdpa": lambda _turn, go=sdpa: go()}
+        runners |= {f"blocks of {size}": with_blocks_of(packed, size) for size in BLOCKS}
         seconds = take_turns(runners, rounds, 1, device, clock)
         name = f"{len(groups)} x {'+'.join(map(str, (groups[0].prefix, *groups[0].branches)))}"
-        for variant in ("chosen", "masked", "blocks"):
+        for variant in [*runners][1:]:
             rows.append({"group": name, "variant": variant, **ratio(seconds, variant, "padded")})
     return {
         "settings": {"heads": heads, "kv_heads": kv_heads, "width": width, "rounds": rounds},

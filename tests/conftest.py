@@ -15,13 +15,11 @@ from hypothesis import settings
 
 from tests.workers import ROOT, Workers
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell ignores it for what a script starts in the background, and commands that are tested would inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the cores of the tests beside them
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A script that runs `pytest &` makes it, and every command that a test starts, ignore Ctrl-C, as `nohup` does.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A script that runs `pytest &` makes it, and every command that a test starts, ignore Ctrl-C; `nohup` does so for SIGHUP.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 settings.register_profile("house", derandomize=True, deadline=None)
 settings.load_profile("house")
 

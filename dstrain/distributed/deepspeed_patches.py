@@ -15,8 +15,8 @@ TESTED_DEEPSPEED = ("0.19", "0.20")
 """First version tested, and the first one not tested."""
 PAGE_BYTES = 4096
 """Alignment of direct I/O, in bytes."""
-NORM_BLOCK = 2**16
-"""Values of a gradient of which one norm is computed: 512 KiB in fp64."""
+NORM_ROW, NORM_BLOCK = 2**10, 2**18
+"""Values of a gradient of which one norm is computed, and that are copied at a time: 1 MiB in fp32."""
 MUON_COMPILED = ("muon_update", "zeropower_via_newtonschulz5", "zeropower_via_gram_newtonschulz")
 """Functions of DeepSpeed's Muon that are wrapped in torch.compile."""
 
@@ -63,7 +63,7 @@ def compute_norm_in_blocks(optimizer: Any) -> None:
     """Patch a ZeRO optimizer on a CPU: it computes the norm of a gradient from the norms of its blocks.
 
     DeepSpeed copies each gradient to fp64, and most of the time goes into pages for the copy. The copy of a block stays
-    in the cache.
+    in the processor's cache.
     """
     # The optimizer of stage 1 in bf16 has another norm, which makes no such copy.
     compute_norm = getattr(optimizer, "get_grad_norm_direct", None)
@@ -82,10 +82,76 @@ def compute_norm_in_blocks(optimizer: Any) -> None:
 
 
 def block_norms(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the L2 norm of each block of a gradient, in fp64; together they have the norm of the gradient."""
+    """Return the L2 norms of rows of a gradient's values, in fp64; together they have the norm of the gradient.
+
+    A row is short enough to be summed in fp32: 7e-8 off in bf16, where torch's norm of 8 million values is 2e-4 off.
+    """
     import torch
 
-    return torch.stack([block.double().norm() for block in gradient.detach().flatten().split(NORM_BLOCK)])
+    values = gradient.detach().flatten()
+    rows = values[: values.numel() // NORM_ROW * NORM_ROW].view(-1, NORM_ROW)
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    found = [torch.linalg.vector_norm(block.to(wide), dim=1) for block in rows.split(NORM_BLOCK // NORM_ROW)]
+    found.append(values[rows.numel() :].to(wide).norm().view(1))
+    return torch.cat(found).double()
+
+
+def find_overflow_by_norm(optimizer: Any) -> None:
+    """Patch an optimizer of ZeRO stages 1 and 2: it finds inf and nan by the norm of the gradients alone.
+
+    DeepSpeed reads each gradient twice for its check, reduces the answer over the ranks and waits for the device; then
+    it computes the norm and checks that in the same way, with the same consequence (`step` in
+    deepspeed/runtime/zero/stage_1_and_2.py). Other optimizers are left alone, and those that offload: their check
+    reads a value that the backward pass has noted.
+    """
+    if not getattr(optimizer, "compute_grad_norm", False) or not hasattr(optimizer, "check_grad_overflow"):
+        return
+    if optimizer.check_grad_overflow and not optimizer.cpu_offload:
+        check_version("deepspeed", *TESTED_DEEPSPEED)
+        optimizer.has_overflow = lambda *_args, **_kwargs: False
+
+
+def flatten_gradients_in_fp32(optimizer: Any) -> None:
+    """Patch an optimizer of ZeRO stages 1 and 2: it copies 16-bit gradients into a flat fp32 tensor at once.
+
+    DeepSpeed concatenates them in 16 bits and converts the result (`step` in
+    deepspeed/runtime/zero/stage_1_and_2.py): 2 bytes more for each parameter of the partition, and a pass more. The
+    values are the same to the bit.
+    """
+    flatten = getattr(optimizer, "flatten", None)
+    flatten_aligned = getattr(optimizer, "flatten_dense_tensors_aligned", None)
+    if flatten is None or flatten_aligned is None or not hasattr(optimizer, "averaged_gradients"):
+        return
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+
+    def flat_gradients(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return the flat partition of a group's gradients; None where `tensors` are not the gradients of a group."""
+        for group, gradients in optimizer.averaged_gradients.items():
+            if gradients is tensors:
+                return _copy_flat(tensors, optimizer.single_partition_of_fp32_groups[group])
+        return None
+
+    def flatten_group(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        flat = flat_gradients(tensors)
+        return flatten(tensors) if flat is None else flat
+
+    def flatten_last_group(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        flat = flat_gradients(tensors)
+        return flatten_aligned(tensors, *args, **kwargs) if flat is None else flat
+
+    optimizer.flatten, optimizer.flatten_dense_tensors_aligned = flatten_group, flatten_last_group
+
+
+def _copy_flat(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return the values of the tensors in a flat one of the size and type of `like`, with zeros at the end."""
+    import torch
+
+    flat, start = torch.empty_like(like, requires_grad=False), 0
+    for tensor in tensors:
+        flat[start : start + tensor.numel()].view_as(tensor).copy_(tensor)
+        start += tensor.numel()
+    flat[start:].zero_()
+    return flat
 
 
 def disable_muon_compile() -> Any:

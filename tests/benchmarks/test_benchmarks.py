@@ -37,7 +37,7 @@ ROWS = {
     "balance": ["padded, by length", "padded, by tokens", "packed, by length", "packed, balanced", "packed, by tokens"],
     "head": ["all logits", "chunks", "linear"],
     "attention_mask": ["a mask", "no mask"],
-    "attention": ["1 x 64+32+32"] * 3,
+    "attention": ["1 x 64+32+32"] * 6,
     "images": ["files", "copies"],
     "sources": ["parquet"] * 3 + ["photos"] * 3,
 }

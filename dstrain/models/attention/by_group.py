@@ -1,170 +1,217 @@
-"""Attention of packed batches on any device: calls per group, in blocks of queries. The reference path."""
+"""Attention of packed batches on a CPU, in blocks of queries; the reference of the other kernels on any device."""
 
-# Shapes: T tokens of the packed row, H heads, G key-value heads, D width of a head, N queries and K keys of a call.
+# Shapes: T tokens of the packed row, H heads, G key-value heads, R = H / G heads that share one, D width of a head
+# (DeepSeek's values have another), N queries and K keys of a block.
 
-# Measured by benchmarks/attention.py (bf16, forward and backward, a CPU with AVX512-BF16), figures in
-# docs/measurements/README.md: up to 256 tokens one call with a mask takes 0.9 to 1.1 of the time of calls in blocks, with
-# fewer calls; at 2000 tokens twice the time. Short sequences gain from a common call up to 96 tokens. Each block's keys
-# end at its last query. torch's CPU kernel takes fewer key heads than query heads without copies.
+# Why not SDPA: torch's kernel for a CPU takes about twice the time of plain products in bf16, and in fp32 the same
+# (benchmarks/attention.py; docs/measurements/speed.md).
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from dstrain.batch import PackedGroup
-from dstrain.models.attention.layout import AttentionSettings, PackedLayout
+from dstrain.models.attention.layout import AttentionSettings, PackedLayout, Segment
 
-MASKED_TOKENS = 256
-"""Most tokens of a group with a prefix that is computed in one call with a mask."""
-MERGED_TOKENS = 96
-"""Most tokens of several groups in one call with a mask."""
-QUERY_BLOCK = 256
-"""Most queries of a call with a mask: bounds its memory to QUERY_BLOCK times the keys."""
+QUERY_BLOCK = 128
+"""Most queries of a block. A block computes all of its keys: shorter blocks compute fewer hidden logits."""
+SAVED_BYTES = 64 * 2**20
+"""Most bytes of attention weights that a call keeps for the backward pass; beyond, they are computed again."""
 
 Heads = Sequence[torch.Tensor]
-"""Query (1, H, N, D), key (1, G, K, D) and value (1, G, K, D)."""
+"""Query (1, H, T, D), key (1, G, T, D) and value (1, G, T, D)."""
+
+
+class Range(NamedTuple):
+    """Consecutive tokens of the packed row."""
+
+    start: int
+    end: int
+
+
+class Block(NamedTuple):
+    """Consecutive queries of a segment, and their keys, whose positions are consecutive too."""
+
+    queries: Range
+    keys: tuple[Range, ...]
+    """One or two ranges. The last query sees the last key."""
 
 
 def attention_by_group(heads: Heads, settings: AttentionSettings, layout: PackedLayout) -> torch.Tensor:
     """Return the attention of a packed row, (1, T, H, D). `heads`: query (1, H, T, D), key and value (1, G, T, D)."""
-    tiles = layout.cached("tiles", lambda: list(_tiles(layout.groups)))
-    found: list[torch.Tensor] = []
-    pieces = _split(heads, [sum(group.tokens for group in tile) for tile in tiles])
-    for tile, piece in zip(tiles, pieces, strict=True):
-        if len(tile) > 1 or (tile[0].prefix and tile[0].tokens <= MASKED_TOKENS):
-            found.append(_sdpa(piece, settings, _tile_mask(tile, piece[0], settings.window, layout)))
+    if settings.is_eager or settings.needs_logits or settings.dropout:
+        return _explicit_attention(heads, settings, layout)
+    out: torch.Tensor = _BlockAttention.apply(*heads, settings, layout)
+    return out
+
+
+def _blocks(layout: PackedLayout, window: int | None) -> list[Block]:
+    """Return the blocks of a row in the order of their queries."""
+
+    def build() -> list[Block]:
+        return [block for segment in layout.segments for block in _split_segment(segment, window)]
+
+    found: list[Block] = layout.cached(("blocks", window), build)
+    return found
+
+
+def _split_segment(segment: Segment, window: int | None) -> Iterator[Block]:
+    start, prefix = segment.start, segment.prefix
+    for first in range(0, segment.length, QUERY_BLOCK):
+        last = min(segment.length, first + QUERY_BLOCK)
+        # The position of the first key that the first query sees.
+        seen = 0 if window is None else max(0, prefix + first - window + 1)
+        own = Range(start + max(0, seen - prefix), start + last)
+        shared = Range(segment.prefix_start + seen, segment.prefix_start + prefix)
+        if seen >= prefix:
+            keys: tuple[Range, ...] = (own,)
+        elif shared.end == own.start:
+            keys = (Range(shared.start, own.end),)
         else:
-            found.extend(_group_attention(tile[0], piece, settings, layout))
-    return torch.cat([one.transpose(1, 2) for one in found], dim=1)  # each is (1, H, N, D)
+            keys = shared, own
+        yield Block(Range(start + first, start + last), keys)
 
 
-def _tiles(groups: Sequence[PackedGroup]) -> Iterator[tuple[PackedGroup, ...]]:
-    """Yield the groups in their order, short ones together."""
-    tile: list[PackedGroup] = []
-    for group in groups:
-        if tile and sum(one.tokens for one in tile) + group.tokens > MERGED_TOKENS:
-            yield tuple(tile)
-            tile = []
-        tile.append(group)
-    if tile:
-        yield tuple(tile)
+def _take(tokens: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
+    """Return the tokens of the ranges: (…, T, D) -> (…, K, D)."""
+    parts = [tokens[..., one.start : one.end, :] for one in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 
 
-def _split(heads: Heads, sizes: Sequence[int]) -> Iterator[Heads]:
-    """Yield query, key and value of consecutive tokens.
+def _add(total: torch.Tensor, ranges: Sequence[Range], tokens: torch.Tensor) -> None:
+    """Add (…, K, D) to the tokens of the ranges in (…, T, D)."""
+    begin = 0
+    for one in ranges:
+        end = begin + one.end - one.start
+        total[..., one.start : one.end, :] += tokens[..., begin:end, :]
+        begin = end
 
-    By `split`, not by slices: its backward pass is one concatenation, where each slice would add T tokens.
+
+def _hide(logits: torch.Tensor, window: int | None, layout: PackedLayout) -> torch.Tensor:
+    """Set the logits (…, N, K) of keys that a query does not see to -inf, in place.
+
+    The last query sees the last key, so that with no window only the last N keys can be hidden from any query.
     """
-    return zip(*(one.split(list(sizes), dim=2) for one in heads), strict=True)
-
-
-def _tile_mask(
-    tile: tuple[PackedGroup, ...], query: torch.Tensor, window: int | None, layout: PackedLayout
-) -> torch.Tensor:
-    """Return the mask (N, N) of groups that share a call."""
+    queries, keys = logits.shape[-2:]
+    if queries == 1:  # its keys begin with the first that it sees
+        return logits
+    visible = logits[..., keys - queries :] if window is None else logits
 
     def build() -> torch.Tensor:
-        group, branch, position = PackedLayout(tile).index_tensors(query.device)
-        distance = position[:, None] - position
-        seen = (group[:, None] == group) & ((branch[:, None] == branch) | (branch == 0)) & (distance >= 0)
-        return _to_float_mask(seen if window is None else seen & (distance < window), query.dtype)
-
-    return layout.cached(("tile", tile, window, query.dtype), build)
-
-
-def _group_attention(
-    group: PackedGroup, heads: Heads, settings: AttentionSettings, layout: PackedLayout
-) -> Iterator[torch.Tensor]:
-    """Yield the attention of one group's segments in the order of their tokens, each (1, H, N, D)."""
-    lengths = [length for length in (group.prefix, *group.branches) if length]
-    segments = _split(heads, lengths)
-    if not group.prefix:
-        for segment in segments:
-            yield from _causal_attention(segment, 0, settings, layout)
-        return
-    prefix = next(segments)
-    yield from _causal_attention(prefix, 0, settings, layout)
-    for query, *own in segments:
-        keys = [torch.cat((shared, mine), dim=2) for shared, mine in zip(prefix[1:], own, strict=True)]
-        yield from _causal_attention((query, *keys), group.prefix, settings, layout)
-
-
-def _causal_attention(
-    heads: Heads, prefix: int, settings: AttentionSettings, layout: PackedLayout
-) -> Iterator[torch.Tensor]:
-    """Yield the attention of N queries to prefix + N keys, where the last query sees the last key."""
-    query, key, value = heads
-    length, window = query.shape[2], settings.window
-    unlimited = window is None or window >= prefix + length
-    if unlimited and not prefix and not _is_explicit(settings):
-        yield _sdpa(heads, settings, None, is_causal=True)
-        return
-    for start in range(0, length, QUERY_BLOCK):
-        end = min(length, start + QUERY_BLOCK)
-        first = 0 if unlimited or window is None else max(0, prefix + start - window + 1)
-        piece = query[:, :, start:end], key[:, :, first : prefix + end], value[:, :, first : prefix + end]
-        mask = _block_mask(piece[0], prefix + end - first, None if unlimited else window, layout)
-        yield _sdpa(piece, settings, mask)
-
-
-def _block_mask(query: torch.Tensor, keys: int, window: int | None, layout: PackedLayout) -> torch.Tensor | None:
-    """Return the mask (N, K) of N queries whose last one sees the last of K keys; None if all see all."""
-    queries = query.shape[2]
-    if queries == 1:  # the keys begin with the first that it sees
-        return None
-
-    def build() -> torch.Tensor:
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        hidden = torch.ones(visible.shape[-2:], dtype=torch.bool, device=logits.device)
+        seen = hidden.tril(visible.shape[-1] - queries)
         if window is not None:
             seen = seen.triu(keys - queries - window + 1)
-        return _to_float_mask(seen, query.dtype)
+        return logits.new_zeros(visible.shape[-2:]).masked_fill_(~seen, float("-inf"))
 
-    return layout.cached(("block", queries, keys, window, query.dtype), build)
-
-
-def _to_float_mask(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return 0 where `seen`, else -inf, in the dtype of the heads: SDPA would convert a boolean mask in each call."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+    # Addition is faster than masked_fill_ with a mask that is broadcast.
+    visible += layout.cached(("hidden", *visible.shape[-2:], window, logits.dtype, logits.device), build)
+    return logits
 
 
-def _is_explicit(settings: AttentionSettings) -> bool:
-    return settings.is_eager or settings.needs_logits
+class _BlockAttention(torch.autograd.Function):
+    """softmax(scale * Q K^T) V of each block, with logits and softmax in fp32 at least.
+
+    Heads that share a key-value head are further queries of it, so that keys and values are not repeated.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: AttentionSettings,
+        layout: PackedLayout,
+    ) -> torch.Tensor:  # fmt: skip
+        rows = _Rows(query, key, settings, layout)
+        out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])  # (1, T, H, D)
+        by_head = rows.split_heads(out.transpose(1, 2))
+        saved: list[torch.Tensor] = []
+        room = SAVED_BYTES
+        for block in rows.blocks:
+            weights = rows.weights(block)
+            found = torch.bmm(weights, _take(value[0], block.keys))  # (G, R N, D)
+            by_head[:, :, slice(*block.queries)] = found.unflatten(1, (rows.shared, -1))
+            room -= weights.nbytes
+            if room >= 0:
+                saved.append(weights)
+        ctx.save_for_backward(query, key, value, *saved)
+        ctx.settings, ctx.layout = settings, layout
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, *saved = ctx.saved_tensors
+        rows = _Rows(query, key, ctx.settings, ctx.layout)
+        by_head = rows.split_heads(query)  # (G, R, T, D)
+        grad_out = rows.split_heads(grad.transpose(1, 2))
+        grad_query = torch.empty_like(by_head, memory_format=torch.contiguous_format)
+        # Sums over blocks, hence not in 16 bits.
+        grad_key, grad_value = (torch.zeros_like(one[0], dtype=rows.dtype) for one in (key, value))
+        for number, block in enumerate(rows.blocks):
+            weights = saved[number] if number < len(saved) else rows.weights(block)  # (G, R N, K)
+            queries = slice(*block.queries)
+            grad_block = grad_out[:, :, queries].flatten(1, 2)  # (G, R N, D)
+            _add(grad_value, block.keys, torch.bmm(weights.transpose(1, 2), grad_block))
+            grad_weights = torch.bmm(grad_block, _take(value[0], block.keys).transpose(1, 2))
+            grad_logits = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+            found = torch.bmm(grad_logits, _take(key[0], block.keys))
+            grad_query[:, :, queries] = found.unflatten(1, (rows.shared, -1))
+            _add(grad_key, block.keys, torch.bmm(grad_logits.transpose(1, 2), by_head[:, :, queries].flatten(1, 2)))
+        grads = grad_query.flatten(0, 1).mul_(rows.scale), grad_key.mul_(rows.scale).to(key.dtype), grad_value
+        return *(one.to(query.dtype).unsqueeze(0) for one in grads), None, None
 
 
-def _sdpa(
-    heads: Heads, settings: AttentionSettings, mask: torch.Tensor | None, is_causal: bool = False
-) -> torch.Tensor:
-    """Return the attention of one call, (1, H, N, D). `mask`: additive, (N, K)."""
+class _Rows:
+    """Query and key of a packed row, and the blocks."""
+
+    def __init__(
+        self, query: torch.Tensor, key: torch.Tensor, settings: AttentionSettings, layout: PackedLayout
+    ) -> None:
+        self.dtype = torch.promote_types(query.dtype, torch.float32)
+        self.scale = query.shape[-1] ** -0.5 if settings.scale is None else settings.scale
+        self.shared = query.shape[1] // key.shape[1]
+        self.blocks = _blocks(layout, settings.window)
+        self._window, self._layout = settings.window, layout
+        self._query, self._key = query, key
+
+    def split_heads(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return (1, H, T, D) as (G, R, T, D)."""
+        return heads[0].unflatten(0, (-1, self.shared))
+
+    @cached_property
+    def _wide(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Query (G, R, T, D), scaled, and key (G, T, D), in the type of the logits."""
+        return self.split_heads(self._query).to(self.dtype) * self.scale, self._key[0].to(self.dtype)
+
+    def weights(self, block: Block) -> torch.Tensor:
+        """Return the attention weights of a block, (G, R N, K), in the type of the heads."""
+        query, key = self._wide
+        queries = query[:, :, slice(*block.queries)].flatten(1, 2)  # (G, R N, D)
+        logits = torch.bmm(queries, _take(key, block.keys).transpose(1, 2))
+        _hide(logits.unflatten(1, (self.shared, -1)), self._window, self._layout)
+        return logits.softmax(dim=-1).to(self._query.dtype)
+
+
+def _explicit_attention(heads: Heads, settings: AttentionSettings, layout: PackedLayout) -> torch.Tensor:
+    """Return the attention by torch's own gradients: with softcap, sinks or dropout."""
     query, key, value = heads
-    if _is_explicit(settings):
-        return _masked_attention(heads, settings, mask)
-    is_grouped = query.shape[1] != key.shape[1]
-    if is_grouped and mask is not None and query.device.type != "cpu":  # CUDA has no such kernel with a mask
-        key, value = _repeat(key, query), _repeat(value, query)
-        is_grouped = False
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=settings.dropout, is_causal=is_causal, scale=settings.scale,
-        enable_gqa=is_grouped,
-    )  # fmt: skip
+    found = []
+    for block in _blocks(layout, settings.window):
+        queries = _take(query, (block.queries,))
+        found.append(_attend(queries, (_take(key, block.keys), _take(value, block.keys)), settings, layout))
+    return torch.cat(found, dim=2).transpose(1, 2)
 
 
-def _repeat(heads: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Return (1, H, K, D) of (1, G, K, D)."""
-    return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
-
-
-def _masked_attention(heads: Heads, settings: AttentionSettings, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return the attention computed from its logits (1, H, N, K), softmax in fp32 at least."""
-    query, key, value = heads
+def _attend(query: torch.Tensor, keys: Heads, settings: AttentionSettings, layout: PackedLayout) -> torch.Tensor:
+    """Return the attention of N queries (1, H, N, D) to keys and values (1, G, K, D), softmax in fp32 at least."""
+    key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in keys)
     scale = query.shape[-1] ** -0.5 if settings.scale is None else settings.scale
-    logits = query @ _repeat(key, query).transpose(2, 3) * scale
+    logits = query @ key.transpose(2, 3) * scale
     if settings.softcap is not None:
         logits = settings.softcap * torch.tanh(logits / settings.softcap)
-    if mask is not None:
-        logits = logits + mask
+    logits = _hide(logits.clone(), settings.window, layout)
     wide = torch.promote_types(query.dtype, torch.float32)
     if settings.sinks is not None:
         sinks = settings.sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
@@ -172,4 +219,4 @@ def _masked_attention(heads: Heads, settings: AttentionSettings, mask: torch.Ten
     else:
         weights = logits.softmax(dim=-1, dtype=wide)
     weights = F.dropout(weights.to(query.dtype), p=settings.dropout)  # dropout is 0 outside of training
-    return weights @ _repeat(value, query)
+    return weights @ value

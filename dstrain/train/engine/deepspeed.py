@@ -13,6 +13,8 @@ from dstrain.config.schema import OptimConfig
 from dstrain.distributed.deepspeed_patches import (
     compute_norm_in_blocks,
     disable_muon_compile,
+    find_overflow_by_norm,
+    flatten_gradients_in_fp32,
     keep_unaligned_gradients,
     replay_bias_correction,
 )
@@ -76,6 +78,8 @@ class DeepSpeedEngine:
         # Only an optimizer whose state is on NVMe has a swapper.
         if swapper := getattr(self.engine.optimizer, "optimizer_swapper", None):
             keep_unaligned_gradients(swapper)
+        find_overflow_by_norm(self.engine.optimizer)
+        flatten_gradients_in_fp32(self.engine.optimizer)
         if zero["stage"] and world.device.type == "cpu":
             compute_norm_in_blocks(self.engine.optimizer)
         if not zero["stage"]:

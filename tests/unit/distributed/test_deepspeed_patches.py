@@ -22,6 +22,8 @@ from dstrain.distributed.deepspeed_patches import (
     Zero3Subgroups,
     compute_norm_in_blocks,
     disable_muon_compile,
+    find_overflow_by_norm,
+    flatten_gradients_in_fp32,
     keep_unaligned_gradients,
     replay_bias_correction,
     skip_shm_comm_build,
@@ -221,3 +223,55 @@ def test_deepspeed_computes_norms_where_the_patch_expects_it(stage: str) -> None
     source = (Path(importlib.util.find_spec("deepspeed").origin).parent / f"runtime/zero/{stage}.py").read_text()  # type: ignore[union-attr,arg-type]
     assert "def get_grad_norm_direct(self, gradients, params, norm_type=2)" in source
     assert "self.get_grad_norm_direct(self.averaged_gradients[i], " in source
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_deepspeed_finds_overflow_by_the_norm_too(value: float) -> None:
+    """Its own check of the norm, in stages 1 and 2; without it `find_overflow_by_norm` would let the gradient pass."""
+    from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
+
+    source = (Path(importlib.util.find_spec("deepspeed").origin).parent / "runtime/zero/stage_1_and_2.py").read_text()  # type: ignore[union-attr,arg-type]
+    assert "or self.check_grad_overflow) and is_invalid_grad_norm(scaled_global_grad_norm):" in source
+    assert is_invalid_grad_norm(combine_grad_norm_groups([torch.tensor(1.0), torch.tensor(value)], norm_type=2))
+    assert is_invalid_grad_norm(combine_grad_norm_groups([torch.tensor(1.0), torch.tensor(-1.0)], norm_type=2))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "is_patched"),
+    [
+        ({"compute_grad_norm": True, "check_grad_overflow": True, "cpu_offload": False}, True),
+        ({"compute_grad_norm": True, "check_grad_overflow": True, "cpu_offload": True}, False),
+        ({"compute_grad_norm": False, "check_grad_overflow": True, "cpu_offload": False}, False),
+        ({}, False),  # stage 3 and the optimizers without ZeRO
+    ],
+)
+def test_overflow_is_found_by_the_norm_where_deepspeed_checks_it(attributes: dict[str, bool], is_patched: bool) -> None:
+    optimizer = SimpleNamespace(has_overflow=lambda partition_gradients=True: True, **attributes)
+    find_overflow_by_norm(optimizer)
+    assert optimizer.has_overflow(partition_gradients=True) is not is_patched
+
+
+def test_gradients_are_copied_once_into_a_flat_fp32_partition() -> None:
+    made: list[str] = []
+    gradients = [torch.randn(3, 4).bfloat16(), torch.randn(5).bfloat16()]
+    optimizer = SimpleNamespace(
+        flatten=lambda tensors: made.append("plain"),
+        flatten_dense_tensors_aligned=lambda tensors, alignment: made.append("aligned"),
+        averaged_gradients={0: None, 1: gradients},
+        single_partition_of_fp32_groups=[torch.zeros(2), torch.zeros(20, requires_grad=True)],
+    )
+    flatten_gradients_in_fp32(optimizer)
+    wanted = torch.cat([*(one.flatten().float() for one in gradients), torch.zeros(3)])
+    for found in (optimizer.flatten(gradients), optimizer.flatten_dense_tensors_aligned(gradients, 20)):
+        assert found.dtype == torch.float32
+        assert torch.equal(found, wanted)
+    assert made == []
+    optimizer.flatten([*gradients])
+    optimizer.flatten_dense_tensors_aligned([*gradients], alignment=4)
+    assert made == ["plain", "aligned"], "other tensors are DeepSpeed's"
+
+
+def test_deepspeed_flattens_gradients_where_the_patch_expects_it() -> None:
+    source = (Path(importlib.util.find_spec("deepspeed").origin).parent / "runtime/zero/stage_1_and_2.py").read_text()  # type: ignore[union-attr,arg-type]
+    assert "flat_grad_partition = self.flatten(self.averaged_gradients[i])" in source
+    assert "self.flatten_dense_tensors_aligned(self.averaged_gradients[i]," in source

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dstrain.models.attention import varlen
+from dstrain.batch import PackedGroup
+from dstrain.models.attention import by_group, varlen
 from dstrain.models.attention.by_group import attention_by_group
 from dstrain.models.attention.flex import packed_flex_attention
 from dstrain.models.attention.layout import AttentionSettings, PackedLayout
@@ -107,23 +108,46 @@ def test_a_cpu_computes_by_group() -> None:
         assert choose_kernel(name, heads(), AttentionSettings()) is attention_by_group
 
 
-@pytest.mark.parametrize("kv_heads", [1, 4])
-def test_key_heads_are_shared_by_query_heads(kv_heads: int) -> None:
-    inputs, layout = heads(kv_heads), PackedLayout(GROUPS)
-    fused = attention_by_group(inputs, AttentionSettings(scale=0.3, window=16), layout)
-    explicit = attention_by_group(inputs, AttentionSettings(scale=0.3, window=16, is_eager=True), layout)
-    torch.testing.assert_close(fused, explicit, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("saved", ["kept", "computed again"])
+def test_the_written_gradient_is_that_of_autograd(
+    kv_heads: int, window: int | None, saved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp64; `is_eager` takes torch's own gradients."""
+    monkeypatch.setattr(by_group, "QUERY_BLOCK", 20)
+    if saved == "computed again":  # from the third block on
+        monkeypatch.setattr(by_group, "SAVED_BYTES", 10_000)
+    inputs, layout = [one.double().detach().requires_grad_() for one in heads(kv_heads)], PackedLayout(GROUPS)
+    written, own = (
+        both(attention_by_group(inputs, AttentionSettings(scale=0.3, window=window, is_eager=eager), layout), inputs)
+        for eager in (False, True)
+    )
+    for one, other in zip(written, own, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_in_bf16_its_error_is_that_of_torchs_kernel() -> None:
+    """With logits of up to 30, which in bf16 would be off by 0.1."""
+    draw = torch.Generator().manual_seed(0)
+    exact = [torch.randn(1, 4, 200, 64, generator=draw) * size for size in (3, 3, 1)]
+    half = [one.bfloat16().requires_grad_() for one in exact]
+    wide = [one.detach().double().requires_grad_() for one in half]
+    layout = PackedLayout((PackedGroup(0, (200,)),))
+    expected = both(attention_by_group(wide, AttentionSettings(), layout), wide)
+    found = both(attention_by_group(half, AttentionSettings(), layout), half)
+    sdpa = torch.nn.functional.scaled_dot_product_attention(*half, is_causal=True).transpose(1, 2)
+    for one, torchs, other in zip(found, both(sdpa, half), expected, strict=True):
+        assert (one - other).norm() <= 1.5 * (torchs - other).norm()
 
 
 def test_no_mask_is_larger_than_a_block_of_queries() -> None:
     """Nothing grows with the square of the row's length."""
-    from dstrain.batch import PackedGroup
-    from dstrain.models.attention.by_group import MASKED_TOKENS, QUERY_BLOCK
-
     groups = (PackedGroup(600, (700, 50)), *[PackedGroup(0, (300,))] * 9)
     layout, tokens = PackedLayout(groups), sum(group.tokens for group in groups)
     inputs = [torch.randn(1, 1, tokens, 8) for _ in range(3)]
-    attention_by_group(inputs, AttentionSettings(), layout)
+    for window in (None, 400):
+        attention_by_group(inputs, AttentionSettings(window=window), layout)
     masks = [one for one in layout.cache.values() if isinstance(one, torch.Tensor)]
     assert masks
-    assert all(one.shape[0] <= max(QUERY_BLOCK, MASKED_TOKENS) and one.shape[1] <= 1350 for one in masks)
+    assert all(one.shape[0] <= by_group.QUERY_BLOCK and one.shape[1] <= 400 + by_group.QUERY_BLOCK for one in masks)

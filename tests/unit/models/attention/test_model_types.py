@@ -24,7 +24,7 @@ ALLOWED = [name for name, config in CONFIGS.items() if config["model_type"] in P
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits as they are, and so small that tiny sequences run through every branch."""
     if request.param == "small blocks":
-        for name, value in (("MASKED_TOKENS", 21), ("MERGED_TOKENS", 8), ("QUERY_BLOCK", 7)):
+        for name, value in (("QUERY_BLOCK", 7), ("SAVED_BYTES", 2000)):
             monkeypatch.setattr(by_group, name, value)
 
 

@@ -1,4 +1,4 @@
-"""Measure time and peak memory of a step with and without gradient checkpointing.
+"""Measure time and peak memory of a step with gradient checkpointing in no layer, in half of them, and in all.
 
     python -m benchmarks.checkpointing [--shape 100m] [--length 1024]
 
@@ -97,8 +97,8 @@ def measure(
     """Check that the losses are equal, then measure memory and time. fp32: TorchEngine, else DeepSpeed zero0."""
     world = join_alone()
     engines: dict[str, Any] = {}
-    for name, on in (("off", False), ("on", True)):
-        task = made_task(shape, length, changes={"model": {"gradient_checkpointing": on}})
+    for name, value in {"off": False, "half of the layers": 0.5, "on": True}.items():
+        task = made_task(shape, length, changes={"model": {"gradient_checkpointing": value}})
         if precision == "fp32":
             engines[name] = TorchEngine(*made_model(task), task.recipe.optim, world.device)
         else:
@@ -107,9 +107,10 @@ def measure(
     limit = 1e-5 if precision == "fp32" else 2e-2
     worst = 0.0
     for step in batches:
-        off, on = (engines[name].step(step, lr) for name in ("off", "on"))
-        for a, b in ((float(on.loss), float(off.loss)), (float(on.grad_norm), float(off.grad_norm))):
-            worst = max(worst, abs(a - b) / max(abs(b), 1e-3))
+        results = [engine.step(step, lr) for engine in engines.values()]
+        for one in results[1:]:
+            for a, b in ((one.loss, results[0].loss), (one.grad_norm, results[0].grad_norm)):
+                worst = max(worst, abs(float(a) - float(b)) / max(abs(float(b)), 1e-3))
         assert worst <= limit, f"checkpointing changes the step by {worst:.1e}"
     runners = {
         name: (lambda turn, engine=engine: engine.step(batches[turn % len(batches)], lr))

@@ -46,6 +46,16 @@ def _check_attn_implementation(value: str) -> str:
 AttnImplementation = Annotated[str, AfterValidator(_check_attn_implementation)]
 
 
+def _check_share_of_layers(value: bool | float) -> bool | float:
+    if not isinstance(value, bool) and not 0 < value < 1:
+        raise ValueError("must be true, false, or the share of the layers, between 0 and 1")
+    return value
+
+
+ShareOfLayers = Annotated[bool | float, AfterValidator(_check_share_of_layers)]
+"""True for all, false for none."""
+
+
 SECRET_NAME = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API_?)?KEY", re.IGNORECASE)
 """Pattern of variable names whose values must not be written to a run folder or sent to a tracker."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dstrain.config.field_types import AttnImplementation, ChatTemplate, Fraction, PositiveInt
+from dstrain.config.field_types import AttnImplementation, ChatTemplate, Fraction, PositiveInt, ShareOfLayers
 
 
 class Section(BaseModel):
@@ -73,8 +73,8 @@ class ModelConfig(Section):
     """Store frozen weights in 4 or 8 bits (extra [quantize])."""
     freeze: list[str] = []
     """Parameters to freeze: names, prefixes of names or globs; of a vision-language model also vision, projector, language."""
-    gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    gradient_checkpointing: ShareOfLayers = True
+    """Recompute activations in the backward pass: less memory, about a third more compute. A share such as 0.5: in that share of the layers."""
     trust_remote_code: bool = False
     """Let transformers run Python code from the model's folder or repository."""
 

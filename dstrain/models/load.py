@@ -235,12 +235,32 @@ def _load_generation_config(model: PreTrainedModel, name: str) -> None:
     model.generation_config = generation_config
 
 
-def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass, if the model supports it."""
-    if getattr(model, "supports_gradient_checkpointing", False):
-        with warnings.catch_warnings():  # transformers 6 renames it activation_checkpointing_enable
-            warnings.simplefilter("ignore", FutureWarning)
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def enable_gradient_checkpointing(model: PreTrainedModel, share: float = 1.0) -> None:
+    """Recompute activations in the backward pass, if the model supports it: those of a share of the layers.
+
+    Raises RecipeError for a share below 1 of a model that does not checkpoint layer by layer.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        return
+    with warnings.catch_warnings():  # transformers 6 renames it activation_checkpointing_enable
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if share == 1:
+        return
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        problem = f"is {share:g}, but {type(model).__name__} does not recompute its layers one by one"
+        raise RecipeError(Fault("model.gradient_checkpointing", problem, "write true or false"))
+    for layer, is_chosen in zip(layers, choose_layers(len(layers), share), strict=True):
+        layer.gradient_checkpointing = is_chosen
+
+
+def choose_layers(count: int, share: float) -> list[bool]:
+    """Return which of `count` layers recompute their activations: a share of them, at even distances, at least one."""
+    number = max(1, round(count * share)) if share else 0
+    return [(index + 1) * number // count > index * number // count for index in range(count)]
 
 
 def offload_activation_checkpoints(model: PreTrainedModel | torch.nn.Module, pin_memory: bool) -> int:

@@ -29,7 +29,7 @@ TINY: dict[str, dict[str, Any]] = {
 ROWS = {
     "step": ["by hand", "TorchEngine", "DeepSpeed zero0", "DeepSpeed zero2"],
     "loader": [0.0, 0.0, 0.2, 0.2],
-    "checkpointing": ["off", "on"],
+    "checkpointing": ["off", "half of the layers", "on"],
     "saving": ["waiting", "behind"],
     "counting": ["plain", "counted"],
     "vision": ["every token", "answers", "checkpointing"],

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from dstrain.models.load import choose_layers
 from dstrain.models.protein.geometry import (
     DIHEDRAL_FEATURES,
     PAIR_FEATURES,
@@ -35,7 +36,8 @@ class ProteinConfig:
     input_types: int = 23
     """Types of residues in the input: amino acids, unknown, hidden, padding."""
     output_types: int = 20
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | float = False
+    """Share of the layers that recompute their activations in the backward pass."""
 
 
 class ProteinModel(nn.Module):
@@ -58,6 +60,9 @@ class ProteinModel(nn.Module):
             nn.ModuleList(ResidueLayer(dim, config.pair_dim, config.num_heads, config.dropout) for _ in range(count))
             for count in (config.encoder_layers, config.decoder_layers)
         )
+        layers = [*self.encoder, *self.decoder]
+        chosen = choose_layers(len(layers), float(config.gradient_checkpointing))
+        self._recomputed = {layer for layer, is_chosen in zip(layers, chosen, strict=True) if is_chosen}
         self.bridge = nn.Linear(dim, dim)
         self.norm = nn.LayerNorm(dim)
         self.type_head = nn.Linear(dim, config.output_types)
@@ -88,7 +93,7 @@ class ProteinModel(nn.Module):
         return self.type_head(states), self.backbone_head(states, frames, offsets, visible)
 
     def _run(self, layer: nn.Module, states: torch.Tensor, pairs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        if self.config.gradient_checkpointing and self.training and torch.is_grad_enabled():
+        if layer in self._recomputed and self.training and torch.is_grad_enabled():
             found: torch.Tensor = checkpoint(layer, states, pairs, keys, use_reentrant=False)
             return found
         found = layer(states, pairs, keys)

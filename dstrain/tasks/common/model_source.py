@@ -147,7 +147,7 @@ class ModelSource:
         if self.disable_dropout:
             disable_dropout_in_model(loaded)
         if model.gradient_checkpointing:
-            enable_gradient_checkpointing(loaded)
+            enable_gradient_checkpointing(loaded, float(model.gradient_checkpointing))
         return loaded
 
     def build_meta_model(self) -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""`activation_checkpointing.cpu_checkpointing`: what recomputation starts from lies in host memory, and nothing else changes."""
+"""Recomputed layers: a share of them, and their inputs in host memory; gradients do not change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.errors import RecipeError
-from dstrain.models.load import offload_activation_checkpoints
+from dstrain.models.load import choose_layers, enable_gradient_checkpointing, offload_activation_checkpoints
 from dstrain.tasks import make_task
 from dstrain.tasks.sft import SFT
 from dstrain.train.build_model import build_train_module
@@ -67,3 +67,43 @@ def test_without_recomputation_there_is_nothing_to_keep(tmp_path: Path) -> None:
         RecipeError, match=r"activation_checkpointing\.cpu_checkpointing: the model checkpoints no layer"
     ):
         gradients(tmp_path, True, {"gradient_checkpointing": False})
+
+
+def test_a_share_of_the_layers_is_recomputed_at_even_distances() -> None:
+    assert choose_layers(4, 0.5) == [False, True, False, True]
+    assert choose_layers(6, 1 / 3) == [False, False, True, False, False, True]
+    assert choose_layers(3, 0.01) == [False, False, True]
+    assert choose_layers(3, 1.0) == [True] * 3
+    assert choose_layers(2, 0.0) == [False] * 2
+
+
+def test_recomputing_a_share_of_the_layers_changes_no_gradient(tmp_path: Path, saved: list[tuple[int, ...]]) -> None:
+    wanted = gradients(tmp_path, False, {"gradient_checkpointing": False})
+    found = gradients(tmp_path, False, {"gradient_checkpointing": 0.5})
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    task = make_task(RunConfig.model_validate(SFT.tiny(tmp_path) | {}))
+    layers = build_train_module(task).model.model.layers
+    assert [layer.gradient_checkpointing for layer in layers] == [True] * LAYERS
+    values = SFT.tiny(tmp_path)
+    values["model"]["gradient_checkpointing"] = 0.5
+    layers = build_train_module(make_task(RunConfig.model_validate(values))).model.model.layers
+    assert [layer.gradient_checkpointing for layer in layers] == [False, True]
+
+
+def test_a_share_of_a_model_without_such_layers_is_refused() -> None:
+    class Whole(torch.nn.Module):
+        supports_gradient_checkpointing = True
+
+        def gradient_checkpointing_enable(self, **_: Any) -> None: ...
+
+    enable_gradient_checkpointing(Whole())  # type: ignore[arg-type]
+    with pytest.raises(
+        RecipeError, match=r"^model\.gradient_checkpointing: is 0\.5, but Whole does not .* true or false"
+    ):
+        enable_gradient_checkpointing(Whole(), 0.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5, -1, "half"])
+def test_another_number_is_no_share(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be true, false, or the share of the layers|valid"):
+        RunConfig.model_validate({"task": "rm", "model": {"gradient_checkpointing": value}})

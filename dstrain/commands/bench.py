@@ -146,7 +146,7 @@ def _measure(engine: DeepSpeedEngine, plan: RunPlan, steps: int) -> dict[str, An
     """Take the warm-up steps and `steps` others; return their figures, over all ranks. Collective."""
     from dstrain.report.flops import StepFlops
     from dstrain.report.memory import host_memory_gib, peak_memory_gib
-    from dstrain.train.setup import build_loader
+    from dstrain.train.plan import build_loader
 
     world, loader = engine.world, build_loader(plan, engine.world)
     module = engine.train_module
@@ -173,7 +173,7 @@ def _iter_steps(engine: DeepSpeedEngine, plan: RunPlan, loader: Loader) -> Itera
     import torch
 
     from dstrain.train.engine.base import seed_step
-    from dstrain.train.setup import build_schedule
+    from dstrain.train.plan import build_schedule
 
     device, schedule = engine.world.device, build_schedule(plan)
     steps = loader.iter_steps(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dstrain.config.schema import BatchConfig, RunConfig
@@ -37,6 +37,27 @@ class BatchPlan:
     def generation_micro(self) -> int:
         """Samples whose answers are generated at once: their lengths, which `tokens` limits, are not known before."""
         return self.micro if self.accumulate is not None else min(self.micro, DEFAULT_MICRO_BATCH_SIZE)
+
+    def halved(self, world_size: int) -> BatchPlan | None:
+        """Return the plan with half the samples and tokens per forward pass, rounded up, and the same total.
+
+        None if a forward pass has one sample, or one token.
+        """
+        largest = self.largest_micro(world_size)
+        if self.accumulate is None and self.tokens is not None:
+            micro = self.micro if self.micro == self.total else math.ceil(self.micro / 2)
+            return replace(self, micro=micro, tokens=math.ceil(self.tokens / 2)) if self.tokens > 1 else None
+        micro = math.ceil(largest / 2)
+        return BatchPlan(self.total, micro, math.ceil(self.total / (micro * world_size))) if largest > 1 else None
+
+    def to_config(self, batch: BatchConfig) -> BatchConfig:
+        """Return a recipe's `batch` with the sizes of this plan."""
+        if self.accumulate is None:
+            micro = None if self.micro == self.total else self.micro
+            sizes = {"total": self.total, "micro": micro, "accumulate": None, "tokens_per_micro": self.tokens}
+        else:
+            sizes = {"total": self.total, "micro": self.micro, "accumulate": None, "tokens_per_micro": None}
+        return batch.model_copy(update=sizes)
 
     def describe(self, world_size: int) -> str:
         """Return `16 samples (8 processes x 1 forward pass x 2 samples)`; `up to 2` where some pass has one fewer."""
@@ -74,6 +95,10 @@ def resolve_batch(
                     f"batch.{name}", f"is {ours} in the recipe and {theirs} in the DeepSpeed JSON", "keep one of them"
                 )
             )
+    if batch.on_oom == "shrink" and (preset_micro or preset_accumulate):
+        problem = "is shrink, but the DeepSpeed JSON fixes the micro-batch"
+        fix = "move train_micro_batch_size_per_gpu and gradient_accumulation_steps from it to the recipe's batch"
+        raise RecipeError(Fault("batch.on_oom", problem, fix))
     micro = batch.micro or preset_micro
     if batch.tokens_per_micro is not None:
         return _resolve_token_batch(batch, micro, preset_accumulate)

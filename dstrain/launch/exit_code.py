@@ -6,7 +6,7 @@ import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, first_names
 from dstrain.launch.worker import RankRecord
 
 OUT_OF_MEMORY_HINT = " (is the host's memory full? see dmesg)"
@@ -46,7 +46,22 @@ def compute_outcome(
         for code in (EXIT_DONE, EXIT_STOPPED):
             if set(codes.values()) == {code}:
                 return LaunchOutcome(code)
+    if found := _find_out_of_memory(records):
+        return found
     return _find_failed_rank(records, exit_codes, launcher_code, ranks)
+
+
+def _find_out_of_memory(records: Mapping[int, RankRecord]) -> LaunchOutcome | None:
+    """Return the lowest rank that ran out of memory, in one message for all of them; None if none did.
+
+    Often all ranks do at the same step, and the first one to end says nothing more than the others.
+    """
+    ranks = [rank for rank, record in sorted(records.items()) if record.is_out_of_memory]
+    if not ranks:
+        return None
+    also = f", and so did rank{'s' * (len(ranks) > 2)} {first_names(ranks[1:], 8)}" if len(ranks) > 1 else ""
+    first = f"{_format_rank(records, ranks[0])} ran out of memory{also}"
+    return LaunchOutcome(EXIT_FAILED, f"{first}\n{records[ranks[0]].error}", ranks[0])
 
 
 def _find_failed_rank(

@@ -16,7 +16,7 @@ from typing import IO, Self
 from dstrain.distributed.collective_log import CollectiveLog
 from dstrain.distributed.connection_errors import find_connection_error, unknown_peer_message
 from dstrain.distributed.world import World
-from dstrain.errors import PeerFailureError, one_line
+from dstrain.errors import OutOfMemoryError, PeerFailureError, one_line
 from dstrain.report.run_log import RunLog, format_current_time
 from dstrain.train.health.diagnosis import Diagnosis
 from dstrain.train.health.rank_status import STATUS_TIMEOUT_SECONDS, RankStatusBoard
@@ -183,7 +183,9 @@ def peer_watchdog(
         reason = find_connection_error(error)
         if reason is None:
             if status_board is not None:
-                status_board.sign_off("failed", one_line(f"{type(error).__name__}: {error}")[:500])
+                # The first line: the message of a failed allocation has many, and this rank prints them.
+                text = str(error).split("\n", 1)[0] if isinstance(error, OutOfMemoryError) else str(error)
+                status_board.sign_off("failed", one_line(f"{type(error).__name__}: {text}")[:500])
             raise
         known = (
             error

@@ -147,10 +147,7 @@ def make_plan(
         start = decide_start(CheckpointStore(folder=run_dir / "checkpoints", world=world), resume)
         checkpoint = start.checkpoint
         check_recipe_unchanged(checkpoint, config, resume.allowed_keys)
-        batch_config = with_saved_batch_total(config.batch, checkpoint, resume.allowed_keys)
-        # The preset's accumulation would contradict the total that was taken from the checkpoint.
-        accumulate = preset.accumulate if batch_config is config.batch else None
-        batch = resolve_batch(batch_config, worker.world_size, preset.micro, accumulate)
+        batch = _resolve_batch(config, preset, checkpoint, resume, worker.world_size)
         ds_config = resolve_ds_config(config, preset, batch, (worker.world_size, get_preset_device(device)), run_dir)
         check_offload_folders(ds_config, run_dir)
         task = make_task(with_saved_tokenizer(checkpoint, resolve_model_dtype(config, ds_config), resume.allowed_keys))
@@ -169,6 +166,15 @@ def make_plan(
         initial_world_size=_initial_world_size(checkpoint, worker), local_world_size=worker.local_world_size,
         micro_batch=MicroBatch(config, batch, worker.world_size, run_dir),
     )  # fmt: skip
+
+
+def _resolve_batch(
+    config: RunConfig, preset: Preset, checkpoint: CheckpointInfo | None, resume: ResumeOptions, world_size: int
+) -> BatchPlan:
+    batch = with_saved_batch_total(config.batch, checkpoint, resume.allowed_keys)
+    # The preset's accumulation would contradict the total that was taken from the checkpoint.
+    accumulate = preset.accumulate if batch is config.batch else None
+    return resolve_batch(batch, world_size, preset.micro, accumulate)
 
 
 def _initial_world_size(checkpoint: CheckpointInfo | None, worker: Worker) -> int:

@@ -52,7 +52,14 @@ from dstrain.train.run_dir import (
     replace_folder,
     write_run_config,
 )
-from dstrain.train.startup import finish_run, make_sinks, report_changes, report_start, report_warnings
+from dstrain.train.startup import (
+    finish_run,
+    make_sinks,
+    report_changes,
+    report_reduced_batch,
+    report_start,
+    report_warnings,
+)
 from dstrain.train.state.files import check_state_complete
 from dstrain.train.state.manifest import CheckpointInfo
 from dstrain.units import format_count
@@ -129,22 +136,17 @@ def build_run(
     memory: MemoryMonitor | None = None,
 ) -> Run:
     """Build the components of a run, and write its configuration to the run folder. Collective."""
-    config, run_dir, save = plan.config, plan.run_dir, plan.config.save
-    # A background save exchanges values while training does: on one group the two would be mixed up.
-    save_world = world.new_group() if save.background else world
-    checkpoints = CheckpointStore(
-        folder=run_dir / "checkpoints", world=save_world, keep=save.keep, keep_every=save.keep_every, best_mode=config.eval.best,
-        check_usable=check_state_complete, check_owner=partial(check_lease, run_dir, plan.launch_id),
-    )  # fmt: skip
+    config, run_dir, checkpoints = plan.config, plan.run_dir, _open_checkpoints(plan, world)
     run_log = RunLog(run_dir, world.rank)
     weights = world.broadcast(plan.fingerprints)
-    start = prepare_start(plan.start, checkpoints, run_log, save.prune_when_full)
+    start = prepare_start(plan.start, checkpoints, run_log, config.save.prune_when_full)
     if start:
         check_fingerprints(start, weights, plan.task, plan.resume.allowed_keys)
         report_changes(iter_resume_changes(start, plan, weights.get("inputs", {})), run_log, world)
     if world.rank == 0:
         _write_run_files(plan, world, start)
     report_start(plan, run_log, world, start)
+    report_reduced_batch(plan, run_log, world)
     engine = build_engine(plan, world, run_log)
     if world.device.type == "cpu":
         keep_freed_memory()  # only now: what loading the weights needed goes back to the kernel
@@ -164,6 +166,18 @@ def build_run(
         memory=memory or make_memory_monitor(plan, world),
         seed=config.seed,
     )
+
+
+def _open_checkpoints(plan: RunPlan, world: World) -> CheckpointStore:
+    """Return the checkpoints of the run. Collective for background saves."""
+    save = plan.config.save
+    # A background save exchanges values while training does: on one group the two would be mixed up.
+    save_world = world.new_group() if save.background else world
+    return CheckpointStore(
+        folder=plan.run_dir / "checkpoints", world=save_world, keep=save.keep, keep_every=save.keep_every,
+        best_mode=plan.config.eval.best, check_usable=check_state_complete,
+        check_owner=partial(check_lease, plan.run_dir, plan.launch_id),
+    )  # fmt: skip
 
 
 def _build_evaluation(plan: RunPlan) -> Evaluation | None:

@@ -183,9 +183,7 @@ def peer_watchdog(
         reason = find_connection_error(error)
         if reason is None:
             if status_board is not None:
-                # The first line: the message of a failed allocation has many, and this rank prints them.
-                text = str(error).split("\n", 1)[0] if isinstance(error, OutOfMemoryError) else str(error)
-                status_board.sign_off("failed", one_line(f"{type(error).__name__}: {text}")[:500])
+                status_board.sign_off("failed", _summarize(error))
             raise
         known = (
             error
@@ -199,6 +197,12 @@ def peer_watchdog(
     finally:
         # Without a phase nothing is reported as stalled.
         world.log.record_progress("")
+
+
+def _summarize(error: Exception) -> str:
+    """Return the error for other ranks; of a failed allocation the first line, since this rank prints the others."""
+    text = str(error).split("\n", 1)[0] if isinstance(error, OutOfMemoryError) else str(error)
+    return one_line(f"{type(error).__name__}: {text}")[:500]
 
 
 def _name_failed_peer(known: PeerFailureError, diagnosis: Diagnosis) -> BaseException:

@@ -39,6 +39,10 @@ class ReducedBatch:
         same_place = (config.ds_config, world_size) == (self.preset, self.world_size)
         return same_place and _sizes(config.batch.model_dump(mode="json")) in known
 
+    def is_in_use(self, config: RunConfig) -> bool:
+        """Return True for a recipe to which the smaller batch was applied."""
+        return _sizes(config.batch.model_dump(mode="json")) == _sizes(self.batch)
+
 
 def _sizes(batch: dict[str, Any]) -> dict[str, Any]:
     """Return `batch` without the reaction to a failure, which is the user's to change."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from dstrain.units import format_bytes
+
 CGROUP_ROOT, OWN_CGROUP_FILE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-VMSTAT_FILE = Path("/proc/vmstat")
+VMSTAT_FILE, KERNEL_LOG = Path("/proc/vmstat"), Path("/dev/kmsg")
 
 
 def iter_cgroups() -> Iterator[tuple[Path, bool]]:
@@ -59,18 +63,47 @@ class OomKills:
     on_host: int | None = None
     """On the whole host; None where the kernel does not tell."""
 
-    def describe_since(self, before: OomKills) -> str:
-        """Return which counter grew since `before`, as evidence in a message; empty if none did."""
-        if (self.in_cgroups or 0) > (before.in_cgroups or 0):
-            return "oom_kill in memory.events of its cgroup grew"
-        if (self.on_host or 0) > (before.on_host or 0):
-            return "oom_kill in /proc/vmstat grew"
-        return ""
 
-    @property
-    def is_counted(self) -> bool:
-        """True if the kernel counts such kills here."""
-        return self.in_cgroups is not None or self.on_host is not None
+HOST_MEMORY_FIX = (
+    "lower data.workers and data.prefetch, start fewer processes per host, use a preset without offloading to the host, "
+    "or raise the memory limit of the container or job"
+)
+"""Fix for a process that the kernel killed for memory."""
+
+
+def describe_oom_kill(pid: int, before: OomKills) -> str:
+    """Return why the kernel is known to have killed a process for memory since `before`; empty without evidence.
+
+    A line of the kernel's log about this process is certain; counters tell that some process was killed.
+    """
+    if (resident := _find_in_kernel_log(pid)) is not None:
+        return f"the kernel killed it because memory was full (kernel log: {resident} resident)"
+    now = read_oom_kills()
+    if (now.in_cgroups or 0) > (before.in_cgroups or 0):
+        return "the kernel killed a process because the memory of this cgroup was full (its oom_kill counter grew)"
+    if (now.on_host or 0) > (before.on_host or 0):
+        return "the kernel killed a process because memory was full (oom_kill in /proc/vmstat grew)"
+    return ""
+
+
+def _find_in_kernel_log(pid: int) -> str | None:
+    """Return the resident memory of a killed process as the kernel logged it; None where that cannot be read."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        log = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            while True:  # one record per read; EAGAIN after the last one
+                with contextlib.suppress(BrokenPipeError):  # a record was overwritten meanwhile
+                    lines.append(os.read(log, 8192).decode(errors="replace"))
+                if lines and not lines[-1]:
+                    break
+        finally:
+            os.close(log)
+    for line in reversed(lines):
+        if f"Killed process {pid} (" in line:
+            found = re.search(r"anon-rss:(\d+)kB", line)
+            return format_bytes(int(found[1]) * 1024) if found else "an unknown amount"
+    return None
 
 
 def read_oom_kills() -> OomKills:

@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "dstrain"
 FLOORS = (
-    ("errors", "files", "old_paths", "patching", "units", "resources", "process_setup", "host_memory"),
-    ("distributed", "source_map"),
+    ("errors", "files", "old_paths", "patching", "units", "resources", "process_setup"),
+    ("distributed", "source_map", "host_memory"),
     ("batch", "cache_dir", "schedule", "config", "preset"),
     ("data", "models", "report", "planner", "launch"),
     ("tasks",),

@@ -80,6 +80,7 @@ def supervise(group: WorkerGroup, stop_state: StopState | None = None) -> int:
         exit_codes if stop_state.failed_at else group.exit_codes,
         EXIT_FAILED if launcher_code is None else launcher_code,
         group.ranks,
+        group.kill_reasons,
     )
     if aborted and result.code not in (EXIT_DONE, EXIT_STOPPED):
         _log_stderr(group.abort_reason)  # `kill` has added the state of the lost hosts

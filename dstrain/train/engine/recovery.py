@@ -56,7 +56,7 @@ class ForwardRecovery:
         return scale if self.failed_pass is None else math.nan
 
     def _drop_pass(self, failure: AllocationFailure, batch: Batch) -> None:
-        text = f"{self._world.log.activity}: {failure.describe()}"
+        text = f"{self._world.log.activity}: could not allocate {failure.describe()}"
         self.failed_pass = FailedPass(
             rank=self._world.rank, host=socket.gethostname(), samples=len(batch.samples), text=text
         )

@@ -48,8 +48,8 @@ def memory_metrics(world: World) -> dict[str, float]:
     `gpu_utilization` is the mean over ranks. A value that this platform does not tell is left out.
     """
     ranks = world.gather(_measure_rank(world.device))
-    row = {name: REDUCTIONS[name]([rank[name] for rank in ranks if name in rank]) for name in ranks[0]}
-    return {name: row[name] for name in REDUCTIONS if name in row}
+    values = {name: [rank[name] for rank in ranks if name in rank] for name in REDUCTIONS}
+    return {name: reduce(values[name]) for name, reduce in REDUCTIONS.items() if values[name]}
 
 
 def _measure_rank(device: torch.device) -> dict[str, float]:

@@ -34,7 +34,7 @@ def make_sinks(
 
 def _build_sinks(plan: RunPlan, run_log: RunLog, start: CheckpointInfo | None, terminal: TextIO | None) -> list[Sink]:
     """Build a console sink, which draws a bar on a terminal, and those that the recipe asks for."""
-    sinks: list[Sink] = [RunLogSink(run_log), ConsoleSink(plan.steps, terminal)]
+    sinks: list[Sink] = [RunLogSink(run_log), ConsoleSink(plan.steps, terminal, plan.config.log.memory)]
     wanted, step = plan.config.log, start.step if start else 0
     if step >= plan.steps:
         return sinks  # a finished run has no more rows: no TensorBoard file or W&B run is opened for it

@@ -107,7 +107,7 @@ def test_a_resumed_run_starts_with_the_smaller_micro_batch(recipe: str, tmp_path
 
 
 def test_a_micro_batch_of_one_sample_cannot_shrink(recipe: str, tmp_path: Path, two: Workers) -> None:
-    with pytest.raises(WorkerError, match="rank 1 of 2(.|\n)*can't allocate memory"):
+    with pytest.raises(WorkerError, match=r"rank 1 of 2(.|\n)*can't allocate memory"):
         two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=SHRINK, limit={"samples": 0})
     (event,) = read_events(tmp_path / "run", "micro_batch_reduced")
     assert event["change"] == "batch.micro 2 -> 1", "before the last one"

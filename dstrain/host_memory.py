@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,18 @@ from dstrain.units import format_bytes
 
 CGROUP_ROOT, OWN_CGROUP_FILE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 VMSTAT_FILE, KERNEL_LOG = Path("/proc/vmstat"), Path("/dev/kmsg")
+
+
+UNLIMITED = 2**60
+"""Limit from which on version 1 limits nothing: it has no word for it, and writes the largest number of pages."""
+
+
+@dataclass(frozen=True)
+class CgroupLimit:
+    """Files of a cgroup with a limit of memory."""
+
+    limit_file: Path
+    usage_file: Path
 
 
 def iter_cgroups() -> Iterator[tuple[Path, bool]]:
@@ -33,25 +45,38 @@ def iter_cgroups() -> Iterator[tuple[Path, bool]]:
                 yield group, bool(controllers)
 
 
-def get_available_memory() -> int:
-    """Return the bytes available on the host, or in a cgroup of this process if it has less."""
+def get_available_memory(limits: Sequence[CgroupLimit] | None = None) -> int:
+    """Return the bytes available on the host, or in a cgroup of this process if it has less.
+
+    `limits`: those of `find_cgroup_limits`, which takes longer than the rest; None to look them up now.
+    """
     import psutil
 
-    return min([int(psutil.virtual_memory().available), *_iter_available_in_cgroups()])
+    limits = find_cgroup_limits() if limits is None else limits
+    return min([int(psutil.virtual_memory().available), *_iter_available(limits)])
 
 
-def _iter_available_in_cgroups() -> Iterator[int]:
-    """Yield the bytes below the limit of each cgroup with one, of version 2 and 1.
+def find_cgroup_limits() -> tuple[CgroupLimit, ...]:
+    """Return the limits of this process's cgroups, of version 2 and 1, without those that limit nothing."""
+    names = {False: ("memory.max", "memory.current"), True: ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+    found = [CgroupLimit(*(group / name for name in names[is_v1])) for group, is_v1 in iter_cgroups()]
+    return tuple(limit for limit in found if (_read_number(limit.limit_file) or UNLIMITED) < UNLIMITED)
 
-    The page cache counts as used.
-    """
-    for group, is_v1 in iter_cgroups():
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
-        try:
-            most, used = (int((group / name).read_text()) for name in names)
-        except (OSError, ValueError):  # no limit of its own, or "max"
-            continue
-        yield max(0, most - used)
+
+def _iter_available(limits: Sequence[CgroupLimit]) -> Iterator[int]:
+    """Yield the bytes below each limit. The page cache counts as used."""
+    for limit in limits:
+        most, used = _read_number(limit.limit_file), _read_number(limit.usage_file)
+        if most is not None and used is not None:
+            yield max(0, most - used)
+
+
+def _read_number(path: Path) -> int | None:
+    """Return the number in a file; None where there is none, or the word max."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import psutil
 import torch
 
 from dstrain.distributed.world import World
-from dstrain.host_memory import get_available_memory
+from dstrain.host_memory import CgroupLimit, find_cgroup_limits, get_available_memory
 
 GIB = 2**30
 
@@ -57,9 +58,10 @@ def _measure_rank(device: torch.device) -> dict[str, float]:
     found = {"host_memory_gib": host_memory_gib(), **_measure_host()}
     if device.type != "cuda":
         return found
-    found["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / GIB
-    found["allocated_memory_gib"] = torch.cuda.memory_allocated(device) / GIB
-    found["reserved_memory_gib"] = torch.cuda.memory_reserved(device) / GIB
+    stats = torch.cuda.memory_stats(device)  # once: each function of a single number reads all of them
+    found["peak_memory_gib"] = stats.get("allocated_bytes.all.peak", 0) / GIB
+    found["allocated_memory_gib"] = stats.get("allocated_bytes.all.current", 0) / GIB
+    found["reserved_memory_gib"] = stats.get("reserved_bytes.all.current", 0) / GIB
     found["pinned_memory_gib"] = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) / GIB
     busy = gpu_utilization(device)
     return found if busy is None else found | {"gpu_utilization": busy}
@@ -69,9 +71,15 @@ def _measure_host() -> dict[str, float]:
     """Return the memory that this process holds on the host now, and what is available to it there."""
     try:
         resident = psutil.Process().memory_info().rss
-        return {"host_rss_gib": resident / GIB, "host_available_gib": get_available_memory() / GIB}
+        return {"host_rss_gib": resident / GIB, "host_available_gib": get_available_memory(_find_own_limits()) / GIB}
     except (OSError, psutil.Error):  # a sandbox without /proc
         return {}
+
+
+@cache
+def _find_own_limits() -> tuple[CgroupLimit, ...]:
+    """Return the limits of this process's cgroups, looked up once: that would be most of the time of a row."""
+    return find_cgroup_limits()
 
 
 def _mean(values: Sequence[float]) -> float:

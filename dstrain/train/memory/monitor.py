@@ -18,6 +18,7 @@ from dstrain.report.allocation_errors import AllocationFailure, find_allocation_
 from dstrain.report.memory import peak_process_bytes
 from dstrain.report.run_log import RunLog
 from dstrain.train.engine.module import OPTIMIZER_UPDATE
+from dstrain.train.engine.recovery import free_cached_memory
 from dstrain.train.health.watchdog import RESTART_HINT, stacks_path
 from dstrain.train.memory.fixes import list_fixes, list_host_fixes
 from dstrain.train.memory.forecast import MemoryForecast, describe_forecast
@@ -56,7 +57,15 @@ class MemoryMonitor:
             if failure is None:
                 raise
             self._write_stack(error)
-            raise self._to_error(failure) from None
+            if failure.place == "host":  # the frames hold what the pass has allocated, and the message needs memory too
+                traceback.clear_frames(error.__traceback__)
+                free_cached_memory()
+            try:
+                found = self._to_error(failure)
+            except (MemoryError, RuntimeError):
+                what = f"rank {self.world.rank}, {self._where()}: could not allocate {failure.describe()}"
+                found = OutOfMemoryError(f"out of memory: {what}, nor the memory for a longer message")
+            raise found from None
 
     def is_before_update(self) -> bool:
         """Return True where memory ran out in a pass that takes the micro-batch, before any weight was changed."""
@@ -96,6 +105,10 @@ class MemoryMonitor:
         if self.world.rank == 0:
             print(describe_forecast(self.forecast, measured), flush=True)
 
+    def _where(self) -> str:
+        log = self.world.log
+        return ", ".join(filter(None, [log.phase, log.activity])) or "starting"
+
     def _refuse(self, failed: Sequence[FailedPass]) -> Exception:
         own = next((one for one in failed if one.rank == self.world.rank), None)
         if own is None:
@@ -106,10 +119,9 @@ class MemoryMonitor:
     def _to_error(self, failure: AllocationFailure) -> OutOfMemoryError:
         """Return the error for a failed allocation; store the smaller micro-batch for the next start, if there is one."""
         log, is_cuda = self.world.log, self.world.device.type == "cuda"
-        where = ", ".join(filter(None, [log.phase, log.activity])) or "starting"
         is_on_device = is_cuda == (failure.place == "gpu")
         change = self._store_smaller() if is_on_device and self.is_before_update() else ""
-        text = f"{where}: could not allocate {failure.describe()}"
+        text = f"{self._where()}: could not allocate {failure.describe()}"
         with contextlib.suppress(OSError):
             journal = RunLog(self.run_dir, rank=0)  # of rank 0 too, if this is another rank
             journal.log_event(

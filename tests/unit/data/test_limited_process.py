@@ -125,4 +125,4 @@ def test_memory_of_a_cgroup_is_free_below_its_limit(
     monkeypatch.setattr(host_memory, "CGROUP_ROOT", tmp_path)
     monkeypatch.setattr(host_memory, "OWN_CGROUP_FILE", tmp_path / "own")
     assert (host_memory.get_available_memory() < 1 << 20) == (free is not None)
-    assert min(host_memory._iter_available_in_cgroups(), default=None) == free
+    assert min(host_memory._iter_available(host_memory.find_cgroup_limits()), default=None) == free

@@ -39,14 +39,9 @@ def test_peaks_are_of_the_rank_with_most_and_utilization_is_the_mean_of_who_tell
 class FakeCuda:
     """torch.cuda with numbers of a GPU."""
 
-    def memory_allocated(self, device: torch.device) -> int:
-        return 3 * 2**30
-
-    def max_memory_allocated(self, device: torch.device) -> int:
-        return 4 * 2**30
-
-    def memory_reserved(self, device: torch.device) -> int:
-        return 5 * 2**30
+    def memory_stats(self, device: torch.device) -> dict[str, int]:
+        sizes = {"allocated_bytes.all.current": 3, "allocated_bytes.all.peak": 4, "reserved_bytes.all.current": 5}
+        return {name: size * 2**30 for name, size in sizes.items()}
 
     def host_memory_stats(self) -> dict[str, int]:
         return {"allocated_bytes.current": 2**29}

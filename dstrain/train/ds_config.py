@@ -35,7 +35,7 @@ def resolve_ds_config(
     settings = RunSettings(
         precision=precision,
         micro=batch.largest_micro(world_size),
-        accumulate=_count_passes(config, batch, world_size),
+        accumulate=batch.ds_accumulate(world_size, can_shrink=config.batch.on_oom == "shrink"),
         world_size=world_size,
         total=batch.total,
         clip=config.optim.clip,
@@ -46,16 +46,6 @@ def resolve_ds_config(
         uses_muon=config.optim.name == "muon",
     )
     return complete_preset(preset, settings=settings)
-
-
-def _count_passes(config: RunConfig, batch: BatchPlan, world_size: int) -> int:
-    """Return the forward passes per step for the DeepSpeed JSON."""
-    # Any number above 1 where it differs between steps: the engine itself tells DeepSpeed the last pass of a step.
-    if batch.accumulate is None:
-        return 2
-    # Or may become larger: with 1 DeepSpeed has no buffers to add gradients in.
-    can_shrink = config.batch.on_oom == "shrink" and batch.largest_micro(world_size) > 1
-    return max(batch.accumulate, 2) if can_shrink else batch.accumulate
 
 
 def check_offload_folders(ds_config: Mapping[str, Any], run_dir: Path) -> None:

@@ -200,9 +200,10 @@ def peer_watchdog(
 
 
 def _summarize(error: Exception) -> str:
-    """Return the error for other ranks; of a failed allocation the first line, since this rank prints the others."""
-    text = str(error).split("\n", 1)[0] if isinstance(error, OutOfMemoryError) else str(error)
-    return one_line(f"{type(error).__name__}: {text}")[:500]
+    """Return the error for other ranks; not the long message of a failed allocation, which this rank prints."""
+    return (
+        "out of memory" if isinstance(error, OutOfMemoryError) else one_line(f"{type(error).__name__}: {error}")[:500]
+    )
 
 
 def _name_failed_peer(known: PeerFailureError, diagnosis: Diagnosis) -> BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from dstrain.tasks import find_task
 from tests.vocabulary import RUN, metric_rows, read_events, write_recipe
 from tests.workers import WorkerError, Workers
 
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 SHRINK = ["batch.on_oom=shrink"]
 
 
@@ -65,11 +67,21 @@ def ids_by_step(results: list[dict[str, Any]], skipped: int | None = None) -> li
     ]
 
 
-@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2"])
+@pytest.mark.parametrize(
+    ("preset", "more"),
+    [
+        ("zero0", []),
+        ("zero1", []),
+        ("zero2", []),
+        SLOW("zero2_offload", ["optim={name: adamw, lr: 0.001}"]),
+        SLOW("zero1", ["precision=bf16", "optim={name: adamw, lr: 0.001}"]),
+        SLOW("zero2", ["precision=bf16", "batch.total=4"]),  # a single pass for each process before, two after
+    ],
+)
 def test_a_forward_pass_without_memory_halves_the_micro_batch_in_place(
-    preset: str, recipe: str, tmp_path: Path, two: Workers
+    preset: str, more: list[str], recipe: str, tmp_path: Path, two: Workers
 ) -> None:
-    sets = [f"ds_config={preset}", *SHRINK]
+    sets = [f"ds_config={preset}", *more, *SHRINK]
     wanted = reference(recipe, tmp_path / "reference", two, sets)
     whole = two(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=sets)
     told = two(RUN, recipe=recipe, run_dir=str(tmp_path / "run"), sets=sets, limit={"samples": 1, "from_step": 3})

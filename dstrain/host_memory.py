@@ -99,16 +99,19 @@ HOST_MEMORY_FIX = (
 def describe_oom_kill(pid: int, before: OomKills) -> str:
     """Return why the kernel is known to have killed a process for memory since `before`; empty without evidence.
 
-    A line of the kernel's log about this process is certain; counters tell that some process was killed.
+    A line of the kernel's log about this process is certain; counters tell that some process was killed. Without one
+    that grew a line is not looked for: it may be about an earlier process with the same number.
     """
+    now = read_oom_kills()
+    in_cgroup = (now.in_cgroups or 0) > (before.in_cgroups or 0)
+    on_host = (now.on_host or 0) > (before.on_host or 0)
+    if not in_cgroup and not on_host:
+        return ""
     if (resident := _find_in_kernel_log(pid)) is not None:
         return f"the kernel killed it because memory was full (kernel log: {resident} resident)"
-    now = read_oom_kills()
-    if (now.in_cgroups or 0) > (before.in_cgroups or 0):
+    if in_cgroup:
         return "the kernel killed a process because the memory of this cgroup was full (its oom_kill counter grew)"
-    if (now.on_host or 0) > (before.on_host or 0):
-        return "the kernel killed a process because memory was full (oom_kill in /proc/vmstat grew)"
-    return ""
+    return "the kernel killed a process because memory was full (oom_kill in /proc/vmstat grew)"
 
 
 def _find_in_kernel_log(pid: int) -> str | None:

@@ -47,10 +47,13 @@ def test_a_counter_that_grew_is_evidence_of_some_kill(host: Path) -> None:
 def test_a_line_about_the_process_in_the_kernel_log_is_certain(host: Path) -> None:
     line = "3,1,1,-;Out of memory: Killed process 12 (python) total-vm:9000kB, anon-rss:2097152kB, file-rss:0kB\n"
     (host / "kmsg").write_text(line)
-    assert describe_oom_kill(12, read_oom_kills()) == (
+    before = read_oom_kills()
+    assert describe_oom_kill(12, before) == "", "that was an earlier process with this number"
+    (host / "vmstat").write_text("oom_kill 5\n")
+    assert describe_oom_kill(12, before) == (
         "the kernel killed it because memory was full (kernel log: 2.0 GiB resident)"
     )
-    assert describe_oom_kill(1, read_oom_kills()) == ""
+    assert "kernel log" not in describe_oom_kill(1, before)
 
 
 def test_nothing_is_known_where_the_kernel_tells_nothing(host: Path) -> None:
@@ -63,7 +66,8 @@ def test_nothing_is_known_where_the_kernel_tells_nothing(host: Path) -> None:
 def test_reading_never_waits(host: Path) -> None:
     (host / "kmsg").unlink()
     os.mkfifo(host / "kmsg")
-    reader = threading.Thread(target=describe_oom_kill, args=(1, OomKills()), daemon=True)
+    (host / "vmstat").write_text("oom_kill 5\n")
+    reader = threading.Thread(target=describe_oom_kill, args=(1, OomKills(on_host=4)), daemon=True)
     reader.start()
     reader.join(5)
     assert not reader.is_alive()

@@ -11,6 +11,7 @@
 #     ├── NonFiniteError       the loss or the gradients stayed inf or nan
 #     ├── PeerFailureError     another process has ended or does not answer
 #     ├── RunFolderLockedError  another launch has taken the run folder
+#     ├── OutOfMemoryError     an allocation on a GPU or on the host failed
 #     └── CheckpointError      a checkpoint cannot be written, read or verified
 #
 # A message has three parts: where, what is wrong, and how to fix it.
@@ -112,6 +113,15 @@ class PeerFailureError(RunError):
 
 class RunFolderLockedError(RunError):
     """Another launch has taken the run folder."""
+
+
+class OutOfMemoryError(RunError):
+    """An allocation on a GPU or on the host failed. The message has several lines: the fixes are a list."""
+
+    def __init__(self, message: str, restart: str = "") -> None:
+        """`restart`: what a new start of the same command does differently; empty if the run cannot continue."""
+        self.restart = restart
+        super().__init__(message)
 
 
 class CheckpointError(RunError):

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "dstrain"
 FLOORS = (
     ("errors", "files", "old_paths", "patching", "units", "resources", "process_setup"),
-    ("distributed", "source_map"),
+    ("distributed", "source_map", "host_memory"),
     ("batch", "cache_dir", "schedule", "config", "preset"),
     ("data", "models", "report", "planner", "launch"),
     ("tasks",),
@@ -103,7 +103,7 @@ FLOORS_WITHIN = {
         ("generate",),
     ),
     "data": (
-        ("records", "dataset", "fingerprint", "free_memory", "limited_process", "rng"),
+        ("records", "dataset", "fingerprint", "limited_process", "rng"),
         ("sources", "loading"),
         ("series",),
         ("formats",),
@@ -124,7 +124,7 @@ FLOORS_WITHIN = {
         ("state", "ds_config"),
         ("engine",),
         ("health", "build_model", "generate", "profiler"),
-        ("evaluate",),
+        ("evaluate", "memory"),
         ("checkpoint", "monitors", "precompute_outputs", "rendezvous"),
         ("resume", "run"),
         ("loop", "run_dir"),
@@ -166,6 +166,7 @@ CONTROL_PLANE = (
     "units",
     "resources",
     "process_setup",
+    "host_memory",
     "source_map",
     "batch",
     "distributed",

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dstrain.data.loading.loader import Loader
     from dstrain.distributed.world import World
     from dstrain.train.engine.deepspeed import DeepSpeedEngine
+    from dstrain.train.memory.forecast import MemoryForecast
     from dstrain.train.plan import RunPlan
 
 WARMUP_STEPS = 3
@@ -106,11 +107,19 @@ class BenchJob:
         hash_weights(prepared.plan.task, include_base=False)
 
     def run(self, prepared: PreparedBench, world: World) -> dict[str, Any]:
+        from dstrain.train.plan import make_memory_monitor
+
+        memory = make_memory_monitor(prepared.plan, world)
+        with memory.explain():
+            row = self._run(prepared.plan, world)
+        return row | {"plan": _compare(memory.forecast, row)}
+
+    def _run(self, plan: RunPlan, world: World) -> dict[str, Any]:
         from dstrain.report.run_log import RunLog
         from dstrain.train.build_model import count_parameters
         from dstrain.train.setup import build_engine, with_frozen_outputs
 
-        plan = with_frozen_outputs(prepared.plan, world)
+        plan = with_frozen_outputs(plan, world)
         with contextlib.closing(RunLog(plan.run_dir, world.rank)) as run_log:
             engine = build_engine(plan, world, run_log)
         total, trained = count_parameters(engine.train_module.model)
@@ -125,8 +134,17 @@ class BenchJob:
             "trained_parameters": trained,
             "warmup_steps": WARMUP_STEPS,
             **_measure(engine, plan, self.steps),
-            "plan": None,
         }
+
+
+def _compare(forecast: MemoryForecast | None, row: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the planned memory of a process beside the most that one has taken, in GiB; None without a plan.
+
+    On a GPU the measured value includes torch's cache; on a CPU it is the process's host memory.
+    """
+    if forecast is None:
+        return None
+    return {"predicted_gib": forecast.device_bytes / 2**30, "measured_gib": max(row["process_memory_gib"])}
 
 
 @dataclass(frozen=True)
@@ -145,8 +163,8 @@ class _StepRecord:
 def _measure(engine: DeepSpeedEngine, plan: RunPlan, steps: int) -> dict[str, Any]:
     """Take the warm-up steps and `steps` others; return their figures, over all ranks. Collective."""
     from dstrain.report.flops import StepFlops
-    from dstrain.report.memory import host_memory_gib, peak_memory_gib
-    from dstrain.train.setup import build_loader
+    from dstrain.report.memory import host_memory_gib, peak_memory_gib, peak_process_bytes
+    from dstrain.train.plan import build_loader
 
     world, loader = engine.world, build_loader(plan, engine.world)
     module = engine.train_module
@@ -163,6 +181,7 @@ def _measure(engine: DeepSpeedEngine, plan: RunPlan, steps: int) -> dict[str, An
             "counted_tokens": sum(record.tokens for record in warmup),
             "peak_memory_gib": peak_memory_gib(world.device),
             "host_memory_gib": host_memory_gib(),
+            "process_memory_gib": peak_process_bytes(world.device) / 2**30,
         }
     )
     return summarize(ranks, _peak_flops(world.device, plan.ds_config))
@@ -173,7 +192,7 @@ def _iter_steps(engine: DeepSpeedEngine, plan: RunPlan, loader: Loader) -> Itera
     import torch
 
     from dstrain.train.engine.base import seed_step
-    from dstrain.train.setup import build_schedule
+    from dstrain.train.plan import build_schedule
 
     device, schedule = engine.world.device, build_schedule(plan)
     steps = loader.iter_steps(0)
@@ -221,6 +240,7 @@ def summarize(ranks: Sequence[Mapping[str, Any]], peak_flops: float | None) -> d
         "mfu": flops / total / peak_flops / len(ranks) if flops and peak_flops else None,
         "peak_memory_gib": None if None in memory else memory,
         "host_memory_gib": [rank["host_memory_gib"] for rank in ranks],
+        "process_memory_gib": [rank["process_memory_gib"] for rank in ranks],
     }
 
 
@@ -240,6 +260,13 @@ def _peak_flops(device: torch.device, ds_config: Mapping[str, Any]) -> float | N
 
     known = device.type == "cuda" and _precision(ds_config) != "fp32"
     return find_peak_flops(_device_name(device)) if known else None
+
+
+def _show_plan(row: Mapping[str, Any]) -> str:
+    """Return planned and measured memory of the process with most."""
+    measured = f"measured {max(row['process_memory_gib']):.3g} GiB"
+    plan = row.get("plan")
+    return f"predicted {plan['predicted_gib']:.3g} GiB, {measured}" if plan else f"no prediction, {measured}"
 
 
 def show_bench(row: Mapping[str, Any]) -> str:
@@ -262,6 +289,6 @@ def show_bench(row: Mapping[str, Any]) -> str:
         "MFU": share(row["mfu"]),
         "peak GPU memory": gib(row["peak_memory_gib"]),
         "peak host memory": gib(row["host_memory_gib"]),
-        "plan": "not yet",
+        "plan": _show_plan(row),
     }
     return "\n".join(f"{name:18} {value}" for name, value in lines.items())

@@ -23,6 +23,7 @@ from dstrain.launch.multihost.plan import MultiHostLaunch, cpu_overload_warning,
 from dstrain.launch.topology import Worker, gpus_support_bf16, worker_from_env
 from dstrain.preset import Device, read_preset
 from dstrain.train.ds_config import batch_warnings, check_offload_folders
+from dstrain.train.memory.reduced_batch import apply_reduced_batch
 from dstrain.train.resume.recorded import ResumeOptions
 from dstrain.train.run_dir import check_run_dir_writable
 
@@ -35,7 +36,8 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
         return train_worker(worker, request)
     recipe = resolve_recipe(request)
     run_dir = get_run_dir(request, recipe.name)
-    launch = plan_launch(LaunchOptions(**launch_options), request.to_argv(run_dir), os.environ, recipe.config.launch)
+    launch = _plan_request(request, recipe, run_dir, launch_options)
+    recipe = apply_reduced_batch(recipe, run_dir, launch.world_size, request.resume)
     if line := cpu_overload_warning(launch):
         print(f"warning: {line}", file=sys.stderr, flush=True)
     resume = ResumeOptions(request.resume, request.allowed_changes)
@@ -49,7 +51,31 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
         print(f"# batch\n{show_batch(recipe, launch.world_size)}\n")
         print(f"# launch\n{show_launch(launch, run_dir)}")
         return 0
-    return _launch_training(launch, recipe, run_dir, resume)
+    code, restart = _launch_training(launch, recipe, run_dir, resume)
+    while restart:
+        # With the smaller micro-batch that the workers have written, from the newest checkpoint of this run.
+        request = resume_own_run(request, run_dir)
+        launch = _plan_request(request, recipe, run_dir, launch_options)
+        smaller = apply_reduced_batch(recipe, run_dir, launch.world_size, request.resume)
+        if smaller.config.batch == recipe.config.batch:  # micro_batch.json was removed meanwhile
+            return code
+        recipe, resume = smaller, ResumeOptions(request.resume, request.allowed_changes)
+        code, restart = _launch_training(launch, recipe, run_dir, resume)
+    return code
+
+
+def _plan_request(
+    request: TrainRequest, recipe: Recipe, run_dir: Path, launch_options: Mapping[str, Any]
+) -> LocalLaunch | MultiHostLaunch:
+    """Return the launch of a request."""
+    return plan_launch(LaunchOptions(**launch_options), request.to_argv(run_dir), os.environ, recipe.config.launch)
+
+
+def resume_own_run(request: TrainRequest, run_dir: Path) -> TrainRequest:
+    """Return the request of a restart: it continues from this run's own checkpoint where there is one."""
+    if request.resume == "never" or any((run_dir / "checkpoints").glob("step-*/MANIFEST.json")):
+        return replace(request, resume="auto")
+    return request
 
 
 def resume_on_restart(request: TrainRequest, env: Mapping[str, str]) -> TrainRequest:
@@ -63,13 +89,13 @@ def resume_on_restart(request: TrainRequest, env: Mapping[str, str]) -> TrainReq
 
 def _launch_training(
     launch: LocalLaunch | MultiHostLaunch, recipe: Recipe, run_dir: Path, resume: ResumeOptions
-) -> int:
+) -> tuple[int, bool]:
     """Acquire the run folder's lease, start the processes and supervise them.
 
-    Returns the exit code.
+    Returns the exit code, and True if the workers ran out of memory and the next start has a smaller micro-batch.
     """
     from dstrain.launch.multihost.worker_group import MultiHostWorkerGroup, open_worker_group
-    from dstrain.launch.supervise import supervise
+    from dstrain.launch.supervise import StopState, supervise
     from dstrain.launch.worker import LAUNCH_ID_ENV, remove_port_files, remove_rank_records
 
     is_new = not run_dir.exists()
@@ -83,7 +109,8 @@ def _launch_training(
             remove_rank_records(run_dir, launch.ranks)
             remove_port_files(run_dir)
         launch = replace(launch, environment={**launch.environment, LAUNCH_ID_ENV: lease.launch_id})
-        code = EXIT_USAGE
+        # With --no-ssh this command cannot start the ranks of other hosts again.
+        code, stop_state = EXIT_USAGE, StopState(can_restart=alone)
         try:
             with open_worker_group(launch, run_dir) as group:
                 lease.on_lost = partial(setattr, group, "abort_reason")
@@ -91,11 +118,11 @@ def _launch_training(
                     device = Device("cpu", True) if group.use_cpu else Device("cuda", group.supports_bf16)
                     check_launch(recipe, run_dir, resume, launch.world_size, device)
                 code = EXIT_FAILED
-                code = supervise(group)
+                code = supervise(group, stop_state)
         finally:
             if is_new and alone and code == EXIT_USAGE and not has_progress(run_dir):
                 shutil.rmtree(run_dir, ignore_errors=True)
-        return code
+        return code, bool(stop_state.restart)
 
 
 def has_progress(run_dir: Path) -> bool:
@@ -128,6 +155,7 @@ def train_worker(worker: Worker, request: TrainRequest) -> int:
     exit_with_parent()
     recipe = resolve_recipe(request)
     run_dir = get_run_dir(request, recipe.name)
+    recipe = apply_reduced_batch(recipe, run_dir, worker.world_size, request.resume)
     check_run_dir_writable(run_dir)
     # mpirun gives rank 0 a pseudo-terminal that nobody sees.
     has_terminal = worker.rank == 0 and os.isatty(1) and LAUNCH_FILE_ENV not in os.environ

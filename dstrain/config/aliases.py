@@ -109,7 +109,6 @@ KEY_ALIASES: dict[str, str] = {
 
 UNSUPPORTED_VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("model.quantize", bool, "leave it out; ds_config: zero3_offload saves memory today"),
-    ("batch.on_oom", lambda value: value == "shrink", "use stop, and a smaller batch.micro"),
     ("compile", bool, "leave it out: minutes of compilation gave no clear gain (docs/measurements/README.md)"),
     ("launch.slurm.partition", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),
     ("launch.slurm.account", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dstrain.config.schema import BatchConfig, RunConfig
@@ -37,6 +37,35 @@ class BatchPlan:
     def generation_micro(self) -> int:
         """Samples whose answers are generated at once: their lengths, which `tokens` limits, are not known before."""
         return self.micro if self.accumulate is not None else min(self.micro, DEFAULT_MICRO_BATCH_SIZE)
+
+    def halved(self, world_size: int) -> BatchPlan | None:
+        """Return the plan with half the samples and tokens per forward pass, rounded up, and the same total.
+
+        None if a forward pass has one sample, or one token.
+        """
+        largest = self.largest_micro(world_size)
+        if self.accumulate is None and self.tokens is not None:
+            micro = self.micro if self.micro == self.total else math.ceil(self.micro / 2)
+            return replace(self, micro=micro, tokens=math.ceil(self.tokens / 2)) if self.tokens > 1 else None
+        micro = math.ceil(largest / 2)
+        return BatchPlan(self.total, micro, math.ceil(self.total / (micro * world_size))) if largest > 1 else None
+
+    def ds_accumulate(self, world_size: int, can_shrink: bool) -> int:
+        """Return the forward passes per step for the DeepSpeed JSON; `can_shrink`: `batch.on_oom` is shrink."""
+        # Any number above 1 where it differs between steps: the engine itself tells DeepSpeed the last pass of a step.
+        if self.accumulate is None:
+            return 2
+        # Or may become larger: with 1 DeepSpeed has no buffers to add gradients in.
+        return max(self.accumulate, 2) if can_shrink and self.largest_micro(world_size) > 1 else self.accumulate
+
+    def to_config(self, batch: BatchConfig) -> BatchConfig:
+        """Return a recipe's `batch` with the sizes of this plan."""
+        if self.accumulate is None:
+            micro = None if self.micro == self.total else self.micro
+            sizes = {"total": self.total, "micro": micro, "accumulate": None, "tokens_per_micro": self.tokens}
+        else:
+            sizes = {"total": self.total, "micro": self.micro, "accumulate": None, "tokens_per_micro": None}
+        return batch.model_copy(update=sizes)
 
     def describe(self, world_size: int) -> str:
         """Return `16 samples (8 processes x 1 forward pass x 2 samples)`; `up to 2` where some pass has one fewer."""
@@ -74,6 +103,8 @@ def resolve_batch(
                     f"batch.{name}", f"is {ours} in the recipe and {theirs} in the DeepSpeed JSON", "keep one of them"
                 )
             )
+    if batch.on_oom == "shrink":
+        _check_shrinkable(preset_micro, preset_accumulate)
     micro = batch.micro or preset_micro
     if batch.tokens_per_micro is not None:
         return _resolve_token_batch(batch, micro, preset_accumulate)
@@ -93,6 +124,13 @@ def resolve_batch(
         fix = f"remove {third} ({fitting} would fit), or another of the three"
         raise RecipeError(Fault("batch.total", f"is {batch.total}, but {product}", fix))
     return BatchPlan(batch.total, micro, fitting)
+
+
+def _check_shrinkable(preset_micro: int | None, preset_accumulate: int | None) -> None:
+    if preset_micro or preset_accumulate:
+        problem = "is shrink, but the DeepSpeed JSON fixes the micro-batch"
+        fix = "move train_micro_batch_size_per_gpu and gradient_accumulation_steps from it to the recipe's batch"
+        raise RecipeError(Fault("batch.on_oom", problem, fix))
 
 
 def _resolve_token_batch(batch: BatchConfig, micro: int | None, preset_accumulate: int | None) -> BatchPlan:

@@ -93,7 +93,7 @@ class BatchConfig(Section):
     prefix_sharing: bool | Literal["auto"] = "auto"
     """Compute the common beginning of the two answers of a pair once, instead of once for each; needs packing."""
     on_oom: Literal["stop", "shrink"] = "stop"
-    """Reaction to a micro-batch that does not fit into memory."""
+    """Reaction to a micro-batch that does not fit into memory: stop with an error, or shrink: go on with half of it and the same total."""
 
 
 class GroupConfig(Section):
@@ -173,6 +173,8 @@ class LogConfig(Section):
     """Steps between two rows of metrics."""
     tensorboard: bool = True
     """Write TensorBoard files into the run folder."""
+    memory: bool = False
+    """Show memory in the lines of the console; metrics.jsonl has it in any case."""
     wandb: WandbConfig | None = None
     """Log to Weights & Biases, from rank 0."""
 
@@ -292,8 +294,6 @@ class RunConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _accept_old_names(cls, values: Any, handler: ModelWrapValidatorHandler[RunConfig]) -> RunConfig:
-        if not isinstance(values, dict):
-            return handler(values)
-        config = handler(rename_keys(values))
-        config._deprecations = tuple(find_deprecations(values))
+        config = handler(rename_keys(values) if isinstance(values, dict) else values)
+        config._deprecations = tuple(find_deprecations(values)) if isinstance(values, dict) else ()
         return config

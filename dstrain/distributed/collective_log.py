@@ -58,6 +58,8 @@ class CollectiveLog:
         self.phase = ""
         """Current phase, such as `step 13`; empty while nothing runs that could stall."""
         self.step: int | None = None
+        self.activity = ""
+        """Part of the phase, such as `the backward pass of micro-batch 2 of 4`, for messages."""
         self._last_activity = time.monotonic()
         self._group_logs: dict[Any, GroupLog] = {}
 
@@ -72,6 +74,10 @@ class CollectiveLog:
         # list(): another thread may add a group at the same time.
         groups = list(self._group_logs.values())
         return time.monotonic() - max([self._last_activity, *(group.last_activity for group in groups)])
+
+    def count_started(self) -> int:
+        """Return the number of collectives that this process has entered, in all groups."""
+        return sum(group.last_started for group in list(self._group_logs.values()))
 
     def group_log(self, group: Any) -> GroupLog:
         """Return the log of a process group; None is the default group of all ranks."""

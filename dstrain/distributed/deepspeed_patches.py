@@ -118,11 +118,11 @@ def flatten_gradients_in_fp32(optimizer: Any) -> None:
     deepspeed/runtime/zero/stage_1_and_2.py): 2 bytes more for each parameter of the partition, and a pass more. The
     values are the same to the bit.
     """
-    flatten = getattr(optimizer, "flatten", None)
-    flatten_aligned = getattr(optimizer, "flatten_dense_tensors_aligned", None)
-    if flatten is None or flatten_aligned is None or not hasattr(optimizer, "averaged_gradients"):
+    # Stage 3, and the optimizer of stage 1 in bf16, have other partitions.
+    if not hasattr(optimizer, "single_partition_of_fp32_groups") or not hasattr(optimizer, "averaged_gradients"):
         return
     check_version("deepspeed", *TESTED_DEEPSPEED)
+    flatten, flatten_aligned = optimizer.flatten, optimizer.flatten_dense_tensors_aligned
 
     def flat_gradients(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Return the flat partition of a group's gradients; None where `tensors` are not the gradients of a group."""

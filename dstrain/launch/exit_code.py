@@ -6,7 +6,8 @@ import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, first_names
+from dstrain.host_memory import HOST_MEMORY_FIX
 from dstrain.launch.worker import RankRecord
 
 OUT_OF_MEMORY_HINT = " (is the host's memory full? see dmesg)"
@@ -22,11 +23,16 @@ class LaunchOutcome:
 
 
 def compute_outcome(
-    records: Mapping[int, RankRecord], exit_codes: Mapping[int, int | None], launcher_code: int, ranks: Collection[int]
+    records: Mapping[int, RankRecord],
+    exit_codes: Mapping[int, int | None],
+    launcher_code: int,
+    ranks: Collection[int],
+    kill_reasons: Mapping[int, str] | None = None,
 ) -> LaunchOutcome:
     """Return the outcome of a launch. A rank's own record counts more than any exit code.
 
-    `exit_codes` are in the order in which the ranks' processes ended. `launcher_code` is not
+    `exit_codes` are in the order in which the ranks' processes ended. `kill_reasons` are those of ranks that the kernel
+    is known to have killed because memory was full. `launcher_code` is not
     reliable: DeepSpeed's launcher exits with 0 when its inner process is killed. A rank that is
     done may still die in the interpreter's shutdown.
     """
@@ -46,11 +52,30 @@ def compute_outcome(
         for code in (EXIT_DONE, EXIT_STOPPED):
             if set(codes.values()) == {code}:
                 return LaunchOutcome(code)
-    return _find_failed_rank(records, exit_codes, launcher_code, ranks)
+    if found := _find_out_of_memory(records):
+        return found
+    return _find_failed_rank(records, exit_codes, launcher_code, ranks, kill_reasons or {})
+
+
+def _find_out_of_memory(records: Mapping[int, RankRecord]) -> LaunchOutcome | None:
+    """Return the lowest rank that ran out of memory, in one message for all of them; None if none did.
+
+    Often all ranks do at the same step, and the first one to end says nothing more than the others.
+    """
+    ranks = [rank for rank, record in sorted(records.items()) if record.is_out_of_memory]
+    if not ranks:
+        return None
+    also = f", and so did rank{'s' * (len(ranks) > 2)} {first_names(ranks[1:], 8)}" if len(ranks) > 1 else ""
+    first = f"{_format_rank(records, ranks[0])} ran out of memory{also}"
+    return LaunchOutcome(EXIT_FAILED, f"{first}\n{records[ranks[0]].error}", ranks[0])
 
 
 def _find_failed_rank(
-    records: Mapping[int, RankRecord], exit_codes: Mapping[int, int | None], launcher_code: int, ranks: Collection[int]
+    records: Mapping[int, RankRecord],
+    exit_codes: Mapping[int, int | None],
+    launcher_code: int,
+    ranks: Collection[int],
+    kill_reasons: Mapping[int, str],
 ) -> LaunchOutcome:
     """Return the rank that failed first; else one that never started; else how the ranks differ."""
     bad = {
@@ -70,6 +95,8 @@ def _find_failed_rank(
             cause = f", most likely with its launcher; the launcher itself {describe_exit(launcher_code)}"
         else:
             cause = OUT_OF_MEMORY_HINT if bad[rank] == -signal.SIGKILL else ""
+        if reason := kill_reasons.get(rank):
+            cause = f": {reason}; {HOST_MEMORY_FIX}"
         return LaunchOutcome(EXIT_FAILED, f"{_format_rank(records, rank)} {describe_exit(bad[rank])}{cause}", rank)
     for rank in sorted(ranks):
         if rank not in records:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from dstrain.host_memory import describe_oom_kill, read_oom_kills
 from dstrain.launch.processes import exit_status, process_state
 from dstrain.launch.worker import read_rank_records
 
@@ -25,6 +27,9 @@ class RankMonitor:
         self.exit_codes: dict[int, int | None] = {}
         """Exit code by rank, or minus the signal, in the order seen; None if the parent reaped it
         first."""
+        self.kill_reasons: dict[int, str] = {}
+        """Evidence that the kernel killed a rank's process because memory was full, by rank."""
+        self._oom_kills = read_oom_kills()
         self._pidfds: dict[int, int] = {}
         self._read_at = float("-inf")
 
@@ -51,7 +56,9 @@ class RankMonitor:
         # them.
         for rank in sorted(ended, key=lambda rank: (ended[rank] or 0) >= 0):
             self.exit_codes[rank] = ended[rank]
-            del self.alive_pids[rank]
+            pid = self.alive_pids.pop(rank)
+            if ended[rank] in (None, -signal.SIGKILL) and (reason := describe_oom_kill(pid, self._oom_kills)):
+                self.kill_reasons[rank] = reason
             if rank in self._pidfds:
                 os.close(self._pidfds.pop(rank))
 

@@ -10,14 +10,14 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
-from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, first_names
 from dstrain.launch.exit_code import LaunchOutcome, compute_outcome
 from dstrain.launch.heartbeat import print_error
-from dstrain.launch.worker import DUPLICATE_SIGNAL_SECONDS, finish_log_copy, log_path, set_child_subreaper
+from dstrain.launch.worker import DUPLICATE_SIGNAL_SECONDS, RankRecord, finish_log_copy, log_path, set_child_subreaper
 from dstrain.launch.worker_group import WorkerGroup
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -38,8 +38,8 @@ _POLL_SECONDS = 0.05
 class StopState:
     """Signals and failures of a launch, with their times (time.monotonic)."""
 
-    def __init__(self, saves_checkpoint: bool = True) -> None:
-        self.saves_checkpoint = saves_checkpoint
+    def __init__(self, saves_checkpoint: bool = True, can_restart: bool = False) -> None:
+        self.saves_checkpoint, self.can_restart = saves_checkpoint, can_restart
         """True if the workers write a checkpoint when asked to stop; else the first signal kills
         them."""
         self.first_signal_at: float | None = None
@@ -50,6 +50,8 @@ class StopState:
         """Time at which a failed rank was first seen."""
         self.killed = False
         """True if the group was killed on request."""
+        self.restart = ""
+        """What the next start does differently after a rank ran out of memory; empty if there is none."""
 
 
 def supervise(group: WorkerGroup, stop_state: StopState | None = None) -> int:
@@ -78,11 +80,28 @@ def supervise(group: WorkerGroup, stop_state: StopState | None = None) -> int:
         exit_codes if stop_state.failed_at else group.exit_codes,
         EXIT_FAILED if launcher_code is None else launcher_code,
         group.ranks,
+        group.kill_reasons,
     )
     if aborted and result.code not in (EXIT_DONE, EXIT_STOPPED):
         _log_stderr(group.abort_reason)  # `kill` has added the state of the lost hosts
         return EXIT_FAILED
+    if result.code == EXIT_FAILED and _decide_restart(stop_state, group.records):
+        return EXIT_FAILED
     return _report_outcome(stop_state, group, result)
+
+
+def _decide_restart(stop_state: StopState, records: Mapping[int, RankRecord]) -> bool:
+    """Record and report the restart that ranks without memory ask for; return True if there is one.
+
+    After a signal there is none: the user wants the run to end.
+    """
+    restarts = {rank: record.restart for rank, record in sorted(records.items()) if record.restart}
+    if not restarts or not stop_state.can_restart or stop_state.first_signal_at is not None or stop_state.killed:
+        return False
+    stop_state.restart = next(iter(restarts.values()))
+    ranks = f"rank{'s' * (len(restarts) > 1)} {first_names(restarts, 8)}"
+    _log_stderr(f"{ranks} ran out of memory; starting all ranks again with {stop_state.restart}")
+    return True
 
 
 @contextlib.contextmanager
@@ -187,6 +206,9 @@ def _report_outcome(stop_state: StopState, group: WorkerGroup, outcome: LaunchOu
     record = None if outcome.rank is None else group.records.get(outcome.rank)
     # Rank 0's output is copied to the terminal: its error is there already.
     is_on_terminal = outcome.rank == 0 and record is not None and record.exit is not None
+    if record is not None and record.is_out_of_memory:  # one message for all ranks, and no end of a log
+        _log_stderr(outcome.message if not is_on_terminal else outcome.message.split("\n", 1)[0])
+        return outcome.code
     own = None if outcome.rank is None else log_path(group.run_dir, outcome.rank)
     if not (is_on_terminal or _print_log_tail(own)):
         _print_log_tail(group.find_launcher_log(outcome.rank))

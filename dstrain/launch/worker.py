@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, DstrainError, mask_passwords
+from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, DstrainError, OutOfMemoryError, mask_passwords
 from dstrain.files import atomic_write
 from dstrain.launch.heartbeat import watch_heartbeat
 
@@ -52,6 +52,9 @@ class RankRecord:
     """Exit code; None if the rank runs, or ended before it could write one."""
     error: str | None
     host: str = ""
+    is_out_of_memory: bool = False
+    restart: str = ""
+    """What the next start of the same launch does differently, so that this error does not repeat; else empty."""
 
 
 def get_workers_dir(run_dir: Path) -> Path:
@@ -69,14 +72,17 @@ def record_start(run_dir: Path, rank: int) -> None:
     _write_record(run_dir, RankRecord(rank, os.getpid(), None, None, socket.gethostname()))
 
 
-def record_end(run_dir: Path, rank: int, code: int, error: str | None = None) -> None:
+def record_end(run_dir: Path, rank: int, code: int, error: str | DstrainError | None = None) -> None:
     """Record how this rank ended. This code counts, whatever happens to the process afterwards.
 
     Keep a handler for SIGTERM until this call: when one rank exits with a code other than 0,
     DeepSpeed's launcher and torchrun send SIGTERM to all others, which may be about to end too.
     """
     with contextlib.suppress(OSError):  # such as a full disk: the supervisor also reads the exit code
-        _write_record(run_dir, RankRecord(rank, os.getpid(), code, error, socket.gethostname()))
+        is_memory = isinstance(error, OutOfMemoryError)
+        restart = error.restart if isinstance(error, OutOfMemoryError) else ""
+        text = None if error is None else str(error)
+        _write_record(run_dir, RankRecord(rank, os.getpid(), code, text, socket.gethostname(), is_memory, restart))
 
 
 def exit_code_for_launcher(code: int) -> int:
@@ -96,11 +102,11 @@ def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
     """
     record_start(run_dir, rank)
     redirect_output(log_path(run_dir, rank), copy_to_terminal=rank == 0 and LAUNCH_FILE_ENV not in os.environ)
-    code, error = EXIT_FAILED, None
+    code, error = EXIT_FAILED, None  # type: tuple[int, str | DstrainError | None]
     try:
         code = fn()
     except DstrainError as fault:
-        code, error = fault.exit_code, str(fault)
+        code, error = fault.exit_code, fault
         print(f"error: {fault}", file=sys.stderr, flush=True)
     except Exception as fault:
         error = mask_passwords(f"{type(fault).__name__}: {fault}")

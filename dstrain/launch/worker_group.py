@@ -45,6 +45,10 @@ class WorkerGroup(Protocol):
         """Exit code by rank, or minus the signal, in the order seen."""
 
     @property
+    def kill_reasons(self) -> Mapping[int, str]:
+        """Evidence that the kernel killed a rank because memory was full, by rank."""
+
+    @property
     def records(self) -> Mapping[int, RankRecord]:
         """Records that the ranks wrote, by rank."""
 
@@ -116,6 +120,10 @@ class LocalWorkerGroup:
     @property
     def exit_codes(self) -> Mapping[int, int | None]:
         return self.monitor.exit_codes
+
+    @property
+    def kill_reasons(self) -> Mapping[int, str]:
+        return self.monitor.kill_reasons
 
     @property
     def records(self) -> Mapping[int, RankRecord]:

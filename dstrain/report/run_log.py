@@ -31,7 +31,12 @@ TRAILING_COLUMNS = (
     "save_stall_seconds",
     "save_seconds",
     "peak_memory_gib",
+    "allocated_memory_gib",
+    "reserved_memory_gib",
+    "pinned_memory_gib",
     "host_memory_gib",
+    "host_rss_gib",
+    "host_available_gib",
     "gpu_utilization",
 )
 

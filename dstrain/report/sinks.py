@@ -46,8 +46,9 @@ class RunLogSink:
 class ConsoleSink:
     """Sink that prints one line per row, or a progress bar on a terminal."""
 
-    def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
-        self._total_steps, self._stream = total_steps, stream or sys.stdout
+    def __init__(self, total_steps: int, stream: TextIO | None = None, show_memory: bool = False) -> None:
+        """`show_memory`: add memory to the lines of training rows."""
+        self._total_steps, self._stream, self._show_memory = total_steps, stream or sys.stdout, show_memory
         self._is_silent = False
         self._progress_bar: Any = None
 
@@ -58,7 +59,11 @@ class ConsoleSink:
             if self._stream.isatty():
                 self._update_bar(row)
             else:
-                print(format_row(row, self._total_steps), file=self._stream, flush=True)
+                print(
+                    "  ".join([format_row(row, self._total_steps), *self._format_memory(row)]),
+                    file=self._stream,
+                    flush=True,
+                )
         except (OSError, ValueError) as error:
             if isinstance(error, ValueError) and not self._stream.closed:
                 raise
@@ -78,8 +83,17 @@ class ConsoleSink:
         if row.get("split") == "eval":
             self._progress_bar.console.print(format_row(row, self._total_steps), highlight=False)
         else:
-            text = "  ".join(_format_columns(row))
+            text = "  ".join([*_format_columns(row), *self._format_memory(row)])
             self._progress_bar.update(self._task, completed=row["step"], text=text, refresh=True)
+
+    def _format_memory(self, row: Row) -> list[str]:
+        """Return `GPU 10.2 GiB, at most 11.3` and `host 2.1 GiB, 60 free` where they are asked for and measured."""
+        parts = []
+        if self._show_memory and "allocated_memory_gib" in row:
+            parts.append(f"GPU {row['allocated_memory_gib']:.3g} GiB, at most {row['peak_memory_gib']:.3g}")
+        if self._show_memory and "host_rss_gib" in row:
+            parts.append(f"host {row['host_rss_gib']:.3g} GiB, {row['host_available_gib']:.3g} free")
+        return parts
 
     def _silence(self) -> None:
         """Stop printing after the reader has gone (`| head`, a closed terminal, a full disk).

@@ -35,8 +35,7 @@ def resolve_ds_config(
     settings = RunSettings(
         precision=precision,
         micro=batch.largest_micro(world_size),
-        # Any number above 1 where it differs between steps: the engine itself tells DeepSpeed the last pass of a step.
-        accumulate=batch.accumulate or 2,
+        accumulate=batch.ds_accumulate(world_size, can_shrink=config.batch.on_oom == "shrink"),
         world_size=world_size,
         total=batch.total,
         clip=config.optim.clip,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from dstrain.batch import Batch, StepResult
+from dstrain.config.schema import BatchConfig
 from dstrain.data.dataset import Dataset
 from dstrain.data.loading.loader import eval_micro_batches, iter_batches
 from dstrain.data.loading.micro_batches import make_cost_function, make_limits
@@ -27,6 +28,8 @@ class Evaluation:
     """Samples of a forward pass; of generated answers only, where the recipe limits the tokens of a forward pass."""
     best_metric: str = "loss"
     """The metric that `best` compares."""
+    batch: BatchConfig | None = None
+    """The recipe's `batch`, where it is no longer the one that the task was made with."""
 
     def run(self, engine: EvalEngine, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Return loss and metrics: each is one sum over all ranks, divided once. Collective.
@@ -36,7 +39,7 @@ class Evaluation:
         """
         meter = Meter(engine.world)
         costs = make_cost_function(self.examples, self.task.loss_inputs.packing())
-        limits = make_limits(self.task.recipe.batch, self.micro_batch_size, costs)
+        limits = make_limits(self.batch or self.task.recipe.batch, self.micro_batch_size, costs)
         shares = eval_micro_batches(len(self.examples), limits, (engine.world.size, engine.world.rank), costs)
         for result in iter_eval_results(
             engine, self.task, lambda: iter_batches(self.examples, self.task.collate, shares)

@@ -14,6 +14,9 @@ def train(run: Run) -> Progress:
         with run.phase("step", progress):
             step = next(steps)  # in the phase: a rank that waits for data keeps the others waiting
             result = run.take_step(step, progress)
+            if result.out_of_memory:  # all ranks have dropped the step: take it again, in smaller passes
+                run, steps = run.shrink_micro_batch(result, progress, steps)
+                continue
             progress = progress.advance(step.num_samples)
             run.end_step(result, progress)
             due = run.due_after(progress, run.should_stop(progress))

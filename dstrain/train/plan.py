@@ -15,9 +15,9 @@ import torch
 
 from dstrain.config import BatchPlan, Recipe, RunConfig, resolve_batch, resolve_steps
 from dstrain.data.dataset import Dataset
-from dstrain.data.loading.loader import StepSampler
+from dstrain.data.loading.loader import Loader, StepSampler
 from dstrain.data.loading.micro_batches import make_cost_function, make_limits
-from dstrain.distributed.world import Ranks, SingleProcessWorld
+from dstrain.distributed.world import Ranks, SingleProcessWorld, World
 from dstrain.errors import DataError
 from dstrain.launch.command import free_port
 from dstrain.launch.kernel_locks import get_extensions_dir, remove_stale_locks
@@ -26,12 +26,17 @@ from dstrain.launch.threads import count_available_cores, threads_per_process
 from dstrain.launch.topology import Worker, is_cpu_requested
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.report.sinks import check_trackers
+from dstrain.schedule import Every, LRSchedule, StepSchedule, scale_lr
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import load_split
 from dstrain.tasks.common.text import TextTask
 from dstrain.train.build_model import resolve_model_dtype
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.ds_config import check_offload_folders, resolve_ds_config
+from dstrain.train.memory.forecast import make_forecast
+from dstrain.train.memory.micro_batch import MicroBatch
+from dstrain.train.memory.monitor import MemoryMonitor
+from dstrain.train.memory.reduced_batch import use_batch_of_rank_0
 from dstrain.train.rendezvous import Rendezvous
 from dstrain.train.resume.decision import StartDecision, decide_start
 from dstrain.train.resume.fingerprints import check_fingerprints, fingerprint_weights
@@ -68,6 +73,8 @@ class RunPlan:
     """Processes on this host."""
     fingerprints: Mapping[str, Any]
     """Fingerprints of weights that checkpoints leave out, and of the training inputs; on rank 0 only."""
+    micro_batch: MicroBatch
+    """The size of the forward passes now; `batch` is that of the start."""
     launch_id: str = ""
     """Id of this launch in the lease of the run folder; empty without a lease."""
 
@@ -134,14 +141,12 @@ def make_plan(
     preset = read_preset(config.ds_config)
     with rendezvous or contextlib.nullcontext():
         world: Ranks = rendezvous or SingleProcessWorld()
+        config = use_batch_of_rank_0(config, world)
         check_run_dir_shared(run_dir, world)  # a rank that sees another folder would find every checkpoint damaged
         start = decide_start(CheckpointStore(folder=run_dir / "checkpoints", world=world), resume)
         checkpoint = start.checkpoint
         check_recipe_unchanged(checkpoint, config, resume.allowed_keys)
-        batch_config = with_saved_batch_total(config.batch, checkpoint, resume.allowed_keys)
-        # The preset's accumulation would contradict the total that was taken from the checkpoint.
-        accumulate = preset.accumulate if batch_config is config.batch else None
-        batch = resolve_batch(batch_config, worker.world_size, preset.micro, accumulate)
+        batch = _resolve_batch(config, preset, checkpoint, resume, worker.world_size)
         ds_config = resolve_ds_config(config, preset, batch, (worker.world_size, get_preset_device(device)), run_dir)
         check_offload_folders(ds_config, run_dir)
         task = make_task(with_saved_tokenizer(checkpoint, resolve_model_dtype(config, ds_config), resume.allowed_keys))
@@ -158,7 +163,17 @@ def make_plan(
         train_dataset=train_dataset, eval_dataset=eval_dataset, run_dir=run_dir, resume=resume, start=start,
         sample_plan=replace(sample_plan, total_samples=total_samples), fingerprints=fingerprints,
         initial_world_size=_initial_world_size(checkpoint, worker), local_world_size=worker.local_world_size,
+        micro_batch=MicroBatch(config, batch, worker.world_size, run_dir),
     )  # fmt: skip
+
+
+def _resolve_batch(
+    config: RunConfig, preset: Preset, checkpoint: CheckpointInfo | None, resume: ResumeOptions, world_size: int
+) -> BatchPlan:
+    batch = with_saved_batch_total(config.batch, checkpoint, resume.allowed_keys)
+    # The preset's accumulation would contradict the total that was taken from the checkpoint.
+    accumulate = preset.accumulate if batch is config.batch else None
+    return resolve_batch(batch, world_size, preset.micro, accumulate)
 
 
 def _initial_world_size(checkpoint: CheckpointInfo | None, worker: Worker) -> int:
@@ -213,4 +228,62 @@ def build_sample_plan(task: Task, train_dataset: Dataset, batch: BatchPlan, worl
         accumulate=batch.accumulate,
         limits=make_limits(task.recipe.batch, batch.micro, costs),
         costs=costs,
+    )
+
+
+def build_schedule(plan: RunPlan) -> StepSchedule:
+    """Return the learning rates, and the steps after which rows, evaluations and checkpoints are due."""
+    config, optim = plan.config, plan.config.optim
+    return StepSchedule(
+        total_steps=plan.steps,
+        lr=LRSchedule(scaled_lr(plan, optim.peak_lr), optim.schedule, plan.steps, optim.warmup),
+        log_every=Every(config.log.every),
+        eval_every=Every(interval_in_steps(plan, config.eval.every)),
+        save_every=Every(interval_in_steps(plan, config.save.every)),
+    )
+
+
+def interval_in_steps(plan: RunPlan, every: int | str) -> int:
+    """Return the steps between two events; `every` is a number of steps, or the word epoch."""
+    per_epoch = -(-plan.sample_plan.samples_per_epoch // plan.batch.total)
+    return per_epoch if isinstance(every, str) else every
+
+
+def scaled_lr(plan: RunPlan, lr: float) -> float:
+    """Return a learning rate scaled to the world size that the run began with."""
+    optim = plan.config.optim
+    return scale_lr(lr, optim.scale_lr, plan.initial_world_size, optim.scale_lr_base)
+
+
+def build_loader(plan: RunPlan, world: World) -> Loader:
+    """Build the loader of this rank's batches."""
+    data = plan.config.data
+    return Loader(
+        examples=plan.train_dataset,
+        collate=plan.task.collate,
+        sampler=plan.sample_plan,
+        rank=world.rank,
+        workers=data.workers,
+        prefetch=data.prefetch,
+        pin_memory=data.pin and world.device.type == "cuda",
+    )
+
+
+def make_memory_monitor(plan: RunPlan, world: World) -> MemoryMonitor:
+    """Return the monitor of a run's memory, with rank 0's forecast on every rank. Collective."""
+    device = get_preset_device(plan.device)
+    per_node = plan.local_world_size
+    cluster = {
+        "gpus_per_node": per_node,
+        "nodes": max(world.size // per_node, 1),
+        "kind": device.kind,
+        "bf16": device.bf16,
+    }
+    forecast = make_forecast(plan.config, plan.preset, cluster) if world.rank == 0 else None
+    return MemoryMonitor(
+        micro_batch=plan.micro_batch,
+        preset=plan.preset,
+        world=world,
+        run_dir=plan.run_dir,
+        forecast=world.broadcast(forecast),
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dstrain.batch import Progress, StepResult
 from dstrain.data.loading.loader import Loader, Step
+from dstrain.data.loading.micro_batches import make_limits
+from dstrain.report.allocation_errors import find_allocation_failure
 from dstrain.report.memory import memory_metrics
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
@@ -16,8 +19,10 @@ from dstrain.report.sinks import Sink
 from dstrain.schedule import Due, StepSchedule
 from dstrain.train.checkpoint.saver import CheckpointSaver
 from dstrain.train.engine.base import Engine, seed_step
+from dstrain.train.engine.recovery import free_cached_memory
 from dstrain.train.evaluate import Evaluation
 from dstrain.train.health.signals import SignalHandler
+from dstrain.train.memory.monitor import MemoryMonitor
 from dstrain.train.monitors import StepMonitors
 from dstrain.train.state.load import open_checkpoint
 from dstrain.train.state.manifest import CheckpointInfo
@@ -42,6 +47,7 @@ class Run:
     monitors: StepMonitors
     signal_handler: SignalHandler
     schedule: StepSchedule
+    memory: MemoryMonitor
     seed: int
 
     @property
@@ -88,7 +94,7 @@ class Run:
         yield  # not in try/finally: after an error the phase in which it was raised is to be reported
         log.record_progress(*outer)
 
-    def iter_steps(self, progress: Progress) -> Iterator[Step]:
+    def iter_steps(self, progress: Progress) -> Generator[Step, None, None]:
         """Return this rank's batches of each step after `progress`."""
         return self.loader.iter_steps(progress.samples)
 
@@ -97,11 +103,58 @@ class Run:
         # Dropout depends on seed, step and rank only, so a resumed run draws the same masks.
         seed_step(self.seed, progress.step, self.engine.world.rank)
         self.monitors.begin(progress.step + 1)
-        return self.engine.step(step.batches, self.schedule.lr(progress.step))
+        lr = self.schedule.lr(progress.step)
+        if not self.memory.can_shrink:
+            return self.engine.step(step.batches, lr)
+        try:
+            return self.engine.step(step.batches, lr, step.make_filler)
+        except Exception as error:
+            self._save_before_restart(error, progress)
+            raise
+
+    def shrink_micro_batch(
+        self, result: StepResult, progress: Progress, steps: Generator[Step, None, None]
+    ) -> tuple[Run, Generator[Step, None, None]]:
+        """Return this run with half the micro-batch, and its steps after `progress`; `steps` is closed. Collective.
+
+        Raises OutOfMemoryError or PeerFailureError if the passes that failed cannot be smaller.
+        """
+        smaller = self.memory.reduce(result.out_of_memory, self.run_log, progress.step)
+        steps.close()  # the threads of the loader
+        batch, sampler = self.memory.micro_batch.config.batch, self.loader.sampler
+        limits = make_limits(batch, smaller.micro, sampler.costs)
+        loader = replace(self.loader, sampler=replace(sampler, accumulate=smaller.accumulate, limits=limits))
+        evaluation = self.evaluation
+        if evaluation is not None:
+            evaluation = replace(evaluation, micro_batch_size=smaller.generation_micro, batch=batch)
+        run = replace(self, loader=loader, evaluation=evaluation)
+        return run, run.iter_steps(progress)
+
+    def _save_before_restart(self, error: Exception, progress: Progress) -> None:
+        """Save the last whole step after a pass ran out of memory, if this is the only process and a restart follows.
+
+        Other processes stand in a collective and cannot save with this one; the restart then goes back to a checkpoint.
+        """
+        log = self.engine.world.log
+        start = 0 if self.start_checkpoint is None else self.start_checkpoint.step
+        needs_save = self.engine.world.size == 1 and progress.step not in (start, self.saver.saved_step)
+        if not needs_save or find_allocation_failure(error) is None or not self.memory.is_before_update():
+            return
+        phase, step, activity = log.phase, log.step, log.activity
+        traceback.clear_frames(error.__traceback__)  # they hold the activations of the pass
+        free_cached_memory()
+        try:
+            self.save_checkpoint(progress, None, True)
+        except Exception as fault:  # the error to report is the first one
+            print(f"the last step could not be saved before the restart: {type(fault).__name__}: {fault}", flush=True)
+        log.record_progress(phase, step)
+        log.activity = activity
 
     def end_step(self, result: StepResult, progress: Progress) -> None:
         """Add the step to the metrics and check it. Raises RunError on every rank alike. Collective."""
         self.meter.add(result)
+        start = 0 if self.start_checkpoint is None else self.start_checkpoint.step
+        self.memory.compare_with_forecast(progress.step - start, self.run_log)
         self.monitors.end(result, progress, self.schedule.lr(progress.step - 1))
         # Before the ranks agree on a stop: a failed background save ends the run with its own error.
         self.saver.poll()

@@ -8,7 +8,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TextIO
 
-from dstrain.data.loading.loader import Loader
 from dstrain.distributed.world import World, joined_world
 from dstrain.errors import EXIT_STOPPED, RunError, UsageError
 from dstrain.launch.lease import check_lease
@@ -18,7 +17,6 @@ from dstrain.models.params.zero3 import zero3_init
 from dstrain.process_setup import keep_freed_memory
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
-from dstrain.schedule import Every, LRSchedule, StepSchedule, scale_lr
 from dstrain.tasks.common.registry import copy_task_file
 from dstrain.train.build_model import batch_norm_warnings, build_train_module, count_parameters
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
@@ -37,8 +35,9 @@ from dstrain.train.health.signals import SignalHandler, StoppedBySignal
 from dstrain.train.health.trainability import TrainabilityCheck
 from dstrain.train.health.watchdog import peer_watchdog
 from dstrain.train.loop import train
+from dstrain.train.memory.monitor import PRECOMPUTING, MemoryMonitor
 from dstrain.train.monitors import StepMonitors
-from dstrain.train.plan import RunPlan
+from dstrain.train.plan import RunPlan, build_loader, build_schedule, interval_in_steps, make_memory_monitor, scaled_lr
 from dstrain.train.precompute_outputs import OutputsJob, add_outputs_and_select
 from dstrain.train.profiler import StepProfiler
 from dstrain.train.resume.changes import iter_resume_changes
@@ -53,7 +52,14 @@ from dstrain.train.run_dir import (
     replace_folder,
     write_run_config,
 )
-from dstrain.train.startup import finish_run, make_sinks, report_changes, report_start, report_warnings
+from dstrain.train.startup import (
+    finish_run,
+    make_sinks,
+    report_changes,
+    report_reduced_batch,
+    report_start,
+    report_warnings,
+)
 from dstrain.train.state.files import check_state_complete
 from dstrain.train.state.manifest import CheckpointInfo
 from dstrain.units import format_count
@@ -68,15 +74,17 @@ def run_training(plan: RunPlan, terminal: TextIO | None, signal_handler: SignalH
     """
     timeout = timedelta(minutes=plan.config.timeout_minutes)
     with joined_world(plan.device, timeout, store) as world, peer_watchdog(plan.run_dir, world, timeout):
-        return _run_and_close(plan, world, terminal, signal_handler)
+        memory = make_memory_monitor(plan, world)
+        with memory.explain():
+            return _run_and_close(plan, memory, terminal, signal_handler)
 
 
-def _run_and_close(plan: RunPlan, world: World, terminal: TextIO | None, signal_handler: SignalHandler) -> int:
-    run, code = None, 1
+def _run_and_close(plan: RunPlan, memory: MemoryMonitor, terminal: TextIO | None, signal_handler: SignalHandler) -> int:
+    run, code, world = None, 1, memory.world
     try:
         # Only now: a plan that is refused must leave an earlier run where it is.
         archive_previous_run(plan.run_dir, plan.resume, world)
-        run = build_run(with_frozen_outputs(plan, world), world, terminal, signal_handler)
+        run = build_run(with_frozen_outputs(plan, world), world, terminal, signal_handler, memory)
         code = finish_run(run, _train_to_end(run), plan.resume.source)
         return code
     except StoppedBySignal as stop:
@@ -107,6 +115,7 @@ def _train_to_end(run: Run) -> int:
 
 def with_frozen_outputs(plan: RunPlan, world: World) -> RunPlan:
     """Return the plan with the outputs of the task's cached frozen models in its samples. Collective."""
+    world.log.activity = PRECOMPUTING
     job = OutputsJob(task=plan.task, ds_config=plan.ds_config, micro_batch_size=plan.batch.micro, world=world)
     splits = add_outputs_and_select(job, {"train": plan.train_dataset, "eval": plan.eval_dataset})
     train_dataset = splits["train"]
@@ -120,25 +129,24 @@ def with_frozen_outputs(plan: RunPlan, world: World) -> RunPlan:
 
 
 def build_run(
-    plan: RunPlan, world: World, terminal: TextIO | None = None, signal_handler: SignalHandler | None = None
+    plan: RunPlan,
+    world: World,
+    terminal: TextIO | None = None,
+    signal_handler: SignalHandler | None = None,
+    memory: MemoryMonitor | None = None,
 ) -> Run:
     """Build the components of a run, and write its configuration to the run folder. Collective."""
-    config, run_dir, save = plan.config, plan.run_dir, plan.config.save
-    # A background save exchanges values while training does: on one group the two would be mixed up.
-    save_world = world.new_group() if save.background else world
-    checkpoints = CheckpointStore(
-        folder=run_dir / "checkpoints", world=save_world, keep=save.keep, keep_every=save.keep_every, best_mode=config.eval.best,
-        check_usable=check_state_complete, check_owner=partial(check_lease, run_dir, plan.launch_id),
-    )  # fmt: skip
+    config, run_dir, checkpoints = plan.config, plan.run_dir, _open_checkpoints(plan, world)
     run_log = RunLog(run_dir, world.rank)
     weights = world.broadcast(plan.fingerprints)
-    start = prepare_start(plan.start, checkpoints, run_log, save.prune_when_full)
+    start = prepare_start(plan.start, checkpoints, run_log, config.save.prune_when_full)
     if start:
         check_fingerprints(start, weights, plan.task, plan.resume.allowed_keys)
         report_changes(iter_resume_changes(start, plan, weights.get("inputs", {})), run_log, world)
     if world.rank == 0:
         _write_run_files(plan, world, start)
     report_start(plan, run_log, world, start)
+    report_reduced_batch(plan, run_log, world)
     engine = build_engine(plan, world, run_log)
     if world.device.type == "cpu":
         keep_freed_memory()  # only now: what loading the weights needed goes back to the kernel
@@ -155,8 +163,21 @@ def build_run(
         monitors=_build_monitors(plan, engine, run_log, saver.grace),
         signal_handler=signal_handler or SignalHandler(),
         schedule=build_schedule(plan),
+        memory=memory or make_memory_monitor(plan, world),
         seed=config.seed,
     )
+
+
+def _open_checkpoints(plan: RunPlan, world: World) -> CheckpointStore:
+    """Return the checkpoints of the run. Collective for background saves."""
+    save = plan.config.save
+    # A background save exchanges values while training does: on one group the two would be mixed up.
+    save_world = world.new_group() if save.background else world
+    return CheckpointStore(
+        folder=plan.run_dir / "checkpoints", world=save_world, keep=save.keep, keep_every=save.keep_every,
+        best_mode=plan.config.eval.best, check_usable=check_state_complete,
+        check_owner=partial(check_lease, plan.run_dir, plan.launch_id),
+    )  # fmt: skip
 
 
 def _build_evaluation(plan: RunPlan) -> Evaluation | None:
@@ -172,18 +193,6 @@ def _build_monitors(plan: RunPlan, engine: DeepSpeedEngine, run_log: RunLog, gra
         grace=grace,
         trainability=TrainabilityCheck(engine, engine.train_module, log_event),
         nonfinite=NonFiniteGuard(config.on_nonfinite, plan.ds_config["fp16"]["enabled"], log_event),
-    )
-
-
-def build_schedule(plan: RunPlan) -> StepSchedule:
-    """Return the learning rates, and the steps after which rows, evaluations and checkpoints are due."""
-    config, optim = plan.config, plan.config.optim
-    return StepSchedule(
-        total_steps=plan.steps,
-        lr=LRSchedule(_scaled_lr(plan, optim.peak_lr), optim.schedule, plan.steps, optim.warmup),
-        log_every=Every(config.log.every),
-        eval_every=Every(_interval_in_steps(plan, config.eval.every)),
-        save_every=Every(_interval_in_steps(plan, config.save.every)),
     )
 
 
@@ -212,7 +221,7 @@ def _build_saver(
     """Build the saver and log a forecast of disk use. Raises CheckpointError if not even one checkpoint fits."""
     save = plan.config.save
     size = engine.train_module.stored_model.estimate_checkpoint_bytes(plan.config.optim.name)
-    every = _interval_in_steps(plan, save.every)
+    every = interval_in_steps(plan, save.every)
     saves = -(-plan.steps // every)
     free = engine.world.broadcast(get_free_bytes(checkpoints.folder))  # one number, so that all ranks decide alike
     forecast = DiskForecast(size, compute_max_checkpoints(saves, save.keep, (every, save.keep_every)), free)
@@ -236,11 +245,6 @@ def _build_saver(
     )
 
 
-def _interval_in_steps(plan: RunPlan, every: int | str) -> int:
-    per_epoch = -(-plan.sample_plan.samples_per_epoch // plan.batch.total)
-    return per_epoch if isinstance(every, str) else every
-
-
 def _checkpoint_metadata(plan: RunPlan) -> dict[str, Any]:
     """Return what each checkpoint records of its run in run.json."""
     preset = plan.preset
@@ -256,12 +260,13 @@ def _checkpoint_metadata(plan: RunPlan) -> dict[str, Any]:
 
 def build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngine:
     """Build the model, its optimizer and the engine around both. Collective."""
+    world.log.activity = "building the model"
     # At stage 3 no rank could hold the whole model, so it is sharded as it is built.
     with zero3_init(plan.ds_config):
         train_module = build_train_module(plan.task, run_log)
     groups = build_param_groups(train_module.model, plan.config.optim)
     total, trained = count_parameters(train_module.model)
-    components = summarize_components(train_module.model, plan.config.optim, _scaled_lr(plan, 1.0))
+    components = summarize_components(train_module.model, plan.config.optim, scaled_lr(plan, 1.0))
     fields: dict[str, Any] = {"parts": [asdict(part) for part in components]} if components else {}
     reference = plan.task.loss_inputs.reference.kind
     scorers = {s.name: "cached" if s.is_cached else "model" for s in plan.task.loss_inputs.scorers}
@@ -275,24 +280,7 @@ def build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngin
         if train_module.reference_model is not None:
             where = "sharded" if plan.preset.stage == 3 else "replicated in every process; zero3 would shard it"
             print(f"reference: a frozen second model, {where}", flush=True)
-    return DeepSpeedEngine(train_module, groups, plan.config.optim, plan.ds_config, world)
-
-
-def _scaled_lr(plan: RunPlan, lr: float) -> float:
-    """Return a learning rate scaled to the world size that the run began with."""
-    optim = plan.config.optim
-    return scale_lr(lr, optim.scale_lr, plan.initial_world_size, optim.scale_lr_base)
-
-
-def build_loader(plan: RunPlan, world: World) -> Loader:
-    """Build the loader of this rank's batches."""
-    data = plan.config.data
-    return Loader(
-        examples=plan.train_dataset,
-        collate=plan.task.collate,
-        sampler=plan.sample_plan,
-        rank=world.rank,
-        workers=data.workers,
-        prefetch=data.prefetch,
-        pin_memory=data.pin and world.device.type == "cuda",
-    )
+    world.log.activity = "building the engine and its optimizer"
+    engine = DeepSpeedEngine(train_module, groups, plan.config.optim, plan.ds_config, world)
+    world.log.activity = ""
+    return engine

@@ -16,6 +16,7 @@ from dstrain.report.wandb import WandbSink
 from dstrain.tasks import Task
 from dstrain.tasks.safety.dataset import describe_order
 from dstrain.train.ds_config import batch_warnings, ds_config_warnings
+from dstrain.train.memory.reduced_batch import FILE_NAME, read_reduced_batch
 from dstrain.train.plan import RunPlan
 from dstrain.train.resume.changes import ResumeChange
 from dstrain.train.run import Run
@@ -33,7 +34,7 @@ def make_sinks(
 
 def _build_sinks(plan: RunPlan, run_log: RunLog, start: CheckpointInfo | None, terminal: TextIO | None) -> list[Sink]:
     """Build a console sink, which draws a bar on a terminal, and those that the recipe asks for."""
-    sinks: list[Sink] = [RunLogSink(run_log), ConsoleSink(plan.steps, terminal)]
+    sinks: list[Sink] = [RunLogSink(run_log), ConsoleSink(plan.steps, terminal, plan.config.log.memory)]
     wanted, step = plan.config.log, start.step if start else 0
     if step >= plan.steps:
         return sinks  # a finished run has no more rows: no TensorBoard file or W&B run is opened for it
@@ -98,6 +99,20 @@ def report_warnings(warnings: Iterable[str], run_log: RunLog, world: World) -> N
         run_log.log_event("warning", what=line)
         if world.rank == 0:
             print(f"warning: {line}", flush=True)
+
+
+def report_reduced_batch(plan: RunPlan, run_log: RunLog, world: World) -> None:
+    """Report a micro-batch that is smaller than the recipe's, because memory ran out in an earlier start."""
+    reduced = read_reduced_batch(plan.run_dir) if world.rank == 0 else None
+    if reduced is None or not reduced.is_in_use(plan.config):
+        return
+    sizes = {key: (reduced.recipe[key], reduced.batch[key]) for key in ("micro", "tokens_per_micro")}
+    change = ", ".join(f"batch.{key} {old} -> {new}" for key, (old, new) in sizes.items() if old != new)
+    what = (
+        f"{change}, since memory ran out after step {reduced.step} ({FILE_NAME}); batch.total stays {plan.batch.total}"
+    )
+    run_log.log_event("micro_batch_reduced", step=plan.start.step, change=change, what=what)
+    print(what, flush=True)
 
 
 def report_changes(changes: Iterable[ResumeChange], run_log: RunLog, world: World) -> None:

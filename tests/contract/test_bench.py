@@ -20,7 +20,7 @@ from tests.vocabulary import invoke, write_recipe
 KEYS = {
     "task", "preset", "device", "precision", "processes", "batch", "parameters", "trained_parameters", "warmup_steps",
     "steps", "tokens_per_second", "samples_per_second", "step_seconds", "data_wait_share", "padding_share",
-    "flops_per_step", "peak_flops", "mfu", "peak_memory_gib", "host_memory_gib", "plan",
+    "flops_per_step", "peak_flops", "mfu", "peak_memory_gib", "host_memory_gib", "process_memory_gib", "plan",
 }  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def record(seconds: float, tokens: int = 10) -> _StepRecord:
 def rank(seconds: list[float]) -> dict[str, Any]:
     return {
         "steps": [record(each) for each in seconds], "wait": 0.5, "flops": 3000, "counted_tokens": 30,
-        "peak_memory_gib": 2.0, "host_memory_gib": 1.0,
+        "peak_memory_gib": 2.0, "host_memory_gib": 1.0, "process_memory_gib": 1.5,
     }  # fmt: skip
 
 
@@ -127,4 +127,6 @@ def test_what_is_not_known_is_said_in_the_table() -> None:
     about |= {"trained_parameters": 5, "batch": {"total": 2, "micro": 2}, "warmup_steps": 3}
     lines = dict(line.split(maxsplit=1) for line in show_bench(about | row).splitlines())
     assert lines["MFU"] == "unknown"
-    assert lines["plan"] == "not yet"
+    assert lines["plan"] == "no prediction, measured 1.5 GiB"
+    planned = show_bench(about | row | {"plan": {"predicted_gib": 1.25, "measured_gib": 1.5}})
+    assert "predicted 1.25 GiB, measured 1.5 GiB" in planned

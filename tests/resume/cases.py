@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +16,14 @@ from dstrain.batch import Batch, StepResult
 from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
 from dstrain.launch.topology import Worker
 from dstrain.train.loop import train
+from dstrain.train.memory.reduced_batch import apply_reduced_batch
 from dstrain.train.plan import make_plan
 from dstrain.train.resume.recorded import ResumeOptions
 from dstrain.train.setup import build_run, with_frozen_outputs
 from dstrain.train.startup import finish_run
 from dstrain.train.state import files
 from dstrain.train.state.files import CheckpointReader
+from tests.memory_limits import limit_micro_batch
 from tests.parity.cases import world
 
 
@@ -31,16 +33,18 @@ class Crash(Exception):
 
 def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | None = None, stop_at: int | None = None,
         resume: str = "auto", allowed: Sequence[str] = (), poison: Sequence[int] = (), full: bool = False,
-        memory: int | None = None) -> dict[str, Any]:  # fmt: skip
+        memory: int | None = None, limit: Mapping[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
     """Train as a worker does. `crash_at`: die in that step. `stop_at`: a signal reaches rank 0 in that step.
 
     `poison`: ids of samples whose loss becomes inf. `full`: rank 1 cannot write. `memory`: free bytes of the host.
+    `limit`: arguments of `limit_micro_batch`.
     """
     ranks = world()
     torch.set_num_threads(1)
     worker = Worker(ranks.rank, ranks.rank, ranks.size, "tests", ranks.size)
+    asked = resolve_recipe(TrainRequest(recipe=recipe, overrides=sets))
     plan = make_plan(
-        resolve_recipe(TrainRequest(recipe=recipe, overrides=sets)),
+        apply_reduced_batch(asked, Path(run_dir), ranks.size, resume),
         Path(run_dir),
         ResumeOptions(resume, allowed),
         worker,
@@ -50,17 +54,19 @@ def run(recipe: str, run_dir: str, sets: Sequence[str] = (), crash_at: int | Non
             psutil, "virtual_memory", return_value=SimpleNamespace(available=memory, total=1, used=1)
         ).start()
     made = build_run(with_frozen_outputs(plan, ranks), ranks)
+    if limit is not None:
+        limit_micro_batch(made.engine, **limit)
     seen: list[tuple[int, ...]] = []
     take = made.engine.step
 
-    def step(batches: Sequence[Batch], lr: float) -> StepResult:
+    def step(batches: Sequence[Batch], lr: float, *more: Any) -> StepResult:
         seen.append(tuple(sample for batch in batches for sample in batch.samples))
         number = len(seen) + (made.start_checkpoint.step if made.start_checkpoint else 0)
         if number == crash_at:
             raise Crash
         if number == stop_at and ranks.rank == 0:
             made.signal_handler.received_signal = "SIGTERM"
-        return take([_poisoned(batch) if set(batch.samples) & set(poison) else batch for batch in batches], lr)
+        return take([_poisoned(batch) if set(batch.samples) & set(poison) else batch for batch in batches], lr, *more)
 
     made.engine.step = step  # type: ignore[method-assign]
     try:

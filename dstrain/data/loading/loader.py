@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -156,6 +157,8 @@ class Step:
     """The micro-batches of this rank, as many as on every other rank."""
     num_samples: int
     """Samples of the step over all ranks."""
+    make_filler: Callable[[], Batch]
+    """Make a batch of weight 0 with the step's first sample."""
 
 
 @dataclass(kw_only=True)
@@ -179,7 +182,7 @@ class Loader:
         """Return passes over the data after so many samples."""
         return self.sampler.epoch_at(consumed_samples)
 
-    def iter_steps(self, consumed_samples: int) -> Iterator[Step]:
+    def iter_steps(self, consumed_samples: int) -> Generator[Step, None, None]:
         """Yield this rank's batches of each step after the consumed samples, to the end of the run.
 
         Closing the iterator stops the threads. Raises RunError for samples that cannot be collated.
@@ -193,7 +196,7 @@ class Loader:
                 ]
                 self._wait_seconds += time.perf_counter() - began
                 consumed_samples += len(ids)
-                yield Step(batches, len(ids))
+                yield Step(batches, len(ids), partial(self._make_batch, [], int(ids[0]), []))
             return
         # Threads, not processes: tokenized samples are memory-mapped, and decoding images releases the GIL.
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="dstrain-loader")
@@ -204,21 +207,21 @@ class Loader:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _prefetch_steps(self, pool: ThreadPoolExecutor, consumed_samples: int) -> Iterator[Step]:
-        queue: deque[tuple[list[Future[Batch]], int]] = deque()
+        queue: deque[tuple[list[Future[Batch]], np.ndarray]] = deque()
         while True:
             began = time.perf_counter()
             # `prefetch` steps and the one that is yielded next.
             while len(queue) <= max(self.prefetch, 0) and (ids := self.sampler.step_ids(consumed_samples)).size:
                 mine = self.sampler.micro_batches(consumed_samples, self.rank)
                 futures = [pool.submit(self._make_batch, share, int(ids[0]), places) for share, places in mine]
-                queue.append((futures, len(ids)))
+                queue.append((futures, ids))
                 consumed_samples += len(ids)
             if not queue:
                 return
-            futures, num_samples = queue.popleft()
+            futures, ids = queue.popleft()
             batches = [future.result() for future in futures]
             self._wait_seconds += time.perf_counter() - began
-            yield Step(batches, num_samples)
+            yield Step(batches, len(ids), partial(self._make_batch, [], int(ids[0]), []))
 
     def _make_batch(self, ids: list[int], filler_id: int, positions: list[int]) -> Batch:
         batch = make_batch(self.examples, self.collate, ids, filler_id, positions)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.cache_dir import file_digest
-from dstrain.data.free_memory import get_available_memory
 from dstrain.data.limited_process import ResourceLimits, run_limited
 from dstrain.data.sources.base import BaseSource
 from dstrain.errors import DataError
 from dstrain.files import display_path
+from dstrain.host_memory import get_available_memory
 from dstrain.units import format_bytes
 
 BATCH_ROWS, BATCH_BYTES = 1000, 16 << 20

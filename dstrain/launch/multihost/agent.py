@@ -137,6 +137,9 @@ class Agent:
             }
             for rank in started:
                 self._channel.send(started=[rank, None, records.get(rank)])
+            for rank, reason in self._monitor.kill_reasons.items():
+                if rank in ended:
+                    self._channel.send(killed=[rank, reason])
             for rank in ended:
                 self._channel.send(ended=[rank, self._monitor.exit_codes[rank], records.get(rank)])
             self._sent_started.update(started)

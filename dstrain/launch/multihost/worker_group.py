@@ -78,6 +78,7 @@ class MultiHostWorkerGroup:
         self.run_dir, self.ranks = run_dir, launch.ranks
         self.alive_ranks: set[int] = set()
         self.exit_codes: dict[int, int | None] = {}
+        self.kill_reasons: dict[int, str] = {}
         self.records: dict[int, RankRecord] = {}
         self.abort_reason = ""
         self._launch, self._clients, self._master = launch, clients, master
@@ -194,6 +195,9 @@ class MultiHostWorkerGroup:
                 else:
                     self.alive_ranks.discard(rank)
                     self.exit_codes[rank] = status
+        if "killed" in message:
+            rank, reason = message["killed"]
+            self.kill_reasons[rank] = reason
         if "launcher" in message:
             self._launcher_codes[client] = message["launcher"]
         if "left" in message:

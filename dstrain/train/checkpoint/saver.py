@@ -47,6 +47,8 @@ class CheckpointSaver:
     """Ranks of this host, which share its memory."""
     grace: GracePeriod = field(default_factory=lambda: GracePeriod(None))
     """Gets the duration of each save."""
+    saved_step: int | None = field(default=None, init=False)
+    """Step of the newest checkpoint that this process has written."""
     _async_save: _AsyncSave | None = field(default=None, init=False)
     _host_buffers: _HostBuffers = field(default_factory=lambda: _HostBuffers(), init=False)
     _timings: dict[str, float] = field(default_factory=dict, init=False)
@@ -114,6 +116,7 @@ class CheckpointSaver:
         self._log_saved(async_save.progress, async_save.folder, async_save.blocked_seconds, async_save.total_seconds)
 
     def _log_saved(self, progress: Progress, folder: Path, blocked_seconds: float, total_seconds: float) -> None:
+        self.saved_step = progress.step
         for name, value in (("save_stall_seconds", blocked_seconds), ("save_seconds", total_seconds)):
             self._timings[name] = self._timings.get(name, 0.0) + value
         self.grace.record_save(total_seconds)

@@ -11,6 +11,7 @@ import torch
 from dstrain.batch import Batch, StepResult
 from dstrain.distributed.world import World
 from dstrain.train.engine.module import TrainModule
+from dstrain.train.engine.recovery import MakeFiller
 from dstrain.train.state.files import CheckpointReader, StateFile
 from dstrain.train.state.slices import StateSlice
 
@@ -40,8 +41,12 @@ class Engine(EvalEngine, Protocol):
 
     train_module: TrainModule
 
-    def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        """Take one optimizer step over these micro-batches of this rank. Collective."""
+    def step(self, batches: Sequence[Batch], lr: float, make_filler: MakeFiller | None = None) -> StepResult:
+        """Take one optimizer step over these micro-batches of this rank. Collective.
+
+        With `make_filler`, a forward pass that runs out of memory where the step can still be dropped on all ranks
+        raises nothing: see `StepResult.out_of_memory`.
+        """
 
     def state_slices(self) -> Iterator[list[StateSlice]]:
         """Yield this rank's part of weights and optimizer state; a group is valid until the next is requested."""

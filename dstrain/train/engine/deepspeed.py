@@ -23,9 +23,11 @@ from dstrain.models.load import offload_activation_checkpoints
 from dstrain.models.params.groups import ParamGroup
 from dstrain.models.params.zero3 import init_deepspeed
 from dstrain.train.engine.module import (
+    OPTIMIZER_UPDATE,
     StepAccumulator,
     TrainModule,
     compute_step_stats,
+    describe_pass,
     evaluate_batch,
     scale_loss_or_nan,
     set_lr,
@@ -35,6 +37,7 @@ from dstrain.train.engine.module import (
     with_step_stats,
 )
 from dstrain.train.engine.optimizers import make_optimizer
+from dstrain.train.engine.recovery import ForwardRecovery, MakeFiller
 from dstrain.train.state.files import CheckpointReader, StateFile, iter_state_files
 from dstrain.train.state.load import iter_state, load_state
 from dstrain.train.state.slices import StateSlice
@@ -95,8 +98,10 @@ class DeepSpeedEngine:
     def is_sharded(self) -> bool:
         return bool(self.engine.zero_optimization_partition_weights())
 
-    def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+    def step(self, batches: Sequence[Batch], lr: float, make_filler: MakeFiller | None = None) -> StepResult:
         self.engine.train()
+        recovery = ForwardRecovery(self.world, make_filler if self._can_repeat_forward() else None)
+        counters = self._read_counters()
         batches = with_scores(self.engine, batches, self.world)
         # Before the losses: a task such as KTO compares with a mean over the whole step, which no micro-batch knows.
         batches = with_step_stats(self.engine, self.train_module.loss_inputs, batches, self.world)
@@ -111,18 +116,39 @@ class DeepSpeedEngine:
             self.world.log.record_progress()
             # Before the forward pass. By default the last pass of a step is the one whose count is a multiple of
             # `gradient_accumulation_steps`, and with a limit of tokens each step has another number of passes.
-            self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            total, metrics = self.engine(batch.to(self.world.device))
+            is_last = index == len(batches) - 1
+            self.engine.set_gradient_accumulation_boundary(is_last)
+            self.world.log.activity = describe_pass("forward", index, batches)
+            total, metrics = recovery.run(self._forward, batch)
+            self.world.log.activity = describe_pass("backward", index, batches)
             # The product is a new tensor: DeepSpeed would divide the engine's own output by the accumulation steps.
-            self.engine.backward(scale_loss_or_nan(total, scale), scale_wrt_gas=False)
+            self.engine.backward(scale_loss_or_nan(total, recovery.scale(scale)), scale_wrt_gas=False)
             sums.add(total, metrics)
             # Before the last `engine.step`, the one that updates: the others only count micro-batches.
-            if self._max_grad_norm and index == len(batches) - 1:
-                norm = self._clip_grad_norm(self._max_grad_norm)
+            if is_last:
+                self.world.log.activity = OPTIMIZER_UPDATE
+                if self._max_grad_norm:
+                    norm = self._clip_grad_norm(self._max_grad_norm)
             self.engine.step()
         norm = norm if norm is not None else float(self.engine.get_global_grad_norm())
         applied = math.isfinite(norm) and self.engine.was_step_applied()
-        return sums.result(batches, grad_norm=norm, **step_outcome(sums, batches, applied, self.world))
+        outcome = step_outcome(sums, batches, applied, self.world, recovery.failed_pass)
+        if outcome.get("out_of_memory"):  # the step is taken again, as if it had not been tried
+            self._restore_counters(counters)
+        self.world.log.activity = ""
+        return sums.result(batches, grad_norm=norm, **outcome)
+
+    def _can_repeat_forward(self) -> bool:
+        """Return True where an interrupted forward pass leaves nothing behind, and a filler needs no other columns.
+
+        A sharded model gathers weights in the pass; timers would start twice; scores and step statistics are computed
+        before, for the batches of the step only.
+        """
+        needs_columns = len(self.train_module.reward_models) or self.train_module.loss_inputs.step_stats is not None
+        return not (self.is_sharded or self.engine.wall_clock_breakdown() or needs_columns)
+
+    def _forward(self, batch: Batch) -> Any:
+        return self.engine(batch.to(self.world.device))
 
     def evaluate(self, batch: Batch) -> StepResult:
         return evaluate_batch(self.engine, batch, self.world)
@@ -141,21 +167,28 @@ class DeepSpeedEngine:
         return {
             "shapes": self.train_module.stored_model.shapes(),
             "optimizer": self._optimizer_name,
-            "counters": {name: getattr(self.engine, name) for name in COUNTERS},
-            "loss_scale": self._loss_scaler_state(),
+            **self._read_counters(),
         }
+
+    def _read_counters(self) -> dict[str, dict[str, Any]]:
+        """Return DeepSpeed's counters of steps and the state of the loss scale, as a checkpoint holds them."""
+        counters = {name: getattr(self.engine, name) for name in COUNTERS}
+        return {"counters": counters, "loss_scale": self._loss_scaler_state()}
+
+    def _restore_counters(self, saved: Mapping[str, Any]) -> None:
+        for name, value in saved.get("counters", {}).items():
+            setattr(self.engine, name, value)
+        # A checkpoint of a run in another precision has no loss scale.
+        for name in self._loss_scaler_state():
+            if name in saved.get("loss_scale", {}):
+                setattr(self.engine.optimizer.loss_scaler, name, saved["loss_scale"][name])
 
     def load(self, checkpoint: CheckpointReader) -> str:
         model = self.train_module.stored_model
         reset = load_state(model, self.engine.optimizer, checkpoint, self._optimizer_name, self.world)
-        for name, value in checkpoint.metadata.get("counters", {}).items():
-            setattr(self.engine, name, value)
+        self._restore_counters(checkpoint.metadata)
         # Not stored: it follows from the steps, and a resumed run may have other micro-batches and ranks.
         self.engine.global_samples = self.engine.global_steps * self.engine.train_batch_size()
-        # A checkpoint of a run in another precision has no loss scale.
-        for name in self._loss_scaler_state():
-            if name in checkpoint.metadata.get("loss_scale", {}):
-                setattr(self.engine.optimizer.loss_scaler, name, checkpoint.metadata["loss_scale"][name])
         # After the state: the powers of beta follow from the step that was loaded.
         replay_bias_correction(getattr(self.engine.optimizer, "optimizer", None))
         return reset

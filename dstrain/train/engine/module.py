@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from dstrain.batch import Batch, StepResult, to_floats
+from dstrain.batch import Batch, FailedPass, StepResult, to_floats
 from dstrain.distributed.world import World
 from dstrain.errors import RunError, first_names
 from dstrain.models.adapters.lora import adapters_disabled
@@ -21,6 +21,8 @@ from dstrain.train.state.load import StoredModel
 
 MAX_SAMPLES = 16
 """Sample ids that an error lists."""
+OPTIMIZER_UPDATE = "the optimizer's update"
+"""Activity after the last backward pass: weights and optimizer state may be partly updated."""
 MetricSums = dict[str, tuple[torch.Tensor, torch.Tensor | float]]
 """Name -> (sum, weight). A weight known on the host stays a number: copying it to the GPU would wait for the GPU."""
 
@@ -120,6 +122,13 @@ def _with_weights(sums: Mapping[str, Any], batch: Batch) -> MetricSums:
         weight = weight.detach().float() if isinstance(weight, torch.Tensor) else float(weight)
         found[name] = (total.detach().float() * share, weight * share)
     return found
+
+
+def describe_pass(name: str, index: int, batches: Sequence[Batch]) -> str:
+    """Return `the backward pass of micro-batch 2 of 4 (8 samples, 4096 tokens)`."""
+    batch = batches[index]
+    size = f"{len(batch.samples)} samples, {batch.tokens} tokens"
+    return f"the {name} pass of micro-batch {index + 1} of {len(batches)} ({size})"
 
 
 class StepAccumulator:
@@ -258,11 +267,15 @@ def set_lr(optimizer: Any, scales: Sequence[float], lr: float) -> None:
 
 
 def step_outcome(
-    accumulator: StepAccumulator, batches: Sequence[Batch], is_applied: bool, world: World
+    accumulator: StepAccumulator,
+    batches: Sequence[Batch],
+    is_applied: bool,
+    world: World,
+    failed_pass: FailedPass | None = None,
 ) -> dict[str, Any]:
     """Return the fields of a StepResult that tell whether the step was applied.
 
-    Of a step that was not, `suspects` are the samples of the batches with a loss that is not finite; if all losses are
+    `failed_pass`: the pass of this rank that ran out of memory, if one did. Of a step that was not applied, `suspects` are the samples of the batches with a loss that is not finite; if all losses are
     finite, all samples of the step. Collective if the step was not applied, which every rank decides alike.
     """
     if is_applied:
@@ -270,12 +283,17 @@ def step_outcome(
     # float() waits for the GPU, so only here, for a step that was not applied.
     is_bad = [not math.isfinite(float(loss)) for loss in accumulator.losses]
     per_rank = world.gather(
-        ([batch.samples for batch, bad in zip(batches, is_bad, strict=True) if bad], [b.samples for b in batches])
+        (
+            [batch.samples for batch, bad in zip(batches, is_bad, strict=True) if bad],
+            [b.samples for b in batches],
+            failed_pass,
+        )
     )
-    with_bad_loss = [samples for bad, _ in per_rank for samples in bad]
-    suspects = with_bad_loss or [samples for _, every in per_rank for samples in every]
+    with_bad_loss = [samples for bad, _, _ in per_rank for samples in bad]
+    suspects = with_bad_loss or [samples for _, every, _ in per_rank for samples in every]
     return {
         "applied": False,
+        "out_of_memory": tuple(failed for _, _, failed in per_rank if failed is not None),
         "loss_is_finite": not with_bad_loss,
         "suspects": tuple(sorted(sample for samples in suspects for sample in samples)),
     }

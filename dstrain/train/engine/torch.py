@@ -13,9 +13,11 @@ from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import SingleProcessWorld, World
 from dstrain.models.params.groups import ParamGroup
 from dstrain.train.engine.module import (
+    OPTIMIZER_UPDATE,
     StepAccumulator,
     TrainModule,
     compute_step_stats,
+    describe_pass,
     evaluate_batch,
     scale_loss_or_nan,
     set_lr,
@@ -25,6 +27,7 @@ from dstrain.train.engine.module import (
     with_step_stats,
 )
 from dstrain.train.engine.optimizers import make_optimizer
+from dstrain.train.engine.recovery import ForwardRecovery, MakeFiller
 from dstrain.train.state.files import CheckpointReader, StateFile, iter_state_files
 from dstrain.train.state.load import iter_state, load_state
 from dstrain.train.state.slices import StateSlice
@@ -52,17 +55,20 @@ class TorchEngine:
     def is_sharded(self) -> bool:
         return False
 
-    def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+    def step(self, batches: Sequence[Batch], lr: float, make_filler: MakeFiller | None = None) -> StepResult:
         self.train_module.train()
         batches = with_scores(self.train_module, batches, self.world)
         # Before the losses, as in DeepSpeedEngine.
         batches = with_step_stats(self.train_module, self.train_module.loss_inputs, batches, self.world)
         weight = total_step_weight(batches, self.world, self.train_module.loss_inputs)
-        sums = StepAccumulator()
-        for batch in batches:
-            total, metrics = self.train_module(batch.to(self.world.device))
-            scale_loss_or_nan(total, 1 / weight).backward()
+        sums, recovery = StepAccumulator(), ForwardRecovery(self.world, make_filler)
+        for index, batch in enumerate(batches):
+            self.world.log.activity = describe_pass("forward", index, batches)
+            total, metrics = recovery.run(lambda one: self.train_module(one.to(self.world.device)), batch)
+            self.world.log.activity = describe_pass("backward", index, batches)
+            scale_loss_or_nan(total, recovery.scale(1 / weight)).backward()
             sums.add(total, metrics)
+        self.world.log.activity = OPTIMIZER_UPDATE
         trained = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = float(torch.nn.utils.clip_grad_norm_(trained, self._max_grad_norm))
         applied = math.isfinite(norm)
@@ -70,7 +76,9 @@ class TorchEngine:
             set_lr(self._optimizer, self._lr_scales, lr)
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return sums.result(batches, grad_norm=norm, **step_outcome(sums, batches, applied, self.world))
+        outcome = step_outcome(sums, batches, applied, self.world, recovery.failed_pass)
+        self.world.log.activity = ""
+        return sums.result(batches, grad_norm=norm, **outcome)
 
     def evaluate(self, batch: Batch) -> StepResult:
         return evaluate_batch(self.train_module, batch, self.world)

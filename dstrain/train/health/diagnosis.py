@@ -18,7 +18,7 @@ _LOG = "logs/rank-{rank:05d}.log"
 _MESSAGES = {
     "failed": f"failed: {{text}}; see {_LOG}",
     "stopped": "was stopped by {text}",
-    "gone": f"has ended without a report{{while_waited}}; see {_LOG} there, and dmesg for the memory",
+    "gone": f"has ended without a report{{while_waited}}; {{kill_reason}}see {_LOG} there{{dmesg}}",
     "closed": f"has ended, or lost the network{{while_waited}}; see {_LOG} there, and dmesg for the memory",
     "T": f"is stopped (SIGSTOP, or a debugger){{waited}}; see {_LOG}",
     "D": f"hangs in the kernel, on a disk, a network file system or a device{{waited}}; see {_LOG}",
@@ -80,6 +80,8 @@ class StatusReport:
     answered_ranks: frozenset[int]
     process_states: Mapping[int, str]
     """Kernel state of the ranks that did not answer: a letter, `gone`, or "" on another host."""
+    kill_reason: str = ""
+    """Evidence that the kernel of this host killed one of the ended ranks because memory was full."""
     reason: str = ""
     """Message of the error that led to the request; empty if no error was raised yet."""
 
@@ -96,6 +98,8 @@ def diagnose(report: StatusReport) -> Diagnosis:
     cause, ranks, fields = found or (unreachable if report.reason else ("idle", [], {}))
     status = statuses[ranks[0]] if ranks else min(statuses.values(), key=lambda status: status.quiet)
     waits = {"waited": wait and f": {wait}", "while_waited": wait and f" while {wait}"}
+    killed = report.kill_reason
+    waits |= {"kill_reason": killed and f"{killed}; ", "dmesg": "" if killed else ", and dmesg for the memory"}
     fields = {**vars(status), "doing": status.doing or "no step", "reason": report.reason} | waits | fields
     message = f"{format_ranks_by_host(ranks, statuses)} {_MESSAGES[cause].format(**fields)}".lstrip()
     stop_signal = status.text if cause == "stopped" else ""

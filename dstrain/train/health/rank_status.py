@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 from dstrain.distributed.connection_errors import unknown_peer_message
 from dstrain.distributed.world import World
 from dstrain.files import atomic_write
+from dstrain.host_memory import describe_oom_kill, read_oom_kills
 from dstrain.launch.processes import process_state
 from dstrain.launch.worker import LAUNCH_ID_ENV, get_workers_dir, read_rank_records
 from dstrain.train.health.diagnosis import FINAL_KINDS, Diagnosis, RankStatus, StatusReport, diagnose
@@ -47,6 +48,7 @@ class RankStatusBoard:
         self.rank, self.size, self.log, self._run_dir = world.rank, world.size, world.log, run_dir
         self._status_dir = get_workers_dir(run_dir)
         self._requests_seen, self._last_status, self._lock = 0, ("ready", ""), threading.Lock()
+        self._oom_kills = read_oom_kills()
         token = secrets.token_hex(4)
         if world.rank == 0:
             with contextlib.suppress(OSError):
@@ -122,7 +124,11 @@ class RankStatusBoard:
             waited = time.monotonic() - started_at
             wait_seconds = max((_STATE_TIMEOUT_SECONDS.get(state, timeout) for state in states.values()), default=0.0)
             if waited > min(wait_seconds, timeout) or not states:
-                return StatusReport(statuses=statuses, answered_ranks=answered, process_states=states, reason=reason)
+                gone = [statuses[rank].pid for rank, state in states.items() if state == "gone"]
+                killed = next(filter(None, (describe_oom_kill(pid, self._oom_kills) for pid in gone)), "")
+                return StatusReport(
+                    statuses=statuses, answered_ranks=answered, process_states=states, reason=reason, kill_reason=killed
+                )
             time.sleep(_POLL_SECONDS)
 
     def _kernel_state(self, status: RankStatus) -> str:

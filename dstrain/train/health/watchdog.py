@@ -16,7 +16,7 @@ from typing import IO, Self
 from dstrain.distributed.collective_log import CollectiveLog
 from dstrain.distributed.connection_errors import find_connection_error, unknown_peer_message
 from dstrain.distributed.world import World
-from dstrain.errors import PeerFailureError, one_line
+from dstrain.errors import OutOfMemoryError, PeerFailureError, one_line
 from dstrain.report.run_log import RunLog, format_current_time
 from dstrain.train.health.diagnosis import Diagnosis
 from dstrain.train.health.rank_status import STATUS_TIMEOUT_SECONDS, RankStatusBoard
@@ -183,7 +183,7 @@ def peer_watchdog(
         reason = find_connection_error(error)
         if reason is None:
             if status_board is not None:
-                status_board.sign_off("failed", one_line(f"{type(error).__name__}: {error}")[:500])
+                status_board.sign_off("failed", _summarize(error))
             raise
         known = (
             error
@@ -197,6 +197,13 @@ def peer_watchdog(
     finally:
         # Without a phase nothing is reported as stalled.
         world.log.record_progress("")
+
+
+def _summarize(error: Exception) -> str:
+    """Return the error for other ranks; not the long message of a failed allocation, which this rank prints."""
+    return (
+        "out of memory" if isinstance(error, OutOfMemoryError) else one_line(f"{type(error).__name__}: {error}")[:500]
+    )
 
 
 def _name_failed_peer(known: PeerFailureError, diagnosis: Diagnosis) -> BaseException:

@@ -81,7 +81,13 @@ def find_checkpoint_at(folder: str) -> CheckpointInfo:
 def check_recipe_unchanged(checkpoint: CheckpointInfo | None, config: RunConfig, allowed_keys: Collection[str]) -> None:
     """Raise ResumeError for keys that change learning and differ from the checkpoint's recipe."""
     recorded = None if checkpoint is None else read_recorded_recipe(checkpoint)
-    if recorded is not None and (faults := check_learning_changes(recorded, config, allowed_keys)):
+    if checkpoint is None or recorded is None:
+        return
+    if recorded.batch.total is None and config.batch.total == checkpoint.read_run_info().get("batch_total"):
+        # The product of micro, accumulate and processes, which a smaller micro-batch keeps.
+        total = config.batch.total
+        recorded = recorded.model_copy(update={"batch": recorded.batch.model_copy(update={"total": total})})
+    if faults := check_learning_changes(recorded, config, allowed_keys):
         raise ResumeError(faults)
 
 

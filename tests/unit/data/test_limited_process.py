@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dstrain.data import free_memory
+from dstrain import host_memory
 from dstrain.data.limited_process import ResourceLimits, run_limited
 from dstrain.data.sources import parquet
 from tests.workers import ROOT
@@ -122,7 +122,7 @@ def test_memory_of_a_cgroup_is_free_below_its_limit(
     for name, text in held.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(free_memory, "CGROUP_ROOT", tmp_path)
-    monkeypatch.setattr(free_memory, "OWN_CGROUP_FILE", tmp_path / "own")
-    assert (free_memory.get_available_memory() < 1 << 20) == (free is not None)
-    assert min(free_memory._iter_available_in_cgroups(), default=None) == free
+    monkeypatch.setattr(host_memory, "CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(host_memory, "OWN_CGROUP_FILE", tmp_path / "own")
+    assert (host_memory.get_available_memory() < 1 << 20) == (free is not None)
+    assert min(host_memory._iter_available(host_memory.find_cgroup_limits()), default=None) == free

@@ -275,3 +275,12 @@ def test_deepspeed_flattens_gradients_where_the_patch_expects_it() -> None:
     source = (Path(importlib.util.find_spec("deepspeed").origin).parent / "runtime/zero/stage_1_and_2.py").read_text()  # type: ignore[union-attr,arg-type]
     assert "flat_grad_partition = self.flatten(self.averaged_gradients[i])" in source
     assert "self.flatten_dense_tensors_aligned(self.averaged_gradients[i]," in source
+
+
+def test_the_optimizer_of_stage_3_flattens_as_before() -> None:
+    """It has gradients by group and functions of the same names, and no flat partition of this kind."""
+    plain, aligned = (lambda tensors: tensors), (lambda tensors, alignment: tensors)
+    optimizer = SimpleNamespace(flatten=plain, flatten_dense_tensors_aligned=aligned, averaged_gradients={0: []})
+    flatten_gradients_in_fp32(optimizer)
+    assert optimizer.flatten is plain
+    assert optimizer.flatten_dense_tensors_aligned is aligned

@@ -314,6 +314,7 @@ class Gone:
         self.run_dir, self.ranks, self.abort_reason = run_dir, range(2), ""
         self.records = {rank: RankRecord(rank, 1, None, None, f"host{rank + 1}") for rank in self.ranks}
         self.alive_ranks, self.exit_codes = {1}, {0: None}
+        self.kill_reasons: dict[int, str] = {}
 
     def kill(self) -> list[str]:
         self.alive_ranks, self.exit_codes = set(), {**self.exit_codes, 1: -signal.SIGKILL}
@@ -426,3 +427,26 @@ def test_a_launcher_killed_before_any_rank_began_points_at_memory() -> None:
     """As the kernel does in a container whose limit is below what the imports take."""
     said = compute_outcome({}, {}, -signal.SIGKILL, range(1)).message
     assert "was killed by SIGKILL (is the host's memory full? see dmesg)" in said
+
+
+def failed(rank: int, error: str, restart: str = "") -> RankRecord:
+    return RankRecord(rank, 1, 1, error, "host", is_out_of_memory=True, restart=restart)
+
+
+def test_ranks_that_ran_out_of_memory_make_one_message() -> None:
+    lost = RankRecord(0, 1, 1, "step 3: rank 2 failed", "host")
+    records = {0: lost, 1: failed(1, "out of memory: rank 1\n  1. batch.micro"), 2: failed(2, "out of memory: rank 2")}
+    outcome = compute_outcome(records, {0: 1, 2: 1, 1: 1}, 1, range(3))
+    assert (outcome.code, outcome.rank) == (1, 1)
+    assert outcome.message == "rank 1 ran out of memory, and so did rank 2\nout of memory: rank 1\n  1. batch.micro"
+
+
+def test_a_rank_that_the_kernel_killed_for_memory_is_said_to_be() -> None:
+    records = {rank: RankRecord(rank, 1, None, None, "host") for rank in range(2)}
+    reasons = {1: "the kernel killed it because memory was full (kernel log: 3.0 GiB resident)"}
+    outcome = compute_outcome(records, {1: -9, 0: -15}, 247, range(2), reasons)
+    assert outcome.message.startswith(
+        f"rank 1 was killed by SIGKILL: {reasons[1]}; lower data.workers and data.prefetch"
+    )
+    without = compute_outcome(records, {1: -9, 0: -15}, 247, range(2))
+    assert without.message == "rank 1 was killed by SIGKILL (is the host's memory full? see dmesg)"

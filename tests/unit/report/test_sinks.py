@@ -141,3 +141,13 @@ def test_a_missing_tensorboard_is_refused_with_its_mend(monkeypatch: pytest.Monk
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pip install tensorboard"):
         check_tensorboard()
+
+
+def test_memory_is_in_the_line_where_it_is_asked_for() -> None:
+    row = {"step": 1, "split": "train", "loss": 0.5, "host_rss_gib": 2.125, "host_available_gib": 60.0}
+    row |= {"allocated_memory_gib": 10.25, "peak_memory_gib": 11.5}
+    plain, with_memory = io.StringIO(), io.StringIO()
+    ConsoleSink(4, plain).write(row)
+    ConsoleSink(4, with_memory, show_memory=True).write(row)
+    assert plain.getvalue() == "step 1/4  loss 0.5\n"
+    assert with_memory.getvalue() == "step 1/4  loss 0.5  GPU 10.2 GiB, at most 11.5  host 2.12 GiB, 60 free\n"

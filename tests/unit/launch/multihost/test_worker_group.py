@@ -147,7 +147,15 @@ def test_an_agent_tells_of_ranks_what_their_records_and_the_kernel_say(tmp_path)
     line = Channel(ours.fileno(), ours.fileno(), 30.0, NONCE)
     rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     get_workers_dir(tmp_path).mkdir()
-    record = {"rank": 1, "pid": rank.pid, "exit": None, "error": None, "host": "host2"}
+    record = {
+        "rank": 1,
+        "pid": rank.pid,
+        "exit": None,
+        "error": None,
+        "host": "host2",
+        "is_out_of_memory": False,
+        "restart": "",
+    }
     (get_workers_dir(tmp_path) / "rank-00001.json").write_text(json.dumps(record))
     asked = {"launch": str(tmp_path / "l"), "run_dir": str(tmp_path), "ranks": [1], "argv": None, "environment": {}}
     agent.start_ranks(asked)

@@ -1,0 +1,59 @@
+"""Forecast of a run's memory by the planner, and its comparison with measured memory."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dstrain.config import RunConfig
+from dstrain.preset import Preset
+from dstrain.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryForecast:
+    """Predicted memory of one rank. On a CPU the device is the process's own host memory."""
+
+    device_bytes: int
+    host_bytes_per_node: int
+    lines: tuple[tuple[str, str, int], ...]
+    """(name, place, bytes) of each part; the place is gpu, host or nvme."""
+    fixes: tuple[str, ...]
+    """Changes of the recipe that save device memory, the cheapest in speed first."""
+
+
+def make_forecast(config: RunConfig, preset: Preset, cluster: Mapping[str, Any]) -> MemoryForecast | None:
+    """Return the planner's forecast; None without a planner, and where it cannot read the shape of the model.
+
+    `cluster`: the fields of the planner's Cluster. The only place of the package that asks the planner during a run.
+    """
+    try:
+        clusters, memory, fixes = (
+            importlib.import_module(f"dstrain.planner.{name}") for name in ("cluster", "memory", "fixes")
+        )
+    except ModuleNotFoundError:
+        return None
+    try:
+        where = clusters.Cluster(**cluster)
+        plan = memory.plan_memory(config, preset, where)
+        found = [fix.describe() for fix in fixes.suggest_fixes(config, preset, where)]
+    except Exception as error:  # a forecast that fails must not stop a run
+        log.info("no forecast of the memory: %s: %s", type(error).__name__, error)
+        return None
+    return MemoryForecast(
+        device_bytes=plan.gpu_bytes,
+        host_bytes_per_node=plan.host_bytes_per_node,
+        lines=tuple((line.name, line.place, line.num_bytes) for line in plan.lines),
+        fixes=tuple(found),
+    )
+
+
+def describe_forecast(forecast: MemoryForecast | None, measured_bytes: int) -> str:
+    """Return `memory: predicted 11.2 GiB, measured 10.8 GiB`, of the rank with most."""
+    predicted = "" if forecast is None else f"predicted {format_bytes(forecast.device_bytes)}, "
+    return f"memory: {predicted}measured {format_bytes(measured_bytes)}"

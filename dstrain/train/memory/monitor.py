@@ -1,0 +1,163 @@
+"""Watch over a run's memory: the comparison with the forecast, and errors of failed allocations."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dstrain.batch import FailedPass
+from dstrain.config import BatchPlan
+from dstrain.distributed.world import World
+from dstrain.errors import OutOfMemoryError, PeerFailureError, first_names
+from dstrain.preset import Preset
+from dstrain.report.allocation_errors import AllocationFailure, find_allocation_failure
+from dstrain.report.memory import peak_process_bytes
+from dstrain.report.run_log import RunLog
+from dstrain.train.engine.module import OPTIMIZER_UPDATE
+from dstrain.train.engine.recovery import free_cached_memory
+from dstrain.train.health.watchdog import RESTART_HINT, stacks_path
+from dstrain.train.memory.fixes import list_fixes, list_host_fixes
+from dstrain.train.memory.forecast import MemoryForecast, describe_forecast
+from dstrain.train.memory.micro_batch import MicroBatch
+from dstrain.train.memory.oom_message import describe_device_memory, describe_host_memory, format_message
+from dstrain.train.memory.reduced_batch import describe_reduction
+
+PRECOMPUTING = "computing the outputs of frozen models"
+"""Activity before the first step in which passes take the micro-batch too."""
+COMPARED_STEP = 2
+"""Step after which predicted and measured memory are compared: the first one allocates optimizer state."""
+
+
+@dataclass(kw_only=True)
+class MemoryMonitor:
+    """Memory of a run on this rank."""
+
+    micro_batch: MicroBatch
+    preset: Preset
+    world: World
+    run_dir: Path
+    forecast: MemoryForecast | None = None
+
+    @property
+    def can_shrink(self) -> bool:
+        """True if the run may go on with a smaller micro-batch."""
+        return self.micro_batch.find_smaller() is not None
+
+    @contextlib.contextmanager
+    def explain(self) -> Iterator[None]:
+        """Context that replaces a failed allocation by an OutOfMemoryError with the message for the user."""
+        try:
+            yield
+        except Exception as error:
+            failure = None if isinstance(error, OutOfMemoryError) else find_allocation_failure(error)
+            if failure is None:
+                raise
+            self._write_stack(error)
+            if failure.place == "host":  # the frames hold what the pass has allocated, and the message needs memory too
+                traceback.clear_frames(error.__traceback__)
+                free_cached_memory()
+            try:
+                found = self._to_error(failure)
+            except (MemoryError, RuntimeError):
+                what = f"rank {self.world.rank}, {self._where()}: could not allocate {failure.describe()}"
+                found = OutOfMemoryError(f"out of memory: {what}, nor the memory for a longer message")
+            raise found from None
+
+    def is_before_update(self) -> bool:
+        """Return True where memory ran out in a pass that takes the micro-batch, before any weight was changed."""
+        log = self.world.log
+        if log.phase.startswith("step "):
+            return log.activity not in ("", OPTIMIZER_UPDATE)
+        return log.phase.startswith("evaluation ") or (not log.phase and log.activity == PRECOMPUTING)
+
+    def reduce(self, failed: Sequence[FailedPass], run_log: RunLog, step: int) -> BatchPlan:
+        """Halve the micro-batch after a step that all ranks dropped; `step`: steps taken. Collective.
+
+        Raises OutOfMemoryError on the ranks that ran out of memory and PeerFailureError on the others if no pass can
+        be smaller.
+        """
+        smaller = self.micro_batch.find_smaller([one.samples for one in failed])
+        if smaller is None:
+            raise self._refuse(failed)
+        change = describe_reduction(self.micro_batch.plan, smaller)
+        if self.world.rank == 0:
+            self.micro_batch.store(smaller, step)
+            who = first_names([one.rank for one in failed], 8)
+            what = f"rank{'s' * (len(failed) > 1)} {who} ran out of memory in {failed[0].text}"
+            run_log.log_event(
+                "micro_batch_reduced", step=step, change=change, what=what, ranks=[f.rank for f in failed]
+            )
+            print(f"{what}; the step is taken again with {change}", flush=True)
+        self.micro_batch.use(smaller)
+        return smaller
+
+    def compare_with_forecast(self, steps_of_this_start: int, run_log: RunLog) -> None:
+        """Report predicted and measured memory after the second step of a start, of the rank with most. Collective."""
+        if steps_of_this_start != COMPARED_STEP:
+            return
+        measured = max(self.world.gather(peak_process_bytes(self.world.device)))
+        predicted = None if self.forecast is None else self.forecast.device_bytes
+        run_log.log_event("memory", predicted_bytes=predicted, measured_bytes=measured)
+        if self.world.rank == 0:
+            print(describe_forecast(self.forecast, measured), flush=True)
+
+    def _where(self) -> str:
+        log = self.world.log
+        return ", ".join(filter(None, [log.phase, log.activity])) or "starting"
+
+    def _refuse(self, failed: Sequence[FailedPass]) -> Exception:
+        own = next((one for one in failed if one.rank == self.world.rank), None)
+        if own is None:
+            what = f"rank {failed[0].rank} on {failed[0].host} ran out of memory; see its log"
+            return PeerFailureError(self.world.log.phase, what, RESTART_HINT)
+        return self._compose(f"{self.world.log.phase}, {own.text}", is_on_device=True)
+
+    def _to_error(self, failure: AllocationFailure) -> OutOfMemoryError:
+        """Return the error for a failed allocation; store the smaller micro-batch for the next start, if there is one."""
+        log, is_cuda = self.world.log, self.world.device.type == "cuda"
+        is_on_device = is_cuda == (failure.place == "gpu")
+        change = self._store_smaller() if is_on_device and self.is_before_update() else ""
+        text = f"{self._where()}: could not allocate {failure.describe()}"
+        with contextlib.suppress(OSError):
+            journal = RunLog(self.run_dir, rank=0)  # of rank 0 too, if this is another rank
+            journal.log_event(
+                "out_of_memory", step=log.step, rank=self.world.rank, what=text, requested_bytes=failure.requested_bytes
+            )
+            journal.close()
+        return self._compose(text, is_on_device, change, failure.text)
+
+    def _store_smaller(self) -> str:
+        """Store half the micro-batch for the next start; return `batch.micro 8 -> 4`, or nothing where it cannot be."""
+        smaller = self.micro_batch.find_smaller()
+        if smaller is None:
+            return ""
+        try:
+            return self.micro_batch.store(smaller, max((self.world.log.step or 1) - 1, 0))
+        except OSError:  # a full disk: the run ends with its error as if the recipe said stop
+            return ""
+
+    def _compose(self, where: str, is_on_device: bool, change: str = "", cause: str = "") -> OutOfMemoryError:
+        micro, device = self.micro_batch, self.world.device
+        place = f" ({device})" if device.type == "cuda" else ""
+        headline = f"out of memory: rank {self.world.rank} on {socket.gethostname()}{place}, {where}"
+        if is_on_device:
+            memory = describe_device_memory(device, self.forecast)
+            planned = None if self.forecast is None else self.forecast.fixes
+            fixes = list(planned or list_fixes(micro.config, micro.plan, self.preset, micro.world_size))
+        else:
+            memory = describe_host_memory()
+            fixes = list_host_fixes(micro.config, self.preset, device.type == "cpu")
+        last = f"the next start continues with {change} (batch.on_oom: shrink)" if change else RESTART_HINT
+        return OutOfMemoryError(format_message(headline, [cause, *memory] if cause else memory, fixes, last), change)
+
+    def _write_stack(self, error: Exception) -> None:
+        """Append the traceback to the file of this rank's stacks: the message has no room for it."""
+        path = stacks_path(self.run_dir, self.world.rank)
+        with contextlib.suppress(OSError, MemoryError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                traceback.print_exception(error, file=file)

@@ -1,0 +1,140 @@
+"""A rank without memory under the real launcher: one message with the fixes, no rank hangs, and shrink starts again."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+from dstrain.tasks import find_task
+from tests.vocabulary import metric_rows, read_events, write_recipe
+from tests.workers import ROOT
+
+LIMIT_MICRO_BATCH = """
+import json, os, sys
+
+def limit(frame, event, argument):
+    if event == "call" and frame.f_code.co_name == "take_step" and frame.f_globals["__name__"] == "dstrain.train.run":
+        sys.setprofile(None)
+        from tests.memory_limits import limit_micro_batch
+        limit_micro_batch(frame.f_locals["self"].engine, **json.loads(os.environ["LIMIT"]))
+
+if "RANK" in os.environ:
+    sys.setprofile(limit)
+"""
+"""As sitecustomize, so that it is there before anything else."""
+
+LIMIT_ADDRESSES = """
+import os, resource, sys
+
+def limit(frame, event, argument):
+    if event == "call" and frame.f_code.co_name == "seed_step" and frame.f_globals["__name__"] == "dstrain.train.engine.base":
+        sys.setprofile(None)
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[0])
+        most = pages * os.sysconf("SC_PAGE_SIZE") + 2**23
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+if os.environ.get("RANK") == "1":
+    sys.setprofile(limit)
+"""
+
+
+def train(folder: Path, site: str, limit: str = "{}", *sets: str) -> tuple[int, str]:
+    """Train with `dstrain train` in two processes; return its exit code and all it printed."""
+    (folder / "sitecustomize.py").write_text(site)
+    env = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "LIMIT": limit, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "dstrain", "train", str(folder / "recipe.yaml"), "--num-gpus", "2"]
+    command += ["--run-dir", str(folder / "run"), *(word for value in sets for word in ("--set", value))]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    assert not [process for process in psutil.process_iter() if str(folder) in _words(process)], "a process is left"
+    return done.returncode, done.stdout
+
+
+def _words(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def recipe(folder: Path, **changes: Any) -> None:
+    values = find_task("rm").tiny(folder)
+    values |= {"optim": {"name": "sgd", "lr": 1.0, "clip": 0.05}, "steps": 6, "save": {"every": 2, "keep": 9}}
+    write_recipe(folder, values | changes)
+
+
+def weights(run_dir: Path) -> dict[str, np.ndarray]:
+    files = sorted((run_dir / "checkpoints/step-00000006/state").glob("*.safetensors"))
+    return {f"{file.name} {name}": array for file in files for name, array in load_file(file).items()}
+
+
+def test_shrink_starts_again_after_a_backward_pass_without_memory(tmp_path: Path) -> None:
+    # Micro and accumulate, not total: the restart fixes their product.
+    recipe(tmp_path, batch={"micro": 2, "accumulate": 2, "on_oom": "shrink"})
+    code, said = train(tmp_path, LIMIT_MICRO_BATCH, '{"samples": 1, "where": "backward", "from_step": 4}')
+    assert code == 0, said[-3000:]
+    assert said.count("rank 1 ran out of memory; starting all ranks again with batch.micro 2 -> 1") == 1, said[-3000:]
+    run = tmp_path / "run"
+    (event,) = read_events(run, "out_of_memory")
+    assert event["rank"] == 1
+    assert event["what"].startswith("step 4, the backward pass of micro-batch 1 of 2 (2 samples, ")
+    assert [event["step"] for event in read_events(run, "resumed")] == [2]
+    assert [event["change"] for event in read_events(run, "micro_batch_reduced")] == ["batch.micro 2 -> 1"]
+    assert [row["step"] for row in metric_rows(run) if row["split"] == "train"] == [1, 2, 3, 4, 5, 6]
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    recipe(whole, batch={"total": 8, "micro": 2})
+    assert train(whole, "")[0] == 0
+    found, wanted = weights(run), weights(whole / "run")
+    assert found.keys() == wanted.keys()
+    difference = sum(float(((found[name] - wanted[name]).astype(np.float64) ** 2).sum()) for name in wanted)
+    assert np.sqrt(difference / sum(float((array.astype(np.float64) ** 2).sum()) for array in wanted.values())) <= 1e-6
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stop_prints_one_message_with_the_fixes(rank: int, tmp_path: Path) -> None:
+    recipe(tmp_path)
+    limit = f'{{"samples": 1, "where": "backward", "from_step": 3, "rank": {rank}}}'
+    code, said = train(tmp_path, LIMIT_MICRO_BATCH, limit)
+    assert code == 1
+    assert said.count("to fit, set in this order:") == 1, said[-3000:]
+    headline = next(line for line in said.splitlines() if "out of memory: rank" in line)
+    assert f"out of memory: rank {rank} on " in headline
+    assert "step 3, the backward pass of micro-batch 1 of 1 (2 samples, " in headline
+    assert headline.endswith("could not allocate 1024.0 TiB of host memory")
+    assert "1. batch.micro: 1 (now 2)" in said
+    assert "DefaultCPUAllocator: can't allocate memory" in said
+    assert "Traceback" not in said
+    if rank == 1:  # the copy of rank 0's log is on the terminal too
+        assert f"error: step 3: rank 1 on {socket.gethostname()} failed: out of memory; see logs/rank-00001.log" in said
+    assert not (tmp_path / "run/micro_batch.json").exists()
+
+
+@pytest.mark.slow
+def test_a_real_limit_of_addresses_is_explained(tmp_path: Path) -> None:
+    recipe(tmp_path)
+    code, said = train(
+        tmp_path, LIMIT_ADDRESSES, "{}", "model.config.hidden_size=512", "model.config.intermediate_size=2048"
+    )
+    assert code == 1
+    assert said.count("to fit, set in this order:") == 1, said[-3000:]
+    assert "out of memory: rank 1 on " in said
+    assert "limit of addresses of the process (ulimit -v)" in said
+
+
+@pytest.mark.slow
+def test_evaluation_without_memory_starts_again_too(tmp_path: Path) -> None:
+    recipe(tmp_path, batch={"total": 8, "micro": 2, "on_oom": "shrink"}, eval={"every": 4})
+    code, said = train(tmp_path, LIMIT_MICRO_BATCH, '{"samples": 1, "where": "evaluation"}')
+    assert code == 0, said[-3000:]
+    assert "starting all ranks again with batch.micro 2 -> 1" in said
+    assert read_events(tmp_path / "run", "out_of_memory")[0]["what"].startswith("evaluation after step 4: ")

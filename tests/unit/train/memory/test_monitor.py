@@ -1,0 +1,150 @@
+"""Errors of failed allocations: where, what, memory by line, fixes in order; and the forecast beside it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dstrain.config import RunConfig, resolve_batch
+from dstrain.distributed.world import SingleProcessWorld
+from dstrain.errors import OutOfMemoryError, RunError
+from dstrain.preset import read_preset
+from dstrain.report.run_log import RunLog
+from dstrain.train.memory.forecast import MemoryForecast, describe_forecast, make_forecast
+from dstrain.train.memory.micro_batch import MicroBatch
+from dstrain.train.memory.monitor import MemoryMonitor
+from tests.vocabulary import read_events
+
+FORECAST = MemoryForecast(
+    device_bytes=12 * 2**30,
+    host_bytes_per_node=2**30,
+    lines=(("weights", "gpu", 2**30), ("activations", "gpu", 11 * 2**30), ("batches", "host", 2**20)),
+    fixes=("batch.micro 8 -> 4 saves 5.5 GiB",),
+)
+
+
+def monitor(run_dir: Path, forecast: MemoryForecast | None = None, **sections: Any) -> MemoryMonitor:
+    values = {
+        "task": "rm",
+        "model": {"path": "x"},
+        "data": {"train": "y"},
+        "steps": 4,
+        "batch": {"total": 16, "micro": 8},
+    }
+    config = RunConfig.model_validate(values | sections)
+    micro = MicroBatch(config, resolve_batch(config.batch, 1), 1, run_dir)
+    return MemoryMonitor(
+        micro_batch=micro, preset=read_preset("zero2"), world=SingleProcessWorld(), run_dir=run_dir, forecast=forecast
+    )
+
+
+def fail(watch: MemoryMonitor, phase: str, activity: str, step: int | None = 3) -> OutOfMemoryError:
+    """Run out of memory in a phase; return the error for the user."""
+    watch.world.log.record_progress(phase, step)
+    watch.world.log.activity = activity
+    with pytest.raises(OutOfMemoryError) as caught, watch.explain():
+        torch.empty(2**50, dtype=torch.uint8)
+    return caught.value
+
+
+def test_the_message_has_place_request_memory_and_fixes_in_order(tmp_path: Path) -> None:
+    error = fail(monitor(tmp_path), "step 3", "the backward pass of micro-batch 2 of 2 (8 samples, 90 tokens)")
+    lines = str(error).splitlines()
+    assert lines[0].startswith("out of memory: rank 0 on ")
+    assert lines[0].endswith(
+        ", step 3, the backward pass of micro-batch 2 of 2 (8 samples, 90 tokens): could not allocate 1024.0 TiB of host memory"
+    )
+    assert lines[1].startswith("  DefaultCPUAllocator: can't allocate memory")
+    assert any(line.startswith("  measured: process ") for line in lines)
+    keys = [line.split(".", 1)[1].split(":")[0].strip() for line in lines if line[2:3].isdigit()]
+    assert keys == ["batch.micro", "batch.on_oom", "ds_config", "ds_config", "model.lora", "data.max_length"]
+    assert lines[-1].startswith("fix the cause and start again")
+    assert error.restart == ""
+    (event,) = read_events(tmp_path, "out_of_memory")
+    assert (event["rank"], event["step"], event["requested_bytes"]) == (0, 3, 2**50)
+    assert "torch.empty" in (tmp_path / "logs/stacks/rank-00000.txt").read_text()
+
+
+def test_the_plan_gives_the_lines_and_the_fixes_where_there_is_one(tmp_path: Path) -> None:
+    text = str(fail(monitor(tmp_path, FORECAST), "step 3", "the forward pass"))
+    assert "planned      12.0 GiB in all\n    weights      1.0 GiB\n    activations  11.0 GiB\n  measured" in text
+    assert "batches" not in text, "that is host memory"
+    assert "  1. batch.micro 8 -> 4 saves 5.5 GiB\nfix the cause" in text
+
+
+@pytest.mark.parametrize(
+    ("phase", "activity", "restarts"),
+    [
+        ("step 3", "the backward pass of micro-batch 1 of 1", True),
+        ("step 3", "the optimizer's update", False),
+        ("step 3", "", False),
+        ("evaluation after step 2", "", True),
+        ("save after step 2", "", False),
+        ("", "building the model", False),
+        ("", "computing the outputs of frozen models", True),
+    ],
+)
+def test_shrink_starts_again_where_a_pass_had_no_memory(
+    phase: str, activity: str, restarts: bool, tmp_path: Path
+) -> None:
+    watch = monitor(tmp_path, batch={"total": 16, "micro": 8, "on_oom": "shrink"})
+    error = fail(watch, phase, activity)
+    assert bool(error.restart) == restarts == (tmp_path / "micro_batch.json").exists()
+    if restarts:
+        assert str(error).endswith("the next start continues with batch.micro 8 -> 4 (batch.on_oom: shrink)")
+
+
+def test_host_memory_beside_a_gpu_has_other_fixes(tmp_path: Path) -> None:
+    watch = monitor(tmp_path, batch={"total": 16, "micro": 8, "on_oom": "shrink"})
+    watch.world.device = torch.device("cuda", 0)
+    error = fail(watch, "step 3", "the forward pass")
+    assert "1. data.workers: below 4" in str(error)
+    assert error.restart == "", "a smaller micro-batch would not help"
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="another"), monitor(tmp_path).explain():
+        raise RunError("another")
+
+
+def test_predicted_and_measured_memory_are_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    watch, run_log = monitor(tmp_path, FORECAST), RunLog(tmp_path)
+    for steps in (1, 2, 3):
+        watch.compare_with_forecast(steps, run_log)
+    assert capsys.readouterr().out.startswith("memory: predicted 12.0 GiB, measured ")
+    (event,) = read_events(tmp_path, "memory")
+    assert event["predicted_bytes"] == 12 * 2**30
+    assert event["measured_bytes"] > 2**20
+    assert describe_forecast(None, 2**30) == "memory: measured 1.0 GiB"
+
+
+def planner(monkeypatch: pytest.MonkeyPatch, **memory: Any) -> None:
+    """Put a planner with these functions in place of the package's own."""
+    fixes = {"suggest_fixes": lambda *_: [SimpleNamespace(describe=lambda: "batch.micro 8 -> 4 saves 5.5 GiB")]}
+    for name, content in {"cluster": {"Cluster": SimpleNamespace}, "memory": memory, "fixes": fixes}.items():
+        module = ModuleType(f"dstrain.planner.{name}")
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, f"dstrain.planner.{name}", module)
+    monkeypatch.setitem(sys.modules, "dstrain.planner", ModuleType("dstrain.planner"))
+
+
+def test_the_planner_is_asked_for_lines_and_fixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [SimpleNamespace(name=name, place=place, num_bytes=size) for name, place, size in FORECAST.lines]
+    plan = SimpleNamespace(gpu_bytes=12 * 2**30, host_bytes_per_node=2**30, lines=lines)
+    planner(monkeypatch, plan_memory=lambda config, preset, cluster: plan)
+    watch = monitor(tmp_path)
+    assert make_forecast(watch.micro_batch.config, watch.preset, {"nodes": 1}) == FORECAST
+
+
+def test_a_planner_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise ValueError("unknown architecture")
+
+    planner(monkeypatch, plan_memory=fails)
+    watch = monitor(tmp_path)
+    assert make_forecast(watch.micro_batch.config, watch.preset, {}) is None

@@ -12,7 +12,7 @@ import ctypes
 import gc
 import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,17 @@ def resident_bytes(name: str) -> int:
     return int(found[1]) * 1024
 
 
+def largest_difference(engines: Mapping[str, Any], batches: Sequence[Any], lr: float) -> float:
+    """Take the steps; return the largest relative difference of loss or gradient norm to those of the first engine."""
+    worst = 0.0
+    for step in batches:
+        results = [engine.step(step, lr) for engine in engines.values()]
+        for one in results[1:]:
+            for a, b in ((one.loss, results[0].loss), (one.grad_norm, results[0].grad_norm)):
+                worst = max(worst, abs(float(a) - float(b)) / max(abs(float(b)), 1e-3))
+    return worst
+
+
 def measure(
     *,
     shape: str = "3m",
@@ -105,13 +116,8 @@ def measure(
             engines[name] = made_engine(task, "zero0", world, precision=precision, micro=micro)
     lr, batches = task.recipe.optim.lr, made_batches(task, checked_steps, micro)
     limit = 1e-5 if precision == "fp32" else 2e-2
-    worst = 0.0
-    for step in batches:
-        results = [engine.step(step, lr) for engine in engines.values()]
-        for one in results[1:]:
-            for a, b in ((one.loss, results[0].loss), (one.grad_norm, results[0].grad_norm)):
-                worst = max(worst, abs(float(a) - float(b)) / max(abs(float(b)), 1e-3))
-        assert worst <= limit, f"checkpointing changes the step by {worst:.1e}"
+    worst = largest_difference(engines, batches, lr)
+    assert worst <= limit, f"checkpointing changes the step by {worst:.1e}"
     runners = {
         name: (lambda turn, engine=engine: engine.step(batches[turn % len(batches)], lr))
         for name, engine in engines.items()

@@ -31,6 +31,7 @@ FLOORS = (
 """A module imports from floors below or from its own package; recipes hold no code."""
 FLOORS_WITHIN = {
     "models": (
+        ("gradient_checkpointing",),
         (
             "folder",
             "heads",

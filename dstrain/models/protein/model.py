@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dstrain.models.load import choose_layers
+from dstrain.models.gradient_checkpointing import choose_layers
 from dstrain.models.protein.geometry import (
     DIHEDRAL_FEATURES,
     PAIR_FEATURES,

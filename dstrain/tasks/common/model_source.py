@@ -20,13 +20,8 @@ from dstrain.launch.threads import count_available_cores
 from dstrain.models.adapters.load import load_adapters
 from dstrain.models.attention.implementation import check_attn_implementation
 from dstrain.models.folder.tokenizer_files import find_tokenizer_folder
-from dstrain.models.load import (
-    build_meta_model,
-    enable_gradient_checkpointing,
-    load_model,
-    read_config,
-    read_tokenizer,
-)
+from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing
+from dstrain.models.load import build_meta_model, load_model, read_config, read_tokenizer
 from dstrain.models.padding import set_pad_token
 from dstrain.models.processors import (
     build_processor,

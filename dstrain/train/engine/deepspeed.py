@@ -19,7 +19,7 @@ from dstrain.distributed.deepspeed_patches import (
     replay_bias_correction,
 )
 from dstrain.distributed.world import World
-from dstrain.models.load import offload_activation_checkpoints
+from dstrain.models.gradient_checkpointing import offload_activation_checkpoints
 from dstrain.models.params.groups import ParamGroup
 from dstrain.models.params.zero3 import init_deepspeed
 from dstrain.train.engine.module import (

@@ -11,7 +11,11 @@ import torch
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.errors import RecipeError
-from dstrain.models.load import choose_layers, enable_gradient_checkpointing, offload_activation_checkpoints
+from dstrain.models.gradient_checkpointing import (
+    choose_layers,
+    enable_gradient_checkpointing,
+    offload_activation_checkpoints,
+)
 from dstrain.tasks import make_task
 from dstrain.tasks.sft import SFT
 from dstrain.train.build_model import build_train_module

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 import dstrain
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import RecipeError, UsageError
-from dstrain.models.load import build_meta_model, enable_gradient_checkpointing, load_model, read_config
+from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing
+from dstrain.models.load import build_meta_model, load_model, read_config
 from dstrain.models.weights.check_files import check_weight_files
 
 LLAMA: dict[str, Any] = {

@@ -21,7 +21,8 @@ from dstrain.config.schema import LoraConfig, ModelConfig, RunConfig
 from dstrain.errors import RecipeError, TaskError, UsageError
 from dstrain.models.adapters.lora import add_adapters
 from dstrain.models.adapters.merge import merge_adapters
-from dstrain.models.load import build_meta_model, enable_gradient_checkpointing, load_model, read_config
+from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing
+from dstrain.models.load import build_meta_model, load_model, read_config
 from dstrain.models.params.components import components_by_id
 from dstrain.models.params.freeze import freeze
 from dstrain.models.reward_model import SCORE_HEAD_FILE, AutoRewardModel, get_reward_model_class

@@ -19,7 +19,8 @@ from dstrain.models.attention.packed import (
     packed_model_kwargs,
     packing_unsupported_reason,
 )  # fmt: skip
-from dstrain.models.load import enable_gradient_checkpointing, read_config
+from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing
+from dstrain.models.load import read_config
 from tests.model_families import BASE, FAMILIES, family
 from tests.unit.models.attention.packed_rows import gradient, made, packed, packed_logits, padded_logits, rows
 

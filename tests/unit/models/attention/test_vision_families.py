@@ -7,7 +7,7 @@ import torch
 
 from dstrain.models.attention.model_types import PACKED_VISION_MODEL_TYPES
 from dstrain.models.attention.packed import enable_packed_attention, packed_model_kwargs, packing_unsupported_reason
-from dstrain.models.load import enable_gradient_checkpointing
+from dstrain.models.gradient_checkpointing import enable_gradient_checkpointing
 from dstrain.tasks.common.forward import forward_logits, forward_scores, vision_inputs
 from tests.unit.models.attention.packed_images import KINDS, Forms, config_and_processor, forms, made
 from tests.unit.models.attention.packed_rows import gradient

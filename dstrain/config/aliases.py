@@ -28,6 +28,8 @@ KEY_ALIASES: dict[str, str] = {
     "optim_type": "optim.name",
     "adafactor": "optim.name: adafactor",
     "use_muon": "optim.name: muon",
+    "adamw_bnb_8bit": "optim.name: adamw_8bit",
+    "paged_adamw_8bit": "optim.name: paged_adamw_8bit",
     "logging_steps": "log.every",
     "eval_steps": "eval.every",
     "eval_strategy": "eval.every",
@@ -108,7 +110,6 @@ KEY_ALIASES: dict[str, str] = {
 """Name in another framework -> the recipe key for it."""
 
 UNSUPPORTED_VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("model.quantize", bool, "leave it out; ds_config: zero3_offload saves memory today"),
     ("batch.on_oom", lambda value: value == "shrink", "use stop, and a smaller batch.micro"),
     ("compile", bool, "leave it out: minutes of compilation gave no clear gain (docs/measurements/README.md)"),
     ("launch.slurm.partition", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),

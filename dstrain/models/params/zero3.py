@@ -85,5 +85,8 @@ def full_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def full_numel(parameter: torch.nn.Parameter) -> int:
-    """Return the number of elements of the complete parameter, sharded or not."""
+    """Return the number of elements of the complete parameter, sharded or not, quantized or not."""
+    quant_state = getattr(parameter, "quant_state", None)
+    if quant_state is not None:  # in 4 bits, with two values in a byte
+        return int(quant_state.shape.numel())
     return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -51,12 +51,15 @@ def test_a_quantized_run_learns_and_resuming_changes_nothing(
     assert event["num_layers"] == 7 * 2, "four of attention and three of the MLP, in two layers; no head"
 
 
-@pytest.mark.parametrize(("quantize", "precision"), [("nf4", "fp32"), ("nf4", "bf16"), ("int8", "fp32")])
+@pytest.mark.parametrize(
+    ("quantize", "precision", "dora"),
+    [("nf4", "fp32", False), ("nf4", "bf16", False), ("int8", "fp32", False), ("nf4", "fp32", True)],
+)
 def test_the_export_is_the_adapters_or_one_dequantized_model(
-    quantize: str, precision: str, tmp_path: Path, one: Workers, two: Workers
+    quantize: str, precision: str, dora: bool, tmp_path: Path, one: Workers, two: Workers
 ) -> None:
     recipe, run_dir = quantized_recipe(tmp_path, "sft", one, quantize, precision=precision), tmp_path / "run"
-    two(RUN, recipe=str(recipe), run_dir=str(run_dir), sets=SETS)
+    two(RUN, recipe=str(recipe), run_dir=str(run_dir), sets=[*SETS, f"model.lora.dora={json.dumps(dora)}"])
     adapters = one(CASES + "export", run=str(run_dir), to=str(tmp_path / "adapters"), merge=False)[0]
     merged = one(CASES + "export", run=str(run_dir), to=str(tmp_path / "merged"), merge=True)[0]
     assert "adapter_model.safetensors" in adapters["files"]

@@ -21,6 +21,7 @@ QuantizationKind = Literal["nf4", "int8"]
 INT8_THRESHOLD = 6.0
 """Magnitude from which a column of activations is multiplied in 16 bits: section 3.2 of the paper of LLM.int8."""
 _DEQUANTIZE = ContextVar("_DEQUANTIZE", default=False)
+_DEVICE: ContextVar[str] = ContextVar("_DEVICE", default="cpu")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,14 @@ class QuantizationSummary:
         return (
             f"quantized: {format_count(self.num_parameters)} weights of {self.num_layers} linear layers, in {self.kind}"
         )
+
+
+def set_quantization_device(device: str) -> None:
+    """Set the device on which this process quantizes layers, which then stay there; the CPU by default.
+
+    The scales of an 8-bit layer do not move with its module.
+    """
+    _DEVICE.set(device)
 
 
 @contextmanager
@@ -57,8 +66,8 @@ def quantize_model(model: torch.nn.Module, kind: QuantizationKind) -> Quantizati
 
     nf4: NormalFloat4 with blocks of 64 and double quantization (Dettmers et al., arXiv 2305.14314, section 3); the
     matrix product runs in the dtype of its input. int8: LLM.int8 (Dettmers et al., arXiv 2208.07339). Embeddings,
-    norms, heads, the vision tower and the projector keep their dtype. Layers are quantized on the GPU, if there is
-    one, and stay there. Raises RecipeError without bitsandbytes, without a linear layer, and under ZeRO-3.
+    norms, heads, the vision tower and the projector keep their dtype. Layers are quantized on the
+    process's device, and stay there. Raises RecipeError without bitsandbytes, without a linear layer, and under ZeRO-3.
     """
     bnb = import_bitsandbytes(QUANTIZE_KEY)
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
@@ -103,7 +112,7 @@ def _find_linear_layers(model: Any) -> Iterator[tuple[torch.nn.Module, str, torc
 def _quantize_layer(bnb: Any, layer: torch.nn.Linear, kind: QuantizationKind) -> Any:
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _DEVICE.get()
     sizes = layer.in_features, layer.out_features, layer.bias is not None
     nn = bnb.nn
     with torch.device("meta"):  # no memory for weights that are replaced

@@ -24,6 +24,7 @@ from dstrain.distributed.deepspeed_patches import (
     disable_muon_compile,
     keep_unaligned_gradients,
     replay_bias_correction,
+    reuse_hpz_group,
     skip_shm_comm_build,
 )
 
@@ -221,3 +222,25 @@ def test_deepspeed_computes_norms_where_the_patch_expects_it(stage: str) -> None
     source = (Path(importlib.util.find_spec("deepspeed").origin).parent / f"runtime/zero/{stage}.py").read_text()  # type: ignore[union-attr,arg-type]
     assert "def get_grad_norm_direct(self, gradients, params, norm_type=2)" in source
     assert "self.get_grad_norm_direct(self.averaged_gradients[i], " in source
+
+
+def test_deepspeed_creates_the_hpz_group_with_each_model_and_the_patch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed import comm
+    from deepspeed.utils import groups
+
+    made: list[list[int]] = []
+    monkeypatch.setattr(comm, "is_initialized", lambda: True)
+    monkeypatch.setattr(comm, "get_world_size", lambda group=None: 4 if group is None else len(group))
+    monkeypatch.setattr(comm, "get_rank", lambda group=None: 3)
+    monkeypatch.setattr(comm, "new_group", lambda ranks: made.append([*ranks]) or [*ranks])
+    monkeypatch.setattr(groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP", None)
+    create = groups._create_zero_param_parallel_group
+    monkeypatch.setattr(groups, "_create_zero_param_parallel_group", getattr(create, "original", create))
+    groups._create_zero_param_parallel_group(2)
+    with pytest.raises(AssertionError, match="already initialized"):
+        groups._create_zero_param_parallel_group(2)
+    reuse_hpz_group()
+    groups._create_zero_param_parallel_group(2)
+    assert made == [[0, 1], [2, 3]]
+    groups._create_zero_param_parallel_group(8)
+    assert made[2:] == [[0, 1, 2, 3]], "of another size, as in the tests' processes"

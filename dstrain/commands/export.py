@@ -23,6 +23,7 @@ from dstrain.files import atomic_folder, remove_stale_partials, sync_folder
 from dstrain.models.adapters.merge import merge_adapters
 from dstrain.models.folder.adapter_config import read_adapter
 from dstrain.models.quantization.layers import dequantized_weights
+from dstrain.models.quantization.library import preload_bitsandbytes
 from dstrain.models.weights.module_file import save_module
 from dstrain.tasks import Task
 from dstrain.tasks.common.registry import copy_task_file
@@ -176,6 +177,7 @@ def _save_model(model: Any, folder: Path, task: Task, merge_lora: bool) -> None:
 
     Raises CheckpointError if the files differ from the model.
     """
+    preload_bitsandbytes()
     from peft import PeftModel
     from transformers import PreTrainedModel
 

@@ -28,8 +28,6 @@ KEY_ALIASES: dict[str, str] = {
     "optim_type": "optim.name",
     "adafactor": "optim.name: adafactor",
     "use_muon": "optim.name: muon",
-    "adamw_bnb_8bit": "optim.name: adamw_8bit",
-    "paged_adamw_8bit": "optim.name: paged_adamw_8bit",
     "logging_steps": "log.every",
     "eval_steps": "eval.every",
     "eval_strategy": "eval.every",
@@ -71,6 +69,8 @@ KEY_ALIASES: dict[str, str] = {
     "use_peft": "model.lora",
     "load_in_4bit": "model.quantize: nf4",
     "load_in_8bit": "model.quantize: int8",
+    **dict.fromkeys(("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "double_quantization"), "model.quantize: nf4"),
+    "bnb_4bit_compute_dtype": "precision",
     # LLaMA-Factory
     "model_name_or_path": "model.path",
     "stage": "task",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrain.errors import Fault, RecipeError
@@ -40,10 +41,7 @@ class QuantizationSummary:
 
 
 def set_quantization_device(device: str) -> None:
-    """Set the device on which this process quantizes layers, which then stay there; the CPU by default.
-
-    The scales of an 8-bit layer do not move with its module.
-    """
+    """Set the device on which this process quantizes layers, which then stay there; the CPU, which is slow, by default."""
     _DEVICE.set(device)
 
 
@@ -76,8 +74,9 @@ def quantize_model(model: torch.nn.Module, kind: QuantizationKind) -> Quantizati
     if not found:
         fix = "leave model.quantize out; layers of other classes are not quantized"
         raise RecipeError(Fault(QUANTIZE_KEY, "the model has no linear layer that could be quantized", fix))
-    num_parameters = sum(layer.weight.numel() for _, _, layer in found)
-    for parent, name, layer in found:
+    num_layers, num_parameters = len(found), sum(layer.weight.numel() for _, _, layer in found)
+    while found:
+        parent, name, layer = found.pop()  # not kept in the list: its memory is free before the next one is quantized
         quantized = _quantize_layer(bnb, layer, kind)
         if _DEQUANTIZE.get():
             layer.weight.data = _dequantize(bnb, quantized).to("cpu", layer.weight.dtype)
@@ -86,7 +85,7 @@ def quantize_model(model: torch.nn.Module, kind: QuantizationKind) -> Quantizati
     if not _DEQUANTIZE.get():
         # peft chooses the class of an adapter by these.
         setattr(model, {"nf4": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}[kind], True)
-    return QuantizationSummary(kind, len(found), num_parameters)
+    return QuantizationSummary(kind, num_layers, num_parameters)
 
 
 def zero3_fault(preset: str) -> Fault:
@@ -119,7 +118,7 @@ def _quantize_layer(bnb: Any, layer: torch.nn.Linear, kind: QuantizationKind) ->
         if kind == "nf4":
             quantized = nn.Linear4bit(*sizes, compress_statistics=True, quant_type="nf4")
         else:
-            quantized = nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=INT8_THRESHOLD)
+            quantized = _int8_class(nn.Linear8bitLt)(*sizes, has_fp16_weights=False, threshold=INT8_THRESHOLD)
     weight = layer.weight.detach()
     if kind == "nf4":
         quantized.weight = nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=quantized).to(device)
@@ -135,6 +134,24 @@ def _quantize_layer(bnb: Any, layer: torch.nn.Linear, kind: QuantizationKind) ->
         quantized.bias.requires_grad_(False)
     quantized.train(layer.training)
     return quantized
+
+
+@cache
+def _int8_class(base: Any) -> Any:
+    """Return bitsandbytes' 8-bit layer, whose scales move with the module that contains it.
+
+    Its own are attributes that only a call of the layer's `to` moves, not that of a module around it.
+    """
+
+    class Int8Linear(base):
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            moved = super()._apply(fn, recurse)
+            for holder in (self.weight, self.state):  # in `weight` before the first forward pass, in `state` after it
+                if getattr(holder, "SCB", None) is not None:
+                    holder.CB, holder.SCB = self.weight.data, holder.SCB.to(self.weight.device)
+            return moved
+
+    return Int8Linear
 
 
 def _dequantize(bnb: Any, quantized: Any) -> torch.Tensor:

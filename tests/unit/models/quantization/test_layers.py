@@ -35,7 +35,7 @@ def kinds(model: torch.nn.Module) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(("kind", "name"), [("nf4", "Linear4bit"), ("int8", "Linear8bitLt")])
+@pytest.mark.parametrize(("kind", "name"), [("nf4", "Linear4bit"), ("int8", "Int8Linear")])
 @pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModelForSequenceClassification])
 def test_the_body_is_quantized_and_the_head_is_not(auto: Any, kind: Any, name: str) -> None:
     model = llama(auto)
@@ -99,3 +99,17 @@ def test_gradients_reach_the_input_and_not_the_weights() -> None:
 def test_a_model_without_linear_layers_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"model\.quantize: the model has no linear layer"):
         quantize_model(torch.nn.Embedding(4, 4), "nf4")
+
+
+@pytest.mark.parametrize("num_passes", [0, 1])
+def test_the_values_of_an_8_bit_layer_move_with_the_model(num_passes: int) -> None:
+    """bitsandbytes' own layer computes with the old ones: a GPU would get a tensor of the CPU."""
+    model = llama()
+    quantize_model(model, "int8")
+    layer = model.model.layers[0].mlp.up_proj
+    for _ in range(num_passes):
+        model(torch.arange(1, 9)[None])
+    model._apply(torch.clone)
+    holder = layer.state if num_passes else layer.weight
+    assert holder.CB.data_ptr() == layer.weight.data_ptr()
+    assert holder.SCB.shape == (96,)

@@ -113,3 +113,14 @@ def test_the_values_of_an_8_bit_layer_move_with_the_model(num_passes: int) -> No
     holder = layer.state if num_passes else layer.weight
     assert holder.CB.data_ptr() == layer.weight.data_ptr()
     assert holder.SCB.shape == (96,)
+
+
+def test_an_evaluation_leaves_the_training_as_it_was() -> None:
+    """On a CPU with AVX512-BF16, bitsandbytes would repack the weights, and compute in bf16 from then on."""
+    model, ids = llama().train(), torch.arange(1, 33)[None]
+    quantize_model(model, "nf4")
+    before = model(ids).logits
+    with torch.no_grad():
+        evaluated = model.eval()(ids).logits
+    assert torch.equal(evaluated, before)
+    assert torch.equal(model.train()(ids).logits, before)

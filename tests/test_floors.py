@@ -40,7 +40,7 @@ FLOORS_WITHIN = {
             "patches",
             "protein",
         ),
-        ("attention", "weights"),
+        ("attention", "quantization", "weights"),
         (
             "adapters",
             "reward_model",
@@ -156,6 +156,7 @@ DOORS = {
     "datasets": ("data/sources/hub.py",),
     "pypdfium2": ("data/documents/pdfium.py",),
     "bm25s": ("data/documents/retrieval.py",),
+    "bitsandbytes": ("models/quantization/library.py",),
     "gemmi": ("data/structures/reader.py",),
 }
 HEAVY = ("torch", "deepspeed", "transformers", "tokenizers", "peft", "accelerate")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from dstrain.files import atomic_folder, remove_stale_partials, sync_folder
 from dstrain.models.adapters.merge import merge_adapters
 from dstrain.models.folder.adapter_config import read_adapter
 from dstrain.models.params.components import unwrap_peft
+from dstrain.models.quantization.layers import dequantized_weights
+from dstrain.models.quantization.library import preload_bitsandbytes
 from dstrain.models.weights.module_file import save_module
 from dstrain.tasks import Task
 from dstrain.tasks.common.registry import copy_task_file
@@ -78,7 +80,8 @@ def export_model(
     """Write the folder under a temporary name, reload it, compare, and only then rename it. Raises
     UsageError.
 
-    With `merge_lora`, adapters are merged into their base, and one complete model is written.
+    With `merge_lora`, adapters are merged into their base, and one complete model is written; the weights of a
+    quantized base are dequantized before.
     Memory holds one model: it is freed before the folder is reloaded. Raises CheckpointError if the
     reloaded model differs.
     """
@@ -94,9 +97,11 @@ def export_model(
     check_probe_data(run_dir, EXPORT_RECIPE, overrides)
     remove_stale_partials(place)
     with atomic_folder(place, _rename_synced) as partial:
-        expected = _write_export(
-            load_trained_model(run_dir, step, [*_fp16_overrides(run_dir), *overrides]), partial, merge_lora
-        )
+        # A merge into quantized weights would round the sum again.
+        with dequantized_weights() if merge_lora else nullcontext():
+            loaded = load_trained_model(run_dir, step, [*_fp16_overrides(run_dir), *overrides])
+        expected = _write_export(loaded, partial, merge_lora)
+        del loaded
         gc.collect()  # modules are in reference cycles
         difference = _verify_reload(expected, partial)
     return ExportReport(expected.step, str(expected.dtype).removeprefix("torch."), difference)
@@ -159,7 +164,12 @@ def _write_export(loaded: LoadedModel, folder: Path, merge_lora: bool) -> _Expec
         check_params_finite(whole)
     _save_model(whole, folder, task, merge_lora)
     return _Expected(
-        task, loaded.step, next(whole.parameters()).dtype, probes, outputs, compute_digests(get_state_tensors(whole))
+        task,
+        loaded.step,
+        next(p.dtype for p in whole.parameters() if p.is_floating_point()),
+        probes,
+        outputs,
+        compute_digests(get_state_tensors(whole)),
     )
 
 
@@ -168,6 +178,7 @@ def _save_model(model: Any, folder: Path, task: Task, merge_lora: bool) -> None:
 
     Raises CheckpointError if the files differ from the model.
     """
+    preload_bitsandbytes()
     from peft import PeftModel
     from transformers import PreTrainedModel
 

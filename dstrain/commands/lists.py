@@ -17,7 +17,9 @@ from dstrain.units import format_bytes
 
 def list_presets(name: str | None) -> str:
     if name is None:
-        lines = [f"{preset:14} {summary}".rstrip() for preset, summary in summarize_presets().items()]
+        summaries = summarize_presets()
+        width = max(map(len, summaries))
+        lines = [f"{preset:{width}} {summary}".rstrip() for preset, summary in summaries.items()]
         return "\n".join([*lines, "", "`dstrain presets NAME` prints one with every key explained"])
     return describe_preset(name)
 

@@ -69,6 +69,8 @@ KEY_ALIASES: dict[str, str] = {
     "use_peft": "model.lora",
     "load_in_4bit": "model.quantize: nf4",
     "load_in_8bit": "model.quantize: int8",
+    **dict.fromkeys(("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "double_quantization"), "model.quantize: nf4"),
+    "bnb_4bit_compute_dtype": "precision",
     # LLaMA-Factory
     "model_name_or_path": "model.path",
     "stage": "task",
@@ -108,7 +110,6 @@ KEY_ALIASES: dict[str, str] = {
 """Name in another framework -> the recipe key for it."""
 
 UNSUPPORTED_VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("model.quantize", bool, "leave it out; ds_config: zero3_offload saves memory today"),
     ("compile", bool, "leave it out: minutes of compilation gave no clear gain (docs/measurements/README.md)"),
     ("launch.slurm.partition", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),
     ("launch.slurm.account", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),

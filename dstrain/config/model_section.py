@@ -70,7 +70,7 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     """Train LoRA adapters instead of the weights."""
     quantize: Literal["nf4", "int8"] | None = None
-    """Store frozen weights in 4 or 8 bits (extra [quantize])."""
+    """Store the frozen linear layers in 4 bits (nf4: QLoRA, with double quantization) or 8 bits (int8); needs lora and the extra [quantize], and a ZeRO stage below 3."""
     freeze: list[str] = []
     """Parameters to freeze: names, prefixes of names or globs; of a vision-language model also vision, projector, language."""
     gradient_checkpointing: ShareOfLayers = True

@@ -115,8 +115,8 @@ not depend on the gradient's."""
 class OptimConfig(Section):
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = "adamw"
-    """adamw (fused on a GPU; CPUAdam if the DeepSpeed JSON offloads the optimizer), sgd, lion, muon (hidden matrices; AdamW for the rest), or adafactor (ZeRO stage 0 only)."""
+    name: Literal["adamw", "sgd", "lion", "adafactor", "muon", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    """adamw (fused on a GPU; CPUAdam if the DeepSpeed JSON offloads the optimizer), sgd, lion, muon (hidden matrices; AdamW for the rest), adafactor (ZeRO stage 0 only), or with the extra [quantize] adamw_8bit and paged_adamw_8bit (moments in 8 bits; no offload)."""
     lr: NonNegativeFloat | None = None
     """Peak learning rate. Empty: the task's default (`dstrain tasks NAME`), times 10 with model.lora. For muon use the value you would use for adamw; for lion 3 to 10 times less; for adafactor it is relative to the scale of the weights."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)

@@ -33,6 +33,31 @@ def skip_shm_comm_build() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def reuse_hpz_group() -> None:
+    """Let several models of a process share the group of `zero_hpz_partition_size`.
+
+    DeepSpeed creates it with each model that is built in shards, and fails at the second one: a reference or reward
+    model next to the policy (0.19.8, `_create_zero_param_parallel_group` in deepspeed/utils/groups.py).
+    """
+    from deepspeed import comm
+    from deepspeed.utils import groups
+
+    check_version("deepspeed", *TESTED_DEEPSPEED)
+    create = groups._create_zero_param_parallel_group
+    if hasattr(create, "original"):
+        return
+
+    def create_once(group_size: int) -> None:
+        group = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
+        if group is not None and comm.get_world_size(group=group) == min(group_size, comm.get_world_size()):
+            return
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        create(group_size)
+
+    create_once.original = create  # type: ignore[attr-defined]
+    groups._create_zero_param_parallel_group = create_once
+
+
 def keep_unaligned_gradients(swapper: Any) -> None:
     """Patch an NVMe optimizer swapper: gradients that are not page-aligned in their group's buffer stay in memory.
 

@@ -14,6 +14,7 @@ from dstrain.models.adapters.load import merge_adapter
 from dstrain.models.folder.adapter_config import read_adapter, resolve_base_model
 from dstrain.models.folder.hub_code import check_hub_code
 from dstrain.models.folder.location import check_local_folder
+from dstrain.models.folder.model_types import quantized_fault
 from dstrain.models.folder.tokenizer_files import find_tokenizer_files
 from dstrain.models.padding import clear_padding_idx
 from dstrain.models.weights.check_files import has_weights
@@ -34,6 +35,8 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         config = load_pretrained(AutoConfig, base, "model.path", model.trust_remote_code)
         if faults := check_hub_code(config, base, "model.path", model.trust_remote_code):
             raise RecipeError(faults)
+        if fault := quantized_fault(vars(config), "model.path"):  # also of a Hub id, which preflight has not seen
+            raise RecipeError(fault)
         return config
     if model.config is None:
         raise RecipeError(MISSING_MODEL)

@@ -133,6 +133,7 @@ def _check_compatibility(preset: Preset, settings: RunSettings) -> list[Fault]:
     if precision == "fp16" and preset.stage == 0:
         problem = "at stage 0 DeepSpeed does not scale an fp16 loss but unscales its gradients, which loses them"
         found.append(("precision fp16", problem, "use the preset zero1, or write precision: bf16 or fp32"))
+    found += _find_zeropp_conflicts(preset, settings)
     if (
         preset.stage == 0
         and accumulation is not None
@@ -153,6 +154,20 @@ def _check_compatibility(preset: Preset, settings: RunSettings) -> list[Fault]:
     if settings.uses_muon:
         found += _find_muon_conflicts(preset, precision)
     return [Fault(f"{file} {where}", problem, fix) for where, problem, fix in found]
+
+
+def _find_zeropp_conflicts(preset: Preset, settings: RunSettings) -> list[tuple[str, str, str]]:
+    """Return (key, problem, fix) of keys of ZeRO++ that do not fit the device or the number of processes."""
+    found, size = [], get_nested(preset.block, ZERO_BLOCK, "zero_hpz_partition_size", default=1)
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if settings.device_kind == "cpu" and get_nested(preset.block, ZERO_BLOCK, key) is True:
+            problem = "DeepSpeed's quantized collectives need a GPU"
+            found.append((f"{ZERO_BLOCK}.{key}", problem, "use the preset zero3_hpz, or zero3, on a CPU"))
+    if settings.world_size > size and settings.world_size % size:
+        problem = f"is {size}, which does not divide the {settings.world_size} processes"
+        fix = "write the number of GPUs of one host, in a copy of the preset"
+        found.append((f"{ZERO_BLOCK}.zero_hpz_partition_size", problem, fix))
+    return found
 
 
 def _find_cpu_adam_conflicts(preset: Preset) -> list[tuple[str, str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from dstrain.models.adapters.lora import add_adapters
 from dstrain.models.params.components import unwrap_peft
 from dstrain.models.params.freeze import freeze
 from dstrain.models.params.zero3 import full_numel
+from dstrain.models.quantization.layers import quantize_model
 from dstrain.models.weights.init_weights import load_init
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import Task
@@ -21,7 +23,10 @@ from dstrain.train.engine.module import TrainModule
 
 
 def build_model(task: Task, run_log: RunLog | None = None) -> torch.nn.Module:
-    """Return the model of a new run; log which weights `model.init` matched. Collective under ZeRO-3."""
+    """Return the model of a new run; log which weights `model.init` matched, and what was quantized.
+
+    Collective under ZeRO-3.
+    """
     model = task.build_model()
     wanted = task.recipe.model
     if wanted.init is not None:
@@ -29,6 +34,12 @@ def build_model(task: Task, run_log: RunLog | None = None) -> torch.nn.Module:
         if run_log is not None:
             run_log.log_event("init", **report.as_event())
             print(report, flush=True)  # stdout of each rank is its log file; rank 0's is on the terminal too
+    if wanted.quantize is not None:
+        # After `init`, whose values replace those of the layers; before the adapters, whose class follows the layer's.
+        summary = quantize_model(model, wanted.quantize)
+        if run_log is not None:
+            run_log.log_event("quantized", **asdict(summary))
+            print(summary, flush=True)
     return _add_adapters_and_freeze(task, model)
 
 

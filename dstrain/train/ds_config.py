@@ -11,6 +11,8 @@ from dstrain.config import BatchPlan, RunConfig
 from dstrain.config.rules import check_dtype
 from dstrain.config.schema import OptimConfig
 from dstrain.errors import Fault, PresetError, RecipeError
+from dstrain.models.quantization.layers import zero3_fault
+from dstrain.models.quantization.library import OPTIMIZERS_8BIT
 from dstrain.preset import Device, Precision, Preset, RunSettings, complete_preset, resolve_precision
 
 
@@ -31,6 +33,8 @@ def resolve_ds_config(
     ):
         problem = "is false, but the preset's activation_checkpointing.cpu_checkpointing needs recomputed layers"
         raise RecipeError(Fault("model.gradient_checkpointing", problem, "write true, or remove cpu_checkpointing"))
+    if config.model.quantize is not None and preset.stage == 3:
+        raise RecipeError(zero3_fault(preset.name))
     check_optimizer(config.optim, preset, precision)
     settings = RunSettings(
         precision=precision,
@@ -99,6 +103,10 @@ def check_optimizer(optim: OptimConfig, preset: Preset, precision: Precision) ->
     if optim.name == "adafactor" and preset.stage:
         problem = f"adafactor needs whole matrices, but {stage} partitions them into flat ranges"
         faults.append(Fault("optim.name", problem, "use ds_config: zero0, or optim.name: adamw"))
+    if optim.name in OPTIMIZERS_8BIT and preset.offload_optimizer is not None:
+        problem = f"{optim.name} runs on the GPU, but {preset.name} keeps the optimizer's state on the host"
+        fix = "write adamw, DeepSpeed's CPUAdam there; or a preset without offload, such as zero2 or zero2_bf16"
+        faults.append(Fault("optim.name", problem, fix))
     if optim.name == "muon" and precision == "fp16":
         problem = "muon keeps a momentum of gradients, but the loss scale of fp16 changes between steps"
         faults.append(Fault("optim.name", problem, "use precision: bf16, or optim.name: adamw"))

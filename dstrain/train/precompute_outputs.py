@@ -152,6 +152,7 @@ def build_cache_key(job: ModelJob, store: TokenStore, weights_digest: str) -> di
     return {
         "what": job.name, "version": CACHE_VERSION, "task": task.recipe.task, "tokens": store.folder.name,
         "weights": weights_digest, "dtype": precision, "attention": task.recipe.model.attn_implementation, "drawn_in_shards": drawn_in_shards,
+        **({"quantize": job.model.config.quantize} if job.model.config.quantize else {}),
         **({"images": store.image_index.digest} if store.image_index else {}), **job.model.key,
     }  # fmt: skip
 

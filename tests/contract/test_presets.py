@@ -10,7 +10,7 @@ import pytest
 from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import find_task
 from tests.vocabulary import RUN, metric_rows, write_recipe
-from tests.workers import Workers
+from tests.workers import WorkerError, Workers
 
 SETS = ["steps=3", "eval.every=100", "batch.total=7"]
 
@@ -30,7 +30,20 @@ def plain(recipe: str, tmp_path_factory: pytest.TempPathFactory, two: Workers) -
     return [row["loss"] for row in metric_rows(folder)]
 
 
-CASES = [(name, precision) for name in preset_names() for precision in ("fp32", "bf16")]
+CASES = [
+    (name, precision)
+    for name in preset_names()
+    for precision in ("fp32", "bf16")
+    if read_preset(name).precision in (None, precision)
+]
+GPU_ONLY = {"zero3_zeropp": "quantized collectives need a GPU", "zero2_fp16": "fp16 needs a GPU"}
+"""Preset -> the reason why a CPU does not run it."""
+
+
+@pytest.mark.parametrize("name", GPU_ONLY)
+def test_a_preset_that_needs_a_gpu_says_so(name: str, recipe: str, tmp_path: Path, one: Workers) -> None:
+    with pytest.raises(WorkerError, match=f"{GPU_ONLY[name]}"):
+        one(RUN, recipe=recipe, run_dir=str(tmp_path), sets=[*SETS, f"ds_config={name}"])
 
 
 @pytest.mark.parametrize(
@@ -41,6 +54,8 @@ def test_a_preset_trains_as_plain_training_does(
     name: str, precision: str, recipe: str, plain: list[float], tmp_path: Path, two: Workers
 ) -> None:
     preset = read_preset(name)
+    if name in GPU_ONLY:
+        pytest.skip(GPU_ONLY[name])
     if "nvme" in (preset.offload_optimizer, preset.offload_param) and not ctypes.util.find_library("aio"):
         pytest.skip("offloading to NVMe needs Debian's libaio-dev")
     told = two(RUN, recipe=recipe, run_dir=str(tmp_path), sets=[*SETS, f"ds_config={name}", f"precision={precision}"])

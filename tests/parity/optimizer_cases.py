@@ -126,11 +126,11 @@ def take(engine: Any, numbers: Sequence[int], poison: int | None = None) -> list
     return norms
 
 
-def steps(poison: int | None = None, **arguments: Any) -> dict[str, Any]:
-    """Return the weights before and after three steps. Collective."""
+def steps(poison: int | None = None, count: int = 3, **arguments: Any) -> dict[str, Any]:
+    """Return the weights before and after some steps. Collective."""
     engine = make(**arguments)
     before = weights(engine.train_module.model)
-    norms = take(engine, range(3), poison)
+    norms = take(engine, range(count), poison)
     return {"before": before, "after": weights(engine.train_module.model), "norms": norms}
 
 
@@ -143,18 +143,30 @@ def unchecked(**arguments: Any) -> dict[str, Any]:
         settings.check_optimizer = check
 
 
-def resumed(kind: str, optim: dict[str, Any], folder: str, precision: str = "fp32") -> float:
+def resumed(kind: str, optim: dict[str, Any], folder: str, precision: str = "fp32", wide: bool = False) -> float:
     """Return the largest difference between five steps and two plus three steps across a checkpoint. Collective."""
-    whole = make(kind, optim, precision)
+    whole = make(kind, optim, precision, wide=wide)
     take(whole, range(5))
-    first = make(kind, optim, precision)
+    first = make(kind, optim, precision, wide=wide)
     take(first, range(2))
     kept = keep(first, Path(folder))
-    second = make(kind, optim, precision)
+    second = make(kind, optim, precision, wide=wide)
     go_on(second, kept)
     take(second, range(2, 5))
     wanted, found = weights(whole.train_module.model), weights(second.train_module.model)
     return max(float(abs(found[name] - wanted[name]).max()) for name in wanted)
+
+
+def moved(kind: str, optim: dict[str, Any], folder: str, load: str | None = None) -> dict[str, Any]:
+    """Take two steps and write a checkpoint, or load it and take three more; return the weights. Collective."""
+    engine = make(kind, optim, wide=True)
+    before = weights(engine.train_module.model)
+    if load is not None:
+        go_on(engine, Path(load))
+        take(engine, range(2, 5))
+        return {"before": before, "after": weights(engine.train_module.model)}
+    take(engine, range(2))
+    return {"checkpoint": str(keep(engine, Path(folder)))}
 
 
 def muon_steps(rows: int, columns: int, gradients: Sequence[Any], rates: Sequence[float]) -> np.ndarray:

@@ -40,7 +40,7 @@ def whole(recipe: str, tmp_path_factory: pytest.TempPathFactory, two: Workers) -
 
 @pytest.mark.parametrize(
     ("preset", "precision"),
-    [("zero1", "bf16"), ("zero3", "fp32"), SLOW("zero0", "bf16"), SLOW("zero2", "fp32"), SLOW("zero3_offload", "bf16"),
+    [("zero1", "bf16"), ("zero3", "fp32"), ("zero3_hpz", "fp32"), ("zero2_bf16", "bf16"), SLOW("zero0", "bf16"), SLOW("zero2", "fp32"), SLOW("zero3_offload", "bf16"),
      SLOW("zero0", "fp32"), SLOW("zero1", "fp32"), SLOW("zero2", "bf16"), SLOW("zero3", "bf16"), SLOW("zero2_offload", "fp32")],
 )  # fmt: skip
 def test_resuming_changes_nothing(preset: str, precision: str, recipe: str, tmp_path: Path, two: Workers) -> None:

@@ -18,6 +18,7 @@ from dstrain.models.folder.adapter_config import (
     read_json_object,
 )
 from dstrain.models.params.zero3 import assign, full_shape
+from dstrain.models.quantization.library import preload_bitsandbytes
 from dstrain.models.weights.files import open_tensors
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def load_adapters(model: Any, folder: Path) -> Any:
 
     peft gets only known settings: others in adapter_config.json may name modules that it would import.
     """
+    preload_bitsandbytes()
     from peft import LoraConfig, PeftModel
 
     values = read_json_object(folder / CONFIG_FILE, str(folder))
@@ -71,6 +73,7 @@ def merge_adapter(model: Any, adapter: Adapter) -> PreTrainedModel:
 
 def _match_tensors(model: Any, adapter: Adapter) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the model with new adapters, and the target of each tensor in the file. Raises RecipeError."""
+    preload_bitsandbytes()
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
     stored = open_tensors([adapter.weights_file])

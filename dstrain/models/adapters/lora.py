@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import LoraConfig
 from dstrain.errors import Fault, RecipeError
+from dstrain.models.quantization.library import preload_bitsandbytes
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,8 @@ def add_adapters(model: torch.nn.Module, lora: LoraConfig, heads: Sequence[str],
     `lora.targets`. Collective under ZeRO-3.
     """
     import torch
+
+    preload_bitsandbytes()
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 

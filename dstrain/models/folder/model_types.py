@@ -31,6 +31,18 @@ BIDIRECTIONAL_TYPES = frozenset({
 """Encoders whose AutoModelForCausalLM attends in both directions unless the config has `is_decoder: true`."""
 
 
+def quantized_fault(config: Mapping[str, Any], key: str) -> Fault | None:
+    """Return the fault of a model whose files hold quantized weights, by its config.json; None for any other."""
+    settings = config.get("quantization_config")
+    if not settings:
+        return None
+    method = settings.get("quant_method", "unknown") if isinstance(settings, Mapping) else "unknown"
+    problem = f"its weights are already quantized (quantization_config in its config.json, quant_method {method})"
+    return Fault(
+        key, problem, "name the original model in 16 bits, and set model.quantize: nf4 to train adapters on it"
+    )
+
+
 def max_learned_positions(config: Mapping[str, Any]) -> int | None:
     """Return the number of tokens with learned positions; None where config.json alone does not determine it.
 

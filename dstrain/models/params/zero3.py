@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-from dstrain.distributed.deepspeed_patches import skip_shm_comm_build
+from dstrain.distributed.deepspeed_patches import reuse_hpz_group, skip_shm_comm_build
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,8 @@ def zero3_init(ds_config: Mapping[str, Any]) -> Iterator[None]:
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    if ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
+        reuse_hpz_group()
     init_deepspeed()  # without it zero.Init assumes one process, and rejects the batch of several
     told = HfDeepSpeedConfig(dict(ds_config))  # transformers keeps only a weak reference
     try:
@@ -85,5 +87,8 @@ def full_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def full_numel(parameter: torch.nn.Parameter) -> int:
-    """Return the number of elements of the complete parameter, sharded or not."""
+    """Return the number of elements of the complete parameter, sharded or not, quantized or not."""
+    quant_state = getattr(parameter, "quant_state", None)
+    if quant_state is not None:  # in 4 bits, with two values in a byte
+        return int(quant_state.shape.numel())
     return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -164,7 +164,12 @@ class ModelSource:
         """Load the model, or the base with the adapters, of an exported folder."""
         if not (folder / "adapter_config.json").is_file():
             return self.auto_class.from_pretrained(str(folder))
-        return load_adapters(self.load(self.recipe.model), folder)
+        from dstrain.models.quantization.layers import quantize_model
+
+        base, quantize = self.load(self.recipe.model), self.recipe.model.quantize
+        if quantize is not None:
+            quantize_model(base, quantize)
+        return load_adapters(base, folder)
 
     def save_processor(self, folder: Path) -> None:
         """Write the tokenizer, or the processor with its tokenizer."""

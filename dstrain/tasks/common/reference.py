@@ -125,12 +125,15 @@ class ReferenceTask(TextTask):
 
     def build_reference(self) -> torch.nn.Module:
         """Load the reference as a whole model. Collective under ZeRO-3."""
+        from dstrain.models.quantization.layers import quantize_model
         from dstrain.models.weights.init_weights import load_init
 
         wanted = self.reference_config
         model = self.model_source.load(wanted)
         if wanted.init is not None:
             load_init(model, wanted.init)
+        if wanted.quantize is not None:
+            quantize_model(model, wanted.quantize)
         return self.enable_packing(model)
 
     @abstractmethod

@@ -148,6 +148,9 @@ def make_task(recipe: RunConfig) -> Task:
     if recipe.batch.packing is True and not getattr(task, "packs_batches", False):
         problem = f"is true, but task {recipe.task} has padded rows only"
         raise TaskError(Fault("batch.packing", problem, "leave it out"))
+    if recipe.model.quantize is not None and recipe.model.lora is None:
+        problem = f"is {recipe.model.quantize}, but quantized weights cannot be trained, only adapters on them"
+        raise TaskError(Fault("model.quantize", problem, "add model.lora, e.g. `lora: {rank: 16}`, or leave it out"))
     values = validate_options(task, recipe)
     try:
         made = task(recipe=recipe, **values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,10 +10,14 @@ import torch
 
 from dstrain.config.schema import OptimConfig
 from dstrain.distributed.deepspeed_patches import disable_muon_compile
+from dstrain.errors import Fault, RecipeError
 from dstrain.models.params.groups import ParamGroup
+from dstrain.models.quantization.library import OPTIMIZERS_8BIT, import_bitsandbytes
 
 MUON_MOMENTUM = 0.95
 """Nesterov momentum of Muon, the value of Keller Jordan (2024)."""
+MAX_NUMEL_8BIT = 2**31
+"""First size of a tensor that bitsandbytes' kernels cannot take."""
 
 
 def make_optimizer(
@@ -32,6 +37,8 @@ def make_optimizer(
         return torch.optim.Adafactor(params)
     if optim.name == "muon":
         return _make_muon(param_groups, optim)
+    if optim.name in OPTIMIZERS_8BIT:
+        return _make_adamw_8bit(params, optim)
     if offload:
         # With offload the state is on the host, where this one updates it.
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -67,6 +74,30 @@ class Lion(torch.optim.Optimizer):
                 # The direction mixes with beta1 into a new tensor, the stored average with beta2 (algorithm 2).
                 parameter.add_(average.lerp(parameter.grad, 1 - beta1).sign_(), alpha=-group["lr"])
                 average.lerp_(parameter.grad, 1 - beta2)
+
+
+def _make_adamw_8bit(params: Sequence[dict[str, Any]], optim: OptimConfig) -> Any:
+    """Return bitsandbytes' AdamW with moments in 8 bits, in blocks of 256 values (Dettmers et al., arXiv 2110.02861).
+
+    Tensors below 4096 values keep their moments in 32 bits. Paged: the moments are in memory that moves to the host
+    where the GPU is full (Dettmers et al., arXiv 2305.14314, section 3); on a CPU they are ordinary ones.
+    """
+    bnb = import_bitsandbytes("optim.name")
+
+    class AdamW8bit(bnb.optim.AdamW8bit):  # type: ignore[name-defined]
+        @torch.no_grad()
+        def init_state(self, group: Any, p: torch.Tensor, gindex: int, pindex: int) -> None:
+            if p.numel() >= MAX_NUMEL_8BIT:
+                # The kernel gets the size as a 32-bit integer, and would update a part.
+                problem = f"{p.numel()} values in one partition, but 8-bit optimizers take {MAX_NUMEL_8BIT - 1}"
+                fix = "use more processes, or ds_config: zero3, whose partitions are divided into groups"
+                raise RecipeError(Fault("optim.name", problem, fix))
+            super().init_state(group, p, gindex, pindex)
+
+    with warnings.catch_warnings():  # paged states on a CPU
+        warnings.simplefilter("ignore")
+        is_paged = optim.name.startswith("paged")
+        return AdamW8bit(params, lr=0.0, betas=optim.betas, eps=optim.eps, is_paged=is_paged)
 
 
 def _make_muon(param_groups: Sequence[ParamGroup], optim: OptimConfig) -> Any:

@@ -65,6 +65,7 @@ def iter_state_files(slice_groups: Iterable[Sequence[StateSlice]], rank: int, wo
                 for place in part.key_ranges.get(key, places):
                     name = f"{place.name}/{key}@{place.start}"
                     tensors.append((key, name, values.narrow(0, place.offset, place.numel)))
+            tensors += part.block_scales(places)
             for key, values in part.other_tensors().items():
                 # Without a position it cannot be divided: written once, by the rank that has the first value.
                 tensors += [(key, f"{place.name}/{key}", values.detach()) for place in places if place.start == 0]

@@ -14,11 +14,20 @@ from dstrain.distributed.world import World
 from dstrain.errors import CheckpointError, describe_key_diff, first_names
 from dstrain.models.params.zero3 import full_numel, full_shape
 from dstrain.train.state.agreement import raise_on_all_ranks
+from dstrain.train.state.blockwise import is_blockwise, load_blockwise_state
 from dstrain.train.state.files import CheckpointReader
 from dstrain.train.state.layout import detect_layout
 from dstrain.train.state.slices import WEIGHT_KEY, StateSlice
 
-STATE_BYTES_PER_PARAM = {"adamw": 8, "muon": 4, "lion": 4, "adafactor": 1, "sgd": 0}
+STATE_BYTES_PER_PARAM = {
+    "adamw": 8,
+    "muon": 4,
+    "lion": 4,
+    "adafactor": 1,
+    "sgd": 0,
+    "adamw_8bit": 2,
+    "paged_adamw_8bit": 2,
+}
 """Approximate bytes of optimizer state per trained value."""
 MAX_NAMES = 4
 """Names that a message lists."""
@@ -143,7 +152,8 @@ def load_slices(
                 # The optimizer first: it may have to take a step to allocate its state, and the weights are set
                 # after that.
                 if load_optimizer and part.optimizer is not None:
-                    _load_optimizer_state(part, reader)
+                    load = load_blockwise_state if is_blockwise(part.optimizer) else _load_optimizer_state
+                    load(part, reader)
                 _load_tensor(part, WEIGHT_KEY, part.tensor, reader)
 
 

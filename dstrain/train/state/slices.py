@@ -11,6 +11,13 @@ import torch
 WEIGHT_KEY = "weight"
 """Key of a parameter's own values; the optimizer's state has keys of its own (exp_avg, step, ...)."""
 
+BLOCK = 256
+"""Values with one scale, in bitsandbytes' 8-bit optimizers."""
+SCALE_KEYS = ("absmax1", "absmax2")
+"""Keys of 8-bit state: the scales of the blocks of both moments."""
+BLOCKWISE_KEYS = (*SCALE_KEYS, "qmap1", "qmap2")
+"""The same, and the numbers that codes stand for, which are constants."""
+
 
 @dataclass(frozen=True)
 class ParamRange:
@@ -56,12 +63,26 @@ class StateSlice:
         return {key: value.detach().view(-1) for key, value in {WEIGHT_KEY: self.tensor, **kept}.items()}
 
     def other_tensors(self) -> dict[str, torch.Tensor]:
-        """Return key -> other tensors of the optimizer, such as Adafactor's row and column means of a matrix."""
+        """Return key -> other tensors of the optimizer, such as Adafactor's row and column means of a matrix.
+
+        Without those of 8-bit state, whose blocks are stored by position (`block_scales`).
+        """
         return {
             key: value
             for key, value in self.optimizer_state.items()
             if isinstance(value, torch.Tensor) and value.dim() > 0 and not self._is_elementwise(key, value)
+            if key not in BLOCKWISE_KEYS
         }
+
+    def block_scales(self, places: Sequence[ParamRange]) -> list[tuple[str, str, torch.Tensor]]:
+        """Return (key, name in a file, scales) of the blocks of 8-bit state that the ranges touch: blockwise.py."""
+        found = []
+        for key in SCALE_KEYS:
+            scales: Any = self.optimizer_state.get(key)
+            for place in places if scales is not None else ():
+                first, end = place.offset // BLOCK, -(-(place.offset + place.numel) // BLOCK)
+                found.append((key, f"{place.name}/{key}.{place.start}.{place.offset % BLOCK}", scales[first:end]))
+        return found
 
     def scalars(self) -> dict[str, float]:
         """Return key -> optimizer state that is one number, such as the step."""
@@ -81,6 +102,8 @@ class StateSlice:
 
     def _is_elementwise(self, key: str, value: Any) -> bool:
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return False
+        if key in BLOCKWISE_KEYS:
             return False
         return key in self.key_ranges or value.shape == self.tensor.shape
 

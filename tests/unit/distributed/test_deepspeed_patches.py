@@ -26,6 +26,7 @@ from dstrain.distributed.deepspeed_patches import (
     flatten_gradients_in_fp32,
     keep_unaligned_gradients,
     replay_bias_correction,
+    reuse_hpz_group,
     skip_shm_comm_build,
 )
 
@@ -284,3 +285,25 @@ def test_the_optimizer_of_stage_3_flattens_as_before() -> None:
     flatten_gradients_in_fp32(optimizer)
     assert optimizer.flatten is plain
     assert optimizer.flatten_dense_tensors_aligned is aligned
+
+
+def test_deepspeed_creates_the_hpz_group_with_each_model_and_the_patch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed import comm
+    from deepspeed.utils import groups
+
+    made: list[list[int]] = []
+    monkeypatch.setattr(comm, "is_initialized", lambda: True)
+    monkeypatch.setattr(comm, "get_world_size", lambda group=None: 4 if group is None else len(group))
+    monkeypatch.setattr(comm, "get_rank", lambda group=None: 3)
+    monkeypatch.setattr(comm, "new_group", lambda ranks: made.append([*ranks]) or [*ranks])
+    monkeypatch.setattr(groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP", None)
+    create = groups._create_zero_param_parallel_group
+    monkeypatch.setattr(groups, "_create_zero_param_parallel_group", getattr(create, "original", create))
+    groups._create_zero_param_parallel_group(2)
+    with pytest.raises(AssertionError, match="already initialized"):
+        groups._create_zero_param_parallel_group(2)
+    reuse_hpz_group()
+    groups._create_zero_param_parallel_group(2)
+    assert made == [[0, 1], [2, 3]]
+    groups._create_zero_param_parallel_group(8)
+    assert made[2:] == [[0, 1, 2, 3]], "of another size, as in the tests' processes"

@@ -1,0 +1,70 @@
+"""8-bit AdamW at every stage: near AdamW, and resumed bit for bit, also with other partitions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dstrain.tasks import find_task
+from tests.parity.test_optimizers import distance
+from tests.vocabulary import RUN, metric_rows, read_jsonl, write_recipe
+from tests.workers import WorkerError, Workers
+
+pytest.importorskip("bitsandbytes", reason="the extra [quantize] is not installed")
+
+CASES = "tests.parity.optimizer_cases"
+EIGHT_BIT = {"name": "adamw_8bit", "weight_decay": 0.1, "eps": 1e-3}
+PRESETS = ("zero0", "zero1", "zero2", "zero3")
+NEAR = 0.05
+"""Of the way of three steps: two moments of which a code of 8 bits keeps two to three digits."""
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_steps_are_near_those_of_adamw(name: str, preset: str, one: Workers, two: Workers) -> None:
+    wanted = one(f"{CASES}:steps", kind="torch", optim=EIGHT_BIT | {"name": "adamw"}, wide=True)[0]
+    for found in two(f"{CASES}:steps", kind=preset, optim=EIGHT_BIT | {"name": name}, wide=True):
+        assert 0 < distance(found, wanted) < NEAR
+
+
+@pytest.mark.parametrize(
+    ("preset", "precision"),
+    [*((preset, precision) for preset in PRESETS for precision in ("fp32", "bf16")), ("zero2_bf16", "bf16")],
+)
+def test_a_checkpoint_goes_on_bit_for_bit(preset: str, precision: str, two: Workers, tmp_path: Path) -> None:
+    found = two(f"{CASES}:resumed", kind=preset, optim=EIGHT_BIT, precision=precision, folder=str(tmp_path), wide=True)
+    assert found == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("written", "read"), [("zero2", "zero3"), ("zero3", "zero0"), ("zero0", "zero1")])
+def test_a_checkpoint_goes_on_with_other_partitions(
+    written: str, read: str, one: Workers, two: Workers, tmp_path: Path
+) -> None:
+    """Blocks that hold other values than before are quantized again: a rounding, as in every step."""
+    wanted = one(f"{CASES}:steps", kind="torch", optim=EIGHT_BIT | {"name": "adamw"}, wide=True, count=5)[0]
+    kept = two(f"{CASES}:moved", kind=written, optim=EIGHT_BIT, folder=str(tmp_path))[0]["checkpoint"]
+    for workers in (one, two):
+        for found in workers(f"{CASES}:moved", kind=read, optim=EIGHT_BIT, folder="", load=kept):
+            assert distance(found, wanted) < NEAR
+
+
+def test_a_run_is_resumed_bit_for_bit_and_by_another_number_of_processes(
+    tmp_path: Path, one: Workers, two: Workers
+) -> None:
+    values = find_task("rm").tiny(tmp_path) | {"steps": 10, "save": {"every": 4, "keep": 9}, "ds_config": "zero2"}
+    recipe = str(write_recipe(tmp_path, values | {"optim": {"name": "adamw_8bit", "lr": 1e-3}}))
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"))
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), crash_at=7)
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"))
+    assert metric_rows(tmp_path / "broken") == metric_rows(tmp_path / "whole")
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "elastic"), crash_at=7)
+    one(RUN, recipe=recipe, run_dir=str(tmp_path / "elastic"), sets=["ds_config=zero3"])
+    rows = [read_jsonl(tmp_path / name / "metrics.jsonl")[-1]["loss"] for name in ("elastic", "whole")]
+    assert rows[0] == pytest.approx(rows[1], rel=1e-2)
+
+
+def test_8_bit_state_with_offload_is_refused(tmp_path: Path, one: Workers) -> None:
+    values = find_task("rm").tiny(tmp_path) | {"optim": {"name": "adamw_8bit"}, "ds_config": "zero2_offload"}
+    with pytest.raises(WorkerError, match=r"optim\.name: adamw_8bit runs on the GPU.*CPUAdam"):
+        one(RUN, recipe=str(write_recipe(tmp_path, values)), run_dir=str(tmp_path / "run"))

@@ -1,0 +1,112 @@
+"""A run with quantized base weights (QLoRA) learns, resumes as the same run, and is evaluated and exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dstrain.tasks import find_task
+from tests.vocabulary import RUN, invoke, metric_rows, read_events, read_jsonl, write_recipe
+from tests.workers import WorkerError, Workers
+
+pytest.importorskip("bitsandbytes", reason="the extra [quantize] is not installed")
+
+CASES = "tests.contract.lora_cases:"
+SETS = ["steps=12", "save.every=4", "save.keep=9"]
+
+
+def quantized_recipe(folder: Path, task: str, worker: Workers, quantize: str = "nf4", **changes: Any) -> Path:
+    """Write a recipe that trains adapters on a quantized model of a folder; return its path."""
+    values = find_task(task).tiny(folder)
+    worker(CASES + "save_base", folder=str(folder / "base"), recipe=values)
+    model = {"path": str(folder / "base"), "lora": {"rank": 4, "alpha": 16.0}, "quantize": quantize}
+    values |= {"model": model, "optim": {"lr": 1e-2}, "ds_config": "zero2", **changes}
+    return write_recipe(folder, values)
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [row["loss"] for row in read_jsonl(run_dir / "metrics.jsonl") if row["split"] == "train"]
+
+
+@pytest.mark.parametrize(
+    ("task", "quantize", "preset"),
+    [("sft", "nf4", "zero2"), ("rm", "nf4", "zero1"), ("dpo", "nf4", "zero2"), ("sft", "int8", "zero0")],
+)
+def test_a_quantized_run_learns_and_resuming_changes_nothing(
+    task: str, quantize: str, preset: str, tmp_path: Path, one: Workers, two: Workers
+) -> None:
+    recipe = str(quantized_recipe(tmp_path, task, one, quantize, ds_config=preset))
+    whole = two(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=SETS)
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), sets=SETS, crash_at=7)
+    again = two(RUN, recipe=recipe, run_dir=str(tmp_path / "broken"), sets=SETS)
+    assert all(result["code"] == 0 for result in (*whole, *again))
+    assert metric_rows(tmp_path / "broken") == metric_rows(tmp_path / "whole"), "bit for bit"
+    assert losses(tmp_path / "whole")[-1] < losses(tmp_path / "whole")[0]
+    (event,) = read_events(tmp_path / "whole", "quantized")
+    assert event["kind"] == quantize
+    assert event["num_layers"] == 7 * 2, "four of attention and three of the MLP, in two layers; no head"
+
+
+@pytest.mark.parametrize(
+    ("quantize", "precision", "dora"),
+    [("nf4", "fp32", False), ("nf4", "bf16", False), ("int8", "fp32", False), ("nf4", "fp32", True)],
+)
+def test_the_export_is_the_adapters_or_one_dequantized_model(
+    quantize: str, precision: str, dora: bool, tmp_path: Path, one: Workers, two: Workers
+) -> None:
+    recipe, run_dir = quantized_recipe(tmp_path, "sft", one, quantize, precision=precision), tmp_path / "run"
+    two(RUN, recipe=str(recipe), run_dir=str(run_dir), sets=[*SETS, f"model.lora.dora={json.dumps(dora)}"])
+    adapters = one(CASES + "export", run=str(run_dir), to=str(tmp_path / "adapters"), merge=False)[0]
+    merged = one(CASES + "export", run=str(run_dir), to=str(tmp_path / "merged"), merge=True)[0]
+    assert "adapter_model.safetensors" in adapters["files"]
+    assert "model.safetensors" in merged["files"]
+    assert not any("adapter" in name for name in merged["files"])
+    assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
+    assert merged["difference"] <= (1e-5 if precision == "fp32" else 1e-2)
+    data = str(tmp_path / "eval.jsonl")
+    found = [
+        json.loads(invoke("evaluate", folder, "--data", data, "--json").output)["loss"]
+        for folder in (run_dir, tmp_path / "adapters", tmp_path / "merged")
+    ]
+    assert found[0] == found[1], "the exported adapters are put on the quantized base again"
+    # int8 also rounds activations, in evaluations of the quantized model only.
+    tolerance = {"nf4, fp32": 1e-5, "nf4, bf16": 1e-2, "int8, fp32": 3e-2}[f"{quantize}, {precision}"]
+    np.testing.assert_allclose(found[2], found[0], rtol=tolerance)
+
+
+def test_an_evaluation_in_between_does_not_change_the_training(tmp_path: Path, one: Workers) -> None:
+    """bitsandbytes repacks 4-bit weights in evaluation mode on some CPUs, and computes in bf16 from then on."""
+    recipe = str(quantized_recipe(tmp_path, "sft", one))
+    one(RUN, recipe=recipe, run_dir=str(tmp_path / "with"), sets=[*SETS, "eval.every=2"])
+    one(RUN, recipe=recipe, run_dir=str(tmp_path / "without"), sets=[*SETS, "eval.every=100"])
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+
+
+def test_the_cached_reference_of_dpo_is_the_quantized_base(tmp_path: Path, one: Workers) -> None:
+    recipe = str(quantized_recipe(tmp_path, "dpo", one))
+    cached = [*SETS, "options.precompute_ref_log_probs=true"]
+    one(RUN, recipe=recipe, run_dir=str(tmp_path / "adapter"), sets=SETS)
+    one(RUN, recipe=recipe, run_dir=str(tmp_path / "cached"), sets=cached)
+    np.testing.assert_allclose(losses(tmp_path / "cached"), losses(tmp_path / "adapter"), rtol=1e-5)
+    one(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=[*cached, "model.quantize=null"])
+    assert abs(losses(tmp_path / "whole")[2] - losses(tmp_path / "cached")[2]) > 1e-6, "other weights, other outputs"
+
+
+def test_quantized_runs_that_cannot_work_are_refused(tmp_path: Path, one: Workers) -> None:
+    recipe = str(quantized_recipe(tmp_path, "sft", one))
+    run = {"recipe": recipe, "run_dir": str(tmp_path / "run")}
+    with pytest.raises(WorkerError, match=r"model\.quantize: zero3 is of ZeRO stage 3, which cannot shard"):
+        one(RUN, **run, sets=["ds_config=zero3"])
+    with pytest.raises(WorkerError, match=r"model\.quantize: is nf4, but quantized weights cannot be trained"):
+        one(RUN, **run, sets=["model.lora=null"])
+    one(RUN, **run, sets=SETS, crash_at=6)
+    with pytest.raises(WorkerError, match=r"model\.quantize: is None, but the run was started with 'nf4'"):
+        one(RUN, **run, sets=[*SETS, "model.quantize=null"])
+    config = tmp_path / "base/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(WorkerError, match=r"its weights are already quantized .* quant_method gptq"):
+        one(RUN, recipe=recipe, run_dir=str(tmp_path / "other"), sets=SETS)

@@ -11,7 +11,8 @@ from dstrain.config import BatchPlan, RunConfig
 from dstrain.config.rules import check_dtype
 from dstrain.config.schema import OptimConfig
 from dstrain.errors import Fault, PresetError, RecipeError
-from dstrain.preset import Device, Precision, Preset, RunSettings, complete_preset, resolve_precision
+from dstrain.planner.run_settings import make_run_settings
+from dstrain.preset import Device, Precision, Preset, complete_preset, resolve_precision
 
 
 def resolve_ds_config(
@@ -21,8 +22,7 @@ def resolve_ds_config(
 
     Raises PresetError, or RecipeError if the recipe contradicts the preset or its precision.
     """
-    world_size, device = world_and_device
-    precision = resolve_precision(preset, config.precision, device)
+    precision = resolve_precision(preset, config.precision, world_and_device[1])
     if faults := [Fault(".".join(key), *rest) for key, *rest in check_dtype(config, precision)]:
         raise RecipeError(faults)  # `precision: auto` is resolved only here
     if (
@@ -32,20 +32,7 @@ def resolve_ds_config(
         problem = "is false, but the preset's activation_checkpointing.cpu_checkpointing needs recomputed layers"
         raise RecipeError(Fault("model.gradient_checkpointing", problem, "write true, or remove cpu_checkpointing"))
     check_optimizer(config.optim, preset, precision)
-    settings = RunSettings(
-        precision=precision,
-        micro=batch.largest_micro(world_size),
-        # Any number above 1 where it differs between steps: the engine itself tells DeepSpeed the last pass of a step.
-        accumulate=batch.accumulate or 2,
-        world_size=world_size,
-        total=batch.total,
-        clip=config.optim.clip,
-        nvme_path=str(run_dir / "nvme"),
-        device_kind=device.kind,
-        # Only adamw with offload is DeepSpeed's own CPU Adam (see make_optimizer).
-        uses_custom_optimizer=config.optim.name != "adamw" or preset.offload_optimizer is None,
-        uses_muon=config.optim.name == "muon",
-    )
+    settings = make_run_settings(config, preset, batch, world_and_device, str(run_dir / "nvme"))
     return complete_preset(preset, settings=settings)
 
 

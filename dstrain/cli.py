@@ -17,6 +17,7 @@ from dstrain.cli_options import (
     LAUNCH_OPTIONS,
     MODEL_OPTION_NAMES,
     MODEL_OPTIONS,
+    PLAN_OPTIONS,
     RECIPE_OPTIONS,
     SAMPLING_OPTION_NAMES,
     SAMPLING_OPTIONS,
@@ -145,6 +146,25 @@ def bench(
     with bench_run_dir(scratch) as run_dir:
         job = BenchJob(request=request, steps=steps, run_dir=run_dir)
         run_and_exit(job, launch, scratch, json.dumps if as_json else show_bench)
+
+
+@main.command()
+@with_options(RECIPE_OPTIONS, PLAN_OPTIONS)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every line of every preset.")
+def plan(
+    recipe: str | None, task: str | None, ds_config: str | None, overrides: tuple[str, ...], as_json: bool, **options: Any
+) -> None:
+    """Predict the memory of a recipe with every preset.
+
+    Nothing is started, and data files need not exist. Prints what each process takes on its GPU, in
+    host memory and on disk, which presets fit, and the one that ds_config: auto would take.
+    """
+    from dstrain.commands.plan import PlanRequest, make_report, report_as_json, show_report
+    from dstrain.commands.recipe_args import TrainRequest
+
+    request = TrainRequest(recipe=recipe, task=task, ds_config=ds_config, overrides=overrides)
+    report = make_report(PlanRequest(train=request, **options))
+    click.echo(report_as_json(report) if as_json else show_report(report))
 
 
 def run_and_exit(

@@ -129,7 +129,7 @@ FLOORS_WITHIN = {
         ("evaluate",),
         ("checkpoint", "monitors", "precompute_outputs", "rendezvous"),
         ("resume", "run"),
-        ("loop", "run_dir"),
+        ("auto_preset", "loop", "run_dir"),
         ("plan",),
         ("startup",),
         ("setup",),

@@ -21,7 +21,10 @@ from dstrain.launch.command import LaunchOptions, LocalLaunch
 from dstrain.launch.lease import Lease
 from dstrain.launch.multihost.plan import MultiHostLaunch, cpu_overload_warning, plan_launch, show_launch
 from dstrain.launch.topology import Worker, gpus_support_bf16, worker_from_env
+from dstrain.planner.choose import AUTO
+from dstrain.planner.cluster import Cluster
 from dstrain.preset import Device, read_preset
+from dstrain.train.auto_preset import settle_preset
 from dstrain.train.ds_config import batch_warnings, check_offload_folders
 from dstrain.train.resume.recorded import ResumeOptions
 from dstrain.train.run_dir import check_run_dir_writable
@@ -35,7 +38,12 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
         return train_worker(worker, request)
     recipe = resolve_recipe(request)
     run_dir = get_run_dir(request, recipe.name)
-    launch = plan_launch(LaunchOptions(**launch_options), request.to_argv(run_dir), os.environ, recipe.config.launch)
+    options = LaunchOptions(**launch_options)
+    launch = plan_launch(options, request.to_argv(run_dir), os.environ, recipe.config.launch)
+    if recipe.config.ds_config == AUTO:
+        request = settle_request(request, recipe, run_dir, launch)
+        recipe = resolve_recipe(request)
+        launch = plan_launch(options, request.to_argv(run_dir), os.environ, recipe.config.launch)
     if line := cpu_overload_warning(launch):
         print(f"warning: {line}", file=sys.stderr, flush=True)
     resume = ResumeOptions(request.resume, request.allowed_changes)
@@ -50,6 +58,28 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
         print(f"# launch\n{show_launch(launch, run_dir)}")
         return 0
     return _launch_training(launch, recipe, run_dir, resume)
+
+
+def settle_request(
+    request: TrainRequest, recipe: Recipe, run_dir: Path, launch: LocalLaunch | MultiHostLaunch
+) -> TrainRequest:
+    """Return the request with the preset and micro-batch that `ds_config: auto` means here; print them.
+
+    They become options, so that all processes of the launch take the same, and the run folder's recipe names them.
+    Raises PresetError where nothing fits.
+    """
+    device, devices = detect_device(launch), ()
+    if isinstance(launch, MultiHostLaunch):
+        per_node, nodes = max(len(host.slots) for host in launch.hosts), len(launch.hosts)
+    else:
+        per_node, devices = len(launch.ranks), launch.devices
+        nodes = max(1, launch.world_size // per_node)
+    cluster = Cluster(gpus_per_node=per_node, nodes=nodes, kind=device.kind, bf16=device.bf16)
+    resume = ResumeOptions(request.resume, request.allowed_changes)
+    (name, micro), line = settle_preset(recipe.config, run_dir, resume, cluster, devices)
+    print(line, file=sys.stderr, flush=True)
+    overrides = request.overrides if micro is None else (*request.overrides, f"batch.micro={micro}")
+    return replace(request, ds_config=name, overrides=overrides)
 
 
 def resume_on_restart(request: TrainRequest, env: Mapping[str, str]) -> TrainRequest:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from dstrain.planner.line import MemoryLine
 from dstrain.planner.shape import ModelShape
@@ -36,7 +37,8 @@ class LayerGraph:
     """Sum of the ranks of all adapters in the layer."""
 
 
-def read_graphs(shape: ModelShape) -> list[LayerGraph]:
+@lru_cache(maxsize=8)
+def read_graphs(shape: ModelShape) -> tuple[LayerGraph, ...]:
     """Return the graph of each decoder layer, from the first to the last."""
     found: dict[int, list[tuple[str, bool, int]]] = {index: [] for index in range(shape.layers)}
     before = False
@@ -54,7 +56,7 @@ def read_graphs(shape: ModelShape) -> list[LayerGraph]:
         graph = _read_graph(found[index], before)
         graphs.append(graph)
         before = graph.is_recorded
-    return graphs
+    return tuple(graphs)
 
 
 def _read_graph(tensors: list[tuple[str, bool, int]], before: bool) -> LayerGraph:
@@ -86,15 +88,19 @@ def layer_bytes_per_token(shape: ModelShape, graph: LayerGraph, width: int, work
     normed = (4 if fp32_norms else width) * shape.hidden if graph.norms_trained else 0
     size = shape.norms_per_layer * (norm_input + normed)
     if not graph.input_needs_grad:
-        size -= norm_input + normed * 0
+        size -= norm_input
     size += width * shape.hidden * sum(group in graph.kept_inputs for group in ("attention", "mlp"))
     if shape.has_qk_norm:
         size += (4 + (normed and width)) * (wide + narrow) + 4 * (shape.heads + shape.kv_heads)
-    keys = wide if workload.has_mask else narrow
+    keys = wide if workload.has_mask or workload.is_eager else narrow
     # Queries, keys, values and output of attention, and the fp32 normalizer of each head.
     size += width * (wide + 2 * keys + wide) + 4 * shape.heads
     if workload.is_packed and workload.device == "cpu":
         size += width * wide * ("output" in graph.kept_inputs)  # outputs of groups, concatenated
+    if workload.is_eager:
+        # tanh of the soft cap, softmax in fp32, and its 16-bit copy, for each pair of tokens of a row.
+        copies = 4 + (width if width == 2 else 0) + (width if shape.has_softcap else 0)
+        size += copies * shape.heads * workload.length
     size += width * 3 * shape.intermediate  # gate, its activation, up
     size += width * shape.intermediate * ("down" in graph.kept_inputs)
     return size + width * graph.adapter_rank
@@ -113,11 +119,12 @@ def activation_lines(shape: ModelShape, workload: Workload, width: int) -> Itera
     else:
         size = round(sum(per_layer) * tokens)
         yield MemoryLine("activations of the layers", size, "gpu", "activation", formula, PAPER, "pass")
-    outside = outside_bytes(shape, workload, width)
     yield MemoryLine(
-        "embedding, rotary angles, last norm", outside, "gpu", "activation", "T (8 + 4 H + w H) + 2 w L D",
+        "embedding and last norm", outside_bytes(shape, workload, width), "gpu", "activation", "T (8 + 4 H + w H)",
         "transformers models/llama/modeling_llama.py", "pass",
     )  # fmt: skip
+    angles = 2 * width * shape.head_dim * workload.positions
+    yield MemoryLine("rotary angles", angles, "gpu", "activation", "2 w L D", "Su et al., arXiv 2104.09864, eq. 34", "pass")
     if any(graph.is_recorded for graph in graphs):
         inner = width * tokens * (3 * shape.intermediate + 2 * shape.hidden) + 4 * tokens * shape.hidden
         yield MemoryLine(
@@ -127,10 +134,9 @@ def activation_lines(shape: ModelShape, workload: Workload, width: int) -> Itera
 
 
 def outside_bytes(shape: ModelShape, workload: Workload, width: int) -> int:
-    """Return what autograd keeps of the embedding, the rotary angles and the last norm."""
+    """Return what autograd keeps of the embedding and the last norm."""
     trained = {tensor.name.rpartition(".")[0].rpartition(".")[2] for tensor in shape.tensors if tensor.is_trainable}
     norm = 4 * shape.hidden + 4 + (width * shape.hidden if "norm" in trained else 0)
     ids = 8 if any(tensor.is_trainable and tensor.part == "embedding" for tensor in shape.tensors) else 0
-    angles = 2 * width * shape.head_dim * workload.length
     rows = width * shape.hidden if workload.is_scored and not workload.is_packed else 0  # scores of every position
-    return round(workload.tokens * (ids + norm + rows) + angles)
+    return round(workload.tokens * (ids + norm + rows))

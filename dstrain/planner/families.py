@@ -20,6 +20,7 @@ class Family:
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
     norms_per_layer: int = 2
+    has_softcap: bool = False
 
 
 _LLAMA = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
@@ -38,7 +39,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family(_GEMMA),
     "gemma2": Family(
         {**_GEMMA, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
-         "num_key_value_heads": 4}, norms_per_layer=4,
+         "num_key_value_heads": 4}, norms_per_layer=4, has_softcap=True,
     ),
     "gemma3_text": Family(
         {**_GEMMA, "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -96,6 +97,7 @@ def _decoder(config: Mapping[str, Any], prefix: str) -> ModelShape | None:
         tensors=(),
         has_qk_norm=family.has_qk_norm,
         norms_per_layer=family.norms_per_layer,
+        has_softcap=family.has_softcap and values.get("attn_logit_softcapping", 50.0) is not None,
     )
     has_bias = bool(values.get("attention_bias", False))
     biases = (family.has_qkv_bias or has_bias, has_bias, bool(values.get("mlp_bias", False)))

@@ -84,15 +84,16 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: RunConfig, preset: Preset, cluster: Cluster, shape: ModelShape | None = None
+    config: RunConfig, preset: Preset, cluster: Cluster, shape: ModelShape | None = None, traits: TaskTraits | None = None
 ) -> MemoryPlan:
     """Return the memory plan of a recipe with a preset on these machines. Imports no torch.
 
-    `shape`: the model with its head and adapters as `read_shape` returns it; None: it is read from the recipe. Rows are
-    taken to have data.max_length tokens, all of them targets. Raises RecipeError where the model cannot be read, or the
-    batch does not fit the processes, and PresetError where the preset does not fit the precision or optimizer.
+    `shape`: the model with its head and adapters as `read_shape` returns it; None: it is read from the recipe. `traits`:
+    those of the recipe's task, which take a few milliseconds to read. Rows are taken to have data.max_length tokens,
+    all of them targets. Raises RecipeError where the model cannot be read, or the batch does not fit the processes, and
+    PresetError where the preset does not fit the precision or optimizer.
     """
-    traits = read_traits(config)
+    traits = traits or read_traits(config)
     shape = shape or read_shape(config, traits)
     batch = resolve_batch(config.batch, cluster.world_size, preset.micro, preset.accumulate)
     device = Device(cluster.kind, cluster.bf16 or cluster.kind == "cpu")
@@ -120,9 +121,8 @@ def make_state_settings(
     summed = ds_config.get("data_types", {}).get("grad_accum_dtype")
     sent = ds_config.get("communication_data_type")
     grad_bytes = _dtype_bytes(summed) or own
-    hidden = sum(
-        tensor.numel for tensor in shape.tensors if tensor.is_trainable and tensor.part == "layers" and len(tensor.shape) == 2
-    )
+    matrices = ((tensor.numel * count) for tensor, count in shape.kinds if tensor.is_trainable and len(tensor.shape) == 2)
+    hidden = sum(matrices) - shape.count("embedding", True) - shape.count("head", True)
     return StateSettings(
         shape=shape, precision=precision, zero=ds_config["zero_optimization"], grad_bytes=grad_bytes,
         comm_bytes=_dtype_bytes(sent) or own, accumulate=ds_config["gradient_accumulation_steps"], world_size=cluster.world_size,

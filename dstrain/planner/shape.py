@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
@@ -50,9 +51,9 @@ class VisionShape:
     """Layers that run; LLaVA leaves the last one out, whose weights exist."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ModelShape:
-    """Sizes of a decoder, with or without a vision encoder, and all its parameters."""
+    """Sizes of a decoder, with or without a vision encoder, and all its parameters. Compared by identity."""
 
     model_type: str
     hidden: int
@@ -67,32 +68,33 @@ class ModelShape:
     tensors: tuple[ParamTensor, ...]
     has_qk_norm: bool = False
     norms_per_layer: int = 2
+    has_softcap: bool = False
+    """True where attention caps its logits, which only the eager implementation does."""
     vision: VisionShape | None = None
     counted_from: str = "config"
     """config, safetensors headers, or meta device."""
 
+    @cached_property
+    def kinds(self) -> tuple[tuple[ParamTensor, int], ...]:
+        """One tensor of each size, part and role, and how many there are: sums over 80 equal layers need one of them."""
+        found: dict[tuple[Any, ...], tuple[ParamTensor, int]] = {}
+        for tensor in self.tensors:
+            key = tensor.shape, tensor.part, tensor.is_trainable, tensor.is_linear_weight
+            first, count = found.get(key, (tensor, 0))
+            found[key] = first, count + 1
+        return tuple(found.values())
+
     def count(self, part: Part | None = None, trainable: bool | None = None) -> int:
         """Return the number of parameters of a part (None: all), trainable or frozen ones (None: both)."""
         return sum(
-            tensor.numel
-            for tensor in self.tensors
+            tensor.numel * count
+            for tensor, count in self.kinds
             if part in (None, tensor.part) and trainable in (None, tensor.is_trainable)
         )
 
-    def largest(self, part: Part | None = None) -> int:
-        """Return the number of values of the largest tensor."""
-        return max((tensor.numel for tensor in self.tensors if part in (None, tensor.part)), default=0)
-
-    @property
-    def trains_base(self) -> bool:
-        """Return True where a tensor of the decoder's layers is trained itself, not by adapters."""
-        return any(tensor.is_trainable for tensor in self.tensors if tensor.part == "layers")
-
-    def layer_params(self) -> int:
-        """Return the parameters of one decoder layer, adapters included."""
-        inside = sum(tensor.numel for tensor in self.tensors if tensor.part in ("layers", "lora"))
-        return inside // max(self.layers, 1)
-
+    def largest(self, trainable: bool | None = None) -> int:
+        """Return the number of values of the largest tensor, trainable or frozen (None: any)."""
+        return max((tensor.numel for tensor, _ in self.kinds if trainable in (None, tensor.is_trainable)), default=0)
 
 def with_adapters(shape: ModelShape, lora: Any, heads: Iterable[str] = ()) -> ModelShape:
     """Return the shape with LoRA adapters on its linear layers; all but them and `heads` is frozen.

@@ -57,7 +57,7 @@ class StateSettings:
     @property
     def largest_trained(self) -> int:
         """Return the number of values of the largest trained tensor."""
-        return max((tensor.numel for tensor in self.shape.tensors if tensor.is_trainable), default=0)
+        return self.shape.largest(trainable=True)
 
     @property
     def uses_bf16_optimizer(self) -> bool:
@@ -71,8 +71,8 @@ class StateSettings:
 
     def sharded(self, trainable: bool | None = None) -> int:
         """Return the values of one process's partitions at stage 3, where each tensor is padded to a multiple of N."""
-        chosen = (tensor for tensor in self.shape.tensors if trainable in (None, tensor.is_trainable))
-        return sum(ceil(tensor.numel / self.world_size) for tensor in chosen)
+        chosen = (one for one in self.shape.kinds if trainable in (None, one[0].is_trainable))
+        return sum(ceil(tensor.numel / self.world_size) * count for tensor, count in chosen)
 
 
 def state_lines(settings: StateSettings) -> list[MemoryLine]:
@@ -105,9 +105,10 @@ def weight_bytes(settings: StateSettings, tensor: ParamTensor) -> float:
 def _replicated_weights(settings: StateSettings) -> Iterator[MemoryLine]:
     """Yield the weights by part, trained and frozen, where each process has all of them."""
     for trainable, word in ((True, "weights"), (False, "frozen weights")):
-        chosen = [tensor for tensor in settings.shape.tensors if tensor.is_trainable == trainable]
-        for part in dict.fromkeys(tensor.part for tensor in chosen):
-            size = sum(tensor.numel * weight_bytes(settings, tensor) for tensor in chosen if tensor.part == part)
+        chosen = [one for one in settings.shape.kinds if one[0].is_trainable == trainable]
+        for part in dict.fromkeys(tensor.part for tensor, _ in chosen):
+            own = [one for one in chosen if one[0].part == part]
+            size = sum(tensor.numel * count * weight_bytes(settings, tensor) for tensor, count in own)
             yield _line(f"{word}: {part}", (size, 1), "gpu", STATE, ("w P", f"{ZERO_PAPER}.1"))
 
 
@@ -117,8 +118,8 @@ def _moments(settings: StateSettings, share: float, place: Place, source: str) -
     if known.per_hidden_param is not None:
         size -= (known.per_param - known.per_hidden_param) * settings.hidden_matrices
     if known.is_factored:
-        chosen = [tensor.shape for tensor in settings.shape.tensors if tensor.is_trainable]
-        size = known.per_param * sum(sum(one) if len(one) > 1 else one[0] for one in chosen)
+        chosen = [(tensor.shape, count) for tensor, count in settings.shape.kinds if tensor.is_trainable]
+        size = known.per_param * sum(count * (sum(one) if len(one) > 1 else one[0]) for one, count in chosen)
     formula = f"{known.per_param:g} T{'' if share == 1 else ' / N'}: {known.states}"
     return _line("optimizer states", (size * share, 1), place, STATE, (formula, f"{known.source}; {source}"))
 
@@ -240,10 +241,11 @@ def _largest_sub_group(settings: StateSettings) -> float:
 
 def _sharded_weights(settings: StateSettings, offload: str | None) -> Iterator[MemoryLine]:
     for trainable, word in ((True, "weights"), (False, "frozen weights")):
-        chosen = [tensor for tensor in settings.shape.tensors if tensor.is_trainable == trainable]
-        for part in dict.fromkeys(tensor.part for tensor in chosen):
-            own = [tensor for tensor in chosen if tensor.part == part]
-            size = sum(ceil(tensor.numel / settings.world_size) * weight_bytes(settings, tensor) for tensor in own)
+        chosen = [one for one in settings.shape.kinds if one[0].is_trainable == trainable]
+        for part in dict.fromkeys(tensor.part for tensor, _ in chosen):
+            own = [one for one in chosen if one[0].part == part]
+            numbers = ((ceil(tensor.numel / settings.world_size) * count, tensor) for tensor, count in own)
+            size = sum(number * weight_bytes(settings, tensor) for number, tensor in numbers)
             yield _line(f"{word}: {part}", (size, 1), _place(offload), STATE, ("w P / N", f"{ZERO_PAPER}.3"))
     if offload == "nvme":
         block = settings.zero["offload_param"]
@@ -257,7 +259,7 @@ def _sharded_weights(settings: StateSettings, offload: str | None) -> Iterator[M
 def _stage_3_buffers(settings: StateSettings, offload: str | None) -> Iterator[MemoryLine]:
     zero, shape, width = settings.zero, settings.shape, settings.weight_bytes
     threshold = float(zero.get("stage3_param_persistence_threshold", 1e5))
-    small = sum(tensor.numel for tensor in shape.tensors if tensor.numel <= threshold)
+    small = sum(tensor.numel * count for tensor, count in shape.kinds if tensor.numel <= threshold)
     total = shape.count()
     is_copied = settings.world_size > 1 or offload is not None  # else the gathered weight is the partition itself
     if is_copied:

@@ -64,14 +64,21 @@ class Workload:
     is_packed: bool = False
     has_mask: bool = False
     """True where attention gets an explicit mask, and each query head a copy of its keys."""
+    is_eager: bool = False
+    """True where attention keeps the logits of all pairs of tokens."""
     is_checkpointed: bool = True
     is_scored: bool = False
     device: str = "cuda"
 
     @property
     def length(self) -> int:
-        """Return the tokens of one row."""
-        return self.tokens if self.is_packed else self.tokens // max(self.rows, 1)
+        """Return the tokens of one sequence on average."""
+        return self.tokens // max(self.rows, 1)
+
+    @property
+    def positions(self) -> int:
+        """Return the positions of one row: a packed batch has one row."""
+        return self.tokens if self.is_packed else self.length
 
 
 def make_workload(
@@ -88,6 +95,7 @@ def make_workload(
     packed = bool(config.batch.packing) and traits.packs_batches and takes_packed(shape, config)
     return Workload(
         rows=rows, tokens=tokens, targets=tokens, images=rows if shape.vision else 0, is_packed=packed,
+        is_eager=config.model.attn_implementation == "eager" or shape.has_softcap or shape.model_type == "gpt_oss",
         has_mask=not packed and shape.model_type not in PACKED_MODEL_TYPES,
         is_checkpointed=config.model.gradient_checkpointing, is_scored=traits.is_scored, device=device,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from dstrain.planner.heads import saved_head_bytes
 from dstrain.planner.memory import make_state_settings
 from dstrain.planner.read_shape import read_shape
 from dstrain.planner.states import state_lines
-from dstrain.planner.workload import Workload, make_workload, read_traits
+from dstrain.planner.workload import make_workload, read_traits
 from dstrain.tasks import Task
 from dstrain.train.build_model import build_model, build_train_module
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
@@ -32,7 +33,6 @@ SMALL_BUFFERS = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000, 
 """Sizes that fit a small model, so that states are most of what is counted."""
 SHAPE = {"model_type": "llama", "vocab_size": 1024, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
-PLANNED = ("state", "buffer")
 
 
 def live_storages() -> dict[int, int]:
@@ -62,9 +62,10 @@ def _with_gradient(thing: Any) -> Iterator[torch.Tensor]:
 
 def states(kind: str, precision: str = "fp32", accumulate: int = 1, changes: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the bytes of this rank's tensors right before an optimizer step, and the predicted lines."""
-    task = tiny_task("sft", {"model": {"config": SHAPE}, **(changes or {})})
-    task.examples("train")
+    changes = changes or {}
+    task = tiny_task("sft", {**changes, "model": {"config": SHAPE, **changes.get("model", {})}})
     optim, ranks = task.recipe.optim, world()
+    batches = [make_batch(task.examples("train"), task.collate, [ranks.rank + index], 0) for index in range(accumulate)]
     offloads = "offload" in kind or "nvme" in kind
     settings = {"accumulate": accumulate, "world_size": ranks.size, "clip": optim.clip, "precision": precision,
                 "uses_custom_optimizer": optim.name != "adamw" or not offloads}  # fmt: skip
@@ -75,7 +76,6 @@ def states(kind: str, precision: str = "fp32", accumulate: int = 1, changes: dic
     with zero3_init(config):
         module = build_train_module(task)
     engine = DeepSpeedEngine(module, build_param_groups(module.model, optim), optim, config, ranks)
-    batches = [make_batch(task.examples("train"), task.collate, [ranks.rank + index], 0) for index in range(accumulate)]
     engine.step(batches, lr=1e-3)
     seen: list[dict[int, int]] = []
     inner = engine.engine.step
@@ -89,8 +89,16 @@ def states(kind: str, precision: str = "fp32", accumulate: int = 1, changes: dic
     engine.step(batches, lr=1e-3)
     engine.engine.step = inner
     found = {place: size for place, size in seen[0].items() if place not in before}
-    return {"measured": sum(found.values()), "sizes": sorted(found.values(), reverse=True)[:40],
-            "lines": predicted_states(task, config, ranks.size)}  # fmt: skip
+    lines = predicted_states(task, config, ranks.size)
+    parts = {"moments": _optimizer_state_bytes(engine.engine.optimizer)}
+    return {"measured": sum(found.values()), "parts": parts, "lines": lines}
+
+
+def _optimizer_state_bytes(optimizer: Any) -> int:
+    """Return the bytes of the optimizer's own tensors, without step counters."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    tensors = [value for state in inner.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.numel() > 1)
 
 
 def predicted_states(task: Task, config: dict[str, Any], size: int) -> list[tuple[str, str, int]]:
@@ -128,13 +136,17 @@ def activations(changes: dict[str, Any], dtype: str, count: int, name: str = "sf
 
 
 def predicted_activations(recipe: RunConfig, batch: Batch, width: int) -> dict[str, float]:
+    """Return the lines that autograd keeps, for the tokens and targets of this batch."""
     traits = read_traits(recipe)
     shape = read_shape(recipe, traits)
     plan = make_workload(recipe, shape, traits, resolve_batch(recipe.batch, 1), "cpu")
     ids = batch.tensors["input_ids"]
     targets = int(batch.tensors["learnt"].sum()) if "learnt" in batch.tensors else 0
-    workload = Workload(**{**vars(plan), "tokens": ids.numel(), "rows": ids.shape[0], "targets": targets, "is_packed": batch.is_packed})
+    workload = replace(plan, tokens=ids.numel(), rows=ids.shape[0], targets=targets, is_packed=batch.is_packed)
     lines = [line for line in activation_lines(shape, workload, width) if line.when == "pass"]
     parts = {line.name: float(line.num_bytes) for line in lines}
+    if workload.is_checkpointed:
+        # Arguments of the recomputed layers, which a closure keeps and no hook sees.
+        del parts["rotary angles"]
     parts["head"] = float(saved_head_bytes(shape, workload, width))
     return {"predicted": sum(parts.values()), **parts}

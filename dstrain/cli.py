@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from dstrain import __version__
+from dstrain.cli_lists import plan, presets, recipes, tasks
 from dstrain.cli_options import (
     FOLDER_TASK_OPTION,
     LAUNCH_OPTIONS,
     MODEL_OPTION_NAMES,
     MODEL_OPTIONS,
-    PLAN_OPTIONS,
     RECIPE_OPTIONS,
     SAMPLING_OPTION_NAMES,
     SAMPLING_OPTIONS,
@@ -42,6 +42,10 @@ def main(local_rank: int | None) -> None:
     Exit codes: 0 done, 1 failed, 2 bad usage, recipe or data, 75 stopped by a signal after a
     checkpoint (start again).
     """
+
+
+for command in (plan, presets, tasks, recipes):
+    main.add_command(command)
 
 
 @main.command()
@@ -148,25 +152,6 @@ def bench(
         run_and_exit(job, launch, scratch, json.dumps if as_json else show_bench)
 
 
-@main.command()
-@with_options(RECIPE_OPTIONS, PLAN_OPTIONS)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every line of every preset.")
-def plan(
-    recipe: str | None, task: str | None, ds_config: str | None, overrides: tuple[str, ...], as_json: bool, **options: Any
-) -> None:
-    """Predict the memory of a recipe with every preset.
-
-    Nothing is started, and data files need not exist. Prints what each process takes on its GPU, in
-    host memory and on disk, which presets fit, and the one that ds_config: auto would take.
-    """
-    from dstrain.commands.plan import PlanRequest, make_report, report_as_json, show_report
-    from dstrain.commands.recipe_args import TrainRequest
-
-    request = TrainRequest(recipe=recipe, task=task, ds_config=ds_config, overrides=overrides)
-    report = make_report(PlanRequest(train=request, **options))
-    click.echo(report_as_json(report) if as_json else show_report(report))
-
-
 def run_and_exit(
     job: Job, launch_options: Mapping[str, Any], scratch: Path | None, show: Callable[[Any], str]
 ) -> NoReturn:
@@ -204,41 +189,6 @@ def export(run: Path, step: str, to: Path, task: str | None, overrides: tuple[st
     named = [f"task={json.dumps(task)}"] if task else []
     report = export_model(run, step, to, [*named, *overrides], merge_lora)
     click.echo(f"{to}: step {report.step}, {report.dtype}; reloaded, outputs differ by at most {report.max_diff:.2g}")
-
-
-@main.command()
-@click.argument("name", required=False)
-@click.option(
-    "--adopt", type=click.Path(exists=True, path_type=Path), help="Convert a public DeepSpeed JSON to a preset."
-)
-def presets(name: str | None, adopt: Path | None) -> None:
-    """List the presets, or print one."""
-    from dstrain.commands.lists import convert_preset_file, list_presets
-
-    if adopt is None:
-        click.echo(list_presets(name))
-        return
-    text, notes = convert_preset_file(adopt)
-    click.echo(text, nl=False)
-    click.echo("\n".join(notes), err=True)
-
-
-@main.command()
-@click.argument("name", required=False)
-def tasks(name: str | None) -> None:
-    """List the tasks, or print the options of one."""
-    from dstrain.commands.lists import list_tasks
-
-    click.echo(list_tasks(name))
-
-
-@main.command()
-@click.argument("name", required=False)
-def recipes(name: str | None) -> None:
-    """List the packaged recipes, or print one."""
-    from dstrain.commands.lists import list_recipes
-
-    click.echo(list_recipes(name))
 
 
 @main.command()

@@ -97,12 +97,18 @@ TRAIN_OPTIONS = (
 )
 PLAN_OPTIONS = (
     click.option(
-        "--gpu-memory", "--gpu_memory", metavar="SIZE", help="Memory of one GPU, such as 24GiB; default: this machine's."
+        "--gpu-memory",
+        "--gpu_memory",
+        metavar="SIZE",
+        help="Memory of one GPU, such as 24GiB; default: this machine's.",
     ),
     click.option("--gpus", type=click.IntRange(1), help="GPUs per host; default: those of this machine, or 1."),
     click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Hosts."),
     click.option(
-        "--model-shape", "--model_shape", metavar="NAME", help="Plan a packaged shape, such as llama-3.1-70b, instead of the recipe's model."
+        "--model-shape",
+        "--model_shape",
+        metavar="NAME",
+        help="Plan a packaged shape, such as llama-3.1-70b, instead of the recipe's model.",
     ),
 )
 FOLDER_TASK_OPTION = click.option(

@@ -77,7 +77,14 @@ def make_report(request: PlanRequest) -> PlanReport:
     shown = own if isinstance(own, MemoryPlan) else choice.plan if choice else None
     fixes = _fixes(config, shown, shape, Budget(gpu_bytes=memory[0])) if len(memory) == 1 and shown else []
     return PlanReport(
-        config=config, plans=plans, budgets=budgets, memory_source=source, choice=choice, refusal=refusal, fixes=fixes, shown=shown
+        config=config,
+        plans=plans,
+        budgets=budgets,
+        memory_source=source,
+        choice=choice,
+        refusal=refusal,
+        fixes=fixes,
+        shown=shown,
     )
 
 
@@ -129,7 +136,11 @@ def show_report(report: PlanReport) -> str:
     plans = [plan for plan in report.plans if isinstance(plan, MemoryPlan)]
     if not plans:
         return "\n".join(map(str, report.plans))
-    parts = [describe_run(report.config.task, report.shown or plans[0]), "", show_presets(report.plans, report.budgets, MARGIN)]
+    parts = [
+        describe_run(report.config.task, report.shown or plans[0]),
+        "",
+        show_presets(report.plans, report.budgets, MARGIN),
+    ]
     parts += [f"GPU memory: {report.memory_source}; barely: fits with less than {MARGIN:.0%} free", ""]
     parts += [f"choice: {report.choice.reason}" if report.choice else f"choice: none. {report.refusal}"]
     if report.fixes and report.shown:
@@ -149,6 +160,10 @@ def report_as_json(report: PlanReport) -> str:
             continue
         fits = {name: budget.fits(plan) for name, budget in report.budgets.items()}
         rows.append({**plan.as_json(), "fits": fits})
-    choice = report.choice and {"preset": report.choice.preset, "micro": report.choice.micro, "reason": report.choice.reason}
+    choice = report.choice and {
+        "preset": report.choice.preset,
+        "micro": report.choice.micro,
+        "reason": report.choice.reason,
+    }
     values = {"choice": choice, "refusal": report.refusal, "fixes": report.fixes, "margin": MARGIN, "presets": rows}
     return json.dumps(values, indent=2)

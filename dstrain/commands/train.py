@@ -68,7 +68,8 @@ def settle_request(
     They become options, so that all processes of the launch take the same, and the run folder's recipe names them.
     Raises PresetError where nothing fits.
     """
-    device, devices = detect_device(launch), ()
+    device = detect_device(launch)
+    devices: tuple[str, ...] = ()
     if isinstance(launch, MultiHostLaunch):
         per_node, nodes = max(len(host.slots) for host in launch.hosts), len(launch.hosts)
     else:

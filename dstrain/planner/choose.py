@@ -35,9 +35,7 @@ class Choice:
     reason: str
 
 
-def choose_preset(
-    config: RunConfig, cluster: Cluster, budget: Budget, shape: ModelShape | None = None
-) -> Choice:
+def choose_preset(config: RunConfig, cluster: Cluster, budget: Budget, shape: ModelShape | None = None) -> Choice:
     """Return the fastest preset that fits into the budget less MARGIN, with the largest micro-batch that fits.
 
     `batch.micro` is solved for `batch.total` where the recipe has neither micro, accumulate nor tokens_per_micro.
@@ -49,7 +47,9 @@ def choose_preset(
     found: list[tuple[MemoryPlan, int | None]] = []
     refused: list[str] = []
     for name in _usable_presets(config, cluster):
-        fitting = next(((plan, micro) for plan, micro in _plans(config, name, cluster, (shape, traits)) if limit.fits(plan)), None)
+        fitting = next(
+            ((plan, micro) for plan, micro in _plans(config, name, cluster, (shape, traits)) if limit.fits(plan)), None
+        )
         if fitting is None:
             refused.append(name)
             continue
@@ -86,7 +86,10 @@ def _plans(
     for micro in _micro_sizes(config, cluster):
         batch = config.batch if micro is None else config.batch.model_copy(update={"micro": micro})
         try:
-            yield plan_memory(config.model_copy(update={"batch": batch, "ds_config": name}), preset, cluster, *model), micro
+            yield (
+                plan_memory(config.model_copy(update={"batch": batch, "ds_config": name}), preset, cluster, *model),
+                micro,
+            )
         except UsageError:  # an optimizer or precision that the preset does not run
             return
 
@@ -126,7 +129,9 @@ def _nothing_fits(
         *_, last = [None, *(plan for plan, _ in _plans(config, name, cluster, model))]
         plans += [last] if last is not None else []
     if not plans:
-        return PresetError(Fault("ds_config auto", "no preset runs this optimizer and precision", "name one, or change them"))
+        return PresetError(
+            Fault("ds_config auto", "no preset runs this optimizer and precision", "name one, or change them")
+        )
     best = min(plans, key=lambda plan: sum(limit.missing(plan)))
     gpu, host = limit.missing(best)
     needed, have, where = best.gpu_bytes, limit.gpu_bytes, "a GPU"
@@ -134,7 +139,13 @@ def _nothing_fits(
         where = "a process"
     if host and not gpu:
         needed, have, where = best.host_bytes_per_node, limit.host_bytes or 0, "a host"
-    smallest = config.model_copy(update={"batch": config.batch.model_copy(update={"micro": best.batch.micro, "total": best.batch.total, "accumulate": None})})
+    smallest = config.model_copy(
+        update={
+            "batch": config.batch.model_copy(
+                update={"micro": best.batch.micro, "total": best.batch.total, "accumulate": None}
+            )
+        }
+    )
     fixes = suggest_fixes(smallest, read_preset(best.preset), cluster, model[0], limit)
     enough = [fix for fix in fixes if fix.is_enough]
     named = (enough or sorted(fixes, key=lambda fix: -fix.saved_bytes))[:1]

@@ -121,7 +121,11 @@ def _candidates(config: RunConfig, preset: Preset, plan: MemoryPlan) -> Iterator
         yield from _smaller_passes(config, plan)
     if not config.model.gradient_checkpointing:
         yield {"model.gradient_checkpointing": True}, False
-    slower = PRESETS_BY_SPEED[PRESETS_BY_SPEED.index(preset.name) + 1 :] if preset.name in PRESETS_BY_SPEED else PRESETS_BY_SPEED
+    slower = (
+        PRESETS_BY_SPEED[PRESETS_BY_SPEED.index(preset.name) + 1 :]
+        if preset.name in PRESETS_BY_SPEED
+        else PRESETS_BY_SPEED
+    )
     yield from (({"ds_config": name}, False) for name in slower)
     if config.model.lora is None:
         yield {"model.lora": LORA}, False
@@ -170,4 +174,3 @@ def _values_before(config: RunConfig, preset: Preset, plan: MemoryPlan, changes:
     return {
         key: known[key] if key in known else values[key.partition(".")[0]].get(key.partition(".")[2]) for key in changes
     }
-

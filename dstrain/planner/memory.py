@@ -6,17 +6,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dstrain.config import BatchPlan, RunConfig, resolve_batch
-from dstrain.planner.activations import activation_lines
 from dstrain.planner.byte_tables import DTYPE_BYTES
 from dstrain.planner.cluster import Cluster
-from dstrain.planner.heads import head_lines
-from dstrain.planner.host import host_lines, reserve_lines
 from dstrain.planner.line import MemoryLine, Place, When
+from dstrain.planner.lines.activations import activation_lines
+from dstrain.planner.lines.heads import head_lines
+from dstrain.planner.lines.host import host_lines, reserve_lines
+from dstrain.planner.lines.state_settings import StateSettings
+from dstrain.planner.lines.states import state_lines
+from dstrain.planner.lines.vision import vision_lines
 from dstrain.planner.read_shape import read_shape, reference_shape
 from dstrain.planner.run_settings import make_run_settings
 from dstrain.planner.shape import ModelShape
-from dstrain.planner.states import StateSettings, state_lines
-from dstrain.planner.vision import vision_lines
 from dstrain.planner.workload import TaskTraits, Workload, make_workload, read_traits
 from dstrain.preset import Device, Preset, complete_preset
 
@@ -50,7 +51,9 @@ class MemoryPlan:
     @property
     def tensor_bytes(self) -> int:
         """Return the peak of tensors on the device: what torch.cuda.max_memory_allocated reports."""
-        return self.gpu_bytes - sum(line.num_bytes for line in self.lines if line.kind == "reserve" and line.place == "gpu")
+        return self.gpu_bytes - sum(
+            line.num_bytes for line in self.lines if line.kind == "reserve" and line.place == "gpu"
+        )
 
     @property
     def host_bytes_per_node(self) -> int:
@@ -84,7 +87,11 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: RunConfig, preset: Preset, cluster: Cluster, shape: ModelShape | None = None, traits: TaskTraits | None = None
+    config: RunConfig,
+    preset: Preset,
+    cluster: Cluster,
+    shape: ModelShape | None = None,
+    traits: TaskTraits | None = None,
 ) -> MemoryPlan:
     """Return the memory plan of a recipe with a preset on these machines. Imports no torch.
 
@@ -121,7 +128,9 @@ def make_state_settings(
     summed = ds_config.get("data_types", {}).get("grad_accum_dtype")
     sent = ds_config.get("communication_data_type")
     grad_bytes = _dtype_bytes(summed) or own
-    matrices = ((tensor.numel * count) for tensor, count in shape.kinds if tensor.is_trainable and len(tensor.shape) == 2)
+    matrices = (
+        (tensor.numel * count) for tensor, count in shape.kinds if tensor.is_trainable and len(tensor.shape) == 2
+    )
     hidden = sum(matrices) - shape.count("embedding", True) - shape.count("head", True)
     return StateSettings(
         shape=shape, precision=precision, zero=ds_config["zero_optimization"], grad_bytes=grad_bytes,
@@ -148,4 +157,3 @@ def _reference_lines(config: RunConfig, traits: TaskTraits, states: StateSetting
     place: Place = "nvme" if offload == "nvme" else "host" if offload else "gpu"
     formula = "w P / N" if share > 1 else "w P"
     return [MemoryLine("reference model", size, place, "state", formula, "Rafailov et al., arXiv 2305.18290, eq. 7")]
-

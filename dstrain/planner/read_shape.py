@@ -16,8 +16,16 @@ from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError, UsageError, suggest_name
 from dstrain.models.folder.adapter_config import resolve_base_model
 from dstrain.models.weights.files import find_weight_files
-from dstrain.planner.families import generic_shape, shape_from_config
-from dstrain.planner.shape import ModelShape, ParamTensor, from_tensors, part_of, with_adapters, with_frozen, with_score_head
+from dstrain.planner.families.decoders import generic_shape, shape_from_config
+from dstrain.planner.shape import (
+    ModelShape,
+    ParamTensor,
+    from_tensors,
+    part_of,
+    with_adapters,
+    with_frozen,
+    with_score_head,
+)
 from dstrain.planner.workload import TaskTraits
 
 SHAPES_DIR = Path(__file__).parent / "shapes"

@@ -96,6 +96,7 @@ class ModelShape:
         """Return the number of values of the largest tensor, trainable or frozen (None: any)."""
         return max((tensor.numel for tensor, _ in self.kinds if trainable in (None, tensor.is_trainable)), default=0)
 
+
 def with_adapters(shape: ModelShape, lora: Any, heads: Iterable[str] = ()) -> ModelShape:
     """Return the shape with LoRA adapters on its linear layers; all but them and `heads` is frozen.
 
@@ -110,7 +111,7 @@ def with_adapters(shape: ModelShape, lora: Any, heads: Iterable[str] = ()) -> Mo
         if not tensor.is_linear_weight or is_head or not _is_target(module, lora.targets):
             continue
         rows, columns = tensor.shape
-        parts = [("lora_A", (lora.rank, columns)), ("lora_B", (rows, lora.rank))]
+        parts: list[tuple[str, tuple[int, ...]]] = [("lora_A", (lora.rank, columns)), ("lora_B", (rows, lora.rank))]
         parts += [("lora_magnitude_vector", (rows,))] if lora.dora else []
         adapters += [ParamTensor(f"{module}.{name}.weight", size, "lora") for name, size in parts]
     return replace(shape, tensors=(*kept, *adapters))
@@ -130,16 +131,14 @@ def with_frozen(shape: ModelShape, patterns: Iterable[str]) -> ModelShape:
         component = tensor.part if tensor.part in ("vision", "projector") else "language"
         names = (tensor.name, tensor.name.removeprefix("model."))
         return any(
-            pattern == component and shape.vision is not None
+            (pattern == component and shape.vision is not None)
             or any(name == pattern or name.startswith(f"{pattern}.") or fnmatch(name, pattern) for name in names)
             for pattern in patterns
         )  # fmt: skip
 
     return replace(
         shape,
-        tensors=tuple(
-            replace(tensor, is_trainable=False) if is_frozen(tensor) else tensor for tensor in shape.tensors
-        ),
+        tensors=tuple(replace(tensor, is_trainable=False) if is_frozen(tensor) else tensor for tensor in shape.tensors),
     )
 
 

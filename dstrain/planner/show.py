@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dstrain.planner.fixes import Budget
+from dstrain.planner.line import When
 from dstrain.planner.memory import MemoryPlan
 from dstrain.planner.read_shape import describe_counts
 from dstrain.units import format_bytes, format_count
@@ -37,7 +38,10 @@ def show_presets(plans: Sequence[MemoryPlan | str], budgets: Mapping[str, Budget
         if isinstance(plan, str):
             notes.append(plan)
             continue
-        sizes = [format_bytes(size) if size else "-" for size in (plan.gpu_bytes, plan.host_bytes_per_node, plan.nvme_bytes_per_node)]
+        sizes = [
+            format_bytes(size) if size else "-"
+            for size in (plan.gpu_bytes, plan.host_bytes_per_node, plan.nvme_bytes_per_node)
+        ]
         rows.append([plan.preset, *sizes, *(_verdict(plan, budget, margin) for budget in budgets.values())])
     return "\n".join([_align(rows, 1), *notes])
 
@@ -57,15 +61,13 @@ def show_lines(plan: MemoryPlan) -> str:
     order = {"gpu": 0, "host": 1, "nvme": 2}
     for line in sorted(plan.lines, key=lambda line: order[line.place]):
         rows.append([line.name, line.place, WHEN[line.when], format_bytes(line.num_bytes), line.formula, line.source])
-    at = {name: format_bytes(plan.total("gpu", *when)) for name, when in _PEAK.items()}
+    times: tuple[When, ...] = ("always", "pass", "head", "layer", "step")
+    at = {name: format_bytes(plan.total("gpu", name)) for name in times}
     peak = (
-        f"peak per GPU: {format_bytes(plan.gpu_bytes)} = {at['always']} always + the larger of {at['passes']} in passes "
+        f"peak per GPU: {format_bytes(plan.gpu_bytes)} = {at['always']} always + the larger of {at['pass']} in passes "
         f"with the larger of {at['head']} in the head and {at['layer']} in one layer, and {at['step']} in the step"
     )
     return f"{_align(rows, 3)}\n{peak}"
-
-
-_PEAK: dict[str, tuple[str, ...]] = {"always": ("always",), "passes": ("pass",), "head": ("head",), "layer": ("layer",), "step": ("step",)}
 
 
 def _align(rows: Sequence[Sequence[str]], first_number: int) -> str:

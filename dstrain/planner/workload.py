@@ -81,9 +81,7 @@ class Workload:
         return self.tokens if self.is_packed else self.length
 
 
-def make_workload(
-    config: RunConfig, shape: ModelShape, traits: TaskTraits, batch: BatchPlan, device: str
-) -> Workload:
+def make_workload(config: RunConfig, shape: ModelShape, traits: TaskTraits, batch: BatchPlan, device: str) -> Workload:
     """Return the pass with as many tokens as the recipe allows: each row has data.max_length."""
     micro, length = batch.micro, config.data.max_length
     rows = micro * traits.rows_per_sample

@@ -32,10 +32,15 @@ def settle_preset(
     candidate = find_resume_candidate(run_dir, resume)
     recorded = None if candidate is None else read_recorded_recipe(candidate)
     if candidate is not None and recorded is not None and recorded.ds_config != AUTO:
-        is_open = config.batch.micro is None and config.batch.accumulate is None and config.batch.tokens_per_micro is None
+        is_open = (
+            config.batch.micro is None and config.batch.accumulate is None and config.batch.tokens_per_micro is None
+        )
         micro = recorded.batch.micro if is_open else None
         passes = "" if micro is None else f", batch.micro {micro}"
-        return (recorded.ds_config, micro), f"ds_config auto: {recorded.ds_config}{passes}, as {candidate.path.name} was trained"
+        return (
+            recorded.ds_config,
+            micro,
+        ), f"ds_config auto: {recorded.ds_config}{passes}, as {candidate.path.name} was trained"
     choice = choose_preset(config, cluster, find_budget(cluster, devices))
     return (choice.preset, choice.micro), f"ds_config auto: {choice.reason}"
 
@@ -73,7 +78,10 @@ def settle_on_rank_0(
         return config
     own, device = worker
     cluster = Cluster(
-        gpus_per_node=own.local_world_size, nodes=max(1, own.world_size // own.local_world_size), kind=device.kind, bf16=device.bf16
+        gpus_per_node=own.local_world_size,
+        nodes=max(1, own.world_size // own.local_world_size),
+        kind=device.kind,
+        bf16=device.bf16,
     )
     settled: Settled | None = None
     if own.rank == 0:

@@ -16,12 +16,12 @@ from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.models.params.groups import build_param_groups
 from dstrain.models.params.zero3 import zero3_init
-from dstrain.planner.activations import activation_lines
 from dstrain.planner.cluster import Cluster
-from dstrain.planner.heads import saved_head_bytes
+from dstrain.planner.lines.activations import activation_lines
+from dstrain.planner.lines.heads import saved_head_bytes
+from dstrain.planner.lines.states import state_lines
 from dstrain.planner.memory import make_state_settings
 from dstrain.planner.read_shape import read_shape
-from dstrain.planner.states import state_lines
 from dstrain.planner.workload import make_workload, read_traits
 from dstrain.tasks import Task
 from dstrain.train.build_model import build_model, build_train_module
@@ -60,7 +60,9 @@ def _with_gradient(thing: Any) -> Iterator[torch.Tensor]:
         return
 
 
-def states(kind: str, precision: str = "fp32", accumulate: int = 1, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+def states(
+    kind: str, precision: str = "fp32", accumulate: int = 1, changes: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the bytes of this rank's tensors right before an optimizer step, and the predicted lines."""
     changes = changes or {}
     task = tiny_task("sft", {**changes, "model": {"config": SHAPE, **changes.get("model", {})}})

@@ -60,7 +60,14 @@ FAST_PASSES = {
 
 
 def passes() -> list[Any]:
-    every = product(("sft", "rm", "dpo"), ("llama", "qwen2", "qwen3", "gemma"), ("float32", "bfloat16"), (False, True), ("full", "lora"), (True, False))
+    every = product(
+        ("sft", "rm", "dpo"),
+        ("llama", "qwen2", "qwen3", "gemma"),
+        ("float32", "bfloat16"),
+        (False, True),
+        ("full", "lora"),
+        (True, False),
+    )
     return [pytest.param(*case, marks=[] if case in FAST_PASSES else pytest.mark.slow) for case in every]
 
 
@@ -71,8 +78,15 @@ def test_the_activations_of_a_pass_are_predicted(
     for sizes in (TINY, OTHER):
         model = {"config": {"model_type": family, **sizes}, "gradient_checkpointing": checkpointed,
                  "lora": {"rank": 8} if trained == "lora" else None}  # fmt: skip
-        changes = {"model": model, "batch": {"packing": packed}, "data": {"max_length": 200}, **(SIMPO if task == "dpo" else {})}
+        changes = {
+            "model": model,
+            "batch": {"packing": packed},
+            "data": {"max_length": 200},
+            **(SIMPO if task == "dpo" else {}),
+        }
         (found,) = one("tests.parity.memory_cases:activations", dtype=dtype, count=3, name=task, changes=changes)
         error = found["predicted"] / found["measured"] - 1
-        print(f"{task} {family} {dtype} {'checkpointed ' * checkpointed}{trained}{' packed' * packed}: {found['measured']} bytes, predicted {error:+.2%}")
+        print(
+            f"{task} {family} {dtype} {'checkpointed ' * checkpointed}{trained}{' packed' * packed}: {found['measured']} bytes, predicted {error:+.2%}"
+        )
         assert abs(error) <= ACTIVATIONS, found

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dstrain.planner.families.vision import PROJECTORS, VISION_FAMILIES
 from dstrain.planner.shape import ModelShape, ParamTensor, part_of
-from dstrain.planner.vision_families import PROJECTORS, VISION_FAMILIES
 
 # Shapes: H width, A heads times head width, K key-value heads times head width, I width of the MLP, V vocabulary.
 
@@ -155,6 +155,3 @@ def generic_shape(config: Mapping[str, Any]) -> ModelShape:
         tied=bool(config.get("tie_word_embeddings", True)),
         tensors=(),
     )
-
-
-

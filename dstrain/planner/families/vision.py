@@ -82,8 +82,11 @@ def _qwen_2_5_tensors(vision: VisionShape, patch: tuple[int, ...]) -> Iterator[t
 
 def _qwen_2_5_merger(vision: VisionShape, width: int, whole: Mapping[str, Any]) -> Tensors:
     merged = vision.hidden * vision.patches // vision.tokens
-    tensors = [("model.visual.merger.ln_q.weight", (vision.hidden,))]
-    tensors += [*_linear("model.visual.merger.mlp.0", merged, merged), *_linear("model.visual.merger.mlp.2", width, merged)]
+    tensors: list[tuple[str, tuple[int, ...]]] = [("model.visual.merger.ln_q.weight", (vision.hidden,))]
+    tensors += [
+        *_linear("model.visual.merger.mlp.0", merged, merged),
+        *_linear("model.visual.merger.mlp.2", width, merged),
+    ]
     return _named(tensors)
 
 

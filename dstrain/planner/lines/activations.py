@@ -61,9 +61,7 @@ def read_graphs(shape: ModelShape) -> tuple[LayerGraph, ...]:
 
 def _read_graph(tensors: list[tuple[str, bool, int]], before: bool) -> LayerGraph:
     trained = [name for name, is_trainable, _ in tensors if is_trainable]
-    kept = {
-        group for group, names in _GROUPS.items() if any(f".{name}." in one for name in names for one in trained)
-    }
+    kept = {group for group, names in _GROUPS.items() if any(f".{name}." in one for name in names for one in trained)}
     norms = any("norm" in name and "_norm." not in name.replace("layernorm", "") for name in trained)
     # Of families without these names: all inputs, if anything is trained.
     if trained and not kept and not norms:
@@ -124,7 +122,9 @@ def activation_lines(shape: ModelShape, workload: Workload, width: int) -> Itera
         "transformers models/llama/modeling_llama.py", "pass",
     )  # fmt: skip
     angles = 2 * width * shape.head_dim * workload.positions
-    yield MemoryLine("rotary angles", angles, "gpu", "activation", "2 w L D", "Su et al., arXiv 2104.09864, eq. 34", "pass")
+    yield MemoryLine(
+        "rotary angles", angles, "gpu", "activation", "2 w L D", "Su et al., arXiv 2104.09864, eq. 34", "pass"
+    )
     if any(graph.is_recorded for graph in graphs):
         inner = width * tokens * (3 * shape.intermediate + 2 * shape.hidden) + 4 * tokens * shape.hidden
         yield MemoryLine(

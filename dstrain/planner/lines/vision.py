@@ -26,10 +26,14 @@ def vision_lines(shape: ModelShape, workload: Workload, width: int) -> Iterator[
     )  # fmt: skip
     per_patch = width * (6 * vision.hidden + (4 if vision.is_gated else 3) * vision.intermediate) + 4 * vision.heads
     per_patch += (8 + 2 * width) * vision.hidden if vision.is_gated else 2 * width * vision.hidden + 16
-    is_trained = any(tensor.is_trainable for tensor in shape.tensors if "vis" in tensor.name and tensor.part != "projector")
+    is_trained = any(
+        tensor.is_trainable for tensor in shape.tensors if "vis" in tensor.name and tensor.part != "projector"
+    )
     if is_trained and workload.is_checkpointed:
         inputs = width * patches * vision.hidden * vision.layers
-        yield MemoryLine("inputs of the encoder's layers", inputs, "gpu", "activation", "w S H per layer", SOURCE, "pass")
+        yield MemoryLine(
+            "inputs of the encoder's layers", inputs, "gpu", "activation", "w S H per layer", SOURCE, "pass"
+        )
     elif is_trained:
         yield MemoryLine(
             "activations of the vision encoder", round(per_patch * patches * vision.layers), "gpu", "activation",
@@ -41,4 +45,6 @@ def vision_lines(shape: ModelShape, workload: Workload, width: int) -> Iterator[
             "w S (6 H + 3 I), nothing is kept", SOURCE, "layer",
         )  # fmt: skip
     projected = width * (patches * vision.hidden + 3 * tokens * shape.hidden)
-    yield MemoryLine("activations of the projector", projected, "gpu", "activation", "w (S H + 3 S' H')", SOURCE, "pass")
+    yield MemoryLine(
+        "activations of the projector", projected, "gpu", "activation", "w (S H + 3 S' H')", SOURCE, "pass"
+    )

@@ -74,6 +74,11 @@ class ModelShape:
     counted_from: str = "config"
     """config, safetensors headers, or meta device."""
 
+    @property
+    def has_fp32_norms(self) -> bool:
+        """Return True where norms multiply with their weight in fp32, as Gemma's do."""
+        return self.model_type.startswith("gemma")
+
     @cached_property
     def kinds(self) -> tuple[tuple[ParamTensor, int], ...]:
         """One tensor of each size, part and role, and how many there are: sums over 80 equal layers need one of them."""

@@ -7,7 +7,11 @@ from typing import Any
 
 from dstrain.config.resolve import BatchPlan
 from dstrain.config.schema import ModelConfig, RunConfig
-from dstrain.models.attention.model_types import PACKED_MODEL_TYPES, PACKED_VISION_MODEL_TYPES
+from dstrain.models.attention.model_types import (
+    NO_MASK_MODEL_TYPES,
+    PACKED_MODEL_TYPES,
+    PACKED_VISION_MODEL_TYPES,
+)
 from dstrain.planner.shape import ModelShape
 from dstrain.tasks import make_task
 
@@ -94,7 +98,7 @@ def make_workload(config: RunConfig, shape: ModelShape, traits: TaskTraits, batc
     return Workload(
         rows=rows, tokens=tokens, targets=tokens, images=rows if shape.vision else 0, is_packed=packed,
         is_eager=config.model.attn_implementation == "eager" or shape.has_softcap or shape.model_type == "gpt_oss",
-        has_mask=not packed and shape.model_type not in PACKED_MODEL_TYPES,
+        has_mask=not packed and shape.model_type not in NO_MASK_MODEL_TYPES,
         is_checkpointed=config.model.gradient_checkpointing, is_scored=traits.is_scored, device=device,
     )  # fmt: skip
 

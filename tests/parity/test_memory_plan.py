@@ -76,6 +76,8 @@ def test_the_activations_of_a_pass_are_predicted(
     one: Workers, task: str, family: str, dtype: str, checkpointed: bool, trained: str, packed: bool
 ) -> None:
     for sizes in (TINY, OTHER):
+        if family == "qwen2":  # its heads divide the width
+            sizes = {name: size for name, size in sizes.items() if name != "head_dim"}
         model = {"config": {"model_type": family, **sizes}, "gradient_checkpointing": checkpointed,
                  "lora": {"rank": 8} if trained == "lora" else None}  # fmt: skip
         changes = {

@@ -81,9 +81,8 @@ def layer_bytes_per_token(shape: ModelShape, graph: LayerGraph, width: int, work
     if not graph.is_recorded:
         return 0.0
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    fp32_norms = shape.model_type.startswith("gemma")  # they multiply with the weight in fp32
     norm_input = 4 * shape.hidden + 4  # its fp32 copy and 1 / root mean square
-    normed = (4 if fp32_norms else width) * shape.hidden if graph.norms_trained else 0
+    normed = (4 if shape.has_fp32_norms else width) * shape.hidden if graph.norms_trained else 0
     size = shape.norms_per_layer * (norm_input + normed)
     if not graph.input_needs_grad:
         size -= norm_input
@@ -91,6 +90,8 @@ def layer_bytes_per_token(shape: ModelShape, graph: LayerGraph, width: int, work
     if shape.has_qk_norm:
         size += (4 + (normed and width)) * (wide + narrow) + 4 * (shape.heads + shape.kv_heads)
     keys = wide if workload.has_mask or workload.is_eager else narrow
+    if workload.has_mask:
+        size += width * workload.length  # each call converts the boolean mask
     # Queries, keys, values and output of attention, and the fp32 normalizer of each head.
     size += width * (wide + 2 * keys + wide) + 4 * shape.heads
     if workload.is_packed and workload.device == "cpu":
@@ -136,7 +137,8 @@ def activation_lines(shape: ModelShape, workload: Workload, width: int) -> Itera
 def outside_bytes(shape: ModelShape, workload: Workload, width: int) -> int:
     """Return what autograd keeps of the embedding and the last norm."""
     trained = {tensor.name.rpartition(".")[0].rpartition(".")[2] for tensor in shape.tensors if tensor.is_trainable}
-    norm = 4 * shape.hidden + 4 + (width * shape.hidden if "norm" in trained else 0)
+    wide = 4 if shape.has_fp32_norms else width
+    norm = 4 * shape.hidden + 4 + (wide * shape.hidden if "norm" in trained else 0)
     ids = 8 if any(tensor.is_trainable and tensor.part == "embedding" for tensor in shape.tensors) else 0
     rows = width * shape.hidden if workload.is_scored and not workload.is_packed else 0  # scores of every position
     return round(workload.tokens * (ids + norm + rows))

@@ -428,6 +428,8 @@ def test_the_control_plane_answers_without_torch(tmp_path: Path) -> None:
         ["--help"], ["train", "--help"], ["tasks"], ["tasks", "rm"], ["presets"], ["presets", "zero3_nvme"],
         ["recipes"], ["recipes", "demo-rm"], ["init", "rm"],
         ["train", "demo-rm", "--num-gpus", "2", "--dry-run"],
+        ["train", "demo-rm", "--num-gpus", "2", "--dry-run", "--ds-config", "auto"],
+        ["plan", "demo-rm", "--gpu-memory", "24GiB"], ["plan", "demo-sft", "--model-shape", "llama-3.1-70b", "--json"],
     ]  # fmt: skip
     quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

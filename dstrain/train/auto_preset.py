@@ -84,9 +84,10 @@ def settle_on_rank_0(
         bf16=device.bf16,
     )
     settled: Settled | None = None
-    if own.rank == 0:
+    if world.rank == 0:
         settled, line = settle_preset(config, run_dir, resume, cluster)
-        print(line, flush=True)
+        if own.rank == 0:
+            print(line, flush=True)
     settled = world.gather(settled)[0]
     assert settled is not None, "rank 0 decided, or raised on all"
     return apply_settled(config, (str(settled[0]), settled[1]))

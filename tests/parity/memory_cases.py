@@ -43,6 +43,8 @@ def live_storages() -> dict[int, int]:
         warnings.simplefilter("ignore")
         for thing in gc.get_objects():
             for tensor in _with_gradient(thing):
+                if tensor.dim() == 3:  # an activation that a hook's closure still holds: no weight has three dimensions
+                    continue
                 storage = tensor.untyped_storage()
                 if storage.nbytes() and tensor.device.type == "cpu":
                     found[storage.data_ptr()] = storage.nbytes()

@@ -27,10 +27,9 @@ def plan(
     host memory and on disk, which presets fit, and the one that ds_config: auto would take.
     """
     from dstrain.commands.plan import PlanRequest, make_report, report_as_json, show_report
-    from dstrain.commands.recipe_args import TrainRequest
 
-    request = TrainRequest(recipe=recipe, task=task, ds_config=ds_config, overrides=overrides)
-    report = make_report(PlanRequest(train=request, **options))
+    request = PlanRequest(recipe=recipe, task=task, ds_config=ds_config, overrides=overrides, **options)
+    report = make_report(request)
     click.echo(report_as_json(report) if as_json else show_report(report))
 
 

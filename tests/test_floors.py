@@ -82,10 +82,12 @@ FLOORS_WITHIN = {
         ),
     ),
     "commands": (
+        ("find_recipe",),
         (
             "checks",
             "data",
             "init",
+            "plan",
             "recipe_args",
             "temp_dirs",
             "uninitialized_model",
@@ -100,7 +102,6 @@ FLOORS_WITHIN = {
             "bench",
             "evaluate",
             "export",
-            "plan",
             "prepare",
         ),
         ("generate",),

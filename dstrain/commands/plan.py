@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.commands.recipe_args import TrainRequest, find_path, find_recipe
+from dstrain.commands.find_recipe import find_path, find_recipe
 from dstrain.config import RunConfig, read_recipe
 from dstrain.errors import DstrainError, UsageError
 from dstrain.launch.topology import visible_gpus
@@ -31,7 +31,10 @@ MAX_FIXES = 3
 class PlanRequest:
     """Options of `dstrain plan`."""
 
-    train: TrainRequest
+    recipe: str | None = None
+    task: str | None = None
+    ds_config: str | None = None
+    overrides: Sequence[str] = ()
     gpu_memory: str | None = None
     gpus: int | None = None
     nodes: int = 1
@@ -90,9 +93,8 @@ def make_report(request: PlanRequest) -> PlanReport:
 
 def read_plan_recipe(request: PlanRequest) -> RunConfig:
     """Return the recipe with the task's defaults. Data files need not exist here. Raises UsageError."""
-    train = request.train
-    path = find_recipe(train.recipe, bool(train.task or train.overrides or train.ds_config))
-    recipe = read_recipe(path, train.overrides, train.task, train.ds_config)
+    path = find_recipe(request.recipe, bool(request.task or request.overrides or request.ds_config))
+    recipe = read_recipe(path, request.overrides, request.task, request.ds_config)
     config, model = recipe.config, recipe.config.model
     if request.model_shape is not None:
         model = model.model_copy(update={"path": None, "config": named_config(request.model_shape)})

@@ -62,7 +62,7 @@ def test_a_preset_that_does_not_fit_gets_its_cheapest_fixes(big: str) -> None:
     fixes = output.partition("zero2 does not fit. Cheapest fixes:\n")[2].split("\n\n")[0].splitlines()
     assert 1 <= len(fixes) <= 3
     assert all(" saves " in fix for fix in fixes)
-    assert fixes[0].strip().startswith("ds_config zero2 -> zero3 saves ")
+    assert fixes[0].strip().startswith(("ds_config zero2 -> zero3_offload saves ", "batch.micro 4 -> "))
 
 
 def test_without_a_gpu_common_sizes_are_compared(big: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_without_a_gpu_common_sizes_are_compared(big: str, monkeypatch: pytest.M
         (["--gpu-memory", "plenty"], "--gpu-memory: 'plenty' is not a size of memory; write it like 24GiB"),
         (["--model-shape", "llama"], "--model-shape llama: there is no such shape"),
         (["--set", "batch.mirco=1"], "no such key"),
-        (["--set", "model.path=/nowhere/model"], "model"),
+        (["--set", "model.path=/nowhere/model"], "parameters cannot be counted"),
     ],
 )
 def test_bad_input_exits_with_2(big: str, words: list[str], message: str) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from dstrain.commands.run_job import SINGLE_WORKER
 from dstrain.commands.temp_dirs import make_scratch, make_scratch_path
 from dstrain.commands.trained_model import hash_weights
 from dstrain.config import Recipe, RunConfig
+from dstrain.errors import UsageError
 from dstrain.launch.topology import worker_from_env
 from dstrain.preset import Device, read_preset
 from dstrain.tasks import make_task
@@ -125,7 +126,7 @@ class BenchJob:
             "trained_parameters": trained,
             "warmup_steps": WARMUP_STEPS,
             **_measure(engine, plan, self.steps),
-            "plan": None,
+            "plan": _planned_gib(plan, world),
         }
 
 
@@ -224,6 +225,22 @@ def summarize(ranks: Sequence[Mapping[str, Any]], peak_flops: float | None) -> d
     }
 
 
+def _planned_gib(plan: RunPlan, world: World) -> dict[str, float] | None:
+    """Return the memory that `dstrain plan` predicts, in GiB: tensors of a GPU, and all of a host; None where it cannot."""
+    from dstrain.planner.cluster import Cluster
+    from dstrain.planner.memory import plan_memory
+
+    kind: Literal["cuda", "cpu"] = "cuda" if world.device.type == "cuda" else "cpu"
+    nodes = max(1, world.size // plan.local_world_size)
+    try:
+        found = plan_memory(
+            plan.config, plan.preset, Cluster(gpus_per_node=plan.local_world_size, nodes=nodes, kind=kind)
+        )
+    except UsageError:  # a model whose parameters cannot be counted
+        return None
+    return {"tensors": found.tensor_bytes / 2**30, "host": found.host_bytes_per_node / 2**30}
+
+
 def _device_name(device: torch.device) -> str:
     import torch
 
@@ -262,6 +279,8 @@ def show_bench(row: Mapping[str, Any]) -> str:
         "MFU": share(row["mfu"]),
         "peak GPU memory": gib(row["peak_memory_gib"]),
         "peak host memory": gib(row["host_memory_gib"]),
-        "plan": "not yet",
+        "planned": "unknown"
+        if row.get("plan") is None
+        else f"{row['plan']['tensors']:.3g} GiB of tensors per process, {row['plan']['host']:.3g} GiB on a host",
     }
     return "\n".join(f"{name:18} {value}" for name, value in lines.items())

@@ -24,7 +24,7 @@ from dstrain.launch.topology import Worker, gpus_support_bf16, worker_from_env
 from dstrain.planner.choose import AUTO
 from dstrain.planner.cluster import Cluster
 from dstrain.preset import Device, read_preset
-from dstrain.train.auto_preset import settle_preset
+from dstrain.train.auto_preset import resolve_auto
 from dstrain.train.ds_config import batch_warnings, check_offload_folders
 from dstrain.train.resume.recorded import ResumeOptions
 from dstrain.train.run_dir import check_run_dir_writable
@@ -41,7 +41,7 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
     options = LaunchOptions(**launch_options)
     launch = plan_launch(options, request.to_argv(run_dir), os.environ, recipe.config.launch)
     if recipe.config.ds_config == AUTO:
-        request = settle_request(request, recipe, run_dir, launch)
+        request = resolve_auto_request(request, recipe, run_dir, launch)
         recipe = resolve_recipe(request)
         launch = plan_launch(options, request.to_argv(run_dir), os.environ, recipe.config.launch)
     if line := cpu_overload_warning(launch):
@@ -60,7 +60,7 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
     return _launch_training(launch, recipe, run_dir, resume)
 
 
-def settle_request(
+def resolve_auto_request(
     request: TrainRequest, recipe: Recipe, run_dir: Path, launch: LocalLaunch | MultiHostLaunch
 ) -> TrainRequest:
     """Return the request with the preset and micro-batch that `ds_config: auto` means here; print them.
@@ -77,7 +77,7 @@ def settle_request(
         nodes = max(1, launch.world_size // per_node)
     cluster = Cluster(gpus_per_node=per_node, nodes=nodes, kind=device.kind, bf16=device.bf16)
     resume = ResumeOptions(request.resume, request.allowed_changes)
-    (name, micro), line = settle_preset(recipe.config, run_dir, resume, cluster, devices)
+    (name, micro), line = resolve_auto(recipe.config, run_dir, resume, cluster, devices)
     print(line, file=sys.stderr, flush=True)
     overrides = request.overrides if micro is None else (*request.overrides, f"batch.micro={micro}")
     return replace(request, ds_config=name, overrides=overrides)

@@ -105,11 +105,13 @@ def plan_memory(
     batch = resolve_batch(config.batch, cluster.world_size, preset.micro, preset.accumulate)
     device = Device(cluster.kind, cluster.bf16 or cluster.kind == "cpu")
     settings = make_run_settings(config, preset, batch, (cluster.world_size, device), "nvme")
-    states = make_state_settings(config, shape, complete_preset(preset, settings=settings), cluster)
+    ds_config = complete_preset(preset, settings=settings)
+    states = make_state_settings(config, shape, ds_config, cluster)
     workload = make_workload(config, shape, traits, batch, cluster.kind)
     width = states.weight_bytes
     lines = [*state_lines(states), *_reference_lines(config, traits, states)]
-    lines += activation_lines(shape, workload, width)
+    on_host = ds_config.get("activation_checkpointing", {}).get("cpu_checkpointing", False)
+    lines += (_on_host(line) if on_host else line for line in activation_lines(shape, workload, width))
     lines += [*head_lines(shape, workload, width), *vision_lines(shape, workload, width)]
     lines += host_lines(states, workload, config.data.prefetch, config.save.background)
     made = MemoryPlan(
@@ -117,6 +119,11 @@ def plan_memory(
         lines=tuple(line for line in lines if line.num_bytes),
     )  # fmt: skip
     return replace(made, lines=(*made.lines, *reserve_lines(made.gpu_bytes, cluster.kind)))
+
+
+def _on_host(line: MemoryLine) -> MemoryLine:
+    """Return the inputs of checkpointed layers as they are with cpu_checkpointing; another line as it is."""
+    return replace(line, place="host", when="always") if line.name == "inputs of the layers" else line
 
 
 def make_state_settings(

@@ -17,13 +17,13 @@ from dstrain.planner.fixes import Budget
 from dstrain.preset import Device
 from dstrain.train.resume.recorded import ResumeOptions, find_resume_candidate, read_recorded_recipe
 
-Settled = tuple[str, int | None]
+AutoChoice = tuple[str, int | None]
 """Name of a preset, and `batch.micro`, None where the recipe decides it."""
 
 
-def settle_preset(
+def resolve_auto(
     config: RunConfig, run_dir: Path, resume: ResumeOptions, cluster: Cluster, devices: Sequence[str] = ()
-) -> tuple[Settled, str]:
+) -> tuple[AutoChoice, str]:
     """Return the preset and micro-batch of a recipe with `ds_config: auto`, and the line that says why.
 
     A resumed run takes those that it was trained with. `devices`: the GPUs of the launch as CUDA_VISIBLE_DEVICES names
@@ -58,16 +58,16 @@ def find_budget(cluster: Cluster, devices: Sequence[str] = ()) -> Budget:
     return Budget(gpu_bytes=min(chosen or found), host_bytes=host_bytes())
 
 
-def apply_settled(config: RunConfig, settled: Settled) -> RunConfig:
+def apply_choice(config: RunConfig, chosen: AutoChoice) -> RunConfig:
     """Return the recipe with the preset and micro-batch."""
-    name, micro = settled
+    name, micro = chosen
     values: dict[str, Any] = {"ds_config": name}
     if micro is not None:
         values["batch"] = config.batch.model_copy(update={"micro": micro})
     return config.model_copy(update=values)
 
 
-def settle_on_rank_0(
+def resolve_auto_on_rank_0(
     config: RunConfig, run_dir: Path, resume: ResumeOptions, worker: tuple[Worker, Device], world: Ranks
 ) -> RunConfig:
     """Return the recipe of a process that a launcher started, with what rank 0 decided. Collective for `auto`.
@@ -83,11 +83,11 @@ def settle_on_rank_0(
         kind=device.kind,
         bf16=device.bf16,
     )
-    settled: Settled | None = None
+    chosen: AutoChoice | None = None
     if world.rank == 0:
-        settled, line = settle_preset(config, run_dir, resume, cluster)
+        chosen, line = resolve_auto(config, run_dir, resume, cluster)
         if own.rank == 0:
             print(line, flush=True)
-    settled = world.gather(settled)[0]
-    assert settled is not None, "rank 0 decided, or raised on all"
-    return apply_settled(config, (str(settled[0]), settled[1]))
+    chosen = world.gather(chosen)[0]
+    assert chosen is not None, "rank 0 decided, or raised on all"
+    return apply_choice(config, (str(chosen[0]), chosen[1]))

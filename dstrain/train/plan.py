@@ -29,7 +29,7 @@ from dstrain.report.sinks import check_trackers
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import load_split
 from dstrain.tasks.common.text import TextTask
-from dstrain.train.auto_preset import settle_on_rank_0
+from dstrain.train.auto_preset import resolve_auto_on_rank_0
 from dstrain.train.build_model import resolve_model_dtype
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.ds_config import check_offload_folders, resolve_ds_config
@@ -134,7 +134,7 @@ def make_plan(
     with rendezvous or contextlib.nullcontext():
         world: Ranks = rendezvous or SingleProcessWorld()
         check_run_dir_shared(run_dir, world)  # a rank that sees another folder would find every checkpoint damaged
-        config = settle_on_rank_0(recipe.config, run_dir, resume, (worker, get_preset_device(device)), world)
+        config = resolve_auto_on_rank_0(recipe.config, run_dir, resume, (worker, get_preset_device(device)), world)
         preset = read_preset(config.ds_config)
         start = decide_start(CheckpointStore(folder=run_dir / "checkpoints", world=world), resume)
         checkpoint = start.checkpoint

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +87,16 @@ def test_bad_input_exits_with_2(big: str, words: list[str], message: str) -> Non
     assert message in result.output
 
 
-def test_a_plan_of_128_gpus_answers_in_half_a_second(big: str) -> None:
-    """In one of a few tries: the tests beside it take the cores too."""
+def test_a_plan_of_128_gpus_answers_in_half_a_second(big: str, tmp_path: Path) -> None:
+    """In seconds of a core, which tests beside it do not lengthen as much, in one of a few tries, with compiled files."""
     command = [sys.executable, "-m", "dstrain", "plan", big, "--gpus", "8", "--nodes", "16", "--gpu-memory", "80GiB"]
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
     times: list[float] = []
-    while len(times) < 3 or (min(times) >= 0.5 and len(times) < 20):
-        start = time.perf_counter()
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-        times.append(time.perf_counter() - start)
+    while len(times) < 4 or (min(times) >= 0.5 and len(times) < 12):
+        before = os.times()
+        subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
     assert min(times) < 0.5, times
 
 

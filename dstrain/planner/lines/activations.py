@@ -89,7 +89,8 @@ def layer_bytes_per_token(shape: ModelShape, graph: LayerGraph, width: int, work
     size += width * shape.hidden * sum(group in graph.kept_inputs for group in ("attention", "mlp"))
     if shape.has_qk_norm:
         size += (4 + (normed and width)) * (wide + narrow) + 4 * (shape.heads + shape.kv_heads)
-    keys = wide if workload.has_mask or workload.is_eager else narrow
+    # Each query head gets a copy of its keys; one key head for all of them is expanded without a copy.
+    keys = wide if (workload.has_mask or workload.is_eager) and shape.kv_heads > 1 else narrow
     if workload.has_mask:
         size += width * workload.length  # each call converts the boolean mask
     # Queries, keys, values and output of attention, and the fp32 normalizer of each head.

@@ -109,6 +109,11 @@ def _stage_3_buffers(settings: StateSettings, offload: str | None) -> Iterator[M
             ("w x min(P, max(stage3_max_live_parameters, largest tensor + prefetch))",
              "DeepSpeed runtime/zero/partitioned_param_coordinator.py"),
         )  # fmt: skip
+    if (group := int(zero.get("zero_hpz_partition_size", 1))) > 1:
+        yield make_line(
+            "secondary partition of the weights", (total / group, width), "gpu", BUFFER,
+            ("w P / zero_hpz_partition_size", "Wang et al., arXiv 2306.10209, section 3.2"),
+        )  # fmt: skip
     if zero.get("contiguous_gradients", True):
         yield make_line(
             "reduce bucket", (float(zero.get("reduce_bucket_size", 5e8)), settings.comm_bytes), "gpu", BUFFER,

@@ -40,11 +40,11 @@ def head_lines(shape: ModelShape, workload: Workload, width: int) -> Iterator[Me
         "logits of a slice", round(3 * block + slices), "gpu", "activation", "3 fp32 blocks and a slice",
         f"{SOURCE}, SLICE_SHARE and BLOCK_SHARE", "head",
     )  # fmt: skip
-    if trains_head(shape):
-        size = vocab * shape.hidden * (width if kept >= targets or width == 4 else width + 4)
+    if kept and kept < targets:
+        # The gradient itself is counted with the gradients, or as the gradient of one tensor.
         yield MemoryLine(
-            "gradient of the head", size, "gpu", "activation", "w V H, and 4 V H where errors are recomputed",
-            f"{SOURCE}, _parameter_gradient", "head",
+            "fp32 sum of the head's gradient", 4 * vocab * shape.hidden, "gpu", "activation",
+            "4 V H where errors are recomputed", f"{SOURCE}, _parameter_gradient", "head",
         )  # fmt: skip
 
 

@@ -107,7 +107,8 @@ def plan_memory(
     settings = make_run_settings(config, preset, batch, (cluster.world_size, device), "nvme")
     ds_config = complete_preset(preset, settings=settings)
     states = make_state_settings(config, shape, ds_config, cluster)
-    workload = make_workload(config, shape, traits, batch, cluster.kind)
+    largest = replace(batch, micro=batch.largest_micro(cluster.world_size))
+    workload = make_workload(config, shape, traits, largest, cluster.kind)
     width = states.weight_bytes
     lines = [*state_lines(states), *_reference_lines(config, traits, states)]
     on_host = ds_config.get("activation_checkpointing", {}).get("cpu_checkpointing", False)

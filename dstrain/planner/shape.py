@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -123,8 +124,8 @@ def with_adapters(shape: ModelShape, lora: Any, heads: Iterable[str] = ()) -> Mo
 
 
 def _is_target(module: str, targets: str | list[str]) -> bool:
-    if isinstance(targets, str):
-        return targets == "all-linear" or module.endswith(targets)
+    if isinstance(targets, str):  # a regular expression of the whole name, as peft reads it
+        return targets == "all-linear" or re.fullmatch(targets, module) is not None
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 

@@ -29,38 +29,29 @@ def stage_3_lines(settings: StateSettings) -> Iterator[MemoryLine]:
     yield from _sharded_weights(settings, params)
     # Also in fp32: DeepSpeed compares a torch.device with a name, and so always copies the partition.
     yield make_line(
-        "fp32 master weights", (trained, 4), place, STATE, ("4 T / N", f"{STAGE_3}, fp32_partitioned_groups_flat")
-    )
+        "master weights", (trained, settings.master_bytes), place, STATE,
+        ("4 T / N, 2 T / N in bf16", f"{STAGE_3}, fp32_partitioned_groups_flat"),
+    )  # fmt: skip
     yield moments(settings, trained / max(settings.trained, 1), place, f"{ZERO_PAPER}.3")
-    on_host: Place = "host" if optimizer else "gpu"
-    yield make_line(
-        "gradients",
-        (trained, settings.grad_bytes),
-        on_host,
-        STATE,
-        ("g T / N", f"{STAGE_3}, grad_partitions_flat_buffer"),
-    )
-    group = _largest_sub_group(settings)
-    if optimizer == "cpu":
-        yield make_line(
-            "fp32 gradients", (trained, 4), "host", STATE, ("4 T / N", f"{STAGE_3}, initialize_optimizer_states")
-        )
-    elif optimizer == "nvme":
-        count = int(settings.zero["offload_optimizer"].get("buffer_count", 4))
-        formula = f"{count} (buffer_count) x 4 x largest sub-group"
-        yield make_line("fp32 gradients", (trained, 4), "nvme", STATE, ("4 T / N", f"{STAGE_3}, swap_out_gradients"))
-        yield make_line(
-            "swap buffers of the optimizer",
-            (count * group, 4),
-            "host",
-            BUFFER,
-            (formula, "DeepSpeed runtime/swap_tensor/optimizer_utils.py"),
-        )
-    else:
-        yield make_line(
-            "fp32 gradients of a sub-group", (group, 4), "gpu", STEP, ("4 x largest sub-group", f"{STAGE_3}, step")
-        )
+    yield from _gradients(settings, optimizer)
     yield from _stage_3_buffers(settings, params)
+
+
+def _gradients(settings: StateSettings, optimizer: str | None) -> Iterator[MemoryLine]:
+    trained, group, width = settings.sharded(True), _largest_sub_group(settings), settings.master_bytes
+    on_host: Place = "host" if optimizer else "gpu"
+    sums = ("g T / N", f"{STAGE_3}, grad_partitions_flat_buffer")
+    yield make_line("gradients", (trained, settings.grad_bytes), on_host, STATE, sums)
+    if optimizer is None:
+        own = ("4 x largest sub-group", f"{STAGE_3}, step")
+        yield make_line("gradients of a sub-group", (group, width), "gpu", STEP, own)
+        return
+    source = f"{STAGE_3}, initialize_optimizer_states"
+    yield make_line("gradients of the optimizer", (trained, width), _place(optimizer), STATE, ("4 T / N", source))
+    if optimizer == "nvme":
+        count = int(settings.zero["offload_optimizer"].get("buffer_count", 4))
+        swap = (f"{count} (buffer_count) x 4 x largest sub-group", "DeepSpeed runtime/swap_tensor/optimizer_utils.py")
+        yield make_line("swap buffers of the optimizer", (count * group, 4), "host", BUFFER, swap)
 
 
 def _place(offload: str | None) -> Place:

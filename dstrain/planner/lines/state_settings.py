@@ -33,6 +33,8 @@ class StateSettings:
     world_size: int
     optimizer: str
     quantize: str | None = None
+    master_bytes: int = 4
+    """Bytes of a master weight and of each value of the optimizer: 2 with bf16_master_weights_and_grads."""
     hidden_matrices: int = 0
     """Trained values that Muon updates."""
 
@@ -109,5 +111,6 @@ def moments(settings: StateSettings, share: float, place: Place, source: str) ->
     if known.is_factored:
         chosen = [(tensor.shape, count) for tensor, count in settings.shape.kinds if tensor.is_trainable]
         size = known.per_param * sum(count * (sum(one) if len(one) > 1 else one[0]) for one, count in chosen)
-    formula = f"{known.per_param:g} T{'' if share == 1 else ' / N'}: {known.states}"
+    size *= settings.master_bytes / 4
+    formula = f"{known.per_param * settings.master_bytes / 4:g} T{'' if share == 1 else ' / N'}: {known.states}"
     return make_line("optimizer states", (size * share, 1), place, STATE, (formula, f"{known.source}; {source}"))

@@ -37,7 +37,7 @@ def _stage_0(settings: StateSettings) -> Iterator[MemoryLine]:
     yield from replicated_weights(settings)
     yield make_line("gradients", (trained, width), "gpu", STATE, ("w T", source))
     if is_16_bit:
-        yield make_line("fp32 master weights", (trained, 4), "gpu", STATE, ("4 T", source))
+        yield make_line("master weights", (trained, 4), "gpu", STATE, ("4 T", source))
         yield make_line("fp32 gradients", (trained, 4), "gpu", STEP, ("4 T", f"{source}, step"))
     yield moments(settings, 1.0, "gpu", source)
     message = min(trained, max(ALLREDUCE_NUMEL, settings.largest_trained))
@@ -53,8 +53,8 @@ def _stage_1_and_2(settings: StateSettings) -> Iterator[MemoryLine]:
     place: Place = "host" if offload else "gpu"
     yield from replicated_weights(settings)
     yield make_line(
-        "fp32 master weights", (trained * share, 4), place, STATE,
-        ("4 T / N", f"{STAGE_1_2}, single_partition_of_fp32_groups"),
+        "master weights", (trained * share, settings.master_bytes), place, STATE,
+        ("4 T / N, 2 T / N in bf16", f"{STAGE_1_2}, single_partition_of_fp32_groups"),
     )  # fmt: skip
     yield moments(settings, share, place, f"{ZERO_PAPER}.1")
     if settings.uses_bf16_optimizer:
@@ -96,8 +96,9 @@ def _bf16_optimizer_gradients(settings: StateSettings) -> Iterator[MemoryLine]:
 def _gradients_on_device(settings: StateSettings) -> Iterator[MemoryLine]:
     share, trained, width, wide = 1 / settings.world_size, settings.trained, settings.weight_bytes, settings.grad_bytes
     yield make_line("gradients", (trained * share, wide), "gpu", STATE, ("g T / N", f"{ZERO_PAPER}.2"))
-    # A flat copy, and one in fp32 if gradients are not; the fp32 sum of 16-bit gradients is already flat and in fp32.
-    extra = 0 if wide != width else 4 if wide == 4 else 4 + wide
+    # A flat copy, and one in the type of the master weights; the fp32 sum of 16-bit gradients is already flat.
+    cast = settings.master_bytes if settings.master_bytes != wide else 0
+    extra = 0 if wide != width else wide + cast
     yield make_line(
         "flat gradients of the step",
         (trained * share, extra),
@@ -110,7 +111,13 @@ def _gradients_on_device(settings: StateSettings) -> Iterator[MemoryLine]:
 def _offloaded_gradients(settings: StateSettings) -> Iterator[MemoryLine]:
     width, largest, own = settings.weight_bytes, settings.largest_trained, settings.trained / settings.world_size
     one = ("w x largest tensor", f"{STAGE_1_2}, temp_grad_buffer")
-    yield make_line("gradients", (own, 4), "host", STATE, ("4 T / N", f"{STAGE_1_2}, initialize_optimizer_states"))
+    yield make_line(
+        "gradients",
+        (own, settings.master_bytes),
+        "host",
+        STATE,
+        ("4 T / N", f"{STAGE_1_2}, initialize_optimizer_states"),
+    )
     yield make_line(
         "copy of the weights", (own, width), "host", BUFFER, ("w T / N", f"{STAGE_1_2}, param_buffer_of_bit16")
     )

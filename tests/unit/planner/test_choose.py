@@ -16,8 +16,8 @@ EIGHT = Cluster(gpus_per_node=8)
 OPEN = {"batch": {"total": 64, "micro": None}}
 
 
-def test_every_preset_has_its_place_in_the_order_of_speed() -> None:
-    assert sorted(PRESETS_BY_SPEED) == sorted(preset_names())
+def test_presets_that_auto_may_take_exist() -> None:
+    assert {*PRESETS_BY_SPEED} <= {*preset_names()}
 
 
 @pytest.mark.parametrize(("gib", "preset"), [(80, "zero1"), (24, "zero3"), (10, "zero3_offload")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -167,3 +168,23 @@ def test_planning_imports_no_torch() -> None:
         "sys.exit(bool({'torch', 'transformers', 'deepspeed'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_master_weights_and_states_in_bf16_take_half(tmp_path: Path) -> None:
+    block = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps({**block, "zero_optimization": {"stage": 2}}))
+    config = made_config(batch={"total": 8, "micro": 1})
+    plan = plan_memory(config, read_preset(str(file)), Cluster(gpus_per_node=8))
+    assert states(plan) == pytest.approx((2 + 8 / 8) * LLAMA_8B, rel=1e-3)
+
+
+def test_checkpointed_inputs_can_be_on_the_host(tmp_path: Path) -> None:
+    file = tmp_path / "own.json"
+    file.write_text(
+        json.dumps({"zero_optimization": {"stage": 2}, "activation_checkpointing": {"cpu_checkpointing": True}})
+    )
+    plan = plan_memory(made_config(), read_preset(str(file)), Cluster(gpus_per_node=8))
+    line = plan.find("inputs of the layers")
+    assert line is not None
+    assert line.place == "host"

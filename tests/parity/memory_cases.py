@@ -67,10 +67,7 @@ def states(
 ) -> dict[str, Any]:
     """Return the bytes of this rank's tensors right before an optimizer step, and the predicted lines."""
     changes = changes or {}
-    # Few tokens: what autograd and hooks still hold of them is no state.
-    task = tiny_task(
-        "sft", {**changes, "data": {"max_length": 12}, "model": {"config": SHAPE, **changes.get("model", {})}}
-    )
+    task = tiny_task("sft", {**changes, "model": {"config": SHAPE, **changes.get("model", {})}})
     optim, ranks = task.recipe.optim, world()
     batches = [make_batch(task.examples("train"), task.collate, [ranks.rank + index], 0) for index in range(accumulate)]
     offloads = "offload" in kind or "nvme" in kind

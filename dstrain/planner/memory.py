@@ -143,7 +143,7 @@ def make_state_settings(
     return StateSettings(
         shape=shape, precision=precision, zero=ds_config["zero_optimization"], grad_bytes=grad_bytes,
         comm_bytes=_dtype_bytes(sent) or own, accumulate=ds_config["gradient_accumulation_steps"], world_size=cluster.world_size,
-        master_bytes=2 if ds_config.get("bf16", {}).get("bf16_master_weights_and_grads") is True else 4,
+        device=cluster.kind, master_bytes=2 if ds_config.get("bf16", {}).get("bf16_master_weights_and_grads") is True else 4,
         optimizer=config.optim.name, quantize=config.model.quantize, hidden_matrices=hidden,
     )  # fmt: skip
 

@@ -76,6 +76,9 @@ def states(
     config = ds_config(kind, settings)
     zero = config["zero_optimization"]
     zero.update({name: value for name, value in SMALL_BUFFERS.items() if name in zero})
+    if task.recipe.model.lora is not None and "reduce_bucket_size" in zero:
+        # Smaller than all gradients: else they stay in the bucket, which is a buffer of the passes.
+        zero["reduce_bucket_size"] = 4_000
     before = live_storages()
     with zero3_init(config):
         module = build_train_module(task)

@@ -86,7 +86,8 @@ def _stage_3_buffers(settings: StateSettings, offload: str | None) -> Iterator[M
     threshold = float(zero.get("stage3_param_persistence_threshold", 1e5))
     small = sum(tensor.numel * count for tensor, count in shape.kinds if tensor.numel <= threshold)
     total = shape.count()
-    is_copied = settings.world_size > 1 or offload is not None  # else the gathered weight is the partition itself
+    # Else the gathered weight is the partition itself.
+    is_copied = settings.world_size > 1 or (offload is not None and settings.device == "cuda")
     if is_copied:
         yield make_line(
             "small weights kept whole", (small, width), "gpu", BUFFER,

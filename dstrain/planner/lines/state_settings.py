@@ -33,6 +33,8 @@ class StateSettings:
     world_size: int
     optimizer: str
     quantize: str | None = None
+    device: str = "cuda"
+    """cuda or cpu."""
     master_bytes: int = 4
     """Bytes of a master weight and of each value of the optimizer: 2 with bf16_master_weights_and_grads."""
     hidden_matrices: int = 0

@@ -95,7 +95,9 @@ def states(
     engine.engine.step = step
     engine.step(batches, lr=1e-3)
     engine.engine.step = inner
-    found = {place: size for place, size in seen[0].items() if place not in before}
+    # A bucket of stages 1 and 2 lives on where gradients are views of it: the plan counts it in passes and in the step.
+    bucket = zero.get("reduce_bucket_size", 0) * (4 if precision == "fp32" else 2) if zero["stage"] in (1, 2) else 0
+    found = {place: size for place, size in seen[0].items() if place not in before and size != bucket}
     lines = predicted_states(task, config, ranks.size)
     parts = {"moments": _optimizer_state_bytes(engine.engine.optimizer)}
     largest = sorted(found.values(), reverse=True)[:60]

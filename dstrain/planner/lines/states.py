@@ -106,6 +106,12 @@ def _gradients_on_device(settings: StateSettings) -> Iterator[MemoryLine]:
         STEP,
         ("4 T / N, and g T / N", f"{STAGE_1_2}, step"),
     )
+    if wide == width and settings.zero.get("contiguous_gradients", True):
+        bucket = float(settings.zero.get("reduce_bucket_size", 5e8))
+        yield make_line(
+            "bucket of the last gradients", (min(bucket, trained), width), "gpu", STEP,
+            ("w min(T, reduce_bucket_size): gradients are views of it", f"{STAGE_1_2}, param.grad"),
+        )  # fmt: skip
 
 
 def _offloaded_gradients(settings: StateSettings) -> Iterator[MemoryLine]:

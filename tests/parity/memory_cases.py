@@ -95,8 +95,12 @@ def states(
     engine.engine.step = step
     engine.step(batches, lr=1e-3)
     engine.engine.step = inner
-    # A bucket of stages 1 and 2 lives on where gradients are views of it: the plan counts it in passes and in the step.
-    bucket = zero.get("reduce_bucket_size", 0) * (4 if precision == "fp32" else 2) if zero["stage"] in (1, 2) else 0
+    # What passes hold may live on: a bucket of stages 1 and 2 where gradients are views of it, the message of an
+    # all-reduce at stage 0 until its work is collected. The plan has lines of their own for them.
+    width = 4 if precision == "fp32" else 2
+    trained = sum(parameter.numel() for parameter in module.model.parameters() if parameter.requires_grad)
+    of_passes = zero.get("reduce_bucket_size", 0) if zero["stage"] else trained
+    bucket = of_passes * width if zero["stage"] < 3 else 0
     found = {place: size for place, size in seen[0].items() if place not in before and size != bucket}
     lines = predicted_states(task, config, ranks.size)
     parts = {"moments": _optimizer_state_bytes(engine.engine.optimizer)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -95,17 +95,27 @@ def states(
     engine.engine.step = step
     engine.step(batches, lr=1e-3)
     engine.engine.step = inner
-    # What passes hold may live on: a bucket of stages 1 and 2 where gradients are views of it, the message of an
-    # all-reduce at stage 0 until its work is collected. The plan has lines of their own for them.
-    width = 4 if precision == "fp32" else 2
-    trained = sum(parameter.numel() for parameter in module.model.parameters() if parameter.requires_grad)
-    of_passes = zero.get("reduce_bucket_size", 0) if zero["stage"] else trained
-    bucket = of_passes * width if zero["stage"] < 3 else 0
-    found = {place: size for place, size in seen[0].items() if place not in before and size != bucket}
+    of_passes = _sizes_of_passes(module.model, zero, 4 if precision == "fp32" else 2)
+    found = {place: size for place, size in seen[0].items() if place not in before and size not in of_passes}
     lines = predicted_states(task, config, ranks.size)
     parts = {"moments": _optimizer_state_bytes(engine.engine.optimizer)}
     largest = sorted(found.values(), reverse=True)[:60]
     return {"measured": sum(found.values()), "largest": largest, "parts": parts, "lines": lines}
+
+
+def _sizes_of_passes(model: torch.nn.Module, zero: Mapping[str, Any], width: int) -> set[int]:
+    """Return the sizes of what passes hold and may live on for a while, which the plan counts in lines of its own.
+
+    At stages 1 and 2 a bucket, where gradients are views of it, and a gradient larger than a bucket until the next
+    reduction; at stage 0 the message of an all-reduce until its work is collected.
+    """
+    numbers = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    if zero["stage"] == 3:
+        return set()
+    if zero["stage"] == 0:
+        return {sum(numbers) * width}
+    bucket = zero["reduce_bucket_size"]
+    return {bucket * width, *(number * width for number in numbers if number > bucket)}
 
 
 def _optimizer_state_bytes(optimizer: Any) -> int:

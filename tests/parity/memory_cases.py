@@ -115,6 +115,8 @@ def _sizes_of_passes(model: torch.nn.Module, zero: Mapping[str, Any], width: int
     if zero["stage"] == 0:
         return {sum(numbers) * width}
     bucket = zero["reduce_bucket_size"]
+    if width == 2 or "offload_optimizer" in zero:  # there whole gradients, or buffers as large as one, are states
+        return {bucket * width}
     return {bucket * width, *(number * width for number in numbers if number > bucket)}
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from dstrain import __version__
+from dstrain.cli_lists import plan, presets, recipes, tasks
 from dstrain.cli_options import (
     FOLDER_TASK_OPTION,
     LAUNCH_OPTIONS,
@@ -41,6 +42,10 @@ def main(local_rank: int | None) -> None:
     Exit codes: 0 done, 1 failed, 2 bad usage, recipe or data, 75 stopped by a signal after a
     checkpoint (start again).
     """
+
+
+for command in (plan, presets, tasks, recipes):
+    main.add_command(command)
 
 
 @main.command()
@@ -184,41 +189,6 @@ def export(run: Path, step: str, to: Path, task: str | None, overrides: tuple[st
     named = [f"task={json.dumps(task)}"] if task else []
     report = export_model(run, step, to, [*named, *overrides], merge_lora)
     click.echo(f"{to}: step {report.step}, {report.dtype}; reloaded, outputs differ by at most {report.max_diff:.2g}")
-
-
-@main.command()
-@click.argument("name", required=False)
-@click.option(
-    "--adopt", type=click.Path(exists=True, path_type=Path), help="Convert a public DeepSpeed JSON to a preset."
-)
-def presets(name: str | None, adopt: Path | None) -> None:
-    """List the presets, or print one."""
-    from dstrain.commands.lists import convert_preset_file, list_presets
-
-    if adopt is None:
-        click.echo(list_presets(name))
-        return
-    text, notes = convert_preset_file(adopt)
-    click.echo(text, nl=False)
-    click.echo("\n".join(notes), err=True)
-
-
-@main.command()
-@click.argument("name", required=False)
-def tasks(name: str | None) -> None:
-    """List the tasks, or print the options of one."""
-    from dstrain.commands.lists import list_tasks
-
-    click.echo(list_tasks(name))
-
-
-@main.command()
-@click.argument("name", required=False)
-def recipes(name: str | None) -> None:
-    """List the packaged recipes, or print one."""
-    from dstrain.commands.lists import list_recipes
-
-    click.echo(list_recipes(name))
 
 
 @main.command()

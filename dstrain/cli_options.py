@@ -13,7 +13,6 @@ from dstrain.errors import EXIT_OUTPUT_CLOSED, DstrainError, UsageError, explain
 from dstrain.process_setup import discard_closed_output, prepare_process
 
 UNSUPPORTED_COMMANDS = {
-    "plan": "see docs/memory.md for the settings, and peak_memory_gib in metrics.jsonl for the memory used",
     "doctor": "check a recipe on this machine with `dstrain train RECIPE --dry-run`",
     "report": "see metrics.jsonl or TensorBoard",
 }
@@ -95,6 +94,22 @@ TRAIN_OPTIONS = (
         help="Recipe key that may differ on resume; repeatable.",
     ),
     click.option("--dry-run", is_flag=True, help="Print recipe, DeepSpeed JSON and launch command; start nothing."),
+)
+PLAN_OPTIONS = (
+    click.option(
+        "--gpu-memory",
+        "--gpu_memory",
+        metavar="SIZE",
+        help="Memory of one GPU, such as 24GiB; default: this machine's.",
+    ),
+    click.option("--gpus", type=click.IntRange(1), help="GPUs per host; default: those of this machine, or 1."),
+    click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Hosts."),
+    click.option(
+        "--model-shape",
+        "--model_shape",
+        metavar="NAME",
+        help="Plan a packaged shape, such as llama-3.1-70b, instead of the recipe's model.",
+    ),
 )
 FOLDER_TASK_OPTION = click.option(
     "--task", help="Packaged task, or the task file of the run: code in the folder is not run by itself."

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dstrain.commands.find_recipe import find_path, find_recipe, path_exists
 from dstrain.config import Recipe, RunConfig, check_keys, read_recipe
 from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
 from dstrain.data.sources.hub import is_hub_name
@@ -18,8 +19,6 @@ from dstrain.files import not_file_reason
 from dstrain.models.weights.files import find_init_files
 from dstrain.tasks import fill_learning_rate, fill_lora
 from dstrain.tasks.safety.reward_models import iter_reward_model_paths
-
-RECIPES_DIR = Path(__file__).parent.parent / "recipes"
 
 SYSTEM_FOLDERS = frozenset(
     f"/{name}"
@@ -54,41 +53,6 @@ class TrainRequest:
         for option, value in (("--task", self.task), ("--ds-config", self.ds_config)):
             words += [option, value] if value else []
         return words + [word for value in self.overrides for word in ("--set", value)]
-
-
-def list_builtin_recipes() -> list[str]:
-    """Return the names of the packaged recipes."""
-    return sorted(path.stem for path in RECIPES_DIR.glob("*.yaml"))
-
-
-def find_recipe(name: str | None, optional: bool) -> Path | None:
-    """Return the file that RECIPE names: a path, a packaged name, or ./recipe.yaml. Raises
-    RecipeError.
-
-    With `optional`, return None if there is no RECIPE and no ./recipe.yaml.
-    """
-    if name is None:
-        default = Path("recipe.yaml")
-        if default.is_file():
-            return default.resolve()
-        if optional:
-            return None
-        raise RecipeError(
-            "no RECIPE was given and there is no ./recipe.yaml; give a file, the name of a packaged recipe "
-            f"({', '.join(list_builtin_recipes())}), or --task and --set"
-        )
-    path = Path(name).expanduser()
-    if _exists(path) and not path.is_dir():
-        return path.resolve()
-    if name in list_builtin_recipes():
-        return RECIPES_DIR / f"{name}.yaml"
-    if path.suffix in (".yaml", ".yml") or "/" in name or _exists(path):
-        if _exists(path):
-            raise RecipeError(f"RECIPE {name}: is a folder; give the YAML file in it")
-        raise RecipeError(f"RECIPE {name}: there is no such file (working directory: {Path.cwd()}); check the path")
-    raise RecipeError(
-        f"RECIPE {name}: is neither a file nor a packaged recipe; {suggest_name(name, list_builtin_recipes())}"
-    )
 
 
 def resolve_recipe(request: TrainRequest) -> Recipe:
@@ -136,7 +100,7 @@ def _read_learning_rate(run_dir: Path, resume: str) -> float | None:
 def _check_dir_options(request: TrainRequest) -> None:
     """Raise UsageError for a --resume or --run-dir that does not name a folder."""
     known = ("auto", "never")
-    if request.resume not in known and not _exists(Path(request.resume).expanduser()):
+    if request.resume not in known and not path_exists(Path(request.resume).expanduser()):
         hint = suggest_name(request.resume, known)
         fix = hint if hint.startswith("did you mean") else "write auto, never, or the folder of a run or a checkpoint"
         raise UsageError(f"--resume {request.resume}: is neither auto nor never nor an existing folder; {fix}")
@@ -157,14 +121,14 @@ def check_run_dir(request: TrainRequest, name: str) -> None:
         shown = str(folder).encode(errors="surrogateescape").decode(errors="backslashreplace")
         problem = f"--run-dir {shown}: the path is not valid UTF-8, which logs and trackers need"
         raise UsageError(f"{problem}; rename the folder, or choose another") from None
-    place = next((path for path in (folder, *folder.parents) if _exists(path)), folder)
-    if _exists(place) and not place.is_dir():
+    place = next((path for path in (folder, *folder.parents) if path_exists(path)), folder)
+    if path_exists(place) and not place.is_dir():
         raise UsageError(f"--run-dir {folder}: cannot be written ({place} is not a folder); choose another folder")
     checkpoints = folder / "checkpoints"
-    if (checkpoints.is_symlink() or _exists(checkpoints)) and not checkpoints.is_dir():
+    if (checkpoints.is_symlink() or path_exists(checkpoints)) and not checkpoints.is_dir():
         problem = "is a link to a folder that does not exist" if checkpoints.is_symlink() else "is not a folder"
         raise UsageError(f"{checkpoints}: {problem}; mount the disk, or move it away")
-    if request.run_dir is None or any(_exists(folder / mark) for mark in ("environment.json", "checkpoints")):
+    if request.run_dir is None or any(path_exists(folder / mark) for mark in ("environment.json", "checkpoints")):
         return
     problem = ""
     if str(folder) in SYSTEM_FOLDERS | {os.path.expanduser("~")} or str(folder).startswith(("/proc/", "/sys/")):
@@ -188,7 +152,7 @@ def check_path_encoding(path: Path) -> None:
 
 def _has_content(path: Path) -> bool:
     """Return True if the file exists and is not empty, as a killed start leaves it."""
-    return _exists(path) and path.stat().st_size > 0
+    return path_exists(path) and path.stat().st_size > 0
 
 
 def resolve_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
@@ -262,29 +226,7 @@ def _is_path(text: str, key: str) -> bool:
     """
     if "/" in text or text.endswith((".json", ".py", ".jinja")):
         return True
-    return key not in ("task", "ds_config") and _exists(Path(text)) and Path(text).is_dir()
-
-
-def find_path(text: str, recipe_dir: Path) -> Path | None:
-    """Return the existing path that `text` means, absolute; None if there is none.
-
-    Raises RecipeError.
-    """
-    try:
-        path = Path(text).expanduser()
-    except RuntimeError:
-        raise RecipeError(f"{text}: begins with ~, but no home folder is known; write it out, or set HOME") from None
-    return next((place.resolve() for place in (path, recipe_dir / path) if _exists(place)), None)
-
-
-def _exists(path: Path) -> bool:
-    """Return True if the path exists; False for one that is too long, or in a folder without
-    permission.
-    """
-    try:
-        return path.exists()
-    except OSError:
-        return False
+    return key not in ("task", "ds_config") and path_exists(Path(text)) and Path(text).is_dir()
 
 
 def _missing_file_fault(text: str, recipe_dir: Path) -> Fault:
@@ -292,7 +234,7 @@ def _missing_file_fault(text: str, recipe_dir: Path) -> Fault:
     if reason := next(filter(None, map(not_file_reason, (path, recipe_dir / path))), ""):
         return Fault(f"data file {text}", reason, "give a .jsonl, .json or .parquet file")
     places = [os.path.realpath(path.parent)] if path.is_absolute() else [str(Path.cwd()), str(recipe_dir)]
-    siblings = [other.name for other in path.parent.glob("*")] if _exists(path.parent) else []
+    siblings = [other.name for other in path.parent.glob("*")] if path_exists(path.parent) else []
     hint = suggest_name(path.name, siblings) if siblings else ""
     fix = hint if hint.startswith("did you mean") else "check the path, or write org/name for a dataset on the hub"
     return Fault(f"data file {text}", f"there is no such file in {' or '.join(dict.fromkeys(places))}", fix)

@@ -21,7 +21,10 @@ from dstrain.launch.command import LaunchOptions, LocalLaunch
 from dstrain.launch.lease import Lease
 from dstrain.launch.multihost.plan import MultiHostLaunch, cpu_overload_warning, plan_launch, show_launch
 from dstrain.launch.topology import Worker, gpus_support_bf16, worker_from_env
+from dstrain.planner.choose import AUTO
+from dstrain.planner.cluster import Cluster
 from dstrain.preset import Device, read_preset
+from dstrain.train.auto_preset import resolve_auto
 from dstrain.train.ds_config import batch_warnings, check_offload_folders
 from dstrain.train.memory.reduced_batch import apply_reduced_batch
 from dstrain.train.resume.recorded import ResumeOptions
@@ -37,6 +40,10 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
     recipe = resolve_recipe(request)
     run_dir = get_run_dir(request, recipe.name)
     launch = _plan_request(request, recipe, run_dir, launch_options)
+    if recipe.config.ds_config == AUTO:
+        request = resolve_auto_request(request, recipe, run_dir, launch)
+        recipe = resolve_recipe(request)
+        launch = _plan_request(request, recipe, run_dir, launch_options)
     recipe = apply_reduced_batch(recipe, run_dir, launch.world_size, request.resume)
     if line := cpu_overload_warning(launch):
         print(f"warning: {line}", file=sys.stderr, flush=True)
@@ -76,6 +83,29 @@ def resume_own_run(request: TrainRequest, run_dir: Path) -> TrainRequest:
     if request.resume == "never" or any((run_dir / "checkpoints").glob("step-*/MANIFEST.json")):
         return replace(request, resume="auto")
     return request
+
+
+def resolve_auto_request(
+    request: TrainRequest, recipe: Recipe, run_dir: Path, launch: LocalLaunch | MultiHostLaunch
+) -> TrainRequest:
+    """Return the request with the preset and micro-batch that `ds_config: auto` means here; print them.
+
+    They become options, so that all processes of the launch take the same, and the run folder's recipe names them.
+    Raises PresetError where nothing fits.
+    """
+    device = detect_device(launch)
+    devices: tuple[str, ...] = ()
+    if isinstance(launch, MultiHostLaunch):
+        per_node, nodes = max(len(host.slots) for host in launch.hosts), len(launch.hosts)
+    else:
+        per_node, devices = len(launch.ranks), launch.devices
+        nodes = max(1, launch.world_size // per_node)
+    cluster = Cluster(gpus_per_node=per_node, nodes=nodes, kind=device.kind, bf16=device.bf16)
+    resume = ResumeOptions(request.resume, request.allowed_changes)
+    (name, micro), line = resolve_auto(recipe.config, run_dir, resume, cluster, devices)
+    print(line, file=sys.stderr, flush=True)
+    overrides = request.overrides if micro is None else (*request.overrides, f"batch.micro={micro}")
+    return replace(request, ds_config=name, overrides=overrides)
 
 
 def resume_on_restart(request: TrainRequest, env: Mapping[str, str]) -> TrainRequest:

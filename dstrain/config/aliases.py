@@ -115,7 +115,6 @@ UNSUPPORTED_VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("launch.slurm.account", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),
     ("launch.slurm.time", bool, "pass it to sbatch; launchers/slurm.sbatch is a beginning"),
     ("launch.slurm.setup", bool, "write the lines into your sbatch file"),
-    ("ds_config", lambda value: value == "auto", "name one: `dstrain presets` lists them; zero2 suits most runs"),
 )
 """(key, condition on its value, fix): values of features that do not exist yet."""
 

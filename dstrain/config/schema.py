@@ -254,7 +254,7 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     """Training and held-out data."""
     ds_config: str = "zero2"
-    """DeepSpeed preset (`dstrain presets`), or the path of a DeepSpeed JSON."""
+    """DeepSpeed preset (`dstrain presets`), the path of a DeepSpeed JSON, or auto: the fastest preset that fits."""
     batch: BatchConfig = BatchConfig()
     """Batch sizes: any two of total, micro, accumulate."""
     optim: OptimConfig = OptimConfig()

@@ -118,6 +118,9 @@ def _find_preset(name_or_path: str, folder: Path) -> Path:
         raise PresetError(Fault(f"ds_config {name_or_path}", "is a folder", "name a JSON file in it"))
     if looks_like_a_path:
         raise PresetError(Fault(name_or_path, "there is no such file", "name a file, or a preset of `dstrain presets`"))
+    if name_or_path == "auto":
+        fix = "name one with --ds-config; `dstrain plan RECIPE` names the one that it would take"
+        raise PresetError(Fault("ds_config auto", "is decided by `dstrain train`, not by this command", fix))
     fix = suggest_name(name_or_path, preset_names(folder))
     raise PresetError(Fault(f"ds_config {name_or_path}", f"there is no such preset in {folder}", fix))
 

@@ -13,7 +13,8 @@ from dstrain.config.schema import OptimConfig
 from dstrain.errors import Fault, PresetError, RecipeError
 from dstrain.models.quantization.layers import zero3_fault
 from dstrain.models.quantization.library import OPTIMIZERS_8BIT
-from dstrain.preset import Device, Precision, Preset, RunSettings, complete_preset, resolve_precision
+from dstrain.planner.run_settings import make_run_settings
+from dstrain.preset import Device, Precision, Preset, complete_preset, resolve_precision
 
 
 def resolve_ds_config(
@@ -23,8 +24,7 @@ def resolve_ds_config(
 
     Raises PresetError, or RecipeError if the recipe contradicts the preset or its precision.
     """
-    world_size, device = world_and_device
-    precision = resolve_precision(preset, config.precision, device)
+    precision = resolve_precision(preset, config.precision, world_and_device[1])
     if faults := [Fault(".".join(key), *rest) for key, *rest in check_dtype(config, precision)]:
         raise RecipeError(faults)  # `precision: auto` is resolved only here
     if (
@@ -36,19 +36,7 @@ def resolve_ds_config(
     if config.model.quantize is not None and preset.stage == 3:
         raise RecipeError(zero3_fault(preset.name))
     check_optimizer(config.optim, preset, precision)
-    settings = RunSettings(
-        precision=precision,
-        micro=batch.largest_micro(world_size),
-        accumulate=batch.ds_accumulate(world_size, can_shrink=config.batch.on_oom == "shrink"),
-        world_size=world_size,
-        total=batch.total,
-        clip=config.optim.clip,
-        nvme_path=str(run_dir / "nvme"),
-        device_kind=device.kind,
-        # Only adamw with offload is DeepSpeed's own CPU Adam (see make_optimizer).
-        uses_custom_optimizer=config.optim.name != "adamw" or preset.offload_optimizer is None,
-        uses_muon=config.optim.name == "muon",
-    )
+    settings = make_run_settings(config, preset, batch, world_and_device, str(run_dir / "nvme"))
     return complete_preset(preset, settings=settings)
 
 

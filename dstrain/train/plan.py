@@ -32,6 +32,7 @@ from dstrain.schedule import Every, LRSchedule, StepSchedule, scale_lr
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import load_split
 from dstrain.tasks.common.text import TextTask
+from dstrain.train.auto_preset import resolve_auto_on_rank_0
 from dstrain.train.build_model import resolve_model_dtype
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.ds_config import check_offload_folders, resolve_ds_config
@@ -138,14 +139,14 @@ def make_plan(
     process decides alone. Raises UsageError, CheckpointError if no checkpoint of the run folder can
     be used, and PeerFailureError if another rank fails or stops responding.
     """
-    config = recipe.config
     check_run_dir_writable(run_dir)
-    device = set_up_process(worker, config)
-    preset = read_preset(config.ds_config)
+    device = set_up_process(worker, recipe.config)
     with rendezvous or contextlib.nullcontext():
         world: Ranks = rendezvous or SingleProcessWorld()
-        config = use_batch_of_rank_0(config, world)
+        config = use_batch_of_rank_0(recipe.config, world)
         check_run_dir_shared(run_dir, world)  # a rank that sees another folder would find every checkpoint damaged
+        config = resolve_auto_on_rank_0(config, run_dir, resume, (worker, get_preset_device(device)), world)
+        preset = read_preset(config.ds_config)
         start = decide_start(CheckpointStore(folder=run_dir / "checkpoints", world=world), resume)
         checkpoint = start.checkpoint
         check_recipe_unchanged(checkpoint, config, resume.allowed_keys)

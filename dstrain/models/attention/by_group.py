@@ -49,7 +49,7 @@ def attention_by_group(heads: Heads, settings: AttentionSettings, layout: Packed
     return out
 
 
-def _blocks(layout: PackedLayout, window: int | None) -> list[Block]:
+def blocks_of(layout: PackedLayout, window: int | None) -> list[Block]:
     """Return the blocks of a row in the order of their queries."""
 
     def build() -> list[Block]:
@@ -172,7 +172,7 @@ class _Rows:
         self.dtype = torch.promote_types(query.dtype, torch.float32)
         self.scale = query.shape[-1] ** -0.5 if settings.scale is None else settings.scale
         self.shared = query.shape[1] // key.shape[1]
-        self.blocks = _blocks(layout, settings.window)
+        self.blocks = blocks_of(layout, settings.window)
         self._window, self._layout = settings.window, layout
         self._query, self._key = query, key
 
@@ -198,7 +198,7 @@ def _explicit_attention(heads: Heads, settings: AttentionSettings, layout: Packe
     """Return the attention by torch's own gradients: with softcap, sinks or dropout."""
     query, key, value = heads
     found = []
-    for block in _blocks(layout, settings.window):
+    for block in blocks_of(layout, settings.window):
         queries = _take(query, (block.queries,))
         found.append(_attend(queries, (_take(key, block.keys), _take(value, block.keys)), settings, layout))
     return torch.cat(found, dim=2).transpose(1, 2)

@@ -11,6 +11,16 @@ PACKED_MODEL_TYPES = frozenset(
 )  # fmt: skip
 """Model types whose layers hand their keyword arguments on to the attention function, and whose tokens see others only
 there. tests/unit/models/attention/test_model_types.py compares each with padded rows."""
+NO_MASK_MODEL_TYPES = frozenset(
+    {"cohere2", "deepseek_v3", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "llama", "mistral", "mixtral",
+     "olmoe", "phi3", "qwen2", "qwen3", "smollm3"}
+)  # fmt: skip
+"""Model types in which every layer is causal and positions count from the start of the row, so that padding on the
+right changes nothing before it. tests/unit/tasks/common/test_attention_mask.py checks that their logits are
+bit-identical. Others keep their mask: vision-language models (Gemma 3 and PaliGemma attend to images in both
+directions, Qwen2-VL counts positions by the mask), models with a recurrent state that padding would change (Mamba 2,
+LFM2, Qwen3-Next), encoders.
+"""
 _LLAVA_TEXTS, _LLAMA = frozenset({"llama", "mistral", "qwen2"}), frozenset({"llama"})
 PACKED_VISION_MODEL_TYPES: dict[str, frozenset[str]] = {
     "llava": _LLAVA_TEXTS,

@@ -18,21 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from dstrain.batch import Batch
 from dstrain.data.loading.collate import loss_positions
 from dstrain.data.vision.processor import MM_TOKEN_TYPE_IDS
+from dstrain.models.attention.model_types import NO_MASK_MODEL_TYPES
 from dstrain.models.attention.packed import has_packed_attention, packed_model_kwargs
 from dstrain.models.heads.chunked_lm_head import capture_head_input
 from dstrain.models.heads.linear_head import ScoreFields, TokenScores, rows_per_chunk, score_logits
 from dstrain.models.patches import rows_of_one_sequence
-
-NO_MASK_MODEL_TYPES = frozenset(
-    {"cohere2", "deepseek_v3", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "llama", "mistral", "mixtral",
-     "olmoe", "phi3", "qwen2", "qwen3", "smollm3"}
-)  # fmt: skip
-"""Model types in which every layer is causal and positions count from the start of the row, so that padding on the
-right changes nothing before it. tests/unit/tasks/common/test_attention_mask.py checks that their logits are
-bit-identical. Others keep their mask: vision-language models (Gemma 3 and PaliGemma attend to images in both
-directions, Qwen2-VL counts positions by the mask), models with a recurrent state that padding would change (Mamba 2,
-LFM2, Qwen3-Next), encoders.
-"""
 
 
 def score_answers(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

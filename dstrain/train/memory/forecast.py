@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dstrain.config import RunConfig
+from dstrain.planner.cluster import Cluster
+from dstrain.planner.fixes import suggest_fixes
+from dstrain.planner.memory import plan_memory
 from dstrain.preset import Preset
 from dstrain.units import format_bytes
 
@@ -28,28 +30,20 @@ class MemoryForecast:
 
 
 def make_forecast(config: RunConfig, preset: Preset, cluster: Mapping[str, Any]) -> MemoryForecast | None:
-    """Return the planner's forecast; None without a planner, and where it cannot read the shape of the model.
-
-    `cluster`: the fields of the planner's Cluster. The only place of the package that asks the planner during a run.
-    """
+    """Return the planner's forecast; None where it cannot read the shape of the model. `cluster`: fields of Cluster."""
+    where = Cluster(**cluster)
     try:
-        clusters, memory, fixes = (
-            importlib.import_module(f"dstrain.planner.{name}") for name in ("cluster", "memory", "fixes")
-        )
-    except ModuleNotFoundError:
-        return None
-    try:
-        where = clusters.Cluster(**cluster)
-        plan = memory.plan_memory(config, preset, where)
-        found = [fix.describe() for fix in fixes.suggest_fixes(config, preset, where)]
+        plan = plan_memory(config, preset, where)
+        fixes = [fix.describe() for fix in suggest_fixes(config, preset, where)]
     except Exception as error:  # a forecast that fails must not stop a run
         log.info("no forecast of the memory: %s: %s", type(error).__name__, error)
         return None
     return MemoryForecast(
-        device_bytes=plan.gpu_bytes,
+        # torch's allocator does not see what is outside of it; on a CPU the whole process is measured.
+        device_bytes=plan.tensor_bytes if where.kind == "cuda" else plan.gpu_bytes,
         host_bytes_per_node=plan.host_bytes_per_node,
         lines=tuple((line.name, line.place, line.num_bytes) for line in plan.lines),
-        fixes=tuple(found),
+        fixes=tuple(fixes),
     )
 
 

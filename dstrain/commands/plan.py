@@ -1,0 +1,171 @@
+"""`dstrain plan`: memory of a recipe with every preset, without starting anything. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dstrain.commands.find_recipe import find_path, find_recipe
+from dstrain.config import RunConfig, read_recipe
+from dstrain.errors import DstrainError, UsageError
+from dstrain.launch.topology import visible_gpus
+from dstrain.planner.choose import AUTO, MARGIN, Choice, choose_preset
+from dstrain.planner.cluster import COMMON_GPU_BYTES, Cluster, detect_gpu_bytes, parse_bytes
+from dstrain.planner.fixes import Budget, suggest_fixes
+from dstrain.planner.memory import MemoryPlan, plan_memory
+from dstrain.planner.read_shape import named_config, read_shape
+from dstrain.planner.shape import ModelShape
+from dstrain.planner.show import describe_run, show_lines, show_presets
+from dstrain.planner.workload import TaskTraits, read_traits
+from dstrain.preset import preset_names, read_preset
+from dstrain.tasks import fill_learning_rate, fill_lora
+from dstrain.units import format_bytes
+
+MAX_FIXES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """Options of `dstrain plan`."""
+
+    recipe: str | None = None
+    task: str | None = None
+    ds_config: str | None = None
+    overrides: Sequence[str] = ()
+    gpu_memory: str | None = None
+    gpus: int | None = None
+    nodes: int = 1
+    model_shape: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """What `dstrain plan` prints."""
+
+    config: RunConfig
+    plans: list[MemoryPlan | str]
+    """Of each preset; NAME: why not, for one that the recipe cannot use."""
+    budgets: dict[str, Budget]
+    memory_source: str
+    choice: Choice | None
+    refusal: str
+    """Why there is no choice; empty where there is one."""
+    fixes: list[str]
+    """Cheapest changes, where the recipe's own preset does not fit."""
+    shown: MemoryPlan | None
+    """The plan whose lines are listed: of the recipe's preset, or of the chosen one."""
+
+
+def make_report(request: PlanRequest) -> PlanReport:
+    """Plan the recipe with every preset. Raises UsageError."""
+    config = read_plan_recipe(request)
+    memory, source = _memory_per_gpu(request)
+    gpus = request.gpus or visible_gpus(os.environ) or 1
+    cluster = Cluster(gpus_per_node=gpus, nodes=request.nodes)
+    traits = read_traits(config)
+    shape = read_shape(config, traits)
+    names = preset_names() if config.ds_config in (AUTO, *preset_names()) else [*preset_names(), config.ds_config]
+    plans = [_plan_or_reason(config, name, cluster, (shape, traits)) for name in names]
+    budgets = {format_bytes(size): Budget(gpu_bytes=size) for size in memory}
+    choice, refusal = None, "no size of GPU memory is known; give one with --gpu-memory"
+    if len(memory) == 1:
+        try:
+            choice, refusal = choose_preset(config, cluster, Budget(gpu_bytes=memory[0]), shape), ""
+        except UsageError as error:
+            refusal = str(error)
+    own = dict(zip(names, plans, strict=True)).get(config.ds_config)
+    shown = own if isinstance(own, MemoryPlan) else choice.plan if choice else None
+    fixes = _fixes(config, shown, shape, Budget(gpu_bytes=memory[0])) if len(memory) == 1 and shown else []
+    return PlanReport(
+        config=config,
+        plans=plans,
+        budgets=budgets,
+        memory_source=source,
+        choice=choice,
+        refusal=refusal,
+        fixes=fixes,
+        shown=shown,
+    )
+
+
+def read_plan_recipe(request: PlanRequest) -> RunConfig:
+    """Return the recipe with the task's defaults. Data files need not exist here. Raises UsageError."""
+    path = find_recipe(request.recipe, bool(request.task or request.overrides or request.ds_config))
+    recipe = read_recipe(path, request.overrides, request.task, request.ds_config)
+    config, model = recipe.config, recipe.config.model
+    if request.model_shape is not None:
+        model = model.model_copy(update={"path": None, "config": named_config(request.model_shape)})
+    elif model.path is not None and (found := find_path(model.path, recipe.folder)) is not None:
+        model = model.model_copy(update={"path": str(found)})
+    ds_config = config.ds_config
+    if ds_config.endswith(".json") and (file := find_path(ds_config, recipe.folder)) is not None:
+        ds_config = str(file)
+    return fill_learning_rate(fill_lora(config.model_copy(update={"model": model, "ds_config": ds_config})))
+
+
+def _memory_per_gpu(request: PlanRequest) -> tuple[list[int], str]:
+    """Return the bytes of a GPU, and where they are known from; several sizes where they are not known."""
+    if request.gpu_memory is not None:
+        return [parse_bytes(request.gpu_memory, "--gpu-memory")], "--gpu-memory"
+    found, source = detect_gpu_bytes(os.environ)
+    return ([min(found)], source) if found else (list(COMMON_GPU_BYTES), "common sizes: there is no GPU here")
+
+
+def _plan_or_reason(
+    config: RunConfig, name: str, cluster: Cluster, model: tuple[ModelShape, TaskTraits]
+) -> MemoryPlan | str:
+    try:
+        return plan_memory(config, read_preset(name), cluster, *model)
+    except DstrainError as error:
+        return f"{name}: {str(error).splitlines()[0]}"
+
+
+def _fixes(config: RunConfig, plan: MemoryPlan, shape: ModelShape, budget: Budget) -> list[str]:
+    if budget.fits(plan):
+        return []
+    name = plan.preset if config.ds_config == AUTO else config.ds_config
+    fixes = suggest_fixes(config, read_preset(name), plan.cluster, shape, budget)
+    # Those that are enough alone come first; each list is already in the order of cost.
+    chosen = [*(fix for fix in fixes if fix.is_enough), *(fix for fix in fixes if not fix.is_enough)][:MAX_FIXES]
+    return [fix.describe() + ("" if fix.is_enough else ", not enough alone") for fix in chosen]
+
+
+def show_report(report: PlanReport) -> str:
+    """Return the report as text."""
+    plans = [plan for plan in report.plans if isinstance(plan, MemoryPlan)]
+    if not plans:
+        return "\n".join(map(str, report.plans))
+    parts = [
+        describe_run(report.config.task, report.shown or plans[0]),
+        "",
+        show_presets(report.plans, report.budgets, MARGIN),
+    ]
+    parts += [f"GPU memory: {report.memory_source}; barely: fits with less than {MARGIN:.0%} free", ""]
+    parts += [f"choice: {report.choice.reason}" if report.choice else f"choice: none. {report.refusal}"]
+    if report.fixes and report.shown:
+        parts += ["", f"{report.shown.preset} does not fit. Cheapest fixes:", *(f"  {line}" for line in report.fixes)]
+    if report.shown is not None:
+        parts += ["", f"{report.shown.preset}, line by line, for one process", show_lines(report.shown)]
+    return "\n".join(parts)
+
+
+def report_as_json(report: PlanReport) -> str:
+    """Return the report as JSON, with every line of every plan."""
+    rows: list[Mapping[str, Any]] = []
+    for plan in report.plans:
+        if isinstance(plan, str):
+            name, _, why = plan.partition(": ")
+            rows.append({"preset": name, "refused": why})
+            continue
+        fits = {name: budget.fits(plan) for name, budget in report.budgets.items()}
+        rows.append({**plan.as_json(), "fits": fits})
+    choice = report.choice and {
+        "preset": report.choice.preset,
+        "micro": report.choice.micro,
+        "reason": report.choice.reason,
+    }
+    values = {"choice": choice, "refusal": report.refusal, "fixes": report.fixes, "margin": MARGIN, "presets": rows}
+    return json.dumps(values, indent=2)

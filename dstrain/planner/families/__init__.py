@@ -1,0 +1,1 @@
+"""Parameters of model families, derived from config.json."""

@@ -1,0 +1,1 @@
+"""Lines of a memory plan: states, activations, head, images, host."""

@@ -1,0 +1,168 @@
+"""Memory plan of a run: what each process needs on its GPU, in host memory and on disk, line by line."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dstrain.config import BatchPlan, RunConfig, resolve_batch
+from dstrain.planner.byte_tables import DTYPE_BYTES
+from dstrain.planner.cluster import Cluster
+from dstrain.planner.line import MemoryLine, Place, When
+from dstrain.planner.lines.activations import activation_lines
+from dstrain.planner.lines.heads import head_lines
+from dstrain.planner.lines.host import host_lines, reserve_lines
+from dstrain.planner.lines.state_settings import StateSettings
+from dstrain.planner.lines.states import state_lines
+from dstrain.planner.lines.vision import vision_lines
+from dstrain.planner.read_shape import read_shape, reference_shape
+from dstrain.planner.run_settings import make_run_settings
+from dstrain.planner.shape import ModelShape
+from dstrain.planner.workload import TaskTraits, Workload, make_workload, read_traits
+from dstrain.preset import Device, Preset, complete_preset
+
+__all__ = ["MemoryLine", "MemoryPlan", "plan_memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """What one process of a run needs, at its peak."""
+
+    preset: str
+    precision: str
+    batch: BatchPlan
+    cluster: Cluster
+    workload: Workload
+    shape: ModelShape
+    lines: tuple[MemoryLine, ...]
+
+    def total(self, place: Place, *when: When) -> int:
+        """Return the bytes of one process at a place, of lines at these times (none: at the peak)."""
+        if when:
+            return sum(line.num_bytes for line in self.lines if line.place == place and line.when in when)
+        inside = max(self.total(place, "head"), self.total(place, "layer"))
+        return self.total(place, "always") + max(self.total(place, "pass") + inside, self.total(place, "step"))
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Return the peak of one GPU; of one process on a CPU run."""
+        return self.total("gpu")
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Return the peak of tensors on the device: what torch.cuda.max_memory_allocated reports."""
+        return self.gpu_bytes - sum(
+            line.num_bytes for line in self.lines if line.kind == "reserve" and line.place == "gpu"
+        )
+
+    @property
+    def host_bytes_per_node(self) -> int:
+        """Return the host memory of all processes of a host; on a CPU run their devices' memory too."""
+        own = self.total("gpu") if self.cluster.kind == "cpu" else 0
+        return (self.total("host") + own) * self.cluster.gpus_per_node
+
+    @property
+    def nvme_bytes_per_node(self) -> int:
+        """Return the disk space of offloaded states on a host."""
+        return self.total("nvme") * self.cluster.gpus_per_node
+
+    def find(self, name: str) -> MemoryLine | None:
+        """Return the first line of this name."""
+        return next((line for line in self.lines if line.name == name), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as JSON values, with all lines."""
+        return {
+            "preset": self.preset,
+            "precision": self.precision,
+            "micro": self.batch.micro,
+            "accumulate": self.batch.accumulate,
+            "total": self.batch.total,
+            "tokens_per_pass": self.workload.tokens,
+            "gpu_bytes": self.gpu_bytes,
+            "host_bytes_per_node": self.host_bytes_per_node,
+            "nvme_bytes_per_node": self.nvme_bytes_per_node,
+            "lines": [asdict(line) for line in self.lines],
+        }
+
+
+def plan_memory(
+    config: RunConfig,
+    preset: Preset,
+    cluster: Cluster,
+    shape: ModelShape | None = None,
+    traits: TaskTraits | None = None,
+) -> MemoryPlan:
+    """Return the memory plan of a recipe with a preset on these machines. Imports no torch.
+
+    `shape`: the model with its head and adapters as `read_shape` returns it; None: it is read from the recipe. `traits`:
+    those of the recipe's task, which take a few milliseconds to read. Rows are taken to have data.max_length tokens,
+    all of them targets. Raises RecipeError where the model cannot be read, or the batch does not fit the processes, and
+    PresetError where the preset does not fit the precision or optimizer.
+    """
+    traits = traits or read_traits(config)
+    shape = shape or read_shape(config, traits)
+    batch = resolve_batch(config.batch, cluster.world_size, preset.micro, preset.accumulate)
+    device = Device(cluster.kind, cluster.bf16 or cluster.kind == "cpu")
+    settings = make_run_settings(config, preset, batch, (cluster.world_size, device), "nvme")
+    ds_config = complete_preset(preset, settings=settings)
+    states = make_state_settings(config, shape, ds_config, cluster)
+    largest = replace(batch, micro=batch.largest_micro(cluster.world_size))
+    workload = make_workload(config, shape, traits, largest, cluster.kind)
+    width = states.weight_bytes
+    lines = [*state_lines(states), *_reference_lines(config, traits, states)]
+    on_host = ds_config.get("activation_checkpointing", {}).get("cpu_checkpointing", False)
+    lines += (_on_host(line) if on_host else line for line in activation_lines(shape, workload, width))
+    lines += [*head_lines(shape, workload, width), *vision_lines(shape, workload, width)]
+    lines += host_lines(states, workload, config.data.prefetch, config.save.background)
+    made = MemoryPlan(
+        preset=preset.name, precision=states.precision, batch=batch, cluster=cluster, workload=workload, shape=shape,
+        lines=tuple(line for line in lines if line.num_bytes),
+    )  # fmt: skip
+    return replace(made, lines=(*made.lines, *reserve_lines(made.gpu_bytes, cluster.kind)))
+
+
+def _on_host(line: MemoryLine) -> MemoryLine:
+    """Return the inputs of checkpointed layers as they are with cpu_checkpointing; another line as it is."""
+    return replace(line, place="host", when="always") if line.name == "inputs of the layers" else line
+
+
+def make_state_settings(
+    config: RunConfig, shape: ModelShape, ds_config: dict[str, Any], cluster: Cluster
+) -> StateSettings:
+    """Return what the states depend on, from a completed DeepSpeed JSON."""
+    precision = next((name for name in ("bf16", "fp16") if ds_config[name]["enabled"]), "fp32")
+    own = DTYPE_BYTES[precision]
+    summed = ds_config.get("data_types", {}).get("grad_accum_dtype")
+    sent = ds_config.get("communication_data_type")
+    grad_bytes = _dtype_bytes(summed) or own
+    matrices = (
+        (tensor.numel * count) for tensor, count in shape.kinds if tensor.is_trainable and len(tensor.shape) == 2
+    )
+    hidden = sum(matrices) - shape.count("embedding", True) - shape.count("head", True)
+    return StateSettings(
+        shape=shape, precision=precision, zero=ds_config["zero_optimization"], grad_bytes=grad_bytes,
+        comm_bytes=_dtype_bytes(sent) or own, accumulate=ds_config["gradient_accumulation_steps"], world_size=cluster.world_size,
+        device=cluster.kind, master_bytes=2 if ds_config.get("bf16", {}).get("bf16_master_weights_and_grads") is True else 4,
+        optimizer=config.optim.name, quantize=config.model.quantize, hidden_matrices=hidden,
+    )  # fmt: skip
+
+
+def _dtype_bytes(name: str | None) -> int | None:
+    """Return the bytes of a dtype as a DeepSpeed JSON writes it."""
+    if name is None:
+        return None
+    return 4 if "32" in name or name == "float" else 2
+
+
+def _reference_lines(config: RunConfig, traits: TaskTraits, states: StateSettings) -> list[MemoryLine]:
+    """Return the weights of a reference that is a model of its own: whole on each GPU below stage 3."""
+    shape = reference_shape(config, traits, states.shape)
+    if shape is None:
+        return []
+    share = states.world_size if states.stage == 3 else 1
+    size = round(shape.count() * states.weight_bytes / share)
+    offload = states.offload("offload_param") if states.stage == 3 else None
+    place: Place = "nvme" if offload == "nvme" else "host" if offload else "gpu"
+    formula = "w P / N" if share > 1 else "w P"
+    return [MemoryLine("reference model", size, place, "state", formula, "Rafailov et al., arXiv 2305.18290, eq. 7")]

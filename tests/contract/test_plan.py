@@ -1,0 +1,161 @@
+"""`dstrain plan`, and `ds_config: auto` from the decision to a resumed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dstrain.errors import PresetError
+from dstrain.preset import preset_names
+from dstrain.tasks import find_task
+from tests.vocabulary import RUN, invoke, write_recipe
+from tests.workers import ROOT, Workers
+
+SFT_70B: dict[str, Any] = {
+    "task": "sft",
+    "model": {"path": "meta-llama/Llama-3.1-70B"},
+    "data": {"train": "elsewhere/train.jsonl", "max_length": 4096},
+    "batch": {"total": 512},
+    "ds_config": "auto",
+}
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> str:
+    return str(write_recipe(tmp_path, SFT_70B))
+
+
+def plan_json(*words: Any) -> dict[str, Any]:
+    result = invoke("plan", *words, "--json")
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.output))
+
+
+def test_every_preset_is_planned_with_every_line(big: str) -> None:
+    found = plan_json(big, "--gpus", 8, "--nodes", 16, "--gpu-memory", "80GiB")
+    assert [row["preset"] for row in found["presets"]] == preset_names()
+    for row in found["presets"]:
+        assert {"name", "num_bytes", "place", "kind", "formula", "source", "when"} == row["lines"][0].keys()
+        assert row["gpu_bytes"] > 0
+    assert found["choice"]["preset"] == "zero3"
+    assert {row["preset"]: row["fits"]["80.0 GiB"] for row in found["presets"]}["zero2"] is False
+
+
+def test_the_table_says_what_fits_and_what_would_be_taken(big: str) -> None:
+    output = invoke("plan", big, "--gpus", 8, "--nodes", 16, "--gpu-memory", "80GiB").output
+    assert "70.6 G parameters" in output
+    assert "choice: zero3, batch.micro" in output
+    assert "reduce_bucket_size x bytes" in output, "each line has its formula"
+    assert "DeepSpeed runtime/zero/stage3.py" in output, "and its source"
+
+
+def test_a_preset_that_does_not_fit_gets_its_cheapest_fixes(big: str) -> None:
+    words = ("--set", "ds_config=zero2", "--set", "batch.micro=4", "--model-shape", "llama-3.1-8b")
+    output = invoke("plan", big, *words, "--gpus", 8, "--gpu-memory", "24GiB").output
+    fixes = output.partition("zero2 does not fit. Cheapest fixes:\n")[2].split("\n\n")[0].splitlines()
+    assert 1 <= len(fixes) <= 3
+    assert all(" saves " in fix for fix in fixes)
+    assert fixes[0].strip().startswith(("ds_config zero2 -> zero3_offload saves ", "batch.micro 4 -> "))
+
+
+def test_without_a_gpu_common_sizes_are_compared(big: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    output = invoke("plan", big).output
+    for size in (8, 12, 16, 24, 40, 80):
+        assert f"fits {size}.0 GiB" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu-memory", "plenty"], "--gpu-memory: 'plenty' is not a size of memory; write it like 24GiB"),
+        (["--model-shape", "llama"], "--model-shape llama: there is no such shape"),
+        (["--set", "batch.mirco=1"], "no such key"),
+        (["--set", "model.path=/nowhere/model"], "parameters cannot be counted"),
+    ],
+)
+def test_bad_input_exits_with_2(big: str, words: list[str], message: str) -> None:
+    result = invoke("plan", big, *words)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_plan_of_128_gpus_answers_in_half_a_second(big: str, tmp_path: Path) -> None:
+    """In seconds of a core, which tests beside it do not lengthen as much, in one of a few tries, with compiled files."""
+    command = [sys.executable, "-m", "dstrain", "plan", big, "--gpus", "8", "--nodes", "16", "--gpu-memory", "80GiB"]
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
+    times: list[float] = []
+    while len(times) < 4 or (min(times) >= 0.5 and len(times) < 12):
+        before = os.times()
+        subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    assert min(times) < 0.5, times
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    values = find_task("rm").tiny(tmp_path)
+    values |= {"ds_config": "auto", "batch": {"total": 8}, "steps": 2, "save": {"every": 2}}
+    return str(write_recipe(tmp_path, values))
+
+
+def test_a_dry_run_names_the_preset_and_the_micro_batch(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("DSTRAIN_GPU_MEMORY", "8GiB")
+    result = invoke("train", tiny, "--num-gpus", 2, "--dry-run")
+    assert result.exit_code == 0, result.output
+    recipe = yaml.safe_load(result.stdout.partition("# DeepSpeed JSON")[0])
+    assert (recipe["ds_config"], recipe["batch"]["micro"], recipe["batch"]["total"]) == ("zero1", 4, 8)
+    assert "--ds-config zero1" in result.stdout, "the processes of the launch are told"
+    assert "ds_config auto: zero1, batch.micro 4 (x 1 passes): the fastest that fits with 10% free" in result.stderr
+
+
+def test_nothing_that_fits_is_refused_before_the_launch(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("DSTRAIN_GPU_MEMORY", "100MiB")
+    result = invoke("train", tiny, "--dry-run")
+    assert result.exit_code == 2
+    assert "ds_config auto: nothing fits: " in result.output
+    assert "nearest fix: " in result.output or "use more GPUs" in result.output
+
+
+def test_other_commands_name_the_one_that_decides(tiny: str) -> None:
+    result = invoke("bench", tiny)
+    assert result.exit_code == 2
+    assert "ds_config auto: is decided by `dstrain train`" in result.output
+
+
+def test_a_resumed_run_takes_the_stored_preset(
+    tiny: str, tmp_path: Path, one: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    one(RUN, recipe=tiny, run_dir=str(run_dir))
+    recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text())
+    assert (recipe["ds_config"], recipe["batch"]["micro"]) == ("zero0", 8), "one process, fp32"
+    # Nothing would fit now, but the choice of the run stays.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("DSTRAIN_GPU_MEMORY", "100MiB")
+    result = invoke("train", tiny, "--run-dir", run_dir, "--dry-run", "--set", "steps=4", "--allow-change", "steps")
+    assert result.exit_code == 0, result.output
+    assert "ds_config auto: zero0, batch.micro 8, as step-00000002 was trained" in result.stderr
+
+
+def test_gpus_of_unknown_memory_need_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dstrain.planner import cluster
+    from dstrain.train.auto_preset import find_budget
+
+    monkeypatch.delenv("DSTRAIN_GPU_MEMORY", raising=False)
+    monkeypatch.setattr(cluster, "_ask_nvml", lambda: None)
+    monkeypatch.setattr(cluster, "_ask_nvidia_smi", list)
+    with pytest.raises(
+        PresetError, match=r"the memory of the GPUs cannot be read .*; name a preset, or set DSTRAIN_GPU_MEMORY=24GiB"
+    ):
+        find_budget(cluster.Cluster(kind="cuda"))

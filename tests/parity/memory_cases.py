@@ -1,0 +1,187 @@
+"""Worker functions of the memory tests: tensors that exist beside those that the plan predicts."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dstrain.batch import Batch
+from dstrain.config import resolve_batch
+from dstrain.config.schema import RunConfig
+from dstrain.data.loading.loader import make_batch
+from dstrain.models.attention.by_group import blocks_of
+from dstrain.models.attention.layout import PackedLayout
+from dstrain.models.params.groups import build_param_groups
+from dstrain.models.params.zero3 import zero3_init
+from dstrain.planner.cluster import Cluster
+from dstrain.planner.lines.activations import activation_lines
+from dstrain.planner.lines.heads import saved_head_bytes
+from dstrain.planner.lines.states import state_lines
+from dstrain.planner.memory import make_state_settings
+from dstrain.planner.read_shape import read_shape
+from dstrain.planner.workload import make_workload, read_traits
+from dstrain.tasks import Task
+from dstrain.train.build_model import build_model, build_train_module
+from dstrain.train.engine.deepspeed import DeepSpeedEngine
+from tests.parity.cases import ds_config, tiny_task, world
+
+SMALL_BUFFERS = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000, "stage3_prefetch_bucket_size": 20_000,
+                 "stage3_param_persistence_threshold": 500, "stage3_max_live_parameters": 100_000, "sub_group_size": 150_000}  # fmt: skip
+"""Sizes that fit a small model, so that states are most of what is counted."""
+SHAPE = {"model_type": "llama", "vocab_size": 1024, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+
+
+def live_storages() -> dict[int, int]:
+    """Return address -> bytes of every tensor's storage that Python can reach, gradients included."""
+    gc.collect()
+    found: dict[int, int] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for thing in gc.get_objects():
+            for tensor in _with_gradient(thing):
+                if tensor.dim() == 3:  # an activation that a hook's closure still holds: no weight has three dimensions
+                    continue
+                storage = tensor.untyped_storage()
+                if storage.nbytes() and tensor.device.type == "cpu":
+                    found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def _with_gradient(thing: Any) -> Iterator[torch.Tensor]:
+    try:
+        if not isinstance(thing, torch.Tensor):
+            return
+        yield thing
+        if thing.is_leaf and thing.grad is not None:
+            yield thing.grad
+    except ReferenceError:  # a weak proxy whose object is gone
+        return
+
+
+def states(
+    kind: str, precision: str = "fp32", accumulate: int = 1, changes: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the bytes of this rank's tensors right before an optimizer step, and the predicted lines."""
+    changes = changes or {}
+    task = tiny_task("sft", {**changes, "model": {"config": SHAPE, **changes.get("model", {})}})
+    optim, ranks = task.recipe.optim, world()
+    batches = [make_batch(task.examples("train"), task.collate, [ranks.rank + index], 0) for index in range(accumulate)]
+    offloads = "offload" in kind or "nvme" in kind
+    settings = {"accumulate": accumulate, "world_size": ranks.size, "clip": optim.clip, "precision": precision,
+                "uses_custom_optimizer": optim.name != "adamw" or not offloads}  # fmt: skip
+    config = ds_config(kind, settings)
+    zero = config["zero_optimization"]
+    zero.update({name: value for name, value in SMALL_BUFFERS.items() if name in zero})
+    if task.recipe.model.lora is not None and "reduce_bucket_size" in zero:
+        # Smaller than all gradients: else they stay in the bucket, which is a buffer of the passes.
+        zero["reduce_bucket_size"] = 4_000
+    before = live_storages()
+    with zero3_init(config):
+        module = build_train_module(task)
+    engine = DeepSpeedEngine(module, build_param_groups(module.model, optim), optim, config, ranks)
+    engine.step(batches, lr=1e-3)
+    seen: list[dict[int, int]] = []
+    inner = engine.engine.step
+
+    def step() -> None:
+        if engine.engine.is_gradient_accumulation_boundary():
+            seen.append(live_storages())
+        inner()
+
+    engine.engine.step = step
+    engine.step(batches, lr=1e-3)
+    engine.engine.step = inner
+    of_passes = _sizes_of_passes(module.model, zero, 4 if precision == "fp32" else 2)
+    found = {place: size for place, size in seen[0].items() if place not in before and size not in of_passes}
+    lines = predicted_states(task, config, ranks.size)
+    parts = {"moments": _optimizer_state_bytes(engine.engine.optimizer)}
+    largest = sorted(found.values(), reverse=True)[:60]
+    return {"measured": sum(found.values()), "largest": largest, "parts": parts, "lines": lines}
+
+
+def _sizes_of_passes(model: torch.nn.Module, zero: Mapping[str, Any], width: int) -> set[int]:
+    """Return the sizes of what passes hold and may live on for a while, which the plan counts in lines of its own.
+
+    At stages 1 and 2 a bucket, where gradients are views of it, and a gradient larger than a bucket until the next
+    reduction; at stage 0 the message of an all-reduce until its work is collected.
+    """
+    numbers = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    if zero["stage"] == 3:
+        return set()
+    if zero["stage"] == 0:
+        return {sum(numbers) * width}
+    bucket = zero["reduce_bucket_size"]
+    if width == 2 or "offload_optimizer" in zero:  # there whole gradients, or buffers as large as one, are states
+        return {bucket * width}
+    return {bucket * width, *(number * width for number in numbers if number > bucket)}
+
+
+def _optimizer_state_bytes(optimizer: Any) -> int:
+    """Return the bytes of the optimizer's own tensors, without step counters."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    tensors = [value for state in inner.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.numel() > 1)
+
+
+def predicted_states(task: Task, config: dict[str, Any], size: int) -> list[tuple[str, str, int]]:
+    """Return (name, place, bytes) of the lines that are held between the backward pass and the step."""
+    recipe = task.recipe
+    shape = read_shape(recipe, read_traits(recipe))
+    lines = state_lines(make_state_settings(recipe, shape, config, Cluster(gpus_per_node=size, kind="cpu")))
+    return [(line.name, line.place, line.num_bytes) for line in lines if line.when == "always"]
+
+
+def activations(changes: dict[str, Any], dtype: str, count: int, name: str = "sft") -> dict[str, float]:
+    """Return the bytes that autograd keeps of one forward pass, and those that the plan predicts."""
+    changes = {**changes, "model": {**changes.get("model", {}), "dtype": dtype}}
+    task = tiny_task(name, changes)
+    model = build_model(task)
+    batch = task.collate([task.examples("train")[index] for index in range(count)])
+    owned = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    kept: dict[int, int] = {}
+    held: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            kept[storage.data_ptr()] = storage.nbytes()
+            held.append(tensor)  # so that no address is used twice
+        return tensor
+
+    model.train()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = task.loss(model, batch)
+    saved = sum(kept.values())
+    loss.total.backward()
+    predicted = predicted_activations(task.recipe, batch, 2 if dtype == "bfloat16" else 4)
+    return {"measured": saved, **predicted}
+
+
+def predicted_activations(recipe: RunConfig, batch: Batch, width: int) -> dict[str, float]:
+    """Return the lines that autograd keeps, for the tokens and targets of this batch."""
+    traits = read_traits(recipe)
+    shape = read_shape(recipe, traits)
+    plan = make_workload(recipe, shape, traits, resolve_batch(recipe.batch, 1), "cpu")
+    ids = batch.tensors["input_ids"]
+    targets = int(batch.tensors["learnt"].sum()) if "learnt" in batch.tensors else 0
+    keys = sum(
+        (block.queries.end - block.queries.start) * sum(one.end - one.start for one in block.keys)
+        for block in blocks_of(PackedLayout(batch.groups), None)
+    )
+    workload = replace(
+        plan, tokens=ids.numel(), rows=ids.shape[0], targets=targets, is_packed=batch.is_packed,
+        keys=keys / ids.numel(),
+    )  # fmt: skip
+    lines = [line for line in activation_lines(shape, workload, width) if line.when == "pass"]
+    parts = {line.name: float(line.num_bytes) for line in lines}
+    if workload.checkpointed:
+        # Arguments of the recomputed layers, which a closure keeps and no hook sees.
+        del parts["rotary angles"]
+    parts["head"] = float(saved_head_bytes(shape, workload, width))
+    return {"predicted": sum(parts.values()), **parts}

@@ -1,0 +1,91 @@
+"""ds_config: auto takes the fastest preset that fits, and solves the micro-batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from dstrain.errors import PresetError
+from dstrain.planner.choose import MARGIN, choose_preset
+from dstrain.planner.cluster import Cluster
+from dstrain.planner.fixes import PRESETS_BY_SPEED, Budget, suggest_fixes
+from dstrain.planner.memory import plan_memory
+from dstrain.preset import preset_names, read_preset
+from tests.unit.planner.recipes import GIB, made_config
+
+EIGHT = Cluster(gpus_per_node=8)
+OPEN = {"batch": {"total": 64, "micro": None}}
+
+
+def test_presets_that_auto_may_take_exist() -> None:
+    assert {*PRESETS_BY_SPEED} <= {*preset_names()}
+
+
+@pytest.mark.parametrize(("gib", "preset"), [(80, "zero1"), (24, "zero3"), (10, "zero3_offload")])
+def test_less_memory_takes_a_slower_preset(gib: int, preset: str) -> None:
+    config = made_config(batch={"total": 8, "micro": 1})
+    choice = choose_preset(config, EIGHT, Budget(gpu_bytes=gib * GIB, host_bytes=512 * GIB))
+    assert choice.preset == preset
+    assert choice.plan.gpu_bytes <= gib * GIB * (1 - MARGIN)
+    for faster in PRESETS_BY_SPEED[1 : PRESETS_BY_SPEED.index(preset)]:
+        assert plan_memory(config, read_preset(faster), EIGHT).gpu_bytes > gib * GIB * (1 - MARGIN)
+
+
+def test_the_micro_batch_is_the_largest_that_fits_and_the_total_stays() -> None:
+    config = made_config(shape="llama-3.2-1b", **OPEN)
+    budget = Budget(gpu_bytes=24 * GIB)
+    choice = choose_preset(config, EIGHT, budget)
+    assert choice.micro is not None
+    assert choice.plan.batch.total == 64
+    assert choice.micro * (choice.plan.batch.accumulate or 0) * 8 >= 64
+    assert f"batch.micro {choice.micro}" in choice.reason
+    small = choose_preset(config, EIGHT, Budget(gpu_bytes=12 * GIB))
+    assert small.micro is not None
+    assert small.micro <= choice.micro
+
+
+def test_a_given_micro_batch_is_kept() -> None:
+    assert choose_preset(made_config(batch={"total": 64, "micro": 1}), EIGHT, Budget(gpu_bytes=80 * GIB)).micro is None
+
+
+def test_a_full_host_rules_out_offloading() -> None:
+    config = made_config(batch={"total": 8, "micro": 1})
+    with pytest.raises(PresetError, match=r"ds_config auto: nothing fits: .*; nearest fix: "):
+        choose_preset(config, Cluster(gpus_per_node=1), Budget(gpu_bytes=24 * GIB, host_bytes=8 * GIB))
+
+
+def test_what_does_not_fit_names_the_nearest_fix() -> None:
+    config = made_config(model={"gradient_checkpointing": False}, batch={"total": 8, "micro": 8}, shape="llama-3.2-1b")
+    with pytest.raises(PresetError, match=r"nearest fix: batch\.micro 8 -> \d"):
+        choose_preset(config, Cluster(gpus_per_node=1), Budget(gpu_bytes=9 * GIB, host_bytes=512 * GIB))
+
+
+def test_adafactor_and_one_process_in_fp32_take_stage_0() -> None:
+    adafactor = made_config(optim={"name": "adafactor"}, shape="llama-3.2-1b")
+    assert choose_preset(adafactor, EIGHT, Budget(gpu_bytes=80 * GIB)).preset == "zero0"
+    alone = made_config(precision="fp32", shape="qwen2.5-0.5b", batch={"total": 4, "micro": 1})
+    assert choose_preset(alone, Cluster(), Budget(gpu_bytes=40 * GIB)).preset == "zero0"
+
+
+def test_fixes_save_what_they_say_and_the_cheapest_are_first() -> None:
+    config = made_config("dpo", model={"gradient_checkpointing": False}, batch={"total": 64, "micro": 8})
+    preset = read_preset("zero2")
+    fixes = suggest_fixes(config, preset, EIGHT)
+    before = plan_memory(config, preset, EIGHT).gpu_bytes
+    assert [*fixes[0].changes] == ["options.precompute_ref_log_probs"]
+    assert [*fixes[1].changes] == ["batch.micro"]
+    assert fixes[1].describe().startswith("batch.micro 8 -> 4 saves ")
+    changed = config.model_copy(update={"batch": config.batch.model_copy(update={"micro": 4})})
+    assert fixes[1].saved_bytes == before - plan_memory(changed, preset, EIGHT).gpu_bytes
+    assert all(fix.saved_bytes > 0 for fix in fixes)
+    assert (
+        next(fix for fix in fixes if "data.max_length" in fix.changes).describe().endswith("(changes what is learnt)")
+    )
+
+
+def test_a_step_that_is_not_enough_is_replaced_by_a_smaller_one() -> None:
+    config = made_config(model={"gradient_checkpointing": False}, batch={"total": 64, "micro": 8}, shape="llama-3.2-1b")
+    preset = read_preset("zero2")
+    plan = plan_memory(config.model_copy(update={"batch": config.batch.model_copy(update={"micro": 2})}), preset, EIGHT)
+    (fix, *_) = suggest_fixes(config, preset, EIGHT, budget=Budget(gpu_bytes=plan.gpu_bytes))
+    assert fix.changes == {"batch.micro": 2}
+    assert fix.is_enough

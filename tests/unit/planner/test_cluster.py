@@ -1,0 +1,37 @@
+"""Sizes of GPU memory: what a user writes, and what the machine has."""
+
+from __future__ import annotations
+
+import pytest
+
+from dstrain.errors import UsageError
+from dstrain.planner.cluster import detect_gpu_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GiB", 24 << 30),
+        ("24G", 24 << 30),
+        ("24 GB", 24 << 30),
+        ("1.5TiB", 3 << 39),
+        ("900MiB", 900 << 20),
+        ("512", 512),
+    ],
+)
+def test_a_size_is_read_in_powers_of_1024(text: str, size: int) -> None:
+    assert parse_bytes(text, "--gpu-memory") == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "24 gigabytes", "-1GiB", "0GiB"])
+def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--gpu-memory: .* is not a size of memory; write it like 24GiB"):
+        parse_bytes(text, "--gpu-memory")
+
+
+def test_the_variable_stands_for_any_gpu() -> None:
+    assert detect_gpu_bytes({"DSTRAIN_GPU_MEMORY": "2GiB"}) == ([2 << 30], "DSTRAIN_GPU_MEMORY")
+
+
+def test_hidden_gpus_have_no_memory() -> None:
+    assert detect_gpu_bytes({"CUDA_VISIBLE_DEVICES": ""})[0] == []

@@ -1,0 +1,145 @@
+"""The shape of a recipe's model, from each place where it is found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.config.schema import ModelConfig, RunConfig
+from dstrain.errors import RecipeError, UsageError
+from dstrain.planner.families.decoders import shape_from_config
+from dstrain.planner.read_shape import named_config, read_base_shape, read_shape, shape_names
+from dstrain.planner.shape import ModelShape
+from dstrain.planner.workload import read_traits
+from tests.unit.planner.recipes import made_config
+
+KNOWN = {
+    "llama-3.2-1b": 1_235_814_400, "llama-3.2-3b": 3_212_749_824, "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496,
+    "qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-3b": 3_085_938_688, "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664, "qwen2.5-32b": 32_763_876_352, "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
+    "llava-1.5-7b": 7_063_427_072, "llava-1.5-13b": 13_351_494_656, "qwen2.5-vl-3b": 3_754_622_976, "qwen2.5-vl-7b": 8_292_166_656,
+}  # fmt: skip
+"""Published numbers of parameters; that of LLaVA 1.5 13B is computed with the vocabulary of 32,064 of the 7B model."""
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "vocab_size": 320}  # fmt: skip
+
+
+def test_every_shipped_shape_has_the_parameters_of_its_model() -> None:
+    counted = {name: shape_from_config(named_config(name)).count() for name in shape_names()}  # type: ignore[union-attr]
+    assert counted == KNOWN
+
+
+def test_a_hub_id_has_the_shape_of_its_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    shape = read_base_shape(ModelConfig(path="meta-llama/Llama-3.1-8B-Instruct"))
+    assert shape is not None
+    assert shape.count() == KNOWN["llama-3.1-8b"]
+
+
+def test_a_hub_id_is_read_from_the_hub_cache_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    folder = tmp_path / "hub" / "models--org--model" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
+    shape = read_base_shape(ModelConfig(path="org/model"))
+    assert shape is not None
+    assert shape.hidden == 32
+
+
+def test_parameters_of_another_family_are_counted_from_headers(tmp_path: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2}))
+    save_file(
+        {"wte.weight": np.zeros((10, 16), np.float32), "h.0.mlp.c_fc.weight": np.zeros((16, 64), np.float32)},
+        tmp_path / "model.safetensors",
+    )
+    shape = read_base_shape(ModelConfig(path=str(tmp_path)))
+    assert shape is not None
+    assert (shape.count(), shape.count("embedding"), shape.counted_from) == (1184, 160, "safetensors headers")
+
+
+def test_a_damaged_header_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "model.safetensors").write_bytes(b"nonsense of eight bytes and more")
+    with pytest.raises(RecipeError, match=r"model.safetensors cannot be read .*; download it again"):
+        read_base_shape(ModelConfig(path=str(tmp_path)))
+
+
+def test_a_model_without_config_or_headers_is_counted_on_the_meta_device(tmp_path: Path) -> None:
+    config = made_config(model={"config": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 300, "n_positions": 64},
+                                "tokenizer": None}, data={"train": str(_records(tmp_path)), "max_length": 32})  # fmt: skip
+    shape = read_shape(config, read_traits(config))
+    assert shape.counted_from == "meta device"
+    assert shape.count("embedding") == 300 * 32 + 64 * 32
+    assert shape.layers == 2
+
+
+def _records(folder: Path) -> Path:
+    file = folder / "train.jsonl"
+    turn = [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "How are you?"}]
+    file.write_text("".join(json.dumps({"messages": turn}) + "\n" for _ in range(20)))
+    return file
+
+
+def test_a_shape_without_that_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(
+        UsageError, match=r"--model-shape llama-3.1-8: there is no such shape; did you mean 'llama-3.1-8b'"
+    ):
+        named_config("llama-3.1-8")
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 4}}, {"lora": {"rank": 4, "dora": True}}, {"freeze": ["embed_tokens", "*.mlp.*"]},
+                                     {"lora": {"rank": 2, "targets": ["q_proj", "v_proj"]}}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("task", ["sft", "rm"])
+def test_the_parameters_of_a_task_are_those_that_it_builds(task: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    from dstrain.train.list_parameters import list_parameters
+
+    values = {
+        "task": task,
+        "model": {"config": {"model_type": "qwen3", **SMALL, "head_dim": 8}, **changes},
+        "data": {"train": str(_pairs(tmp_path, task))},
+    }
+    config = RunConfig.model_validate(values)
+    shape = read_shape(config, read_traits(config))
+    built = list_parameters(config)
+    trained = sum(_numel(size) for _, size, is_trained in built if is_trained)
+    # peft keeps the head that it replaces, which is not trained.
+    replaced = sum(_numel(size) for name, size, _ in built if "original_module" in name)
+    assert (shape.count(), shape.count(trainable=True)) == (
+        sum(_numel(size) for _, size, _ in built) - replaced,
+        trained,
+    )
+
+
+def _pairs(folder: Path, task: str) -> Path:
+    if task == "sft":
+        return _records(folder)
+    file = folder / "pairs.jsonl"
+    file.write_text(
+        "".join(
+            json.dumps({"prompt": "Hello", "chosen": f"Good day {i}", "rejected": "Go away"}) + "\n" for i in range(20)
+        )
+    )
+    return file
+
+
+def _numel(size: list[int]) -> int:
+    found = 1
+    for one in size:
+        found *= one
+    return found
+
+
+def test_adapters_leave_the_head_and_embeddings_alone() -> None:
+    config = made_config(model={"lora": {"rank": 8}})
+    shape: ModelShape = read_shape(config, read_traits(config))
+    adapted = {
+        tensor.name.partition(".lora")[0].rpartition(".")[2] for tensor in shape.tensors if tensor.part == "lora"
+    }
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -19,7 +19,7 @@ from dstrain.planner.memory import MemoryPlan, plan_memory
 from dstrain.planner.read_shape import named_config, read_shape
 from dstrain.planner.shape import ModelShape
 from dstrain.planner.show import describe_run, show_lines, show_presets
-from dstrain.planner.workload import TaskTraits, read_traits
+from dstrain.planner.workload import TaskProperties, read_properties
 from dstrain.preset import preset_names, read_preset
 from dstrain.tasks import fill_learning_rate, fill_lora
 from dstrain.units import format_bytes
@@ -65,10 +65,10 @@ def make_report(request: PlanRequest) -> PlanReport:
     memory, source = _memory_per_gpu(request)
     gpus = request.gpus or visible_gpus(os.environ) or 1
     cluster = Cluster(gpus_per_node=gpus, nodes=request.nodes)
-    traits = read_traits(config)
-    shape = read_shape(config, traits)
+    properties = read_properties(config)
+    shape = read_shape(config, properties)
     names = preset_names() if config.ds_config in (AUTO, *preset_names()) else [*preset_names(), config.ds_config]
-    plans = [_plan_or_reason(config, name, cluster, (shape, traits)) for name in names]
+    plans = [_plan_or_reason(config, name, cluster, (shape, properties)) for name in names]
     budgets = {format_bytes(size): Budget(gpu_bytes=size) for size in memory}
     choice, refusal = None, "no size of GPU memory is known; give one with --gpu-memory"
     if len(memory) == 1:
@@ -115,7 +115,7 @@ def _memory_per_gpu(request: PlanRequest) -> tuple[list[int], str]:
 
 
 def _plan_or_reason(
-    config: RunConfig, name: str, cluster: Cluster, model: tuple[ModelShape, TaskTraits]
+    config: RunConfig, name: str, cluster: Cluster, model: tuple[ModelShape, TaskProperties]
 ) -> MemoryPlan | str:
     try:
         return plan_memory(config, read_preset(name), cluster, *model)

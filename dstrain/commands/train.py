@@ -63,10 +63,10 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
         # With the smaller micro-batch that the workers have written, from the newest checkpoint of this run.
         request = resume_own_run(request, run_dir)
         launch = _plan_request(request, recipe, run_dir, launch_options)
-        smaller = apply_reduced_batch(recipe, run_dir, launch.world_size, request.resume)
-        if smaller.config.batch == recipe.config.batch:  # micro_batch.json was removed meanwhile
+        reduced = apply_reduced_batch(recipe, run_dir, launch.world_size, request.resume)
+        if reduced.config.batch == recipe.config.batch:  # micro_batch.json was removed meanwhile
             return code
-        recipe, resume = smaller, ResumeOptions(request.resume, request.allowed_changes)
+        recipe, resume = reduced, ResumeOptions(request.resume, request.allowed_changes)
         code, restart = _launch_training(launch, recipe, run_dir, resume)
     return code
 

@@ -38,7 +38,7 @@ class BatchPlan:
         """Samples whose answers are generated at once: their lengths, which `tokens` limits, are not known before."""
         return self.micro if self.accumulate is not None else min(self.micro, DEFAULT_MICRO_BATCH_SIZE)
 
-    def halved(self, world_size: int) -> BatchPlan | None:
+    def half(self, world_size: int) -> BatchPlan | None:
         """Return the plan with half the samples and tokens per forward pass, rounded up, and the same total.
 
         None if a forward pass has one sample, or one token.
@@ -104,7 +104,7 @@ def resolve_batch(
                 )
             )
     if batch.on_oom == "shrink":
-        _check_shrinkable(preset_micro, preset_accumulate)
+        _check_on_oom(preset_micro, preset_accumulate)
     micro = batch.micro or preset_micro
     if batch.tokens_per_micro is not None:
         return _resolve_token_batch(batch, micro, preset_accumulate)
@@ -126,7 +126,7 @@ def resolve_batch(
     return BatchPlan(batch.total, micro, fitting)
 
 
-def _check_shrinkable(preset_micro: int | None, preset_accumulate: int | None) -> None:
+def _check_on_oom(preset_micro: int | None, preset_accumulate: int | None) -> None:
     if preset_micro or preset_accumulate:
         problem = "is shrink, but the DeepSpeed JSON fixes the micro-batch"
         fix = "move train_micro_batch_size_per_gpu and gradient_accumulation_steps from it to the recipe's batch"

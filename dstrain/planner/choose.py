@@ -13,7 +13,7 @@ from dstrain.planner.fixes import PRESETS_BY_SPEED, Budget, suggest_fixes
 from dstrain.planner.memory import MemoryPlan, plan_memory
 from dstrain.planner.read_shape import read_shape
 from dstrain.planner.shape import ModelShape
-from dstrain.planner.workload import TaskTraits, read_traits
+from dstrain.planner.workload import TaskProperties, read_properties
 from dstrain.preset import read_preset
 from dstrain.units import format_bytes
 
@@ -41,25 +41,26 @@ def choose_preset(config: RunConfig, cluster: Cluster, budget: Budget, shape: Mo
     `batch.micro` is solved for `batch.total` where the recipe has neither micro, accumulate nor tokens_per_micro.
     Raises PresetError, naming the nearest fix, where nothing fits.
     """
-    traits = read_traits(config)
-    shape = shape or read_shape(config, traits)
+    properties = read_properties(config)
+    shape = shape or read_shape(config, properties)
     limit = Budget(gpu_bytes=int(budget.gpu_bytes * (1 - MARGIN)), host_bytes=_less_margin(budget.host_bytes))
     found: list[tuple[MemoryPlan, int | None]] = []
-    refused: list[str] = []
+    rejected: list[str] = []
     for name in _usable_presets(config, cluster):
         fitting = next(
-            ((plan, micro) for plan, micro in _plans(config, name, cluster, (shape, traits)) if limit.fits(plan)), None
+            ((plan, micro) for plan, micro in _plans(config, name, cluster, (shape, properties)) if limit.fits(plan)),
+            None,
         )
         if fitting is None:
-            refused.append(name)
+            rejected.append(name)
             continue
         found.append(fitting)
         if fitting[1] is None or fitting[0].workload.tokens >= FULL_PASS_TOKENS or _is_whole_step(fitting[0]):
             break
     if not found:
-        raise _nothing_fits(config, cluster, limit, (shape, traits))
+        raise _nothing_fits(config, cluster, limit, (shape, properties))
     plan, micro = max(found, key=lambda one: (min(one[0].workload.tokens, FULL_PASS_TOKENS), -found.index(one)))
-    return Choice(preset=plan.preset, micro=micro, plan=plan, reason=_explain(plan, micro, refused, limit))
+    return Choice(preset=plan.preset, micro=micro, plan=plan, reason=_explain(plan, micro, rejected, limit))
 
 
 def _less_margin(size: int | None) -> int | None:
@@ -79,9 +80,9 @@ def _usable_presets(config: RunConfig, cluster: Cluster) -> Iterator[str]:
 
 
 def _plans(
-    config: RunConfig, name: str, cluster: Cluster, model: tuple[ModelShape, TaskTraits]
+    config: RunConfig, name: str, cluster: Cluster, model: tuple[ModelShape, TaskProperties]
 ) -> Iterator[tuple[MemoryPlan, int | None]]:
-    """Yield plans with ever smaller micro-batches, and the micro-batch where it is solved. Skips refused presets."""
+    """Yield plans with ever smaller micro-batches, and the micro-batch where it is solved. Skips rejected presets."""
     preset = read_preset(name)
     for micro in _micro_sizes(config, cluster):
         batch = config.batch if micro is None else config.batch.model_copy(update={"micro": micro})
@@ -112,16 +113,16 @@ def _is_whole_step(plan: MemoryPlan) -> bool:
     return plan.batch.accumulate == 1
 
 
-def _explain(plan: MemoryPlan, micro: int | None, refused: list[str], limit: Budget) -> str:
+def _explain(plan: MemoryPlan, micro: int | None, rejected: list[str], limit: Budget) -> str:
     passes = "" if micro is None else f", batch.micro {micro} (x {plan.batch.accumulate} passes)"
     where = "process" if plan.cluster.kind == "cpu" else "GPU"
     free = f"{format_bytes(plan.gpu_bytes)} of {format_bytes(limit.gpu_bytes / (1 - MARGIN))} per {where}"
-    slower = f"; {', '.join(refused)} would need more" if refused else ""
+    slower = f"; {', '.join(rejected)} would need more" if rejected else ""
     return f"{plan.preset}{passes}: the fastest that fits with {MARGIN:.0%} free, {free}{slower}"
 
 
 def _nothing_fits(
-    config: RunConfig, cluster: Cluster, limit: Budget, model: tuple[ModelShape, TaskTraits]
+    config: RunConfig, cluster: Cluster, limit: Budget, model: tuple[ModelShape, TaskProperties]
 ) -> PresetError:
     """Return the error that names the preset that needs least, and the change that saves most for its cost."""
     plans = []

@@ -13,7 +13,7 @@ from dstrain.planner.cluster import Cluster
 from dstrain.planner.memory import MemoryPlan, plan_memory
 from dstrain.planner.read_shape import read_shape
 from dstrain.planner.shape import ModelShape
-from dstrain.planner.workload import read_traits
+from dstrain.planner.workload import read_properties
 from dstrain.preset import Preset, read_preset
 from dstrain.units import format_bytes
 
@@ -74,15 +74,15 @@ def suggest_fixes(
     Each is computed by planning the changed recipe. Changes that save nothing, or that the recipe does not allow, are
     left out. Raises what `plan_memory` raises for the recipe itself.
     """
-    traits = read_traits(config)
-    shape = shape or read_shape(config, traits)
-    plan = plan_memory(config, preset, cluster, shape, traits)
+    properties = read_properties(config)
+    shape = shape or read_shape(config, properties)
+    plan = plan_memory(config, preset, cluster, shape, properties)
     is_short_on_host = budget is not None and budget.missing(plan)[0] == 0 and budget.missing(plan)[1] > 0
     found: list[Fix] = []
     for changes, is_step in _candidates(config, preset, plan):
         try:
             changed, other = with_changes(config, preset, changes)
-            changed_traits = traits if _keeps_traits(changes) else read_traits(changed)
+            changed_traits = properties if _keeps_properties(changes) else read_properties(changed)
             new_shape = read_shape(changed, changed_traits) if "model.lora" in changes else shape
             after = plan_memory(changed, other, cluster, new_shape, changed_traits)
         except UsageError:
@@ -101,7 +101,7 @@ def suggest_fixes(
     return found
 
 
-def _keeps_traits(changes: Mapping[str, Any]) -> bool:
+def _keeps_properties(changes: Mapping[str, Any]) -> bool:
     """Return True where a change of these keys leaves what the planner reads from the task as it is."""
     return not any(key.startswith(("options.", "model.lora")) for key in changes)
 
@@ -118,7 +118,7 @@ def _candidates(config: RunConfig, preset: Preset, plan: MemoryPlan) -> Iterator
             yield {"batch.tokens_per_micro": tokens}, step
             tokens, step = tokens // 2, True
     elif plan.batch.accumulate is not None:
-        yield from _smaller_passes(config, plan)
+        yield from _reduced_micro_batch(config, plan)
     if not config.model.gradient_checkpointing:
         yield {"model.gradient_checkpointing": True}, False
     slower = (
@@ -133,7 +133,7 @@ def _candidates(config: RunConfig, preset: Preset, plan: MemoryPlan) -> Iterator
         yield {"data.max_length": config.data.max_length // 2}, False
 
 
-def _smaller_passes(config: RunConfig, plan: MemoryPlan) -> Iterator[tuple[dict[str, Any], bool]]:
+def _reduced_micro_batch(config: RunConfig, plan: MemoryPlan) -> Iterator[tuple[dict[str, Any], bool]]:
     """Yield halved micro-batches with the same total."""
     batch, accumulate = config.batch, plan.batch.accumulate or 1
     micro, times, is_further = plan.batch.largest_micro(plan.cluster.world_size) // 2, 2, False

@@ -18,7 +18,7 @@ from dstrain.planner.lines.vision import vision_lines
 from dstrain.planner.read_shape import read_shape, reference_shape
 from dstrain.planner.run_settings import make_run_settings
 from dstrain.planner.shape import ModelShape
-from dstrain.planner.workload import TaskTraits, Workload, make_workload, read_traits
+from dstrain.planner.workload import TaskProperties, Workload, make_workload, read_properties
 from dstrain.preset import Device, Preset, complete_preset
 
 __all__ = ["MemoryLine", "MemoryPlan", "plan_memory"]
@@ -91,26 +91,26 @@ def plan_memory(
     preset: Preset,
     cluster: Cluster,
     shape: ModelShape | None = None,
-    traits: TaskTraits | None = None,
+    properties: TaskProperties | None = None,
 ) -> MemoryPlan:
     """Return the memory plan of a recipe with a preset on these machines. Imports no torch.
 
-    `shape`: the model with its head and adapters as `read_shape` returns it; None: it is read from the recipe. `traits`:
+    `shape`: the model with its head and adapters as `read_shape` returns it; None: it is read from the recipe. `properties`:
     those of the recipe's task, which take a few milliseconds to read. Rows are taken to have data.max_length tokens,
     all of them targets. Raises RecipeError where the model cannot be read, or the batch does not fit the processes, and
     PresetError where the preset does not fit the precision or optimizer.
     """
-    traits = traits or read_traits(config)
-    shape = shape or read_shape(config, traits)
+    properties = properties or read_properties(config)
+    shape = shape or read_shape(config, properties)
     batch = resolve_batch(config.batch, cluster.world_size, preset.micro, preset.accumulate)
     device = Device(cluster.kind, cluster.bf16 or cluster.kind == "cpu")
     settings = make_run_settings(config, preset, batch, (cluster.world_size, device), "nvme")
     ds_config = complete_preset(preset, settings=settings)
     states = make_state_settings(config, shape, ds_config, cluster)
     largest = replace(batch, micro=batch.largest_micro(cluster.world_size))
-    workload = make_workload(config, shape, traits, largest, cluster.kind)
+    workload = make_workload(config, shape, properties, largest, cluster.kind)
     width = states.weight_bytes
-    lines = [*state_lines(states), *_reference_lines(config, traits, states)]
+    lines = [*state_lines(states), *_reference_lines(config, properties, states)]
     on_host = ds_config.get("activation_checkpointing", {}).get("cpu_checkpointing", False)
     lines += (_on_host(line) if on_host else line for line in activation_lines(shape, workload, width))
     lines += [*head_lines(shape, workload, width), *vision_lines(shape, workload, width)]
@@ -155,9 +155,9 @@ def _dtype_bytes(name: str | None) -> int | None:
     return 4 if "32" in name or name == "float" else 2
 
 
-def _reference_lines(config: RunConfig, traits: TaskTraits, states: StateSettings) -> list[MemoryLine]:
+def _reference_lines(config: RunConfig, properties: TaskProperties, states: StateSettings) -> list[MemoryLine]:
     """Return the weights of a reference that is a model of its own: whole on each GPU below stage 3."""
-    shape = reference_shape(config, traits, states.shape)
+    shape = reference_shape(config, properties, states.shape)
     if shape is None:
         return []
     share = states.world_size if states.stage == 3 else 1

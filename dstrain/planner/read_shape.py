@@ -26,7 +26,7 @@ from dstrain.planner.shape import (
     with_frozen,
     with_score_head,
 )
-from dstrain.planner.workload import TaskTraits
+from dstrain.planner.workload import TaskProperties
 
 SHAPES_DIR = Path(__file__).parent / "shapes"
 META_MODULE = "dstrain.train.list_parameters"
@@ -49,20 +49,20 @@ def named_config(name: str) -> dict[str, Any]:
     return config
 
 
-def read_shape(config: RunConfig, traits: TaskTraits) -> ModelShape:
+def read_shape(config: RunConfig, properties: TaskProperties) -> ModelShape:
     """Return the shape of the model that a recipe trains: with the task's head, its adapters and frozen parameters.
 
     Imports no torch in this process. Raises RecipeError where the model cannot be read.
     """
-    if not traits.is_known:
+    if not properties.is_known:
         return _with_meta_parameters(config, ModelShape(**_UNKNOWN_SIZES))
     shape = read_base_shape(config.model)
     if shape is None:
         return _with_meta_parameters(config, generic_shape(_read_config(config.model) or {}))
-    if traits.is_scored:
+    if properties.is_scored:
         shape = with_score_head(shape)
     if config.model.lora is not None:
-        shape = with_adapters(shape, config.model.lora, traits.heads)
+        shape = with_adapters(shape, config.model.lora, properties.heads)
     return with_frozen(shape, config.model.freeze)
 
 
@@ -161,14 +161,14 @@ def _with_meta_parameters(config: RunConfig, shape: ModelShape) -> ModelShape:
         raise RecipeError(Fault("model", f"its parameters cannot be counted ({reason.removeprefix('error: ')})", fix))
     rows = json.loads(done.stdout.splitlines()[-1])
     tensors = tuple(ParamTensor(name, tuple(size), part_of(name), trained) for name, size, trained in rows)
-    return replace(shape, tensors=tensors, counted_from="meta device")
+    return replace(shape, tensors=tensors, param_source="meta device")
 
 
-def reference_shape(config: RunConfig, traits: TaskTraits, policy: ModelShape) -> ModelShape | None:
+def reference_shape(config: RunConfig, properties: TaskProperties, policy: ModelShape) -> ModelShape | None:
     """Return the shape of a reference that is a model in memory, all frozen; None without one."""
-    if traits.reference != "model":
+    if properties.reference != "model":
         return None
-    base = read_base_shape(traits.reference_model) if traits.reference_model is not None else None
+    base = read_base_shape(properties.reference_model) if properties.reference_model is not None else None
     chosen = base or policy
     kept = (tensor for tensor in chosen.tensors if tensor.part != "lora")
     return replace(chosen, tensors=tuple(replace(tensor, is_trainable=False) for tensor in kept))

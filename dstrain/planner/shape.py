@@ -72,7 +72,7 @@ class ModelShape:
     has_softcap: bool = False
     """True where attention caps its logits, which only the eager implementation does."""
     vision: VisionShape | None = None
-    counted_from: str = "config"
+    param_source: str = "config"
     """config, safetensors headers, or meta device."""
 
     @property
@@ -168,7 +168,7 @@ def part_of(name: str) -> Part:
     return found  # type: ignore[return-value]
 
 
-def from_tensors(shapes: Mapping[str, tuple[int, ...]], shape: ModelShape, counted_from: str) -> ModelShape:
+def from_tensors(shapes: Mapping[str, tuple[int, ...]], shape: ModelShape, param_source: str) -> ModelShape:
     """Return the shape with tensors counted by name, in place of those derived from the config."""
     tensors = tuple(ParamTensor(name, size, part_of(name)) for name, size in shapes.items())
-    return replace(shape, tensors=tensors, counted_from=counted_from)
+    return replace(shape, tensors=tensors, param_source=param_source)

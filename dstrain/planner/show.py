@@ -21,7 +21,7 @@ def describe_run(task: str, plan: MemoryPlan) -> str:
     hosts = f"{cluster.nodes} host{'s' * (cluster.nodes > 1)} x {cluster.gpus_per_node} {'GPUs' if cluster.kind == 'cuda' else 'processes'}"
     return (
         f"{task}: {shape.model_type or 'model'}, {format_count(shape.count())} parameters ({named}), "
-        f"{format_count(parts['trained'])} trained; counted from {shape.counted_from}\n"
+        f"{format_count(parts['trained'])} trained; counted from {shape.param_source}\n"
         f"{hosts}, {plan.precision}; steps of {plan.batch.describe(cluster.world_size)}, "
         f"{plan.workload.tokens} tokens per pass at most"
     )
@@ -42,11 +42,11 @@ def show_presets(plans: Sequence[MemoryPlan | str], budgets: Mapping[str, Budget
             format_bytes(size) if size else "-"
             for size in (plan.gpu_bytes, plan.host_bytes_per_node, plan.nvme_bytes_per_node)
         ]
-        rows.append([plan.preset, *sizes, *(_verdict(plan, budget, margin) for budget in budgets.values())])
+        rows.append([plan.preset, *sizes, *(_status(plan, budget, margin) for budget in budgets.values())])
     return "\n".join([_align(rows, 1), *notes])
 
 
-def _verdict(plan: MemoryPlan, budget: Budget, margin: float) -> str:
+def _status(plan: MemoryPlan, budget: Budget, margin: float) -> str:
     gpu, host = budget.missing(plan)
     if host and not gpu:
         return f"no, host lacks {format_bytes(host)}"

@@ -23,7 +23,7 @@ QUERY_BLOCK, SAVED_BYTES = 128, 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskTraits:
+class TaskProperties:
     """What the planner has to know of a task, read from the task itself."""
 
     rows_per_sample: int = 1
@@ -41,14 +41,14 @@ class TaskTraits:
     """False for a task whose model is not a transformers model with a language-model or score head."""
 
 
-def read_traits(config: RunConfig) -> TaskTraits:
-    """Return the traits of a recipe's task. Imports no torch; of a user's task file, its own imports."""
+def read_properties(config: RunConfig) -> TaskProperties:
+    """Return the properties of a recipe's task. Imports no torch; of a user's task file, its own imports."""
     task: Any = make_task(config)
     source = getattr(task, "source_class", None)
     is_text = source is not None and not getattr(task, "loads_own_model", False)
     name = str(getattr(source, "auto_class_name", ""))
     options = getattr(task, "ref_model", None)
-    return TaskTraits(
+    return TaskProperties(
         rows_per_sample=2 if getattr(task, "has_pairs", False) else 1,
         is_scored=name == SCORE_CLASS,
         heads=tuple(getattr(task, "modules_to_save", ())),
@@ -105,21 +105,23 @@ def mean_block_keys(length: int) -> float:
     return (QUERY_BLOCK**2 * blocks * (blocks + 1) / 2 + rest * length) / max(length, 1)
 
 
-def make_workload(config: RunConfig, shape: ModelShape, traits: TaskTraits, batch: BatchPlan, device: str) -> Workload:
+def make_workload(
+    config: RunConfig, shape: ModelShape, properties: TaskProperties, batch: BatchPlan, device: str
+) -> Workload:
     """Return the pass with as many tokens as the recipe allows: each row has data.max_length."""
     micro, length = batch.micro, config.data.max_length
-    rows = micro * traits.rows_per_sample
+    rows = micro * properties.rows_per_sample
     tokens = rows * length
     if batch.tokens is not None:
         # A longer sample is a pass of its own.
-        tokens = min(tokens, max(batch.tokens, traits.rows_per_sample * length))
+        tokens = min(tokens, max(batch.tokens, properties.rows_per_sample * length))
         rows = max(1, tokens // length)
-    packed = bool(config.batch.packing) and traits.packs_batches and takes_packed(shape, config)
+    packed = bool(config.batch.packing) and properties.packs_batches and takes_packed(shape, config)
     return Workload(
         rows=rows, tokens=tokens, targets=tokens, images=rows if shape.vision else 0, is_packed=packed,
         is_eager=config.model.attn_implementation == "eager" or shape.has_softcap or shape.model_type == "gpt_oss",
         has_mask=not packed and shape.model_type not in NO_MASK_MODEL_TYPES,
-        checkpointed=float(config.model.gradient_checkpointing), is_scored=traits.is_scored, device=device,
+        checkpointed=float(config.model.gradient_checkpointing), is_scored=properties.is_scored, device=device,
     )  # fmt: skip
 
 

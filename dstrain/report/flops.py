@@ -64,7 +64,7 @@ class StepFlops:
     def __init__(self, module: torch.nn.Module, model: torch.nn.Module) -> None:
         """`module` is called for each micro-batch; `model`, inside it, is trained, its frozen reference is not."""
         self._counter = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
-        self._forward = _OutermostCalls(self._counter, [module])
+        self._forward = _TopLevelCalls(self._counter, [module])
         self._trained = _TrainedCalls(self._counter, model.modules(), self._forward)
 
     def __enter__(self) -> StepFlops:
@@ -83,7 +83,7 @@ class StepFlops:
         return self._forward.flops + min(backward, self._trained.backward_flops)
 
 
-class _OutermostCalls:
+class _TopLevelCalls:
     """Sum of the operations inside the calls of modules; a call inside of another one is a part of it."""
 
     def __init__(self, counter: FlopCounterMode, modules: Iterable[torch.nn.Module]) -> None:
@@ -116,11 +116,11 @@ class _OutermostCalls:
             hook.remove()
 
 
-class _TrainedCalls(_OutermostCalls):
+class _TrainedCalls(_TopLevelCalls):
     """Operations of the backward pass of a model's outermost parts: a head may be called on its own, after the rest."""
 
     def __init__(
-        self, counter: FlopCounterMode, modules: Iterable[torch.nn.Module], forward_pass: _OutermostCalls
+        self, counter: FlopCounterMode, modules: Iterable[torch.nn.Module], forward_pass: _TopLevelCalls
     ) -> None:
         super().__init__(counter, modules)
         self._forward_pass, self._is_recomputed, self.backward_flops = forward_pass, False, 0

@@ -117,16 +117,16 @@ class Run:
     ) -> tuple[Run, Generator[Step, None, None]]:
         """Return this run with half the micro-batch, and its steps after `progress`; `steps` is closed. Collective.
 
-        Raises OutOfMemoryError or PeerFailureError if the passes that failed cannot be smaller.
+        Raises OutOfMemoryError or PeerFailureError if the passes that failed cannot be reduced.
         """
-        smaller = self.memory.reduce(result.out_of_memory, self.run_log, progress.step)
+        reduced = self.memory.reduce(result.out_of_memory, self.run_log, progress.step)
         steps.close()  # the threads of the loader
         batch, sampler = self.memory.micro_batch.config.batch, self.loader.sampler
-        limits = make_limits(batch, smaller.micro, sampler.costs)
-        loader = replace(self.loader, sampler=replace(sampler, accumulate=smaller.accumulate, limits=limits))
+        limits = make_limits(batch, reduced.micro, sampler.costs)
+        loader = replace(self.loader, sampler=replace(sampler, accumulate=reduced.accumulate, limits=limits))
         evaluation = self.evaluation
         if evaluation is not None:
-            evaluation = replace(evaluation, micro_batch_size=smaller.generation_micro, batch=batch)
+            evaluation = replace(evaluation, micro_batch_size=reduced.generation_micro, batch=batch)
         run = replace(self, loader=loader, evaluation=evaluation)
         return run, run.iter_steps(progress)
 

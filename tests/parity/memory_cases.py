@@ -24,7 +24,7 @@ from dstrain.planner.lines.heads import saved_head_bytes
 from dstrain.planner.lines.states import state_lines
 from dstrain.planner.memory import make_state_settings
 from dstrain.planner.read_shape import read_shape
-from dstrain.planner.workload import make_workload, read_traits
+from dstrain.planner.workload import make_workload, read_properties
 from dstrain.tasks import Task
 from dstrain.train.build_model import build_model, build_train_module
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
@@ -132,7 +132,7 @@ def _optimizer_state_bytes(optimizer: Any) -> int:
 def predicted_states(task: Task, config: dict[str, Any], size: int) -> list[tuple[str, str, int]]:
     """Return (name, place, bytes) of the lines that are held between the backward pass and the step."""
     recipe = task.recipe
-    shape = read_shape(recipe, read_traits(recipe))
+    shape = read_shape(recipe, read_properties(recipe))
     lines = state_lines(make_state_settings(recipe, shape, config, Cluster(gpus_per_node=size, kind="cpu")))
     return [(line.name, line.place, line.num_bytes) for line in lines if line.when == "always"]
 
@@ -165,9 +165,9 @@ def activations(changes: dict[str, Any], dtype: str, count: int, name: str = "sf
 
 def predicted_activations(recipe: RunConfig, batch: Batch, width: int) -> dict[str, float]:
     """Return the lines that autograd keeps, for the tokens and targets of this batch."""
-    traits = read_traits(recipe)
-    shape = read_shape(recipe, traits)
-    plan = make_workload(recipe, shape, traits, resolve_batch(recipe.batch, 1), "cpu")
+    properties = read_properties(recipe)
+    shape = read_shape(recipe, properties)
+    plan = make_workload(recipe, shape, properties, resolve_batch(recipe.batch, 1), "cpu")
     ids = batch.tensors["input_ids"]
     targets = int(batch.tensors["learnt"].sum()) if "learnt" in batch.tensors else 0
     keys = sum(

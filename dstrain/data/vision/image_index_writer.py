@@ -120,10 +120,10 @@ class ImageIndexWriter:
         image = _read_cached_copy(copy)
         if image is None:
             image = original = decode_image(content, name)
-            smaller = self._try_downscale(original, name)
+            downscaled = self._try_downscale(original, name)
             # Bytes inside the data have no file to be loaded from later: they get a copy too.
-            if smaller is not None or path is None:
-                image = smaller or original
+            if downscaled is not None or path is None:
+                image = downscaled or original
                 _write_copy(image, copy)
         cached = size_and_mtime(copy)
         return ImageEntry(
@@ -179,9 +179,9 @@ def downscale_if_equivalent(image: Image, image_processor: Any) -> Image | None:
     for pixels in sorted(recorded.values(), key=lambda pixels: pixels.shape[0] * pixels.shape[1]):
         # An image of one row or column would be refused when the copy is read.
         if pixels.shape[0] * pixels.shape[1] < image.width * image.height and min(pixels.shape[:2]) > 1:
-            smaller = _to_image(pixels)
-            if _has_same_output(recording, smaller, expected):
-                return smaller
+            downscaled = _to_image(pixels)
+            if _has_same_output(recording, downscaled, expected):
+                return downscaled
     return None
 
 

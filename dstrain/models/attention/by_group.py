@@ -200,11 +200,13 @@ def _explicit_attention(heads: Heads, settings: AttentionSettings, layout: Packe
     found = []
     for block in blocks_of(layout, settings.window):
         queries = _take(query, (block.queries,))
-        found.append(_attend(queries, (_take(key, block.keys), _take(value, block.keys)), settings, layout))
+        found.append(_masked_attention(queries, (_take(key, block.keys), _take(value, block.keys)), settings, layout))
     return torch.cat(found, dim=2).transpose(1, 2)
 
 
-def _attend(query: torch.Tensor, keys: Heads, settings: AttentionSettings, layout: PackedLayout) -> torch.Tensor:
+def _masked_attention(
+    query: torch.Tensor, keys: Heads, settings: AttentionSettings, layout: PackedLayout
+) -> torch.Tensor:
     """Return the attention of N queries (1, H, N, D) to keys and values (1, G, K, D), softmax in fp32 at least."""
     key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in keys)
     scale = query.shape[-1] ** -0.5 if settings.scale is None else settings.scale

@@ -28,7 +28,7 @@ def head_lines(shape: ModelShape, workload: Workload, width: int) -> Iterator[Me
         "inputs of the head", 2 * width * targets * shape.hidden + 24 * targets, "gpu", "activation", "2 w N H",
         f"{SOURCE}, _LinearScores", "pass",
     )  # fmt: skip
-    kept = kept_rows(shape, workload, width)
+    kept = num_rows(shape, workload, width)
     if kept:
         yield MemoryLine(
             "errors of the head", width * kept * vocab, "gpu", "activation",
@@ -48,7 +48,7 @@ def head_lines(shape: ModelShape, workload: Workload, width: int) -> Iterator[Me
         )  # fmt: skip
 
 
-def kept_rows(shape: ModelShape, workload: Workload, width: int) -> int:
+def num_rows(shape: ModelShape, workload: Workload, width: int) -> int:
     """Return the targets whose errors are kept for the gradient of the head."""
     if not trains_head(shape):
         return 0
@@ -66,4 +66,4 @@ def saved_head_bytes(shape: ModelShape, workload: Workload, width: int) -> int:
     if workload.is_scored:
         return 0
     inputs = 2 * width * workload.targets * shape.hidden + 8 * workload.targets
-    return inputs + width * kept_rows(shape, workload, width) * shape.vocab
+    return inputs + width * num_rows(shape, workload, width) * shape.vocab

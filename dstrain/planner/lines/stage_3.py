@@ -14,7 +14,7 @@ from dstrain.planner.lines.state_settings import (
     ZERO_PAPER,
     StateSettings,
     make_line,
-    moments,
+    optimizer_line,
     weight_bytes,
 )
 
@@ -32,7 +32,7 @@ def stage_3_lines(settings: StateSettings) -> Iterator[MemoryLine]:
         "master weights", (trained, settings.master_bytes), place, STATE,
         ("4 T / N, 2 T / N in bf16", f"{STAGE_3}, fp32_partitioned_groups_flat"),
     )  # fmt: skip
-    yield moments(settings, trained / max(settings.trained, 1), place, f"{ZERO_PAPER}.3")
+    yield optimizer_line(settings, trained / max(settings.trained, 1), place, f"{ZERO_PAPER}.3")
     yield from _gradients(settings, optimizer)
     yield from _stage_3_buffers(settings, params)
 

@@ -105,7 +105,7 @@ def replicated_weights(settings: StateSettings) -> Iterator[MemoryLine]:
             yield make_line(f"{word}: {part}", (size, 1), "gpu", STATE, ("w P", f"{ZERO_PAPER}.1"))
 
 
-def moments(settings: StateSettings, share: float, place: Place, source: str) -> MemoryLine:
+def optimizer_line(settings: StateSettings, share: float, place: Place, source: str) -> MemoryLine:
     known, trained = OPTIMIZERS[settings.optimizer], settings.trained
     size = known.per_param * trained
     if known.per_hidden_param is not None:

@@ -14,7 +14,7 @@ from dstrain.planner.lines.state_settings import (
     ZERO_PAPER,
     StateSettings,
     make_line,
-    moments,
+    optimizer_line,
     replicated_weights,
 )
 
@@ -39,7 +39,7 @@ def _stage_0(settings: StateSettings) -> Iterator[MemoryLine]:
     if is_16_bit:
         yield make_line("master weights", (trained, 4), "gpu", STATE, ("4 T", source))
         yield make_line("fp32 gradients", (trained, 4), "gpu", STEP, ("4 T", f"{source}, step"))
-    yield moments(settings, 1.0, "gpu", source)
+    yield optimizer_line(settings, 1.0, "gpu", source)
     message = min(trained, max(ALLREDUCE_NUMEL, settings.largest_trained))
     yield make_line(
         "all-reduce message", (message, width), "gpu", PASS,
@@ -56,7 +56,7 @@ def _stage_1_and_2(settings: StateSettings) -> Iterator[MemoryLine]:
         "master weights", (trained * share, settings.master_bytes), place, STATE,
         ("4 T / N, 2 T / N in bf16", f"{STAGE_1_2}, single_partition_of_fp32_groups"),
     )  # fmt: skip
-    yield moments(settings, share, place, f"{ZERO_PAPER}.1")
+    yield optimizer_line(settings, share, place, f"{ZERO_PAPER}.1")
     if settings.uses_bf16_optimizer:
         yield from _bf16_optimizer_gradients(settings)
         return

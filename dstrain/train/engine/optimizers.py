@@ -86,13 +86,13 @@ def _make_adamw_8bit(params: Sequence[dict[str, Any]], optim: OptimConfig) -> An
 
     class AdamW8bit(bnb.optim.AdamW8bit):  # type: ignore[name-defined]
         @torch.no_grad()
-        def init_state(self, group: Any, p: torch.Tensor, gindex: int, pindex: int) -> None:
+        def init_state(self, group: Any, p: torch.Tensor, group_index: int, param_index: int) -> None:
             if p.numel() >= MAX_NUMEL_8BIT:
                 # The kernel gets the size as a 32-bit integer, and would update a part.
                 problem = f"{p.numel()} values in one partition, but 8-bit optimizers take {MAX_NUMEL_8BIT - 1}"
                 fix = "use more processes, or ds_config: zero3, whose partitions are divided into groups"
                 raise RecipeError(Fault("optim.name", problem, fix))
-            super().init_state(group, p, gindex, pindex)
+            super().init_state(group, p, group_index, param_index)
 
     with warnings.catch_warnings():  # paged states on a CPU
         warnings.simplefilter("ignore")

@@ -16,9 +16,9 @@ moments 4 each (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1)."""
 def list_fixes(config: RunConfig, batch: BatchPlan, preset: Preset, world_size: int) -> list[str]:
     """Return the fixes for a full device, each with the key to set and what it saves."""
     return [
-        *_smaller_passes(config, batch, world_size),
+        *_reduced_micro_batch(config, batch, world_size),
         *_next_preset(preset, world_size),
-        *_fewer_trained_weights(config),
+        *_lora(config),
         f"data.max_length: below {config.data.max_length}: saves in proportion to the tokens of the longest samples",
     ]
 
@@ -41,14 +41,14 @@ def list_host_fixes(config: RunConfig, preset: Preset, is_on_cpu: bool) -> list[
     return [*found, "fewer processes per host, or a host or a container limit with more memory"]
 
 
-def _smaller_passes(config: RunConfig, batch: BatchPlan, world_size: int) -> Iterator[str]:
-    if smaller := batch.halved(world_size):
+def _reduced_micro_batch(config: RunConfig, batch: BatchPlan, world_size: int) -> Iterator[str]:
+    if reduced := batch.half(world_size):
         same = "with the same batch.total, which leaves the steps as they are"
-        if smaller.tokens is not None:
-            yield f"batch.tokens_per_micro: {smaller.tokens} (now {batch.tokens}): saves about half of the activations"
+        if reduced.tokens is not None:
+            yield f"batch.tokens_per_micro: {reduced.tokens} (now {batch.tokens}): saves about half of the activations"
         else:
             largest = batch.largest_micro(world_size)
-            yield f"batch.micro: {smaller.micro} (now {largest}) {same}: saves about half of the activations"
+            yield f"batch.micro: {reduced.micro} (now {largest}) {same}: saves about half of the activations"
         if config.batch.on_oom == "stop":
             yield "batch.on_oom: shrink: the run does that by itself when memory runs out"
     if not config.model.gradient_checkpointing:
@@ -67,7 +67,7 @@ def _next_preset(preset: Preset, world_size: int) -> Iterator[str]:
         yield "ds_config: zero3_offload: moves the weights to the host as well: saves 2 bytes per parameter"
 
 
-def _fewer_trained_weights(config: RunConfig) -> Iterator[str]:
+def _lora(config: RunConfig) -> Iterator[str]:
     if config.model.lora is None:
         yield (
             f"model.lora: {{rank: 16}}: trains adapters only: saves {BYTES_OF_TRAINING - 2} bytes per parameter of the "

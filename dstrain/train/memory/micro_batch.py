@@ -20,24 +20,24 @@ class MicroBatch:
     world_size: int
     run_dir: Path
 
-    def find_smaller(self, samples: Sequence[int] = ()) -> BatchPlan | None:
-        """Return the plan with half the micro-batch; None if the recipe says stop, or no pass can be smaller.
+    def find_reduced(self, samples: Sequence[int] = ()) -> BatchPlan | None:
+        """Return the plan with half the micro-batch; None if the recipe says stop, or no pass can be reduced.
 
         `samples`: the numbers of samples of the passes that failed, where they are known.
         """
         if self.config.batch.on_oom == "stop" or any(count <= 1 for count in samples):
             return None
-        return self.plan.halved(self.world_size)
+        return self.plan.half(self.world_size)
 
-    def store(self, smaller: BatchPlan, step: int) -> str:
+    def store(self, reduced: BatchPlan, step: int) -> str:
         """Write the smaller micro-batch into the run folder, for later starts; return `batch.micro 8 -> 4`.
 
         `step`: steps taken so far. Ranks that call it at the same time write the same.
         """
-        write_reduced_batch(self.run_dir, self.config, smaller, (self.world_size, step))
-        return describe_reduction(self.plan, smaller)
+        write_reduced_batch(self.run_dir, self.config, reduced, (self.world_size, step))
+        return describe_reduction(self.plan, reduced)
 
-    def use(self, smaller: BatchPlan) -> None:
+    def use(self, reduced: BatchPlan) -> None:
         """Use the smaller micro-batch from now on."""
-        self.config = self.config.model_copy(update={"batch": smaller.to_config(self.config.batch)})
-        self.plan = smaller
+        self.config = self.config.model_copy(update={"batch": reduced.to_config(self.config.batch)})
+        self.plan = reduced

@@ -45,7 +45,7 @@ class MemoryMonitor:
     @property
     def can_shrink(self) -> bool:
         """True if the run may go on with a smaller micro-batch."""
-        return self.micro_batch.find_smaller() is not None
+        return self.micro_batch.find_reduced() is not None
 
     @contextlib.contextmanager
     def explain(self) -> Iterator[None]:
@@ -78,22 +78,22 @@ class MemoryMonitor:
         """Halve the micro-batch after a step that all ranks dropped; `step`: steps taken. Collective.
 
         Raises OutOfMemoryError on the ranks that ran out of memory and PeerFailureError on the others if no pass can
-        be smaller.
+        be reduced.
         """
-        smaller = self.micro_batch.find_smaller([one.samples for one in failed])
-        if smaller is None:
+        reduced = self.micro_batch.find_reduced([one.samples for one in failed])
+        if reduced is None:
             raise self._refuse(failed)
-        change = describe_reduction(self.micro_batch.plan, smaller)
+        change = describe_reduction(self.micro_batch.plan, reduced)
         if self.world.rank == 0:
-            self.micro_batch.store(smaller, step)
+            self.micro_batch.store(reduced, step)
             who = first_names([one.rank for one in failed], 8)
             what = f"rank{'s' * (len(failed) > 1)} {who} ran out of memory in {failed[0].text}"
             run_log.log_event(
                 "micro_batch_reduced", step=step, change=change, what=what, ranks=[f.rank for f in failed]
             )
             print(f"{what}; the step is taken again with {change}", flush=True)
-        self.micro_batch.use(smaller)
-        return smaller
+        self.micro_batch.use(reduced)
+        return reduced
 
     def compare_with_forecast(self, steps_of_this_start: int, run_log: RunLog) -> None:
         """Report predicted and measured memory after the second step of a start, of the rank with most. Collective."""
@@ -120,7 +120,7 @@ class MemoryMonitor:
         """Return the error for a failed allocation; store the smaller micro-batch for the next start, if there is one."""
         log, is_cuda = self.world.log, self.world.device.type == "cuda"
         is_on_device = is_cuda == (failure.place == "gpu")
-        change = self._store_smaller() if is_on_device and self.is_before_update() else ""
+        change = self._store_reduced() if is_on_device and self.is_before_update() else ""
         text = f"{self._where()}: could not allocate {failure.describe()}"
         with contextlib.suppress(OSError):
             journal = RunLog(self.run_dir, rank=0)  # of rank 0 too, if this is another rank
@@ -130,20 +130,20 @@ class MemoryMonitor:
             journal.close()
         return self._compose(text, is_on_device, change, failure.text)
 
-    def _store_smaller(self) -> str:
+    def _store_reduced(self) -> str:
         """Store half the micro-batch for the next start; return `batch.micro 8 -> 4`, or nothing where it cannot be."""
-        smaller = self.micro_batch.find_smaller()
-        if smaller is None:
+        reduced = self.micro_batch.find_reduced()
+        if reduced is None:
             return ""
         try:
-            return self.micro_batch.store(smaller, max((self.world.log.step or 1) - 1, 0))
+            return self.micro_batch.store(reduced, max((self.world.log.step or 1) - 1, 0))
         except OSError:  # a full disk: the run ends with its error as if the recipe said stop
             return ""
 
-    def _compose(self, where: str, is_on_device: bool, change: str = "", cause: str = "") -> OutOfMemoryError:
+    def _compose(self, where: str, is_on_device: bool, change: str = "", reason: str = "") -> OutOfMemoryError:
         micro, device = self.micro_batch, self.world.device
         place = f" ({device})" if device.type == "cuda" else ""
-        headline = f"out of memory: rank {self.world.rank} on {socket.gethostname()}{place}, {where}"
+        title = f"out of memory: rank {self.world.rank} on {socket.gethostname()}{place}, {where}"
         if is_on_device:
             memory = describe_device_memory(device, self.forecast)
             planned = None if self.forecast is None else self.forecast.fixes
@@ -152,7 +152,7 @@ class MemoryMonitor:
             memory = describe_host_memory()
             fixes = list_host_fixes(micro.config, self.preset, device.type == "cpu")
         last = f"the next start continues with {change} (batch.on_oom: shrink)" if change else RESTART_HINT
-        return OutOfMemoryError(format_message(headline, [cause, *memory] if cause else memory, fixes, last), change)
+        return OutOfMemoryError(format_message(title, [reason, *memory] if reason else memory, fixes, last), change)
 
     def _write_stack(self, error: Exception) -> None:
         """Append the traceback to the file of this rank's stacks: the message has no room for it."""

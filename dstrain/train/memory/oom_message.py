@@ -14,11 +14,11 @@ from dstrain.train.memory.forecast import MemoryForecast
 from dstrain.units import format_bytes
 
 
-def format_message(headline: str, memory: Sequence[str], fixes: Sequence[str], last_line: str) -> str:
-    """Return the message: the headline, lines about memory, numbered fixes, and what happens next."""
+def format_message(title: str, memory: Sequence[str], fixes: Sequence[str], last_line: str) -> str:
+    """Return the message: the title, lines about memory, numbered fixes, and what happens next."""
     numbered = [f"  {number}. {fix}" for number, fix in enumerate(fixes, 1)]
     what_to_do = ["to fit, set in this order:", *numbered] if numbered else []
-    return "\n".join([headline, *(f"  {line}" for line in memory), *what_to_do, last_line])
+    return "\n".join([title, *(f"  {line}" for line in memory), *what_to_do, last_line])
 
 
 def describe_device_memory(device: torch.device, forecast: MemoryForecast | None) -> list[str]:

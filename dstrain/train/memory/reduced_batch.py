@@ -87,7 +87,7 @@ def write_reduced_batch(run_dir: Path, config: RunConfig, batch: BatchPlan, at: 
     `config` is the recipe of the run so far. Ranks that write at the same time write the same.
     """
     world_size, step = at
-    smaller = config.model_copy(update={"batch": batch.to_config(config.batch)})
+    new_config = config.model_copy(update={"batch": batch.to_config(config.batch)})
     earlier = read_reduced_batch(run_dir)
     written = config.batch.model_dump(mode="json")
     if earlier is not None and earlier.fits(config, world_size):
@@ -96,12 +96,12 @@ def write_reduced_batch(run_dir: Path, config: RunConfig, batch: BatchPlan, at: 
         recipe=written,
         preset=config.ds_config,
         world_size=world_size,
-        batch=smaller.batch.model_dump(mode="json"),
+        batch=new_config.batch.model_dump(mode="json"),
         step=step,
     )
     atomic_write(run_dir / FILE_NAME, json.dumps(asdict(reduced), indent=2) + "\n")
-    atomic_write(run_dir / "recipe.yaml", dump_recipe(smaller))
-    return smaller
+    atomic_write(run_dir / "recipe.yaml", dump_recipe(new_config))
+    return new_config
 
 
 def describe_reduction(before: BatchPlan, after: BatchPlan) -> str:

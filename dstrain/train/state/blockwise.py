@@ -41,7 +41,7 @@ def load_blockwise_state(state_slice: StateSlice, reader: CheckpointReader) -> N
         _init_state(state_slice)
     state = state_slice.optimizer_state
     for codes_key, scales_key, map_name in MOMENTS:
-        moment = _StoredMoment(reader, codes_key, scales_key, state_slice.optimizer.name2qmap[map_name].cpu())
+        moment = _StoredState(reader, codes_key, scales_key, state_slice.optimizer.name2qmap[map_name].cpu())
         target, scales = state[codes_key].view(-1), state.get(scales_key)
         for begin in range(0, target.numel(), PIECE):
             piece = target[begin : begin + PIECE]
@@ -105,7 +105,7 @@ class _Values:
 
 
 @dataclass(frozen=True)
-class _StoredMoment:
+class _StoredState:
     """One moment in a checkpoint."""
 
     reader: CheckpointReader

@@ -13,7 +13,7 @@ from dstrain.errors import RecipeError, UsageError
 from dstrain.planner.families.decoders import shape_from_config
 from dstrain.planner.read_shape import named_config, read_base_shape, read_shape, shape_names
 from dstrain.planner.shape import ModelShape
-from dstrain.planner.workload import read_traits
+from dstrain.planner.workload import read_properties
 from tests.unit.planner.recipes import made_config
 
 KNOWN = {
@@ -50,7 +50,7 @@ def test_a_hub_id_is_read_from_the_hub_cache_first(tmp_path: Path, monkeypatch: 
     assert shape.hidden == 32
 
 
-def test_parameters_of_another_family_are_counted_from_headers(tmp_path: Path) -> None:
+def test_parameters_of_another_family_are_param_source_headers(tmp_path: Path) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
@@ -61,7 +61,7 @@ def test_parameters_of_another_family_are_counted_from_headers(tmp_path: Path) -
     )
     shape = read_base_shape(ModelConfig(path=str(tmp_path)))
     assert shape is not None
-    assert (shape.count(), shape.count("embedding"), shape.counted_from) == (1184, 160, "safetensors headers")
+    assert (shape.count(), shape.count("embedding"), shape.param_source) == (1184, 160, "safetensors headers")
 
 
 def test_a_damaged_header_is_named(tmp_path: Path) -> None:
@@ -74,8 +74,8 @@ def test_a_damaged_header_is_named(tmp_path: Path) -> None:
 def test_a_model_without_config_or_headers_is_counted_on_the_meta_device(tmp_path: Path) -> None:
     config = made_config(model={"config": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 300, "n_positions": 64},
                                 "tokenizer": None}, data={"train": str(_records(tmp_path)), "max_length": 32})  # fmt: skip
-    shape = read_shape(config, read_traits(config))
-    assert shape.counted_from == "meta device"
+    shape = read_shape(config, read_properties(config))
+    assert shape.param_source == "meta device"
     assert shape.count("embedding") == 300 * 32 + 64 * 32
     assert shape.layers == 2
 
@@ -106,7 +106,7 @@ def test_the_parameters_of_a_task_are_those_that_it_builds(task: str, changes: d
         "data": {"train": str(_pairs(tmp_path, task))},
     }
     config = RunConfig.model_validate(values)
-    shape = read_shape(config, read_traits(config))
+    shape = read_shape(config, read_properties(config))
     built = list_parameters(config)
     trained = sum(_numel(size) for _, size, is_trained in built if is_trained)
     # peft keeps the head that it replaces, which is not trained.
@@ -138,7 +138,7 @@ def _numel(size: list[int]) -> int:
 
 def test_adapters_leave_the_head_and_embeddings_alone() -> None:
     config = made_config(model={"lora": {"rank": 8}})
-    shape: ModelShape = read_shape(config, read_traits(config))
+    shape: ModelShape = read_shape(config, read_properties(config))
     adapted = {
         tensor.name.partition(".lora")[0].rpartition(".")[2] for tensor in shape.tensors if tensor.part == "lora"
     }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +15,8 @@ from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import OutOfMemoryError, RunError
 from dstrain.preset import read_preset
 from dstrain.report.run_log import RunLog
+from dstrain.tasks.sft import SFT
+from dstrain.train.memory import forecast
 from dstrain.train.memory.forecast import MemoryForecast, describe_forecast, make_forecast
 from dstrain.train.memory.micro_batch import MicroBatch
 from dstrain.train.memory.monitor import MemoryMonitor
@@ -62,7 +64,15 @@ def test_the_message_has_place_request_memory_and_fixes_in_order(tmp_path: Path)
     assert lines[1].startswith("  DefaultCPUAllocator: can't allocate memory")
     assert any(line.startswith("  measured: process ") for line in lines)
     keys = [line.split(".", 1)[1].split(":")[0].strip() for line in lines if line[2:3].isdigit()]
-    assert keys == ["batch.micro", "batch.on_oom", "ds_config", "ds_config", "model.lora", "data.max_length"]
+    assert keys == [
+        "batch.micro",
+        "batch.on_oom",
+        "ds_config",
+        "ds_config",
+        "model.lora",
+        "model.quantize",
+        "data.max_length",
+    ]
     assert lines[-1].startswith("fix the cause and start again")
     assert error.restart == ""
     (event,) = read_events(tmp_path, "out_of_memory")
@@ -123,28 +133,31 @@ def test_predicted_and_measured_memory_are_reported_once(tmp_path: Path, capsys:
     assert describe_forecast(None, 2**30) == "memory: measured 1.0 GiB"
 
 
-def planner(monkeypatch: pytest.MonkeyPatch, **memory: Any) -> None:
-    """Put a planner with these functions in place of the package's own."""
-    fixes = {"suggest_fixes": lambda *_: [SimpleNamespace(describe=lambda: "batch.micro 8 -> 4 saves 5.5 GiB")]}
-    for name, content in {"cluster": {"Cluster": SimpleNamespace}, "memory": memory, "fixes": fixes}.items():
-        module = ModuleType(f"dstrain.planner.{name}")
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, f"dstrain.planner.{name}", module)
-    monkeypatch.setitem(sys.modules, "dstrain.planner", ModuleType("dstrain.planner"))
-
-
-def test_the_planner_is_asked_for_lines_and_fixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "device_bytes"), [("cuda", 11 * 2**30), ("cpu", 12 * 2**30)])
+def test_the_planner_is_asked_for_lines_and_fixes(
+    kind: str, device_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the forecast is of tensors, since torch does not measure what is outside of its allocator."""
     lines = [SimpleNamespace(name=name, place=place, num_bytes=size) for name, place, size in FORECAST.lines]
-    plan = SimpleNamespace(gpu_bytes=12 * 2**30, host_bytes_per_node=2**30, lines=lines)
-    planner(monkeypatch, plan_memory=lambda config, preset, cluster: plan)
+    plan = SimpleNamespace(
+        gpu_bytes=12 * 2**30, tensor_bytes=11 * 2**30, host_bytes_per_node=2**30, lines=lines
+    )  # fmt: skip
+    fix = SimpleNamespace(describe=lambda: "batch.micro 8 -> 4 saves 5.5 GiB")
+    monkeypatch.setattr(forecast, "plan_memory", lambda config, preset, cluster: plan)
+    monkeypatch.setattr(forecast, "suggest_fixes", lambda *_: [fix])
     watch = monitor(tmp_path)
-    assert make_forecast(watch.micro_batch.config, watch.preset, {"nodes": 1}) == FORECAST
+    found = make_forecast(watch.micro_batch.config, watch.preset, {"kind": kind})
+    assert found == replace(FORECAST, device_bytes=device_bytes)
 
 
-def test_a_planner_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> Any:
-        raise ValueError("unknown architecture")
-
-    planner(monkeypatch, plan_memory=fails)
-    watch = monitor(tmp_path)
+def test_a_planner_that_fails_stops_nothing(tmp_path: Path) -> None:
+    watch = monitor(tmp_path)  # its model does not exist
     assert make_forecast(watch.micro_batch.config, watch.preset, {}) is None
+
+
+def test_a_run_from_a_config_has_a_forecast(tmp_path: Path) -> None:
+    config = RunConfig.model_validate(SFT.tiny(tmp_path))
+    found = make_forecast(config, read_preset("zero2"), {"kind": "cpu"})
+    assert found is not None
+    assert found.device_bytes > 2**20
+    assert any(name.startswith("gradients") for name, _, _ in found.lines)

@@ -29,9 +29,9 @@ def recipe(**batch: Any) -> Recipe:
 def shrink(run_dir: Path, asked: Recipe, world_size: int = 2, samples: tuple[int, ...] = ()) -> str:
     """Store half the micro-batch of a run; return what changed."""
     micro = MicroBatch(asked.config, resolve_batch(asked.config.batch, world_size), world_size, run_dir)
-    smaller = micro.find_smaller(samples)
-    assert smaller is not None
-    return micro.store(smaller, 3)
+    reduced = micro.find_reduced(samples)
+    assert reduced is not None
+    return micro.store(reduced, 3)
 
 
 @pytest.mark.parametrize(
@@ -52,17 +52,17 @@ def test_half_a_micro_batch_keeps_the_total(batch: dict[str, int], sizes: list[t
         assert plan.total == total
         written = plan.to_config(BatchConfig.model_validate(batch))
         assert resolve_batch(written, 2) == plan, "what is stored gives the same plan"
-        plan = plan.halved(2)
+        plan = plan.half(2)
     assert found == sizes
 
 
 def test_half_the_tokens_of_a_pass() -> None:
     plan = resolve_batch(BatchConfig(total=64, tokens_per_micro=8192), 2)
-    half = plan.halved(2)
+    half = plan.half(2)
     assert half is not None
     assert (half.tokens, half.total, half.accumulate, half.micro) == (4096, 64, None, 64)
     assert half.to_config(BatchConfig(total=64, tokens_per_micro=8192)) == BatchConfig(total=64, tokens_per_micro=4096)
-    assert replace(half, tokens=1).halved(2) is None
+    assert replace(half, tokens=1).half(2) is None
 
 
 def test_a_preset_that_fixes_the_micro_batch_is_refused_with_shrink() -> None:
@@ -103,9 +103,9 @@ def test_another_batch_preset_or_world_and_a_new_run_begin_with_the_recipe(tmp_p
 def test_a_pass_of_one_sample_and_stop_have_no_smaller_one(tmp_path: Path) -> None:
     asked = recipe(total=64, micro=8)
     micro = MicroBatch(asked.config, resolve_batch(asked.config.batch, 2), 2, tmp_path)
-    assert micro.find_smaller([8, 1]) is None
+    assert micro.find_reduced([8, 1]) is None
     stops = recipe(total=64, micro=8, on_oom="stop")
-    assert MicroBatch(stops.config, micro.plan, 2, tmp_path).find_smaller() is None
+    assert MicroBatch(stops.config, micro.plan, 2, tmp_path).find_reduced() is None
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -8,13 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.config import BatchPlan, RunConfig
-from dstrain.config.rules import check_dtype
-from dstrain.config.schema import OptimConfig
-from dstrain.errors import Fault, PresetError, RecipeError
-from dstrain.models.quantization.layers import zero3_fault
-from dstrain.models.quantization.library import OPTIMIZERS_8BIT
+from dstrain.errors import Fault, PresetError
 from dstrain.planner.run_settings import make_run_settings
-from dstrain.preset import Device, Precision, Preset, complete_preset, resolve_precision
+from dstrain.preset import Device, Preset, complete_preset
 
 
 def resolve_ds_config(
@@ -24,18 +20,6 @@ def resolve_ds_config(
 
     Raises PresetError, or RecipeError if the recipe contradicts the preset or its precision.
     """
-    precision = resolve_precision(preset, config.precision, world_and_device[1])
-    if faults := [Fault(".".join(key), *rest) for key, *rest in check_dtype(config, precision)]:
-        raise RecipeError(faults)  # `precision: auto` is resolved only here
-    if (
-        preset.block.get("activation_checkpointing", {}).get("cpu_checkpointing")
-        and not config.model.gradient_checkpointing
-    ):
-        problem = "is false, but the preset's activation_checkpointing.cpu_checkpointing needs recomputed layers"
-        raise RecipeError(Fault("model.gradient_checkpointing", problem, "write true, or remove cpu_checkpointing"))
-    if config.model.quantize is not None and preset.stage == 3:
-        raise RecipeError(zero3_fault(preset.name))
-    check_optimizer(config.optim, preset, precision)
     settings = make_run_settings(config, preset, batch, world_and_device, str(run_dir / "nvme"))
     return complete_preset(preset, settings=settings)
 
@@ -80,27 +64,3 @@ def batch_warnings(batch: BatchPlan, world_size: int) -> list[str]:
         f"batch.micro is {batch.micro}, but a step of {batch.total} samples on {world_size} processes takes at most {largest} "
         "in one forward pass; raise batch.total, or lower batch.micro"
     ]
-
-
-def check_optimizer(optim: OptimConfig, preset: Preset, precision: Precision) -> None:
-    """Raise RecipeError for an optimizer that would compute something else at the preset's ZeRO stage.
-
-    DeepSpeed itself accepts all of these silently.
-    """
-    faults, stage = [], f"ZeRO stage {preset.stage}"
-    if optim.name == "adafactor" and preset.stage:
-        problem = f"adafactor needs whole matrices, but {stage} partitions them into flat ranges"
-        faults.append(Fault("optim.name", problem, "use ds_config: zero0, or optim.name: adamw"))
-    if optim.name in OPTIMIZERS_8BIT and preset.offload_optimizer is not None:
-        problem = f"{optim.name} runs on the GPU, but {preset.name} keeps the optimizer's state on the host"
-        fix = "write adamw, DeepSpeed's CPUAdam there; or a preset without offload, such as zero2 or zero2_bf16"
-        faults.append(Fault("optim.name", problem, fix))
-    if optim.name == "muon" and precision == "fp16":
-        problem = "muon keeps a momentum of gradients, but the loss scale of fp16 changes between steps"
-        faults.append(Fault("optim.name", problem, "use precision: bf16, or optim.name: adamw"))
-    if optim.name == "muon" and preset.stage and optim.clip:
-        problem = f"is {optim.clip:g}, but at {stage} DeepSpeed clips Muon's updates instead of the gradient"
-        fix = "remove it (Muon's updates all have the same norm), or use ds_config: zero0"
-        faults.append(Fault("optim.clip", problem, fix))
-    if faults:
-        raise RecipeError(faults)

@@ -18,10 +18,11 @@ from dstrain.config import BatchPlan, RunConfig
 from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import SingleProcessWorld, World
 from dstrain.models.params.groups import build_param_groups
+from dstrain.planner import run_settings as settings
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.tasks import Task
 from dstrain.tasks.common.task import Loss
-from dstrain.train import ds_config as settings
+from dstrain.train.ds_config import resolve_ds_config
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.engine.module import TrainModule
 from dstrain.train.engine.optimizers import make_optimizer
@@ -110,7 +111,7 @@ def ds_config(kind: str, recipe: RunConfig, processes: int, more: dict[str, Any]
     block = {**preset.block, **more, "zero_optimization": zero}
     batch, machine = BatchPlan(SAMPLES, SAMPLES // (2 * processes), 2), (processes, Device("cpu", True))
     folder = Path(tempfile.mkdtemp())
-    return settings.resolve_ds_config(recipe, Preset(kind, preset.path, block), batch, machine, folder)
+    return resolve_ds_config(recipe, Preset(kind, preset.path, block), batch, machine, folder)
 
 
 def take(engine: Any, numbers: Sequence[int], poison: int | None = None) -> list[float]:

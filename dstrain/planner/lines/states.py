@@ -96,16 +96,11 @@ def _bf16_optimizer_gradients(settings: StateSettings) -> Iterator[MemoryLine]:
 def _gradients_on_device(settings: StateSettings) -> Iterator[MemoryLine]:
     share, trained, width, wide = 1 / settings.world_size, settings.trained, settings.weight_bytes, settings.grad_bytes
     yield make_line("gradients", (trained * share, wide), "gpu", STATE, ("g T / N", f"{ZERO_PAPER}.2"))
-    # A flat copy, and one in the type of the master weights; the fp32 sum of 16-bit gradients is already flat.
-    cast = settings.master_bytes if settings.master_bytes != wide else 0
-    extra = 0 if wide != width else wide + cast
+    # A flat copy in the type of the master weights; the fp32 sum of 16-bit gradients is already flat.
     yield make_line(
-        "flat gradients of the step",
-        (trained * share, extra),
-        "gpu",
-        STEP,
-        ("4 T / N, and g T / N", f"{STAGE_1_2}, step"),
-    )
+        "flat gradients of the step", (trained * share, 0 if wide != width else settings.master_bytes), "gpu", STEP,
+        ("m T / N", "dstrain/distributed/deepspeed_patches.py, flatten_gradients_in_fp32"),
+    )  # fmt: skip
     if wide == width and settings.zero.get("contiguous_gradients", True):
         bucket = float(settings.zero.get("reduce_bucket_size", 5e8))
         yield make_line(

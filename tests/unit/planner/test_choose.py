@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dstrain.errors import PresetError
+from dstrain.errors import PresetError, RecipeError
 from dstrain.planner.choose import MARGIN, choose_preset
 from dstrain.planner.cluster import Cluster
 from dstrain.planner.fixes import PRESETS_BY_SPEED, Budget, suggest_fixes
@@ -89,3 +89,15 @@ def test_a_step_that_is_not_enough_is_replaced_by_a_smaller_one() -> None:
     (fix, *_) = suggest_fixes(config, preset, EIGHT, budget=Budget(gpu_bytes=plan.gpu_bytes))
     assert fix.changes == {"batch.micro": 2}
     assert fix.is_enough
+
+
+def test_quantized_weights_are_not_planned_in_shards() -> None:
+    """A run refuses them at ZeRO 3, so `auto` must not choose it where it alone would fit."""
+    config = made_config(model={"quantize": "nf4", "lora": {"rank": 8}}, batch={"total": 8, "micro": 1})
+    one = Cluster(gpus_per_node=1)
+    with pytest.raises(RecipeError, match=r"model\.quantize: zero3 is of ZeRO stage 3"):
+        plan_memory(config, read_preset("zero3"), one)
+    with pytest.raises(PresetError, match=r"ds_config auto: nothing fits: "):
+        choose_preset(config, one, Budget(gpu_bytes=5 * GIB, host_bytes=512 * GIB))
+    plain = made_config(model={"lora": {"rank": 8}}, batch={"total": 8, "micro": 1})
+    assert choose_preset(plain, one, Budget(gpu_bytes=5 * GIB, host_bytes=512 * GIB)).preset == "zero3_offload"

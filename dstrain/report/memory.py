@@ -71,7 +71,10 @@ def _measure_host() -> dict[str, float]:
     """Return the memory that this process holds on the host now, and what is available to it there."""
     try:
         resident = psutil.Process().memory_info().rss
-        return {"host_rss_gib": resident / GIB, "host_available_gib": get_available_memory(_find_own_limits()) / GIB}
+        return {
+            "resident_memory_gib": resident / GIB,
+            "available_memory_gib": get_available_memory(_find_own_limits()) / GIB,
+        }
     except (OSError, psutil.Error):  # a sandbox without /proc
         return {}
 
@@ -92,8 +95,8 @@ REDUCTIONS: Mapping[str, Callable[[list[float]], float]] = {
     "reserved_memory_gib": max,
     "pinned_memory_gib": max,
     "host_memory_gib": max,
-    "host_rss_gib": max,
-    "host_available_gib": min,
+    "resident_memory_gib": max,
+    "available_memory_gib": min,
     "gpu_utilization": _mean,
 }
 """Column -> its value over all ranks."""

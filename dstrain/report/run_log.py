@@ -35,8 +35,8 @@ TRAILING_COLUMNS = (
     "reserved_memory_gib",
     "pinned_memory_gib",
     "host_memory_gib",
-    "host_rss_gib",
-    "host_available_gib",
+    "resident_memory_gib",
+    "available_memory_gib",
     "gpu_utilization",
 )
 

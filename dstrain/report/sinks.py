@@ -91,8 +91,8 @@ class ConsoleSink:
         parts = []
         if self._show_memory and "allocated_memory_gib" in row:
             parts.append(f"GPU {row['allocated_memory_gib']:.3g} GiB, at most {row['peak_memory_gib']:.3g}")
-        if self._show_memory and "host_rss_gib" in row:
-            parts.append(f"host {row['host_rss_gib']:.3g} GiB, {row['host_available_gib']:.3g} free")
+        if self._show_memory and "resident_memory_gib" in row:
+            parts.append(f"host {row['resident_memory_gib']:.3g} GiB, {row['available_memory_gib']:.3g} free")
         return parts
 
     def _silence(self) -> None:

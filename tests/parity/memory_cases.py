@@ -16,6 +16,7 @@ from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
 from dstrain.models.attention.by_group import blocks_of
 from dstrain.models.attention.layout import PackedLayout
+from dstrain.models.params.components import unwrap_peft
 from dstrain.models.params.groups import build_param_groups
 from dstrain.models.params.zero3 import zero3_init
 from dstrain.planner.cluster import Cluster
@@ -156,7 +157,7 @@ def activations(changes: dict[str, Any], dtype: str, count: int, name: str = "sf
 
     model.train()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = task.loss(model, batch)
+        loss = task.loss(unwrap_peft(model), batch)
     saved = sum(kept.values())
     loss.total.backward()
     predicted = predicted_activations(task.recipe, batch, 2 if dtype == "bfloat16" else 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -59,6 +60,8 @@ def read_reduced_batch(run_dir: Path) -> ReducedBatch | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ELOOP, errno.ENOTDIR):
+            return None  # of the run folder, whose own check says so
         what = f"{path}: is not readable ({type(error).__name__}); remove it to train with the recipe's batch.micro"
         raise RunError(what) from error
 

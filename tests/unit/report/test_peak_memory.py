@@ -13,17 +13,17 @@ from dstrain.report.memory import gpu_utilization, host_memory_gib, memory_metri
 class Ranks(SingleProcessWorld):
     def gather(self, value: object) -> list[object]:
         return [
-            {"peak_memory_gib": 1.5, "host_memory_gib": 2.0, "host_available_gib": 8.0},
-            {"peak_memory_gib": 3.5, "host_memory_gib": 1.0, "host_available_gib": 9.0, "gpu_utilization": 40.0},
-            {"peak_memory_gib": 0.5, "host_memory_gib": 1.0, "host_available_gib": 3.0, "gpu_utilization": 80.0},
+            {"peak_memory_gib": 1.5, "host_memory_gib": 2.0, "available_memory_gib": 8.0},
+            {"peak_memory_gib": 3.5, "host_memory_gib": 1.0, "available_memory_gib": 9.0, "gpu_utilization": 40.0},
+            {"peak_memory_gib": 0.5, "host_memory_gib": 1.0, "available_memory_gib": 3.0, "gpu_utilization": 80.0},
         ]
 
 
 def test_on_a_cpu_only_host_memory_is_told() -> None:
     row = memory_metrics(SingleProcessWorld())
-    assert list(row) == ["host_memory_gib", "host_rss_gib", "host_available_gib"]
-    assert 0.001 < row["host_rss_gib"] <= row["host_memory_gib"] * 1.01
-    assert 0 < row["host_available_gib"] < 100_000
+    assert list(row) == ["host_memory_gib", "resident_memory_gib", "available_memory_gib"]
+    assert 0.001 < row["resident_memory_gib"] <= row["host_memory_gib"] * 1.01
+    assert 0 < row["available_memory_gib"] < 100_000
     assert 0.001 < host_memory_gib() < 1000
 
 
@@ -31,7 +31,7 @@ def test_peaks_are_of_the_rank_with_most_and_utilization_is_the_mean_of_who_tell
     assert memory_metrics(Ranks()) == {
         "peak_memory_gib": 3.5,
         "host_memory_gib": 2.0,
-        "host_available_gib": 3.0,  # of the host with least
+        "available_memory_gib": 3.0,  # of the host with least
         "gpu_utilization": 60.0,
     }
 

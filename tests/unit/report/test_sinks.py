@@ -144,7 +144,7 @@ def test_a_missing_tensorboard_is_refused_with_its_mend(monkeypatch: pytest.Monk
 
 
 def test_memory_is_in_the_line_where_it_is_asked_for() -> None:
-    row = {"step": 1, "split": "train", "loss": 0.5, "host_rss_gib": 2.125, "host_available_gib": 60.0}
+    row = {"step": 1, "split": "train", "loss": 0.5, "resident_memory_gib": 2.125, "available_memory_gib": 60.0}
     row |= {"allocated_memory_gib": 10.25, "peak_memory_gib": 11.5}
     plain, with_memory = io.StringIO(), io.StringIO()
     ConsoleSink(4, plain).write(row)

@@ -76,7 +76,7 @@ def check_equal(task: str, changes: dict[str, Any], samples: Sequence[int] = SAM
     found = one_step(**arguments, accumulate=2, changes=changes | SGD | {"batch": {"packing": True, **batch}})
     assert distance(found, wanted, "before") == 0
     assert found["sums"] == pytest.approx(wanted["sums"], rel=1e-6, abs=1e-5)
-    assert distance(found, wanted) <= 1e-6
+    assert distance(found, wanted) <= 2e-6  # fp32 sums in another order; Idefics 3: 1.07e-6
 
 
 @pytest.mark.parametrize("case", CASES)

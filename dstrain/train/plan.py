@@ -24,7 +24,6 @@ from dstrain.launch.kernel_locks import get_extensions_dir, remove_stale_locks
 from dstrain.launch.multihost.probe import find_gloo_interface
 from dstrain.launch.threads import count_available_cores, threads_per_process
 from dstrain.launch.topology import Worker, is_cpu_requested
-from dstrain.models.quantization.layers import set_quantization_device
 from dstrain.models.quantization.library import check_bitsandbytes, iter_bitsandbytes_keys
 from dstrain.preset import Device, Preset, read_preset
 from dstrain.report.sinks import check_trackers
@@ -126,7 +125,6 @@ def set_up_process(worker: Worker, config: RunConfig) -> torch.device:
         if name in os.environ:
             os.environ[name] = str(index)
     torch.cuda.set_device(index)
-    set_quantization_device(f"cuda:{index}")
     return torch.device("cuda", index)
 
 

@@ -22,7 +22,6 @@ QuantizationKind = Literal["nf4", "int8"]
 INT8_THRESHOLD = 6.0
 """Magnitude from which a column of activations is multiplied in 16 bits: section 3.2 of the paper of LLM.int8."""
 _DEQUANTIZE = ContextVar("_DEQUANTIZE", default=False)
-_DEVICE: ContextVar[str] = ContextVar("_DEVICE", default="cpu")
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,6 @@ class QuantizationSummary:
         return (
             f"quantized: {format_count(self.num_parameters)} weights of {self.num_layers} linear layers, in {self.kind}"
         )
-
-
-def set_quantization_device(device: str) -> None:
-    """Set the device on which this process quantizes layers, which then stay there; the CPU, which is slow, by default."""
-    _DEVICE.set(device)
 
 
 @contextmanager
@@ -94,6 +88,13 @@ def zero3_fault(preset: str) -> Fault:
     return Fault(QUANTIZE_KEY, problem, "use ds_config: zero2, where each GPU holds all of them, or leave quantize out")
 
 
+def _process_device() -> str:
+    """Return the GPU that this process has chosen; the CPU, which is slow, for one that has not."""
+    import torch
+
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else "cpu"
+
+
 def _find_linear_layers(model: Any) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Linear]]:
     """Yield (parent, name in it, layer) of the linear layers in the model's body, without vision and projector."""
     import torch
@@ -111,7 +112,7 @@ def _find_linear_layers(model: Any) -> Iterator[tuple[torch.nn.Module, str, torc
 def _quantize_layer(bnb: Any, layer: torch.nn.Linear, kind: QuantizationKind) -> Any:
     import torch
 
-    device = _DEVICE.get()
+    device = _process_device()
     sizes = layer.in_features, layer.out_features, layer.bias is not None
     nn = bnb.nn
     with torch.device("meta"):  # no memory for weights that are replaced

@@ -58,6 +58,7 @@ REQUIRED_VALUES: dict[KeyPath, tuple[Any, str]] = {
     ),
     ("checkpoint", "checkpoint_serialization"): (True, "dstrain verifies the checkpoints it writes"),
     ("checkpoint", "writer"): (None, "another writer can lose a checkpoint without an error"),
+    ("bf16", "check_grad_overflow"): (True, "at stage 2 a step with inf or nan would be applied"),
     ("torch_autocast", "enabled"): (False, "dstrain trains in fp32, bf16 or fp16, without autocast"),
     ("data_types", "param_dtype"): (None, "the precision of the weights is `fp16`, `bf16` or the recipe's `precision`"),
     ("zero_optimization", "compute_grad_norm"): (True, "dstrain logs and checks the gradient norm"),

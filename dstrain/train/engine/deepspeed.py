@@ -100,7 +100,8 @@ class DeepSpeedEngine:
 
     def step(self, batches: Sequence[Batch], lr: float, make_filler: MakeFiller | None = None) -> StepResult:
         self.engine.train()
-        recovery = ForwardRecovery(self.world, make_filler if self._can_repeat_forward() else None)
+        filler = make_filler if self._can_repeat_forward() else None
+        recovery = ForwardRecovery(self.world, filler, self.train_module.model.parameters())
         counters = self._read_counters()
         batches = with_scores(self.engine, batches, self.world)
         # Before the losses: a task such as KTO compares with a mean over the whole step, which no micro-batch knows.
@@ -130,6 +131,7 @@ class DeepSpeedEngine:
                 if self._max_grad_norm:
                     norm = self._clip_grad_norm(self._max_grad_norm)
             self.engine.step()
+        recovery.close()
         norm = norm if norm is not None else float(self.engine.get_global_grad_norm())
         applied = math.isfinite(norm) and self.engine.was_step_applied()
         outcome = step_outcome(sums, batches, applied, self.world, recovery.failed_pass)

@@ -279,6 +279,10 @@ def step_outcome(
     finite, all samples of the step. Collective if the step was not applied, which every rank decides alike.
     """
     if is_applied:
+        if failed_pass is not None:
+            raise RunError(
+                f"{failed_pass.text}; the step was applied without samples of this rank; write batch.on_oom: stop"
+            )
         return {"applied": True}
     # float() waits for the GPU, so only here, for a step that was not applied.
     is_bad = [not math.isfinite(float(loss)) for loss in accumulator.losses]

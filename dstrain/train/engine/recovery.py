@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,14 +22,15 @@ ForwardPass = Callable[[Batch], tuple[torch.Tensor, Any]]
 class ForwardRecovery:
     """Forward passes of one step. After one ran out of memory, a filler takes the place of it and of those after it.
 
-    So this rank enters the collectives that the others wait in, and its loss becomes nan: every engine drops a step
+    So this rank enters the collectives that the others wait in, and its gradients become nan: every engine drops a step
     with a gradient that is not finite, on all ranks, and leaves weights and optimizer state as they are. Only for a
     pass in which this rank had entered no collective; there the error is raised.
     """
 
-    def __init__(self, world: World, make_filler: MakeFiller | None) -> None:
-        """`make_filler`: None to raise each error."""
-        self._world, self._make_filler = world, make_filler
+    def __init__(self, world: World, make_filler: MakeFiller | None, parameters: Iterable[torch.Tensor] = ()) -> None:
+        """`make_filler`: None to raise each error. `parameters`: those that are trained."""
+        self._world, self._make_filler, self._parameters = world, make_filler, parameters
+        self._hooks: list[Any] = []
         self._filler: Batch | None = None
         self.failed_pass: FailedPass | None = None
 
@@ -48,8 +49,19 @@ class ForwardRecovery:
                     raise
             # After the except clause: the error holds the frames of the pass, and they its activations.
             self._drop_pass(failure, batch)
+            # A loss of nan alone is not enough: the gradient of relu (hinge) and of torch.where (dropped pairs) is 0 where
+            # the filler is on their flat side, whatever the factor.
+            for one in self._parameters:
+                if one.requires_grad:
+                    self._hooks.append(one.register_hook(lambda gradient: torch.full_like(gradient, math.nan)))
             self._filler = self._make_filler()
         return forward(self._filler)
+
+    def close(self) -> None:
+        """Call it after the last backward pass of the step."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def scale(self, scale: float) -> float:
         """Return the factor of the loss; nan after a failed pass."""

@@ -61,13 +61,15 @@ class TorchEngine:
         # Before the losses, as in DeepSpeedEngine.
         batches = with_step_stats(self.train_module, self.train_module.loss_inputs, batches, self.world)
         weight = total_step_weight(batches, self.world, self.train_module.loss_inputs)
-        sums, recovery = StepAccumulator(), ForwardRecovery(self.world, make_filler)
+        sums = StepAccumulator()
+        recovery = ForwardRecovery(self.world, make_filler, self.train_module.model.parameters())
         for index, batch in enumerate(batches):
             self.world.log.activity = describe_pass("forward", index, batches)
             total, metrics = recovery.run(lambda one: self.train_module(one.to(self.world.device)), batch)
             self.world.log.activity = describe_pass("backward", index, batches)
             scale_loss_or_nan(total, recovery.scale(1 / weight)).backward()
             sums.add(total, metrics)
+        recovery.close()
         self.world.log.activity = OPTIMIZER_UPDATE
         trained = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = float(torch.nn.utils.clip_grad_norm_(trained, self._max_grad_norm))

@@ -55,7 +55,8 @@ def read_reduced_batch(run_dir: Path) -> ReducedBatch | None:
     path = run_dir / FILE_NAME
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        BatchConfig.model_validate(values["batch"])
+        for name in ("recipe", "batch"):
+            BatchConfig.model_validate(values[name])
         return ReducedBatch(**values)
     except FileNotFoundError:
         return None
@@ -91,7 +92,10 @@ def write_reduced_batch(run_dir: Path, config: RunConfig, batch: BatchPlan, at: 
     """
     world_size, step = at
     new_config = config.model_copy(update={"batch": batch.to_config(config.batch)})
-    earlier = read_reduced_batch(run_dir)
+    try:
+        earlier = read_reduced_batch(run_dir)
+    except RunError:  # it is replaced
+        earlier = None
     written = config.batch.model_dump(mode="json")
     if earlier is not None and earlier.fits(config, world_size):
         written = earlier.recipe

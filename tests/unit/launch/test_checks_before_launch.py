@@ -14,12 +14,16 @@ import yaml
 from click.testing import CliRunner
 
 from dstrain.cli import main
+from dstrain.commands import train as train_command
 from dstrain.commands.checks import preflight
 from dstrain.commands.recipe_args import TrainRequest
 from dstrain.commands.train import resume_on_restart
+from dstrain.config import resolve_batch
 from dstrain.launch.worker import LAUNCH_ID_ENV
 from dstrain.launch.worker_group import LauncherSpec, LocalWorkerGroup
 from dstrain.train import setup
+from dstrain.train.memory.micro_batch import MicroBatch
+from dstrain.train.memory.reduced_batch import apply_reduced_batch
 from tests.vision_recipes import named_recipe
 
 OWN = """
@@ -134,3 +138,28 @@ def test_bad_data_in_mid_training_is_no_bad_usage(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("dstrain.train.setup.train", train)
     with pytest.raises(RunError, match=r"^x\.jsonl:7: cannot be used$"):
         setup._train_to_end(None)  # type: ignore[arg-type]
+
+
+def test_memory_that_runs_out_twice_restarts_twice(
+    launch: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first: list[Any] = []
+    micros: list[int] = []
+
+    def train_and_shrink(planned: Any, recipe: Any, run_dir: Path, resume: Any) -> tuple[int, bool]:
+        run_dir.mkdir(exist_ok=True)
+        first.append(recipe)
+        micros.append(recipe.config.batch.micro)
+        # As the workers do: from the recipe that was asked for.
+        config = apply_reduced_batch(first[0], run_dir, 2, "auto").config
+        micro = MicroBatch(config, resolve_batch(config.batch, 2), 2, run_dir)
+        reduced = micro.find_reduced()
+        if reduced is None:
+            return 0, False
+        micro.store(reduced, 1)
+        return 1, True
+
+    monkeypatch.setattr(train_command, "_launch_training", train_and_shrink)
+    sets = ("batch.total=16", "batch.micro=8", "batch.on_oom=shrink")
+    assert launch(lambda run_dir: 1, *(word for one in sets for word in ("--set", one))) == 0
+    assert micros == [8, 4, 2, 1]

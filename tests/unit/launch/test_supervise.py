@@ -450,3 +450,32 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_said_to_be() -> None:
     )
     without = compute_outcome(records, {1: -9, 0: -15}, 247, range(2))
     assert without.message == "rank 1 was killed by SIGKILL (is the host's memory full? see dmesg)"
+
+
+def test_a_signal_while_the_ranks_are_killed_is_no_restart(tmp_path: Path) -> None:
+    class Group:
+        kill_reasons, ranks, abort_reason, run_dir = None, range(1), "", tmp_path
+
+        def start(self) -> None: ...
+
+        def poll(self, force: bool = False) -> None: ...
+
+        def poll_launcher(self) -> int:
+            return 1
+
+        def is_alive(self) -> bool:
+            return False
+
+        def kill(self) -> list[str]:
+            if self.is_stopped:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return []
+
+        def __init__(self, is_stopped: bool) -> None:
+            self.is_stopped, self.exit_codes = is_stopped, {0: 1}
+            self.records = {0: failed(0, "out of memory", "batch.micro 8 -> 4")}
+
+    for is_stopped in (False, True):
+        state = supervision.StopState(can_restart=True)
+        assert supervision.supervise(Group(is_stopped), state) == 1
+        assert bool(state.restart) is not is_stopped

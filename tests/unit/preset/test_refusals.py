@@ -36,6 +36,7 @@ BAD = {
         "activation_checkpointing.cpu_checkpoint",
         "did you mean 'cpu_checkpointing'?",
     ),
+    "check of bf16": ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16.check_grad_overflow", "true"),
     "wrong block": ({"reduce_bucket_size": 5}, "reduce_bucket_size", "move it into `zero_optimization`"),
     "optimizer": (_optimizer(lr=2e-5), "optimizer", 'write optim.name: "adamw"; optim.lr: 2.0e-05 in the recipe'),
     "scheduler": (

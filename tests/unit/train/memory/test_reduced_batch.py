@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text("{")
     with pytest.raises(RunError, match=r"micro_batch\.json: is not readable"):
         read_reduced_batch(tmp_path)
+    (tmp_path / FILE_NAME).unlink()
+    shrink(tmp_path, recipe(total=64, micro=8))
+    values = json.loads((tmp_path / FILE_NAME).read_text())
+    (tmp_path / FILE_NAME).write_text(json.dumps(values | {"recipe": 8}))
+    with pytest.raises(RunError, match=r"micro_batch\.json: is not readable"):
+        read_reduced_batch(tmp_path)
+    shrink(tmp_path, recipe(total=64, micro=8))  # it is replaced when memory runs out again
+    assert read_reduced_batch(tmp_path) is not None

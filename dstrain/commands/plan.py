@@ -67,6 +67,8 @@ def make_report(request: PlanRequest) -> PlanReport:
     cluster = Cluster(gpus_per_node=gpus, nodes=request.nodes)
     properties = read_properties(config)
     shape = read_shape(config, properties)
+    if config.ds_config != AUTO:
+        read_preset(config.ds_config)  # a name or file that is wrong is an error, not a row of the table
     names = preset_names() if config.ds_config in (AUTO, *preset_names()) else [*preset_names(), config.ds_config]
     plans = [_plan_or_reason(config, name, cluster, (shape, properties)) for name in names]
     budgets = {format_bytes(size): Budget(gpu_bytes=size) for size in memory}

@@ -72,7 +72,9 @@ def _usable_presets(config: RunConfig, cluster: Cluster) -> Iterator[str]:
     for name in PRESETS_BY_SPEED:
         # Stage 0 communicates after the backward pass, and sums bf16 gradients in bf16: zero1 is better but alone in fp32.
         is_fp32 = config.precision == "fp32" or (config.precision == AUTO and cluster.kind == "cpu")
-        if name == "zero0" and config.optim.name != "adafactor" and not (cluster.world_size == 1 and is_fp32):
+        # Muon with a clip runs at stage 0 alone, as adafactor does.
+        needs_stage_0 = config.optim.name == "adafactor" or (config.optim.name == "muon" and config.optim.clip)
+        if name == "zero0" and not needs_stage_0 and not (cluster.world_size == 1 and is_fp32):
             continue
         if cluster.kind == "cpu" and "offload" in name:
             continue  # the device's memory is the host's

@@ -15,6 +15,7 @@ GPU_MEMORY_ENV = "DSTRAIN_GPU_MEMORY"
 """Environment variable with the memory that a run may use per GPU, or per process on a CPU: `24GiB`."""
 COMMON_GPU_BYTES = tuple(size * 2**30 for size in (8, 12, 16, 24, 40, 80))
 """Sizes of a plan on a machine without a GPU."""
+MAX_NUMBER = 1e18
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -37,7 +38,7 @@ class Cluster:
 def parse_bytes(text: str, option: str) -> int:
     """Return `24GiB`, `24G` or `24 GB` as bytes; units are powers of 1024. Raises UsageError naming the option."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text, re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
+    if match is None or not 0 < float(match[1]) < MAX_NUMBER:
         raise UsageError(f"{option}: {text!r} is not a size of memory; write it like 24GiB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
@@ -51,7 +52,16 @@ def detect_gpu_bytes(env: Mapping[str, str]) -> tuple[list[int], str]:
         return [parse_bytes(capped, GPU_MEMORY_ENV)], GPU_MEMORY_ENV
     if env.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles"):
         return [], "no visible GPU"
-    return _ask_nvml() or (_ask_nvidia_smi(), "nvidia-smi")
+    found, source = _ask_nvml() or (_ask_nvidia_smi(), "nvidia-smi")
+    return _visible(found, env.get("CUDA_VISIBLE_DEVICES")), source
+
+
+def _visible(found: list[int], devices: str | None) -> list[int]:
+    """Return the sizes of the GPUs whose indices CUDA_VISIBLE_DEVICES lists; all of them for UUIDs and without it."""
+    names = [name.strip() for name in (devices or "").split(",")]
+    if not all(name.isdecimal() and int(name) < len(found) for name in names):
+        return found
+    return [found[int(name)] for name in names]
 
 
 def host_bytes() -> int:

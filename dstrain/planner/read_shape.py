@@ -79,11 +79,16 @@ def read_base_shape(model: ModelConfig) -> ModelShape | None:
     values = _read_config(model)
     if values is None:
         return None
-    shape = shape_from_config(values)
+    try:
+        shape, sizes_of_others = shape_from_config(values), generic_shape(values)
+    except (ValueError, TypeError, AttributeError, ZeroDivisionError, OverflowError) as error:
+        key = "model.config" if model.config is not None else "model.path"
+        problem = f"has sizes in its config that make no model ({error})"
+        raise RecipeError(Fault(key, problem, "correct them: whole numbers above 0")) from None
     if shape is not None or model.path is None:
         return shape
     sizes = _read_headers(Path(resolve_base_model(model).path or "").expanduser())
-    return from_tensors(sizes, generic_shape(values), "safetensors headers") if sizes else None
+    return from_tensors(sizes, sizes_of_others, "safetensors headers") if sizes else None
 
 
 def _read_config(model: ModelConfig) -> dict[str, Any] | None:
@@ -139,9 +144,9 @@ def _read_headers(folder: Path) -> dict[str, tuple[int, ...]]:
             with file.open("rb") as opened:
                 length = int.from_bytes(opened.read(8), "little")
                 header = json.loads(opened.read(length))
-        except (OSError, ValueError, MemoryError, OverflowError) as error:
+            sizes |= {name: tuple(one["shape"]) for name, one in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, MemoryError, OverflowError, AttributeError, TypeError, KeyError) as error:
             raise RecipeError(Fault("model.path", f"{file} cannot be read ({error})", "download it again")) from None
-        sizes |= {name: tuple(one["shape"]) for name, one in header.items() if name != "__metadata__"}
     return sizes
 
 

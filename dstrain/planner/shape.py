@@ -10,6 +10,8 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
+from dstrain.errors import Fault, RecipeError
+
 Part = Literal["embedding", "layers", "head", "vision", "projector", "lora", "other"]
 PARTS: tuple[Part, ...] = ("embedding", "layers", "head", "vision", "projector", "lora", "other")
 
@@ -125,7 +127,11 @@ def with_adapters(shape: ModelShape, lora: Any, heads: Iterable[str] = ()) -> Mo
 
 def _is_target(module: str, targets: str | list[str]) -> bool:
     if isinstance(targets, str):  # a regular expression of the whole name, as peft reads it
-        return targets == "all-linear" or re.fullmatch(targets, module) is not None
+        try:
+            return targets == "all-linear" or re.fullmatch(targets, module) is not None
+        except re.error as error:
+            problem = f"{targets!r} is not a regular expression ({error})"
+            raise RecipeError(Fault("model.lora.targets", problem, "correct it, or write a list of names")) from None
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 

@@ -47,15 +47,17 @@ def resolve_auto(
 
 def find_budget(cluster: Cluster, devices: Sequence[str] = ()) -> Budget:
     """Return the free memory of the smallest GPU and of this host. Raises PresetError where it is not known."""
-    found, _ = detect_gpu_bytes({} if cluster.kind == "cpu" and GPU_MEMORY_ENV not in os.environ else os.environ)
+    env = {} if cluster.kind == "cpu" and GPU_MEMORY_ENV not in os.environ else dict(os.environ)
+    if devices and env:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    found, _ = detect_gpu_bytes(env)
     if cluster.kind == "cpu":
         own = found[0] if GPU_MEMORY_ENV in os.environ else host_bytes() // cluster.gpus_per_node
         return Budget(gpu_bytes=own)
     if not found:
         problem = "the memory of the GPUs cannot be read on this machine: there is neither pynvml nor nvidia-smi"
         raise PresetError(Fault("ds_config auto", problem, f"name a preset, or set {GPU_MEMORY_ENV}=24GiB"))
-    chosen = [found[int(index)] for index in devices if index.isdecimal() and int(index) < len(found)]
-    return Budget(gpu_bytes=min(chosen or found), host_bytes=host_bytes())
+    return Budget(gpu_bytes=min(found), host_bytes=host_bytes())
 
 
 def apply_choice(config: RunConfig, chosen: AutoChoice) -> RunConfig:

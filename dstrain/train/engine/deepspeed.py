@@ -100,9 +100,7 @@ class DeepSpeedEngine:
 
     def step(self, batches: Sequence[Batch], lr: float, make_filler: MakeFiller | None = None) -> StepResult:
         self.engine.train()
-        filler = make_filler if self._can_repeat_forward() else None
-        recovery = ForwardRecovery(self.world, filler, self.train_module.model.parameters())
-        counters = self._read_counters()
+        recovery, counters = self._make_recovery(make_filler), self._read_counters()
         batches = with_scores(self.engine, batches, self.world)
         # Before the losses: a task such as KTO compares with a mean over the whole step, which no micro-batch knows.
         batches = with_step_stats(self.engine, self.train_module.loss_inputs, batches, self.world)
@@ -139,6 +137,10 @@ class DeepSpeedEngine:
             self._restore_counters(counters)
         self.world.log.activity = ""
         return sums.result(batches, grad_norm=norm, **outcome)
+
+    def _make_recovery(self, make_filler: MakeFiller | None) -> ForwardRecovery:
+        filler = make_filler if self._can_repeat_forward() else None
+        return ForwardRecovery(self.world, filler, self.train_module.model.parameters())
 
     def _can_repeat_forward(self) -> bool:
         """Return True where an interrupted forward pass leaves nothing behind, and a filler needs no other columns.

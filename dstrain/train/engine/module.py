@@ -267,22 +267,19 @@ def set_lr(optimizer: Any, scales: Sequence[float], lr: float) -> None:
 
 
 def step_outcome(
-    accumulator: StepAccumulator,
-    batches: Sequence[Batch],
-    is_applied: bool,
-    world: World,
+    accumulator: StepAccumulator, batches: Sequence[Batch], is_applied: bool, world: World,
     failed_pass: FailedPass | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return the fields of a StepResult that tell whether the step was applied.
 
-    `failed_pass`: the pass of this rank that ran out of memory, if one did. Of a step that was not applied, `suspects` are the samples of the batches with a loss that is not finite; if all losses are
-    finite, all samples of the step. Collective if the step was not applied, which every rank decides alike.
+    `failed_pass`: the pass of this rank that ran out of memory, if one did. Of a step that was not applied, `suspects`
+    are the samples of the batches with a loss that is not finite; if all losses are finite, all samples of the step.
+    Collective if the step was not applied, which every rank decides alike.
     """
     if is_applied:
         if failed_pass is not None:
-            raise RunError(
-                f"{failed_pass.text}; the step was applied without samples of this rank; write batch.on_oom: stop"
-            )
+            what = "the step was applied without samples of this rank; write batch.on_oom: stop"
+            raise RunError(f"{failed_pass.text}; {what}")
         return {"applied": True}
     # float() waits for the GPU, so only here, for a step that was not applied.
     is_bad = [not math.isfinite(float(loss)) for loss in accumulator.losses]

@@ -101,3 +101,8 @@ def test_quantized_weights_are_not_planned_in_shards() -> None:
         choose_preset(config, one, Budget(gpu_bytes=5 * GIB, host_bytes=512 * GIB))
     plain = made_config(model={"lora": {"rank": 8}}, batch={"total": 8, "micro": 1})
     assert choose_preset(plain, one, Budget(gpu_bytes=5 * GIB, host_bytes=512 * GIB)).preset == "zero3_offload"
+
+
+def test_muon_with_a_clip_takes_stage_0() -> None:
+    config = made_config(optim={"name": "muon", "clip": 1.0}, shape="qwen2.5-0.5b")
+    assert choose_preset(config, EIGHT, Budget(gpu_bytes=80 * GIB)).preset == "zero0"

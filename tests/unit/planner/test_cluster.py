@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dstrain.errors import UsageError
+from dstrain.planner import cluster
 from dstrain.planner.cluster import detect_gpu_bytes, parse_bytes
 
 
@@ -23,7 +24,7 @@ def test_a_size_is_read_in_powers_of_1024(text: str, size: int) -> None:
     assert parse_bytes(text, "--gpu-memory") == size
 
 
-@pytest.mark.parametrize("text", ["", "much", "24 gigabytes", "-1GiB", "0GiB"])
+@pytest.mark.parametrize("text", ["", "much", "24 gigabytes", "-1GiB", "0GiB", "9" * 400])
 def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match=r"--gpu-memory: .* is not a size of memory; write it like 24GiB"):
         parse_bytes(text, "--gpu-memory")
@@ -35,3 +36,10 @@ def test_the_variable_stands_for_any_gpu() -> None:
 
 def test_hidden_gpus_have_no_memory() -> None:
     assert detect_gpu_bytes({"CUDA_VISIBLE_DEVICES": ""})[0] == []
+
+
+def test_only_visible_gpus_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_ask_nvml", lambda: ([1 << 30, 80 << 30], "pynvml"))
+    assert detect_gpu_bytes({"CUDA_VISIBLE_DEVICES": "1"})[0] == [80 << 30]
+    assert detect_gpu_bytes({"CUDA_VISIBLE_DEVICES": "GPU-ab"})[0] == [1 << 30, 80 << 30]
+    assert detect_gpu_bytes({})[0] == [1 << 30, 80 << 30]

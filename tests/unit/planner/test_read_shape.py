@@ -143,3 +143,32 @@ def test_adapters_leave_the_head_and_embeddings_alone() -> None:
         tensor.name.partition(".lora")[0].rpartition(".")[2] for tensor in shape.tensors if tensor.part == "lora"
     }
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_size": "abc"}, {"num_attention_heads": 0}])
+def test_sizes_that_make_no_model_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match=r"model\.config: has sizes in its config that make no model"):
+        read_base_shape(ModelConfig(config={"model_type": "llama", **SMALL, **wrong}))
+
+
+@pytest.mark.parametrize("header", [[1], {"wte.weight": {"dtype": "F32"}}])
+def test_a_header_without_sizes_is_refused(tmp_path: Path, header: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(RecipeError, match=r"model\.safetensors cannot be read"):
+        read_base_shape(ModelConfig(path=str(tmp_path)))
+
+
+def test_targets_that_are_no_expression_are_refused() -> None:
+    config = made_config(model={"lora": {"targets": "("}})
+    with pytest.raises(RecipeError, match=r"model\.lora\.targets: .* is not a regular expression"):
+        read_shape(config, read_properties(config))
+
+
+def test_a_preset_that_does_not_exist_is_an_error_of_plan() -> None:
+    from dstrain.commands.plan import PlanRequest, make_report
+
+    request = PlanRequest(recipe="demo-sft", ds_config="zero9", gpu_memory="24GiB")
+    with pytest.raises(UsageError, match="ds_config zero9: there is no such preset"):
+        make_report(request)

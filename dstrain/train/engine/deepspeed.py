@@ -113,15 +113,15 @@ class DeepSpeedEngine:
         for index, batch in enumerate(batches):
             # The watchdog must not take a step of many micro-batches for a stalled one.
             self.world.log.record_progress()
-            # Before the forward pass. By default the last pass of a step is the one whose count is a multiple of
-            # `gradient_accumulation_steps`, and with a limit of tokens each step has another number of passes.
             is_last = index == len(batches) - 1
+            # DeepSpeed counts passes to find the last; with a limit of tokens each step has another number of them.
             self.engine.set_gradient_accumulation_boundary(is_last)
             self.world.log.activity = describe_pass("forward", index, batches)
-            total, metrics = recovery.run(self._forward, batch)
+            total, metrics = recovery.run(self._forward, batch) if recovery else self._forward(batch)
             self.world.log.activity = describe_pass("backward", index, batches)
-            # The product is a new tensor: DeepSpeed would divide the engine's own output by the accumulation steps.
-            self.engine.backward(scale_loss_or_nan(total, recovery.scale(scale)), scale_wrt_gas=False)
+            # A new tensor: DeepSpeed would divide the engine's own output by the accumulation steps.
+            loss = scale_loss_or_nan(total, recovery.scale(scale) if recovery else scale)
+            self.engine.backward(loss, scale_wrt_gas=False)
             sums.add(total, metrics)
             # Before the last `engine.step`, the one that updates: the others only count micro-batches.
             if is_last:
@@ -129,18 +129,20 @@ class DeepSpeedEngine:
                 if self._max_grad_norm:
                     norm = self._clip_grad_norm(self._max_grad_norm)
             self.engine.step()
-        recovery.close()
+        if recovery:
+            recovery.close()
         norm = norm if norm is not None else float(self.engine.get_global_grad_norm())
         applied = math.isfinite(norm) and self.engine.was_step_applied()
-        outcome = step_outcome(sums, batches, applied, self.world, recovery.failed_pass)
+        outcome = step_outcome(sums, batches, applied, self.world, recovery.failed_pass if recovery else None)
         if outcome.get("out_of_memory"):  # the step is taken again, as if it had not been tried
             self._restore_counters(counters)
         self.world.log.activity = ""
         return sums.result(batches, grad_norm=norm, **outcome)
 
-    def _make_recovery(self, make_filler: MakeFiller | None) -> ForwardRecovery:
-        filler = make_filler if self._can_repeat_forward() else None
-        return ForwardRecovery(self.world, filler, self.train_module.model.parameters())
+    def _make_recovery(self, make_filler: MakeFiller | None) -> ForwardRecovery | None:
+        if make_filler is None or not self._can_repeat_forward():
+            return None
+        return ForwardRecovery(self.world, make_filler, self.train_module.model.parameters())
 
     def _can_repeat_forward(self) -> bool:
         """Return True where an interrupted forward pass leaves nothing behind, and a filler needs no other columns.

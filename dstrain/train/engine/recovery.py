@@ -27,8 +27,8 @@ class ForwardRecovery:
     pass in which this rank had entered no collective; there the error is raised.
     """
 
-    def __init__(self, world: World, make_filler: MakeFiller | None, parameters: Iterable[torch.Tensor] = ()) -> None:
-        """`make_filler`: None to raise each error. `parameters`: those that are trained."""
+    def __init__(self, world: World, make_filler: MakeFiller, parameters: Iterable[torch.Tensor]) -> None:
+        """`parameters`: those of the model; the trained ones get gradients of nan."""
         self._world, self._make_filler, self._parameters = world, make_filler, parameters
         self._hooks: list[Any] = []
         self._filler: Batch | None = None
@@ -36,8 +36,6 @@ class ForwardRecovery:
 
     def run(self, forward: ForwardPass, batch: Batch) -> tuple[torch.Tensor, Any]:
         """Return the results of the pass; of the filler, if this pass or one before it ran out of memory."""
-        if self._make_filler is None:
-            return forward(batch)
         if self._filler is None:
             number = self._world.log.count_started()
             failure = None

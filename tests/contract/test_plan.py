@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -87,17 +86,14 @@ def test_bad_input_exits_with_2(big: str, words: list[str], message: str) -> Non
     assert message in result.output
 
 
-def test_a_plan_of_128_gpus_answers_in_half_a_second(big: str, tmp_path: Path) -> None:
-    """In seconds of a core, which tests beside it do not lengthen as much, in one of a few tries, with compiled files."""
-    command = [sys.executable, "-m", "dstrain", "plan", big, "--gpus", "8", "--nodes", "16", "--gpu-memory", "80GiB"]
-    env = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
-    times: list[float] = []
-    while len(times) < 4 or (min(times) >= 0.5 and len(times) < 12):
-        before = os.times()
-        subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
-        after = os.times()
-        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
-    assert min(times) < 0.5, times
+def test_a_plan_of_128_gpus_loads_no_framework(big: str) -> None:
+    """Which is what keeps it below a second; docs/memory.md has the time."""
+    words = ["plan", big, "--gpus", "8", "--nodes", "16", "--gpu-memory", "80GiB"]
+    command = [sys.executable, "-X", "importtime", "-m", "dstrain", *words]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "dstrain" in imported
+    assert not imported & {"torch", "transformers", "deepspeed", "peft", "bitsandbytes"}
 
 
 @pytest.fixture

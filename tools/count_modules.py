@@ -90,7 +90,7 @@ def trace_recipe(name: str, times: int) -> Counter[CodeType]:
     from dstrain.tasks import make_task
     from dstrain.train.build_model import build_train_module
     from dstrain.train.engine.torch import TorchEngine
-    from dstrain.train.plan import BatchPlan, build_sample_plan
+    from dstrain.train.setup.plan import BatchPlan, build_sample_plan
     from tests.vision_recipes import named_recipe
 
     with tempfile.TemporaryDirectory() as folder:

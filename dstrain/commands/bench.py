@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
-from dstrain.commands.run_job import SINGLE_WORKER
-from dstrain.commands.temp_dirs import make_scratch, make_scratch_path
-from dstrain.commands.trained_model import hash_weights
+from dstrain.commands.job.run_job import SINGLE_WORKER
+from dstrain.commands.job.temp_dirs import make_scratch, make_scratch_path
+from dstrain.commands.models.trained_model import hash_weights
+from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import Recipe, RunConfig
 from dstrain.launch.topology import worker_from_env
 from dstrain.preset import Device, read_preset
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dstrain.distributed.world import World
     from dstrain.train.engine.deepspeed import DeepSpeedEngine
     from dstrain.train.memory.forecast import MemoryForecast
-    from dstrain.train.plan import RunPlan
+    from dstrain.train.setup.plan import RunPlan
 
 WARMUP_STEPS = 3
 """Steps before the measured ones: the first ones allocate memory and load kernels. Their operations are counted."""
@@ -98,7 +98,7 @@ class BenchJob:
     def prepare(self, world_size: int, device: Device) -> PreparedBench:
         import os
 
-        from dstrain.train.plan import make_plan
+        from dstrain.train.setup.plan import make_plan
 
         worker = worker_from_env(os.environ) or SINGLE_WORKER
         return PreparedBench(make_plan(self._recipe(), self.run_dir, ResumeOptions("never"), worker))
@@ -107,7 +107,7 @@ class BenchJob:
         hash_weights(prepared.plan.task, include_base=False)
 
     def run(self, prepared: PreparedBench, world: World) -> dict[str, Any]:
-        from dstrain.train.plan import make_memory_monitor
+        from dstrain.train.setup.plan import make_memory_monitor
 
         memory = make_memory_monitor(prepared.plan, world)
         with memory.explain():
@@ -117,7 +117,7 @@ class BenchJob:
     def _run(self, plan: RunPlan, world: World) -> dict[str, Any]:
         from dstrain.report.run_log import RunLog
         from dstrain.train.build_model import count_parameters
-        from dstrain.train.setup import build_engine, with_frozen_outputs
+        from dstrain.train.setup.build_run import build_engine, with_frozen_outputs
 
         plan = with_frozen_outputs(plan, world)
         with contextlib.closing(RunLog(plan.run_dir, world.rank)) as run_log:
@@ -164,7 +164,7 @@ def _measure(engine: DeepSpeedEngine, plan: RunPlan, steps: int) -> dict[str, An
     """Take the warm-up steps and `steps` others; return their figures, over all ranks. Collective."""
     from dstrain.report.flops import StepFlops
     from dstrain.report.memory import host_memory_gib, peak_memory_gib, peak_process_bytes
-    from dstrain.train.plan import build_loader
+    from dstrain.train.setup.plan import build_loader
 
     world, loader = engine.world, build_loader(plan, engine.world)
     module = engine.train_module
@@ -192,7 +192,7 @@ def _iter_steps(engine: DeepSpeedEngine, plan: RunPlan, loader: Loader) -> Itera
     import torch
 
     from dstrain.train.engine.base import seed_step
-    from dstrain.train.plan import build_schedule
+    from dstrain.train.setup.plan import build_schedule
 
     device, schedule = engine.world.device, build_schedule(plan)
     steps = loader.iter_steps(0)

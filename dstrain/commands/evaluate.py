@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.commands.trained_model import ModelSelector, SavedModel, hash_weights, load_saved_model, quiet_libraries
+from dstrain.commands.models.trained_model import (
+    ModelSelector,
+    SavedModel,
+    hash_weights,
+    load_saved_model,
+    quiet_libraries,
+)
 from dstrain.config import RunConfig
 from dstrain.data.dataset import Dataset
 from dstrain.data.sources.hub import parse_hub_split

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from dstrain.batch import Batch
 from dstrain.commands.checks.untrusted_folder import is_precision_enabled
 from dstrain.commands.checks.untrusted_recipe import check_probe_data
-from dstrain.commands.trained_model import LoadedModel, load_trained_model
+from dstrain.commands.models.trained_model import LoadedModel, load_trained_model
 from dstrain.config import dump_recipe
 from dstrain.errors import CheckpointError, DstrainError, UsageError
 from dstrain.files import atomic_folder, remove_stale_partials, sync_folder

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.commands.evaluate import make_eval_source, resolve_data_path
-from dstrain.commands.trained_model import ModelSelector, SavedModel, hash_weights, load_saved_model, quiet_libraries
+from dstrain.commands.models.trained_model import (
+    ModelSelector,
+    SavedModel,
+    hash_weights,
+    load_saved_model,
+    quiet_libraries,
+)
 from dstrain.config import RunConfig
 from dstrain.data.cache.build import PreparePolicy, check_bad_records, iter_encoded
 from dstrain.data.cache.token_store import BuildReport

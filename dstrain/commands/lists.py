@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from dstrain.commands.find_recipe import RECIPES_DIR, list_builtin_recipes
 from dstrain.commands.init import format_lora
+from dstrain.commands.recipe.find_recipe import RECIPES_DIR, list_builtin_recipes
 from dstrain.errors import PresetError, UsageError, suggest_name
 from dstrain.preset import convert_preset, describe_preset, summarize_presets
 from dstrain.tasks import Task, builtin_tasks, default_learning_rate, default_lora, find_task, task_options

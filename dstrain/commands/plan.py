@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.commands.find_recipe import find_path, find_recipe
+from dstrain.commands.recipe.find_recipe import find_path, find_recipe
 from dstrain.config import RunConfig, read_recipe
 from dstrain.errors import DstrainError, UsageError
 from dstrain.launch.topology import visible_gpus

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from dstrain.cache_dir import cache_root
-from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
-from dstrain.commands.trained_model import hash_weights, quiet_libraries
+from dstrain.commands.models.trained_model import hash_weights, quiet_libraries
+from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import RunConfig
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE, BatchPlan
 from dstrain.data.dataset import Dataset

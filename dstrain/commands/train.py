@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.commands.checks.preflight import check_data, check_launch
-from dstrain.commands.recipe_args import TrainRequest, get_run_dir, resolve_recipe
+from dstrain.commands.recipe.recipe_args import TrainRequest, get_run_dir, resolve_recipe
 from dstrain.config import Recipe, dump_recipe, resolve_batch
 from dstrain.errors import EXIT_FAILED, EXIT_USAGE, ResumeError
 from dstrain.launch.command import LaunchOptions, LocalLaunch
@@ -24,11 +24,11 @@ from dstrain.launch.topology import Worker, gpus_support_bf16, worker_from_env
 from dstrain.planner.choose import AUTO
 from dstrain.planner.cluster import Cluster
 from dstrain.preset import Device, read_preset
-from dstrain.train.auto_preset import resolve_auto
 from dstrain.train.ds_config import batch_warnings, check_offload_folders
 from dstrain.train.memory.reduced_batch import apply_reduced_batch
 from dstrain.train.resume.recorded import ResumeOptions
-from dstrain.train.run_dir import check_run_dir_writable
+from dstrain.train.setup.auto_preset import resolve_auto
+from dstrain.train.setup.run_dir import check_run_dir_writable
 
 
 def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dry_run: bool) -> int:
@@ -194,9 +194,9 @@ def train_worker(worker: Worker, request: TrainRequest) -> int:
     screen = os.fdopen(os.dup(1), "w") if has_terminal else None
 
     def run(signal_handler: SignalHandler) -> int:
-        from dstrain.train.plan import make_plan
         from dstrain.train.rendezvous import Rendezvous
-        from dstrain.train.setup import run_training
+        from dstrain.train.setup.build_run import run_training
+        from dstrain.train.setup.plan import make_plan
 
         rendezvous = Rendezvous(worker, timeout)
         plan = make_plan(recipe, run_dir, ResumeOptions(request.resume, request.allowed_changes), worker, rendezvous)

@@ -21,9 +21,9 @@ from dstrain.batch import Progress
 from dstrain.commands.evaluate import EvaluateJob
 from dstrain.commands.export import export_model
 from dstrain.commands.generate import GenerateJob
+from dstrain.commands.models.trained_model import ModelSelector, load_trained_model
 from dstrain.commands.prepare import PrepareJob
-from dstrain.commands.recipe_args import TrainRequest
-from dstrain.commands.trained_model import ModelSelector, load_trained_model
+from dstrain.commands.recipe.recipe_args import TrainRequest
 from dstrain.config import dump_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.distributed.world import SingleProcessWorld

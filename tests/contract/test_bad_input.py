@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from dstrain.batch import Progress
 from dstrain.cli import main
-from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config.aliases import UNSUPPORTED_VALUES
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import UsageError
@@ -25,7 +25,7 @@ from dstrain.launch.topology import Worker
 from dstrain.tasks import find_task
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.resume.recorded import ResumeOptions
-from dstrain.train.run_dir import write_run_config
+from dstrain.train.setup.run_dir import write_run_config
 from dstrain.train.state.hashed_file import write_hashed_file
 
 Folder = Path
@@ -474,7 +474,7 @@ WORKER_TABLE: dict[str, tuple[list[str], Callable[[Path], None] | None, str]] = 
 
 def plan(folder: Path, changes: list[str], resume: ResumeOptions | None = None) -> None:
     """Plan a run as a worker does before it joins the others."""
-    from dstrain.train.plan import make_plan
+    from dstrain.train.setup.plan import make_plan
 
     wish = TrainRequest(recipe=RECIPE, overrides=changes)
     try:

@@ -12,10 +12,10 @@ import yaml
 
 from dstrain.batch import Progress
 from dstrain.cli import main
-from dstrain.cli_options import LAUNCH_OPTION_NAMES
+from dstrain.cli.options import LAUNCH_OPTION_NAMES
 from dstrain.commands.data import NO_TOKENIZER_HINT
-from dstrain.commands.find_recipe import list_builtin_recipes
-from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe.find_recipe import list_builtin_recipes
+from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import read_recipe
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.preset import preset_names, read_preset

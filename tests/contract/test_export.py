@@ -304,7 +304,7 @@ class Evil:
 
 
 def test_pickles_are_never_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dstrain.commands.trained_model import load_trained_model
+    from dstrain.commands.models.trained_model import load_trained_model
 
     monkeypatch.chdir(tmp_path)
     export_model(run, "last", tmp_path / "out")

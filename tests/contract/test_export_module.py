@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dstrain.commands.export import export_model
-from dstrain.commands.trained_model import find_saved_model, load_saved_model, load_trained_model
+from dstrain.commands.models.trained_model import find_saved_model, load_saved_model, load_trained_model
 from dstrain.config.schema import RunConfig
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.errors import CheckpointError, UsageError

@@ -19,7 +19,7 @@ from dstrain.cli import main
 from dstrain.commands.checks.untrusted_folder import pattern_fault, read_forward_preset
 from dstrain.commands.checks.untrusted_recipe import load_folder_recipe
 from dstrain.commands.export import export_model
-from dstrain.commands.trained_model import find_saved_model
+from dstrain.commands.models.trained_model import find_saved_model
 from dstrain.config.schema import RunConfig
 from dstrain.errors import UsageError
 from dstrain.preset import Device, RunSettings, complete_preset, preset_names, read_preset
@@ -121,7 +121,7 @@ def test_the_users_word_runs_it(kind: str, word: str, folder: Path) -> None:
 def test_workers_are_told_the_users_word(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a path that holds in another working folder, and they do not import from the one they start in."""
     from dstrain.commands.evaluate import EvaluateJob
-    from dstrain.commands.trained_model import ModelSelector
+    from dstrain.commands.models.trained_model import ModelSelector
 
     monkeypatch.chdir(folder)
     (folder / "own_task.py").write_text(OWN.format(mark=str(folder / "ran")))
@@ -184,9 +184,9 @@ def test_nothing_is_sent_for_a_folder(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_launch_does_not_import_from_the_working_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dstrain.commands import run_job
     from dstrain.commands.evaluate import EvaluateJob
-    from dstrain.commands.trained_model import ModelSelector
+    from dstrain.commands.job import run_job
+    from dstrain.commands.models.trained_model import ModelSelector
 
     seen: dict[str, Any] = {}
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from dstrain.commands.find_recipe import RECIPES_DIR
-from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe.find_recipe import RECIPES_DIR
+from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import read_recipe
 from dstrain.models.load import read_config
 from dstrain.models.params.freeze import freeze

@@ -48,13 +48,20 @@ def connect(address: str) -> None:
         subprocess.run(["ip", *words], check=True)
 
 
+def read_process_id(path: Path) -> int | None:
+    """The number in sshd's file; None while sshd has not written it yet: it listens first, then creates, then writes."""
+    text = path.read_text() if path.exists() else ""
+    return int(text) if text.endswith("\n") else None
+
+
 def serve(lab: Path, number: str) -> int:
     """Start sshd; returns its process id when it answers."""
     log = str(lab / f"log/sshd.host{number}")
     subprocess.run(["/usr/sbin/sshd", "-f", str(lab / "etc/sshd_config"), "-E", log], check=True)
     for _ in range(500):
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", 22), 1):
-            return int(Path("/run/sshd.pid").read_text())
+            if sshd := read_process_id(Path("/run/sshd.pid")):
+                return sshd
         time.sleep(0.01)
     raise TimeoutError(f"sshd does not answer; see {log}")
 

@@ -18,7 +18,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import dump_recipe, read_recipe
 from dstrain.config.schema import RunConfig
 from dstrain.data.formats.messages import ROLE_ALIASES, parse_transcript

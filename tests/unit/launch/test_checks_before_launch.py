@@ -16,14 +16,14 @@ from click.testing import CliRunner
 from dstrain.cli import main
 from dstrain.commands import train as train_command
 from dstrain.commands.checks import preflight
-from dstrain.commands.recipe_args import TrainRequest
+from dstrain.commands.recipe.recipe_args import TrainRequest
 from dstrain.commands.train import resume_on_restart
 from dstrain.config import resolve_batch
 from dstrain.launch.worker import LAUNCH_ID_ENV
 from dstrain.launch.worker_group import LauncherSpec, LocalWorkerGroup
-from dstrain.train import setup
 from dstrain.train.memory.micro_batch import MicroBatch
 from dstrain.train.memory.reduced_batch import apply_reduced_batch
+from dstrain.train.setup import build_run
 from tests.vision_recipes import named_recipe
 
 OWN = """
@@ -135,9 +135,9 @@ def test_bad_data_in_mid_training_is_no_bad_usage(monkeypatch: pytest.MonkeyPatc
     def train(run: Any) -> Any:
         raise DataError("x.jsonl:7: cannot be used")
 
-    monkeypatch.setattr("dstrain.train.setup.train", train)
+    monkeypatch.setattr("dstrain.train.setup.build_run.train", train)
     with pytest.raises(RunError, match=r"^x\.jsonl:7: cannot be used$"):
-        setup._train_to_end(None)  # type: ignore[arg-type]
+        build_run._train_to_end(None)  # type: ignore[arg-type]
 
 
 def test_memory_that_runs_out_twice_restarts_twice(

@@ -11,7 +11,7 @@ import torch
 from dstrain.config.schema import RunConfig
 from dstrain.launch.multihost import probe
 from dstrain.launch.topology import Worker, worker_from_env
-from dstrain.train.plan import ALLOCATOR_ENV_VARS, set_up_process
+from dstrain.train.setup.plan import ALLOCATOR_ENV_VARS, set_up_process
 
 SLURM = {
     "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",

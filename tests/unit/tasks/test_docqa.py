@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dstrain.batch import Batch
-from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import RunConfig, dump_recipe, read_recipe
 from dstrain.config.schema import DatasetConfig
 from dstrain.data.loading.loader import make_batch

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from dstrain.batch import Progress
-from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import RunConfig, dump_recipe, read_recipe
 from dstrain.config.schema import OptimConfig
 from dstrain.distributed.world import SingleProcessWorld

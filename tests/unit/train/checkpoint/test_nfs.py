@@ -17,7 +17,7 @@ from dstrain.errors import CheckpointError
 from dstrain.files import sync_folder
 from dstrain.train.checkpoint.checkpoints import CheckpointStore, remove_checkpoint
 from dstrain.train.checkpoint.select import read_best_name, select_checkpoint
-from dstrain.train.run_dir import replace_folder
+from dstrain.train.setup.run_dir import replace_folder
 from dstrain.train.state.hashed_file import FileEntry, write_hashed_file
 from dstrain.train.state.manifest import find_checkpoints
 

@@ -14,7 +14,7 @@ import yaml
 from dstrain import cache_dir
 from dstrain.batch import Progress
 from dstrain.cache_dir import file_digest
-from dstrain.commands.recipe_args import TrainRequest, resolve_recipe
+from dstrain.commands.recipe.recipe_args import TrainRequest, resolve_recipe
 from dstrain.config import RunConfig
 from dstrain.config.schema import ModelConfig
 from dstrain.distributed.world import SingleProcessWorld
@@ -23,9 +23,9 @@ from dstrain.launch.topology import Worker
 from dstrain.models.weights import fingerprint as module
 from dstrain.tasks import Task, make_task
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.plan import RunPlan, make_plan
 from dstrain.train.resume.fingerprints import check_fingerprints, fingerprint_weights
 from dstrain.train.resume.recorded import ResumeOptions
+from dstrain.train.setup.plan import RunPlan, make_plan
 from dstrain.train.state.hashed_file import write_hashed_file
 from dstrain.train.state.manifest import CheckpointInfo, find_checkpoints
 from tests.contract.lora_cases import save_base

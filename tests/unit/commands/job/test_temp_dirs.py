@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from dstrain.commands import temp_dirs
-from dstrain.commands.temp_dirs import OWNER_FILE, keep_scratch, make_scratch, remove_stale_scratch
+from dstrain.commands.job import temp_dirs
+from dstrain.commands.job.temp_dirs import OWNER_FILE, keep_scratch, make_scratch, remove_stale_scratch
 from dstrain.files import get_host_id
 from tests.workers import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="start times of processes are Linux's here")
-KILLED = "import os, sys\nfrom pathlib import Path\nfrom dstrain.commands.temp_dirs import make_scratch\nmake_scratch(Path(sys.argv[1]))\nos.kill(os.getpid(), 9)"
+KILLED = "import os, sys\nfrom pathlib import Path\nfrom dstrain.commands.job.temp_dirs import make_scratch\nmake_scratch(Path(sys.argv[1]))\nos.kill(os.getpid(), 9)"
 
 
 def killed(place):

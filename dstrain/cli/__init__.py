@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from dstrain import __version__
-from dstrain.cli_lists import plan, presets, recipes, tasks
-from dstrain.cli_options import (
+from dstrain.cli.lists import plan, presets, recipes, tasks
+from dstrain.cli.options import (
     FOLDER_TASK_OPTION,
     LAUNCH_OPTIONS,
     MODEL_OPTION_NAMES,
@@ -30,7 +29,7 @@ from dstrain.cli_options import (
 from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UsageError
 
 if TYPE_CHECKING:
-    from dstrain.commands.run_job import Job
+    from dstrain.commands.job.run_job import Job
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -58,7 +57,7 @@ def train(
 
     The argument RECIPE is a YAML file or the name of a packaged recipe; default: ./recipe.yaml.
     """
-    from dstrain.commands.recipe_args import TrainRequest
+    from dstrain.commands.recipe.recipe_args import TrainRequest
     from dstrain.commands.train import launch_or_train
 
     request = TrainRequest(
@@ -78,7 +77,7 @@ def evaluate(run_or_model: Path, data: str, as_json: bool, scratch: Path | None,
     The argument is a run folder or an exported folder.
     """
     from dstrain.commands.evaluate import EvaluateJob, show_metrics
-    from dstrain.commands.trained_model import ModelSelector
+    from dstrain.commands.models.trained_model import ModelSelector
 
     job = EvaluateJob(
         selector=ModelSelector(folder=run_or_model, **pop_options(options, MODEL_OPTION_NAMES)), data=data
@@ -104,7 +103,7 @@ def generate(
     exported folder.
     """
     from dstrain.commands.generate import GenerateJob, show_answers
-    from dstrain.commands.trained_model import ModelSelector
+    from dstrain.commands.models.trained_model import ModelSelector
 
     selector = ModelSelector(folder=run_or_model, **pop_options(options, MODEL_OPTION_NAMES))
     job = GenerateJob(
@@ -125,7 +124,7 @@ def prepare(
     For DPO also cache the reference log-probabilities. Training then starts at once.
     """
     from dstrain.commands.prepare import PrepareJob, show_prepared
-    from dstrain.commands.recipe_args import TrainRequest
+    from dstrain.commands.recipe.recipe_args import TrainRequest
 
     job = PrepareJob(TrainRequest(recipe=recipe, task=task, ds_config=ds_config, overrides=overrides))
     run_and_exit(job, launch, scratch, json.dumps if as_json else show_prepared)
@@ -144,7 +143,7 @@ def bench(
     No checkpoint, metric or other file is left behind.
     """
     from dstrain.commands.bench import BenchJob, bench_run_dir, show_bench
-    from dstrain.commands.recipe_args import TrainRequest
+    from dstrain.commands.recipe.recipe_args import TrainRequest
 
     request = TrainRequest(recipe=recipe, task=task, ds_config=ds_config, overrides=overrides)
     with bench_run_dir(scratch) as run_dir:
@@ -156,7 +155,7 @@ def run_and_exit(
     job: Job, launch_options: Mapping[str, Any], scratch: Path | None, show: Callable[[Any], str]
 ) -> NoReturn:
     """Run the job, print its result, and exit."""
-    from dstrain.commands.run_job import run_job
+    from dstrain.commands.job.run_job import run_job
 
     result = run_job(job, launch_options, scratch)
     if result.value is not None:
@@ -263,8 +262,3 @@ def checkpoints(run: Path, read_all: bool, as_json: bool) -> None:
     lines, all_complete = list_checkpoints(run, read_all, as_json)
     click.echo(lines)
     sys.exit(EXIT_FAILED if read_all and not all_complete else EXIT_DONE)
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    main(prog_name="dstrain")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from dstrain.cli_options import PLAN_OPTIONS, RECIPE_OPTIONS, GroupedCommand, with_options
+from dstrain.cli.options import PLAN_OPTIONS, RECIPE_OPTIONS, GroupedCommand, with_options
 
 
 @click.command(cls=GroupedCommand)

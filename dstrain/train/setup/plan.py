@@ -31,7 +31,6 @@ from dstrain.schedule import Every, LRSchedule, StepSchedule, scale_lr
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import load_split
 from dstrain.tasks.common.text import TextTask
-from dstrain.train.auto_preset import resolve_auto_on_rank_0
 from dstrain.train.build_model import resolve_model_dtype
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
 from dstrain.train.ds_config import check_offload_folders, resolve_ds_config
@@ -44,7 +43,8 @@ from dstrain.train.resume.decision import StartDecision, decide_start
 from dstrain.train.resume.fingerprints import check_fingerprints, fingerprint_weights
 from dstrain.train.resume.inputs import check_inputs_unchanged, digest_input_files, digest_inputs
 from dstrain.train.resume.recorded import ResumeOptions, check_recipe_unchanged, with_saved_batch_total
-from dstrain.train.run_dir import check_run_dir_shared, check_run_dir_writable, with_saved_tokenizer
+from dstrain.train.setup.auto_preset import resolve_auto_on_rank_0
+from dstrain.train.setup.run_dir import check_run_dir_shared, check_run_dir_writable, with_saved_tokenizer
 from dstrain.train.state.manifest import CheckpointInfo
 
 ALLOCATOR_ENV_VARS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

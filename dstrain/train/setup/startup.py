@@ -17,9 +17,9 @@ from dstrain.tasks import Task
 from dstrain.tasks.safety.dataset import describe_order
 from dstrain.train.ds_config import batch_warnings, ds_config_warnings
 from dstrain.train.memory.reduced_batch import FILE_NAME, read_reduced_batch
-from dstrain.train.plan import RunPlan
 from dstrain.train.resume.changes import ResumeChange
 from dstrain.train.run import Run
+from dstrain.train.setup.plan import RunPlan
 from dstrain.train.state.manifest import CheckpointInfo
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.commands.find_recipe import find_path, find_recipe, path_exists
+from dstrain.commands.recipe.find_recipe import find_path, find_recipe, path_exists
 from dstrain.config import Recipe, RunConfig, check_keys, read_recipe
 from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
 from dstrain.data.sources.hub import is_hub_name

@@ -22,7 +22,7 @@ from dstrain.commands.checks.untrusted_recipe import (
     load_folder_recipe,
     saved_config_overrides,
 )
-from dstrain.commands.uninitialized_model import build_uninitialized, has_tie_conflict
+from dstrain.commands.models.uninitialized_model import build_uninitialized, has_tie_conflict
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.preset import Device, Preset, RunSettings, complete_preset, read_preset

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dstrain.errors import RecipeError, suggest_name
 
-RECIPES_DIR = Path(__file__).parent.parent / "recipes"
+RECIPES_DIR = Path(__file__).parents[2] / "recipes"
 
 
 def list_builtin_recipes() -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from dstrain.config.schema import BatchConfig
 from dstrain.errors import UsageError
 from dstrain.train.resume.recorded import with_saved_batch_total
-from dstrain.train.run_dir import check_run_dir_shared
+from dstrain.train.setup.run_dir import check_run_dir_shared
 from tests.unit.distributed.thread_world import on_ranks
 
 

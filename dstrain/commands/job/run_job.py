@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dstrain.commands.temp_dirs import keep_scratch, make_scratch, make_scratch_path
+from dstrain.commands.job.temp_dirs import keep_scratch, make_scratch, make_scratch_path
 from dstrain.config import RunConfig
 from dstrain.launch.command import LaunchOptions, LocalLaunch
 from dstrain.launch.multihost.plan import MultiHostLaunch, cpu_overload_warning, plan_launch
@@ -117,8 +117,8 @@ def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
     """
     from dstrain.models.params.zero3 import is_zero3
     from dstrain.train.engine.inference import remove_private_nvme_path
-    from dstrain.train.plan import get_preset_device, set_up_process
     from dstrain.train.rendezvous import Rendezvous
+    from dstrain.train.setup.plan import get_preset_device, set_up_process
 
     config = job.check_recipe()
     device = set_up_process(worker, config)

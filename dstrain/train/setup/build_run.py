@@ -37,7 +37,6 @@ from dstrain.train.health.watchdog import peer_watchdog
 from dstrain.train.loop import train
 from dstrain.train.memory.monitor import PRECOMPUTING, MemoryMonitor
 from dstrain.train.monitors import StepMonitors
-from dstrain.train.plan import RunPlan, build_loader, build_schedule, interval_in_steps, make_memory_monitor, scaled_lr
 from dstrain.train.precompute_outputs import OutputsJob, add_outputs_and_select
 from dstrain.train.profiler import StepProfiler
 from dstrain.train.resume.changes import iter_resume_changes
@@ -46,13 +45,21 @@ from dstrain.train.resume.inputs import with_selected_samples
 from dstrain.train.resume.prepare import prepare_start
 from dstrain.train.resume.recorded import dump_training_recipe, get_run_dir
 from dstrain.train.run import Run
-from dstrain.train.run_dir import (
+from dstrain.train.setup.plan import (
+    RunPlan,
+    build_loader,
+    build_schedule,
+    interval_in_steps,
+    make_memory_monitor,
+    scaled_lr,
+)
+from dstrain.train.setup.run_dir import (
     archive_previous_run,
     get_library_versions,
     replace_folder,
     write_run_config,
 )
-from dstrain.train.startup import (
+from dstrain.train.setup.startup import (
     finish_run,
     make_sinks,
     report_changes,

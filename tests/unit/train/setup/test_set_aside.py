@@ -10,7 +10,7 @@ import pytest
 
 from dstrain.distributed.world import SingleProcessWorld
 from dstrain.train.resume.recorded import ResumeOptions
-from dstrain.train.run_dir import archive_previous_run
+from dstrain.train.setup.run_dir import archive_previous_run
 
 FILES = ("recipe.yaml", "metrics.jsonl", "events.jsonl")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.commands.evaluate import show_metrics
-from dstrain.train.startup import format_last_eval, task_name
+from dstrain.train.setup.startup import format_last_eval, task_name
 
 
 def test_the_last_evaluation_is_a_step_of_the_whole_run(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Work that a command does in launched processes, and its temporary folders."""

@@ -1,0 +1,1 @@
+"""Loading of the model that a command works on."""

@@ -1,0 +1,1 @@
+"""Construction of a run: its plan, its folder, its preset and its parts."""

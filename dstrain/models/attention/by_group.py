@@ -182,14 +182,16 @@ class _Rows:
 
     @cached_property
     def _wide(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Query (G, R, T, D), scaled, and key (G, T, D), in the type of the logits."""
-        return self.split_heads(self._query).to(self.dtype) * self.scale, self._key[0].to(self.dtype)
+        """Query (G, R, T, D) and key (G, T, D) in the type of the logits."""
+        return self.split_heads(self._query).to(self.dtype), self._key[0].to(self.dtype)
 
     def weights(self, block: Block) -> torch.Tensor:
         """Return the attention weights of a block, (G, R N, K), in the type of the heads."""
         query, key = self._wide
         queries = query[:, :, slice(*block.queries)].flatten(1, 2)  # (G, R N, D)
-        logits = torch.bmm(queries, _take(key, block.keys).transpose(1, 2))
+        keys = _take(key, block.keys).transpose(1, 2)  # (G, D, K)
+        # The product is scaled, not the query, as in torch's kernels: the rounding of padded rows is met more closely.
+        logits = torch.bmm(queries, keys).mul_(self.scale)
         _hide(logits.unflatten(1, (self.shared, -1)), self._window, self._layout)
         return logits.softmax(dim=-1).to(self._query.dtype)
 

@@ -23,7 +23,7 @@ def sigmoid(value: float) -> float:
 
 
 def expect(found: torch.Tensor, wanted: list[float]) -> None:
-    assert found.tolist() == pytest.approx(wanted, rel=1e-6, abs=1e-7)
+    assert found.tolist() == pytest.approx(wanted, rel=1e-6)
 
 
 def test_bradley_terry_by_hand() -> None:

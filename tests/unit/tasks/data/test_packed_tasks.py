@@ -70,13 +70,16 @@ SAMPLES = [5, 0, 9, 13, 2, 14, 7]
 
 
 def check_equal(task: str, changes: dict[str, Any], samples: Sequence[int] = SAMPLES, **batch: Any) -> None:
-    """Compare a step in two packed micro-batches with one in one padded batch."""
+    """Compare a step in two packed micro-batches with the padded step on the same two.
+
+    Padded steps in one and in two micro-batches differ by up to 9e-7 in fp32; tests/parity compares those.
+    """
     arguments: dict[str, Any] = {"task": task, "kind": "torch", "samples": [*samples]}
-    wanted = one_step(**arguments, accumulate=1, changes=changes | SGD | {"batch": {"packing": False}})
+    wanted = one_step(**arguments, accumulate=2, changes=changes | SGD | {"batch": {"packing": False}})
     found = one_step(**arguments, accumulate=2, changes=changes | SGD | {"batch": {"packing": True, **batch}})
     assert distance(found, wanted, "before") == 0
     assert found["sums"] == pytest.approx(wanted["sums"], rel=1e-6, abs=1e-5)
-    assert distance(found, wanted) <= 2e-6  # fp32 sums in another order; Idefics 3: 1.07e-6
+    assert distance(found, wanted) <= 1e-6
 
 
 @pytest.mark.parametrize("case", CASES)

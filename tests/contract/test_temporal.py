@@ -73,18 +73,25 @@ def test_adapters_follow_an_alignment_from_a_language_models_folder(
     assert exported["pattern_accuracy"] == trained["pattern_accuracy"]
 
 
-def test_captions_are_learnt_and_generated(tmp_path: Path, one: Workers, two: Workers) -> None:
+LEARNT = 80
+"""Steps after which the captions name the right pattern."""
+
+
+@pytest.mark.parametrize("steps", [12, pytest.param(LEARNT, marks=pytest.mark.slow)])
+def test_captions_are_learnt_and_generated(steps: int, tmp_path: Path, one: Workers, two: Workers) -> None:
     """Resumed at another world size and ZeRO stage on the way."""
-    sizes: dict[str, Any] = {"steps": 80, "optim": {"lr": 1e-2}, "save": {"every": 40}, "eval": {"every": 40}}
+    half = steps // 2
+    sizes: dict[str, Any] = {"steps": steps, "optim": {"lr": 1e-2}, "save": {"every": half}, "eval": {"every": half}}
     file = recipe(tmp_path, "zero3", {}, **sizes)
-    two(RUN, recipe=file, run_dir=str(tmp_path / "run"), crash_at=45)
+    two(RUN, recipe=file, run_dir=str(tmp_path / "run"), crash_at=half + 2)
     one(RUN, recipe=file, run_dir=str(tmp_path / "run"), sets=["ds_config=zero1"])
     data = str(tmp_path / "eval.jsonl")
     ask = {"folder": str(tmp_path / "run"), "sampling": {"max_new_tokens": 8, "batch": 2}}
     written = one(GENERATE, **ask, data=data)[0]
     captions = [record["caption"] for record in read_jsonl(tmp_path / "eval.jsonl")]
     scores = [names_right_pattern(row["answer"], [one]) for row, one in zip(written, captions, strict=True)]
-    assert sum(scores) / len(scores) > 0.8, "it has learnt to read a curve"
+    if steps == LEARNT:
+        assert sum(scores) / len(scores) > 0.8, "it has learnt to read a curve"
     assert rows(tmp_path / "run")[-1]["pattern_accuracy"] == pytest.approx(sum(scores) / len(scores))
     bare = [{"series": record["series"]} for record in read_jsonl(tmp_path / "eval.jsonl")]
     assert one(GENERATE, **ask, data=str(write_jsonl(tmp_path / "bare.jsonl", bare)))[0] == written

@@ -14,6 +14,7 @@ from dstrain.batch import Batch
 from dstrain.config import resolve_batch
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
+from dstrain.distributed.world import World
 from dstrain.models.attention.by_group import blocks_of
 from dstrain.models.attention.layout import PackedLayout
 from dstrain.models.params.components import unwrap_peft
@@ -22,7 +23,7 @@ from dstrain.models.params.zero3 import zero3_init
 from dstrain.planner.cluster import Cluster
 from dstrain.planner.lines.activations import activation_lines
 from dstrain.planner.lines.heads import saved_head_bytes
-from dstrain.planner.lines.states import state_lines
+from dstrain.planner.lines.states import gradient_overhangs, state_lines
 from dstrain.planner.memory import make_state_settings
 from dstrain.planner.read_shape import read_shape
 from dstrain.planner.workload import make_workload, read_properties
@@ -100,7 +101,7 @@ def states(
     engine.engine.step = inner
     of_passes = _sizes_of_passes(module.model, zero, 4 if precision == "fp32" else 2)
     found = {place: size for place, size in seen[0].items() if place not in before and size not in of_passes}
-    lines = predicted_states(task, config, ranks.size)
+    lines = predicted_states(task, config, ranks)
     parts = {"moments": _optimizer_state_bytes(engine.engine.optimizer)}
     largest = sorted(found.values(), reverse=True)[:60]
     return {"measured": sum(found.values()), "largest": largest, "parts": parts, "lines": lines}
@@ -130,12 +131,15 @@ def _optimizer_state_bytes(optimizer: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.numel() > 1)
 
 
-def predicted_states(task: Task, config: dict[str, Any], size: int) -> list[tuple[str, str, int]]:
-    """Return (name, place, bytes) of the lines that are held between the backward pass and the step."""
+def predicted_states(task: Task, config: dict[str, Any], ranks: World) -> list[tuple[str, str, int]]:
+    """Return (name, place, bytes) of the lines that this rank holds between the backward pass and the step."""
     recipe = task.recipe
     shape = read_shape(recipe, read_properties(recipe))
-    lines = state_lines(make_state_settings(recipe, shape, config, Cluster(gpus_per_node=size, kind="cpu")))
-    return [(line.name, line.place, line.num_bytes) for line in lines if line.when == "always"]
+    settings = make_state_settings(recipe, shape, config, Cluster(gpus_per_node=ranks.size, kind="cpu"))
+    held = [(line.name, line.place, line.num_bytes) for line in state_lines(settings) if line.when == "always"]
+    # The plan's line is that of the process with most.
+    own = gradient_overhangs(settings)[ranks.rank] * settings.weight_bytes
+    return [(name, place, own if name == "gradients across partitions" else size) for name, place, size in held]
 
 
 def activations(changes: dict[str, Any], dtype: str, count: int, name: str = "sft") -> dict[str, float]:

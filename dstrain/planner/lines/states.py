@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 
 from dstrain.planner.line import MemoryLine, Place
 from dstrain.planner.lines.stage_3 import stage_3_lines
@@ -96,6 +97,11 @@ def _bf16_optimizer_gradients(settings: StateSettings) -> Iterator[MemoryLine]:
 def _gradients_on_device(settings: StateSettings) -> Iterator[MemoryLine]:
     share, trained, width, wide = 1 / settings.world_size, settings.trained, settings.weight_bytes, settings.grad_bytes
     yield make_line("gradients", (trained * share, wide), "gpu", STATE, ("g T / N", f"{ZERO_PAPER}.2"))
+    if wide == width:
+        yield make_line(
+            "gradients across partitions", (max(gradient_overhangs(settings)), width), "gpu", BUFFER,
+            ("w (n - own part of n), tensors n across an end of a partition", f"{STAGE_1_2}, get_flat_partition"),
+        )  # fmt: skip
     # A flat copy in the type of the master weights; the fp32 sum of 16-bit gradients is already flat.
     yield make_line(
         "flat gradients of the step", (trained * share, 0 if wide != width else settings.master_bytes), "gpu", STEP,
@@ -107,6 +113,22 @@ def _gradients_on_device(settings: StateSettings) -> Iterator[MemoryLine]:
             "bucket of the last gradients", (min(bucket, trained), width), "gpu", STEP,
             ("w min(T, reduce_bucket_size): gradients are views of it", f"{STAGE_1_2}, param.grad"),
         )  # fmt: skip
+
+
+def gradient_overhangs(settings: StateSettings) -> list[int]:
+    """Return, for each process, the gradient values that it keeps of other partitions at stages 1 and 2.
+
+    A tensor across the end of a partition has its whole gradient in both processes, whose parts are views of it.
+    Partitions are equal parts of the matrices in their order; vectors form a small group of their own.
+    """
+    matrices = [one.numel for one in settings.shape.tensors if one.is_trainable and len(one.shape) > 1]
+    share, overhangs, start = ceil(sum(matrices) / settings.world_size), [0] * settings.world_size, 0
+    for size in matrices:
+        end = start + size
+        for rank in range(start // share, (end - 1) // share + 1):
+            overhangs[rank] += size - (min(end, (rank + 1) * share) - max(start, rank * share))
+        start = end
+    return overhangs
 
 
 def _offloaded_gradients(settings: StateSettings) -> Iterator[MemoryLine]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil
 
 from dstrain.config import RunConfig
@@ -45,14 +46,14 @@ def choose_preset(config: RunConfig, cluster: Cluster, budget: Budget, shape: Mo
     shape = shape or read_shape(config, properties)
     limit = Budget(gpu_bytes=int(budget.gpu_bytes * (1 - MARGIN)), host_bytes=_less_margin(budget.host_bytes))
     found: list[tuple[MemoryPlan, int | None]] = []
-    rejected: list[str] = []
+    too_large: list[str] = []
     for name in _usable_presets(config, cluster):
-        fitting = next(
-            ((plan, micro) for plan, micro in _plans(config, name, cluster, (shape, properties)) if limit.fits(plan)),
-            None,
-        )
+        plans = _plans(config, name, cluster, (shape, properties))
+        if (first := next(plans, None)) is None:
+            continue  # the preset does not run this optimizer or precision
+        fitting = next((one for one in chain([first], plans) if limit.fits(one[0])), None)
         if fitting is None:
-            rejected.append(name)
+            too_large.append(name)
             continue
         found.append(fitting)
         if fitting[1] is None or fitting[0].workload.tokens >= FULL_PASS_TOKENS or _is_whole_step(fitting[0]):
@@ -60,7 +61,7 @@ def choose_preset(config: RunConfig, cluster: Cluster, budget: Budget, shape: Mo
     if not found:
         raise _nothing_fits(config, cluster, limit, (shape, properties))
     plan, micro = max(found, key=lambda one: (min(one[0].workload.tokens, FULL_PASS_TOKENS), -found.index(one)))
-    return Choice(preset=plan.preset, micro=micro, plan=plan, reason=_explain(plan, micro, rejected, limit))
+    return Choice(preset=plan.preset, micro=micro, plan=plan, reason=_explain(plan, micro, too_large, limit))
 
 
 def _less_margin(size: int | None) -> int | None:
@@ -115,11 +116,11 @@ def _is_whole_step(plan: MemoryPlan) -> bool:
     return plan.batch.accumulate == 1
 
 
-def _explain(plan: MemoryPlan, micro: int | None, rejected: list[str], limit: Budget) -> str:
+def _explain(plan: MemoryPlan, micro: int | None, too_large: list[str], limit: Budget) -> str:
     passes = "" if micro is None else f", batch.micro {micro} (x {plan.batch.accumulate} passes)"
     where = "process" if plan.cluster.kind == "cpu" else "GPU"
     free = f"{format_bytes(plan.gpu_bytes)} of {format_bytes(limit.gpu_bytes / (1 - MARGIN))} per {where}"
-    slower = f"; {', '.join(rejected)} would need more" if rejected else ""
+    slower = f"; {', '.join(too_large)} would need more" if too_large else ""
     return f"{plan.preset}{passes}: the fastest that fits with {MARGIN:.0%} free, {free}{slower}"
 
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dstrain.commands.job.out_of_memory import explain_out_of_memory
 from dstrain.commands.job.temp_dirs import keep_scratch, make_scratch, make_scratch_path
 from dstrain.config import RunConfig
 from dstrain.launch.command import LaunchOptions, LocalLaunch
@@ -123,7 +124,8 @@ def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
     config = job.check_recipe()
     device = set_up_process(worker, config)
     rendezvous = Rendezvous(worker, timedelta(minutes=config.timeout_minutes))
-    with rendezvous:
+    command = job.to_argv()[0]
+    with explain_out_of_memory(command), rendezvous:
         with rendezvous.local_main_process_first():
             prepared = job.prepare(worker.world_size, get_preset_device(device))
         if worker.rank == 0:
@@ -131,7 +133,10 @@ def run_in_process(job: Job, worker: Worker, shared_dir: Path | None) -> Any:
     # DeepSpeed shards over a process group, also of one process.
     alone = worker.world_size == 1 and not job.trains and not is_zero3(prepared.ds_config)
     try:
-        with join_world(None if alone else worker, device, (config, rendezvous.store), shared_dir) as world:
+        with (
+            explain_out_of_memory(command),
+            join_world(None if alone else worker, device, (config, rendezvous.store), shared_dir) as world,
+        ):
             return job.run(prepared, world)
     finally:
         remove_private_nvme_path(prepared.ds_config)

@@ -106,3 +106,13 @@ def test_quantized_weights_are_not_planned_in_shards() -> None:
 def test_muon_with_a_clip_takes_stage_0() -> None:
     config = made_config(optim={"name": "muon", "clip": 1.0}, shape="qwen2.5-0.5b")
     assert choose_preset(config, EIGHT, Budget(gpu_bytes=80 * GIB)).preset == "zero0"
+
+
+def test_a_preset_that_cannot_run_is_not_called_too_large() -> None:
+    config = made_config(model={"quantize": "nf4", "lora": {"rank": 512}}, batch={"total": 8, "micro": 1})
+    one, host = Cluster(gpus_per_node=1), 512 * GIB
+    sizes = {name: plan_memory(config, read_preset(name), one).gpu_bytes for name in ("zero2", "zero2_offload")}
+    budget = Budget(gpu_bytes=int(sum(sizes.values()) / 2 / (1 - MARGIN)), host_bytes=host)
+    choice = choose_preset(config, one, budget)
+    assert choice.preset == "zero2_offload"
+    assert choice.reason.endswith("; zero1, zero2 would need more"), "zero3 does not run quantized weights"

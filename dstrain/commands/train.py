@@ -64,7 +64,6 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
         # With the smaller micro-batch that the workers have written, from the newest checkpoint of this run.
         request = resume_own_run(request, run_dir)
         launch = _plan_request(request, recipe, run_dir, launch_options)
-        # Of the recipe as it was asked for: the file does not know the sizes between that one and the newest.
         reduced = apply_reduced_batch(asked, run_dir, launch.world_size, request.resume)
         if reduced.config.batch == recipe.config.batch:  # micro_batch.json was removed meanwhile
             return code

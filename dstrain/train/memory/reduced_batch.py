@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,12 @@ class ReducedBatch:
     """`batch` to train with."""
     step: int
     """Steps taken before the memory ran out."""
+    between: list[dict[str, Any]] = field(default_factory=list)
+    """Earlier values of `batch`, each of which ran out of memory too; a launch may have begun with one."""
 
     def fits(self, config: RunConfig, world_size: int) -> bool:
         """Return True for a recipe that this file is about, also where it was applied already."""
-        known = [_sizes(self.recipe), _sizes(self.batch)]
+        known = [_sizes(one) for one in (self.recipe, *self.between, self.batch)]
         same_place = (config.ds_config, world_size) == (self.preset, self.world_size)
         return same_place and _sizes(config.batch.model_dump(mode="json")) in known
 
@@ -55,8 +57,8 @@ def read_reduced_batch(run_dir: Path) -> ReducedBatch | None:
     path = run_dir / FILE_NAME
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        for name in ("recipe", "batch"):
-            BatchConfig.model_validate(values[name])
+        for batch in (values["recipe"], values["batch"], *values.get("between", ())):
+            BatchConfig.model_validate(batch)
         return ReducedBatch(**values)
     except FileNotFoundError:
         return None
@@ -96,15 +98,16 @@ def write_reduced_batch(run_dir: Path, config: RunConfig, batch: BatchPlan, at: 
         earlier = read_reduced_batch(run_dir)
     except RunError:  # it is replaced
         earlier = None
-    written = config.batch.model_dump(mode="json")
+    written, between = config.batch.model_dump(mode="json"), list[dict[str, Any]]()
     if earlier is not None and earlier.fits(config, world_size):
-        written = earlier.recipe
+        written, between = earlier.recipe, [*earlier.between, earlier.batch]
     reduced = ReducedBatch(
         recipe=written,
         preset=config.ds_config,
         world_size=world_size,
         batch=new_config.batch.model_dump(mode="json"),
         step=step,
+        between=between,
     )
     atomic_write(run_dir / FILE_NAME, json.dumps(asdict(reduced), indent=2) + "\n")
     atomic_write(run_dir / "recipe.yaml", dump_recipe(new_config))

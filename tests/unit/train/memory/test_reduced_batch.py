@@ -88,6 +88,16 @@ def test_a_second_failure_remembers_the_recipe_of_the_first(tmp_path: Path) -> N
     assert apply_reduced_batch(asked, tmp_path, 2, "auto").config.batch.micro == 2
 
 
+def test_a_size_between_the_recipe_and_the_newest_one_is_known(tmp_path: Path) -> None:
+    """A launch of RUN/recipe.yaml asks for the size that was the newest when it began."""
+    asked = recipe(total=64, micro=8)
+    shrink(tmp_path, asked)
+    again = replace(read_recipe(tmp_path / "recipe.yaml"), name="test")
+    shrink(tmp_path, again)
+    assert apply_reduced_batch(again, tmp_path, 2, "auto").config.batch.micro == 2
+    assert apply_reduced_batch(asked, tmp_path, 2, "auto").config.batch.micro == 2
+
+
 def test_another_batch_preset_or_world_and_a_new_run_begin_with_the_recipe(tmp_path: Path) -> None:
     asked = recipe(total=64, micro=8)
     shrink(tmp_path, asked)

@@ -85,8 +85,8 @@ def supervise(group: WorkerGroup, stop_state: StopState | None = None) -> int:
     if aborted and result.code not in (EXIT_DONE, EXIT_STOPPED):
         _log_stderr(group.abort_reason)  # `kill` has added the state of the lost hosts
         return EXIT_FAILED
-    # A signal that came while the group was killed asks for an end too.
-    if result.code == EXIT_FAILED and not signals and _decide_restart(stop_state, group.records):
+    # A signal that came while the group was killed asks for an end too; processes that stay hold memory and ports.
+    if result.code == EXIT_FAILED and not signals and not remaining and _decide_restart(stop_state, group.records):
         return EXIT_FAILED
     return _report_outcome(stop_state, group, result)
 

@@ -452,7 +452,9 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_said_to_be() -> None:
     assert without.message == "rank 1 was killed by SIGKILL (is the host's memory full? see dmesg)"
 
 
-def test_a_signal_while_the_ranks_are_killed_is_no_restart(tmp_path: Path) -> None:
+def test_a_signal_or_processes_that_stay_prevent_a_restart(tmp_path: Path) -> None:
+    """Processes that cannot be ended still hold the memory and the ports that the next start needs."""
+
     class Group:
         kill_reasons, ranks, abort_reason, run_dir = None, range(1), "", tmp_path
 
@@ -469,13 +471,13 @@ def test_a_signal_while_the_ranks_are_killed_is_no_restart(tmp_path: Path) -> No
         def kill(self) -> list[str]:
             if self.is_stopped:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return []
+            return self.remaining
 
-        def __init__(self, is_stopped: bool) -> None:
-            self.is_stopped, self.exit_codes = is_stopped, {0: 1}
+        def __init__(self, is_stopped: bool, remaining: list[str]) -> None:
+            self.is_stopped, self.remaining, self.exit_codes = is_stopped, remaining, {0: 1}
             self.records = {0: failed(0, "out of memory", "batch.micro 8 -> 4")}
 
-    for is_stopped in (False, True):
+    for is_stopped, remaining in ((False, []), (True, []), (False, ["4711"])):
         state = supervision.StopState(can_restart=True)
-        assert supervision.supervise(Group(is_stopped), state) == 1
-        assert bool(state.restart) is not is_stopped
+        assert supervision.supervise(Group(is_stopped, remaining), state) == 1
+        assert bool(state.restart) is not (is_stopped or bool(remaining))

@@ -15,10 +15,11 @@ TEXT = "\n\nHuman: How do I mend the pump?\n\nAssistant: Gladly: open it."
 
 
 def save_base(folder: str, recipe: dict[str, Any]) -> None:
-    """Save a complete model and its tokenizer, as on the Hub."""
+    """Save a complete model with its tokenizer, or its processor, as on the Hub."""
     task: Any = make_task(RunConfig.model_validate(recipe | {"seed": 5}))
     task.build_model().save_pretrained(folder)
-    task.tokenizer.save_pretrained(folder)
+    processor = task.model_source.vision_processor
+    (task.tokenizer if processor is None else processor.hf_processor).save_pretrained(folder)
 
 
 def export(run: str, to: str, merge: bool) -> dict[str, Any]:

@@ -51,6 +51,19 @@ def test_a_quantized_run_learns_and_resuming_changes_nothing(
     assert event["num_layers"] == 7 * 2, "four of attention and three of the MLP, in two layers; no head"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["sft", "kto", "vlm"])
+def test_a_quantized_run_goes_on_with_other_processes_and_another_stage(
+    task: str, tmp_path: Path, one: Workers, two: Workers
+) -> None:
+    recipe = str(quantized_recipe(tmp_path, task, one))
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "whole"), sets=SETS)
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "moved"), sets=SETS, crash_at=5)
+    one(RUN, recipe=recipe, run_dir=str(tmp_path / "moved"), sets=[*SETS, "ds_config=zero1"], crash_at=9)
+    two(RUN, recipe=recipe, run_dir=str(tmp_path / "moved"), sets=[*SETS, "ds_config=zero0"])
+    np.testing.assert_allclose(losses(tmp_path / "moved"), losses(tmp_path / "whole"), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("quantize", "precision", "dora"),
     [("nf4", "fp32", False), ("nf4", "bf16", False), ("int8", "fp32", False), ("nf4", "fp32", True)],

@@ -141,6 +141,8 @@ class CheckpointStore:
 
     def remove_incomplete(self) -> list[str]:
         """Remove incomplete checkpoints of a killed run; return their names. Call before the first save. Collective."""
+        with self._peer_errors("waiting for the ranks that read checkpoints"):
+            self.world.gather(None)  # the cleanup renames `step-N.old`, which a slower rank may still read
         return self.run_on_rank_zero("cleaning up", lambda: _remove_incomplete(self.folder))
 
     def supersede_newer(self, checkpoint: CheckpointInfo) -> list[str]:

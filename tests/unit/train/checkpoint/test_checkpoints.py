@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -251,6 +252,27 @@ def test_every_rank_writes_and_all_agree_on_the_newest(tmp_path: Path) -> None:
     assert json.loads((info.path / "MANIFEST.json").read_text())["files_per_rank"] == [1, 1, 1]
 
 
+def test_the_cleanup_waits_until_every_rank_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It renames `step-N.old`, whose manifest a slower rank had not read yet."""
+    save(solo(tmp_path), 1)
+    (tmp_path / "step-00000001").rename(tmp_path / "step-00000001.old")
+    read = module.read_checkpoint_info
+
+    def read_late(path: Path, fault: str | None) -> Any:
+        if threading.current_thread().name.endswith("_1"):
+            time.sleep(0.3)
+        return read(path, fault)
+
+    def act(world: ThreadWorld) -> Any:
+        checkpoints = CheckpointStore(folder=tmp_path, world=world)
+        found, _ = checkpoints.find_latest_valid()
+        checkpoints.remove_incomplete()
+        return found
+
+    monkeypatch.setattr(module, "read_checkpoint_info", read_late)
+    assert [info.step for info in on_ranks(2, act)] == [1, 1]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("phase", ["write", "finalize_checkpoint", "_commit"])
 def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_the_older_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
@@ -331,6 +353,7 @@ def test_a_kill_between_any_two_changes_leaves_a_whole_one(
 
 SAVE_FOR_EVER = """
 import sys
+import threading
 from pathlib import Path
 from dstrain.batch import Progress
 from dstrain.train.state.hashed_file import write_hashed_file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,9 +16,9 @@ from dstrain.planner.lines.host import host_lines, reserve_lines
 from dstrain.planner.lines.state_settings import StateSettings
 from dstrain.planner.lines.states import state_lines
 from dstrain.planner.lines.vision import vision_lines
-from dstrain.planner.read_shape import read_shape, reference_shape
+from dstrain.planner.read_shape import read_base_shape, read_shape, reference_shape
 from dstrain.planner.run_settings import make_run_settings
-from dstrain.planner.shape import ModelShape
+from dstrain.planner.shape import ModelShape, with_score_head
 from dstrain.planner.workload import TaskProperties, Workload, make_workload, read_properties
 from dstrain.preset import Device, Preset, complete_preset
 
@@ -110,7 +111,7 @@ def plan_memory(
     largest = replace(batch, micro=batch.largest_micro(cluster.world_size))
     workload = make_workload(config, shape, properties, largest, cluster.kind)
     width = states.weight_bytes
-    lines = [*state_lines(states), *_reference_lines(config, properties, states)]
+    lines = [*state_lines(states), *_frozen_model_lines(config, properties, states)]
     on_host = ds_config.get("activation_checkpointing", {}).get("cpu_checkpointing", False)
     lines += (_on_host(line) if on_host else line for line in activation_lines(shape, workload, width))
     lines += [*head_lines(shape, workload, width), *vision_lines(shape, workload, width)]
@@ -155,14 +156,17 @@ def _dtype_bytes(name: str | None) -> int | None:
     return 4 if "32" in name or name == "float" else 2
 
 
-def _reference_lines(config: RunConfig, properties: TaskProperties, states: StateSettings) -> list[MemoryLine]:
-    """Return the weights of a reference that is a model of its own: whole on each GPU below stage 3."""
-    shape = reference_shape(config, properties, states.shape)
-    if shape is None:
-        return []
+def _frozen_model_lines(config: RunConfig, properties: TaskProperties, states: StateSettings) -> Iterator[MemoryLine]:
+    """Yield the weights of frozen models beside the policy: whole on each GPU below stage 3."""
+    reference = reference_shape(config, properties, states.shape)
+    found = (read_base_shape(model) for model in properties.reward_models)
+    rewards = [with_score_head(shape) for shape in found if shape is not None]
     share = states.world_size if states.stage == 3 else 1
-    size = round(shape.count() * states.weight_bytes / share)
     offload = states.offload("offload_param") if states.stage == 3 else None
     place: Place = "nvme" if offload == "nvme" else "host" if offload else "gpu"
-    formula = "w P / N" if share > 1 else "w P"
-    return [MemoryLine("reference model", size, place, "state", formula, "Rafailov et al., arXiv 2305.18290, eq. 7")]
+    for name, shapes, source in (
+        ("reference model", [] if reference is None else [reference], "Rafailov et al., arXiv 2305.18290, eq. 7"),
+        ("reward models", rewards, "docs/safety.md, scoring: online"),
+    ):
+        size = round(sum(shape.count() for shape in shapes) * states.weight_bytes / share)
+        yield MemoryLine(name, size, place, "state", "w P / N" if share > 1 else "w P", source)

@@ -36,6 +36,8 @@ class TaskProperties:
     """Kind of the reference: none, model, adapter or cached."""
     reference_model: ModelConfig | None = None
     """Another model as reference; None: the policy's own."""
+    reward_models: tuple[ModelConfig, ...] = ()
+    """Frozen reward models that score in each step; those that score before the training are gone by then."""
     packs_batches: bool = False
     is_known: bool = True
     """False for a task whose model is not a transformers model with a language-model or score head."""
@@ -54,6 +56,9 @@ def read_properties(config: RunConfig) -> TaskProperties:
         heads=tuple(getattr(task, "modules_to_save", ())),
         reference=getattr(task, "reference_kind", "none"),
         reference_model=task.reference_config if options else None,
+        reward_models=tuple(
+            model.task.recipe.model for model in getattr(task, "reward_models", ()) if not model.is_cached
+        ),
         packs_batches=bool(getattr(task, "packs_batches", False)),
         is_known=is_text and config.task not in ("temporal", "protein"),
     )

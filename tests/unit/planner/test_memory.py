@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from dstrain.errors import PresetError
 from dstrain.planner.byte_tables import OPTIMIZERS, QUANTIZED_WEIGHTS
@@ -14,6 +16,7 @@ from dstrain.planner.cluster import Cluster
 from dstrain.planner.lines import heads
 from dstrain.planner.memory import MemoryPlan, plan_memory
 from dstrain.preset import preset_names, read_preset
+from tests.reward_models import export_reward_model
 from tests.unit.planner.recipes import GIB, made_config, made_plan
 
 LLAMA_8B = 8_030_261_248
@@ -188,3 +191,22 @@ def test_checkpointed_inputs_can_be_on_the_host(tmp_path: Path) -> None:
     line = plan.find("inputs of the layers")
     assert line is not None
     assert line.place == "host"
+
+
+@pytest.mark.parametrize(
+    ("preset", "scoring", "share"), [("zero2", "online", 1), ("zero3", "online", 8), ("zero2", "cached", 0)]
+)
+def test_reward_models_that_score_in_each_step_are_counted(
+    preset: str, scoring: str, share: int, tmp_path: Path
+) -> None:
+    """Those that score before the training are gone when it begins."""
+    folder = export_reward_model(tmp_path)
+    safety = {"method": "safedpo", "scoring": scoring, "harmless_rm": str(folder)}
+    line = made_plan(preset, made_config("dpo", options={"safety": safety})).find("reward models")
+    if not share:
+        assert line is None
+        return
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        count = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    assert line is not None
+    assert line.num_bytes == pytest.approx(2 * count / share, rel=1e-3, abs=8)

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tools.make_pages import PAGES as GENERATED
 
 WIDTH = 120
 TRANSLATED = {"README.md": "README.zh.md", "docs/quickstart.md": "docs/quickstart.zh.md"}
+TAKEN = ("--task", "--set")
 PACKAGED = {path.stem for path in RECIPES_DIR.glob("*.yaml")}
 
 
@@ -81,19 +83,19 @@ def test_names_of_other_trainers_lead_to_the_same_keys_as_the_errors() -> None:
             assert here.strip("`") in KEY_ALIASES[name], name
 
 
-def iter_packaged() -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield (page, packaged recipe, its --set values) of commands in the documentation."""
+def iter_recipes() -> Iterator[tuple[str, str | None, tuple[str, ...]]]:
+    """Yield (page, packaged recipe or None, --task and --set values) of commands that need no file of the reader's."""
     for page, line in COMMANDS:
         words = shlex.split(line, comments=True)[1:]
-        if len(words) > 1 and words[0] in ("train", "prepare", "plan", "bench") and words[1] in PACKAGED:
-            sets = [value for key, value in zip(words, words[1:], strict=False) if key == "--set"]
-            task = [f"task={value}" for key, value in zip(words, words[1:], strict=False) if key == "--task"]
-            yield page, words[1], (*task, *sets)
+        if words[0] not in ("train", "prepare", "plan", "bench") or not (words[1] in PACKAGED or "--task" in words):
+            continue
+        values = [("task=" if key == "--task" else "") + value for key, value in pairwise(words) if key in TAKEN]
+        yield page, words[1] if words[1] in PACKAGED else None, tuple(values)
 
 
-@pytest.mark.parametrize(("page", "recipe", "sets"), iter_packaged())
-def test_a_command_on_a_packaged_recipe_is_valid(page: str, recipe: str, sets: tuple[str, ...]) -> None:
-    assert read_recipe(RECIPES_DIR / f"{recipe}.yaml", sets).config.task, page
+@pytest.mark.parametrize(("page", "recipe", "values"), iter_recipes())
+def test_the_recipe_of_a_command_is_valid(page: str, recipe: str | None, values: tuple[str, ...]) -> None:
+    assert read_recipe(RECIPES_DIR / f"{recipe}.yaml" if recipe else None, values).config.task, page
 
 
 def nav_pages(entries: list[object]) -> Iterator[str]:
@@ -117,7 +119,9 @@ def test_the_site_builds_without_warnings_and_loads_nothing_from_other_servers(t
     assert done.returncode == 0, done.stderr[-4000:]
     pages = [path.read_text(encoding="utf-8") for path in (tmp_path / "site").rglob("*.html")]
     assert len(pages) > 30
-    loads = re.compile(r"<(?:script|img|iframe)[^>]*\bsrc=[\"']?(https?:[^\"' >]+)|<link[^>]*\bhref=[\"']?(https?:[^\"' >]+)")
+    loads = re.compile(
+        r"<(?:script|img|iframe)[^>]*\bsrc=[\"']?(https?:[^\"' >]+)|<link[^>]*\bhref=[\"']?(https?:[^\"' >]+)"
+    )
     assert not {found for page in pages for found in loads.findall(page)}
     index = json.loads((tmp_path / "site/search/search_index.json").read_text(encoding="utf-8"))
     assert any("gradient_checkpointing" in doc["text"] for doc in index["docs"])

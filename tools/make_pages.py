@@ -199,7 +199,7 @@ def render_task(name: str) -> str:
 def render_keys() -> str:
     """Return the page of all recipe keys and task options."""
     schema = RunConfig.model_json_schema()
-    parts = [NOTE + "# Recipe keys\n\n" + KEYS_INTRO]
+    parts = ["# Recipe keys\n\n" + NOTE + KEYS_INTRO]
     for name, description, rows in iter_blocks("", schema, schema["$defs"]):
         title = f"`{name}`" if name else "The recipe itself"
         text = f"{description}\n\n" if name else ""
@@ -247,7 +247,7 @@ def render_cli() -> str:
     context = click.Context(train, info_name="dstrain train")
     launch = [one for one in train.params if isinstance(one, click.Option) and one.name in LAUNCH_OPTION_NAMES]
     rows = [[escape_cell(cell) for cell in option_row(context, one)] for one in launch]
-    parts = [NOTE + "# Commands\n\n" + CLI_INTRO]
+    parts = ["# Commands\n\n" + NOTE + CLI_INTRO]
     parts += [render_command(f"dstrain {name}", one) for name, one in sorted(main.commands.items()) if not one.hidden]
     parts.append(
         "## Launch options\n\nProcesses and hosts; [launch.md](launch.md) explains them.\n\n"

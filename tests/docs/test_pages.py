@@ -125,3 +125,16 @@ def test_the_site_builds_without_warnings_and_loads_nothing_from_other_servers(t
     assert not {found for page in pages for found in loads.findall(page)}
     index = json.loads((tmp_path / "site/search/search_index.json").read_text(encoding="utf-8"))
     assert any("gradient_checkpointing" in doc["text"] for doc in index["docs"])
+
+
+def slugs(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    headings = [line.lstrip("# ") for _, line in iter_prose(page.read_text(encoding="utf-8")) if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_an_anchor_of_a_link_is_a_heading(page: Path) -> None:
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if not link.startswith("http"):
+            assert anchor in slugs(page.parent / link if link else page), f"{link}#{anchor}"

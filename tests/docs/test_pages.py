@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -138,3 +139,36 @@ def test_an_anchor_of_a_link_is_a_heading(page: Path) -> None:
     for link, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if not link.startswith("http"):
             assert anchor in slugs(page.parent / link if link else page), f"{link}#{anchor}"
+
+
+FRAGMENTS = [
+    (page.relative_to(ROOT).as_posix(), block)
+    for page in PAGES
+    for block in re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
+    if not re.search(r"^task:", block, flags=re.M)
+]
+"""Parts of recipes, which a page shows without the rest."""
+
+
+@pytest.mark.parametrize(("page", "fragment"), FRAGMENTS)
+def test_a_part_of_a_recipe_in_the_docs_is_valid(page: str, fragment: str, tmp_path: Path) -> None:
+    rest = "" if "data:" in fragment else "data: {train: train.jsonl}\n"
+    (tmp_path / "recipe.yaml").write_text(f"task: sft\n{rest}{fragment}", encoding="utf-8")
+    assert read_recipe(tmp_path / "recipe.yaml").config.task == "sft", page
+
+
+PYTHON = [
+    (page.relative_to(ROOT).as_posix(), block)
+    for page in PAGES
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
+]
+
+
+@pytest.mark.parametrize(("page", "code"), PYTHON)
+def test_what_a_python_block_imports_exists(page: str, code: str) -> None:
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            module = importlib.import_module(node.module)
+            assert not [name.name for name in node.names if not hasattr(module, name.name)], page
+        elif isinstance(node, ast.Import):
+            assert all(importlib.util.find_spec(name.name) for name in node.names), page

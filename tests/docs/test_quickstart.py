@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,4 +51,18 @@ def test_the_page_runs_as_it_is_written(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
     assert (tmp_path / "reward-model/model.safetensors").exists()
-    shutil.rmtree(tmp_path / "runs")
+    read_checkpoint_by_hand(tmp_path)
+
+
+def read_checkpoint_by_hand(folder: Path) -> None:
+    """Run the blocks of docs/checkpoints.md that read the run's best checkpoint without dstrain."""
+    page = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, flags=re.S) if "runs/rm" in block]
+    names: dict[str, Any] = {}
+    exec(code.replace("runs/rm/", f"{folder}/runs/rm/"), names)
+    assert any("/exp_avg@" in name for name in names["found"])
+    (script,) = re.findall(r"```\n(cd checkpoints/.*?)```", page, flags=re.S)
+    script = script.replace("step-00000200", "best").replace("python -", f"{sys.executable} -")
+    done = subprocess.run(["sh", "-ec", script], cwd=folder / "runs/rm", capture_output=True, text=True, check=True)
+    states = {line.split()[0] for line in done.stdout.splitlines()}
+    assert states == {"complete"}, done.stdout

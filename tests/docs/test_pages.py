@@ -70,6 +70,8 @@ def test_a_translated_page_has_the_same_code_and_numbers(english: str, chinese: 
     ours, theirs = (code_blocks(read(page)) for page in (english, chinese))
     assert ours
     assert theirs == ours, "a code block differs: commands, recipes and outputs are the same in both languages"
+    sizes = [re.findall(r"[\d.]+ [GM]iB|\d+ \|", read(page).partition("<!-- tree")[0]) for page in (english, chinese)]
+    assert sizes[0] == sizes[1], "a figure differs"
     headings = [len(re.findall(r"^## ", read(page), flags=re.M)) for page in (english, chinese)]
     assert headings[0] == headings[1], "a section is missing"
 

@@ -45,6 +45,8 @@ types: $(VENV)/.installed-dev
 wheel: $(VENV)/.installed-dev
 	$(BIN)/python -m build --wheel
 
+dev: $(VENV)/.installed-dev
+
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
@@ -52,8 +54,6 @@ docs: $(VENV)/.installed-dev
 pages: $(VENV)/.installed-dev
 	$(BIN)/python tools/make_tree.py
 	$(BIN)/python -m tools.make_pages
-
-dev: $(VENV)/.installed-dev
 
 clean:
 	rm -rf $(VENV) dist build site
@@ -63,10 +63,10 @@ help:
 	@echo "make test      run the fast tests; select some with PYTEST_ARGS='-k resume' "
 	@echo "make smoke     launch on two hosts made of network namespaces, with faults; needs root, sshd, pdsh"
 	@echo "make test-all  run all tests: slow ones too, and those for a GPU if there is one"
+	@echo "make docs      build the documentation into site/;  make pages: rewrite the pages that come from the code"
 	@echo "make bench     speed next to TRL (if installed) and plain DeepSpeed; hours; select with BENCH_ARGS='--settings hh --tasks rm'"
 	@echo "make lint      ruff check;  make format: fix what ruff can fix;  make types: mypy"
-	@echo "make docs      build the documentation into site/; make pages: rewrite the pages that come from the code"
-	@echo "make wheel     build dist/dstrain-*.whl;  make clean: remove $(VENV), dist, build and site"
+	@echo "make wheel     build dist/dstrain-*.whl;  make clean: remove $(VENV), dist and build"
 
 # Stamp files make a second `make` fast; they are out of date when pyproject.toml changes.
 $(VENV)/bin/python:
@@ -77,5 +77,5 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,docs]"
 	touch $@ $(VENV)/.installed

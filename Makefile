@@ -10,7 +10,7 @@ PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 # NCCL does not allow two processes on one GPU; on a CPU two are started, so that there is something to distribute.
 PROCESSES = $$($(BIN)/python -c 'import os; from dstrain.launch.topology import visible_gpus as seen; print(1 if seen(os.environ) == 1 else 2)')
 
-.PHONY: demo test smoke test-all bench lint format types wheel dev clean help
+.PHONY: demo test smoke test-all bench lint format types wheel docs pages dev clean help
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -47,14 +47,23 @@ wheel: $(VENV)/.installed-dev
 
 dev: $(VENV)/.installed-dev
 
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Parts of the documentation that come from the code: the module tree, the recipe keys and the commands.
+pages: $(VENV)/.installed-dev
+	$(BIN)/python tools/make_tree.py
+	$(BIN)/python -m tools.make_pages
+
 clean:
-	rm -rf $(VENV) dist build
+	rm -rf $(VENV) dist build site
 
 help:
 	@echo "make demo      install into $(VENV) and train a small reward model; $(DEMO_RUN) is overwritten"
 	@echo "make test      run the fast tests; select some with PYTEST_ARGS='-k resume' "
 	@echo "make smoke     launch on two hosts made of network namespaces, with faults; needs root, sshd, pdsh"
 	@echo "make test-all  run all tests: slow ones too, and those for a GPU if there is one"
+	@echo "make docs      build the documentation into site/;  make pages: rewrite the pages that come from the code"
 	@echo "make bench     speed next to TRL (if installed) and plain DeepSpeed; hours; select with BENCH_ARGS='--settings hh --tasks rm'"
 	@echo "make lint      ruff check;  make format: fix what ruff can fix;  make types: mypy"
 	@echo "make wheel     build dist/dstrain-*.whl;  make clean: remove $(VENV), dist and build"
@@ -68,5 +77,5 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,docs]"
 	touch $@ $(VENV)/.installed

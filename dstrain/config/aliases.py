@@ -84,7 +84,7 @@ KEY_ALIASES: dict[str, str] = {
     "dataset": "data.train",
     "dataset_dir": "the folder in data.train's path",
     "subset": "the `name` in data.train: {path, name}",
-    "template": "the chat template of model.tokenizer",
+    "template": "model.chat_template, or the template of model.tokenizer",
     "hf_hub_token": "the environment variable HF_TOKEN",
     "eval_dataset": "data.eval",
     "val_size": "data.eval_fraction",

@@ -19,7 +19,12 @@ from dstrain.cli.options import UNSUPPORTED_COMMANDS
 from dstrain.config import read_recipe
 from tests.workers import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "ds_configs" / "README.md"]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "README.zh.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "ds_configs" / "README.md",
+]
 COMMANDS = [
     (page.relative_to(ROOT).as_posix(), line)
     for page in PAGES

@@ -1,0 +1,35 @@
+"""Reduction of a curve to the points that a chart can show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+def downsample(x: ArrayLike, y: ArrayLike, num_buckets: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the points with the lowest and highest y of each bucket, the first and the last; without those of NaN.
+
+    `x` and `y` have shape (N,). The result has at most 2 * num_buckets + 2 points in order of x, and all of them if
+    there are no more. A spike of one step stays visible, which a mean or every n-th point would hide.
+    """
+    steps, values = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    finite = np.isfinite(steps) & np.isfinite(values)
+    steps, values = steps[finite], values[finite]
+    order = np.argsort(steps, kind="stable")  # damaged files may repeat steps
+    steps, values = steps[order], values[order]
+    if len(steps) <= 2 * num_buckets + 2:
+        return steps, values
+    chosen = {0, len(steps) - 1}
+    for begin, end in pairwise(np.linspace(0, len(steps), num_buckets + 1).astype(int)):
+        chosen |= {int(begin + np.argmin(values[begin:end])), int(begin + np.argmax(values[begin:end]))}
+    indices = sorted(chosen)
+    return steps[indices], values[indices]
+
+
+def round_values(values: Sequence[float] | NDArray[np.float64], digits: int = 6) -> list[float | int]:
+    """Return the values with this many significant digits, whole numbers as int: a page is mostly numbers."""
+    rounded = (float(f"{value:.{digits}g}") for value in values)
+    return [int(value) if value.is_integer() and abs(value) < 1e15 else value for value in rounded]

@@ -9,7 +9,6 @@ from pathlib import Path
 from dstrain.commands.runs.liveness import find_liveness
 from dstrain.errors import UsageError
 from dstrain.report.page.render import GENERATOR
-from dstrain.report.progress import find_end
 from dstrain.report.run_history import open_run
 from dstrain.train.run_report import REPORT_FILE, describe_run, write_page
 
@@ -59,9 +58,9 @@ def rewrite_report(run_dir: Path) -> None:
         liveness = find_liveness(history, timeout=0)
         if liveness.state in ("running", "starting"):  # another launch has taken the folder over
             return
-        end = find_end(history) or "failed"
         write_page(
-            [describe_run(history, "failed" if end == "stopped" else end, liveness.reason)], run_dir / REPORT_FILE
+            [describe_run(history, "failed" if liveness.state == "unknown" else liveness.state, liveness.reason)],
+            run_dir / REPORT_FILE,
         )
     except Exception as error:  # a page must not change how a launch ends
         log.warning("%s cannot be written (%s: %s)", run_dir / REPORT_FILE, type(error).__name__, error)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dstrain.report.page.downsample import downsample, round_values
+from dstrain.report.page.downsample import bucket_means, downsample, round_values
 from dstrain.report.run_history import MetricColumns, RunHistory, is_number
 from dstrain.report.run_log import task_metric_names
 
@@ -124,16 +124,25 @@ def _build_chart(chart: Chart, runs: Sequence[RunHistory], buckets: int) -> dict
         for slot, curve in enumerate(chart.curves):
             split = run.train if curve.split == "train" else run.eval
             if curve.column in split.columns:
-                x, y = downsample(split.columns["step"], split.columns[curve.column], buckets)
-                points = {"x": round_values(x), "y": round_values(y * curve.scale)}
-                series += [{"run": number, "slot": slot, "label": curve.label, "split": curve.split, **points}] * (
-                    len(x) > 0
-                )
+                points = _build_points(split, curve, buckets)
+                name = {"run": number, "slot": slot, "label": curve.label, "split": curve.split}
+                series += [name | points] * (len(points["x"]) > 0)
     lines = [line for number, run in enumerate(runs) for line in _reference_lines(chart, number, run)] if series else []
     return {
         "id": chart.id, "title": chart.title, "unit": chart.unit, "about": chart.about, "log": chart.is_log,
         "zero": chart.from_zero, "dots": chart.is_dotted, "series": series, "lines": lines,
     }  # fmt: skip
+
+
+def _build_points(split: MetricColumns, curve: Curve, buckets: int) -> dict[str, list[float | int]]:
+    """Return the points of a curve; of one with many, the extremes of each bucket, and their means."""
+    steps, values = split.columns["step"], split.columns[curve.column]
+    x, y = downsample(steps, values, buckets)
+    points = {"x": round_values(x), "y": round_values(y * curve.scale)}
+    mean_x, mean_y = bucket_means(steps, values, buckets)
+    if len(mean_x):
+        points |= {"mean_x": round_values(mean_x), "mean_y": round_values(mean_y * curve.scale)}
+    return points
 
 
 def _reference_lines(chart: Chart, number: int, run: RunHistory) -> Iterator[dict[str, Any]]:

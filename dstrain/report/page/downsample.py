@@ -15,11 +15,7 @@ def downsample(x: ArrayLike, y: ArrayLike, num_buckets: int) -> tuple[NDArray[np
     `x` and `y` have shape (N,). The result has at most 2 * num_buckets + 2 points in order of x, and all of them if
     there are no more. A spike of one step stays visible, which a mean or every n-th point would hide.
     """
-    steps, values = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    finite = np.isfinite(steps) & np.isfinite(values)
-    steps, values = steps[finite], values[finite]
-    order = np.argsort(steps, kind="stable")  # damaged files may repeat steps
-    steps, values = steps[order], values[order]
+    steps, values = _sort_finite(x, y)
     if len(steps) <= 2 * num_buckets + 2:
         return steps, values
     chosen = {0, len(steps) - 1}
@@ -27,6 +23,24 @@ def downsample(x: ArrayLike, y: ArrayLike, num_buckets: int) -> tuple[NDArray[np
         chosen |= {int(begin + np.argmin(values[begin:end])), int(begin + np.argmax(values[begin:end]))}
     indices = sorted(chosen)
     return steps[indices], values[indices]
+
+
+def bucket_means(x: ArrayLike, y: ArrayLike, num_buckets: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the mean x and y of each bucket; nothing where `downsample` returns all points."""
+    steps, values = _sort_finite(x, y)
+    if len(steps) <= 2 * num_buckets + 2:
+        return steps[:0], values[:0]
+    edges = np.linspace(0, len(steps), num_buckets + 1).astype(int)
+    counts = np.diff(edges)
+    return np.add.reduceat(steps, edges[:-1]) / counts, np.add.reduceat(values, edges[:-1]) / counts
+
+
+def _sort_finite(x: ArrayLike, y: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    steps, values = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    finite = np.isfinite(steps) & np.isfinite(values)
+    steps, values = steps[finite], values[finite]
+    order = np.argsort(steps, kind="stable")  # damaged files may repeat steps
+    return steps[order], values[order]
 
 
 def round_values(values: Sequence[float] | NDArray[np.float64], digits: int = 6) -> list[float | int]:

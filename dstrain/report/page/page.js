@@ -79,7 +79,7 @@
 
   function linearTicks(low, high, count) {
     const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 2.5, 5, 10].map((one) => one * power).find((one) => one >= rough * 0.999) || power;
+    const step = [1, 2, 2.5, 5, 10].map((one) => one * power).find((one) => one >= rough * 0.75) || power;
     const found = [];
     for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9 && found.length < 50; k++) found.push(Number((k * step).toPrecision(12)));
     return found;
@@ -119,10 +119,16 @@
       this.plot.addEventListener("dblclick", () => { state.zoom = null; update(); });
       for (const one of chart.series) {
         const button = make(this.legend, "button", { type: "button", "data-key": keyOf(chart, one) });
-        make(button, "span", { class: `swatch ${color(one)} ${one.split}` });
-        button.appendChild(document.createTextNode(several ? `${data.runs[one.run].name} · ${one.label}` : one.label));
+        make(button, "span", { class: `swatch ${color(one)} ${one.split}${several && one.slot && one.split === "train" ? " dashed" : ""}` });
+        button.appendChild(document.createTextNode(this.nameOf(one)));
         button.onclick = () => { const key = keyOf(chart, one); state.off[key] = !state.off[key]; update(); };
       }
+    }
+
+    nameOf(one) {
+      if (!several) return one.label;
+      const run = data.runs[one.run].name;
+      return this.chart.series.every((other) => other.label === one.label) ? run : `${run} · ${one.label}`;
     }
 
     isLog() { return state.log[this.chart.id] ?? this.chart.log; }
@@ -130,13 +136,16 @@
     prepare() {
       const log = this.isLog();
       this.curves = this.chart.series.filter((one) => !isOff(this.chart, one)).map((one) => {
-        const points = one.x.map((step, k) => ({ step, x: place(one.run, step), y: one.y[k] })).filter((point) => !log || point.y > 0);
-        const smooth = state.smooth && one.split === "train" ? smoothed(points.map((point) => point.y)) : null;
-        return { ...one, points, smooth };
+        const read = (xs, ys) => xs.map((step, k) => ({ step, x: place(one.run, step), y: ys[k] })).filter((point) => !log || point.y > 0);
+        // Of a curve with many rows `x` and `y` are the extremes of each bucket: they are drawn as a band behind the means.
+        const band = one.mean_x && !this.chart.dots ? read(one.x, one.y) : null;
+        const points = band ? read(one.mean_x, one.mean_y) : read(one.x, one.y);
+        const smooth = state.smooth && one.split === "train" && !this.chart.dots ? smoothed(points.map((point) => point.y)) : null;
+        return { ...one, points, band, smooth };
       });
       const inside = (x) => !state.zoom || (x >= state.zoom[0] && x <= state.zoom[1]);
       const xs = this.curves.flatMap((one) => one.points.map((point) => point.x));
-      let ys = this.curves.flatMap((one) => one.points.filter((point) => inside(point.x)).map((point) => point.y));
+      let ys = this.curves.flatMap((one) => (one.band || one.points).filter((point) => inside(point.x)).map((point) => point.y));
       if (state.trim && ys.length > 20) {
         ys = ys.sort((a, b) => a - b);
         ys = ys.slice(Math.floor(ys.length * 0.02), Math.ceil(ys.length * 0.98));
@@ -202,30 +211,36 @@
 
     drawMarks(area) {
       this.marks = [];
+      let last = -Infinity;
       if (!state.events) return;
       for (const mark of data.marks) {
         if (several && state.off["run" + mark.run]) continue;
         const x = this.toX(place(mark.run, mark.step));
         if (!(x >= LEFT - 1 && x <= this.width - RIGHT + 1)) continue;
         this.marks.push({ ...mark, at: x });
-        if (mark.kind === "save") make(area, "path", { class: "save", d: `M${x - 3.5} ${HEIGHT - BOTTOM}h7l-3.5 -6z` });
+        if (mark.kind === "save") {
+          if (!(x - last < 7)) { last = x; make(area, "path", { class: "save", d: `M${x - 3.5} ${HEIGHT - BOTTOM}h7l-3.5 -6z` }); }
+        } else if (mark.kind === "skip") make(area, "line", { class: "mark skip", x1: x, x2: x, y1: TOP, y2: TOP + 9 });
         else make(area, "line", { class: "mark " + mark.kind, x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM });
       }
     }
 
     drawCurves(area) {
-      for (const line of this.chart.lines) {
-        if ((several && state.off["run" + line.run]) || (this.isLog() && line.y <= 0)) continue;
+      const shared = this.chart.lines.every((line) => line.y === this.chart.lines[0].y);
+      for (const line of shared ? this.chart.lines.slice(0, 1) : this.chart.lines) {
+        if ((several && !shared && state.off["run" + line.run]) || (this.isLog() && line.y <= 0)) continue;
         const y = this.toY(line.y);
         if (y < TOP - 1 || y > HEIGHT - BOTTOM + 1) continue;
-        make(area, "line", { class: "reference " + (several ? "k" + (line.run % 8) : "k6"), x1: LEFT, x2: this.width - RIGHT, y1: y, y2: y });
-        make(area, "text", { x: LEFT + 6, y: y < TOP + 16 ? y + 13 : y - 4 }, line.label + " " + format(line.y) + (several ? " · " + data.runs[line.run].name : ""));
+        make(area, "line", { class: "reference " + (several && !shared ? "k" + (line.run % 8) : "k6"), x1: LEFT, x2: this.width - RIGHT, y1: y, y2: y });
+        const at = LEFT + 6 + (shared ? 0 : 92 * (line.run % 3));
+        make(area, "text", { x: at, y: y < TOP + 16 ? y + 13 : y - 4 }, line.label + " " + format(line.y));
       }
       for (const one of this.curves) {
         const dash = several && one.split === "train" && one.slot ? " dash" + Math.min(one.slot, 2) : "";
-        const path = (ys) => one.points.map((point, k) => (k ? "L" : "M") + this.toX(point.x).toFixed(1) + " " + this.toY(ys ? ys[k] : point.y).toFixed(1)).join("");
-        if (!this.chart.dots) make(area, "path", { class: `curve ${one.split} ${color(one)}${dash}${one.smooth ? " raw" : ""}`, d: path(null) });
-        if (one.smooth && !this.chart.dots) make(area, "path", { class: `curve ${color(one)}${dash}`, d: path(one.smooth) });
+        const path = (points, ys) => points.map((point, k) => (k ? "L" : "M") + this.toX(point.x).toFixed(1) + " " + this.toY(ys ? ys[k] : point.y).toFixed(1)).join("");
+        if (one.band) make(area, "path", { class: `curve raw ${color(one)}`, d: path(one.band) });
+        if (!this.chart.dots) make(area, "path", { class: `curve ${one.split} ${color(one)}${dash}${one.smooth ? " raw" : ""}`, d: path(one.points) });
+        if (one.smooth) make(area, "path", { class: `curve ${color(one)}${dash}`, d: path(one.points, one.smooth) });
         const dots = one.split === "eval" ? one.points.length < 80 : one.points.length < 2 || this.chart.dots;
         if (dots) for (const point of one.points) make(area, "circle", { class: color(one), cx: this.toX(point.x), cy: this.toY(point.y), r: one.split === "eval" ? 3.2 : 2.6 });
       }
@@ -257,7 +272,7 @@
       this.tip.replaceChildren();
       const axes = data.runs[best.run].axes, step = best.point.step;
       const epoch = interpolate(axes.step, axes.epoch, step), hours = interpolate(axes.step, axes.hours, step);
-      make(this.tip, "div", { class: "soft" }, `step ${step}, epoch ${format(epoch)}, ${hours < 1 ? format(hours * 60) + " min" : format(hours) + " h"}`);
+      make(this.tip, "div", { class: "soft" }, `step ${Math.round(step)}, epoch ${format(epoch)}, ${hours < 1 ? format(hours * 60) + " min" : format(hours) + " h"}`);
       for (const one of this.curves) {
         let near = null;
         one.points.forEach((point, k) => { const gap = Math.abs(this.toX(point.x) - at); if (!near || gap < near.gap) near = { gap, point, k }; });
@@ -265,8 +280,8 @@
         const row = make(this.tip, "div");
         make(row, "span", { class: `swatch ${color(one)} ${one.split}` });
         const mean = one.smooth ? ` (smoothed ${format(one.smooth[near.k])})` : "";
-        const where = near.point.step === step ? "" : ` at ${near.point.step}`;
-        row.appendChild(document.createTextNode(`${several ? data.runs[one.run].name + " · " : ""}${one.label} ${format(near.point.y)}${mean}${where}`));
+        const where = near.point.step === step ? "" : ` at ${Math.round(near.point.step)}`;
+        row.appendChild(document.createTextNode(`${this.nameOf(one)} ${format(near.point.y)}${mean}${where}`));
       }
       for (const mark of this.marks.filter((one) => Math.abs(one.at - at) < 5).slice(0, 4)) make(this.tip, "div", { class: "soft" }, `${mark.text} at ${mark.step}`);
     }

@@ -16,6 +16,8 @@ from dstrain.units import format_bytes, format_count, format_duration
 MAX_EVENTS_OF_A_KIND, MAX_EVENTS = 40, 600
 MAX_DETAIL_LENGTH = 600
 MAX_CHECKPOINTS = 200
+MAX_OPEN_DIFFERENCES = 15
+"""Longer tables of differences are folded: the charts would be below them."""
 EVENT_LEVELS = {
     "failed": "bad",
     "out_of_memory": "bad",
@@ -62,9 +64,9 @@ def render_verdicts(verdicts: Sequence[Verdict]) -> str:
 def key_figures(run: Evidence) -> list[tuple[str, str, str]]:
     """Return (name, value, note) of the numbers to see first."""
     history, progress, use = run.history, run.progress, run.time_use
-    total = f" of {progress.total_steps}" if progress.total_steps else ""
+    total = f"of {progress.total_steps}" if progress.total_steps else ""
     epoch = "" if progress.epoch is None else f"epoch {progress.epoch:.3g}"
-    figures = [("step", f"{progress.step}{total}", epoch), *_losses(run), *_best(run)]
+    figures = [("step", str(progress.step), ", ".join(filter(None, [total, epoch]))), *_losses(run), *_best(run)]
     tokens, samples = (history.train.last_row.get(f"{name}_per_second") for name in ("tokens", "samples"))
     if is_number(tokens) and is_number(samples):
         figures.append(
@@ -72,7 +74,9 @@ def key_figures(run: Evidence) -> list[tuple[str, str, str]]:
         )
     if use.total:
         left = progress.seconds_left if run.state in ("running", "starting") else None
-        figures.append(("time", format_duration(use.total), f"{format_duration(left)} left" if left else "all starts"))
+        minutes = format_duration(use.total).rpartition(" m ")
+        took = f"{minutes[0]} m" if " h " in minutes[0] else format_duration(use.total)
+        figures.append(("time", took, f"{format_duration(left)} left" if left else "all starts"))
     for name, title in (("peak_memory_gib", "device memory"), ("host_memory_gib", "host memory")):
         if is_number(value := history.train.last_row.get(name)):
             figures.append((title, f"{format_number(value)} GiB", "peak of a process"))
@@ -204,7 +208,9 @@ def render_differences(names: Sequence[str], rows: Sequence[tuple[str, Sequence[
     if not rows:
         return '<p class="soft">The recipes, DeepSpeed JSONs and environments are the same.</p>'
     cells = [[("key", key), *(("text", value) for value in values)] for key, values in rows]
-    return render_table(("key", *names), cells)
+    is_open = " open" if len(rows) <= MAX_OPEN_DIFFERENCES else ""
+    table = render_table(("key", *names), cells)
+    return f"<details{is_open}><summary>{len(rows)} keys differ</summary>{table}</details>"
 
 
 def render_files(history: RunHistory) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dstrain.report.page.verdict import Evidence, Level, Rule, Verdict, format_number, format_share
 
@@ -17,7 +18,7 @@ RISE_OF_LOSS = 1.1
 FALL_OF_LOSS = 0.99
 """The last quarter of the loss over the first, above which it has not fallen."""
 OVERFITTING = 1.02
-"""The last loss of evaluations over their lowest."""
+"""The last loss of evaluations over their lowest; for other metrics the same part of the best value."""
 LAST_GAIN = 0.1
 """Part of the whole gain that the last third of the evaluations must bring to count as still improving."""
 SPIKE = 20.0
@@ -77,8 +78,16 @@ def evaluation(run: Evidence) -> Iterator[Verdict]:
         yield Verdict("info", text, "Evaluate more records.")
     elif best >= len(values) - third and last_gain > LAST_GAIN * gain:
         yield Verdict("info", f"Eval {name} is still {verb}: best {where}.", _continue_advice(run))
-    else:
-        yield Verdict("good", f"Eval {name} was best with {where}, and has levelled off.")
+    elif not _is_worse(signed):
+        yield Verdict("good", f"Eval {name} has levelled off: best {where}.")
+    elif name != "loss":  # of the loss `overfitting` speaks
+        yield Verdict("warning", f"Eval {name} was best with {where}, and is {format_number(values[-1])} now.")
+
+
+def _is_worse(signed: NDArray[np.float64]) -> bool:
+    """Return True if the last value is clearly below the highest, which came before."""
+    best = int(np.argmax(signed))
+    return bool(best < len(signed) - 1 and signed[best] - signed[-1] > (OVERFITTING - 1) * abs(signed[best]))
 
 
 def _chance(run: Evidence, name: str, value: float) -> float:
@@ -105,7 +114,7 @@ def overfitting(run: Evidence) -> Iterator[Verdict]:
         return
     best = int(np.argmin(values))
     has_fallen = np.median(train[-len(train) // 4 :]) < np.median(train[: len(train) // 2])
-    if best < len(values) - 1 and values[-1] > values[best] + (OVERFITTING - 1) * abs(values[best]) and has_fallen:
+    if has_fallen and _is_worse(-values):
         text = (
             f"Overfitting: eval loss was lowest at step {int(steps[best])} ({format_number(values[best])}) and is "
             f"{format_number(values[-1])} now, while the training loss falls."

@@ -11,7 +11,7 @@ from pathlib import Path
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED
 from dstrain.files import atomic_write, remove_stale_partials
 from dstrain.report.page.render import ReportedRun, render_page
-from dstrain.report.page.verdict import Evidence
+from dstrain.report.page.verdict import RunSummary
 from dstrain.report.progress import State, find_end
 from dstrain.report.run_history import RunHistory
 from dstrain.report.run_log import Row
@@ -30,7 +30,7 @@ CLOSE_TIMEOUT_SECONDS = 20.0
 
 def describe_run(history: RunHistory, state: State, reason: str = "") -> ReportedRun:
     """Return a run with its checkpoints, as it is shown on a page."""
-    return ReportedRun(Evidence(history, state, reason), list_checkpoint_rows(history.run_dir / "checkpoints"))
+    return ReportedRun(RunSummary(history, state, reason), list_checkpoint_rows(history.run_dir / "checkpoints"))
 
 
 def write_page(runs: Sequence[ReportedRun], path: Path) -> None:

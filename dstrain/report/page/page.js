@@ -140,7 +140,7 @@
         // Of a curve with many rows `x` and `y` are the extremes of each bucket: they are drawn as a band behind the means.
         const band = one.mean_x && !this.chart.dots ? read(one.x, one.y) : null;
         const points = band ? read(one.mean_x, one.mean_y) : read(one.x, one.y);
-        const smooth = state.smooth && one.split === "train" && !this.chart.dots ? smoothed(points.map((point) => point.y)) : null;
+        const smooth = state.smooth && one.split === "train" && !this.chart.dots && this.chart.id !== "lr" ? smoothed(points.map((point) => point.y)) : null;
         return { ...one, points, band, smooth };
       });
       const inside = (x) => !state.zoom || (x >= state.zoom[0] && x <= state.zoom[1]);

@@ -15,7 +15,6 @@ from typing import Any
 from dstrain import __version__
 from dstrain.report.page.charts import build_axes, build_charts, build_marks
 from dstrain.report.page.compare import find_differences
-from dstrain.report.page.judge import judge
 from dstrain.report.page.sections import (
     escape,
     key_figures,
@@ -28,7 +27,8 @@ from dstrain.report.page.sections import (
     render_time_use,
     render_verdicts,
 )
-from dstrain.report.page.verdict import Evidence
+from dstrain.report.page.verdict import RunSummary
+from dstrain.report.page.verdicts import find_verdicts
 from dstrain.report.progress import last_start
 
 GENERATOR = '<meta name="generator" content="dstrain report">'
@@ -49,19 +49,19 @@ CONTROLS = """<div class="controls">
 class ReportedRun:
     """A run on the page."""
 
-    evidence: Evidence
+    summary: RunSummary
     checkpoints: Sequence[Mapping[str, Any]] = ()
     """As `dstrain checkpoints --json` prints them."""
 
     @property
     def is_live(self) -> bool:
         """True if the run goes on."""
-        return self.evidence.state in ("running", "starting")
+        return self.summary.state in ("running", "starting")
 
 
 def render_page(runs: Sequence[ReportedRun]) -> str:
     """Return the page of one or several runs."""
-    names = unique_names([run.evidence.history.name for run in runs])
+    names = unique_names([run.summary.history.name for run in runs])
     is_live = any(run.is_live for run in runs)
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
     several = len(runs) > 1
@@ -95,7 +95,7 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def _render_head(runs: Sequence[ReportedRun], title: str) -> str:
-    states = {run.evidence.state for run in runs}
+    states = {run.summary.state for run in runs}
     badge = f'<span class="badge {next(iter(states))}">{escape(next(iter(states)))}</span>' if len(states) == 1 else ""
     about = escape(_describe_run(runs[0])) if len(runs) == 1 else "overlaid, with what differs between them"
     age = f'<p class="soft small">Written {_format_now()}.<span id="age"></span></p>'
@@ -103,7 +103,7 @@ def _render_head(runs: Sequence[ReportedRun], title: str) -> str:
 
 
 def _describe_run(run: ReportedRun) -> str:
-    history = run.evidence.history
+    history = run.summary.history
     environment, start = history.parse_json("environment.json"), last_start(history)
     gpus = environment.get("gpus")
     device = f"{len(gpus)} × {gpus[0]}" if isinstance(gpus, list) and gpus else "CPU"
@@ -120,34 +120,34 @@ def _describe_run(run: ReportedRun) -> str:
 
 def _render_overview(runs: Sequence[ReportedRun], names: Sequence[str]) -> str:
     if len(runs) == 1:
-        only = runs[0].evidence
-        verdicts = f"<h2>Verdict</h2>{render_verdicts(judge(only))}"
+        only = runs[0].summary
+        verdicts = f"<h2>Verdict</h2>{render_verdicts(find_verdicts(only))}"
         return f"{render_cards(only)}{verdicts}<h2>Where the time went</h2>{render_time_use(only)}"
-    figures = [{title: value for title, value, _ in key_figures(run.evidence)} for run in runs]
+    figures = [{title: value for title, value, _ in key_figures(run.summary)} for run in runs]
     titles = list(dict.fromkeys(title for of_run in figures for title in of_run))
     rows = []
     for name, run, of_run in zip(names, runs, figures, strict=True):
         values = [("fixed", of_run.get(title, "")) for title in titles]
-        rows.append([("key", name), ("fixed", run.evidence.state), *values])
-    differences = render_differences(names, find_differences([run.evidence.history for run in runs]))
+        rows.append([("key", name), ("fixed", run.summary.state), *values])
+    differences = render_differences(names, find_differences([run.summary.history for run in runs]))
     return f"<h2>Runs</h2>{render_table(('run', 'state', *titles), rows)}<h2>What differs</h2>{differences}"
 
 
 def _render_details(run: ReportedRun, name: str, is_one_of_several: bool) -> str:
-    history = run.evidence.history
+    history = run.summary.history
     parts = (
         f"<h2>Checkpoints</h2>{render_checkpoints(run.checkpoints)}"
         f"<h2>Events</h2>{render_events(history)}<h2>Configuration</h2>{render_files(history)}"
     )
     if not is_one_of_several:
         return parts
-    verdicts = render_verdicts(judge(run.evidence)) + render_time_use(run.evidence)
+    verdicts = render_verdicts(find_verdicts(run.summary)) + render_time_use(run.summary)
     folded = f"<details><summary>Checkpoints, events and configuration</summary>{parts}</details>"
     return f"<h2>{escape(name)}</h2>{verdicts}{folded}"
 
 
 def _encode_data(runs: Sequence[ReportedRun], names: Sequence[str]) -> str:
-    histories = [run.evidence.history for run in runs]
+    histories = [run.summary.history for run in runs]
     data = {
         "runs": [{"name": name, "axes": build_axes(history)} for name, history in zip(names, histories, strict=True)],
         "charts": build_charts(histories),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dstrain.errors import mask_passwords
-from dstrain.report.page.verdict import Evidence, Verdict, format_number, format_share
+from dstrain.report.page.verdict import RunSummary, Verdict, format_number, format_share
 from dstrain.report.run_history import RunHistory, is_number
 from dstrain.report.run_log import task_metric_names
 from dstrain.units import format_bytes, format_count, format_duration
@@ -61,7 +61,7 @@ def render_verdicts(verdicts: Sequence[Verdict]) -> str:
     return f'<ul class="verdicts">{items}</ul>'
 
 
-def key_figures(run: Evidence) -> list[tuple[str, str, str]]:
+def key_figures(run: RunSummary) -> list[tuple[str, str, str]]:
     """Return (name, value, note) of the numbers to see first."""
     history, progress, use = run.history, run.progress, run.time_use
     total = f"of {progress.total_steps}" if progress.total_steps else ""
@@ -84,7 +84,7 @@ def key_figures(run: Evidence) -> list[tuple[str, str, str]]:
     return figures
 
 
-def _losses(run: Evidence) -> Iterator[tuple[str, str, str]]:
+def _losses(run: RunSummary) -> Iterator[tuple[str, str, str]]:
     for split in ("train", "eval"):
         steps, values = run.column("loss", split)
         if len(values):
@@ -92,7 +92,7 @@ def _losses(run: Evidence) -> Iterator[tuple[str, str, str]]:
             yield f"{split} loss", format_number(values[-1]), lowest
 
 
-def _best(run: Evidence) -> Iterator[tuple[str, str, str]]:
+def _best(run: RunSummary) -> Iterator[tuple[str, str, str]]:
     name = str(run.history.get_setting("eval.metric", "loss"))
     if name == "loss":
         name = next(iter(task_metric_names(run.history.eval.last_row)), "loss")
@@ -106,7 +106,7 @@ def _best(run: Evidence) -> Iterator[tuple[str, str, str]]:
         )
 
 
-def render_cards(run: Evidence) -> str:
+def render_cards(run: RunSummary) -> str:
     """Return the key figures as cards."""
     cards = "".join(
         f'<div class="card"><div class="name">{escape(name)}</div><div class="value">{escape(value)}</div>'
@@ -116,7 +116,7 @@ def render_cards(run: Evidence) -> str:
     return f'<div class="cards">{cards}</div>'
 
 
-def render_time_use(run: Evidence) -> str:
+def render_time_use(run: RunSummary) -> str:
     """Return where the time went, as a bar."""
     use = run.time_use
     if not use.total:

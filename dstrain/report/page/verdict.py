@@ -28,7 +28,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class RunSummary:
     """A run as the rules see it."""
 
     history: RunHistory
@@ -62,7 +62,7 @@ class Evidence:
         return name.endswith(LOWER_IS_BETTER)
 
 
-Rule = Callable[[Evidence], Iterator[Verdict]]
+Rule = Callable[[RunSummary], Iterator[Verdict]]
 
 
 def format_number(value: float) -> str:

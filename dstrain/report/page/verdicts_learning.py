@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from dstrain.report.page.verdict import Evidence, Level, Rule, Verdict, format_number, format_share
+from dstrain.report.page.verdict import Level, Rule, RunSummary, Verdict, format_number, format_share
 
 MIN_ROWS = 8
 """Rows of training below which nothing is said about the loss."""
@@ -25,7 +25,7 @@ SPIKE = 20.0
 """A gradient norm over the median of the run."""
 
 
-def training_loss(run: Evidence) -> Iterator[Verdict]:
+def training_loss(run: RunSummary) -> Iterator[Verdict]:
     """Say whether the training loss rises, stands or falls."""
     _, loss = run.column("loss")
     if len(loss) < MIN_ROWS:
@@ -48,7 +48,7 @@ def training_loss(run: Evidence) -> Iterator[Verdict]:
         yield Verdict("good", f"The training loss fell {change} (medians of the first and last quarter).")
 
 
-def evaluation(run: Evidence) -> Iterator[Verdict]:
+def evaluation(run: RunSummary) -> Iterator[Verdict]:
     """Say whether the metric of `eval.metric` still improves, and where it was best."""
     name = str(run.history.get_setting("eval.metric", "loss"))
     steps, values = run.column(name, "eval")
@@ -62,12 +62,12 @@ def evaluation(run: Evidence) -> Iterator[Verdict]:
         return
     if len(values) < MIN_EVALUATIONS:
         return
-    signed = -values if run.is_lower_better(name) else values
-    best, third = int(np.argmax(signed)), max(1, len(signed) // 3)
-    gain, last_gain = signed[best] - signed[0], signed[-third:].max() - signed[:-third].max()
+    scores = -values if run.is_lower_better(name) else values
+    best, third = int(np.argmax(scores)), max(1, len(scores) // 3)
+    gain, last_gain = scores[best] - scores[0], scores[-third:].max() - scores[:-third].max()
     verb = "falling" if run.is_lower_better(name) else "rising"
     where = f"{format_number(values[best])} at step {int(steps[best])}"
-    noise = _chance(run, name, float(values[best]))
+    noise = _standard_error(run, name, float(values[best]))
     if gain <= 0:
         yield Verdict(
             "warning", f"Eval {name} was never better than at the first evaluation ({format_number(values[0])})."
@@ -78,26 +78,26 @@ def evaluation(run: Evidence) -> Iterator[Verdict]:
         yield Verdict("info", text, "Evaluate more records.")
     elif best >= len(values) - third and last_gain > LAST_GAIN * gain:
         yield Verdict("info", f"Eval {name} is still {verb}: best {where}.", _continue_advice(run))
-    elif not _is_worse(signed):
+    elif not _has_declined(scores):
         yield Verdict("good", f"Eval {name} has levelled off: best {where}.")
     elif name != "loss":  # of the loss `overfitting` speaks
         yield Verdict("warning", f"Eval {name} was best with {where}, and is {format_number(values[-1])} now.")
 
 
-def _is_worse(signed: NDArray[np.float64]) -> bool:
+def _has_declined(scores: NDArray[np.float64]) -> bool:
     """Return True if the last value is clearly below the highest, which came before."""
-    best = int(np.argmax(signed))
-    return bool(best < len(signed) - 1 and signed[best] - signed[-1] > (OVERFITTING - 1) * abs(signed[best]))
+    best = int(np.argmax(scores))
+    return bool(best < len(scores) - 1 and scores[best] - scores[-1] > (OVERFITTING - 1) * abs(scores[best]))
 
 
-def _chance(run: Evidence, name: str, value: float) -> float:
+def _standard_error(run: RunSummary, name: str, value: float) -> float:
     """Return the standard error of a fraction of the evaluated samples; 0 for other metrics."""
     count = next((event.get("eval_samples") for event in reversed(run.history.find_events("started"))), None)
     is_fraction = name.endswith(("accuracy", "exact_match")) and "token" not in name and 0 <= value <= 1
     return math.sqrt(value * (1 - value) / count) if is_fraction and isinstance(count, int) and count > 0 else 0.0
 
 
-def _continue_advice(run: Evidence) -> str:
+def _continue_advice(run: RunSummary) -> str:
     if run.state in ("running", "starting"):
         return ""
     _, lr = run.column("lr")
@@ -106,7 +106,7 @@ def _continue_advice(run: Evidence) -> str:
     return "More steps may help."
 
 
-def overfitting(run: Evidence) -> Iterator[Verdict]:
+def overfitting(run: RunSummary) -> Iterator[Verdict]:
     """Say whether the loss of evaluations rises while that of training falls."""
     steps, values = run.column("loss", "eval")
     _, train = run.column("loss")
@@ -114,7 +114,7 @@ def overfitting(run: Evidence) -> Iterator[Verdict]:
         return
     best = int(np.argmin(values))
     has_fallen = np.median(train[-len(train) // 4 :]) < np.median(train[: len(train) // 2])
-    if has_fallen and _is_worse(-values):
+    if has_fallen and _has_declined(-values):
         text = (
             f"Overfitting: eval loss was lowest at step {int(steps[best])} ({format_number(values[best])}) and is "
             f"{format_number(values[-1])} now, while the training loss falls."
@@ -123,7 +123,7 @@ def overfitting(run: Evidence) -> Iterator[Verdict]:
         yield Verdict("warning", text, fix)
 
 
-def gradients(run: Evidence) -> Iterator[Verdict]:
+def gradients(run: RunSummary) -> Iterator[Verdict]:
     """Say how often gradients were clipped, and where their norm jumped."""
     steps, norms = run.column("grad_norm")
     clip = run.history.get_setting("optim.clip")
@@ -145,7 +145,7 @@ def gradients(run: Evidence) -> Iterator[Verdict]:
         )
 
 
-def skipped_steps(run: Evidence) -> Iterator[Verdict]:
+def skipped_steps(run: RunSummary) -> Iterator[Verdict]:
     """Say how many steps were skipped."""
     skipped = len(run.history.find_events("step_skipped"))
     taken = max(run.progress.step, 1)

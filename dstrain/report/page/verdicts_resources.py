@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dstrain.report.page.verdict import Evidence, Rule, Verdict, format_share
+from dstrain.report.page.verdict import Rule, RunSummary, Verdict, format_share
 from dstrain.units import format_bytes, format_duration
 
 GIB = 2**30
@@ -23,7 +23,7 @@ GROWTH_BYTES = 1.0
 """Growth of the host memory of a process, in GiB, that counts as a leak."""
 
 
-def outcome(run: Evidence) -> Iterator[Verdict]:
+def outcome(run: RunSummary) -> Iterator[Verdict]:
     """Say how the run ended, or how far it is."""
     progress = run.progress
     position = f"step {progress.step}" + (f" of {progress.total_steps}" if progress.total_steps else "")
@@ -56,7 +56,7 @@ def outcome(run: Evidence) -> Iterator[Verdict]:
         )
 
 
-def time_shares(run: Evidence) -> Iterator[Verdict]:
+def time_shares(run: RunSummary) -> Iterator[Verdict]:
     """Say where time was lost: data, saves, evaluations."""
     use, steps = run.time_use, run.time_use.compute + run.time_use.data_wait
     if steps < MIN_TIMED_SECONDS:
@@ -78,7 +78,7 @@ def time_shares(run: Evidence) -> Iterator[Verdict]:
         )
 
 
-def speed(run: Evidence) -> Iterator[Verdict]:
+def speed(run: RunSummary) -> Iterator[Verdict]:
     """Say whether the run became slower, and what of the computation was padding."""
     _, tokens = run.column("tokens_per_second")
     if len(tokens) >= 2 * MIN_ROWS:
@@ -101,7 +101,7 @@ def speed(run: Evidence) -> Iterator[Verdict]:
         )
 
 
-def memory(run: Evidence) -> Iterator[Verdict]:
+def memory(run: RunSummary) -> Iterator[Verdict]:
     """Compare predicted and measured memory, and look at that of the host."""
     for event in run.history.find_events("memory")[-1:]:
         predicted, measured = event.get("predicted_bytes"), event.get("measured_bytes")
@@ -127,7 +127,7 @@ def memory(run: Evidence) -> Iterator[Verdict]:
             yield Verdict("warning", text, "It may run out in a longer run: look for a leak in the task or the data.")
 
 
-def happenings(run: Evidence) -> Iterator[Verdict]:
+def event_counts(run: RunSummary) -> Iterator[Verdict]:
     """Count resumes, failed allocations, stalls, warnings and damaged lines."""
     history = run.history
     if resumes := len(history.find_events("resumed")):
@@ -155,7 +155,7 @@ def happenings(run: Evidence) -> Iterator[Verdict]:
         )
 
 
-def learning_rate(run: Evidence) -> Iterator[Verdict]:
+def learning_rate(run: RunSummary) -> Iterator[Verdict]:
     """Say what is left of the learning rate's schedule in a run that ended early."""
     _, lr = run.column("lr")
     done = run.progress.step / run.progress.total_steps if run.progress.total_steps else math.nan
@@ -170,4 +170,4 @@ def _times(count: int) -> str:
 
 
 OUTCOME_RULES: tuple[Rule, ...] = (outcome,)
-RESOURCE_RULES: tuple[Rule, ...] = (learning_rate, time_shares, speed, memory, happenings)
+RESOURCE_RULES: tuple[Rule, ...] = (learning_rate, time_shares, speed, memory, event_counts)

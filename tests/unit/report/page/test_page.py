@@ -16,7 +16,7 @@ import yaml
 from dstrain.report.page.compare import find_differences
 from dstrain.report.page.render import ReportedRun, render_page, unique_names
 from dstrain.report.page.sections import choose_events
-from dstrain.report.page.verdict import Evidence
+from dstrain.report.page.verdict import RunSummary
 from dstrain.report.progress import State
 from dstrain.report.run_history import open_run
 from tests.run_folders import RECIPE, eval_row, event, finished_run, started, train_row, write_run
@@ -59,7 +59,7 @@ class Page(HTMLParser):
 
 
 def render(*folders: Path, state: State = "finished") -> Page:
-    return Page(render_page([ReportedRun(Evidence(open_run(folder), state), [CHECKPOINT]) for folder in folders]))
+    return Page(render_page([ReportedRun(RunSummary(open_run(folder), state), [CHECKPOINT]) for folder in folders]))
 
 
 def test_a_page_shows_all_that_a_run_folder_tells(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_no_password_of_an_address_is_on_the_page(tmp_path: Path) -> None:
     (folder / "environment.json").write_text(json.dumps(write))
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps(event("warning", what="https://me:hush3@host/x")) + "\n")
-    assert "hush" not in render_page([ReportedRun(Evidence(open_run(folder), "finished"))])
+    assert "hush" not in render_page([ReportedRun(RunSummary(open_run(folder), "finished"))])
 
 
 def test_runs_are_overlaid_with_what_differs_between_them(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_run_of_100000_rows_gives_a_small_page_in_seconds(tmp_path: Path) -> N
         tmp_path / "run", [*rows], [started(100_000), *(event("saved", step=step) for step in range(0, 100_000, 20))]
     )
     start = time.process_time()
-    text = render_page([ReportedRun(Evidence(open_run(folder), "finished"))])
+    text = render_page([ReportedRun(RunSummary(open_run(folder), "finished"))])
     assert len(text) < 2_000_000
     assert time.process_time() - start < 20, "about 2 s on a core of 2026"
 

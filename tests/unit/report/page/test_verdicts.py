@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dstrain.report.page.judge import judge
-from dstrain.report.page.verdict import Evidence
+from dstrain.report.page.verdict import RunSummary
+from dstrain.report.page.verdicts import find_verdicts
 from dstrain.report.progress import State
 from dstrain.report.run_history import open_run
 from tests.run_folders import RECIPE, eval_row, event, finished_run, started, train_row, write_run
@@ -26,7 +26,10 @@ def read(tmp_path: Path) -> Read:
         rows: list[dict[str, Any]], *events: dict[str, Any], state: State = "finished", **recipe: Any
     ) -> list[str]:
         folder = write_run(tmp_path / "run", rows, [started(), *events], RECIPE | recipe)
-        return [f"{one.level}: {one.text} {one.advice}".strip() for one in judge(Evidence(open_run(folder), state))]
+        return [
+            f"{one.level}: {one.text} {one.advice}".strip()
+            for one in find_verdicts(RunSummary(open_run(folder), state))
+        ]
 
     return verdicts
 
@@ -40,7 +43,7 @@ def says(verdicts: list[str], *words: str) -> bool:
 
 
 def test_a_healthy_run_has_no_warning(tmp_path: Path) -> None:
-    found = judge(Evidence(open_run(finished_run(tmp_path / "run")), "finished"))
+    found = find_verdicts(RunSummary(open_run(finished_run(tmp_path / "run")), "finished"))
     assert {one.level for one in found} <= {"good", "info"}, found
     assert found[0].text.startswith("Finished: step 100 of 100 in 3 m 2")
 
@@ -96,7 +99,9 @@ def test_a_metric_that_was_better_before(read: Read) -> None:
 def test_a_change_below_chance_is_no_progress(tmp_path: Path) -> None:
     rows = evaluations([0.80, 0.805, 0.81])
     run = open_run(write_run(tmp_path / "run", rows, [started(eval_samples=200)]))
-    assert says([one.text for one in judge(Evidence(run, "finished"))], "changed by less than chance", "± 0.0277")
+    assert says(
+        [one.text for one in find_verdicts(RunSummary(run, "finished"))], "changed by less than chance", "± 0.0277"
+    )
 
 
 def test_overfitting_needs_a_training_loss_that_falls(read: Read) -> None:

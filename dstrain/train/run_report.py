@@ -24,7 +24,7 @@ PAGE_INTERVAL_SECONDS = 60.0
 """Shortest time between two pages of a run that goes on."""
 REST_PER_WORK = 100.0
 """Time between two pages over the time that one takes: the thread shares the interpreter with the training."""
-CLOSE_TIMEOUT_SECONDS = 20.0
+CLOSE_TIMEOUT_SECONDS = 10.0
 """Limit for the last page: a file system that hangs must not keep a run that has ended."""
 
 

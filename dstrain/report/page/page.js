@@ -46,9 +46,9 @@
   function format(value) {
     if (value === 0) return "0";
     const size = Math.abs(value);
-    if (size >= 1e6) return value.toExponential(2);
+    if (size >= 1e6) return value.toExponential(2).replace(/\.?0+e\+/, "e").replace("e+", "e");
     if (size >= 1e4) return Math.round(value).toLocaleString("en").replaceAll(",", "\u202f");
-    if (size < 1e-3) return value.toExponential(2).replace("e-", "e−");
+    if (size < 1e-4) return value.toExponential(2).replace(/\.?0+e-/, "e-").replace("e-", "e−");
     return String(Number(value.toPrecision(4)));
   }
 
@@ -202,7 +202,7 @@
         make(this.svg, "line", { class: "grid", x1: LEFT, x2: this.width - RIGHT, y1: y, y2: y });
         make(this.svg, "text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, format(this.isLog() ? Number((10 ** at).toPrecision(3)) : at));
       }
-      for (const at of linearTicks(this.left, this.right, Math.max(3, Math.floor(this.width / 95)))) {
+      for (const at of linearTicks(this.left, this.right, Math.max(3, Math.floor(this.width / 75)))) {
         const x = this.toX(at), anchor = x > this.width - RIGHT - 14 ? "end" : "middle";
         make(this.svg, "text", { x: anchor === "end" ? this.width - RIGHT : x, y: HEIGHT - 6, "text-anchor": anchor }, format(at));
       }

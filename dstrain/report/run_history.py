@@ -65,11 +65,6 @@ class RunHistory:
     recipe: dict[str, Any] = field(default_factory=dict)
     _offsets: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
-        """Name of the run folder."""
-        return self.run_dir.resolve().name or str(self.run_dir)
-
     def refresh(self) -> None:
         """Read the rows and events that were appended, and the configuration. Never raises for a damaged file."""
         for row in self._read_lines("metrics.jsonl"):

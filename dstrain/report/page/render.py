@@ -61,7 +61,7 @@ class ReportedRun:
 
 def render_page(runs: Sequence[ReportedRun]) -> str:
     """Return the page of one or several runs."""
-    names = unique_names([run.summary.history.name for run in runs])
+    names = unique_names([run.summary.history.run_dir for run in runs])
     is_live = any(run.is_live for run in runs)
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
     several = len(runs) > 1
@@ -89,8 +89,12 @@ def _render_run_buttons(names: Sequence[str]) -> str:
     )
 
 
-def unique_names(names: Sequence[str]) -> list[str]:
-    """Return the names with a number added where several are equal."""
+def unique_names(folders: Sequence[Path]) -> list[str]:
+    """Return the names of folders, with as many parents as tell them apart; a folder given twice gets a number."""
+    parts = [folder.resolve().parts for folder in folders]
+    distinct = len(set(parts))
+    count = next((n for n in range(1, max(map(len, parts))) if len({one[-n:] for one in parts}) == distinct), 1)
+    names = ["/".join(one[-count:]) for one in parts]
     return [f"{name} ({index})" if names.count(name) > 1 else name for index, name in enumerate(names, 1)]
 
 

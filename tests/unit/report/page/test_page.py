@@ -144,13 +144,16 @@ def test_runs_are_overlaid_with_what_differs_between_them(tmp_path: Path) -> Non
         (1, "train"),
         (1, "eval"),
     ]
-    assert [run["name"] for run in page.data["runs"]] == ["run (1)", "run (2)"]
+    assert [run["name"] for run in page.data["runs"]] == ["a/run", "b/run"]
     assert find_differences([open_run(folder) for folder in folders]) == [("recipe.seed", ["1", "2"])]
     assert "recipe.seed" in page.texts["text"]
 
 
-def test_equal_names_get_numbers() -> None:
-    assert unique_names(["a", "b", "a"]) == ["a (1)", "b", "a (3)"]
+def test_equal_names_are_told_apart_by_their_parents() -> None:
+    assert unique_names([Path("/x/one/run"), Path("/x/two/run")]) == ["one/run", "two/run"]
+    assert unique_names([Path("/a/m/run"), Path("/b/m/run"), Path("/b/n/run")]) == ["a/m/run", "b/m/run", "b/n/run"]
+    assert unique_names([Path("/x/a"), Path("/x/b"), Path("/x/a")]) == ["a (1)", "b", "a (3)"]
+    assert unique_names([Path("/")]) == ["/"]
 
 
 def test_absent_keys_and_nested_values_are_compared(tmp_path: Path) -> None:

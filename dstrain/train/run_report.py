@@ -35,7 +35,9 @@ def describe_run(history: RunHistory, state: State, reason: str = "") -> Reporte
 
 def write_page(runs: Sequence[ReportedRun], path: Path) -> None:
     """Write the page of runs. Readers find the old page or the new one. Raises OSError."""
-    atomic_write(path, render_page(runs))
+    own_page = runs[0].summary.history.run_dir / REPORT_FILE
+    is_rewritten = len(runs) == 1 and runs[0].is_live and path.resolve() == own_page.resolve()
+    atomic_write(path, render_page(runs, is_rewritten))
 
 
 class ReportSink:

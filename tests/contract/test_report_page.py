@@ -26,7 +26,8 @@ def browser() -> Iterator[Browser]:
 
 
 def page(path: Path, *folders: Path, state: State = "finished") -> Path:
-    path.write_text(render_page([ReportedRun(RunSummary(open_run(folder), state)) for folder in folders]))
+    runs = [ReportedRun(RunSummary(open_run(folder), state)) for folder in folders]
+    path.write_text(render_page(runs, is_rewritten=state == "running"))
     return path
 
 

@@ -59,10 +59,9 @@ class ReportedRun:
         return self.summary.state in ("running", "starting")
 
 
-def render_page(runs: Sequence[ReportedRun]) -> str:
-    """Return the page of one or several runs."""
+def render_page(runs: Sequence[ReportedRun], is_rewritten: bool = False) -> str:
+    """Return the page of one or several runs. `is_rewritten`: a run writes it again, so it reloads itself."""
     names = unique_names([run.summary.history.run_dir for run in runs])
-    is_live = any(run.is_live for run in runs)
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
     several = len(runs) > 1
     reload = f'<label><input id="live" type="checkbox" checked> reload every {RELOAD_SECONDS} s</label>'
@@ -72,13 +71,13 @@ def render_page(runs: Sequence[ReportedRun]) -> str:
         _render_overview(runs, names),
         CONTROLS,
         _render_run_buttons(names) if several else "",
-        reload if is_live else "",
+        reload if is_rewritten else "",
         '</div><div class="charts" id="charts"></div>',
         "<noscript><p>The charts need JavaScript; it runs inside this page and loads nothing.</p></noscript>",
         *(_render_details(run, name, several) for run, name in zip(runs, names, strict=True)),
         f"<footer>{escape(note)}</footer>",
     ]
-    return _wrap(title, "".join(body), _encode_data(runs, names), is_live)
+    return _wrap(title, "".join(body), _encode_data(runs, names), is_rewritten)
 
 
 def _render_run_buttons(names: Sequence[str]) -> str:
@@ -177,14 +176,14 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _wrap(title: str, body: str, data: str, is_live: bool) -> str:
+def _wrap(title: str, body: str, data: str, is_rewritten: bool) -> str:
     """Return the page. Its policy allows the two own scripts and no request, whatever a text of a run contains."""
     css, script = _read_asset("page.css"), _read_asset("page.js")
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(css)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    refresh = f'<noscript><meta http-equiv="refresh" content="{2 * RELOAD_SECONDS}"></noscript>' if is_live else ""
+    refresh = f'<noscript><meta http-equiv="refresh" content="{2 * RELOAD_SECONDS}"></noscript>' if is_rewritten else ""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'

@@ -73,9 +73,11 @@ def evaluation(run: RunSummary) -> Iterator[Verdict]:
             "warning", f"Eval {name} was never better than at the first evaluation ({format_number(values[0])})."
         )
     elif gain < noise:
-        text = f"Eval {name} changed by less than chance: {format_number(values[0])} at first, best {where}"
-        text += f", ± {format_number(noise)} for this number of records."
-        yield Verdict("info", text, "Evaluate more records.")
+        change = f"{format_number(values[0])} at first, best {where}"
+        error = f"standard error {format_number(noise)} for this number of records"
+        yield Verdict(
+            "info", f"Eval {name} has not changed beyond chance: {change} ({error}).", "Evaluate more records."
+        )
     elif best >= len(values) - third and last_gain > LAST_GAIN * gain:
         yield Verdict("info", f"Eval {name} is still {verb}: best {where}.", _continue_advice(run))
     elif not _has_declined(scores):
@@ -86,8 +88,9 @@ def evaluation(run: RunSummary) -> Iterator[Verdict]:
 
 def _has_declined(scores: NDArray[np.float64]) -> bool:
     """Return True if the last value is clearly below the highest, which came before."""
-    best = int(np.argmax(scores))
-    return bool(best < len(scores) - 1 and scores[best] - scores[-1] > (OVERFITTING - 1) * abs(scores[best]))
+    best = scores.max()
+    # Of a metric around 0 a part of its value is nothing, so its range counts.
+    return bool(best - scores[-1] > (OVERFITTING - 1) * max(abs(best), best - scores.min()))
 
 
 def _standard_error(run: RunSummary, name: str, value: float) -> float:

@@ -81,7 +81,7 @@ def test_a_page_that_cannot_be_written_is_one_warning(
     if step == "folder":
         (folder / REPORT_FILE).mkdir()
     else:
-        monkeypatch.setattr(run_report, "render_page", lambda runs: 1 / 0)
+        monkeypatch.setattr(run_report, "render_page", lambda *_: 1 / 0)
     sink = ReportSink(folder, interval=0.01)
     with caplog.at_level(logging.WARNING):
         for _ in range(20):
@@ -115,7 +115,7 @@ def test_a_file_system_that_hangs_keeps_no_run(tmp_path: Path, monkeypatch: pyte
     sink = ReportSink(write_run(tmp_path / "run", [train_row(1)], [started()]))
     start = time.monotonic()
     sink.write(train_row(1))
-    assert time.monotonic() - start < 0.1
+    assert time.monotonic() - start < 10, "not the minute that the page takes"
     sink.close()
     assert time.monotonic() - start < 5
     released.set()

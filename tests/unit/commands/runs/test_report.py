@@ -84,3 +84,15 @@ def test_a_page_never_changes_how_a_launch_ends(tmp_path: Path) -> None:
     (folder / "report.html").mkdir()
     rewrite_report(folder)
     assert os.listdir(folder / "report.html") == []
+
+
+def test_only_the_page_that_a_live_run_writes_again_reloads_itself(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [train_row(1)], [started()])
+    with Lease(folder) as lease:
+        lease.acquire()
+        invoke("report", folder)
+        invoke("report", folder, "--to", tmp_path / "mine.html")
+    for path, reloads in ((folder / "report.html", True), (tmp_path / "mine.html", False)):
+        text = path.read_text()
+        assert 'badge running"' in text
+        assert ('id="live"' in text) == reloads

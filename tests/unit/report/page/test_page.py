@@ -59,7 +59,8 @@ class Page(HTMLParser):
 
 
 def render(*folders: Path, state: State = "finished") -> Page:
-    return Page(render_page([ReportedRun(RunSummary(open_run(folder), state), [CHECKPOINT]) for folder in folders]))
+    runs = [ReportedRun(RunSummary(open_run(folder), state), [CHECKPOINT]) for folder in folders]
+    return Page(render_page(runs, is_rewritten=state == "running"))
 
 
 def test_a_page_shows_all_that_a_run_folder_tells(tmp_path: Path) -> None:

@@ -100,7 +100,9 @@ def test_a_change_below_chance_is_no_progress(tmp_path: Path) -> None:
     rows = evaluations([0.80, 0.805, 0.81])
     run = open_run(write_run(tmp_path / "run", rows, [started(eval_samples=200)]))
     assert says(
-        [one.text for one in find_verdicts(RunSummary(run, "finished"))], "changed by less than chance", "± 0.0277"
+        [one.text for one in find_verdicts(RunSummary(run, "finished"))],
+        "has not changed beyond chance",
+        "standard error 0.0277",
     )
 
 

@@ -83,7 +83,7 @@ FLOORS_WITHIN = {
         ),
     ),
     "commands": (
-        ("recipe", "checks", "data", "init", "job"),
+        ("recipe", "checks", "data", "init", "job", "runs"),
         ("models", "lists", "plan", "train"),
         (
             "bench",
@@ -110,6 +110,13 @@ FLOORS_WITHIN = {
         ("fixes",),
         ("choose", "show"),
     ),
+    "report": (
+        ("allocation_errors", "flops", "memory", "meter", "run_log"),
+        ("run_history", "wandb"),
+        ("sinks",),
+        ("progress",),
+        ("page",),
+    ),
     "tasks": (
         ("data", "metrics"),
         ("common",),
@@ -126,7 +133,7 @@ FLOORS_WITHIN = {
         ("list_parameters",),
         ("evaluate", "memory"),
         ("checkpoint", "monitors", "precompute_outputs", "rendezvous"),
-        ("resume", "run"),
+        ("resume", "run", "run_report"),
         ("loop",),
         ("setup",),
     ),
@@ -146,7 +153,7 @@ DOORS = {
         "distributed/collective_log.py",
         "distributed/patches.py",
     ),
-    "click": ("cli/__init__.py", "cli/lists.py", "cli/options.py"),
+    "click": ("cli/__init__.py", "cli/lists.py", "cli/options.py", "cli/runs.py"),
     "tensorboard": ("report/sinks.py",),
     "torch.utils.tensorboard": ("report/sinks.py",),
     "wandb": ("report/wandb.py",),
@@ -418,6 +425,7 @@ def test_the_control_plane_answers_without_torch(tmp_path: Path) -> None:
     lines = [
         ["--help"], ["train", "--help"], ["tasks"], ["tasks", "rm"], ["presets"], ["presets", "zero3_nvme"],
         ["recipes"], ["recipes", "demo-rm"], ["init", "rm"],
+        ["report", "--help"], ["status", "--help"],
         ["train", "demo-rm", "--num-gpus", "2", "--dry-run"],
         ["train", "demo-rm", "--num-gpus", "2", "--dry-run", "--ds-config", "auto"],
         ["plan", "demo-rm", "--gpu-memory", "24GiB"], ["plan", "demo-sft", "--model-shape", "llama-3.1-70b", "--json"],

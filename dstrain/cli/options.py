@@ -14,7 +14,6 @@ from dstrain.process_setup import discard_closed_output, prepare_process
 
 UNSUPPORTED_COMMANDS = {
     "doctor": "check a recipe on this machine with `dstrain train RECIPE --dry-run`",
-    "report": "see metrics.jsonl or TensorBoard",
 }
 """Planned commands, and what to use until they exist."""
 LAUNCH_OPTIONS = (

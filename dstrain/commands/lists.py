@@ -80,20 +80,12 @@ def _recipe_summary(name: str) -> str:
 
 def list_checkpoints(run_dir: Path, verify: bool, as_json: bool) -> tuple[str, bool]:
     """Return (a line per checkpoint, newest first; True where all are complete)."""
-    from dstrain.train.checkpoint.select import read_best_name
-    from dstrain.train.state.manifest import find_checkpoints
+    from dstrain.train.checkpoint.select import list_checkpoint_rows
 
     folder = run_dir / "checkpoints"
     if not folder.is_dir():
         raise UsageError(f"{run_dir}: has no checkpoints folder; give the folder of a run")
-    best = read_best_name(folder)
-    rows = [
-        {
-            "step": info.step, "samples": info.samples, "bytes": info.size, "world_size": info.world_size,
-            "zero_stage": info.zero_stage, "metric": info.metric, "state": info.status, "best": info.path.name == best,
-        }
-        for info in find_checkpoints(folder, verify)
-    ]  # fmt: skip
+    rows = list_checkpoint_rows(folder, verify)
     whole = all(row["state"] == "whole" for row in rows)
     if as_json:
         return json.dumps(rows), whole

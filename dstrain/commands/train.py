@@ -15,6 +15,7 @@ from typing import Any
 
 from dstrain.commands.checks.preflight import check_data, check_launch
 from dstrain.commands.recipe.recipe_args import TrainRequest, get_run_dir, resolve_recipe
+from dstrain.commands.runs.report import rewrite_report
 from dstrain.config import Recipe, dump_recipe, resolve_batch
 from dstrain.errors import EXIT_FAILED, EXIT_USAGE, ResumeError
 from dstrain.launch.command import LaunchOptions, LocalLaunch
@@ -55,9 +56,7 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
     if not isinstance(launch, MultiHostLaunch):  # on other hosts each rank checks its own folders
         check_offload_folders(ds_config, run_dir)
     if dry_run:
-        print(f"# recipe\n{dump_recipe(recipe.config)}\n# DeepSpeed JSON\n{json.dumps(ds_config, indent=2)}\n")
-        print(f"# batch\n{show_batch(recipe, launch.world_size)}\n")
-        print(f"# launch\n{show_launch(launch, run_dir)}")
+        print(show_dry_run(recipe, ds_config, launch, run_dir))
         return 0
     code, restart = _launch_training(launch, recipe, run_dir, resume)
     while restart:
@@ -69,6 +68,8 @@ def launch_or_train(request: TrainRequest, launch_options: Mapping[str, Any], dr
             return code
         recipe, resume = reduced, ResumeOptions(request.resume, request.allowed_changes)
         code, restart = _launch_training(launch, recipe, run_dir, resume)
+    if code == EXIT_FAILED and 0 in launch.ranks and has_progress(run_dir):
+        rewrite_report(run_dir)  # rank 0 may have been killed before it wrote the last page
     return code
 
 
@@ -160,6 +161,16 @@ def has_progress(run_dir: Path) -> bool:
     """Return True if the run has written a checkpoint or metrics."""
     metrics = run_dir / "metrics.jsonl"
     return any((run_dir / "checkpoints").glob("step-*")) or (metrics.is_file() and metrics.stat().st_size > 0)
+
+
+def show_dry_run(
+    recipe: Recipe, ds_config: Mapping[str, Any], launch: LocalLaunch | MultiHostLaunch, run_dir: Path
+) -> str:
+    """Return the resolved recipe, DeepSpeed JSON, batch and launch command."""
+    return (
+        f"# recipe\n{dump_recipe(recipe.config)}\n# DeepSpeed JSON\n{json.dumps(ds_config, indent=2)}\n\n"
+        f"# batch\n{show_batch(recipe, launch.world_size)}\n\n# launch\n{show_launch(launch, run_dir)}"
+    )
 
 
 def show_batch(recipe: Recipe, world_size: int) -> str:

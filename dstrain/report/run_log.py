@@ -131,7 +131,7 @@ class _JsonLinesFile:
         """Rewrite the file atomically with the rows that match; return (rows removed, numbers of damaged lines)."""
         with _wrap_os_errors(self._path, "read"):
             lines = self._path.read_bytes().splitlines(keepends=True)
-        rows = [_parse_row(line) for line in lines]
+        rows = [parse_row(line) for line in lines]
         remaining = [line for line, row in zip(lines, rows, strict=True) if row is not None and predicate(row)]
         if len(remaining) < len(lines):
             self._rewrite(remaining)
@@ -160,7 +160,7 @@ class _JsonLinesFile:
         complete = content[: content.rfind(b"\n") + 1]
         last = complete[complete.rfind(b"\n", 0, -1) + 1 :]
         # After a power cut the last line may end in a newline and still hold zero bytes.
-        if last and _parse_row(last) is None:
+        if last and parse_row(last) is None:
             complete = complete[: -len(last)]
         if len(complete) < len(content):
             with _wrap_os_errors(self._path):
@@ -201,15 +201,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().splitlines()
     except OSError:  # a missing file has no rows; a summary at the end of a run must not fail it
         return []
-    return [_with_present_event(row) for row in map(_parse_row, lines) if row is not None]
+    return [with_present_event(row) for row in map(parse_row, lines) if row is not None]
 
 
-def _with_present_event(row: dict[str, Any]) -> dict[str, Any]:
+def with_present_event(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of an event with the event's present name."""
     name = row.get("event")
     return row | {"event": RENAMED_EVENTS[name]} if isinstance(name, str) and name in RENAMED_EVENTS else row
 
 
-def _parse_row(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> dict[str, Any] | None:
     """Return the row in a line; None if it is not a JSON object, or its step is not a number."""
     try:
         row = json.loads(line)

@@ -55,6 +55,7 @@ def test_everything_that_is_shipped_is_inside(wheel: Path) -> None:
     for folder in ("ds_configs", "launchers"):
         for path in (ROOT / folder).iterdir():
             assert f"dstrain/{folder}/{path.name}" in inside
+    assert {"dstrain/report/page/page.css", "dstrain/report/page/page.js"} <= inside
     for path in (ROOT / "dstrain" / "recipes").rglob("*.*"):
         if "__pycache__" not in path.parts:
             assert path.relative_to(ROOT).as_posix() in inside

@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.train.state.manifest import (
@@ -140,3 +141,17 @@ def _remove_best_copy(best: Path) -> None:
 
 def _rename_with_timestamp(folder: Path) -> None:
     folder.rename(folder.with_name(f"{folder.name}-{time.time_ns()}"))
+
+
+def list_checkpoint_rows(folder: Path, verify: bool = False) -> list[dict[str, Any]]:
+    """Return the checkpoints of a folder, newest first, as `dstrain checkpoints --json` prints them."""
+    if not folder.is_dir():
+        return []
+    best = read_best_name(folder)
+    return [
+        {
+            "step": info.step, "samples": info.samples, "bytes": info.size, "world_size": info.world_size,
+            "zero_stage": info.zero_stage, "metric": info.metric, "state": info.status, "best": info.path.name == best,
+        }
+        for info in find_checkpoints(folder, verify)
+    ]  # fmt: skip

@@ -101,7 +101,10 @@ class MemoryMonitor:
             return
         measured = max(self.world.gather(peak_process_bytes(self.world.device)))
         predicted = None if self.forecast is None else self.forecast.device_bytes
-        run_log.log_event("memory", predicted_bytes=predicted, measured_bytes=measured)
+        fields: dict[str, int] = {}
+        if self.forecast is not None and self.world.device.type == "cuda":
+            fields["predicted_host_bytes"] = sum(size for _, place, size in self.forecast.lines if place == "host")
+        run_log.log_event("memory", predicted_bytes=predicted, measured_bytes=measured, **fields)
         if self.world.rank == 0:
             print(describe_forecast(self.forecast, measured), flush=True)
 

@@ -63,6 +63,7 @@ from dstrain.train.setup.startup import (
     finish_run,
     make_sinks,
     report_changes,
+    report_failure,
     report_reduced_batch,
     report_start,
     report_warnings,
@@ -100,6 +101,10 @@ def _run_and_close(plan: RunPlan, memory: MemoryMonitor, terminal: TextIO | None
                 "stopped", step=run.start_checkpoint.step if run.start_checkpoint else 0, signal=stop.signal_name
             )
         code = EXIT_STOPPED
+        raise
+    except Exception as error:
+        if run is not None:
+            report_failure(run, error)
         raise
     finally:
         if run is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -9,7 +10,7 @@ from typing import Any, TextIO
 from dstrain.config import BatchPlan, dump_recipe
 from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.distributed.world import World
-from dstrain.errors import EXIT_STOPPED
+from dstrain.errors import EXIT_STOPPED, DstrainError, RunError, mask_passwords
 from dstrain.report.run_log import RunLog, read_rows
 from dstrain.report.sinks import ConsoleSink, RunLogSink, Sink, TensorBoardSink, format_row
 from dstrain.report.wandb import WandbSink
@@ -19,8 +20,12 @@ from dstrain.train.ds_config import batch_warnings, ds_config_warnings
 from dstrain.train.memory.reduced_batch import FILE_NAME, read_reduced_batch
 from dstrain.train.resume.changes import ResumeChange
 from dstrain.train.run import Run
+from dstrain.train.run_report import ReportSink
 from dstrain.train.setup.plan import RunPlan
 from dstrain.train.state.manifest import CheckpointInfo
+
+MAX_FAILURE_LENGTH = 4000
+"""Limit of the characters of an error in events.jsonl."""
 
 
 def make_sinks(
@@ -38,6 +43,7 @@ def _build_sinks(plan: RunPlan, run_log: RunLog, start: CheckpointInfo | None, t
     wanted, step = plan.config.log, start.step if start else 0
     if step >= plan.steps:
         return sinks  # a finished run has no more rows: no TensorBoard file or W&B run is opened for it
+    sinks.append(ReportSink(plan.run_dir))
     if wanted.tensorboard:
         sinks.append(TensorBoardSink(plan.run_dir, step, dump_recipe(plan.config)))
     if wanted.wandb is not None:
@@ -196,6 +202,14 @@ def finish_run(run: Run, step: int, resume_option: str = "auto") -> int:
             flush=True,
         )
     return code
+
+
+def report_failure(run: Run, error: Exception) -> None:
+    """Report the error that ends a run in events.jsonl."""
+    text = str(error) if isinstance(error, DstrainError) else f"{type(error).__name__}: {error}"
+    with contextlib.suppress(RunError):  # a full disk must not hide the error
+        what = mask_passwords(text)[:MAX_FAILURE_LENGTH]
+        run.run_log.log_event("failed", step=run.engine.world.log.step, what=what)
 
 
 def format_last_eval(run_dir: Path, total_steps: int) -> str:

@@ -1,0 +1,170 @@
+"""`dstrain status`: whether a run is alive, where, how fast and until when."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from dstrain.commands.runs.liveness import Liveness, find_liveness
+from dstrain.errors import one_line
+from dstrain.report.progress import Progress, measure_progress
+from dstrain.report.run_history import RunHistory, is_number, open_run, parse_time
+from dstrain.report.run_log import replace_nonfinite, task_metric_names
+from dstrain.train.checkpoint.select import list_checkpoint_rows
+from dstrain.units import format_bytes, format_count, format_duration
+
+LATE_FACTOR, LATE_SECONDS = 5.0, 60.0
+"""A row is late after this many times the time between two rows, and after this many seconds at least."""
+
+
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """Return the status of a run as JSON values. Raises UsageError (exit code 2) if the folder is no run."""
+    history = open_run(run_dir)
+    liveness, progress = find_liveness(history), measure_progress(history)
+    age = None if math.isnan(progress.updated_at) else max(time.time() - progress.updated_at, 0.0)
+    is_alive = liveness.state in ("running", "starting")
+    left = progress.seconds_left if is_alive else None
+    if left is not None and age is not None:
+        left = max(left - age, 0.0)
+    checkpoints = list_checkpoint_rows(run_dir / "checkpoints")
+    found = {
+        "run": str(run_dir),
+        "state": liveness.state,
+        "reason": liveness.reason or _find_reason(history, liveness),
+        "launch": _describe_launch(liveness),
+        "step": progress.step,
+        "total_steps": progress.total_steps,
+        "epoch": progress.epoch,
+        "samples": progress.samples,
+        "seconds_per_step": progress.seconds_per_step,
+        "seconds_left": left,
+        "ends_at": None if left is None else _format_time(time.time() + left),
+        "seconds_since_update": age,
+        "is_late": is_alive and age is not None and _is_late(progress, age),
+        "last_train": history.train.last_row or None,
+        "last_eval": history.eval.last_row or None,
+        "last_checkpoint": next((one for one in checkpoints if one["state"] == "whole"), None),
+        "best_checkpoint": next((one for one in checkpoints if one["best"]), None),
+        "last_event": history.events[-1] if history.events else None,
+    }
+    return replace_nonfinite(found)
+
+
+def _describe_launch(liveness: Liveness) -> dict[str, Any] | None:
+    holder = liveness.holder
+    ranks = [
+        {"rank": rank, "host": record.host, "pid": record.pid, "exit": record.exit}
+        for rank, record in sorted(liveness.ranks.items())
+    ]
+    if holder is None:
+        return {"host": None, "pid": None, "since": None, "ranks": ranks, "alive_ranks": None} if ranks else None
+    alive = None if liveness.alive_ranks is None else list(liveness.alive_ranks)
+    return {"host": holder.host, "pid": holder.pid, "since": holder.since, "ranks": ranks, "alive_ranks": alive}
+
+
+def _find_reason(history: RunHistory, liveness: Liveness) -> str:
+    if liveness.state != "failed":
+        return ""
+    return next((str(one.get("what") or "") for one in reversed(history.find_events("failed", "out_of_memory"))), "")
+
+
+def _is_late(progress: Progress, age: float) -> bool:
+    return age > max(LATE_SECONDS, LATE_FACTOR * (progress.row_seconds or progress.seconds_per_step or 0.0))
+
+
+def _format_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
+
+
+def show_status(status: Mapping[str, Any]) -> str:
+    """Return the status as lines of text."""
+    return "\n".join(f"{name + ':':11} {one_line(text)}" for name, text in _iter_lines(status) if text)
+
+
+def _iter_lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    reason = f": {status['reason'].splitlines()[0]}" if status["reason"] else ""
+    yield "run", status["run"]
+    yield "state", _explain_state(status) + reason
+    yield "launch", _show_launch(status["launch"])
+    total, epoch = status["total_steps"], status["epoch"]
+    share = f" ({100 * status['step'] / total:.0f} %)" if total else ""
+    yield (
+        "step",
+        f"{status['step']}{f' of {total}' if total else ''}{share}{'' if epoch is None else f', epoch {epoch:.3g}'}",
+    )
+    yield "speed", _show_speed(status)
+    if status["seconds_left"] is not None:
+        yield "ends", f"in about {format_duration(status['seconds_left'])}, at {status['ends_at'].replace('T', ' ')}"
+    for name in ("train", "eval"):
+        if row := status[f"last_{name}"]:
+            yield name, f"step {row['step']}: " + ", ".join(_show_metrics(row))
+    for name in ("last", "best"):
+        if one := status[f"{name}_checkpoint"]:
+            metric = f", metric {one['metric']:.4g}" if is_number(one["metric"]) else ""
+            yield (
+                "checkpoint" if name == "last" else "best",
+                f"step {one['step']}, {format_bytes(one['bytes'])}{metric}",
+            )
+    if event := status["last_event"]:
+        details = event.get("what") or event.get("why") or event.get("checkpoint") or ""
+        step = f" at step {event['step']}" if is_number(event.get("step")) else ""
+        yield "event", f"{event['event']}{step}, {_show_age(event.get('time'))}" + (f": {details}" if details else "")
+
+
+def _explain_state(status: Mapping[str, Any]) -> str:
+    late = (
+        f"; no row or event for {format_duration(status['seconds_since_update'])}, see logs/"
+        if status["is_late"]
+        else ""
+    )
+    words = {
+        "running": f"running{late}",
+        "starting": f"starting{late}",
+        "finished": "finished",
+        "stopped": "stopped by a signal; the same command continues",
+        "failed": "failed",
+        "killed": "dead: its processes ended without a report (killed, or host down); the same command continues",
+        "unknown": "not running here; whether it runs elsewhere is not known (no lease in this folder)",
+    }
+    return words[status["state"]]
+
+
+def _show_launch(launch: Mapping[str, Any] | None) -> str:
+    if launch is None:
+        return ""
+    ranks = [
+        f"{one['rank']} (pid {one['pid']}{' on ' + one['host'] if one['host'] != launch['host'] else ''})"
+        for one in launch["ranks"]
+    ]
+    shown = ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    alive = "" if launch["alive_ranks"] is None else f"; alive on this host: {len(launch['alive_ranks'])}"
+    head = f"process {launch['pid']} on {launch['host']}, since {launch['since']}" if launch["pid"] else ""
+    return "; ".join(filter(None, [head, f"ranks {shown}{alive}" if ranks else ""]))
+
+
+def _show_speed(status: Mapping[str, Any]) -> str:
+    row = status["last_train"] or {}
+    parts = (
+        [f"{status['seconds_per_step']:.3g} s per step with evaluations and saves"]
+        if status["seconds_per_step"]
+        else []
+    )
+    for name in ("tokens_per_second", "samples_per_second"):
+        if is_number(row.get(name)):
+            parts.append(f"{format_count(float(f'{row[name]:.3g}'))} {name.removesuffix('_per_second')}/s")
+    return ", ".join(parts)
+
+
+def _show_metrics(row: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("loss", *task_metric_names(row), "lr", "grad_norm"):
+        if is_number(row.get(name)):
+            yield f"{name} {row[name]:.4g}"
+
+
+def _show_age(text: object) -> str:
+    age = time.time() - parse_time(text)
+    return "at an unknown time" if math.isnan(age) else f"{format_duration(max(age, 0.0))} ago"

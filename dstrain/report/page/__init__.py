@@ -1,0 +1,1 @@
+"""The report page of runs: one self-contained HTML file."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,7 +11,18 @@ from typing import Any, NoReturn
 
 import click
 
-from dstrain.errors import EXIT_OUTPUT_CLOSED, DstrainError, UsageError, explain_system_error
+from dstrain.errors import (
+    DEBUG_ENV,
+    EXIT_FAILED,
+    EXIT_OUTPUT_CLOSED,
+    DstrainError,
+    UsageError,
+    describe_unexpected,
+    explain_system_error,
+    format_traceback,
+    is_debug,
+    save_traceback,
+)
 from dstrain.process_setup import discard_closed_output, prepare_process
 
 UNSUPPORTED_COMMANDS = {
@@ -170,30 +183,52 @@ class CommandGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            if sys.flags.optimize > 1:
-                problem = "Python runs without docstrings (-OO, PYTHONOPTIMIZE=2), which transformers needs"
-                raise UsageError(f"{problem}; unset PYTHONOPTIMIZE, or set it to 1")
-            return super().invoke(ctx)
+            return self._invoke_checked(ctx)
         except BrokenPipeError:
             # click would exit with 1, which says that a run failed. A broken pipe to another process is such a failure.
             if not discard_closed_output():
                 raise
             ctx.exit(EXIT_OUTPUT_CLOSED)
-        except DstrainError as error:
-            _exit_with_error(ctx, error)
-        except (RuntimeError, OSError) as error:
-            if (fault := explain_system_error(error)) is None:
-                raise
-            _exit_with_error(ctx, fault)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            known = error if isinstance(error, DstrainError) else explain_system_error(error)
+            _exit_with_error(ctx, error, known)
+
+    def _invoke_checked(self, ctx: click.Context) -> Any:
+        if ctx.params.pop("debug", False):
+            os.environ[DEBUG_ENV] = "1"
+        is_debug()
+        if sys.flags.optimize > 1:
+            problem = "Python runs without docstrings (-OO, PYTHONOPTIMIZE=2), which transformers needs"
+            raise UsageError(f"{problem}; unset PYTHONOPTIMIZE, or set it to 1")
+        return super().invoke(ctx)
 
 
-def _exit_with_error(ctx: click.Context, error: DstrainError) -> NoReturn:
-    """Print an error and exit with its code, also where nobody reads it."""
+def _exit_with_error(ctx: click.Context, error: Exception, known: DstrainError | None) -> NoReturn:
+    """Print an error and exit with its code, also where nobody reads it.
+
+    `known`: the error with a fix; None for an unexpected one, whose traceback is written to a file.
+    """
+    text = f"error: {known or _summarize(error)}"
+    with contextlib.suppress(UsageError):  # of DSTRAIN_DEBUG, which may be the error to print
+        text = format_traceback(error) + text if is_debug() else text
     try:
-        click.echo(f"error: {error}", err=True)
+        click.echo(text, err=True)
     except BrokenPipeError:
         discard_closed_output()
-    ctx.exit(error.exit_code)
+    ctx.exit(EXIT_FAILED if known is None else known.exit_code)
+
+
+def _summarize(error: Exception) -> str:
+    """Return one line about an unexpected error, and where its traceback is."""
+    what = f"unexpected {describe_unexpected(error)}; this is a bug of dstrain or of a library it uses; "
+    if is_debug():
+        return f"{what}report it with the traceback above"
+    path = save_traceback(error)
+    return f"{what}" + (
+        f"the full traceback is in {path}" if path else "run `dstrain --debug ...` to see the traceback"
+    )
 
 
 def with_options(*groups: Sequence[Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

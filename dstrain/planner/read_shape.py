@@ -97,8 +97,8 @@ def _read_config(model: ModelConfig) -> dict[str, Any] | None:
         return model.config
     name = resolve_base_model(model).path
     if name is None:
-        problem, fix = "has neither path nor config", "set model.path, or pass --model-shape NAME to plan"
-        raise RecipeError(Fault("model", problem, fix))
+        problem, fix = "is not set, nor is model.config", "set model.path, or pass --model-shape NAME to plan"
+        raise RecipeError(Fault("model.path", problem, fix))
     folder = Path(name).expanduser()
     file = folder / "config.json" if folder.is_dir() else _find_cached_config(name)
     if file is None:
@@ -160,12 +160,14 @@ def _with_meta_parameters(config: RunConfig, shape: ModelShape) -> ModelShape:
     except subprocess.TimeoutExpired:
         problem = f"building the model on the meta device takes over {META_TIMEOUT_SECONDS} s"
         raise RecipeError(Fault("model", problem, "name a preset in ds_config")) from None
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    try:
+        rows = json.loads(done.stdout.splitlines()[-1])
+        tensors = tuple(ParamTensor(name, tuple(size), part_of(name), trained) for name, size, trained in rows)
+    except (LookupError, ValueError, TypeError):  # it failed, or a library ended the process with code 0
+        reason = (done.stderr.strip().splitlines() or [f"no output, exit code {done.returncode}"])[-1]
         fix = "correct the recipe, or pass --model-shape NAME to plan"
-        raise RecipeError(Fault("model", f"its parameters cannot be counted ({reason.removeprefix('error: ')})", fix))
-    rows = json.loads(done.stdout.splitlines()[-1])
-    tensors = tuple(ParamTensor(name, tuple(size), part_of(name), trained) for name, size, trained in rows)
+        problem = f"its parameters cannot be counted ({reason.removeprefix('error: ')})"
+        raise RecipeError(Fault("model", problem, fix)) from None
     return replace(shape, tensors=tensors, param_source="meta device")
 
 

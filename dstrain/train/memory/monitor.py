@@ -103,7 +103,7 @@ class MemoryMonitor:
         predicted = None if self.forecast is None else self.forecast.device_bytes
         run_log.log_event("memory", predicted_bytes=predicted, measured_bytes=measured)
         if self.world.rank == 0:
-            print(describe_forecast(self.forecast, measured), flush=True)
+            print(describe_forecast(self.forecast, measured, self.world.device.type), flush=True)
 
     def _where(self) -> str:
         log = self.world.log

@@ -196,6 +196,8 @@ def explain_system_error(error: Exception) -> DstrainError | None:
     if "can't start new thread" in str(error) or getattr(error, "strerror", "") == os.strerror(errno.EAGAIN):
         fix = "end others, or raise `ulimit -u` or the container's limit of process IDs, and start again"
         return RunError(f"this user may start no more processes or threads; {fix}")
+    if isinstance(error, ValueError) and "embedded null" in str(error):  # of the system calls that take a path
+        return UsageError("a path holds a NUL character; remove it")
     if "home directory" in str(error):  # pathlib for `~nobody`
         return UsageError("a path begins with ~, and no home folder is known; write it out, or set HOME")
     return None

@@ -30,14 +30,28 @@ UNSUPPORTED_COMMANDS = {
     "report": "see metrics.jsonl or TensorBoard",
 }
 """Planned commands, and what to use until they exist."""
+
+
+class _Count(click.IntRange):
+    """Whole number up to a limit; click calls IntRange a `valid integer range` in its messages."""
+
+    name = "integer"
+
+
+COUNT = _Count(max=100_000)
 LAUNCH_OPTIONS = (
     click.option(
         "--num-gpus",
         "--num_gpus",
-        type=int,
+        type=COUNT,
         help="Processes per host, one per GPU; default: all visible GPUs, or 1 on a CPU.",
     ),
-    click.option("--num-nodes", "--num_nodes", type=int, help="Number of hosts, from the top of the hostfile."),
+    click.option(
+        "--num-nodes",
+        "--num_nodes",
+        type=COUNT,
+        help="Number of hosts, from the top of the hostfile.",
+    ),
     click.option("--hostfile", type=click.Path(), help="File with one line per host: host1 slots=8"),
     click.option("--include", default="", help="GPUs to run on: localhost:0,2 or host1@host2:0,2"),
     click.option("--exclude", default="", help="GPUs not to use: localhost:1 or host2"),
@@ -115,8 +129,8 @@ PLAN_OPTIONS = (
         metavar="SIZE",
         help="Memory of one GPU, such as 24GiB; default: this machine's.",
     ),
-    click.option("--gpus", type=click.IntRange(1), help="GPUs per host; default: those of this machine, or 1."),
-    click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Hosts."),
+    click.option("--gpus", type=click.IntRange(1, 1024), help="GPUs per host; default: those of this machine, or 1."),
+    click.option("--nodes", type=click.IntRange(1, 100_000), default=1, show_default=True, help="Hosts."),
     click.option(
         "--model-shape",
         "--model_shape",

@@ -15,6 +15,7 @@ from dstrain.config import RunConfig, dump_recipe
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError, UsageError, suggest_name
 from dstrain.models.folder.adapter_config import resolve_base_model
+from dstrain.models.folder.config_sizes import wrong_size_fault
 from dstrain.models.weights.files import find_weight_files
 from dstrain.planner.families.decoders import generic_shape, shape_from_config
 from dstrain.planner.shape import (
@@ -79,6 +80,8 @@ def read_base_shape(model: ModelConfig) -> ModelShape | None:
     values = _read_config(model)
     if values is None:
         return None
+    if fault := wrong_size_fault(values, "model.config" if model.config is not None else "model.path"):
+        raise RecipeError(fault)
     try:
         shape, sizes_of_others = shape_from_config(values), generic_shape(values)
     except (ValueError, TypeError, AttributeError, ZeroDivisionError, OverflowError) as error:
@@ -105,7 +108,7 @@ def _read_config(model: ModelConfig) -> dict[str, Any] | None:
         return _find_hub_shape(name)
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RecipeError(Fault("model.path", f"{file} cannot be read ({error})", "download it again")) from None
     return values if isinstance(values, dict) else None
 

@@ -32,12 +32,10 @@ from dstrain.planner.cluster import parse_bytes
 from dstrain.preset import read_preset
 from dstrain.report.run_log import RunLog
 from dstrain.tasks import find_task
-from dstrain.train.checkpoint.checkpoints import CheckpointStore
+from dstrain.train.checkpoint.disk_space import DiskForecast, check_disk_space
 from dstrain.train.health.nonfinite import NonFiniteGuard
 from dstrain.train.memory.micro_batch import MicroBatch
 from dstrain.train.memory.monitor import MemoryMonitor
-from dstrain.train.resume.decision import decide_start
-from dstrain.train.resume.recorded import ResumeOptions
 
 
 def wrong_key(folder: Path) -> None:
@@ -99,11 +97,8 @@ def no_memory(folder: Path) -> None:
         np.empty(2**60, dtype=np.uint8)
 
 
-def no_checkpoint(folder: Path) -> None:
-    step = folder / "checkpoints/step-00000002"
-    step.mkdir(parents=True)
-    (step / "MANIFEST.json").write_text("{")
-    decide_start(CheckpointStore(folder=folder / "checkpoints", world=SingleProcessWorld()), ResumeOptions(str(step)))
+def full_disk(folder: Path) -> None:
+    check_disk_space(DiskForecast(2**40, 1, 2**20), folder, False)
 
 
 EXAMPLES: dict[str, tuple[int, Callable[[Path], object], str]] = {
@@ -118,7 +113,7 @@ EXAMPLES: dict[str, tuple[int, Callable[[Path], object], str]] = {
     "PeerFailureError": (1, nobody_answers, r"meeting the other processes: .*; "),
     "RunFolderLockedError": (1, lost_run_folder, r"process \d+ on .*; "),
     "OutOfMemoryError": (1, no_memory, r"(?s)out of memory: rank 0 on .*\n.*1\. batch\.micro"),
-    "CheckpointError": (1, no_checkpoint, r"--resume .*step-00000002: the checkpoint is damaged \(.*\); choose another"),
+    "CheckpointError": (1, full_disk, r".*; "),
 }  # fmt: skip
 """Class -> exit code, real code that raises it, and the message."""
 

@@ -75,7 +75,8 @@ def select_hosts(
         raise UsageError("--include and --exclude are both set; give only one of them")
     if (include or exclude) and (num_nodes is not None or num_gpus is not None):
         raise UsageError(
-            "--num-nodes and --num-gpus cannot be combined with --include or --exclude, which select hosts and GPUs"
+            "--num-nodes and --num-gpus cannot be combined with --include or --exclude, which select hosts and GPUs; "
+            "give one or the other"
         )
     if include or exclude:
         option, text = ("--include", include) if include else ("--exclude", exclude)

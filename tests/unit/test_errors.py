@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
 import dstrain.errors as errors
 from dstrain.batch import Progress, StepResult
+from dstrain.cli import main
 from dstrain.config import RunConfig, read_recipe, resolve_batch
 from dstrain.data.sources.open import open_source
 from dstrain.distributed.store import rendezvous_over_store
@@ -200,3 +202,32 @@ def test_an_error_of_another_library_is_one_line_and_its_traceback_a_file(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     assert save_traceback(error) is None, "a missing folder does not hide the error"
     assert describe_unexpected(KeyError()) == "KeyError"
+
+
+def test_a_command_prints_one_line_for_an_unexpected_error_and_all_of_it_with_debug(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("DSTRAIN_DEBUG", "0")  # --debug sets it; monkeypatch takes that back
+    monkeypatch.setattr("dstrain.commands.lists.list_tasks", lambda name: 1 / 0)
+    result = CliRunner().invoke(main, ["tasks"])
+    (file,) = tmp_path.glob("dstrain-traceback-*.log")
+    assert (result.exit_code, len(result.output.splitlines())) == (1, 1)
+    assert "error: unexpected ZeroDivisionError: division by zero; this is a bug of dstrain" in result.output
+    assert result.output.endswith(f"the full traceback is in {file}\n")
+    assert "Traceback (most recent call last)" in file.read_text()
+    result = CliRunner().invoke(main, ["--debug", "tasks"])
+    assert result.exit_code == 1
+    assert "Traceback (most recent call last)" in result.output
+    assert result.output.endswith("report it with the traceback above\n")
+
+
+@pytest.mark.parametrize("words", [["--debug"], []])
+def test_a_known_error_is_a_sentence_and_has_its_traceback_with_debug(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSTRAIN_DEBUG", "0")
+    result = CliRunner().invoke(main, [*words, "tasks", "rmm"])
+    assert result.exit_code == 2
+    assert ("Traceback" in result.output) == bool(words)
+    assert result.output.splitlines()[-1].startswith("error: ")

@@ -22,8 +22,6 @@ import difflib
 import errno
 import os
 import re
-import tempfile
-import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -213,6 +211,8 @@ def is_debug(env: Mapping[str, str] = os.environ) -> bool:
 
 def format_traceback(error: BaseException) -> str:
     """Return the traceback of an error as Python prints it, without secrets."""
+    import traceback  # not at the top: --help answers at once
+
     return mask_secrets("".join(traceback.format_exception(error)))
 
 
@@ -225,6 +225,8 @@ def describe_unexpected(error: BaseException) -> str:
 
 def save_traceback(error: BaseException) -> Path | None:
     """Write the traceback of an error into a file of the temporary folder; None if that is not possible."""
+    import tempfile
+
     try:
         descriptor, name = tempfile.mkstemp(prefix="dstrain-traceback-", suffix=".log")
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:

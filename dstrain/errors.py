@@ -22,18 +22,28 @@ import difflib
 import errno
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 EXIT_STOPPED = 75
 """Stopped on request after a checkpoint; the same command continues. EX_TEMPFAIL of sysexits.h."""
 EXIT_OUTPUT_CLOSED = 141
 """The reader of the output closed it, as `head` does: 128 + SIGPIPE, the code of other programs in a pipe."""
+MAX_UNEXPECTED_LENGTH = 300
+"""Characters of another library's message in an error line."""
 MAX_NAMES = 3
 """Names that a message lists before `and N more`."""
 URL_PASSWORD = re.compile(r"(://[^\s/@:]*:)[^\s/@]+@")
+SECRET_NAME = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API_?)?KEY", re.IGNORECASE)
+"""Pattern of variable names whose values must not be written to a run folder, a log or a tracker."""
+MIN_SECRET_LENGTH = 8
+"""Values shorter than this, such as `1` in TOKENIZERS_PARALLELISM, are not masked."""
+DEBUG_ENV = "DSTRAIN_DEBUG"
+"""1: print the traceback of every error. `dstrain --debug` sets it, so that worker processes inherit it."""
+_SWITCHES = dict.fromkeys(("", "0", "false", "no", "off"), False) | dict.fromkeys(("1", "true", "yes", "on"), True)
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,7 @@ class DstrainError(Exception):
     exit_code = EXIT_FAILED
 
     def __str__(self) -> str:
-        return mask_passwords(super().__str__())
+        return mask_secrets(super().__str__())
 
 
 class UsageError(DstrainError):
@@ -128,9 +138,16 @@ class CheckpointError(RunError):
     """A checkpoint cannot be written, read or verified."""
 
 
-def mask_passwords(text: str) -> str:
-    """Return the text without passwords in URLs such as https://name:password@host: logs are copied and shared."""
-    return URL_PASSWORD.sub(r"\1...@", text)
+def mask_secrets(text: str, env: Mapping[str, str] = os.environ) -> str:
+    """Return the text without passwords in URLs and without the values of secret variables of the environment.
+
+    Logs and run folders are copied and shared.
+    """
+    text = URL_PASSWORD.sub(r"\1...@", text)
+    for name, value in env.items():
+        if len(value) >= MIN_SECRET_LENGTH and value in text and SECRET_NAME.search(name):
+            text = text.replace(value, "...")
+    return text
 
 
 def one_line(text: str) -> str:
@@ -177,6 +194,43 @@ def explain_system_error(error: Exception) -> DstrainError | None:
     if "can't start new thread" in str(error) or getattr(error, "strerror", "") == os.strerror(errno.EAGAIN):
         fix = "end others, or raise `ulimit -u` or the container's limit of process IDs, and start again"
         return RunError(f"this user may start no more processes or threads; {fix}")
+    if isinstance(error, ValueError) and "embedded null" in str(error):  # of the system calls that take a path
+        return UsageError("a path holds a NUL character; remove it")
     if "home directory" in str(error):  # pathlib for `~nobody`
         return UsageError("a path begins with ~, and no home folder is known; write it out, or set HOME")
     return None
+
+
+def is_debug(env: Mapping[str, str] = os.environ) -> bool:
+    """Return True if DSTRAIN_DEBUG asks for tracebacks. Raises UsageError for a value that is no switch."""
+    value = env.get(DEBUG_ENV, "")
+    if value.lower() not in _SWITCHES:
+        raise UsageError(f"the environment's {DEBUG_ENV} is '{one_line(value)}'; set it to 1 or 0, or unset it")
+    return _SWITCHES[value.lower()]
+
+
+def format_traceback(error: BaseException) -> str:
+    """Return the traceback of an error as Python prints it, without secrets."""
+    import traceback  # not at the top: --help answers at once
+
+    return mask_secrets("".join(traceback.format_exception(error)))
+
+
+def describe_unexpected(error: BaseException) -> str:
+    """Return `ZeroDivisionError: division by zero`: class and first line of an error that dstrain did not raise."""
+    line = next((line for line in str(error).splitlines() if line.strip()), "")
+    text = mask_secrets(one_line(line.strip())[:MAX_UNEXPECTED_LENGTH])
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def save_traceback(error: BaseException) -> Path | None:
+    """Write the traceback of an error into a file of the temporary folder; None if that is not possible."""
+    import tempfile
+
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="dstrain-traceback-", suffix=".log")
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(format_traceback(error))
+    except OSError:  # a full disk must not hide the error itself
+        return None
+    return Path(name)

@@ -1,7 +1,8 @@
-"""State of the process: closed streams, output encoding, ignored SIGCHLD, freed memory."""
+"""State of the process: closed streams, output encoding, ignored SIGCHLD, freed memory, notices of slow work."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import os
@@ -9,11 +10,15 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 
 NEVER_MAP = (-4, 0)
 """M_MMAP_MAX of malloc.h: no allocation gets pages of its own, which go back to the kernel with it."""
 NEVER_TRIM = (-1, -1)
 """M_TRIM_THRESHOLD of malloc.h: free memory at the end of the heap stays; -1 is the largest threshold."""
+
+SLOW_SECONDS = 2.0
+"""Time after which work is announced."""
 
 
 def prepare_process() -> None:
@@ -86,3 +91,22 @@ def keep_freed_memory() -> bool:
 def log_stderr(message: str) -> None:
     """Print a message to stderr and flush it; stdout is reserved for a command's result."""
     print(message, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def notice_if_slow(text: str, wanted: bool = True) -> Iterator[None]:
+    """Context that prints a line to stderr if the work inside takes over SLOW_SECONDS; `wanted` false: never."""
+    # os.write: the work inside may fork, and a child must not inherit the lock of a stream.
+    timer = threading.Timer(SLOW_SECONDS, _write_notice, (f"{text} ...\n".encode(errors="replace"),))
+    timer.daemon = True
+    if wanted:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _write_notice(line: bytes) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        os.write(2, line)

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dstrain")
 @click.option("--local_rank", "--local-rank", type=int, hidden=True, help="Set by DeepSpeed's launcher.")
-def main(local_rank: int | None) -> None:
+@click.option("--debug", is_flag=True, help="Print the traceback of an error; also: DSTRAIN_DEBUG=1.")
+def main(local_rank: int | None, debug: bool = False) -> None:
     """Train reward models, policies and vision-language models on DeepSpeed.
 
     Exit codes: 0 done, 1 failed, 2 bad usage, recipe or data, 75 stopped by a signal after a

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,21 +11,46 @@ from typing import Any, NoReturn
 
 import click
 
-from dstrain.errors import EXIT_OUTPUT_CLOSED, DstrainError, UsageError, explain_system_error
+from dstrain.errors import (
+    DEBUG_ENV,
+    EXIT_FAILED,
+    EXIT_OUTPUT_CLOSED,
+    DstrainError,
+    UsageError,
+    describe_unexpected,
+    explain_system_error,
+    format_traceback,
+    is_debug,
+    save_traceback,
+)
 from dstrain.process_setup import discard_closed_output, prepare_process
 
 UNSUPPORTED_COMMANDS = {
     "doctor": "check a recipe on this machine with `dstrain train RECIPE --dry-run`",
 }
 """Planned commands, and what to use until they exist."""
+
+
+class _Count(click.IntRange):
+    """Whole number up to a limit; click calls IntRange a `valid integer range` in its messages."""
+
+    name = "integer"
+
+
+COUNT = _Count(max=100_000)
 LAUNCH_OPTIONS = (
     click.option(
         "--num-gpus",
         "--num_gpus",
-        type=int,
+        type=COUNT,
         help="Processes per host, one per GPU; default: all visible GPUs, or 1 on a CPU.",
     ),
-    click.option("--num-nodes", "--num_nodes", type=int, help="Number of hosts, from the top of the hostfile."),
+    click.option(
+        "--num-nodes",
+        "--num_nodes",
+        type=COUNT,
+        help="Number of hosts, from the top of the hostfile.",
+    ),
     click.option("--hostfile", type=click.Path(), help="File with one line per host: host1 slots=8"),
     click.option("--include", default="", help="GPUs to run on: localhost:0,2 or host1@host2:0,2"),
     click.option("--exclude", default="", help="GPUs not to use: localhost:1 or host2"),
@@ -101,8 +128,8 @@ PLAN_OPTIONS = (
         metavar="SIZE",
         help="Memory of one GPU, such as 24GiB; default: this machine's.",
     ),
-    click.option("--gpus", type=click.IntRange(1), help="GPUs per host; default: those of this machine, or 1."),
-    click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Hosts."),
+    click.option("--gpus", type=click.IntRange(1, 1024), help="GPUs per host; default: those of this machine, or 1."),
+    click.option("--nodes", type=click.IntRange(1, 100_000), default=1, show_default=True, help="Hosts."),
     click.option(
         "--model-shape",
         "--model_shape",
@@ -169,30 +196,52 @@ class CommandGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            if sys.flags.optimize > 1:
-                problem = "Python runs without docstrings (-OO, PYTHONOPTIMIZE=2), which transformers needs"
-                raise UsageError(f"{problem}; unset PYTHONOPTIMIZE, or set it to 1")
-            return super().invoke(ctx)
+            return self._invoke_checked(ctx)
         except BrokenPipeError:
             # click would exit with 1, which says that a run failed. A broken pipe to another process is such a failure.
             if not discard_closed_output():
                 raise
             ctx.exit(EXIT_OUTPUT_CLOSED)
-        except DstrainError as error:
-            _exit_with_error(ctx, error)
-        except (RuntimeError, OSError) as error:
-            if (fault := explain_system_error(error)) is None:
-                raise
-            _exit_with_error(ctx, fault)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            known = error if isinstance(error, DstrainError) else explain_system_error(error)
+            _exit_with_error(ctx, error, known)
+
+    def _invoke_checked(self, ctx: click.Context) -> Any:
+        if ctx.params.pop("debug", False):
+            os.environ[DEBUG_ENV] = "1"
+        is_debug()
+        if sys.flags.optimize > 1:
+            problem = "Python runs without docstrings (-OO, PYTHONOPTIMIZE=2), which transformers needs"
+            raise UsageError(f"{problem}; unset PYTHONOPTIMIZE, or set it to 1")
+        return super().invoke(ctx)
 
 
-def _exit_with_error(ctx: click.Context, error: DstrainError) -> NoReturn:
-    """Print an error and exit with its code, also where nobody reads it."""
+def _exit_with_error(ctx: click.Context, error: Exception, known: DstrainError | None) -> NoReturn:
+    """Print an error and exit with its code, also where nobody reads it.
+
+    `known`: the error with a fix; None for an unexpected one, whose traceback is written to a file.
+    """
+    text = f"error: {known or _summarize(error)}"
+    with contextlib.suppress(UsageError):  # of DSTRAIN_DEBUG, which may be the error to print
+        text = format_traceback(error) + text if is_debug() else text
     try:
-        click.echo(f"error: {error}", err=True)
+        click.echo(text, err=True)
     except BrokenPipeError:
         discard_closed_output()
-    ctx.exit(error.exit_code)
+    ctx.exit(EXIT_FAILED if known is None else known.exit_code)
+
+
+def _summarize(error: Exception) -> str:
+    """Return one line about an unexpected error, and where its traceback is."""
+    what = f"unexpected {describe_unexpected(error)}; this is a bug of dstrain or of a library it uses; "
+    if is_debug():
+        return f"{what}report it with the traceback above"
+    path = save_traceback(error)
+    return f"{what}" + (
+        f"the full traceback is in {path}" if path else "run `dstrain --debug ...` to see the traceback"
+    )
 
 
 def with_options(*groups: Sequence[Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -21,6 +21,7 @@ from dstrain.data.dataset import Dataset
 from dstrain.data.sources.hub import parse_hub_split
 from dstrain.errors import DataError, UsageError
 from dstrain.preset import Device
+from dstrain.process_setup import notice_if_slow
 from dstrain.tasks import Task
 from dstrain.tasks.common.reference import ReferenceTask
 from dstrain.tasks.common.task import load_split
@@ -84,11 +85,13 @@ class EvaluateJob:
         )
         examples = add_outputs_and_select(asking, {"eval": prepared.examples})["eval"]
         assert examples is not None
-        model = load_saved_model(found, prepared.ds_config, world)
+        with notice_if_slow("loading the model", world.rank == 0):
+            model = load_saved_model(found, prepared.ds_config, world)
         with zero3_init(prepared.ds_config):
             module = add_frozen_models(task, model)
         engine = ForwardEngine(module, prepared.ds_config, world)
-        row = Evaluation(task, examples, found.micro_batch_size).run(engine)
+        with notice_if_slow(f"evaluating {len(examples)} samples", world.rank == 0):
+            row = Evaluation(task, examples, found.micro_batch_size).run(engine)
         rates = {name: row.pop(name) for name in [*row] if name.endswith("_per_second")}
         about = {"file": self.data, "step": found.step, "examples": len(examples)}
         return {**about, **row, **task.checks.baselines(examples), **rates}

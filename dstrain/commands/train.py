@@ -25,6 +25,7 @@ from dstrain.launch.topology import Worker, gpus_support_bf16, worker_from_env
 from dstrain.planner.choose import AUTO
 from dstrain.planner.cluster import Cluster
 from dstrain.preset import Device, read_preset
+from dstrain.process_setup import log_stderr
 from dstrain.train.ds_config import batch_warnings, check_offload_folders
 from dstrain.train.memory.reduced_batch import apply_reduced_batch
 from dstrain.train.resume.recorded import ResumeOptions
@@ -144,6 +145,7 @@ def _launch_training(
         # With --no-ssh this command cannot start the ranks of other hosts again.
         code, stop_state = EXIT_USAGE, StopState(can_restart=alone)
         try:
+            log_stderr(describe_start(launch))
             with open_worker_group(launch, run_dir) as group:
                 lease.on_lost = partial(setattr, group, "abort_reason")
                 if isinstance(group, MultiHostWorkerGroup):  # the hosts have reported their devices by now
@@ -155,6 +157,13 @@ def _launch_training(
             if is_new and alone and code == EXIT_USAGE and not has_progress(run_dir):
                 shutil.rmtree(run_dir, ignore_errors=True)
         return code, bool(stop_state.restart)
+
+
+def describe_start(launch: LocalLaunch | MultiHostLaunch) -> str:
+    """Return the line that is printed before the first output of a worker."""
+    count = launch.world_size
+    where = f" on {len(launch.hosts)} hosts" if isinstance(launch, MultiHostLaunch) else ""
+    return f"starting {count} process{'es' * (count != 1)}{where}; loading torch and DeepSpeed takes some seconds"
 
 
 def has_progress(run_dir: Path) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from dstrain.config.aliases import RENAMED_CHAT_TEMPLATES
-from dstrain.errors import URL_PASSWORD
+from dstrain.errors import SECRET_NAME, URL_PASSWORD
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -54,10 +54,6 @@ def _check_share_of_layers(value: bool | float) -> bool | float:
 
 ShareOfLayers = Annotated[bool | float, AfterValidator(_check_share_of_layers)]
 """True for all, false for none."""
-
-
-SECRET_NAME = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API_?)?KEY", re.IGNORECASE)
-"""Pattern of variable names whose values must not be written to a run folder or sent to a tracker."""
 
 
 _RECIPES_ARE_SAVED = "and recipes are saved; write the name alone, and set the variable where you launch"

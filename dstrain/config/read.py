@@ -18,7 +18,7 @@ from dstrain.config.overrides import resolve_overrides
 from dstrain.config.read_yaml import COMMAND_LINE, apply_override, format_value, normalize_key, read_yaml
 from dstrain.config.rules import check_cross_fields
 from dstrain.config.schema import RunConfig
-from dstrain.errors import Fault, RecipeError, suggest_name
+from dstrain.errors import URL_PASSWORD, Fault, RecipeError, suggest_name
 from dstrain.source_map import KeyPath, SourceMap, dotted_name, lookup
 
 
@@ -58,6 +58,7 @@ def read_recipe(
     faults = list(_bool_faults(source.values, config.model_dump(), (), source))
     faults += _unsupported_faults(config.model_dump(), source)
     faults += [Fault(source.get_location(key), problem, fix) for key, problem, fix in check_cross_fields(config)]
+    faults += list(_password_faults(config.model_dump(mode="json"), (), source))
     if faults:
         raise RecipeError(faults)
     name = path.stem if path else Path(config.task).stem
@@ -229,6 +230,19 @@ def _bool_faults(raw: Any, parsed: Any, key: KeyPath, source: SourceMap) -> Iter
     elif isinstance(raw, list) and isinstance(parsed, (list, tuple)):
         for index, (value, taken) in enumerate(zip(raw, parsed, strict=False)):
             yield from _bool_faults(value, taken, (*key, index), source)
+
+
+def _password_faults(value: Any, key: KeyPath, source: SourceMap) -> Iterator[Fault]:
+    """Yield a fault for each URL with a password: recipes are saved in run folders and sent to trackers."""
+    if isinstance(value, str) and URL_PASSWORD.search(value):
+        problem = "holds a URL with a password, and recipes are saved"
+        yield Fault(source.get_location(key), problem, "remove the password, and give it where the service reads it")
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _password_faults(inner, (*key, name), source)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _password_faults(inner, (*key, index), source)
 
 
 def _unsupported_faults(values: Mapping[str, Any], source: SourceMap) -> list[Fault]:

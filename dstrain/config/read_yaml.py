@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from dstrain.errors import Fault, RecipeError, describe_decode_error, one_line
+from dstrain.files import not_file_reason
 from dstrain.source_map import KeyPath, SourceMap, dotted_name, lookup
 
 COMMAND_LINE = "--set"
@@ -21,6 +22,8 @@ MAX_VALUES = 10_000
 def read_yaml(path: Path) -> SourceMap:
     """Read the mapping in a YAML file. Raises RecipeError, with the line, for anything else."""
     source = SourceMap(path.name)
+    if reason := not_file_reason(path):
+        raise RecipeError(f"{path}: {reason}; save the recipe as a file")
     try:
         root, values = _parse_yaml(path)
     except ValueError as error:

@@ -14,10 +14,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
-from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, first_names
+from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, first_names, is_debug
 from dstrain.launch.exit_code import LaunchOutcome, compute_outcome
 from dstrain.launch.heartbeat import print_error
-from dstrain.launch.worker import DUPLICATE_SIGNAL_SECONDS, RankRecord, finish_log_copy, log_path, set_child_subreaper
+from dstrain.launch.worker import (
+    DUPLICATE_SIGNAL_SECONDS,
+    TRACEBACK_HINT,
+    RankRecord,
+    finish_log_copy,
+    log_path,
+    set_child_subreaper,
+)
 from dstrain.launch.worker_group import WorkerGroup
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -211,7 +218,9 @@ def _report_outcome(stop_state: StopState, group: WorkerGroup, outcome: LaunchOu
         _log_stderr(outcome.message if not is_on_terminal else outcome.message.split("\n", 1)[0])
         return outcome.code
     own = None if outcome.rank is None else log_path(group.run_dir, outcome.rank)
-    if not (is_on_terminal or _print_log_tail(own)):
+    # The end of such a log is a traceback, and the message names the log.
+    is_summarized = record is not None and TRACEBACK_HINT in (record.error or "") and not is_debug()
+    if not (is_on_terminal or is_summarized or _print_log_tail(own)):
         _print_log_tail(group.find_launcher_log(outcome.rank))
     if not (is_on_terminal and outcome.code == EXIT_USAGE):
         _log_stderr(outcome.message)

@@ -9,17 +9,22 @@ import select
 import signal
 import sys
 
+CLEAR_LINE = b"\r\x1b[K"
+
 
 def follow_file(path: str, offset: int) -> None:
     """Copy the file to stdout from `offset` on, until stdin is closed or the parent has ended."""
     parent = os.getppid()
+    clears, at_line_start = os.isatty(1) and os.environ.get("TERM", "").lower() not in ("dumb", "unknown"), True
     with open(path, "rb", buffering=0) as log:
         log.seek(offset)
         while True:
             # Checked before the file is read, so that the last output is still copied.
             ended = bool(select.select([0], [], [], 0.1)[0]) or os.getppid() != parent
             while part := log.read(1 << 16):
-                _write_stdout(part)
+                # The training process draws a progress line on the same terminal, and draws it again afterwards.
+                _write_stdout(CLEAR_LINE + part if clears and at_line_start else part)
+                at_line_start = part.endswith(b"\n")
             if ended:
                 return
 

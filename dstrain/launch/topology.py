@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dstrain.errors import UsageError
+from dstrain.errors import UsageError, one_line
 
 _TORCH_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
@@ -39,6 +39,10 @@ def worker_from_env(env: Mapping[str, str]) -> Worker | None:
     OpenMPI is checked before Slurm: inside an allocation `mpirun` starts its daemons with srun, so
     that ranks inherit the daemon's SLURM_PROCID.
     """
+    if "MASTER_PORT" in env and not 0 < _read_int(env, "MASTER_PORT") < 65536:
+        raise UsageError(
+            f"the environment's MASTER_PORT is {env['MASTER_PORT']}; set it to a port, 1 to 65535, or unset it"
+        )
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torch_names(env)
     if "OMPI_COMM_WORLD_RANK" in env:
@@ -105,10 +109,10 @@ def _from_slurm(env: Mapping[str, str]) -> Worker:
         raise UsageError("this is a Slurm step without SLURM_STEP_NODELIST; export MASTER_ADDR with rank 0's host")
     tasks = _count_slurm_tasks(env)
     # Not a fixed port: two jobs may share a node, and their ranks would connect to each other.
-    seed = 101 * int(env.get("SLURM_JOB_ID", "0")) + int(env["SLURM_STEP_ID"])
+    seed = 101 * _read_int(env, "SLURM_JOB_ID", "0") + _read_int(env, "SLURM_STEP_ID")
     found = {"MASTER_ADDR": expand_nodelist(nodes)[0] if nodes else "", "MASTER_PORT": str(_port_from_seed(seed))}
     counts = expand_task_counts(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(tasks))
-    node = int(env.get("SLURM_NODEID", "0"))
+    node = _read_int(env, "SLURM_NODEID", "0")
     place = (_read_int(env, "SLURM_PROCID"), _read_int(env, "SLURM_LOCALID"), tasks)
     return _make_worker(env, "slurm", place, counts[node] if node < len(counts) else tasks, found)
 
@@ -133,11 +137,11 @@ def _make_worker(
     return Worker(rank, local_rank, world, launcher, local_world_size, missing)
 
 
-def _read_int(env: Mapping[str, str], name: str) -> int:
-    value = env.get(name, "")
-    if not value.isdecimal():
+def _read_int(env: Mapping[str, str], name: str, default: str = "") -> int:
+    value = env.get(name, default)
+    if not value.isdecimal() or len(value) > 18:
         raise UsageError(
-            f"the environment's {name} is '{value}', which is not a number; unset it or let a launcher set it"
+            f"the environment's {name} is '{one_line(value)}', which is not a number; unset it or let a launcher set it"
         )
     return int(value)
 

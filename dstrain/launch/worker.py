@@ -12,12 +12,20 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, DstrainError, OutOfMemoryError, mask_passwords
+from dstrain.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    DstrainError,
+    OutOfMemoryError,
+    describe_unexpected,
+    format_traceback,
+    is_debug,
+)
 from dstrain.files import atomic_write
 from dstrain.launch.heartbeat import watch_heartbeat
 
@@ -36,6 +44,9 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # Loaded at import: a child between fork and exec must not import.
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+TRACEBACK_HINT = "; the full traceback is in "
+"""Words before the path of the log in the message of an unexpected error."""
 
 _close_log_copy: Callable[[], None] | None = None
 
@@ -107,12 +118,25 @@ def run_worker(run_dir: Path, rank: int, fn: Callable[[], int]) -> int:
         code = fn()
     except DstrainError as fault:
         code, error = fault.exit_code, fault
-        print(f"error: {fault}", file=sys.stderr, flush=True)
+        print((format_traceback(fault) if is_debug() else "") + f"error: {fault}", file=sys.stderr, flush=True)
     except Exception as fault:
-        error = mask_passwords(f"{type(fault).__name__}: {fault}")
-        print(f"rank {rank} failed:\n{mask_passwords(traceback.format_exc())}", file=sys.stderr, flush=True)
+        error = f"{describe_unexpected(fault)}{TRACEBACK_HINT}{log_path(run_dir, rank)}"
+        _log_traceback(fault, rank, error)
     record_end(run_dir, rank, code, error)
     return exit_code_for_launcher(code)
+
+
+def _log_traceback(fault: Exception, rank: int, summary: str) -> None:
+    """Write an unexpected error to the log; the terminal gets its traceback with --debug only, else one line.
+
+    Under `dstrain` the supervisor prints that line.
+    """
+    text = f"rank {rank} failed:\n{format_traceback(fault)}"
+    if not is_debug():
+        if _supervisor_pid() is None:
+            print(f"error: {summary}", file=sys.stderr, flush=True)
+        finish_log_copy()
+    print(text, file=sys.stderr, flush=True)
 
 
 def _write_record(run_dir: Path, record: RankRecord) -> None:

@@ -19,11 +19,14 @@ from dstrain.models.folder.tokenizer_files import find_tokenizer_files
 from dstrain.models.padding import clear_padding_idx
 from dstrain.models.weights.check_files import has_weights
 from dstrain.models.weights.load_report import load_report_disabled
+from dstrain.process_setup import notice_if_slow
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-MISSING_MODEL = Fault("model", "has neither path nor config", "set model.path, or model.config to train from scratch")
+MISSING_MODEL = Fault(
+    "model.path", "is not set, nor is model.config", "set model.path, or model.config to train from scratch"
+)
 
 
 def read_config(model: ModelConfig) -> PretrainedConfig:
@@ -85,9 +88,12 @@ def read_tokenizer(name: str, key: str, trust_remote_code: bool = False) -> Any:
 
 def load_pretrained(auto_class: Any, name: str, key: str, trust_remote_code: bool) -> Any:
     """Load a folder or Hub id with one of transformers' Auto classes. Raises RecipeError for the recipe's `key`."""
-    place = str(Path(name).expanduser()) if check_local_folder(name, key) else name
+    is_local = check_local_folder(name, key)
+    place = str(Path(name).expanduser()) if is_local else name
     try:
-        return auto_class.from_pretrained(place, trust_remote_code=trust_remote_code)
+        # Without a network huggingface_hub tries again for over a minute.
+        with notice_if_slow(f"{key}: asking the Hugging Face Hub for {name}", not is_local):
+            return auto_class.from_pretrained(place, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers' checks, or any error that an invalid config causes
         reason = _error_reason(error)
         if "trust_remote_code" in str(error):

@@ -35,11 +35,17 @@ class Cluster:
         return self.gpus_per_node * self.nodes
 
 
+MIN_BYTES = 2**20
+"""A number without a unit below this was meant in GiB or MiB."""
+
+
 def parse_bytes(text: str, option: str) -> int:
     """Return `24GiB`, `24G` or `24 GB` as bytes; units are powers of 1024. Raises UsageError naming the option."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text, re.IGNORECASE)
     if match is None or not 0 < float(match[1]) < MAX_NUMBER:
         raise UsageError(f"{option}: {text!r} is not a size of memory; write it like 24GiB")
+    if not match[2] and float(match[1]) < MIN_BYTES:
+        raise UsageError(f"{option}: {text!r} means bytes, less than any GPU has; write {match[1]}GiB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 

@@ -15,6 +15,7 @@ from dstrain.config import RunConfig, dump_recipe
 from dstrain.config.schema import ModelConfig
 from dstrain.errors import Fault, RecipeError, UsageError, suggest_name
 from dstrain.models.folder.adapter_config import resolve_base_model
+from dstrain.models.folder.config_sizes import wrong_size_fault
 from dstrain.models.weights.files import find_weight_files
 from dstrain.planner.families.decoders import generic_shape, shape_from_config
 from dstrain.planner.shape import (
@@ -79,6 +80,8 @@ def read_base_shape(model: ModelConfig) -> ModelShape | None:
     values = _read_config(model)
     if values is None:
         return None
+    if fault := wrong_size_fault(values, "model.config" if model.config is not None else "model.path"):
+        raise RecipeError(fault)
     try:
         shape, sizes_of_others = shape_from_config(values), generic_shape(values)
     except (ValueError, TypeError, AttributeError, ZeroDivisionError, OverflowError) as error:
@@ -97,15 +100,15 @@ def _read_config(model: ModelConfig) -> dict[str, Any] | None:
         return model.config
     name = resolve_base_model(model).path
     if name is None:
-        problem, fix = "has neither path nor config", "set model.path, or pass --model-shape NAME to plan"
-        raise RecipeError(Fault("model", problem, fix))
+        problem, fix = "is not set, nor is model.config", "set model.path, or pass --model-shape NAME to plan"
+        raise RecipeError(Fault("model.path", problem, fix))
     folder = Path(name).expanduser()
     file = folder / "config.json" if folder.is_dir() else _find_cached_config(name)
     if file is None:
         return _find_hub_shape(name)
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RecipeError(Fault("model.path", f"{file} cannot be read ({error})", "download it again")) from None
     return values if isinstance(values, dict) else None
 
@@ -160,12 +163,14 @@ def _with_meta_parameters(config: RunConfig, shape: ModelShape) -> ModelShape:
     except subprocess.TimeoutExpired:
         problem = f"building the model on the meta device takes over {META_TIMEOUT_SECONDS} s"
         raise RecipeError(Fault("model", problem, "name a preset in ds_config")) from None
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    try:
+        rows = json.loads(done.stdout.splitlines()[-1])
+        tensors = tuple(ParamTensor(name, tuple(size), part_of(name), trained) for name, size, trained in rows)
+    except (LookupError, ValueError, TypeError):  # it failed, or a library ended the process with code 0
+        reason = (done.stderr.strip().splitlines() or [f"no output, exit code {done.returncode}"])[-1]
         fix = "correct the recipe, or pass --model-shape NAME to plan"
-        raise RecipeError(Fault("model", f"its parameters cannot be counted ({reason.removeprefix('error: ')})", fix))
-    rows = json.loads(done.stdout.splitlines()[-1])
-    tensors = tuple(ParamTensor(name, tuple(size), part_of(name), trained) for name, size, trained in rows)
+        problem = f"its parameters cannot be counted ({reason.removeprefix('error: ')})"
+        raise RecipeError(Fault("model", problem, fix)) from None
     return replace(shape, tensors=tensors, param_source="meta device")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import Fault, PresetError
+from dstrain.files import not_file_reason
 from dstrain.source_map import SourceMap
 
 _TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")(\s*:)?|[{}\[\],]')
@@ -17,6 +18,8 @@ _TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")(\s*:)?|[{}\[\],]')
 def read_json(path: Path) -> SourceMap:
     """Read the JSON object in a file. Raises PresetError, with line and column, for anything else."""
     try:
+        if reason := not_file_reason(path):
+            raise PresetError(f"{path}: {reason}; save the JSON as a file")
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise PresetError(Fault(str(path), f"the file cannot be read ({error})", "name a readable JSON file")) from None

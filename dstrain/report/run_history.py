@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from dstrain.errors import UsageError, mask_passwords
+from dstrain.errors import UsageError, mask_secrets
 from dstrain.files import open_regular_file
 from dstrain.report.run_log import parse_row, with_present_event
 
@@ -146,7 +146,7 @@ def read_text(path: Path) -> str:
     """Return the text of a file without passwords in URLs; empty if it cannot be read."""
     try:
         with open_regular_file(path) as file:
-            return mask_passwords(file.read(MAX_TEXT_BYTES).decode(errors="replace"))
+            return mask_secrets(file.read(MAX_TEXT_BYTES).decode(errors="replace"))
     except OSError:
         return ""
 

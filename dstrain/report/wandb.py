@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from dstrain.config.schema import WandbConfig
-from dstrain.errors import EXIT_STOPPED, UsageError, mask_passwords
+from dstrain.errors import EXIT_STOPPED, UsageError, mask_secrets
 from dstrain.report.run_log import Row
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class WandbSink:
             try:
                 self._run = _init(config, run_dir, recipe, attempt)
             except Exception as error:  # wandb's own errors, and those of pydantic and the network
-                reason = mask_passwords(" ".join(str(error).split()))
+                reason = mask_secrets(" ".join(str(error).split()))
                 log.warning("Weights & Biases (%s) did not start: %s; %s", attempt, reason, FALLBACKS[attempt])
                 _end_service()  # it still holds the run id of this attempt
                 continue

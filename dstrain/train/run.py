@@ -15,7 +15,7 @@ from dstrain.report.allocation_errors import find_allocation_failure
 from dstrain.report.memory import memory_metrics
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
-from dstrain.report.sinks import Sink
+from dstrain.report.sinks import Sink, StepDisplay
 from dstrain.schedule import Due, StepSchedule
 from dstrain.train.checkpoint.saver import CheckpointSaver
 from dstrain.train.engine.base import Engine, seed_step
@@ -49,6 +49,8 @@ class Run:
     schedule: StepSchedule
     memory: MemoryMonitor
     seed: int
+    display: StepDisplay | None = None
+    """The sink that shows every step; on rank 0 only."""
 
     @property
     def total_steps(self) -> int:
@@ -156,6 +158,8 @@ class Run:
         start = 0 if self.start_checkpoint is None else self.start_checkpoint.step
         self.memory.compare_with_forecast(progress.step - start, self.run_log)
         self.monitors.end(result, progress, self.schedule.lr(progress.step - 1))
+        if self.display is not None:
+            self.display.end_step(progress.step, self.loader.epoch_at(progress.samples))
         # Before the ranks agree on a stop: a failed background save ends the run with its own error.
         self.saver.poll()
 

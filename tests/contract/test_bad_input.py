@@ -425,7 +425,7 @@ WORKER_TABLE: dict[str, tuple[list[str], Callable[[Path], None] | None, str]] = 
     "a folder whose config cannot be": (["model.config=null", "model.path=./model"], without_heads, r"model\.path: .* cannot be loaded \(ZeroDivisionError"),
     "a config that cannot be": (["model.config.num_attention_heads=0"], None, r"model\.config: ZeroDivisionError.*correct the value"),
     "attention that is not installed": (["model.attn_implementation=flash_attention_2"], None, r"model\.attn_implementation: flash_attention_2 needs the package flash-attn.*use sdpa"),
-    "neither path nor config": (["model.config=null"], None, r"has neither path nor config"),
+    "neither path nor config": (["model.config=null"], None, r"model\.path: is not set, nor is model\.config"),
     "a width the heads do not divide": (["model.config.hidden_size=31"], None, r"model\.config.*31.*is not a multiple"),
     "a width of letters": (["model.config.hidden_size=abc"], None, r"model\.config.*'hidden_size' expected int"),
     "a width below 0": (["model.config.hidden_size=-8"], None, r"model\.config: the model cannot be built.*negative dimension"),

@@ -41,7 +41,7 @@ def test_a_recipe_to_fill_in_says_what_is_missing_and_starts_nothing(
     found = invoke(*command, name)
     assert found.exit_code == 2
     assert found.stderr.splitlines() == [
-        "error: model: has neither path nor config; set model.path, or model.config to train from scratch",
+        "error: model.path: is not set, nor is model.config; set model.path, or model.config to train from scratch",
         "data.train: is not set; write `data: {train: pairs.jsonl}`",
     ]
     assert not list(tmp_path.iterdir())

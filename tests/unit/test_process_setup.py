@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
+
+from dstrain import process_setup
+from dstrain.process_setup import notice_if_slow
 
 PROGRAM = """
 import resource, sys
@@ -39,3 +43,15 @@ def test_freed_memory_is_used_again_without_new_pages() -> None:
 
 def test_without_the_setting_each_large_allocation_gets_new_pages() -> None:
     assert faults("no") > 4 * 100
+
+
+def test_only_slow_work_is_announced(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(process_setup, "SLOW_SECONDS", 0.05)
+    with notice_if_slow("hashing"):
+        time.sleep(0.3)
+    with notice_if_slow("fast work"):
+        pass
+    with notice_if_slow("work of another rank", wanted=False):
+        time.sleep(0.1)
+    time.sleep(0.1)
+    assert capfd.readouterr().err == "hashing ...\n"

@@ -177,7 +177,9 @@ def find_saved_model(folder: Path, step: str, overrides: Sequence[str] = (), tas
     if (folder / "recipe.yaml").is_file():
         return _find_in_run(folder, step, overrides, task)
     if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)) and not is_module_export(folder):
-        raise UsageError(f"{folder}: is neither a run folder (recipe.yaml) nor an exported model (config.json)")
+        raise UsageError(
+            f"{folder}: is neither a run folder (recipe.yaml) nor an exported model (config.json); give one of them"
+        )
     return SavedModel(folder, _make_export_task(folder, overrides, task))
 
 

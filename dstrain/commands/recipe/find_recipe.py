@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dstrain.errors import RecipeError, suggest_name
+from dstrain.errors import RecipeError, one_line, suggest_name
 
 RECIPES_DIR = Path(__file__).parents[2] / "recipes"
 
@@ -37,10 +37,12 @@ def find_recipe(name: str | None, optional: bool) -> Path | None:
         return RECIPES_DIR / f"{name}.yaml"
     if path.suffix in (".yaml", ".yml") or "/" in name or path_exists(path):
         if path_exists(path):
-            raise RecipeError(f"RECIPE {name}: is a folder; give the YAML file in it")
-        raise RecipeError(f"RECIPE {name}: there is no such file (working directory: {Path.cwd()}); check the path")
+            raise RecipeError(f"RECIPE {one_line(name)}: is a folder; give the YAML file in it")
+        raise RecipeError(
+            f"RECIPE {one_line(name)}: there is no such file (working directory: {Path.cwd()}); check the path"
+        )
     raise RecipeError(
-        f"RECIPE {name}: is neither a file nor a packaged recipe; {suggest_name(name, list_builtin_recipes())}"
+        f"RECIPE {one_line(name)}: is neither a file nor a packaged recipe; {suggest_name(name, list_builtin_recipes())}"
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from dstrain.data.records import BadRow
 from dstrain.data.sources.base import BaseSource
-from dstrain.errors import DataError
+from dstrain.errors import DataError, one_line
 from dstrain.files import display_path
 
 TEXT_COLUMNS = ("label", "caption", "prompt", "pattern", "id")
@@ -68,7 +68,7 @@ class CsvSource(BaseSource):
         try:
             self._rows.append((number, read_row(names, row)))
         except ValueError as fault:
-            self.bad_rows.append(BadRow(f"{self.name}:{number}", str(fault)))
+            self.bad_rows.append(BadRow(f"{self.name}:{number}", one_line(str(fault))))
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -112,5 +112,5 @@ def _missing_file_message(path: Path) -> str:
     folder = path.parent
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file()) if folder.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
-    fix = f"similar names: {', '.join(near)}" if near else f"{folder} has no similar name, or does not exist"
-    return f"there is no file {path} (looked from {Path.cwd()}); {fix}"
+    similar = f"similar names: {', '.join(near)}" if near else f"{folder} has no similar name, or does not exist"
+    return f"there is no file {path} (looked from {Path.cwd()}; {similar}); check the path"

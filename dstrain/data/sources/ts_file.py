@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from dstrain.data.records import BadRow
 from dstrain.data.sources.base import BaseSource
-from dstrain.errors import DataError
+from dstrain.errors import DataError, one_line
 from dstrain.files import display_path
 
 _TRUE_FALSE = {"true": True, "false": False}
@@ -64,7 +65,7 @@ class TsSource(BaseSource):
             try:
                 self._rows.append((number, parse_line(line, header)))
             except ValueError as fault:
-                self.bad_rows.append(BadRow(f"{self.name}:{number}", str(fault)))
+                self.bad_rows.append(BadRow(f"{self.name}:{number}", one_line(str(fault))))
         self._set_digest(hashlib.sha256(content).hexdigest(), {name for _, row in self._rows for name in row})
 
     def _read_header(self, lines: Iterable[str]) -> tuple[TsHeader, int]:
@@ -79,7 +80,7 @@ class TsSource(BaseSource):
             try:
                 read_header_line(line, header)
             except ValueError as fault:
-                raise DataError(f"{self.name}:{number}: {fault}") from fault
+                raise DataError(f"{self.name}:{number}: {one_line(str(fault))}") from fault
         raise DataError(f"{self.name} has no line @data; its series begin after one")
 
     def __len__(self) -> int:
@@ -96,7 +97,7 @@ def read_header_line(line: str, header: TsHeader) -> None:
     """Add a line of the header, such as `@seriesLength 150`. Raises ValueError with the reason."""
     if not line.startswith("@"):
         raise ValueError("a line before @data begins with @ or #; add @data before the first series")
-    key, *words = line[1:].split()
+    key, *words = line[1:].split() or [""]
     name = key.lower()
     if name not in _HEADER_KEYS:
         raise ValueError(f"@{key} is not a key of the .ts format; remove the line")
@@ -161,6 +162,6 @@ def _read_bool(key: str, words: list[str]) -> bool:
 
 
 def _read_count(key: str, words: list[str]) -> int:
-    if len(words) != 1 or not words[0].isdigit():
+    if len(words) != 1 or not re.fullmatch(r"[0-9]{1,9}", words[0]):
         raise ValueError(f"@{key} is followed by {' '.join(words) or 'nothing'}; write a whole number")
     return int(words[0])

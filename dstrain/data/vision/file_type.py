@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
+from typing import Any
+
 _FILE_SIGNATURES = (
     (b"version https://git-lfs", "it is a Git LFS pointer, `git lfs pull` fetches the image"),
     (b"%PDF", "it is a PDF"),
@@ -31,3 +35,11 @@ def suggest_fix(content: bytes) -> str:
 def _strip_start(content: bytes) -> bytes:
     """Return the first bytes without a byte order mark and blanks."""
     return content[:64].lstrip(b"\xef\xbb\xbf \t\r\n")
+
+
+def accepts_signature(accept: Callable[[bytes], Any] | None, prefix: bytes) -> bool:
+    """Return True if a format of Pillow knows the first bytes; some of them raise for a file of few bytes."""
+    try:
+        return accept is not None and bool(accept(prefix))
+    except (struct.error, IndexError):
+        return False

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.data.formats.messages import json_type_name
 from dstrain.data.records import BadRecord
 from dstrain.data.vision.deferred_image import DeferredImage
-from dstrain.data.vision.file_type import describe_content, suggest_fix
+from dstrain.data.vision.file_type import accepts_signature, describe_content, suggest_fix
 from dstrain.errors import DataError
 from dstrain.files import NOT_REGULAR, display_path, open_regular_file
 from dstrain.patching import check_version
@@ -209,7 +209,7 @@ def _open_image(content: bytes, name: str) -> Image:
         pixels = max(map(int, re.findall(r"\d+", str(fault))), default=MAX_PIXELS + 1)
     except UnidentifiedImageError as fault:
         # The signature is known, so the file is an image with a damaged header.
-        if any(accept and accept(content[:16]) for accept in (Image.OPEN[form][1] for form in known)):
+        if any(accepts_signature(Image.OPEN[form][1], content[:16]) for form in known):
             raise BadRecord(f"{name} is damaged or truncated in its first bytes; download it again") from fault
         problem = f"{name} is not an image in a known format ({describe_content(content)}; known: {_FORMAT_NAMES})"
         raise BadRecord(f"{problem}; {suggest_fix(content)}") from fault

@@ -62,6 +62,8 @@ def read_env_file(path: Path, env: Mapping[str, str]) -> dict[str, str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not valid UTF-8 (byte {error.start}); re-save the file as UTF-8") from None
     found, faults = {}, []
     for number, line in enumerate(lines, start=1):
         text = line.strip().removeprefix("export ")

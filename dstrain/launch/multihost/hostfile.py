@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dstrain.errors import Fault, UsageError, suggest_name
+from dstrain.files import not_file_reason
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,10 @@ class Host:
 def read_hostfile(path: str) -> list[Host]:
     """Read the hosts of a file. Raises UsageError with line numbers."""
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        file = Path(path).expanduser()
+        if special := not_file_reason(file):
+            raise UsageError(f"--hostfile {path}: {special}; save it as a file")
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not valid UTF-8"
         raise UsageError(
@@ -71,7 +75,8 @@ def select_hosts(
         raise UsageError("--include and --exclude are both set; give only one of them")
     if (include or exclude) and (num_nodes is not None or num_gpus is not None):
         raise UsageError(
-            "--num-nodes and --num-gpus cannot be combined with --include or --exclude, which select hosts and GPUs"
+            "--num-nodes and --num-gpus cannot be combined with --include or --exclude, which select hosts and GPUs; "
+            "give one or the other"
         )
     if include or exclude:
         option, text = ("--include", include) if include else ("--exclude", exclude)
@@ -105,7 +110,7 @@ def _parse_slots(option: str, value: str, hosts: Mapping[str, Host]) -> dict[str
         name, _, numbers = part.partition(":")
         if name not in hosts:
             raise UsageError(f"{option} '{value}': {name} is not in the hostfile; {suggest_name(name, list(hosts))}")
-        if numbers and not re.fullmatch(r"\d+(,\d+)*", numbers):
+        if numbers and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", numbers):
             raise UsageError(f"{option} '{value}': '{numbers}' is not a list of slots; write it like host1@host2:0,2")
         slots = {int(number) for number in numbers.split(",")} if numbers else set(hosts[name].slots)
         if absent := slots - set(hosts[name].slots):

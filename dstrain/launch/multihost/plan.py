@@ -137,8 +137,10 @@ def _plan_this_host(
 ) -> LocalLaunch:
     """Return this host's part of a launch with --no-ssh. Raises UsageError."""
     if options.node_rank is None or not 0 <= options.node_rank < len(hosts):
+        given = options.node_rank
+        what = "is missing" if given is None else f"cannot be {given} (--node-rank {given})"
         raise UsageError(
-            f"--no-ssh: this host's index among the {len(hosts)} hosts is missing; "
+            f"--no-ssh: this host's index among the {len(hosts)} hosts {what}; "
             f"add --node-rank K, from 0 on {hosts[0].name} to {len(hosts) - 1} on {hosts[-1].name}"
         )
     if options.launcher in ("openmpi", "ssh"):

@@ -13,6 +13,7 @@ from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.errors import Fault, RecipeError, suggest_name
 from dstrain.models.folder.adapter_config import CONFIG_FILE as ADAPTER_CONFIG
 from dstrain.models.folder.adapter_config import read_adapter
+from dstrain.models.folder.config_sizes import wrong_size_fault
 from dstrain.models.folder.hub_code import check_hub_code
 from dstrain.models.folder.location import is_local_path, missing_folder_fault
 from dstrain.models.folder.model_types import (
@@ -143,7 +144,7 @@ def _check_config(config: RunConfig, values: Mapping[str, Any], key: str) -> lis
         return [Fault(key, problem, "give a model of transformers, e.g. model_type: llama")]
     if key == "model.path" and not ("auto_map" in values and model.trust_remote_code) and not _is_known(model_type):
         return [_unknown_type_fault(model_type, values)]
-    if fault := quantized_fault(values, key):
+    if fault := quantized_fault(values, key) or wrong_size_fault(values, key):
         return [fault]
     max_length, limit = config.data.max_length, max_learned_positions(values)
     faults = []

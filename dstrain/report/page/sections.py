@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dstrain.errors import mask_passwords
+from dstrain.errors import mask_secrets
 from dstrain.report.page.verdict import RunSummary, Verdict, format_number, format_share
 from dstrain.report.run_history import RunHistory, is_number
 from dstrain.report.run_log import task_metric_names
@@ -33,7 +33,7 @@ EVENT_LEVELS = {
 
 def escape(value: object) -> str:
     """Return a text for HTML, without passwords in URLs. Control characters become visible."""
-    text = mask_passwords(str(value))
+    text = mask_secrets(str(value))
     return html.escape("".join(a if a.isprintable() or a in "\n\t" else repr(a)[1:-1] for a in text))
 
 

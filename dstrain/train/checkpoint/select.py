@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -43,7 +44,7 @@ def select_checkpoint(run_dir: Path, selector: str) -> CheckpointInfo:
         raise UsageError(f"{run_dir}: has no complete checkpoint; `dstrain checkpoints {run_dir}` lists the faults")
     if selector == "last" or (selector == "best" and best is None):
         return complete[0]
-    if best is None and not selector.isdecimal():
+    if best is None and not re.fullmatch(r"[0-9]{1,15}", selector):
         raise UsageError(f"--step {selector}: must be a step number, best or last")
     for info in complete:
         if info.path == best or (best is None and info.step == int(selector)):

@@ -47,7 +47,11 @@ def make_forecast(config: RunConfig, preset: Preset, cluster: Mapping[str, Any])
     )
 
 
-def describe_forecast(forecast: MemoryForecast | None, measured_bytes: int) -> str:
-    """Return `memory: predicted 11.2 GiB, measured 10.8 GiB`, of the rank with most."""
-    predicted = "" if forecast is None else f"predicted {format_bytes(forecast.device_bytes)}, "
+def describe_forecast(forecast: MemoryForecast | None, measured_bytes: int, device_type: str = "cuda") -> str:
+    """Return `memory: predicted 11.2 GiB, measured 10.8 GiB`, of the rank with most.
+
+    On a CPU only the measured value: there the prediction is mostly a reserve for libraries, and buffers whose pages a
+    small model never touches.
+    """
+    predicted = "" if forecast is None or device_type == "cpu" else f"predicted {format_bytes(forecast.device_bytes)}, "
     return f"memory: {predicted}measured {format_bytes(measured_bytes)}"

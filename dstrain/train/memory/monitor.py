@@ -106,7 +106,7 @@ class MemoryMonitor:
             fields["predicted_host_bytes"] = sum(size for _, place, size in self.forecast.lines if place == "host")
         run_log.log_event("memory", predicted_bytes=predicted, measured_bytes=measured, **fields)
         if self.world.rank == 0:
-            print(describe_forecast(self.forecast, measured), flush=True)
+            print(describe_forecast(self.forecast, measured, self.world.device.type), flush=True)
 
     def _where(self) -> str:
         log = self.world.log

@@ -14,7 +14,7 @@ from dstrain.launch.lease import check_lease
 from dstrain.models.params.groups import build_param_groups
 from dstrain.models.params.summary import summarize_components
 from dstrain.models.params.zero3 import zero3_init
-from dstrain.process_setup import keep_freed_memory
+from dstrain.process_setup import keep_freed_memory, notice_if_slow
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
 from dstrain.tasks.common.registry import copy_task_file
@@ -71,6 +71,8 @@ from dstrain.train.setup.startup import (
 from dstrain.train.state.files import check_state_complete
 from dstrain.train.state.manifest import CheckpointInfo
 from dstrain.units import format_count
+
+COMPILING = "building the engine; at the first start DeepSpeed compiles kernels, which can take minutes"
 
 
 def run_training(plan: RunPlan, terminal: TextIO | None, signal_handler: SignalHandler, store: Any = None) -> int:
@@ -163,6 +165,7 @@ def build_run(
     if world.device.type == "cpu":
         keep_freed_memory()  # only now: what loading the weights needed goes back to the kernel
     saver = _build_saver(plan, engine, checkpoints, run_log, weights)
+    sinks, display = make_sinks(plan, run_log, world, start, terminal)
     return Run(
         engine=engine,
         loader=build_loader(plan, world),
@@ -170,7 +173,8 @@ def build_run(
         saver=saver,
         start_checkpoint=start,
         run_log=run_log,
-        sinks=make_sinks(plan, run_log, world, start, terminal),
+        sinks=sinks,
+        display=display,
         meter=Meter(world),
         monitors=_build_monitors(plan, engine, run_log, saver.grace),
         signal_handler=signal_handler or SignalHandler(),
@@ -273,8 +277,9 @@ def _checkpoint_metadata(plan: RunPlan) -> dict[str, Any]:
 def build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngine:
     """Build the model, its optimizer and the engine around both. Collective."""
     world.log.activity = "building the model"
+    is_first = world.rank == 0
     # At stage 3 no rank could hold the whole model, so it is sharded as it is built.
-    with zero3_init(plan.ds_config):
+    with notice_if_slow("loading the model", is_first), zero3_init(plan.ds_config):
         train_module = build_train_module(plan.task, run_log)
     groups = build_param_groups(train_module.model, plan.config.optim)
     total, trained = count_parameters(train_module.model)
@@ -293,6 +298,7 @@ def build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngin
             where = "sharded" if plan.preset.stage == 3 else "replicated in every process; zero3 would shard it"
             print(f"reference: a frozen second model, {where}", flush=True)
     world.log.activity = "building the engine and its optimizer"
-    engine = DeepSpeedEngine(train_module, groups, plan.config.optim, plan.ds_config, world)
+    with notice_if_slow(COMPILING, is_first):
+        engine = DeepSpeedEngine(train_module, groups, plan.config.optim, plan.ds_config, world)
     world.log.activity = ""
     return engine

@@ -15,7 +15,7 @@ from typing import Any
 
 from dstrain.config import RunConfig, dump_recipe
 from dstrain.distributed.world import Ranks, World
-from dstrain.errors import RunError, UsageError
+from dstrain.errors import RunError, UsageError, mask_secrets
 from dstrain.files import atomic_write, remove_stale_partials
 from dstrain.launch.multihost.versions import read_installed_versions
 from dstrain.models.base_config import save_base_config
@@ -162,11 +162,11 @@ def get_library_versions() -> dict[str, str]:
 
 
 def collect_environment() -> dict[str, Any]:
-    """Return machine, versions and command; no environment variables, which may hold secrets."""
+    """Return machine, versions and command without secrets; no environment variables, which may hold some."""
     import torch
 
     return {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [Path(sys.argv[0]).name, *map(mask_secrets, sys.argv[1:])],
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from dstrain.config import BatchPlan, dump_recipe
 from dstrain.data.encoding.tokenization import describe_cuts
 from dstrain.distributed.world import World
-from dstrain.errors import EXIT_STOPPED, DstrainError, RunError, mask_passwords
+from dstrain.errors import EXIT_STOPPED, DstrainError, RunError, mask_secrets
+from dstrain.report.console import ConsoleSink, format_row
 from dstrain.report.run_log import RunLog, read_rows
-from dstrain.report.sinks import ConsoleSink, RunLogSink, Sink, TensorBoardSink, format_row
+from dstrain.report.sinks import RunLogSink, Sink, StepDisplay, TensorBoardSink
 from dstrain.report.wandb import WandbSink
 from dstrain.tasks import Task
 from dstrain.tasks.safety.dataset import describe_order
@@ -30,27 +31,31 @@ MAX_FAILURE_LENGTH = 4000
 
 def make_sinks(
     plan: RunPlan, run_log: RunLog, world: World, start: CheckpointInfo | None, terminal: TextIO | None
-) -> list[Sink]:
-    """Build the sinks of rank 0; the other ranks wait, so that the first step is not timed with it. Collective."""
-    sinks = _build_sinks(plan, run_log, start, terminal) if world.rank == 0 else []
+) -> tuple[list[Sink], StepDisplay | None]:
+    """Build the sinks of rank 0, and the one of them that shows every step. Collective.
+
+    The other ranks wait, so that the first step is not timed with it.
+    """
+    console = ConsoleSink(plan.steps, terminal, plan.config.log.memory) if world.rank == 0 else None
+    sinks: list[Sink] = (
+        [] if console is None else [RunLogSink(run_log), console, *_build_trackers(plan, run_log, start)]
+    )
     world.barrier()  # W&B may take seconds to connect
-    return sinks
+    return sinks, console
 
 
-def _build_sinks(plan: RunPlan, run_log: RunLog, start: CheckpointInfo | None, terminal: TextIO | None) -> list[Sink]:
-    """Build a console sink, which draws a bar on a terminal, and those that the recipe asks for."""
-    sinks: list[Sink] = [RunLogSink(run_log), ConsoleSink(plan.steps, terminal, plan.config.log.memory)]
+def _build_trackers(plan: RunPlan, run_log: RunLog, start: CheckpointInfo | None) -> Iterator[Sink]:
+    """Build the sinks that the recipe asks for."""
     wanted, step = plan.config.log, start.step if start else 0
     if step >= plan.steps:
-        return sinks  # a finished run has no more rows: no TensorBoard file or W&B run is opened for it
-    sinks.append(ReportSink(plan.run_dir))
+        return  # a finished run has no more rows: no TensorBoard file or W&B run is opened for it
+    yield ReportSink(plan.run_dir)
     if wanted.tensorboard:
-        sinks.append(TensorBoardSink(plan.run_dir, step, dump_recipe(plan.config)))
+        yield TensorBoardSink(plan.run_dir, step, dump_recipe(plan.config))
     if wanted.wandb is not None:
         tracker = WandbSink(wanted.wandb, plan.run_dir, plan.config.model_dump(mode="json"))
         run_log.log_event("wandb", **tracker.event_fields)
-        sinks.append(tracker)
-    return sinks
+        yield tracker
 
 
 def report_start(plan: RunPlan, run_log: RunLog, world: World, start: CheckpointInfo | None) -> None:
@@ -208,7 +213,7 @@ def report_failure(run: Run, error: Exception) -> None:
     """Report the error that ends a run in events.jsonl."""
     text = str(error) if isinstance(error, DstrainError) else f"{type(error).__name__}: {error}"
     with contextlib.suppress(RunError):  # a full disk must not hide the error
-        what = mask_passwords(text)[:MAX_FAILURE_LENGTH]
+        what = mask_secrets(text)[:MAX_FAILURE_LENGTH]
         run.run_log.log_event("failed", step=run.engine.world.log.step, what=what)
 
 

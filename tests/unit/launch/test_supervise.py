@@ -162,6 +162,31 @@ def test_a_failed_rank_is_1_and_named_after_the_end_of_its_log(run):
     )
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_an_unexpected_error_is_one_line_and_its_traceback_in_the_log(
+    bad: int, debug: str, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSTRAIN_DEBUG", debug)
+    code, said = run(f"""
+        from dstrain.launch.worker import run_worker
+        def train():
+            print("before")
+            if rank != {bad}:
+                work(1)
+                return 0
+            raise ZeroDivisionError("of a library\\nwith lines")
+        os._exit(run_worker(run, rank, train))
+    """).end()
+    log = tmp_path / f"run/logs/rank-{bad:05d}.log"
+    assert code == 1
+    line = f"rank {bad} failed with code 1: ZeroDivisionError: of a library; the full traceback is in run/logs/rank-{bad:05d}.log"
+    assert said.count(line) == 1
+    assert ("Traceback" in said) == (debug == "1")
+    assert f"rank {bad} failed:\nTraceback" in log.read_text()
+    assert "with lines" in log.read_text()
+
+
 def test_a_killed_rank_is_1_and_named_with_its_signal(run):
     started = run("work(); os._exit(1)")
     os.kill(started.pids()[1], signal.SIGKILL)

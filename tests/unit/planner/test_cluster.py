@@ -17,7 +17,7 @@ from dstrain.planner.cluster import detect_gpu_bytes, parse_bytes
         ("24 GB", 24 << 30),
         ("1.5TiB", 3 << 39),
         ("900MiB", 900 << 20),
-        ("512", 512),
+        ("25769803776", 24 << 30),
     ],
 )
 def test_a_size_is_read_in_powers_of_1024(text: str, size: int) -> None:
@@ -27,6 +27,15 @@ def test_a_size_is_read_in_powers_of_1024(text: str, size: int) -> None:
 @pytest.mark.parametrize("text", ["", "much", "24 gigabytes", "-1GiB", "0GiB", "9" * 400])
 def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match=r"--gpu-memory: .* is not a size of memory; write it like 24GiB"):
+        parse_bytes(text, "--gpu-memory")
+
+
+@pytest.mark.parametrize("text", ["24", "512", "80000", "24B"])
+def test_a_number_of_bytes_that_no_gpu_has_is_refused(text: str) -> None:
+    number = text.removesuffix("B")
+    with pytest.raises(
+        UsageError, match=rf"--gpu-memory: '{text}' means bytes, less than any GPU has; write {number}GiB"
+    ):
         parse_bytes(text, "--gpu-memory")
 
 

@@ -135,3 +135,23 @@ def test_other_tasks_read_no_files_of_series(tmp_path: Path) -> None:
     (tmp_path / "x.ts").write_text("@data\n1,2\n")
     with pytest.raises(DataError, match=r"ends in '\.ts'; data files end in \.jsonl"):
         open_source(tmp_path / "x.ts")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("@\n@data\n1,2\n", r"x\.ts:1: @ is not a key of the \.ts format; remove the line"),
+        ("@dimension ²\n@data\n1,2\n", r"x\.ts:1: @dimension is followed by ²; write a whole number"),
+        ("@dimension " + "9" * 5000 + "\n@data\n1,2\n", r"x\.ts:1: @dimension is followed by 9+; write a whole number"),
+        ("@a\0\n@data\n1,2\n", r"x\.ts:1: @a\\x00 is not a key"),
+    ],
+)
+def test_a_header_line_that_is_none_is_refused_in_print(text: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=reason):
+        read(tmp_path, "x.ts", text)
+
+
+def test_control_characters_of_a_column_are_escaped(tmp_path: Path) -> None:
+    source = read(tmp_path, "x.csv", "\0eries,label\nx,a\n")
+    assert all(reason.isprintable() for _, reason in reasons(source))
+    assert source.bad_rows

@@ -83,6 +83,7 @@ HARMED = {
         "flipped.png is damaged or truncated",
     ),
     "cut.webp": (WEBP[: len(WEBP) // 2], "cut.webp is damaged or truncated"),
+    "byte.png": (b"\0", "byte.png is not an image in a known format"),
     "head.png": (PNG[:12], "head.png is damaged or truncated in its first bytes"),
     "head.jpg": (JPEG[:20], "head.jpg is damaged or truncated"),
     "bomb.png": (png(30000, 30000), "bomb.png has 900000000 pixels, more than the 89478485 .*; make it smaller"),

@@ -126,11 +126,15 @@ def test_predicted_and_measured_memory_are_reported_once(tmp_path: Path, capsys:
     watch, run_log = monitor(tmp_path, FORECAST), RunLog(tmp_path)
     for steps in (1, 2, 3):
         watch.compare_with_forecast(steps, run_log)
-    assert capsys.readouterr().out.startswith("memory: predicted 12.0 GiB, measured ")
+    printed = capsys.readouterr().out
+    assert printed.startswith("memory: measured "), "on a CPU the prediction is not of what is measured"
+    assert len(printed.splitlines()) == 1
     (event,) = read_events(tmp_path, "memory")
     assert event["predicted_bytes"] == 12 * 2**30
     assert event["measured_bytes"] > 2**20
     assert describe_forecast(None, 2**30) == "memory: measured 1.0 GiB"
+    assert describe_forecast(FORECAST, 2**30, "cuda") == "memory: predicted 12.0 GiB, measured 1.0 GiB"
+    assert describe_forecast(FORECAST, 2**30, "cpu") == "memory: measured 1.0 GiB"
 
 
 @pytest.mark.parametrize(("kind", "device_bytes"), [("cuda", 11 * 2**30), ("cpu", 12 * 2**30)])

@@ -1,0 +1,354 @@
+"""Wrong inputs of commands: how each is written, and the words that its message must have."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FIXTURE = Path(__file__).parents[1] / "fixtures/8f49f80/rm"
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320,
+}  # fmt: skip
+Content = str | bytes | Mapping[str, Any] | Callable[[Path], object]
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A command line, what the message must match, the files that it reads, and its environment."""
+
+    words: list[str]
+    message: str
+    files: Mapping[str, Content] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def write_files(self, folder: Path) -> None:
+        for name, content in self.files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if callable(content):
+                content(path)
+            elif isinstance(content, bytes):
+                path.write_bytes(content)
+            else:
+                path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+
+
+def train(*words: str) -> list[str]:
+    return ["train", "recipe.yaml", "--run-dir", "run", *words]
+
+
+def sets(*pairs: str) -> list[str]:
+    return train(*(word for pair in pairs for word in ("--set", pair)))
+
+
+def check(name: str, task: str = "rm") -> list[str]:
+    return ["data", "check", name, "--task", task]
+
+
+def utf16(text: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(text, "utf-16")
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def run_folder(path: Path) -> None:
+    """The run of an earlier version, with its data files at their place."""
+    shutil.copytree(FIXTURE / "run", path, symlinks=True)
+    recipe = path / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("@FOLDER@", str(FIXTURE.parent)))
+
+
+PLAN = ["plan", "recipe.yaml"]
+PLAN_MODEL = [*PLAN, "--set", "model.config=null", "--set", "model.path=./m"]
+RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+SLURM = {
+    "SLURM_STEP_ID": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_NODELIST": "a",
+}
+JSON_OPTION, HOSTFILE = train("--ds-config", "ds.json"), train("--hostfile", "hosts")
+TWO_HOSTS: Mapping[str, Content] = {"hosts": "a slots=1\nb slots=2\n"}
+IMAGE = '{"image": "a.png", "question": "q", "answer": "a"}'
+DOCUMENT = '{"question": "q", "answer": "a", "document": "a.pdf"}'
+MANY_DIGITS = "9" * 5000
+
+
+def model(message: str, **changes: Any) -> Wrong:
+    return Wrong(PLAN_MODEL, message, {"m/config.json": LLAMA | changes})
+
+
+def preset(message: str, content: Content) -> Wrong:
+    return Wrong(JSON_OPTION, message, {"ds.json": content})
+
+
+def stage_2(message: str, **keys: Any) -> Wrong:
+    return preset(message, {"zero_optimization": {"stage": 2, **keys}})
+
+
+def environment(message: str, **env: str) -> Wrong:
+    return Wrong(train(), message, env=env)
+
+
+def data(name: str, content: Content, message: str, task: str = "rm", **more: Content) -> Wrong:
+    return Wrong(check(name, task), message, {name: content, **more})
+
+
+def damaged_run(words: list[str], name: str, content: str | bytes | None, message: str) -> Wrong:
+    def write(path: Path) -> None:
+        run_folder(path)
+        if content is None:
+            (path / name).unlink()
+        else:
+            (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return Wrong(words, message, {"r": write})
+
+
+EXPORT, SCORE = ["export", "r", "--to", "out"], ["evaluate", "r", "--data", "train.jsonl"]
+STATE = "checkpoints/step-00000004"
+NO_CHECKPOINT = r"r: has no complete checkpoint; `dstrain checkpoints r` lists the faults"
+RECIPES: dict[str, Wrong] = {
+    "a folder": Wrong(["train", "."], r"RECIPE \.: is a folder; give the YAML file in it"),
+    "two encodings": Wrong(["train", "b.yaml"], r"b\.yaml: is UTF-16 \(byte order mark\); save it as UTF-8", {"b.yaml": utf16("task: rm")}),
+    "Latin-1": Wrong(["train", "b.yaml"], r"b\.yaml: not valid UTF-8 \(byte 6\); re-save", {"b.yaml": b"task: \xe9"}),
+    "an image": Wrong(["train", "b.yaml"], r"b\.yaml: not valid UTF-8 \(byte 0\)", {"b.yaml": b"\x89PNG\r\n\x1a\n\0\0"}),
+    "a data file": Wrong(["train", "train.jsonl"], r"train\.jsonl:2: expected '<document start>'.*; check"),
+    "a pipe": Wrong(["train", "b.yaml"], r"b\.yaml: is not a regular file.*; save the recipe as a file", {"b.yaml": os.mkfifo}),
+    "a device": Wrong(["train", "/dev/null"], r"/dev/null: is not a regular file.*; save"),
+    "a link to itself": Wrong(["train", "b.yaml"], r"b\.yaml: .*; check the path", {"b.yaml": link_to_itself}),
+    "a name with NUL": Wrong(["train", "a\0b.yaml"], r"RECIPE a\\x00b\.yaml: there is no such file.*; check the path"),
+    "no such file": Wrong(["train", "nowhere.yaml"], r"nowhere\.yaml: there is no such file.*; check the path"),
+    "a negative seed": Wrong(sets("seed=-1"), r"--set seed: .*-1.*; raise it"),
+    "a seed of 5000 digits": Wrong(sets(f"seed={MANY_DIGITS}"), r"--set seed"),
+    "a decay that is no number": Wrong(sets("optim.weight_decay=.nan"), r"--set optim\.weight_decay: .*finite"),
+    "a warmup below 0": Wrong(sets("optim.warmup=-1"), r"--set optim\.warmup: .*; raise it"),
+    "no steps": Wrong(sets("steps=0"), r"--set steps: .*; raise it"),
+    "steps below 0": Wrong(sets("steps=-5"), r"--set steps: .*-5.*; raise it"),
+    "one step and a half": Wrong(sets("steps=1.5"), r"--set steps: .*1\.5"),
+    "no epochs": Wrong(sets("epochs=0"), r"--set epochs: .*; raise it"),
+    "epochs that are no number": Wrong(sets("epochs=.nan"), r"--set epochs: .*finite"),
+    "epochs without end": Wrong(sets("epochs=1e300"), r"--set epochs: .*; lower it"),
+    "a log of no step": Wrong(sets("log.every=0"), r"--set log\.every: .*; raise it"),
+    "checkpoints below 0": Wrong(sets("save.keep=-1"), r"--set save\.keep: .*; raise it"),
+    "evaluations below 0": Wrong(sets("eval.every=-1"), r"--set eval\.every: .*; raise it"),
+    "a metric of no task": Wrong(sets("eval.metric=nosuch"), r"eval\.metric.*nosuch.*; "),
+    "held out below 0": Wrong(sets("data.eval=null", "data.eval_fraction=-0.1"), r"--set data\.eval_fraction: .*; raise it"),
+    "no samples": Wrong(sets("data.max_samples=0"), r"--set data\.max_samples: .*; raise it"),
+    "prefetch below 0": Wrong(sets("data.prefetch=-1"), r"--set data\.prefetch: .*; raise it"),
+    "adapters of rank 0": Wrong(sets("model.lora.rank=0"), r"--set model\.lora\.rank: .*; raise it"),
+    "adapters that are a word": Wrong(sets("model.lora=yes"), r"--set model\.lora: .*a block of keys"),
+    "a weight that is no number": Wrong(sets("data.train=[{path: train.jsonl, weight: .nan}]"), r"data\.train.*finite"),
+    "an infinite weight": Wrong(sets("data.train=[{path: train.jsonl, weight: .inf}]"), r"data\.train.*finite"),
+    "a dtype of 64 bits": Wrong(sets("model.dtype=float64"), r"--set model\.dtype: .*float64"),
+    "an attention misspelt": Wrong(sets("model.attn_implementation=fast"), r"--set model\.attn_implementation"),
+    "a profile backwards": Wrong(sets("profile={steps: [9, 3]}"), r"--set profile\.steps: ends with step 3.*; write"),
+    "labels smoothed twice": Wrong(sets("options.label_smoothing=2"), r"label_smoothing.*2.*; "),
+    "an option misspelt": Wrong(sets("options.betaa=1"), r"options\.betaa.*; "),
+    "an option that is no number": Wrong(sets("options.center_rewards_coefficient=.nan"), r"center_rewards_coefficient.*; "),
+    "no task": Wrong(sets("task=null"), r"task.*; "),
+    "a task of a number": Wrong(sets("task=5"), r"--set task: must be text, got 5"),
+    "a config of -1 layers": Wrong(sets("model.config.num_hidden_layers=-1"), r"model\.config\.num_hidden_layers: is -1; correct it: a whole number"),
+    "a config of width 0": Wrong(sets("model.config.hidden_size=0"), r"model\.config\.hidden_size: is 0; correct it"),
+    "a URL with a password": Wrong(sets("log.wandb.project='http://me:secret@host'"), r"log\.wandb\.project: holds a URL with a password, and recipes are saved; remove"),
+}  # fmt: skip
+PRESETS: dict[str, Wrong] = {
+    "empty": preset(r"ds\.json:1:1: not valid JSON", ""),
+    "a list": preset(r"ds\.json.*; ", "[]"),
+    "a number": preset(r"ds\.json.*; ", "5"),
+    "nothing": preset(r"ds\.json.*; ", "null"),
+    "cut": preset(r"ds\.json:1:\d+: not valid JSON", '{"zero_optimization": {'),
+    "NaN": preset(r"ds\.json.*finite", '{"zero_optimization": {"stage": NaN}}'),
+    "stage 4": preset(r"ds\.json:1 zero_optimization\.stage", {"zero_optimization": {"stage": 4}}),
+    "a stage below 0": preset(r"ds\.json:1 zero_optimization\.stage", {"zero_optimization": {"stage": -1}}),
+    "a stage of text": preset(r"ds\.json:1 zero_optimization\.stage", {"zero_optimization": {"stage": "2"}}),
+    "a bucket below 0": stage_2(r"zero_optimization\.reduce_bucket_size.*; ", reduce_bucket_size=-1),
+    "no bucket": stage_2(r"zero_optimization\.reduce_bucket_size.*; ", reduce_bucket_size=0),
+    "a bucket of true": stage_2(r"zero_optimization\.reduce_bucket_size.*; ", reduce_bucket_size=True),
+    "UTF-16": preset(r"ds\.json: the file cannot be read .*; name a readable JSON file", utf16("{}")),
+    "a folder": preset(r"ds\.json.*; ", Path.mkdir),
+    "a pipe": preset(r"ds\.json: is not a regular file.*; save the JSON as a file", os.mkfifo),
+    "100,000 brackets": preset(r"ds\.json.*; ", "[" * 100_000),
+    "a key twice": preset(r"ds\.json:1 zero_optimization: the key is repeated, here and on line 1, .*; keep one", '{"zero_optimization":{"stage":2},"zero_optimization":{"stage":1}}'),
+    "5000 digits": preset(r"ds\.json.*; ", f'{{"zero_optimization":{{"stage":2,"reduce_bucket_size":{MANY_DIGITS}}}}}'),
+    "two precisions": preset(r"fp16.*bf16|bf16.*fp16", {"fp16": {"enabled": True}, "bf16": {"enabled": True}}),
+    "a device misspelt": stage_2(r"offload_optimizer\.device.*; ", offload_optimizer={"device": "gpuu"}),
+    "no micro-batch": preset(r"train_micro_batch_size_per_gpu.*; ", {"train_micro_batch_size_per_gpu": 0}),
+    "auto": preset(r"train_micro_batch_size_per_gpu.*auto", {"train_micro_batch_size_per_gpu": "auto"}),
+    "an optimizer": preset(r"optimizer.*; ", {"optimizer": {"type": "Adam"}}),
+    "not there": Wrong(JSON_OPTION, r"ds\.json.*; "),
+    "a name misspelt": Wrong(train("--ds-config", "zero22"), r"zero22.*did you mean 'zero2'\?"),
+    "adopted list": Wrong(["presets", "--adopt", "ds.json"], r"ds\.json.*; ", {"ds.json": "[]"}),
+    "adopted folder": Wrong(["presets", "--adopt", "."], r"cannot be read .*; name a readable JSON file"),
+}  # fmt: skip
+HOSTS: dict[str, Wrong] = {
+    "empty": Wrong(HOSTFILE, r"hosts: names no host; write one line per host", {"hosts": ""}),
+    "bytes": Wrong(HOSTFILE, r"--hostfile hosts: cannot be read \(not valid UTF-8\); write", {"hosts": b"\xff\xfe\0"}),
+    "slots of a letter": Wrong(HOSTFILE, r"hosts:1: 'a slots=x' is not a host line; write it like", {"hosts": "a slots=x\n"}),
+    "slots below 0": Wrong(HOSTFILE, r"hosts:2: .*; write it like", {"hosts": "a slots=1\nb slots=-1\n"}),
+    "no slots": Wrong(HOSTFILE, r"hosts:1: .*; write it like", {"hosts": "a slots=0\n"}),
+    "slots without end": Wrong(HOSTFILE, r"hosts:1: .*; write it like", {"hosts": "a slots=99999999\n"}),
+    "a host twice": Wrong(HOSTFILE, r"hosts:2: a is named twice \(hosts:1\); give it one line", {"hosts": "a slots=1\na slots=2\n"}),
+    "an option of ssh": Wrong(HOSTFILE, r"hosts:1: '-oProxyCommand=x' is not a host name", {"hosts": "-oProxyCommand=x slots=1\n"}),
+    "a folder": Wrong(HOSTFILE, r"--hostfile hosts: cannot be read \(Is a directory\); ", {"hosts": Path.mkdir}),
+    "a pipe": Wrong(HOSTFILE, r"--hostfile hosts: is not a regular file.*; save it as a file", {"hosts": os.mkfifo}),
+    "not there": Wrong(HOSTFILE, r"--hostfile hosts: cannot be read \(No such file"),
+    "included host": Wrong([*HOSTFILE, "--include", "zz"], r"--include 'zz': zz is not in the hostfile", TWO_HOSTS),
+    "included slot": Wrong([*HOSTFILE, "--include", "a:7"], r"--include 'a:7': a has no slot 7", TWO_HOSTS),
+    "slot of a letter": Wrong([*HOSTFILE, "--include", "a:x"], r"--include 'a:x': 'x' is not a list of slots; write", TWO_HOSTS),
+    "slot of 5000 digits": Wrong([*HOSTFILE, "--include", f"a:{MANY_DIGITS}"], r"--include 'a:9.*is not a list of slots", TWO_HOSTS),
+    "in and out": Wrong([*HOSTFILE, "--include", "a", "--exclude", "b"], r"--include and --exclude are both set; give only one", TWO_HOSTS),
+    "all out": Wrong([*HOSTFILE, "--exclude", "a@b"], r"--exclude 'a@b' leaves no slot to run on; leave", TWO_HOSTS),
+    "nine of two": Wrong([*HOSTFILE, "--num-nodes", "9"], r"--num-nodes 9: the hostfile names 2 hosts; give 1 to 2", TWO_HOSTS),
+    "hosts below 0": Wrong([*HOSTFILE, "--num-nodes", "-1"], r"--num-nodes -1: .*; give 1 to 2", TWO_HOSTS),
+    "a rank of no host": Wrong([*HOSTFILE, "--no-ssh", "--node-rank", "7"], r"--node-rank 7.*; ", TWO_HOSTS),
+    "variables of bytes": Wrong([*HOSTFILE, "--dry-run"], r"e: not valid UTF-8 \(byte 2\); re-save", {**TWO_HOSTS, "e": b"A=\xff\n"}, {"DS_ENV_FILE": "e"}),
+    "variables of two words": Wrong([*HOSTFILE, "--dry-run"], r"e:1: not NAME=value; fix the line", {**TWO_HOSTS, "e": "A B\n"}, {"DS_ENV_FILE": "e"}),
+}  # fmt: skip
+OPTIONS: dict[str, Wrong] = {
+    "processes of a word": Wrong(train("--num-gpus", "two"), r"'--num-gpus'.*'two' is not a valid integer\."),
+    "no processes": Wrong(train("--num-gpus", "0"), r"--num-gpus 0 starts no process; give 1 or more"),
+    "processes below 0": Wrong(train("--num-gpus", "-1"), r"--num-gpus -1 starts no process; give 1 or more"),
+    "processes without end": Wrong(train("--num-gpus", "99999999999999999999"), r"'--num-gpus'.*not in the range x<=100000"),
+    "a port without end": Wrong(train("--num-gpus", "2", "--master-port", "99999"), r"--master-port.*99999"),
+    "a port below 0": Wrong(train("--num-gpus", "2", "--master-port", "-5"), r"--master-port.*-5"),
+    "a launcher misspelt": Wrong(train("--launcher", "x"), r"'--launcher': 'x' is not one of 'deepspeed'"),
+    "no allocation": Wrong(train("--launcher", "slurm"), r"(?i)slurm.*; "),
+    "an option misspelt": Wrong(train("--dryrun"), r"No such option '?--dryrun'?.*--dry-run"),
+    "a command misspelt": Wrong(["trian"], r"No such command 'trian'\. Did you mean 'train'\?"),
+    "a resume of nothing": Wrong(train("--resume", "nowhere"), r"--resume nowhere: .*; "),
+    "a change misspelt": Wrong(train("--allow-change", "optim.lrr"), r"--allow-change optim\.lrr: no such key; did you mean"),
+    "a file for a run folder": Wrong(["train", "recipe.yaml", "--run-dir", "train.jsonl"], r"--run-dir .*train\.jsonl.*; "),
+    "the root for a run folder": Wrong(["train", "recipe.yaml", "--run-dir", "/"], r"--run-dir /.*; "),
+    "a run folder with NUL": Wrong(["train", "recipe.yaml", "--run-dir", "a\0b"], r"a path holds a NUL character; remove it"),
+    "a run folder in /proc": Wrong(["train", "recipe.yaml", "--run-dir", "/proc/x"], r"--run-dir /proc/x.*; choose another"),
+    "a run folder too long": Wrong(["train", "recipe.yaml", "--run-dir", "x" * 300], r"x.*; choose"),
+    "24 bytes": Wrong([*PLAN, "--gpu-memory", "24"], r"--gpu-memory: '24' means bytes, less than any GPU has; write 24GiB"),
+    "memory below 0": Wrong([*PLAN, "--gpu-memory", "-24GiB"], r"--gpu-memory: '-24GiB' is not a size of memory; write it like 24GiB"),
+    "memory of no number": Wrong([*PLAN, "--gpu-memory", "nan"], r"--gpu-memory: 'nan' is not a size of memory"),
+    "no GPUs": Wrong([*PLAN, "--gpus", "0"], r"'--gpus'.*0 is not in the range"),
+    "GPUs without end": Wrong([*PLAN, "--gpus", "9" * 21], r"'--gpus'.*is not in the range 1<=x<=1024"),
+    "hosts without end": Wrong([*PLAN, "--nodes", "9" * 11], r"'--nodes'.*is not in the range 1<=x<=100000"),
+    "a shape misspelt": Wrong([*PLAN, "--model-shape", "lama-3.1-8b"], r"--model-shape lama-3\.1-8b: .*did you mean 'llama-3\.1-8b'\?"),
+    "no steps to measure": Wrong(["bench", "recipe.yaml", "--steps", "0"], r"'--steps': 0 is not in the range x>=1"),
+    "a recipe over another": Wrong(["init", "rm", "--to", "recipe.yaml"], r"--to recipe\.yaml: already exists; choose another name"),
+    "a recipe into nowhere": Wrong(["init", "rm", "--to", "nowhere/x.yaml"], r"--to nowhere/x\.yaml: cannot be written \(No such file.*\); choose"),
+    "a task of init": Wrong(["init", "rmm"], r"'rmm'.*did you mean 'rm'\?"),
+    "a packaged recipe": Wrong(["recipes", "demo-rmm"], r"demo-rmm.*did you mean 'demo-rm'\?"),
+}  # fmt: skip
+ENVIRONMENT: dict[str, Wrong] = {
+    "a port of letters": environment(r"MASTER_PORT is 'abc', which is not a number; unset it", MASTER_PORT="abc"),
+    "port 0": environment(r"MASTER_PORT is 0; set it to a port, 1 to 65535, or unset it", MASTER_PORT="0"),
+    "port 99999": environment(r"MASTER_PORT is 99999; set it to a port", MASTER_PORT="99999"),
+    "no processes": environment(r"rank 0 of 0 .*impossible; start this process through one launcher", **RANK | {"WORLD_SIZE": "0"}),
+    "processes of letters": environment(r"WORLD_SIZE is 'abc', which is not a number; ", **RANK | {"WORLD_SIZE": "abc"}),
+    "a rank below 0": environment(r"RANK is '-1', which is not a number; ", **RANK | {"RANK": "-1"}),
+    "a rank above the last": environment(r"rank 2 of 2 .*impossible; ", **RANK | {"RANK": "2"}),
+    "no local rank": environment(r"LOCAL_RANK is not, .*; set LOCAL_RANK", RANK="0", WORLD_SIZE="2"),
+    "a local size of letters": environment(r"LOCAL_WORLD_SIZE is 'x'.*; ", **RANK | {"LOCAL_WORLD_SIZE": "x"}),
+    "a rank of mpirun": environment(r"OMPI_COMM_WORLD_LOCAL_RANK is ''.*; ", OMPI_COMM_WORLD_RANK="0"),
+    "a job of letters": environment(r"SLURM_JOB_ID is 'x'.*; ", **SLURM | {"SLURM_JOB_ID": "x"}),
+    "a step of letters": environment(r"SLURM_STEP_ID is 'x'.*; ", **SLURM | {"SLURM_STEP_ID": "x"}),
+    "a node below 0": environment(r"SLURM_NODEID is '-1'.*; ", **SLURM | {"SLURM_NODEID": "-1"}),
+    "a list of nodes": environment(r"'x-y' in the host list .*; write it like node\[01-03,7\]", **SLURM | {"SLURM_STEP_NODELIST": "a[x-y]"}),
+    "a list of tasks": environment(r"'2\(y3\)' is not a number of tasks per node; ", **SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(y3)"}),
+    "a switch": environment(r"DSTRAIN_DEBUG is 'maybe'; set it to 1 or 0", DSTRAIN_DEBUG="maybe"),
+    "memory of a word": Wrong(PLAN, r"DSTRAIN_GPU_MEMORY: 'much' is not a size of memory; write it", env={"DSTRAIN_GPU_MEMORY": "much"}),
+    "memory of 24 bytes": Wrong(PLAN, r"DSTRAIN_GPU_MEMORY: '24' means bytes.*; write 24GiB", env={"DSTRAIN_GPU_MEMORY": "24"}),
+}  # fmt: skip
+DATA: dict[str, Wrong] = {
+    "UTF-16": data("x.jsonl", utf16('{"chosen": "a"}\n'), r"x\.jsonl is UTF-16; save it as UTF-8"),
+    "cut": data("x.jsonl", '{"chosen":"a","rejec', r"x\.jsonl:1: not valid JSON: .*; fix the line"),
+    "an array": data("x.jsonl", "[1,2]", r"x\.jsonl:1: an array, not an object; "),
+    "an infinite margin": data("x.jsonl", '{"prompt":"p","chosen":"a","rejected":"b","margin":Infinity}', r"x\.jsonl:1: 'margin' is inf"),
+    "NUL": data("x.jsonl", b"\0\0\0", r"x\.jsonl.*; "),
+    "200,000 brackets": data("x.jsonl", "[" * 200_000, r"x\.jsonl:1: .*; "),
+    "5000 digits": data("x.jsonl", f'{{"chosen": {MANY_DIGITS}}}', r"x\.jsonl:1: .*; "),
+    "half a character": data("x.jsonl", '{"prompt":"p","chosen":"\\ud800","rejected":"b"}', r"x\.jsonl:1: .*surrogate.*; "),
+    "an object": data("x.json", '{"a": 1}', r"x\.json has no list of records; write"),
+    "a cut list": data("x.json", "[{", r"x\.json is not valid JSON: .*; "),
+    "numbers": data("x.json", "[1, 2]", r"x\.json.*; "),
+    "no parquet": data("x.parquet", b"PAR1junk", r"x\.parquet is not a readable parquet file .*; regenerate it"),
+    "empty parquet": data("x.parquet", b"", r"x\.parquet.*; "),
+    "no gzip": data("x.jsonl.gz", b"\x1f\x8b\x08junk", r"x\.jsonl\.gz: gzip file is incomplete .*; download it again"),
+    "a table for pairs": data("x.csv", "a,b\n1,2\n", r"x\.csv ends in '\.csv'; data files end in \.jsonl"),
+    "a worksheet": data("x.xlsx", b"PK\3\4", r"x\.xlsx ends in '\.xlsx'; data files end in"),
+    "no ending": data("x", "a", r"\bx\b.*; "),
+    "a folder": Wrong(check("."), r"is a folder; name a \.jsonl"),
+    "not there": Wrong(check("nowhere.jsonl"), r"there is no file .*nowhere\.jsonl.*; check the path"),
+    "a pipe": data("p.jsonl", os.mkfifo, r"p\.jsonl is not a regular file.*; name a \.jsonl"),
+    "a link to itself": data("l.jsonl", link_to_itself, r"l\.jsonl is a link that points to itself; name"),
+    "columns of a number": Wrong([*check("train.jsonl"), "--set", "data.columns=5"], r"--set data\.columns: must be a block of keys"),
+    "a series of text": data("x.jsonl", '{"series":"abc","caption":"x"}', r"x\.jsonl:1: .*; ", "temporal"),
+    "a series of two lengths": data("x.jsonl", '{"series":[[1,2],[3]],"caption":"x"}', r"x\.jsonl:1: .*; ", "temporal"),
+    "no values": data("x.jsonl", '{"series":[],"caption":"x"}', r"x\.jsonl:1: .*; ", "temporal"),
+    "a .ts of prose": data("x.ts", "hello", r"x\.ts.*; ", "temporal"),
+    "a .ts of bytes": data("x.ts", b"\xff\xfe", r"x\.ts.*; ", "temporal"),
+    "an open quote": data("x.csv", 'a,b\n"1,2\n', r"x\.csv:2: unexpected end of data; correct the quotes", "temporal"),
+    "rows of two lengths": data("x.csv", "a,b\n1,2,3\n4\n", r"x\.csv:2.*; ", "temporal"),
+    "a structure of prose": Wrong(check("p", "protein"), r"a\.pdb.*; ", {"p/a.pdb": "hello"}),
+    "a structure of bytes": Wrong(check("p", "protein"), r"a\.cif.*; ", {"p/a.cif": b"\xff\0"}),
+    "no structures": Wrong(check("p", "protein"), r"\bp\b.*; ", {"p": Path.mkdir}),
+    "an image cut": data("x.jsonl", IMAGE, r"x\.jsonl:1: .*a\.png.*; ", "vlm", **{"a.png": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"}),
+    "an image of text": data("x.jsonl", IMAGE, r"x\.jsonl:1: .*a\.png.*; ", "vlm", **{"a.png": b"hello"}),
+    "an image that is a folder": data("x.jsonl", IMAGE, r"x\.jsonl:1: .*a\.png.*; ", "vlm", **{"a.png": Path.mkdir}),
+    "no image": data("x.jsonl", IMAGE, r"x\.jsonl:1: .*a\.png.*; |image not found: a\.png", "vlm"),
+    "an image of a number": data("x.jsonl", IMAGE.replace('"a.png"', "5"), r"x\.jsonl:1: .*; ", "vlm"),
+    "an image with NUL": data("x.jsonl", IMAGE.replace("a.png", "a\\u0000b"), r"x\.jsonl:1: .*; ", "vlm"),
+    "a document of prose": data("x.jsonl", DOCUMENT, r"x\.jsonl.*a\.pdf.*; ", "docqa", **{"documents/a.pdf": b"hello"}),
+    "no document": data("x.jsonl", DOCUMENT, r"x\.jsonl.*a\.pdf.*; ", "docqa"),
+}  # fmt: skip
+MODELS: dict[str, Wrong] = {
+    "layers below 0": model(r"model\.path: num_hidden_layers is -2 in its config; correct it: a whole number", num_hidden_layers=-2),
+    "no layers": model(r"num_hidden_layers is 0 in its config; correct it", num_hidden_layers=0),
+    "layers of a word": model(r"num_hidden_layers is 'two' in its config; correct it", num_hidden_layers="two"),
+    "a layer and a half": model(r"num_hidden_layers is 1\.5 in its config; correct it", num_hidden_layers=1.5),
+    "layers without end": model(r"num_hidden_layers is 1000000000000 in its config; .*1 to 10000", num_hidden_layers=10**12),
+    "a width that is no number": model(r"hidden_size is nan in its config; correct it", hidden_size=float("nan")),
+    "heads below 0": model(r"num_attention_heads is -4 in its config; correct it", num_attention_heads=-4),
+    "words below 0": model(r"vocab_size is -4 in its config; correct it", vocab_size=-4),
+    "a list": Wrong(PLAN_MODEL, r"model.*; ", {"m/config.json": "[1]"}),
+    "100,000 brackets": Wrong(PLAN_MODEL, r"model\.path: .*config\.json cannot be read .*; download it again", {"m/config.json": "[" * 100_000}),
+    "a folder": Wrong(PLAN_MODEL, r"model\.path: .*config\.json cannot be read .*; ", {"m/config.json": Path.mkdir}),
+    "UTF-16": Wrong(PLAN_MODEL, r"model\.path: .*config\.json cannot be read .*; ", {"m/config.json": utf16("{}")}),
+    "neither path nor config": Wrong([*PLAN, "--set", "model.config=null"], r"model\.path: is not set, nor is model\.config; set model\.path"),
+}  # fmt: skip
+RUNS: dict[str, Wrong] = {
+    "no recipe": damaged_run(EXPORT, "recipe.yaml", None, r"r: is neither a run folder .*; give one of them"),
+    "a recipe of bytes": damaged_run(EXPORT, "recipe.yaml", b"\xff{", r"r/recipe\.yaml: not valid UTF-8 \(byte 0\); re-save"),
+    "an empty recipe": damaged_run(EXPORT, "recipe.yaml", "", r"recipe\.yaml task: is missing; write"),
+    "no preset": damaged_run(EXPORT, "ds_config.json", None, r"r/ds_config\.json: does not exist .*; copy the folder again"),
+    "a preset of a list": damaged_run(EXPORT, "ds_config.json", "[]", r"r/ds_config\.json: is not a JSON object; copy"),
+    "no manifest": damaged_run(EXPORT, f"{STATE}/MANIFEST.json", None, NO_CHECKPOINT),
+    "a manifest of a list": damaged_run(EXPORT, f"{STATE}/MANIFEST.json", "[]", NO_CHECKPOINT),
+    "an empty shard": damaged_run(EXPORT, f"{STATE}/state/rank-00000-000.safetensors", "", NO_CHECKPOINT),
+    "no state": damaged_run(EXPORT, f"{STATE}/state/about.json", None, NO_CHECKPOINT),
+    "progress of bytes": damaged_run(EXPORT, f"{STATE}/progress.json", b"\xff", NO_CHECKPOINT),
+    "a step of letters": Wrong([*EXPORT, "--step", "x"], r"--step x: must be a step number, best or last", {"r": run_folder}),
+    "a step of 5000 digits": Wrong([*EXPORT, "--step", MANY_DIGITS], r"--step 9+: .*; |must be a step number", {"r": run_folder}),
+    "a step that is not there": Wrong([*EXPORT, "--step", "99"], r"--step 99: no complete checkpoint of this step; available: 4", {"r": run_folder}),
+    "an export onto a file": Wrong(["export", "r", "--to", "train.jsonl"], r"--to train\.jsonl: is a file; choose", {"r": run_folder}),
+    "a file for a run": Wrong(["export", "train.jsonl", "--to", "out"], r"train\.jsonl: is neither a run folder .*; give"),
+    "nothing for a run": Wrong(["evaluate", "nowhere", "--data", "train.jsonl"], r"Path 'nowhere' does not exist"),
+    "no data": Wrong(["evaluate", "r", "--data", "nowhere.jsonl"], r"--data nowhere\.jsonl: there is no such file.*; check", {"r": run_folder}),
+    "answers of a scorer": Wrong(["generate", "r", "--prompt", "x"], r"task rm: a reward model does not generate text; ", {"r": run_folder}),
+    "no prompt": Wrong(["generate", "r"], r"no prompt: give --prompt TEXT", {"r": run_folder}),
+    "no answer": Wrong(["generate", "r", "--prompt", "x", "--max-new-tokens", "0"], r"0 is not in the range x>=1", {"r": run_folder}),
+}  # fmt: skip
+GROUPS = {
+    "recipe": RECIPES, "preset": PRESETS, "hosts": HOSTS, "option": OPTIONS, "environment": ENVIRONMENT,
+    "data": DATA, "model": MODELS, "run": RUNS,
+}  # fmt: skip
+ALL = {f"{group}: {name}": wrong for group, table in GROUPS.items() for name, wrong in table.items()}
+PLAIN = re.compile(r"\s+")
+"""Messages are compared with line breaks as blanks: click wraps its own."""

@@ -1,0 +1,77 @@
+"""`dstrain train` in a terminal: a line before long silence, a table and a progress line, and a usable terminal after Ctrl-C."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from dstrain.tasks import find_task
+from tests.vocabulary import write_recipe
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+def run_in_terminal(folder: Path, width: int, stop_after: str = "") -> tuple[int, str, bool]:
+    """Train in a pseudo-terminal, with Ctrl-C after a text; return exit code, output, and if the terminal is as before."""
+    command = [sys.executable, "-m", "dstrain", "train", "recipe.yaml", "--run-dir", "run", "--num-gpus", "1"]
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(folder)
+        os.environ.update(TERM="xterm-256color", CUDA_VISIBLE_DEVICES="")
+        os.environ.pop("NO_COLOR", None)
+        os.execv(command[0], command)
+    before = termios.tcgetattr(terminal)
+    text, is_same, until = "", True, time.monotonic() + 500
+    while time.monotonic() < until:
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+        try:
+            text += os.read(terminal, 65536).decode(errors="replace")
+            is_same = termios.tcgetattr(terminal) == before
+        except OSError:  # the last process has closed it
+            break
+        if stop_after and stop_after in ESCAPE.sub("", text):
+            os.write(terminal, b"\x03")
+            stop_after = ""
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text, is_same
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    values = find_task("rm").tiny(tmp_path) | {"steps": 6, "log": {"every": 2, "tensorboard": False}}
+    write_recipe(tmp_path, values)
+    return tmp_path
+
+
+def test_a_run_in_a_terminal_shows_each_step_and_a_table(folder: Path) -> None:
+    code, text, is_same = run_in_terminal(folder, 100)
+    assert (code, is_same) == (0, True), text[-3000:]
+    plain = ESCAPE.sub("", text)
+    assert plain.index("starting 1 process; loading torch and DeepSpeed takes some seconds") < plain.index("model: ")
+    assert all(f"{step}/6  " in plain for step in (1, 6))
+    assert re.search(r"step +loss +accuracy", plain)
+    assert re.search(r"\r {3}6 +0\.\d+", plain) or re.search(r"\r *6 +0\.\d+", plain)
+    assert re.search(r"memory: measured [\d.]+ MiB", plain)
+    assert "predicted" not in plain
+    assert "\x1b[?25l" not in text
+
+
+def test_ctrl_c_saves_and_leaves_the_terminal_as_it_was(folder: Path) -> None:
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("steps: 6", "steps: 100000"))
+    code, text, is_same = run_in_terminal(folder, 60, stop_after="3/100000")
+    assert (code, is_same) == (75, True), text[-3000:]
+    assert "\x1b[?25l" not in text, "the cursor was never hidden"
+    last = text.rstrip().splitlines()[-1]
+    assert ESCAPE.sub("", last).strip().startswith("run folder:"), "no progress line is left behind"
+    assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN

@@ -1,0 +1,233 @@
+"""Every class of the error tree: raised by real code, with its exit code and a sentence that ends in a fix."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+import dstrain.errors as errors
+from dstrain.batch import Progress, StepResult
+from dstrain.cli import main
+from dstrain.config import RunConfig, read_recipe, resolve_batch
+from dstrain.data.sources.open import open_source
+from dstrain.distributed.store import rendezvous_over_store
+from dstrain.distributed.world import SingleProcessWorld
+from dstrain.errors import (
+    DstrainError,
+    UsageError,
+    describe_unexpected,
+    format_traceback,
+    is_debug,
+    mask_secrets,
+    save_traceback,
+)
+from dstrain.launch.lease import Lease, check_lease
+from dstrain.planner.cluster import parse_bytes
+from dstrain.preset import read_preset
+from dstrain.report.run_log import RunLog
+from dstrain.tasks import find_task
+from dstrain.train.checkpoint.disk_space import DiskForecast, check_disk_space
+from dstrain.train.health.nonfinite import NonFiniteGuard
+from dstrain.train.memory.micro_batch import MicroBatch
+from dstrain.train.memory.monitor import MemoryMonitor
+
+
+def wrong_key(folder: Path) -> None:
+    (folder / "recipe.yaml").write_text("task: rm\noptim: {lrr: 1}\n")
+    read_recipe(folder / "recipe.yaml")
+
+
+def wrong_preset(folder: Path) -> None:
+    (folder / "ds.json").write_text('{"zero_optimization": {"stage": 4}}')
+    read_preset(str(folder / "ds.json"))
+
+
+def second_launch(folder: Path) -> None:
+    with Lease(folder) as first, Lease(folder) as second:
+        first.acquire()
+        second.acquire()
+
+
+def lost_run_folder(folder: Path) -> None:
+    with Lease(folder) as lease:
+        lease.acquire()
+        shutil.rmtree(folder / ".workers")
+        (folder / ".workers").mkdir()
+        with Lease(folder) as other:
+            other.acquire()
+            check_lease(folder, lease.launch_id)
+
+
+def log_is_a_folder(folder: Path) -> None:
+    (folder / "metrics.jsonl").mkdir()
+    RunLog(folder).log_metrics({"step": 1})
+
+
+def three_bad_steps(folder: Path) -> None:
+    guard = NonFiniteGuard("stop", False, lambda name, **_: None)
+    for step in (1, 2, 3):
+        result = StepResult(loss=torch.tensor(0.0), weight=1.0, applied=False, loss_is_finite=False, suspects=(3,))
+        guard.check_step(result, Progress(step))
+
+
+def nobody_answers(folder: Path) -> None:
+    rendezvous_over_store(timedelta(seconds=1), "info")
+
+
+def no_memory(folder: Path) -> None:
+    values = {
+        "task": "rm",
+        "model": {"path": "x"},
+        "data": {"train": "y"},
+        "steps": 4,
+        "batch": {"total": 16, "micro": 8},
+    }
+    config = RunConfig.model_validate(values)
+    micro = MicroBatch(config, resolve_batch(config.batch, 1), 1, folder)
+    watch = MemoryMonitor(
+        micro_batch=micro, preset=read_preset("zero2"), world=SingleProcessWorld(), run_dir=folder, forecast=None
+    )
+    with watch.explain():
+        np.empty(2**60, dtype=np.uint8)
+
+
+def full_disk(folder: Path) -> None:
+    check_disk_space(DiskForecast(2**40, 1, 2**20), folder, False)
+
+
+EXAMPLES: dict[str, tuple[int, Callable[[Path], object], str]] = {
+    "UsageError": (2, lambda folder: parse_bytes("24", "--gpu-memory"), r"--gpu-memory: '24' means bytes, .*; write 24GiB"),
+    "RecipeError": (2, wrong_key, r"recipe\.yaml:2 optim\.lrr: no such key; did you mean 'lr'\?"),
+    "PresetError": (2, wrong_preset, r"ds\.json:1 zero_optimization\.stage: .*; "),
+    "DataError": (2, lambda folder: open_source(folder / "x.jsonl"), r"x\.jsonl.*; check the path"),
+    "TaskError": (2, lambda folder: find_task("rmm"), r"task 'rmm'.*; did you mean 'rm'\?"),
+    "ResumeError": (2, second_launch, r"process \d+ on .*; .*`kill \d+`"),
+    "RunError": (1, log_is_a_folder, r"cannot read .*metrics\.jsonl: Is a directory; it must be a writable file"),
+    "NonFiniteError": (1, three_bad_steps, r"step 3: the loss of samples 3 is not finite.*; lower optim\.lr"),
+    "PeerFailureError": (1, nobody_answers, r"meeting the other processes: .*; "),
+    "RunFolderLockedError": (1, lost_run_folder, r"process \d+ on .*; "),
+    "OutOfMemoryError": (1, no_memory, r"(?s)out of memory: rank 0 on .*\n.*1\. batch\.micro"),
+    "CheckpointError": (1, full_disk, r".*; "),
+}  # fmt: skip
+"""Class -> exit code, real code that raises it, and the message."""
+
+
+def subclasses(kind: type[DstrainError]) -> Iterator[type[DstrainError]]:
+    for found in kind.__subclasses__():
+        if found.__module__ == errors.__name__:
+            yield from (found, *subclasses(found))
+
+
+def test_every_class_of_the_tree_has_an_example() -> None:
+    assert {kind.__name__ for kind in subclasses(DstrainError)} == EXAMPLES.keys()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_error_is_a_sentence_with_its_fix_and_its_exit_code(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(variable, value)
+    code, cause, message = EXAMPLES[name]
+    with pytest.raises(DstrainError, match=message) as caught:
+        cause(tmp_path)
+    assert type(caught.value).__name__ == name
+    assert caught.value.exit_code == code
+
+
+def test_the_picture_of_the_tree_is_the_tree() -> None:
+    lines = Path(errors.__file__).read_text(encoding="utf-8").splitlines()
+    drawn = [
+        re.findall(r"[├└│─ ]*(\w+Error)\b", line)[0]
+        for line in lines
+        if re.match(r"# ([│├└]|DstrainError|    [├└])", line)
+    ]
+    assert sorted(drawn) == sorted(["DstrainError", *EXAMPLES])
+
+
+def test_no_module_has_an_exception_class_of_its_own() -> None:
+    root = Path(errors.__file__).parent
+    pattern = re.compile(r"^class (\w+)\((?:\w+\.)?\w*(?:Error|Exception)\)", re.MULTILINE)
+    found = {
+        f"{path.relative_to(root)}: {name}"
+        for path in root.rglob("*.py")
+        for name in pattern.findall(path.read_text(encoding="utf-8"))
+        if path.name != "errors.py"
+    }
+    assert found <= {"data/records.py: BadRecord", "train/health/signals.py: StoppedBySignal"}
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("", False), ("0", False), ("off", False), ("1", True), ("True", True)])
+def test_debug_is_a_switch(value: str, wanted: bool) -> None:
+    assert is_debug({"DSTRAIN_DEBUG": value}) == wanted
+
+
+def test_a_debug_that_is_no_switch_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"DSTRAIN_DEBUG is 'maybe'; set it to 1 or 0"):
+        is_debug({"DSTRAIN_DEBUG": "maybe"})
+
+
+def test_secrets_of_urls_and_variables_are_masked() -> None:
+    env = {"WANDB_API_KEY": "0123456789abcdef", "TOKENIZERS_PARALLELISM": "true", "HOME": "/home/someone"}
+    text = "GET https://me:pass@host/x with 0123456789abcdef: true, /home/someone"
+    assert mask_secrets(text, env) == "GET https://me:...@host/x with ...: true, /home/someone"
+
+
+def test_an_error_of_another_library_is_one_line_and_its_traceback_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with pytest.raises(ValueError) as caught:
+        raise ValueError("\n\nhf_0123456789 is wrong\nmore")
+    error = caught.value
+    assert describe_unexpected(error) == "ValueError: ... is wrong"
+    path = save_traceback(error)
+    assert path is not None
+    assert path.parent == tmp_path
+    assert path.stat().st_mode & 0o077 == 0, "only its owner reads it"
+    assert path.read_text() == format_traceback(error)
+    assert "hf_0123456789" not in path.read_text()
+    assert "raise ValueError" in path.read_text()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    assert save_traceback(error) is None, "a missing folder does not hide the error"
+    assert describe_unexpected(KeyError()) == "KeyError"
+
+
+def test_a_command_prints_one_line_for_an_unexpected_error_and_all_of_it_with_debug(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("DSTRAIN_DEBUG", "0")  # --debug sets it; monkeypatch takes that back
+    monkeypatch.setattr("dstrain.commands.lists.list_tasks", lambda name: 1 / 0)
+    result = CliRunner().invoke(main, ["tasks"])
+    (file,) = tmp_path.glob("dstrain-traceback-*.log")
+    assert (result.exit_code, len(result.output.splitlines())) == (1, 1)
+    assert "error: unexpected ZeroDivisionError: division by zero; this is a bug of dstrain" in result.output
+    assert result.output.endswith(f"the full traceback is in {file}\n")
+    assert "Traceback (most recent call last)" in file.read_text()
+    result = CliRunner().invoke(main, ["--debug", "tasks"])
+    assert result.exit_code == 1
+    assert "Traceback (most recent call last)" in result.output
+    assert result.output.endswith("report it with the traceback above\n")
+
+
+@pytest.mark.parametrize("words", [["--debug"], []])
+def test_a_known_error_is_a_sentence_and_has_its_traceback_with_debug(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSTRAIN_DEBUG", "0")
+    result = CliRunner().invoke(main, [*words, "tasks", "rmm"])
+    assert result.exit_code == 2
+    assert ("Traceback" in result.output) == bool(words)
+    assert result.output.splitlines()[-1].startswith("error: ")

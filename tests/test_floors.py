@@ -91,7 +91,7 @@ FLOORS_WITHIN = {
             "export",
             "prepare",
         ),
-        ("generate",),
+        ("generate", "selftest"),
     ),
     "data": (
         ("records", "dataset", "fingerprint", "limited_process", "rng"),
@@ -146,7 +146,7 @@ DOORS = {
         "distributed/collective_log.py",
         "distributed/patches.py",
     ),
-    "click": ("cli/__init__.py", "cli/lists.py", "cli/options.py"),
+    "click": ("cli/__init__.py", "cli/lists.py", "cli/options.py", "cli/selftest.py"),
     "tensorboard": ("report/sinks.py",),
     "torch.utils.tensorboard": ("report/sinks.py",),
     "wandb": ("report/wandb.py",),

@@ -26,6 +26,7 @@ from dstrain.cli.options import (
     pop_options,
     with_options,
 )
+from dstrain.cli.selftest import selftest
 from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def main(local_rank: int | None) -> None:
     """
 
 
-for command in (plan, presets, tasks, recipes):
+for command in (plan, presets, tasks, recipes, selftest):
     main.add_command(command)
 
 

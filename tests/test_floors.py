@@ -109,6 +109,7 @@ FLOORS_WITHIN = {
         ("memory",),
         ("fixes",),
         ("choose", "show"),
+        ("machine",),
     ),
     "tasks": (
         ("data", "metrics"),
@@ -146,7 +147,7 @@ DOORS = {
         "distributed/collective_log.py",
         "distributed/patches.py",
     ),
-    "click": ("cli/__init__.py", "cli/lists.py", "cli/options.py", "cli/selftest.py"),
+    "click": ("cli/__init__.py", "cli/completion.py", "cli/lists.py", "cli/options.py", "cli/selftest.py"),
     "tensorboard": ("report/sinks.py",),
     "torch.utils.tensorboard": ("report/sinks.py",),
     "wandb": ("report/wandb.py",),

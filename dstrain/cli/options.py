@@ -9,6 +9,18 @@ from typing import Any, NoReturn
 
 import click
 
+from dstrain.cli.completion import (
+    complete_names,
+    preset_names,
+    preset_names_and_auto,
+    recipe_keys,
+    recipe_names,
+    set_prefixes,
+    shape_names,
+    step_names,
+    task_names,
+)
+from dstrain.cli.examples import DOCUMENTATION, EXAMPLES
 from dstrain.errors import EXIT_OUTPUT_CLOSED, DstrainError, UsageError, explain_system_error
 from dstrain.process_setup import discard_closed_output, prepare_process
 
@@ -26,8 +38,8 @@ LAUNCH_OPTIONS = (
     ),
     click.option("--num-nodes", "--num_nodes", type=int, help="Number of hosts, from the top of the hostfile."),
     click.option("--hostfile", type=click.Path(), help="File with one line per host: host1 slots=8"),
-    click.option("--include", default="", help="GPUs to run on: localhost:0,2 or host1@host2:0,2"),
-    click.option("--exclude", default="", help="GPUs not to use: localhost:1 or host2"),
+    click.option("--include", default="", show_default="all", help="GPUs to run on: localhost:0,2 or host1@host2:0,2"),
+    click.option("--exclude", default="", show_default="none", help="GPUs not to use: localhost:1 or host2"),
     click.option(
         "--node-rank", "--node_rank", type=int, help="Index of this host in the hostfile, from 0; with --no-ssh."
     ),
@@ -40,7 +52,7 @@ LAUNCH_OPTIONS = (
         "--launcher",
         type=click.Choice(["deepspeed", "openmpi", "ssh", "torchrun", "slurm"]),
         default="deepspeed",
-        help="Program that starts the processes; default deepspeed, which uses pdsh if there is a hostfile.",
+        help="Program that starts the processes; deepspeed uses pdsh if there is a hostfile.",
     ),
 )
 """Processes and hosts: the fields of `dstrain.launch.command.LaunchOptions`."""
@@ -59,13 +71,18 @@ LAUNCH_OPTION_NAMES = frozenset(
     )
 )
 RECIPE_OPTIONS = (
-    click.argument("recipe", required=False),
-    click.option("--task", help="Packaged task, path of a task file, or dotted module."),
+    click.argument("recipe", required=False, shell_complete=complete_names(recipe_names, or_file=True)),
+    click.option(
+        "--task",
+        help="Packaged task, path of a task file, or dotted module.",
+        shell_complete=complete_names(task_names, or_file=True),
+    ),
     click.option(
         "--ds-config",
         "--ds_config",
         metavar="NAME|PATH|auto",
         help="Preset or DeepSpeed JSON file; default: ds_config of the recipe.",
+        shell_complete=complete_names(preset_names_and_auto, or_file=True),
     ),
     click.option(
         "--set",
@@ -73,6 +90,7 @@ RECIPE_OPTIONS = (
         multiple=True,
         metavar="KEY=VALUE",
         help="Override a recipe key, such as optim.lr=2e-5; repeatable.",
+        shell_complete=complete_names(set_prefixes),
     ),
 )
 TRAIN_OPTIONS = (
@@ -83,7 +101,6 @@ TRAIN_OPTIONS = (
         "--resume",
         default="auto",
         metavar="auto|never|DIR",
-        show_default=True,
         help="Resume from the latest complete checkpoint.",
     ),
     click.option(
@@ -92,10 +109,11 @@ TRAIN_OPTIONS = (
         multiple=True,
         metavar="KEY",
         help="Recipe key that may differ on resume; repeatable.",
+        shell_complete=complete_names(recipe_keys),
     ),
     click.option("--dry-run", is_flag=True, help="Print recipe, DeepSpeed JSON and launch command; start nothing."),
 )
-PLAN_OPTIONS = (
+MACHINE_OPTIONS = (
     click.option(
         "--gpu-memory",
         "--gpu_memory",
@@ -103,38 +121,46 @@ PLAN_OPTIONS = (
         help="Memory of one GPU, such as 24GiB; default: this machine's.",
     ),
     click.option("--gpus", type=click.IntRange(1), help="GPUs per host; default: those of this machine, or 1."),
-    click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Hosts."),
+)
+"""GPUs of another machine than this one."""
+PLAN_OPTIONS = (
+    *MACHINE_OPTIONS,
+    click.option("--nodes", type=click.IntRange(1), default=1, help="Hosts."),
     click.option(
         "--model-shape",
         "--model_shape",
         metavar="NAME",
         help="Plan a packaged shape, such as llama-3.1-70b, instead of the recipe's model.",
+        shell_complete=complete_names(shape_names),
     ),
 )
 FOLDER_TASK_OPTION = click.option(
-    "--task", help="Packaged task, or the task file of the run: code in the folder is not run by itself."
+    "--task",
+    help="Packaged task, or the task file of the run: code in the folder is not run by itself.",
+    shell_complete=complete_names(task_names, or_file=True),
 )
 MODEL_OPTIONS = (
     click.argument("run_or_model", type=click.Path(exists=True, path_type=Path)),
     FOLDER_TASK_OPTION,
-    click.option("--step", default="best", metavar="N|best|last", show_default=True, help="Checkpoint of a run; last if there is no best."),
-    click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a recipe key, such as batch.micro=8; repeatable."),
+    click.option("--step", default="best", metavar="N|best|last", shell_complete=complete_names(step_names), help="Checkpoint of a run; last if there is no best."),
+    click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", shell_complete=complete_names(set_prefixes), help="Override a recipe key, such as batch.micro=8; repeatable."),
     click.option(
         "--ds-config", "--ds_config", metavar="NAME|PATH",
+        shell_complete=complete_names(preset_names, or_file=True),
         help="Preset or DeepSpeed JSON for holding the model, such as zero3 (sharded). Default: as trained; replicated in one process.",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
 )  # fmt: skip
 MODEL_OPTION_NAMES = ("task", "step", "overrides", "ds_config")
 SAMPLING_OPTIONS = (
-    click.option("--max-new-tokens", "--max_new_tokens", default=256, type=click.IntRange(1), show_default=True, help="Maximum number of tokens per answer."),
-    click.option("--temperature", default=0.0, type=click.FloatRange(0), show_default=True, help="Sampling temperature; 0 decodes greedily."),
+    click.option("--max-new-tokens", "--max_new_tokens", default=256, type=click.IntRange(1), help="Maximum number of tokens per answer."),
+    click.option("--temperature", default=0.0, type=click.FloatRange(0), help="Sampling temperature; 0 decodes greedily."),
     click.option(
         "--top-p", "--top_p", default=1.0, type=click.FloatRange(0, 1, min_open=True),
-        show_default=True, help="Nucleus sampling: sample from the most likely tokens with this total probability.",
+        help="Nucleus sampling: sample from the most likely tokens with this total probability.",
     ),
-    click.option("--seed", default=0, type=click.IntRange(0), show_default=True, help="Random seed for sampling."),
-    click.option("--batch", default=8, type=click.IntRange(1), show_default=True, help="Prompts per batch."),
+    click.option("--seed", default=0, type=click.IntRange(0), help="Random seed for sampling."),
+    click.option("--batch", default=8, type=click.IntRange(1), help="Prompts per batch."),
 )  # fmt: skip
 SAMPLING_OPTION_NAMES = ("max_new_tokens", "temperature", "top_p", "seed", "batch")
 SCRATCH_OPTION = click.option(
@@ -153,11 +179,26 @@ class GroupedCommand(click.Command):
                 with formatter.section(heading):
                     formatter.write_dl(rows)
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        write_examples(ctx, formatter)
 
-class CommandGroup(click.Group):
-    """Command group that turns DstrainErrors into one message and their exit code."""
+
+class SubcommandGroup(click.Group):
+    """Group whose help ends with examples."""
 
     command_class = GroupedCommand
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        write_examples(ctx, formatter)
+
+
+class CommandGroup(SubcommandGroup):
+    """Command group that turns DstrainErrors into one message and their exit code."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_epilog(ctx, formatter)
+        formatter.write_paragraph()
+        formatter.write_text(DOCUMENTATION)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         prepare_process()
@@ -185,6 +226,16 @@ class CommandGroup(click.Group):
             if (fault := explain_system_error(error)) is None:
                 raise
             _exit_with_error(ctx, fault)
+
+
+def write_examples(ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    """Write the examples of a command, each on a line of its own, however narrow the terminal is."""
+    # The name by which it was started may be a path.
+    name = " ".join(["dstrain", *ctx.command_path.split()[1:]]) if ctx.parent else "dstrain"
+    if lines := EXAMPLES.get(name):
+        with formatter.section("Examples"):
+            for line in lines:
+                formatter.write(f"{'':{formatter.current_indent}}{line}\n")
 
 
 def _exit_with_error(ctx: click.Context, error: DstrainError) -> NoReturn:

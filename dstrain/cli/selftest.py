@@ -8,8 +8,11 @@ from pathlib import Path
 
 import click
 
+from dstrain.cli.completion import complete_names, preset_names
 from dstrain.cli.options import SCRATCH_OPTION, GroupedCommand, with_options
 from dstrain.errors import EXIT_DONE, EXIT_FAILED
+
+DEFAULT = ("zero0", "zero1", "zero2", "zero3")
 
 
 @click.command(cls=GroupedCommand)
@@ -18,7 +21,9 @@ from dstrain.errors import EXIT_DONE, EXIT_FAILED
     "presets",
     multiple=True,
     metavar="NAME|PATH",
-    help="Preset or DeepSpeed JSON to test; repeatable.  [default: zero0, zero1, zero2, zero3]",
+    shell_complete=complete_names(preset_names, or_file=True),
+    default=DEFAULT,
+    help="Preset or DeepSpeed JSON to test; repeatable.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
@@ -38,9 +43,6 @@ def selftest(
     resumed by another number of processes, with equal losses. Takes about a minute on two cores; no
     network. Exit code 1 if a check fails.
     """
-    from dstrain.commands.selftest.checks import DEFAULT_PRESETS
-
-    presets = presets or DEFAULT_PRESETS
     if phase is not None and keep is not None:
         sys.exit(_run_phase(phase, keep, presets, (batch, processes, scratch)))
     sys.exit(_run_all(presets, keep, as_json))

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dstrain.commands.selftest.checks import CHECKS, DEFAULT_PRESETS, TOLERANCE
+from dstrain.cli.selftest import DEFAULT as DEFAULT_PRESETS
+from dstrain.commands.selftest.checks import CHECKS, TOLERANCE
 
 MAX_SECONDS = 300
 

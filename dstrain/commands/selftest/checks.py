@@ -18,7 +18,6 @@ CHECKS: Mapping[Phase, tuple[str, ...]] = {
     "resume": ("resume", "losses", "export", "evaluate"),
 }
 """Checks of each launch, in their order. The second launch has another number of processes."""
-DEFAULT_PRESETS = ("zero0", "zero1", "zero2", "zero3")
 STEPS, STOP_AFTER = 8, 3
 """Steps of a run, and the step whose row sends the stop signal."""
 TOLERANCE = 1e-4

@@ -43,7 +43,7 @@ types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 wheel: $(VENV)/.installed-dev
-	$(BIN)/python -m build --wheel
+	$(BIN)/python -m build
 
 dev: $(VENV)/.installed-dev
 
@@ -57,7 +57,7 @@ help:
 	@echo "make test-all  run all tests: slow ones too, and those for a GPU if there is one"
 	@echo "make bench     speed next to TRL (if installed) and plain DeepSpeed; hours; select with BENCH_ARGS='--settings hh --tasks rm'"
 	@echo "make lint      ruff check;  make format: fix what ruff can fix;  make types: mypy"
-	@echo "make wheel     build dist/dstrain-*.whl;  make clean: remove $(VENV), dist and build"
+	@echo "make wheel     build dist/dstrain-*.whl and .tar.gz;  make clean: remove $(VENV), dist and build"
 
 # Stamp files make a second `make` fast; they are out of date when pyproject.toml changes.
 $(VENV)/bin/python:

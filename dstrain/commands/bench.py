@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -271,8 +271,10 @@ def _show_plan(row: Mapping[str, Any]) -> str:
 
 def show_bench(row: Mapping[str, Any]) -> str:
     """Return the figures as a table."""
-    share = lambda value: "unknown" if value is None else f"{100 * value:.3g} %"  # noqa: E731
-    gib = lambda values: "unknown" if values is None else ", ".join(f"{value:.3g} GiB" for value in values)  # noqa: E731
+    share: Callable[[float | None], str] = lambda value: "unknown" if value is None else f"{100 * value:.3g} %"  # noqa: E731
+    gib: Callable[[Sequence[float] | None], str] = lambda values: (
+        "unknown" if values is None else ", ".join(f"{value:.3g} GiB" for value in values)
+    )  # noqa: E731
     times, batch = row["step_seconds"], row["batch"]
     lines = {
         "run": f"{row['task']}, preset {row['preset']}, {row['precision']}, {row['processes']} x {row['device']}",

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -383,6 +384,14 @@ def test_a_function_takes_five_things_at_most() -> None:
             if len(taken) > MOST_PARAMETERS:
                 wrong.append(f"{name(path)}:{function.lineno} {function.name} takes {', '.join(taken)}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_lowest_floors_are_those_that_coverage_measures() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["coverage"]["run"]
+    measured = {
+        pattern.removeprefix("dstrain/").removesuffix("/*").removesuffix(".py") for pattern in settings["include"]
+    }
+    assert measured == {module for floor in FLOORS[:3] for module in floor}
 
 
 def test_every_module_says_what_it_is() -> None:

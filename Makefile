@@ -10,7 +10,7 @@ PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 # NCCL does not allow two processes on one GPU; on a CPU two are started, so that there is something to distribute.
 PROCESSES = $$($(BIN)/python -c 'import os; from dstrain.launch.topology import visible_gpus as seen; print(1 if seen(os.environ) == 1 else 2)')
 
-.PHONY: demo test smoke test-all bench lint format types wheel docs pages dev clean help
+.PHONY: demo test smoke test-all bench coverage lint format types wheel docs pages dev clean help
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -31,6 +31,12 @@ bench: $(VENV)/.installed-dev
 	taskset -c 0 $(BIN)/python -m benchmarks.speed --threads 1 --to docs/measurements/trl-speed.md $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.speed.scaling
 
+# Lines of the lowest three layers (config, preset, distributed, files, ...) that the fast unit tests leave out: none.
+COVERAGE_TESTS = tests/unit/config tests/unit/preset tests/unit/distributed $(wildcard tests/unit/test_*.py) \
+	tests/contract/test_bad_input.py tests/unit/launch/test_command.py
+coverage: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "not slow and not gpu" --cov --cov-config=pyproject.toml --cov-report=term $(COVERAGE_TESTS)
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -43,7 +49,7 @@ types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 wheel: $(VENV)/.installed-dev
-	$(BIN)/python -m build --wheel
+	$(BIN)/python -m build
 
 dev: $(VENV)/.installed-dev
 
@@ -65,8 +71,9 @@ help:
 	@echo "make test-all  run all tests: slow ones too, and those for a GPU if there is one"
 	@echo "make docs      build the documentation into site/;  make pages: rewrite the pages that come from the code"
 	@echo "make bench     speed next to TRL (if installed) and plain DeepSpeed; hours; select with BENCH_ARGS='--settings hh --tasks rm'"
+	@echo "make coverage  measure the lines of the lowest layers that the fast unit tests run; fails below 100 %"
 	@echo "make lint      ruff check;  make format: fix what ruff can fix;  make types: mypy"
-	@echo "make wheel     build dist/dstrain-*.whl;  make clean: remove $(VENV), dist and build"
+	@echo "make wheel     build dist/dstrain-*.whl and .tar.gz;  make clean: remove $(VENV), dist and build"
 
 # Stamp files make a second `make` fast; they are out of date when pyproject.toml changes.
 $(VENV)/bin/python:

@@ -15,7 +15,8 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 
 from dstrain.cli import main
-from dstrain.cli.options import LAUNCH_OPTION_NAMES, UNSUPPORTED_COMMANDS
+from dstrain.cli.command_group import UNSUPPORTED_COMMANDS
+from dstrain.cli.options import LAUNCH_OPTION_NAMES
 from dstrain.config.aliases import KEY_ALIASES, UNSUPPORTED_VALUES
 from dstrain.config.schema import RunConfig
 from dstrain.tasks import builtin_tasks, default_learning_rate, default_lora, find_task, task_options

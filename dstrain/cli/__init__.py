@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from dstrain import __version__
-from dstrain.cli.lists import plan, presets, recipes, tasks
+from dstrain.cli.command_group import CommandGroup, SubcommandGroup
+from dstrain.cli.completion import complete_names, set_prefixes, step_names, task_names
+from dstrain.cli.lists import completion, init, plan, presets, recipes, tasks
 from dstrain.cli.options import (
     FOLDER_TASK_OPTION,
     LAUNCH_OPTIONS,
@@ -22,18 +24,18 @@ from dstrain.cli.options import (
     SAMPLING_OPTIONS,
     SCRATCH_OPTION,
     TRAIN_OPTIONS,
-    CommandGroup,
     pop_options,
     with_options,
 )
 from dstrain.cli.runs import report, status
-from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UsageError
+from dstrain.cli.selftest import selftest
+from dstrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 
 if TYPE_CHECKING:
     from dstrain.commands.job.run_job import Job
 
 
-@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="dstrain")
 @click.option("--local_rank", "--local-rank", type=int, hidden=True, help="Set by DeepSpeed's launcher.")
 @click.option("--debug", is_flag=True, help="Print the traceback of an error; also: DSTRAIN_DEBUG=1.")
@@ -45,7 +47,7 @@ def main(local_rank: int | None, debug: bool = False) -> None:
     """
 
 
-for command in (plan, presets, tasks, recipes, report, status):
+for command in (plan, presets, tasks, recipes, init, report, status, selftest, completion):
     main.add_command(command)
 
 
@@ -134,7 +136,7 @@ def prepare(
 
 @main.command()
 @with_options(RECIPE_OPTIONS, LAUNCH_OPTIONS, [SCRATCH_OPTION])
-@click.option("--steps", default=20, type=click.IntRange(1), show_default=True, help="Steps to measure.")
+@click.option("--steps", default=20, type=click.IntRange(1), help="Steps to measure.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench(
     recipe: str | None, task: str | None, ds_config: str | None, overrides: tuple[str, ...], scratch: Path | None,
@@ -168,7 +170,11 @@ def run_and_exit(
 @main.command()
 @click.argument("run", type=click.Path(exists=True, path_type=Path))
 @click.option(
-    "--step", default="best", metavar="N|best|last", show_default=True, help="Checkpoint; last if there is no best."
+    "--step",
+    default="best",
+    metavar="N|best|last",
+    shell_complete=complete_names(step_names),
+    help="Checkpoint; last if there is no best.",
 )
 @click.option("--to", required=True, type=click.Path(path_type=Path), help="Folder to write.")
 @with_options([FOLDER_TASK_OPTION])
@@ -177,6 +183,7 @@ def run_and_exit(
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
+    shell_complete=complete_names(set_prefixes),
     help="Override a recipe key, such as data.eval=FILE for probes.",
 )
 @click.option("--merge-lora", is_flag=True, help="Merge the adapters into the base and write one model.")
@@ -192,44 +199,27 @@ def export(run: Path, step: str, to: Path, task: str | None, overrides: tuple[st
     click.echo(f"{to}: step {report.step}, {report.dtype}; reloaded, outputs differ by at most {report.max_diff:.2g}")
 
 
-@main.command()
-@click.argument("task")
-@click.option("--to", type=click.Path(path_type=Path), help="File to write; default: stdout.")
-def init(task: str, to: Path | None) -> None:
-    """Write a commented starter recipe for TASK."""
-    from dstrain.commands.init import render_recipe_template
-
-    text = render_recipe_template(task)
-    if to is None:
-        click.echo(text, nl=False)
-    elif to.exists():
-        raise UsageError(f"--to {to}: already exists; choose another name")
-    else:
-        try:
-            to.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--to {to}: cannot be written ({error.strerror}); choose another name") from None
-        click.echo(f"{to}: fill in model.path and data.train, then `dstrain train {to}`")
-
-
 def is_terminal() -> bool:
     """Return True if stdout is a terminal."""
     return sys.stdout.isatty()
 
 
-@main.group()
+@main.group(cls=SubcommandGroup)
 def data() -> None:
     """Check data files."""
 
 
 @data.command()
 @click.argument("file", type=click.Path())
-@click.option("--task", required=True, help="Task that reads the file.")
+@click.option(
+    "--task", required=True, shell_complete=complete_names(task_names, or_file=True), help="Task that reads the file."
+)
 @click.option(
     "--set",
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
+    shell_complete=complete_names(set_prefixes),
     help="Override a recipe key, such as data.columns={text: chosen}.",
 )
 @click.option("--all", "every", is_flag=True, help="List every bad record, also on a terminal.")
@@ -259,7 +249,7 @@ def checkpoints(run: Path, read_all: bool, as_json: bool) -> None:
 
     With --verify, exit code 1 if one is damaged.
     """
-    from dstrain.commands.lists import list_checkpoints
+    from dstrain.commands.lists.checkpoints import list_checkpoints
 
     lines, all_complete = list_checkpoints(run, read_all, as_json)
     click.echo(lines)

@@ -1,4 +1,4 @@
-"""Commands of dstrain that only read: the memory plan, and lists of presets, tasks and recipes."""
+"""Commands that train nothing: the memory plan, presets, tasks and recipes, starter recipes, completion scripts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import click
 
-from dstrain.cli.options import PLAN_OPTIONS, RECIPE_OPTIONS, GroupedCommand, with_options
+from dstrain.cli.command_group import GroupedCommand
+from dstrain.cli.completion import complete_names, completion_script, preset_names, recipe_names, task_names
+from dstrain.cli.options import MACHINE_OPTIONS, PLAN_OPTIONS, RECIPE_OPTIONS, with_options
+from dstrain.errors import UsageError
 
 
 @click.command(cls=GroupedCommand)
@@ -34,13 +37,13 @@ def plan(
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_names(preset_names))
 @click.option(
     "--adopt", type=click.Path(exists=True, path_type=Path), help="Convert a public DeepSpeed JSON to a preset."
 )
 def presets(name: str | None, adopt: Path | None) -> None:
     """List the presets, or print one."""
-    from dstrain.commands.lists import convert_preset_file, list_presets
+    from dstrain.commands.lists.presets import convert_preset_file, list_presets
 
     if adopt is None:
         click.echo(list_presets(name))
@@ -51,18 +54,56 @@ def presets(name: str | None, adopt: Path | None) -> None:
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_names(task_names))
 def tasks(name: str | None) -> None:
     """List the tasks, or print the options of one."""
-    from dstrain.commands.lists import list_tasks
+    from dstrain.commands.lists.tasks import list_tasks
 
     click.echo(list_tasks(name))
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_names(recipe_names))
 def recipes(name: str | None) -> None:
     """List the packaged recipes, or print one."""
-    from dstrain.commands.lists import list_recipes
+    from dstrain.commands.lists.recipes import list_recipes
 
     click.echo(list_recipes(name))
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("task", shell_complete=complete_names(task_names, or_file=True))
+@with_options(MACHINE_OPTIONS)
+@click.option("--to", type=click.Path(path_type=Path), help="File to write; default: stdout.")
+def init(task: str, gpus: int | None, gpu_memory: str | None, to: Path | None) -> None:
+    """Write a commented starter recipe for TASK and this machine.
+
+    Model, adapters, precision, preset and loader processes follow from the GPUs and cores, or from
+    --gpus and --gpu-memory for another machine.
+    """
+    from dstrain.commands.init import render_recipe_template
+    from dstrain.planner.machine import detect_machine
+
+    text = render_recipe_template(task, detect_machine(gpus, gpu_memory))
+    if to is None:
+        click.echo(text, nl=False)
+    elif to.exists():
+        raise UsageError(f"--to {to}: already exists; choose another name")
+    else:
+        try:
+            to.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--to {to}: cannot be written ({error.strerror}); choose another name") from None
+        click.echo(f"{to}: fill in data.train and data.eval, then `dstrain train {to}`")
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the completion script of a shell.
+
+    It completes commands, options, recipes, presets, tasks and recipe keys. Add it to ~/.bashrc or
+    ~/.zshrc (after compinit), or write it to ~/.config/fish/completions/dstrain.fish.
+    """
+    click.echo(completion_script(ctx.find_root().command, shell))

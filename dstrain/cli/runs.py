@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dstrain.cli.options import GroupedCommand
+from dstrain.cli.command_group import GroupedCommand
 
 
 @click.command(cls=GroupedCommand)

@@ -269,10 +269,16 @@ def _show_plan(row: Mapping[str, Any]) -> str:
     return f"predicted {plan['predicted_gib']:.3g} GiB, {measured}" if plan else f"no prediction, {measured}"
 
 
+def _share(value: float | None) -> str:
+    return "unknown" if value is None else f"{100 * value:.3g} %"
+
+
+def _gib(values: Sequence[float] | None) -> str:
+    return "unknown" if values is None else ", ".join(f"{value:.3g} GiB" for value in values)
+
+
 def show_bench(row: Mapping[str, Any]) -> str:
     """Return the figures as a table."""
-    share = lambda value: "unknown" if value is None else f"{100 * value:.3g} %"  # noqa: E731
-    gib = lambda values: "unknown" if values is None else ", ".join(f"{value:.3g} GiB" for value in values)  # noqa: E731
     times, batch = row["step_seconds"], row["batch"]
     lines = {
         "run": f"{row['task']}, preset {row['preset']}, {row['precision']}, {row['processes']} x {row['device']}",
@@ -283,12 +289,12 @@ def show_bench(row: Mapping[str, Any]) -> str:
         "samples/s": f"{row['samples_per_second']:.4g}",
         "step": f"mean {times['mean']:.4g} s, "
         + ", ".join(f"p{rank} {times[f'p{rank}']:.4g} s" for rank in PERCENTILES),
-        "waiting for data": share(row["data_wait_share"]),
-        "padding": share(row["padding_share"]),
+        "waiting for data": _share(row["data_wait_share"]),
+        "padding": _share(row["padding_share"]),
         "FLOPs per step": "unknown" if row["flops_per_step"] is None else format_count(row["flops_per_step"]),
-        "MFU": share(row["mfu"]),
-        "peak GPU memory": gib(row["peak_memory_gib"]),
-        "peak host memory": gib(row["host_memory_gib"]),
+        "MFU": _share(row["mfu"]),
+        "peak GPU memory": _gib(row["peak_memory_gib"]),
+        "peak host memory": _gib(row["host_memory_gib"]),
         "plan": _show_plan(row),
     }
     return "\n".join(f"{name:18} {value}" for name, value in lines.items())

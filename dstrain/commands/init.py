@@ -1,4 +1,4 @@
-"""dstrain init: a starter recipe with the usual keys, commented from the schema."""
+"""dstrain init: a starter recipe for a task and a machine, with the usual keys, commented from the schema."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from dstrain.config.schema import (
     SaveConfig,
     Section,
 )
+from dstrain.planner.machine import Machine, ModelSuggestion, detect_machine, suggest_model
 from dstrain.tasks import Task, default_learning_rate, default_lora, find_task, task_options
 
 TEMPLATE_SECTIONS: tuple[tuple[str, type[Section], dict[str, object]], ...] = (
-    ("model", ModelConfig, {"path": "/path/to/model", "freeze": [], "gradient_checkpointing": True}),
-    ("data", DataConfig, {"train": "train.jsonl", "eval": "eval.jsonl", "max_length": 1024}),
+    ("model", ModelConfig, {"path": None, "freeze": [], "gradient_checkpointing": True}),
+    ("data", DataConfig, {"train": "train.jsonl", "eval": "eval.jsonl", "max_length": 1024, "workers": 4}),
     ("batch", BatchConfig, {"total": 64, "micro": 4}),
     (
         "optim",
@@ -48,40 +49,76 @@ def format_lora(lora: LoraConfig) -> str:
     return f"{{rank: {lora.rank}, alpha: {lora.alpha:g}}}"
 
 
-def _lora_line(task: type[Task]) -> str:
-    """Return the line on model.lora, a comment where the task trains all weights by default."""
+def render_recipe_template(task: str, machine: Machine | None = None) -> str:
+    """Return a YAML recipe for this machine, or another, that is valid once the data is named.
+
+    Raises TaskError and UsageError.
+    """
+    machine, found = machine or detect_machine(), find_task(task)
+    model = suggest_model(task, machine)
+    lora = default_lora(found) or (LoraConfig(rank=16, alpha=32) if model and model.use_lora else None)
+    lines = [*_header(task, machine), f"task: {task}", *_option_lines(found)]
+    for name, section, defaults in TEMPLATE_SECTIONS:
+        values = {**defaults, **_values_here(section, found, machine, (model, lora))}
+        rows = [(key, value, section.model_fields[key].description or "") for key, value in values.items()]
+        lines += [f"{name}:", *_add_comments("  ", rows)]
+        if section is ModelConfig and model is not None:
+            lines.append(_lora_line(found, lora))
+    return "\n".join([*lines, *_add_comments("", _top_rows(machine))]) + "\n"
+
+
+def _header(task: str, machine: Machine) -> list[str]:
+    return [
+        f"# A starter recipe for {task}, on {machine.describe()}.",
+        "# Name your data, then `dstrain train THIS`. Memory with every preset: `dstrain plan THIS`.",
+        "# Every key: `dstrain train THIS --dry-run`.",
+    ]
+
+
+def _option_lines(task: type[Task]) -> list[str]:
+    own = task_options(task)
+    if not own:
+        return []
+    lines = ["options:", *_add_comments("  ", [(option.name, option.default, option.help) for option in own])]
+    for option in filter(lambda one: one.nested, own):
+        rows = [(nested.name, nested.default, nested.help) for nested in option.nested]
+        lines += [f"  # {option.name}:", *_add_comments("  #   ", rows)]
+    return lines
+
+
+def _values_here(
+    section: type[Section], task: type[Task], machine: Machine, chosen: tuple[ModelSuggestion | None, LoraConfig | None]
+) -> dict[str, object]:
+    """Return the values of a section that depend on the task and the machine; `chosen`: model and adapters."""
+    model, lora = chosen
+    if section is ModelConfig:
+        return {"path": model.name if model else None}
+    if section is DataConfig:
+        return {"workers": machine.loader_workers}
+    if section is BatchConfig:
+        total = 64 if 64 % max(machine.gpus, 1) == 0 else 8 * machine.gpus
+        # On GPUs `ds_config: auto` finds the largest micro-batch that fits.
+        return {"total": total, "micro": None if machine.gpus else 4}
+    if section is OptimConfig:
+        return {"lr": default_learning_rate(task, lora is not None)}
+    return _default_eval_metric(task.metric_names) if section is EvalConfig else {}
+
+
+def _top_rows(machine: Machine) -> list[tuple[str, object, str]]:
+    whole = RunConfig.model_fields
+    values = {"precision": "auto", "ds_config": "auto" if machine.gpus else "zero2", "epochs": 1, "seed": 0}
+    rows = [(key, value, whole[key].description or "") for key, value in values.items()]
+    return [
+        (key, value, f"{text} Here: {machine.precision}." if key == "precision" else text) for key, value, text in rows
+    ]
+
+
+def _lora_line(task: type[Task], lora: LoraConfig | None) -> str:
+    """Return the line on model.lora, a comment where all weights are trained."""
     full, adapters = (f"{default_learning_rate(task, use_lora):g}" for use_lora in (False, True))
-    if (lora := default_lora(task)) is not None:
+    if lora is not None:
         return f"  lora: {format_lora(lora)}  # low-rank adapters; null: train all weights, with optim.lr {full}"
     return f"  # lora: {{rank: 16, alpha: 32}}  # low-rank adapters; raise optim.lr to {adapters}"
-
-
-def render_recipe_template(task: str) -> str:
-    """Return a YAML recipe that is valid once the paths are filled in."""
-    lines = [f"# A starter recipe for {task}. Every key: `dstrain train THIS --dry-run`.", f"task: {task}"]
-    found = find_task(task)
-    own = task_options(found)
-    if own:
-        lines.append("options:")
-        lines += _add_comments("  ", [(option.name, option.default, option.help) for option in own])
-        for option in filter(lambda one: one.nested, own):
-            rows = [(nested.name, nested.default, nested.help) for nested in option.nested]
-            lines += [f"  # {option.name}:", *_add_comments("  #   ", rows)]
-    for name, section, values in TEMPLATE_SECTIONS:
-        lines.append(f"{name}:")
-        fields = section.model_fields
-        if section is OptimConfig:
-            values = {**values, "lr": default_learning_rate(found, default_lora(found) is not None)}
-        if section is EvalConfig:
-            values = {**values, **_default_eval_metric(found.metric_names)}
-        lines += _add_comments("  ", [(key, value, fields[key].description or "") for key, value in values.items()])
-        if section is ModelConfig:
-            lines.append(_lora_line(found))
-    whole = RunConfig.model_fields
-    tops: tuple[tuple[str, object], ...] = (("precision", "auto"), ("ds_config", "zero2"), ("epochs", 1), ("seed", 0))
-    return (
-        "\n".join(lines + _add_comments("", [(key, value, whole[key].description or "") for key, value in tops])) + "\n"
-    )
 
 
 def _add_comments(indent: str, rows: list[tuple[str, object, str]]) -> list[str]:

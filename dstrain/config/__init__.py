@@ -1,6 +1,6 @@
 """Recipe configuration: schema, reading and resolution."""
 
-from dstrain.config.read import Recipe, check_keys, dump_recipe, read_recipe
+from dstrain.config.read import Recipe, check_keys, dump_recipe, list_keys, read_recipe
 from dstrain.config.resolve import (
     BatchPlan,
     check_learning_changes,
@@ -18,6 +18,7 @@ __all__ = [
     "check_learning_changes",
     "dump_recipe",
     "find_learning_changes",
+    "list_keys",
     "read_recipe",
     "resolve_batch",
     "resolve_steps",

@@ -65,9 +65,14 @@ def read_recipe(
     return Recipe(config, name, path.parent.resolve() if path else Path.cwd())
 
 
+def list_keys() -> list[str]:
+    """Return the recipe keys, such as optim.lr; deeper blocks count as one key."""
+    return [dotted_name(key) for key in _iter_keys(RunConfig) if len(key) <= 2]
+
+
 def check_keys(names: Sequence[str], option: str) -> None:
     """Raise RecipeError for names in a command-line option that are not recipe keys."""
-    known = [dotted_name(key) for key in _iter_keys(RunConfig) if len(key) <= 2]  # deeper blocks count as one key
+    known = list_keys()
     faults = []
     for name in names:
         if name not in known and not name.startswith("options."):

@@ -123,6 +123,11 @@ def _find_cached_config(name: str) -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
+def hub_name(shape_name: str) -> str:
+    """Return the Hub id of a shipped shape."""
+    return str(json.loads((SHAPES_DIR / f"{shape_name}.json").read_text(encoding="utf-8"))["hub"][0])
+
+
 @cache
 def _hub_names() -> dict[str, str]:
     """Return Hub id in lower case -> name of the shipped shape."""

@@ -15,7 +15,7 @@ import yaml
 from click.testing import CliRunner
 
 from dstrain.cli import main
-from dstrain.cli.options import UNSUPPORTED_COMMANDS
+from dstrain.cli.command_group import UNSUPPORTED_COMMANDS
 from dstrain.config import read_recipe
 from tests.workers import ROOT
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -13,7 +15,21 @@ import pytest
 
 from dstrain import files
 from dstrain.errors import describe_key_diff, first_names
-from dstrain.files import atomic_folder, atomic_write, is_not_empty_error, partial_path, remove_stale_partials
+from dstrain.files import (
+    NOT_REGULAR,
+    WatchedFile,
+    atomic_folder,
+    atomic_write,
+    display_path,
+    get_host_id,
+    is_not_empty_error,
+    not_file_reason,
+    open_regular_file,
+    partial_path,
+    remove_stale_partials,
+    stat_or_none,
+    sync_folder,
+)
 
 
 @pytest.mark.parametrize("content", [b"new", "new", lambda file: file.write(b"new")])
@@ -103,3 +119,101 @@ def test_names_in_messages() -> None:
     assert first_names(dict.fromkeys("abcde")) == "a, b, c and 2 more"
     assert first_names(range(5), 4) == "0, 1, 2, 3 and 1 more"
     assert describe_key_diff(["a.weight"], []) == "missing keys: a.weight; unexpected keys: none"
+
+
+def raising(error: OSError) -> object:
+    def fail(*_: object, **__: object) -> object:
+        raise error
+
+    return fail
+
+
+def test_a_host_without_proc_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.os, "readlink", raising(OSError()))
+    monkeypatch.setattr(files.socket, "gethostname", lambda: "box")
+    assert get_host_id.__wrapped__().startswith("box ")
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.ENOTSUP])
+def test_a_file_system_that_flushes_no_folder_is_accepted(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files.os, "fsync", raising(OSError(code, "")))
+    sync_folder(tmp_path)
+
+
+def test_a_disk_that_fails_to_flush_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.os, "fsync", raising(OSError(errno.EIO, "broken")))
+    with pytest.raises(OSError, match="broken"):
+        sync_folder(tmp_path)
+
+
+def test_a_process_of_another_user_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.os, "kill", raising(PermissionError()))
+    assert files._is_alive(1)
+
+
+def test_a_partial_folder_is_removed_with_its_content(tmp_path: Path) -> None:
+    place = tmp_path / "out"
+    foreign = place.with_name(f"out.{'0' * 12}-1-01234567.partial")
+    foreign.mkdir()
+    (foreign / "a").write_text("x")
+    for path in (foreign / "a", foreign):
+        os.utime(path, (0, time.time() - 25 * 3600))
+    remove_stale_partials(place)
+    assert not foreign.exists()
+
+
+def test_a_partial_that_is_gone_by_now_is_young(tmp_path: Path) -> None:
+    assert files._last_modified(tmp_path / "gone") == pytest.approx(time.time(), abs=60)
+
+
+def test_paths_are_displayed_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert display_path(tmp_path / "a" / "b") == "a/b"
+    assert display_path(Path("/elsewhere")) == "/elsewhere"
+    assert display_path(Path("a\0b")) == "a\0b"
+
+
+def test_only_a_regular_file_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x")
+    os.mkfifo(tmp_path / "fifo")
+    with open_regular_file(tmp_path / "a") as opened:
+        assert opened.read() == b"x"
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        open_regular_file(tmp_path)
+    with pytest.raises(OSError, match=NOT_REGULAR):
+        open_regular_file(tmp_path / "fifo")
+
+
+def test_a_file_that_is_replaced_before_it_is_opened_is_closed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_text("x")
+    closed: list[int] = []
+    close = os.close
+    monkeypatch.setattr(files.os, "fstat", lambda descriptor: os.stat_result((stat.S_IFIFO, *[0] * 9)))
+    monkeypatch.setattr(files.os, "close", lambda descriptor: closed.append(descriptor) or close(descriptor))
+    with pytest.raises(OSError, match=NOT_REGULAR):
+        open_regular_file(tmp_path / "a")
+    assert len(closed) == 1
+
+
+def test_why_a_path_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "fifo")
+    reasons = {name: not_file_reason(tmp_path / name) for name in ("a", "", "b", "a\0b", "loop", "dangling", "fifo")}
+    assert reasons == {
+        "a": "", "": "", "b": "", "a\0b": "", "loop": "is a link that points to itself",
+        "dangling": "is a link to nowhere, which does not exist", "fifo": NOT_REGULAR,
+    }  # fmt: skip
+
+
+def test_a_watched_file_tells_that_it_has_changed(tmp_path: Path) -> None:
+    watched = WatchedFile.from_path(tmp_path / "a")
+    assert watched.find_change() is None
+    assert stat_or_none(tmp_path / "a\0b") is None
+    (tmp_path / "a").write_text("x")
+    assert watched.find_change() == f"{tmp_path / 'a'} has changed"

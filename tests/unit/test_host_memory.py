@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dstrain import host_memory
-from dstrain.host_memory import OomKills, describe_oom_kill, read_oom_kills
+from dstrain.host_memory import OomKills, describe_oom_kill, find_cgroup_limits, get_available_memory, read_oom_kills
 
 
 @pytest.fixture
@@ -71,3 +71,14 @@ def test_reading_never_waits(host: Path) -> None:
     reader.start()
     reader.join(5)
     assert not reader.is_alive()
+
+
+def test_memory_is_limited_by_the_fullest_cgroup(host: Path) -> None:
+    group = host / "cgroup/job"
+    (group / "memory.max").write_text("1000\n")
+    (group / "memory.current").write_text("900\n")
+    (group / "step" / "memory.max").write_text("max\n")
+    assert [limit.limit_file for limit in find_cgroup_limits()] == [group / "memory.max"]
+    assert get_available_memory() == 100
+    (group / "memory.current").unlink()
+    assert get_available_memory() > 1000, "a limit without a count says nothing"

@@ -1,15 +1,29 @@
-"""On a CPU a process keeps freed memory, so that the kernel does not clear its pages again in every step."""
+"""A command repairs its streams and signals, and keeps freed memory on a CPU."""
 
 from __future__ import annotations
 
+import io
+import os
+import select
+import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dstrain import process_setup
-from dstrain.process_setup import notice_if_slow
+from dstrain.process_setup import (
+    discard_closed_output,
+    escape_unsupported_characters,
+    keep_freed_memory,
+    log_stderr,
+    notice_if_slow,
+    open_closed_streams,
+    reset_sigchld,
+)
 
 PROGRAM = """
 import resource, sys
@@ -55,3 +69,74 @@ def test_only_slow_work_is_announced(monkeypatch: pytest.MonkeyPatch, capfd: pyt
         time.sleep(0.1)
     time.sleep(0.1)
     assert capfd.readouterr().err == "hashing ...\n"
+
+
+class FakeDescriptors:
+    """Stands for `os` where descriptor 1 is closed; records what is done instead."""
+
+    devnull, O_RDWR, O_WRONLY = os.devnull, os.O_RDWR, os.O_WRONLY
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def fstat(self, descriptor: int) -> None:
+        if descriptor == 1:
+            raise OSError
+
+    def open(self, path: str, flags: int) -> int:
+        return 9
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *words, **options: self.calls.append((name, *words)) or io.StringIO()
+
+
+def test_a_closed_stream_is_opened_on_the_null_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_setup, "os", fake := FakeDescriptors())
+    monkeypatch.setattr(sys, "stdout", None)
+    open_closed_streams()
+    assert fake.calls == [("dup2", 9, 1), ("close", 9), ("set_inheritable", 1, True), ("fdopen", 1, "w")]
+    assert sys.stdout is not None
+
+
+def test_a_letter_that_the_terminal_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(stored := io.BytesIO(), encoding="ascii"))
+    escape_unsupported_characters()
+    print("\xfc", end="", flush=True)
+    assert stored.getvalue() == b"\\xfc"
+
+
+def test_an_ignored_sigchld_is_reset() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        reset_sigchld()
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.parametrize(
+    ("events", "closed"), [([(1, select.POLLERR)], True), ([(1, select.POLLOUT)], False), ([], False)]
+)
+def test_output_without_a_reader_goes_to_the_null_device(
+    events: list[tuple[int, int]], closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poll = SimpleNamespace(register=lambda *_: None, poll=lambda _: events)
+    monkeypatch.setattr(process_setup.select, "poll", lambda: poll)
+    monkeypatch.setattr(process_setup, "os", fake := FakeDescriptors())
+    assert discard_closed_output() is closed
+    assert fake.calls == ([("dup2", 9, 1), ("close", 9)] if closed else [])
+
+
+def test_a_c_library_without_the_setting_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_setup.ctypes, "CDLL", lambda _: SimpleNamespace())
+    assert keep_freed_memory() is False
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        process_setup.ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *words: calls.append(words) or 1)
+    )
+    assert keep_freed_memory() is (sys.platform == "linux")
+
+
+def test_a_message_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    log_stderr("hello")
+    assert capsys.readouterr() == ("", "hello\n")

@@ -13,7 +13,7 @@ from typing import Any
 
 from dstrain.launch.command import LocalLaunch
 from dstrain.launch.heartbeat import RANK_TIMEOUT_FACTOR
-from dstrain.launch.multihost.agent_client import KILL_TIMEOUT_SECONDS, AgentClient, open_agents, wait_readable
+from dstrain.launch.multihost.agent_client import KILL_TIMEOUT_SECONDS, AgentClient, open_agents
 from dstrain.launch.multihost.channel import BEATS_PER_TIMEOUT
 from dstrain.launch.multihost.cleanup import RemoteCleanup
 from dstrain.launch.multihost.launch_files import remove_launch_files, write_hostfile, write_launch_file
@@ -29,6 +29,7 @@ from dstrain.launch.multihost.plan import (
     runner_environment,
 )
 from dstrain.launch.multihost.preflight import choose_master, probe_hosts
+from dstrain.launch.rank_monitor import wait_readable
 from dstrain.launch.worker import (
     LAUNCH_ID_ENV,
     RankRecord,

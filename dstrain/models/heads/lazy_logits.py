@@ -86,7 +86,7 @@ class LazyLogits(torch.Tensor):
             if not isinstance(result, torch.Tensor):  # a shape, dtype or device
                 return result
         if isinstance(first, LazyLogits) and _is_pointwise(function, rest, kwargs):
-            step = lambda logits: function(logits, *rest, **kwargs)  # noqa: E731
+            step: LogitsFunction = lambda logits: function(logits, *rest, **kwargs)  # noqa: E731
             return LazyLogits.create(
                 step(first.template_row), first.recorder, first.hidden_states, (*first.steps, step)
             )

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from dstrain.config.schema import RunConfig
 from dstrain.data.cache.dataset import NO_TRAIN_DATA
 from dstrain.errors import Fault, RecipeError
-from dstrain.models.checks.compatibility import ModelValidator, check_freeze_and_groups
+from dstrain.models.checks.compatibility import ModelValidator
 from dstrain.models.checks.preflight import check_model
 from dstrain.models.load import MISSING_MODEL, check_vocab_size
+from dstrain.models.params.groups import check_freeze_and_groups
 from dstrain.models.weights.check_files import check_weight_files
 from dstrain.tasks.common.text import TextChecks
 from dstrain.tasks.sft import SFTExport

@@ -86,7 +86,10 @@ class _Values:
     def as_blocks(self, numbers_by_code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return codes (n,) and one scale per block. Blocks whose values had one scale keep codes and scale."""
         n, padding = self.codes.numel(), -self.codes.numel() % BLOCK
-        fill = lambda tensor, value: torch.nn.functional.pad(tensor, (0, padding), value=value).view(-1, BLOCK)  # noqa: E731
+
+        def fill(tensor: torch.Tensor, value: float) -> torch.Tensor:
+            return torch.nn.functional.pad(tensor, (0, padding), value=value).view(-1, BLOCK)
+
         numbers = fill(self.numbers(numbers_by_code), 0.0)
         scales, plain = fill(self.scales, torch.nan), fill(self.plain, torch.nan)
         unknown = scales.isnan()

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from dstrain.distributed.collective_log import HISTORY_SIZE, CollectiveLog, GroupLog
-from dstrain.distributed.connection_errors import find_connection_error
+from dstrain.distributed.connection_errors import find_connection_error, unknown_peer_message
 from dstrain.distributed.patches import log_calls
 from dstrain.errors import PeerFailureError
 
@@ -57,8 +57,21 @@ def test_what_moved_last_counts(log: CollectiveLog) -> None:
     for line in log._group_logs.values():
         line.last_activity -= 50
     assert 49 < log.idle_seconds() < 52
-    log.record_progress()
+    log.record_progress("save", 7)
     assert log.idle_seconds() < 1
+    assert (log.phase, log.step) == ("save", 7)
+
+
+def test_the_collectives_of_all_groups_are_counted(log: CollectiveLog) -> None:
+    for line, count in zip(log._group_logs.values(), (3, 4), strict=True):
+        line.last_started = count
+    assert log.count_started() == 7
+
+
+def test_a_group_that_this_rank_is_not_in_is_not_logged(log: CollectiveLog) -> None:
+    other = log.group_log(dist.GroupMember.NON_GROUP_MEMBER)
+    assert other.ranks == ()
+    assert dist.GroupMember.NON_GROUP_MEMBER not in log._group_logs
 
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] "
@@ -80,3 +93,7 @@ def test_a_lost_process_is_told_from_other_errors(error: Exception, why: str | N
     wrapped = PeerFailureError("saving", "gone", "start again")
     wrapped.__cause__ = error
     assert find_connection_error(wrapped) == why
+
+
+def test_a_lost_process_without_a_rank_is_described() -> None:
+    assert unknown_peer_message("reset") == "another process has ended or does not answer (reset); see its log"

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from dstrain.distributed import deepspeed_patches
 from dstrain.distributed.deepspeed_patches import (
     MUON_COMPILED,
     NORM_BLOCK,
@@ -307,3 +308,28 @@ def test_deepspeed_creates_the_hpz_group_with_each_model_and_the_patch_once(monk
     assert made == [[0, 1], [2, 3]]
     groups._create_zero_param_parallel_group(8)
     assert made[2:] == [[0, 1, 2, 3]], "of another size, as in the tests' processes"
+    reuse_hpz_group()
+    assert groups._create_zero_param_parallel_group.original is create, "wrapped once"
+
+
+def test_an_optimizer_without_that_norm_is_left_alone() -> None:
+    compute_norm_in_blocks(SimpleNamespace())
+
+
+def test_the_subgroups_of_stage_3_are_moved_by_its_private_methods() -> None:
+    calls: list[tuple[str, int]] = []
+
+    def record(name: str) -> Any:
+        return lambda index: calls.append((name, index))
+
+    methods = {name: record(name) for name in Zero3Subgroups.PRIVATE}
+    subgroups = Zero3Subgroups(SimpleNamespace(fp16_groups=[1, 2], **methods))
+    assert len(subgroups) == 2
+    assert subgroups.is_on_nvme(0) is False
+    for act in (subgroups.swap_in, subgroups.swap_out, subgroups.update_weights, subgroups.release):
+        act(1)
+    assert [name for name, _ in calls] == list(Zero3Subgroups.PRIVATE)
+
+
+def test_without_compilation_a_function_stays_as_it_is() -> None:
+    assert deepspeed_patches._keep_function(dynamic=True)(len) is len

@@ -1,0 +1,1 @@
+"""Lists to choose from: recipes, presets, tasks, and the checkpoints of a run."""

@@ -1,0 +1,59 @@
+"""The example Dockerfile copies what the build needs, and follows the usual rules; no engine builds it here."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+from tests.workers import ROOT
+
+TEXT = (ROOT / "docs/examples/Dockerfile").read_text()
+LINES = [
+    line for line in re.sub(r"\\\n\s*", "", TEXT).splitlines() if line.strip() and not line.lstrip().startswith("#")
+]
+
+
+def instructions(name: str) -> list[str]:
+    return [line.partition(" ")[2] for line in LINES if line.startswith(f"{name} ")]
+
+
+def test_every_line_is_an_instruction() -> None:
+    known = {"FROM", "RUN", "ENV", "COPY", "USER", "WORKDIR", "ENTRYPOINT", "CMD"}
+    assert {line.split()[0] for line in LINES} <= known
+
+
+def test_the_base_image_has_a_fixed_version() -> None:
+    (base,) = instructions("FROM")
+    assert re.fullmatch(r"[\w./-]+:\d[\w.-]*", base), "no `latest`"
+
+
+def test_all_that_the_build_reads_is_copied() -> None:
+    copied = {source for line in instructions("COPY") for source in line.split()[:-1]}
+    assert all((ROOT / source).exists() for source in copied)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = {*project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"], "dstrain", "pyproject.toml"}
+    assert needed | {project["project"]["readme"], *project["project"]["license-files"]} <= copied
+
+
+def test_its_extras_and_its_torch_are_those_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = re.search(r'"/src\[([\w,]+)\]"', TEXT)
+    assert extras is not None
+    assert set(extras[1].split(",")) <= set(project["optional-dependencies"])
+    torch = next(line for line in project["dependencies"] if line.startswith("torch"))
+    assert f'"{torch}"' in TEXT
+
+
+def test_package_lists_and_caches_are_left_out() -> None:
+    for line in instructions("RUN"):
+        if "apt-get install" in line:
+            assert "--no-install-recommends" in line
+            assert "rm -rf /var/lib/apt/lists/*" in line
+        if "pip install" in line:
+            assert "--no-cache-dir" in line
+
+
+def test_it_does_not_run_as_root_and_says_that_it_is_untested() -> None:
+    assert instructions("USER") == ["dstrain"]
+    assert "Not built or run by the project's tests" in TEXT
+    assert instructions("ENTRYPOINT") == ['["dstrain"]']

@@ -11,9 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import yaml
-
-from dstrain.errors import UsageError, mask_secrets
+from dstrain.config.read_yaml import read_yaml
+from dstrain.errors import RecipeError, UsageError, mask_secrets
 from dstrain.files import open_regular_file
 from dstrain.report.run_log import parse_row, with_present_event
 
@@ -71,9 +70,11 @@ class RunHistory:
             if "step" in row and row.get("split") in ("train", "eval"):
                 (self.train if row["split"] == "train" else self.eval).append(row)
         self.events += [with_present_event(row) for row in self._read_lines("events.jsonl") if _is_event(row)]
+        before = self.texts.get("recipe.yaml")
         for name in ("recipe.yaml", "ds_config.json", "environment.json"):
             self.texts[name] = read_text(self.run_dir / name)
-        self.recipe = _parse_mapping(self.texts["recipe.yaml"])
+        if self.texts["recipe.yaml"] != before:
+            self.recipe = _read_recipe(self.run_dir / "recipe.yaml") if self.texts["recipe.yaml"] else {}
 
     def parse_json(self, name: str) -> dict[str, Any]:
         """Return ds_config.json or environment.json as a mapping; empty if it cannot be read."""
@@ -151,12 +152,12 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def _parse_mapping(text: str) -> dict[str, Any]:
+def _read_recipe(path: Path) -> dict[str, Any]:
+    """Return the recipe; empty if it is damaged, or of more values than a recipe has."""
     try:
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
+        return read_yaml(path).values
+    except RecipeError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _is_event(row: Mapping[str, Any]) -> bool:

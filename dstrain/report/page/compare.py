@@ -14,6 +14,8 @@ IGNORED = ("environment.command", "environment.platform")
 PREFIXES = ("recipe", "ds_config", "environment")
 ABSENT = "(absent)"
 MAX_VALUE_LENGTH = 300
+MAX_DEPTH = 20
+"""Levels of keys; a deeper value is compared as a whole."""
 
 
 def find_differences(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
@@ -34,10 +36,18 @@ def _flatten_run(run: RunHistory) -> Iterator[tuple[str, str]]:
         yield from _flatten(prefix, values)
 
 
+def describe_value(value: object) -> str:
+    """Return a value of a recipe or an event as text."""
+    try:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    except RecursionError:  # a damaged file
+        return "(nested too deeply)"
+
+
 def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and value and prefix.count(".") < MAX_DEPTH:
         for key, item in value.items():
             yield from _flatten(f"{prefix}.{key}", item)
     else:
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        text = describe_value(value)
         yield prefix, text if len(text) <= MAX_VALUE_LENGTH else text[:MAX_VALUE_LENGTH] + "…"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import html
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dstrain.errors import mask_secrets
+from dstrain.report.page.compare import describe_value
 from dstrain.report.page.verdict import RunSummary, Verdict, format_number, format_share
 from dstrain.report.run_history import RunHistory, is_number
 from dstrain.report.run_log import task_metric_names
@@ -37,17 +37,18 @@ def escape(value: object) -> str:
     return html.escape("".join(a if a.isprintable() or a in "\n\t" else repr(a)[1:-1] for a in text))
 
 
-def render_table(head: Sequence[str], rows: Iterable[Sequence[tuple[str, object]]], classes: Iterable[str] = ()) -> str:
-    """Return a table; a cell is (class, text)."""
-    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
-    kinds = iter(classes)
-    body = "".join(
-        f'<tr class="{next(kinds, "")}">'
-        + "".join(f'<td class="{kind}">{escape(text)}</td>' for kind, text in cells)
-        + "</tr>"
-        for cells in rows
-    )
-    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
+def render_table(
+    head: Sequence[str], rows: Sequence[Sequence[tuple[str, object]]], levels: Sequence[str] = (), kind: str = ""
+) -> str:
+    """Return a table; a cell is (class, text), `levels` are the classes of the rows and `kind` that of the table."""
+    columns = [cell[0] for cell in rows[0]] if rows else [""] * len(head)
+    titles = "".join(f'<th class="{name}">{escape(title)}</th>' for name, title in zip(columns, head, strict=True))
+    body = ""
+    for index, cells in enumerate(rows):
+        texts = "".join(f'<td class="{name}">{escape(text)}</td>' for name, text in cells)
+        body += f'<tr class="{levels[index] if levels else ""}">{texts}</tr>'
+    table = f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll {kind}">{table}</div>'
 
 
 def render_verdicts(verdicts: Sequence[Verdict]) -> str:
@@ -155,7 +156,7 @@ def render_events(history: RunHistory) -> str:
     ]
     levels = [EVENT_LEVELS.get(event["event"], "") for event in chosen]
     note = f'<p class="soft small">{left_out} more events are in events.jsonl.</p>' if left_out else ""
-    return render_table(("time (UTC)", "step", "event", "details"), rows, levels) + note
+    return render_table(("time (UTC)", "step", "event", "details"), rows, levels, "events") + note
 
 
 def choose_events(events: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], int]:
@@ -179,10 +180,16 @@ def _describe_event(event: Mapping[str, Any]) -> str:
             key.endswith("bytes") or (event["event"] == "checkpoint_forecast" and key != "at_once")
         ):
             value = format_bytes(value)
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        text = _describe_field(value)
         parts.append(text if key in ("what", "how", "why") else f"{key} {text}")
     text = ", ".join(parts)
     return text if len(text) <= MAX_DETAIL_LENGTH else text[:MAX_DETAIL_LENGTH] + "…"
+
+
+def _describe_field(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "(" + ", ".join(f"{key} {describe_value(item)}" for key, item in value.items()) + ")"
+    return describe_value(value)
 
 
 def render_checkpoints(checkpoints: Sequence[Mapping[str, Any]]) -> str:

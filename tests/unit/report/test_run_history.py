@@ -13,6 +13,9 @@ from dstrain.errors import UsageError
 from dstrain.report.run_history import MAX_COLUMNS, open_run, parse_time
 from tests.run_folders import event, finished_run, started, train_row, write_run
 
+BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{k}: &a{k} [*a{k - 1}, *a{k - 1}]\n" for k in range(1, 40))
+"""A recipe of a few lines and 2^40 values."""
+
 
 def test_rows_become_columns_with_nan_where_a_row_lacks_a_number(tmp_path: Path) -> None:
     run = open_run(write_run(tmp_path / "run", [train_row(1), train_row(2, accuracy=0.5), train_row(3, loss=None)]))
@@ -91,7 +94,9 @@ def test_passwords_in_addresses_are_not_shown(tmp_path: Path) -> None:
     assert "secret" not in open_run(folder).texts["recipe.yaml"]
 
 
-@pytest.mark.parametrize("text", ["a: [", "- 1\n- 2\n", "!!python/object/apply:os.system [id]", "\0"])
+@pytest.mark.parametrize(
+    "text", ["a: [", "- 1\n- 2\n", "!!python/object/apply:os.system [id]", "\0", "&a {b: *a}", "!!int {}", BOMB]
+)
 def test_a_damaged_recipe_is_an_empty_one(tmp_path: Path, text: str) -> None:
     folder = finished_run(tmp_path / "run")
     (folder / "recipe.yaml").write_text(text)

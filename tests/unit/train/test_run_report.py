@@ -117,7 +117,7 @@ def test_a_file_system_that_hangs_keeps_no_run(tmp_path: Path, monkeypatch: pyte
     sink.write(train_row(1))
     assert time.monotonic() - start < 10, "not the minute that the page takes"
     sink.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     released.set()
 
 

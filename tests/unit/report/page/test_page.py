@@ -202,6 +202,16 @@ def test_a_run_without_a_row_has_a_page(tmp_path: Path, state: State) -> None:
     assert state in page.texts["text"]
 
 
+def test_values_that_are_nested_deeply_are_shown_in_part(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [train_row(1)], [started()])
+    deep = '{"a": ' * 900 + "1" + "}" * 900
+    (folder / "ds_config.json").write_text(deep)
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(f'{{"event": "data", "deep": {deep}}}\n')
+    page = render(folder, finished_run(tmp_path / "other"))
+    assert "data" in page.texts["text"]
+
+
 def test_predicted_memory_is_a_line_on_its_device(tmp_path: Path) -> None:
     forecast = event("memory", predicted_bytes=3 * 2**30, measured_bytes=2**30, predicted_host_bytes=2**30)
     on_gpu = [train_row(step, allocated_memory_gib=1.0, pinned_memory_gib=0.5, host_memory_gib=2.0) for step in (1, 2)]

@@ -132,9 +132,21 @@ def test_predicted_and_measured_memory_are_reported_once(tmp_path: Path, capsys:
     (event,) = read_events(tmp_path, "memory")
     assert event["predicted_bytes"] == 12 * 2**30
     assert event["measured_bytes"] > 2**20
+    assert "predicted_host_bytes" not in event, "on a CPU there is one memory"
     assert describe_forecast(None, 2**30) == "memory: measured 1.0 GiB"
     assert describe_forecast(FORECAST, 2**30, "cuda") == "memory: predicted 12.0 GiB, measured 1.0 GiB"
     assert describe_forecast(FORECAST, 2**30, "cpu") == "memory: measured 1.0 GiB"
+
+
+def test_beside_a_gpu_the_predicted_host_memory_of_a_process_is_reported_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dstrain.train.memory.monitor.peak_process_bytes", lambda device: 2**30)
+    watch = monitor(tmp_path, FORECAST)
+    watch.world.device = torch.device("cuda", 0)
+    watch.compare_with_forecast(2, RunLog(tmp_path))
+    (event,) = read_events(tmp_path, "memory")
+    assert event["predicted_host_bytes"] == 2**20
 
 
 @pytest.mark.parametrize(("kind", "device_bytes"), [("cuda", 11 * 2**30), ("cpu", 12 * 2**30)])

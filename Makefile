@@ -10,7 +10,7 @@ PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 # NCCL does not allow two processes on one GPU; on a CPU two are started, so that there is something to distribute.
 PROCESSES = $$($(BIN)/python -c 'import os; from dstrain.launch.topology import visible_gpus as seen; print(1 if seen(os.environ) == 1 else 2)')
 
-.PHONY: demo test smoke test-all bench coverage lint format types wheel docs pages dev clean help
+.PHONY: demo test smoke test-all bench coverage lint format types wheel dev clean help
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -53,6 +53,7 @@ wheel: $(VENV)/.installed-dev
 
 dev: $(VENV)/.installed-dev
 
+.PHONY: docs pages
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
@@ -66,10 +67,10 @@ clean:
 
 help:
 	@echo "make demo      install into $(VENV) and train a small reward model; $(DEMO_RUN) is overwritten"
+	@echo "make docs      build the documentation into site/;  make pages: rewrite the pages that come from the code"
 	@echo "make test      run the fast tests; select some with PYTEST_ARGS='-k resume' "
 	@echo "make smoke     launch on two hosts made of network namespaces, with faults; needs root, sshd, pdsh"
 	@echo "make test-all  run all tests: slow ones too, and those for a GPU if there is one"
-	@echo "make docs      build the documentation into site/;  make pages: rewrite the pages that come from the code"
 	@echo "make bench     speed next to TRL (if installed) and plain DeepSpeed; hours; select with BENCH_ARGS='--settings hh --tasks rm'"
 	@echo "make coverage  measure the lines of the lowest layers that the fast unit tests run; fails below 100 %"
 	@echo "make lint      ruff check;  make format: fix what ruff can fix;  make types: mypy"

@@ -12,6 +12,7 @@
 #     ├── PeerFailureError     another process has ended or does not answer
 #     ├── RunFolderLockedError  another launch has taken the run folder
 #     ├── OutOfMemoryError     an allocation on a GPU or on the host failed
+#     ├── SelftestError        a check of `dstrain selftest` failed
 #     └── CheckpointError      a checkpoint cannot be written, read or verified
 #
 # A message has three parts: where, what is wrong, and how to fix it.
@@ -132,6 +133,10 @@ class OutOfMemoryError(RunError):
         """`restart`: what a new start of the same command does differently; empty if the run cannot continue."""
         self.restart = restart
         super().__init__(message)
+
+
+class SelftestError(RunError):
+    """A check of `dstrain selftest` failed. Raised alike by all ranks."""
 
 
 class CheckpointError(RunError):

@@ -114,8 +114,8 @@ FLOORS_WITHIN = {
     ),
     "report": (
         ("allocation_errors", "flops", "memory", "meter", "run_log"),
-        ("run_history", "wandb"),
-        ("sinks",),
+        ("progress_line", "run_history", "wandb"),
+        ("console", "sinks"),
         ("progress",),
         ("page",),
     ),

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 import dstrain.errors as errors
 from dstrain.batch import Progress, StepResult
 from dstrain.cli import main
+from dstrain.commands.selftest.job import _agree
 from dstrain.config import RunConfig, read_recipe, resolve_batch
 from dstrain.data.sources.open import open_source
 from dstrain.distributed.store import rendezvous_over_store
@@ -99,6 +100,10 @@ def no_memory(folder: Path) -> None:
         np.empty(2**60, dtype=np.uint8)
 
 
+def failed_check(folder: Path) -> None:
+    _agree(SingleProcessWorld(), "the losses differ")  # type: ignore[arg-type]
+
+
 def full_disk(folder: Path) -> None:
     check_disk_space(DiskForecast(2**40, 1, 2**20), folder, False)
 
@@ -115,6 +120,7 @@ EXAMPLES: dict[str, tuple[int, Callable[[Path], object], str]] = {
     "PeerFailureError": (1, nobody_answers, r"meeting the other processes: .*; "),
     "RunFolderLockedError": (1, lost_run_folder, r"process \d+ on .*; "),
     "OutOfMemoryError": (1, no_memory, r"(?s)out of memory: rank 0 on .*\n.*1\. batch\.micro"),
+    "SelftestError": (1, failed_check, r"the losses differ"),
     "CheckpointError": (1, full_disk, r".*; "),
 }  # fmt: skip
 """Class -> exit code, real code that raises it, and the message."""
@@ -209,7 +215,7 @@ def test_a_command_prints_one_line_for_an_unexpected_error_and_all_of_it_with_de
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("DSTRAIN_DEBUG", "0")  # --debug sets it; monkeypatch takes that back
-    monkeypatch.setattr("dstrain.commands.lists.list_tasks", lambda name: 1 / 0)
+    monkeypatch.setattr("dstrain.commands.lists.tasks.list_tasks", lambda name: 1 / 0)
     result = CliRunner().invoke(main, ["tasks"])
     (file,) = tmp_path.glob("dstrain-traceback-*.log")
     assert (result.exit_code, len(result.output.splitlines())) == (1, 1)

@@ -33,7 +33,7 @@ from dstrain.commands.selftest.checks import (
     write_results,
 )
 from dstrain.config import RunConfig
-from dstrain.errors import EXIT_DONE, EXIT_STOPPED, PeerFailureError, RunError, UsageError
+from dstrain.errors import EXIT_DONE, EXIT_STOPPED, PeerFailureError, SelftestError, UsageError
 from dstrain.launch.topology import worker_from_env
 from dstrain.preset import Device
 from dstrain.report.run_log import read_rows
@@ -121,8 +121,8 @@ class SelftestJob:
             start = time.perf_counter()
             try:
                 detail = checks[name](preset, world)
-                failure: UsageError | RunError | None = None
-            except (UsageError, SelftestFailureError) as error:  # found alike by all ranks
+                failure: UsageError | SelftestError | None = None
+            except (UsageError, SelftestError) as error:  # found alike by all ranks
                 detail, failure = str(error), error
             fix = "" if failure is None else suggest_fix(name, preset)
             results.append(
@@ -206,10 +206,6 @@ class SelftestJob:
                 made.run_log.close()
 
 
-class SelftestFailureError(RunError):
-    """A check has found a wrong result, the same on every rank."""
-
-
 class StopSink:
     """Sink that sends SIGTERM to its own process, as a scheduler does, after the row of a step."""
 
@@ -235,16 +231,16 @@ def _on_all_ranks(world: World, make: Callable[[], Any]) -> Any:
     return made
 
 
-def _agree(world: World, problem: str, error: type[UsageError | SelftestFailureError] = SelftestFailureError) -> None:
+def _agree(world: World, problem: str, error: type[UsageError | SelftestError] = SelftestError) -> None:
     """Raise the error on every rank if any rank has a problem. Collective."""
     if found := next(filter(None, world.gather(problem)), ""):
         raise error(found)
 
 
 def _expect(code: int, expected: int) -> None:
-    """Raise SelftestFailureError for another exit code; it is the same on all ranks."""
+    """Raise SelftestError for another exit code; it is the same on all ranks."""
     if code != expected:
-        raise SelftestFailureError(f"the run ended with exit code {code} instead of {expected}")
+        raise SelftestError(f"the run ended with exit code {code} instead of {expected}")
 
 
 def _device(world: World) -> Device:

@@ -20,12 +20,7 @@ from dstrain.report.run_log import RunLog
 from dstrain.tasks.common.registry import copy_task_file
 from dstrain.train.build_model import batch_norm_warnings, build_train_module, count_parameters
 from dstrain.train.checkpoint.checkpoints import CheckpointStore
-from dstrain.train.checkpoint.disk_space import (
-    DiskForecast,
-    check_disk_space,
-    compute_max_checkpoints,
-    get_free_bytes,
-)
+from dstrain.train.checkpoint.disk_space import DiskForecast, check_disk_space, compute_max_checkpoints, get_free_bytes
 from dstrain.train.checkpoint.saver import CheckpointSaver
 from dstrain.train.engine.deepspeed import DeepSpeedEngine
 from dstrain.train.evaluate import Evaluation

@@ -85,8 +85,7 @@ class EvaluateJob:
         )
         examples = add_outputs_and_select(asking, {"eval": prepared.examples})["eval"]
         assert examples is not None
-        with notice_if_slow("loading the model", world.rank == 0):
-            model = load_saved_model(found, prepared.ds_config, world)
+        model = load_saved_model(found, prepared.ds_config, world)
         with zero3_init(prepared.ds_config):
             module = add_frozen_models(task, model)
         engine = ForwardEngine(module, prepared.ds_config, world)

@@ -44,9 +44,11 @@ def parse_bytes(text: str, option: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text, re.IGNORECASE)
     if match is None or not 0 < float(match[1]) < MAX_NUMBER:
         raise UsageError(f"{option}: {text!r} is not a size of memory; write it like 24GiB")
-    if not match[2] and float(match[1]) < MIN_BYTES:
-        raise UsageError(f"{option}: {text!r} means bytes, less than any GPU has; write {match[1]}GiB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    size = int(float(match[1]) * _UNITS[match[2].lower()])
+    if size < MIN_BYTES:
+        what = "means bytes, less than any GPU has" if not match[2] else "is less than any GPU has"
+        raise UsageError(f"{option}: {text!r} {what}; write {match[1]}GiB")
+    return size
 
 
 def detect_gpu_bytes(env: Mapping[str, str]) -> tuple[list[int], str]:

@@ -39,6 +39,11 @@ def test_a_number_of_bytes_that_no_gpu_has_is_refused(text: str) -> None:
         parse_bytes(text, "--gpu-memory")
 
 
+def test_a_size_in_kibibytes_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"--gpu-memory: '24K' is less than any GPU has; write 24GiB"):
+        parse_bytes("24K", "--gpu-memory")
+
+
 def test_the_variable_stands_for_any_gpu() -> None:
     assert detect_gpu_bytes({"DSTRAIN_GPU_MEMORY": "2GiB"}) == ([2 << 30], "DSTRAIN_GPU_MEMORY")
 

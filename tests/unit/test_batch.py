@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dstrain.batch import Batch, PackedGroup, to_floats
+from dstrain.batch import Batch, PackedGroup, Progress, to_floats
 
 
 def make(**more: object) -> Batch:
@@ -41,3 +41,7 @@ def test_every_tensor_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tensors_and_numbers_become_floats_in_their_order() -> None:
     assert to_floats([torch.tensor(1.5), 2, torch.tensor(3)]) == [1.5, 2.0, 3.0]
     assert to_floats([4]) == [4.0]
+
+
+def test_progress_counts_steps_and_samples() -> None:
+    assert Progress().advance(8).advance(6) == Progress(step=2, samples=14)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from dstrain.config import RunConfig, read_recipe, resolve_batch
+from dstrain.config.read import _schema_faults
 from dstrain.config.resolve import BatchPlan
 from dstrain.config.schema import BatchConfig
 from dstrain.errors import RecipeError
+from dstrain.source_map import SourceMap
 
 
 def refusal(folder: Path, text: str, *sets: str) -> str:
@@ -31,6 +34,7 @@ def refusal(folder: Path, text: str, *sets: str) -> str:
             "{launch: {env: ['PROXY=http://me:word@host']}}",
             "PROXY holds a URL with a password",
         ),
+        ("{launch: {env: ['API_KEY=abc']}}", "API_KEY looks like a secret"),
         ("{batch: {tokens_per_micro: 512}}", "is not set, and batch.tokens_per_micro needs it"),
         (
             "{batch: {tokens_per_micro: 512, total: 8, accumulate: 2}}",
@@ -53,6 +57,14 @@ def test_a_key_of_a_merged_block_is_named_though_it_has_no_line(tmp_path: Path) 
     assert "wieght" in refusal(tmp_path, "task: rm\ndata:\n  train:\n    - <<: {path: a, wieght: 2}\n")
 
 
+def test_an_unknown_key_is_named_although_the_block_was_written_without_it() -> None:
+    """As where a validator has made the block out of another value."""
+    with pytest.raises(ValidationError) as caught:
+        RunConfig.model_validate({"optim": {"lrr": 1}})
+    source = SourceMap("recipe.yaml", {"optim": {}}, {("optim",): "recipe.yaml:2"})
+    assert [fault.where for fault in _schema_faults(caught.value, source)] == ["recipe.yaml:2 optim.lrr"]
+
+
 def test_a_folder_is_not_a_recipe(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"cannot be read \(Is a directory\)"):
         read_recipe(tmp_path, [])
@@ -70,7 +82,14 @@ def test_a_batch_of_tokens_is_halved_and_written_back() -> None:
     assert half == BatchPlan(total=8, micro=8, accumulate=None, tokens=256)
     assert BatchPlan(total=8, micro=4, accumulate=None, tokens=512).half(1) == BatchPlan(8, 2, None, 256)
     assert BatchPlan(total=8, micro=8, accumulate=None, tokens=1).half(1) is None
+    assert BatchPlan(total=8, micro=4, accumulate=2).half(1) == BatchPlan(8, 2, 4)
+    assert BatchPlan(total=8, micro=1, accumulate=8).half(1) is None
     assert half is not None
+    assert half.ds_accumulate(1, False) == 2
+    assert BatchPlan(total=8, micro=8, accumulate=1).ds_accumulate(1, True) == 2
+    assert BatchPlan(total=8, micro=8, accumulate=1).ds_accumulate(1, False) == 1
+    sizes = BatchPlan(total=8, micro=4, accumulate=2).to_config(BatchConfig(total=8))
+    assert (sizes.total, sizes.micro, sizes.accumulate) == (8, 4, None)
     written = half.to_config(BatchConfig(total=8, tokens_per_micro=512))
     assert (written.total, written.micro, written.tokens_per_micro) == (8, None, 256)
 

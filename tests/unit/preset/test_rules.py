@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dstrain.errors import PresetError
-from dstrain.preset import check_ds_config, convert_preset, read_preset
+from dstrain.preset import check_ds_config, convert_preset, read_preset, summarize_presets
 from dstrain.preset.key_schema import find_key, find_value_problem
 from tests.unit.preset.presets import refusal, write, zero
 
@@ -23,6 +23,18 @@ CLASHES: dict[str, tuple[dict[str, Any], str]] = {
     "an optimizer is offloaded from stage 1 on": (
         zero(0, offload_optimizer=HOST),
         r"offload_optimizer needs stage 1, 2 or 3, and the stage is 0",
+    ),
+    "states on a disk below stage 3": (
+        zero(2, offload_optimizer={"device": "nvme"}),
+        r"at stage 2 DeepSpeed keeps the optimizer in host memory although device is nvme",
+    ),
+    "a share of an offloaded optimizer": (
+        zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
+        r"ratio needs stage 3, and the stage is 2",
+    ),
+    "a folder without a disk": (
+        zero(3, offload_param={"device": "cpu", "nvme_path": "/fast"}),
+        r"a path is given, but device is not nvme",
     ),
     "both 16-bit types": (
         {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
@@ -89,6 +101,13 @@ def test_auto_is_a_word_of_train_alone() -> None:
 def test_a_renamed_key_comes_back_in_a_block_that_its_removal_has_emptied(tmp_path: Path) -> None:
     adopted = convert_preset(write(tmp_path, {"zero_optimization": {"cpu_offload": True}}))
     assert '"offload_optimizer"' in adopted.json_text
+    both = {"zero_optimization": {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}
+    messages = convert_preset(write(tmp_path, both)).messages
+    assert any("cpu_offload true -> dropped, `offload_optimizer` is set already" in line for line in messages)
+
+
+def test_every_preset_is_summarized() -> None:
+    assert all(summarize_presets().values())
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,12 @@ RECIPE is a YAML file or the name of a packaged recipe (`dstrain recipes`); with
 Exit codes: 0 done; 1 the run failed; 2 bad usage, recipe, preset or data, before any process group starts; 75 stopped
 by a signal after a complete checkpoint was written: the same command resumes ([launch.md](launch.md#exit-codes)).
 
-Completion of commands and options in bash (in zsh `zsh_source`, in fish `fish_source`):
+Completion of commands, options, recipes, presets, tasks, model shapes and the keys of `--set`:
 
 ```bash
-eval "$(_DSTRAIN_COMPLETE=bash_source dstrain)"
+dstrain completion bash >> ~/.bashrc
+dstrain completion zsh >> ~/.zshrc        # after compinit
+dstrain completion fish > ~/.config/fish/completions/dstrain.fish
 ```
 """
 ALIASES_INTRO = """\

@@ -147,7 +147,8 @@ def test_adapters_leave_the_head_and_embeddings_alone() -> None:
 
 @pytest.mark.parametrize("wrong", [{"hidden_size": "abc"}, {"num_attention_heads": 0}])
 def test_sizes_that_make_no_model_are_named(wrong: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError, match=r"model\.config: has sizes in its config that make no model"):
+    ((name, value),) = wrong.items()
+    with pytest.raises(RecipeError, match=rf"^model\.config\.{name}: is {value!r}; correct it: a whole number from 1"):
         read_base_shape(ModelConfig(config={"model_type": "llama", **SMALL, **wrong}))
 
 

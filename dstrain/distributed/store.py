@@ -18,6 +18,8 @@ from dstrain.files import atomic_write
 _HOST_ERROR_FIXES = {
     "Unable to find interface": "bring its network interface up (`ip link set lo up` for loopback), or set "
     "GLOO_SOCKET_IFNAME to another one",
+    "Unable to find address": "bring its network interface up, or set GLOO_SOCKET_IFNAME to one with an address "
+    "(`ip address`)",
     "File name too long": "gloo takes host names of up to 63 characters: shorten it, or set GLOO_SOCKET_IFNAME to a "
     "network interface",
     "Resource temporarily unavailable": "raise `ulimit -u`, or the container's limit of process IDs: no more threads "

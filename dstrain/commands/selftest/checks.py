@@ -21,7 +21,7 @@ CHECKS: Mapping[Phase, tuple[str, ...]] = {
 STEPS, STOP_AFTER = 8, 3
 """Steps of a run, and the step whose row sends the stop signal."""
 TOLERANCE = 1e-4
-"""Largest relative difference of a loss (fp32): other numbers of processes add in another order, and Adam amplifies it."""
+"""Largest relative difference of a loss, in fp32: other numbers of processes add in another order."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import time
@@ -77,7 +78,7 @@ class SelftestJob:
             ds_config=preset,
             run_dir=self.folder / run,
             overrides=[
-                f"data={{train: {data['train']!r}, eval: {data['eval']!r}, max_length: 96, workers: 0}}",
+                f"data={json.dumps({**data, 'max_length': 96, 'workers': 0})}",
                 "model.config.num_hidden_layers=2", "model.config.hidden_size=64", f"steps={STEPS}", "precision=fp32",
                 f"batch={{total: {self.batch}, micro: 2}}", "optim.warmup=0", "log={every: 1, tensorboard: false}",
                 f"eval.every={STEPS}", "save={every: 1000, keep: 1}", "timeout_minutes=5",
@@ -254,7 +255,7 @@ FIXES: Mapping[str, str] = {
     "train": f"`dstrain train {RECIPE} --ds-config PRESET` shows this preset alone; {_LOGS}",
     "stop": f"a job that is stopped here would lose its last steps: check the disk and its free space; {_LOGS}",
     "resume": f"do not rely on checkpoints of this machine before this is solved: check disk and memory; {_LOGS}",
-    "losses": "check the devices for memory errors (nvidia-smi -q); if there are none, report it with the folder of --keep DIR",
+    "losses": "check the devices for memory errors (nvidia-smi -q); if there are none, report it with the files of --keep",
     "export": f"check free disk space and the version of transformers; {_LOGS}",
     "evaluate": f"do not use exports of this machine before this is solved; {_LOGS}",
 }

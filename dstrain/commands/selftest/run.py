@@ -40,6 +40,8 @@ SAMPLES = {"train": 48, "eval": 16}
 LAUNCH_TIMEOUT_SECONDS = 900.0
 """Longest time of a launch; a rank that hangs is found earlier, by `timeout_minutes`."""
 KILL_GRACE_SECONDS = 10.0
+LOGS_KEPT = "the logs of the processes are kept in"
+"""Part of a line about a folder that is removed with the selftest's."""
 
 
 @dataclass(frozen=True)
@@ -172,9 +174,9 @@ class Launches:
             code = run_child(command, self._environment(), opened.fileno())
         if code == 0:
             return ""
-        tail = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        reason = find_reason(log.read_text(encoding="utf-8", errors="replace"))
         how = f"exit code {code}" if code is not None else f"no end within {LAUNCH_TIMEOUT_SECONDS / 60:g} minutes"
-        return f"the processes ended with {how}: {tail[-1].strip() if tail else 'they have printed nothing'}"
+        return f"the processes ended with {how}: {reason}"
 
     def _environment(self) -> Mapping[str, str]:
         (self.folder / "tmp").mkdir(exist_ok=True)
@@ -192,6 +194,13 @@ class Launches:
             preset=preset, check=checks[0], state="failed", detail=detail, fix=suggest_fix(checks[0], preset)
         )
         return [failed, *skip(preset, checks[1:], f"{checks[0]} failed")]
+
+
+def find_reason(log: str) -> str:
+    """Return the line of a launch's output that says why it failed: the last error of dstrain, else the last line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip() and LOGS_KEPT not in line]
+    errors = [line for line in lines if line.startswith(("dstrain: ", "error: "))]
+    return next(iter([*errors[-1:], *lines[-1:]]), "they have printed nothing")
 
 
 def run_child(command: Sequence[str], env: Mapping[str, str], output: int) -> int | None:

@@ -57,6 +57,11 @@ def test_a_key_of_a_merged_block_is_named_though_it_has_no_line(tmp_path: Path) 
     assert "wieght" in refusal(tmp_path, "task: rm\ndata:\n  train:\n    - <<: {path: a, wieght: 2}\n")
 
 
+def test_a_variable_is_named_or_given_a_value_that_is_no_secret() -> None:
+    config = RunConfig.model_validate({"launch": {"env": ["API_KEY", "NCCL_DEBUG=INFO"]}})
+    assert config.launch.env == ["API_KEY", "NCCL_DEBUG=INFO"]
+
+
 def test_an_unknown_key_is_named_although_the_block_was_written_without_it() -> None:
     """As where a validator has made the block out of another value."""
     with pytest.raises(ValidationError) as caught:

@@ -78,6 +78,11 @@ def test_another_rank_reads_the_port(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("text", "kind", "words"),
     [
         ("[/x/gloo/transport.cc:1] Unable to find interface for: [lo]", RunError, "bring its network interface up"),
+        (
+            "[enforce fail at /x/gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: nope0",
+            RunError,
+            "set GLOO_SOCKET_IFNAME to one with an address",
+        ),
         ("[/x/gloo/pair.cc:1] Connection refused", PeerFailureError, r"it failed \(Connection refused\)"),
         ("something else", RuntimeError, "something else"),
     ],

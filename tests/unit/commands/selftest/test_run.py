@@ -78,6 +78,13 @@ def test_a_launch_that_dies_costs_one_preset(tmp_path: Path, monkeypatch: pytest
     assert [row.preset for row in report.results] == ["zero0"] * 6 + ["zero1"] * 6 + ["zero2"] * 6
 
 
+def test_the_reason_is_the_last_error_in_the_output() -> None:
+    log = "x\ndstrain: rank 0 failed with code 1: no memory\nmore\ndstrain: the logs of the processes are kept in /tmp/x\n"
+    assert run.find_reason(log) == "dstrain: rank 0 failed with code 1: no memory"
+    assert run.find_reason("a\nSegmentation fault\n\n") == "Segmentation fault"
+    assert run.find_reason("") == "they have printed nothing"
+
+
 def test_the_error_of_a_rank_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "run_child", FakeLaunch(tmp_path, "zero1"))
     (path := error_path(tmp_path, "stop", "zero1", 0)).parent.mkdir()

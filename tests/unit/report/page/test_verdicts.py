@@ -162,12 +162,15 @@ def test_padding_and_utilization(read: Read) -> None:
 def test_memory(read: Read) -> None:
     gib = 2**30
     assert says(
-        read(rows_of(), event("memory", predicted_bytes=2 * gib, measured_bytes=gib)),
+        read(rows_of(), event("memory", predicted_host_bytes=0, predicted_bytes=2 * gib, measured_bytes=gib)),
         "info: Memory of a process: predicted 2.0 GiB, measured 1.0 GiB",
     )
     assert says(
-        read(rows_of(), event("memory", predicted_bytes=gib, measured_bytes=2 * gib)), "warning: Memory of a process"
+        read(rows_of(), event("memory", predicted_host_bytes=0, predicted_bytes=gib, measured_bytes=2 * gib)),
+        "warning: Memory of a process",
     )
+    on_cpu = read(rows_of(), event("memory", predicted_bytes=2 * gib, measured_bytes=gib))
+    assert says(on_cpu, "info: Memory of a process: measured 1.0 GiB after two steps")
     assert says(read(rows_of(available_memory_gib=lambda step: 1.5)), "Only 1.5 GiB of host memory")
     assert says(read(rows_of(40, resident_memory_gib=lambda step: 2.0 + step / 10)), "grew from 3.5 to")
 
@@ -209,4 +212,8 @@ def test_no_number_breaks_a_rule(read: Read, value: Any) -> None:
     names = ("loss", "grad_norm", "lr", "step_seconds", "data_wait_seconds", "tokens_per_second", "padding", "resident_memory_gib", "available_memory_gib", "save_stall_seconds")  # fmt: skip
     rows = rows_of(40, **{name: lambda step: value for name in names})
     rows += [eval_row(step, accuracy=value, loss=value) for step in (10, 20, 30, 40)]
-    assert read(rows, event("memory", predicted_bytes=value, measured_bytes=value), event("stopped", signal=value))
+    assert read(
+        rows,
+        event("memory", predicted_host_bytes=0, predicted_bytes=value, measured_bytes=value),
+        event("stopped", signal=value),
+    )

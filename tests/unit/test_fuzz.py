@@ -30,7 +30,7 @@ from dstrain.tasks import find_task
 from tests.unit.test_hypothesis import JSON, RECORD, TEXT
 from tests.vocabulary import write_recipe
 
-SIZES = (30, pytest.param(2000, marks=pytest.mark.slow))
+SIZES = (30, pytest.param(1000, marks=pytest.mark.slow))
 TASKS = ("sft", "rm", "dpo", "kto", "vlm", "docqa", "temporal")
 
 

@@ -27,7 +27,7 @@ class CgroupLimit:
     usage_file: Path
 
 
-def iter_cgroups() -> Iterator[tuple[Path, bool]]:
+def iter_cgroup_paths() -> Iterator[tuple[Path, bool]]:
     """Yield (folder, True for version 1) of each cgroup of this process that limits memory, from the inside out."""
     try:
         lines = OWN_CGROUP_FILE.read_text().splitlines()
@@ -59,7 +59,7 @@ def get_available_memory(limits: Sequence[CgroupLimit] | None = None) -> int:
 def find_cgroup_limits() -> tuple[CgroupLimit, ...]:
     """Return the limits of this process's cgroups, of version 2 and 1, without those that limit nothing."""
     names = {False: ("memory.max", "memory.current"), True: ("memory.limit_in_bytes", "memory.usage_in_bytes")}
-    found = [CgroupLimit(*(group / name for name in names[is_v1])) for group, is_v1 in iter_cgroups()]
+    found = [CgroupLimit(*(group / name for name in names[is_v1])) for group, is_v1 in iter_cgroup_paths()]
     return tuple(limit for limit in found if (_read_number(limit.limit_file) or UNLIMITED) < UNLIMITED)
 
 
@@ -136,7 +136,7 @@ def _find_in_kernel_log(pid: int) -> str | None:
 
 def read_oom_kills() -> OomKills:
     """Return the counters of this host. Never raises."""
-    counts = [count for group, is_v1 in iter_cgroups() if (count := _read_cgroup_kills(group, is_v1)) is not None]
+    counts = [count for group, is_v1 in iter_cgroup_paths() if (count := _read_cgroup_kills(group, is_v1)) is not None]
     return OomKills(max(counts, default=None), _read_counter(VMSTAT_FILE))
 
 

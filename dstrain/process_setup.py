@@ -94,12 +94,12 @@ def log_stderr(message: str) -> None:
 
 
 @contextlib.contextmanager
-def notice_if_slow(text: str, wanted: bool = True) -> Iterator[None]:
-    """Context that prints a line to stderr if the work inside takes over SLOW_SECONDS; `wanted` false: never."""
+def log_if_slow(text: str, enabled: bool = True) -> Iterator[None]:
+    """Context that prints a line to stderr if the work inside takes over SLOW_SECONDS; `enabled` false: never."""
     # os.write: the work inside may fork, and a child must not inherit the lock of a stream.
-    timer = threading.Timer(SLOW_SECONDS, _write_notice, (f"{text} ...\n".encode(errors="replace"),))
+    timer = threading.Timer(SLOW_SECONDS, _write_line, (f"{text} ...\n".encode(errors="replace"),))
     timer.daemon = True
-    if wanted:
+    if enabled:
         timer.start()
     try:
         yield
@@ -107,6 +107,6 @@ def notice_if_slow(text: str, wanted: bool = True) -> Iterator[None]:
         timer.cancel()
 
 
-def _write_notice(line: bytes) -> None:
+def _write_line(line: bytes) -> None:
     with contextlib.suppress(OSError):  # the terminal may be closed
         os.write(2, line)

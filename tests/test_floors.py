@@ -110,7 +110,7 @@ FLOORS_WITHIN = {
         ("memory",),
         ("fixes",),
         ("choose", "show"),
-        ("machine",),
+        ("hardware",),
     ),
     "report": (
         ("allocation_errors", "flops", "memory", "meter", "run_log"),

@@ -82,9 +82,9 @@ def init(task: str, gpus: int | None, gpu_memory: str | None, to: Path | None) -
     --gpus and --gpu-memory for another machine.
     """
     from dstrain.commands.init import render_recipe_template
-    from dstrain.planner.machine import detect_machine
+    from dstrain.planner.hardware import detect_hardware
 
-    text = render_recipe_template(task, detect_machine(gpus, gpu_memory))
+    text = render_recipe_template(task, detect_hardware(gpus, gpu_memory))
     if to is None:
         click.echo(text, nl=False)
     elif to.exists():

@@ -21,7 +21,7 @@ from dstrain.data.dataset import Dataset
 from dstrain.data.sources.hub import parse_hub_split
 from dstrain.errors import DataError, UsageError
 from dstrain.preset import Device
-from dstrain.process_setup import notice_if_slow
+from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task
 from dstrain.tasks.common.reference import ReferenceTask
 from dstrain.tasks.common.task import load_split
@@ -89,7 +89,7 @@ class EvaluateJob:
         with zero3_init(prepared.ds_config):
             module = add_frozen_models(task, model)
         engine = ForwardEngine(module, prepared.ds_config, world)
-        with notice_if_slow(f"evaluating {len(examples)} samples", world.rank == 0):
+        with log_if_slow(f"evaluating {len(examples)} samples", world.rank == 0):
             row = Evaluation(task, examples, found.micro_batch_size).run(engine)
         rates = {name: row.pop(name) for name in [*row] if name.endswith("_per_second")}
         about = {"file": self.data, "step": found.step, "examples": len(examples)}

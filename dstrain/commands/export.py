@@ -26,7 +26,7 @@ from dstrain.models.params.components import unwrap_peft
 from dstrain.models.quantization.layers import dequantized_weights
 from dstrain.models.quantization.library import preload_bitsandbytes
 from dstrain.models.weights.module_file import save_module
-from dstrain.process_setup import notice_if_slow
+from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task
 from dstrain.tasks.common.registry import copy_task_file
 from dstrain.tasks.common.task import EXPORT_RECIPE
@@ -101,11 +101,11 @@ def export_model(
         # A merge into quantized weights would round the sum again.
         with dequantized_weights() if merge_lora else nullcontext():
             loaded = load_trained_model(run_dir, step, [*_fp16_overrides(run_dir), *overrides])
-        with notice_if_slow(f"writing {output_dir}"):
+        with log_if_slow(f"writing {output_dir}"):
             expected = _write_export(loaded, partial, merge_lora)
         del loaded
         gc.collect()  # modules are in reference cycles
-        with notice_if_slow("reloading it and comparing outputs"):
+        with log_if_slow("reloading it and comparing outputs"):
             difference = _verify_reload(expected, partial)
     return ExportReport(expected.step, str(expected.dtype).removeprefix("torch."), difference)
 

@@ -1,4 +1,4 @@
-"""dstrain init: a starter recipe for a task and a machine, with the usual keys, commented from the schema."""
+"""dstrain init: a starter recipe for a task and a hardware, with the usual keys, commented from the schema."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dstrain.config.schema import (
     SaveConfig,
     Section,
 )
-from dstrain.planner.machine import Machine, ModelSuggestion, detect_machine, suggest_model
+from dstrain.planner.hardware import Hardware, ModelSuggestion, detect_hardware, suggest_model
 from dstrain.tasks import Task, default_learning_rate, default_lora, find_task, task_options
 
 TEMPLATE_SECTIONS: tuple[tuple[str, type[Section], dict[str, object]], ...] = (
@@ -49,27 +49,27 @@ def format_lora(lora: LoraConfig) -> str:
     return f"{{rank: {lora.rank}, alpha: {lora.alpha:g}}}"
 
 
-def render_recipe_template(task: str, machine: Machine | None = None) -> str:
-    """Return a YAML recipe for this machine, or another, that is valid once the data is named.
+def render_recipe_template(task: str, hardware: Hardware | None = None) -> str:
+    """Return a YAML recipe for this hardware, or another, that is valid once the data is named.
 
     Raises TaskError and UsageError.
     """
-    machine, found = machine or detect_machine(), find_task(task)
-    model = suggest_model(task, machine)
+    hardware, found = hardware or detect_hardware(), find_task(task)
+    model = suggest_model(task, hardware)
     lora = default_lora(found) or (LoraConfig(rank=16, alpha=32) if model and model.use_lora else None)
-    lines = [*_header(task, machine), f"task: {task}", *_option_lines(found)]
+    lines = [*_header(task, hardware), f"task: {task}", *_option_lines(found)]
     for name, section, defaults in TEMPLATE_SECTIONS:
-        values = {**defaults, **_values_here(section, found, machine, (model, lora))}
+        values = {**defaults, **_values_here(section, found, hardware, (model, lora))}
         rows = [(key, value, section.model_fields[key].description or "") for key, value in values.items()]
         lines += [f"{name}:", *_add_comments("  ", rows)]
         if section is ModelConfig and model is not None:
             lines.append(_lora_line(found, lora))
-    return "\n".join([*lines, *_add_comments("", _top_rows(machine))]) + "\n"
+    return "\n".join([*lines, *_add_comments("", _top_rows(hardware))]) + "\n"
 
 
-def _header(task: str, machine: Machine) -> list[str]:
+def _header(task: str, hardware: Hardware) -> list[str]:
     return [
-        f"# A starter recipe for {task}, on {machine.describe()}.",
+        f"# A starter recipe for {task}, on {hardware.describe()}.",
         "# Name your data, then `dstrain train THIS`. Memory with every preset: `dstrain plan THIS`.",
         "# Every key: `dstrain train THIS --dry-run`.",
     ]
@@ -87,29 +87,32 @@ def _option_lines(task: type[Task]) -> list[str]:
 
 
 def _values_here(
-    section: type[Section], task: type[Task], machine: Machine, chosen: tuple[ModelSuggestion | None, LoraConfig | None]
+    section: type[Section],
+    task: type[Task],
+    hardware: Hardware,
+    chosen: tuple[ModelSuggestion | None, LoraConfig | None],
 ) -> dict[str, object]:
     """Return the values of a section that depend on the task and the machine; `chosen`: model and adapters."""
     model, lora = chosen
     if section is ModelConfig:
         return {"path": model.name if model else None}
     if section is DataConfig:
-        return {"workers": machine.loader_workers}
+        return {"workers": hardware.loader_workers}
     if section is BatchConfig:
-        total = 64 if 64 % max(machine.gpus, 1) == 0 else 8 * machine.gpus
+        total = 64 if 64 % max(hardware.gpus, 1) == 0 else 8 * hardware.gpus
         # On GPUs `ds_config: auto` finds the largest micro-batch that fits.
-        return {"total": total, "micro": None if machine.gpus else 4}
+        return {"total": total, "micro": None if hardware.gpus else 4}
     if section is OptimConfig:
         return {"lr": default_learning_rate(task, lora is not None)}
     return _default_eval_metric(task.metric_names) if section is EvalConfig else {}
 
 
-def _top_rows(machine: Machine) -> list[tuple[str, object, str]]:
+def _top_rows(hardware: Hardware) -> list[tuple[str, object, str]]:
     whole = RunConfig.model_fields
-    values = {"precision": "auto", "ds_config": "auto" if machine.gpus else "zero2", "epochs": 1, "seed": 0}
+    values = {"precision": "auto", "ds_config": "auto" if hardware.gpus else "zero2", "epochs": 1, "seed": 0}
     rows = [(key, value, whole[key].description or "") for key, value in values.items()]
     return [
-        (key, value, f"{text} Here: {machine.precision}." if key == "precision" else text) for key, value, text in rows
+        (key, value, f"{text} Here: {hardware.precision}." if key == "precision" else text) for key, value, text in rows
     ]
 
 

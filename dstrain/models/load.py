@@ -19,7 +19,7 @@ from dstrain.models.folder.tokenizer_files import find_tokenizer_files
 from dstrain.models.padding import clear_padding_idx
 from dstrain.models.weights.check_files import has_weights
 from dstrain.models.weights.load_report import load_report_disabled
-from dstrain.process_setup import notice_if_slow
+from dstrain.process_setup import log_if_slow
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -92,7 +92,7 @@ def load_pretrained(auto_class: Any, name: str, key: str, trust_remote_code: boo
     place = str(Path(name).expanduser()) if is_local else name
     try:
         # Without a network huggingface_hub tries again for over a minute.
-        with notice_if_slow(f"{key}: asking the Hugging Face Hub for {name}", not is_local):
+        with log_if_slow(f"{key}: asking the Hugging Face Hub for {name}", not is_local):
             return auto_class.from_pretrained(place, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers' checks, or any error that an invalid config causes
         reason = _error_reason(error)

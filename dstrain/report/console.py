@@ -57,7 +57,7 @@ class ConsoleSink:
         self._progress.advance(step, epoch, time.monotonic())
         if self._ticker is None and not self._is_silent:
             with self._quiet_if_closed():
-                self._start_ticker()
+                self._start_timer()
         self._moved.set()
 
     def write(self, row: Row) -> None:
@@ -103,17 +103,17 @@ class ConsoleSink:
         """Draw the progress line if there is a terminal, and leave the cursor at its beginning."""
         if self._is_silent or self._closed.is_set() or not self._is_terminal():
             return
-        self._start_ticker()
+        self._start_timer()
         line = self._progress.render(self._width() - 1, time.monotonic(), use_color="NO_COLOR" not in os.environ)
         self._stream.write(f"{CLEAR_LINE}{line}\r")
         self._stream.flush()
 
-    def _start_ticker(self) -> None:
+    def _start_timer(self) -> None:
         if self._ticker is None and self._is_terminal():
-            self._ticker = threading.Thread(target=self._redraw, name="progress-line", daemon=True)
+            self._ticker = threading.Thread(target=self._refresh, name="progress-line", daemon=True)
             self._ticker.start()
 
-    def _redraw(self) -> None:
+    def _refresh(self) -> None:
         while not self._closed.wait(LEAST_REDRAW_SECONDS):
             self._moved.wait(REDRAW_SECONDS)
             self._moved.clear()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dstrain.errors import EXIT_DONE, EXIT_STOPPED
 from dstrain.files import atomic_write, remove_stale_partials
-from dstrain.report.page.render import ReportedRun, render_page
+from dstrain.report.page.render import RunReport, render_page
 from dstrain.report.page.verdict import RunSummary
 from dstrain.report.progress import State, find_end
 from dstrain.report.run_history import RunHistory
@@ -28,12 +28,12 @@ CLOSE_TIMEOUT_SECONDS = 10.0
 """Limit for the last page: a file system that hangs must not keep a run that has ended."""
 
 
-def describe_run(history: RunHistory, state: State, reason: str = "") -> ReportedRun:
+def describe_run(history: RunHistory, state: State, reason: str = "") -> RunReport:
     """Return a run with its checkpoints, as it is shown on a page."""
-    return ReportedRun(RunSummary(history, state, reason), list_checkpoint_rows(history.run_dir / "checkpoints"))
+    return RunReport(RunSummary(history, state, reason), list_checkpoint_rows(history.run_dir / "checkpoints"))
 
 
-def write_page(runs: Sequence[ReportedRun], path: Path) -> None:
+def write_page(runs: Sequence[RunReport], path: Path) -> None:
     """Write the page of runs. Readers find the old page or the new one. Raises OSError."""
     own_page = runs[0].summary.history.run_dir / REPORT_FILE
     is_rewritten = len(runs) == 1 and runs[0].is_live and path.resolve() == own_page.resolve()

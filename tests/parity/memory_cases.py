@@ -23,7 +23,7 @@ from dstrain.models.params.zero3 import zero3_init
 from dstrain.planner.cluster import Cluster
 from dstrain.planner.lines.activations import activation_lines
 from dstrain.planner.lines.heads import saved_head_bytes
-from dstrain.planner.lines.states import gradient_overhangs, state_lines
+from dstrain.planner.lines.states import gradient_overlaps, state_lines
 from dstrain.planner.memory import make_state_settings
 from dstrain.planner.read_shape import read_shape
 from dstrain.planner.workload import make_workload, read_properties
@@ -138,7 +138,7 @@ def predicted_states(task: Task, config: dict[str, Any], ranks: World) -> list[t
     settings = make_state_settings(recipe, shape, config, Cluster(gpus_per_node=ranks.size, kind="cpu"))
     held = [(line.name, line.place, line.num_bytes) for line in state_lines(settings) if line.when == "always"]
     # The plan's line is that of the process with most.
-    own = gradient_overhangs(settings)[ranks.rank] * settings.weight_bytes
+    own = gradient_overlaps(settings)[ranks.rank] * settings.weight_bytes
     return [(name, place, own if name == "gradients across partitions" else size) for name, place, size in held]
 
 

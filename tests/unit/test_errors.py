@@ -16,7 +16,7 @@ from click.testing import CliRunner
 import dstrain.errors as errors
 from dstrain.batch import Progress, StepResult
 from dstrain.cli import main
-from dstrain.commands.selftest.job import _agree
+from dstrain.commands.selftest.job import _raise_on_all_ranks
 from dstrain.config import RunConfig, read_recipe, resolve_batch
 from dstrain.data.sources.open import open_source
 from dstrain.distributed.store import rendezvous_over_store
@@ -101,7 +101,7 @@ def no_memory(folder: Path) -> None:
 
 
 def failed_check(folder: Path) -> None:
-    _agree(SingleProcessWorld(), "the losses differ")  # type: ignore[arg-type]
+    _raise_on_all_ranks(SingleProcessWorld(), "the losses differ")  # type: ignore[arg-type]
 
 
 def full_disk(folder: Path) -> None:

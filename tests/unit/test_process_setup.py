@@ -19,8 +19,8 @@ from dstrain.process_setup import (
     discard_closed_output,
     escape_unsupported_characters,
     keep_freed_memory,
+    log_if_slow,
     log_stderr,
-    notice_if_slow,
     open_closed_streams,
     reset_sigchld,
 )
@@ -61,11 +61,11 @@ def test_without_the_setting_each_large_allocation_gets_new_pages() -> None:
 
 def test_only_slow_work_is_announced(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(process_setup, "SLOW_SECONDS", 0.05)
-    with notice_if_slow("hashing"):
+    with log_if_slow("hashing"):
         time.sleep(0.3)
-    with notice_if_slow("fast work"):
+    with log_if_slow("fast work"):
         pass
-    with notice_if_slow("work of another rank", wanted=False):
+    with log_if_slow("work of another rank", enabled=False):
         time.sleep(0.1)
     time.sleep(0.1)
     assert capfd.readouterr().err == "hashing ...\n"

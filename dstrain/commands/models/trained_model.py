@@ -26,7 +26,7 @@ from dstrain.commands.models.uninitialized_model import build_uninitialized, has
 from dstrain.config.resolve import DEFAULT_MICRO_BATCH_SIZE
 from dstrain.errors import CheckpointError, UsageError
 from dstrain.preset import Device, Preset, RunSettings, complete_preset, read_preset
-from dstrain.process_setup import notice_if_slow
+from dstrain.process_setup import log_if_slow
 from dstrain.tasks import Task, make_task
 from dstrain.tasks.common.task import EXPORT_RECIPE
 from dstrain.tasks.common.text import TextTask
@@ -243,7 +243,7 @@ def load_saved_model(saved: SavedModel, ds_config: Mapping[str, Any], world: Wor
     adapted = info is not None and task.recipe.model.lora is not None
     if info is not None and adapted:
         _check_base(task, info, world, is_zero3(ds_config) and task.recipe.model.dtype in ("bfloat16", "float16"))
-    with notice_if_slow("loading the model", world.rank == 0), zero3_init(ds_config):
+    with log_if_slow("loading the model", world.rank == 0), zero3_init(ds_config):
         if info is None and ((saved.folder / ADAPTER_CONFIG).is_file() or is_module_export(saved.folder)):
             return task.export.reload(saved.folder)
         if info is None:

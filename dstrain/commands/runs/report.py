@@ -26,7 +26,7 @@ def make_report(run_dirs: Sequence[Path], target: Path | None) -> Path:
         raise UsageError(f"dstrain report: {len(run_dirs)} runs; give at most {MAX_RUNS}")
     histories = [open_run(run_dir) for run_dir in run_dirs]
     path = target or (run_dirs[0] / REPORT_FILE if len(run_dirs) == 1 else Path(REPORT_FILE))
-    _check_replaceable(path)
+    _check_overwrite(path)
     runs = []
     for history in histories:
         liveness = find_liveness(history)
@@ -38,7 +38,7 @@ def make_report(run_dirs: Sequence[Path], target: Path | None) -> Path:
     return path
 
 
-def _check_replaceable(path: Path) -> None:
+def _check_overwrite(path: Path) -> None:
     """Raise UsageError for a file that no report has written."""
     try:
         with path.open("rb") as file:

@@ -71,12 +71,12 @@ def read_results(path: Path) -> list[CheckResult]:
     return [CheckResult(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
 
 
-def compare_losses(rows: Sequence[Mapping[str, Any]], unbroken: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
+def compare_losses(rows: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
     """Compare the metrics of a resumed run with those of an unbroken run, row by row.
 
     Returns (largest relative difference of a loss, a sentence on what differs too much; empty if nothing does).
     """
-    mine, theirs = (_losses(each) for each in (rows, unbroken))
+    mine, theirs = (_losses(each) for each in (rows, baseline))
     if mine.keys() != theirs.keys() or not theirs:
         return float("inf"), f"its rows are {_names(mine)}, those of the unbroken run {_names(theirs)}"
     worst, where = 0.0, next(iter(theirs))

@@ -151,7 +151,7 @@ class SelftestJob:
     def _check_losses(self, preset: str, world: World) -> str:
         rows = [read_rows(self._run_dir(preset, run) / "metrics.jsonl") for run in ("stopped", "unbroken")]
         difference, problem = compare_losses(*rows)
-        _agree(world, problem)
+        _raise_on_all_ranks(world, problem)
         return f"{difference:.1e}"
 
     def _check_export(self, preset: str, world: World) -> str:
@@ -163,7 +163,7 @@ class SelftestJob:
                 export_model(self._run_dir(preset, "stopped"), "last", self._run_dir(preset, "export"))
             except Exception as error:
                 problem = str(error)
-        _agree(world, problem)
+        _raise_on_all_ranks(world, problem)
         return ""
 
     def _check_evaluate(self, preset: str, world: World) -> str:
@@ -175,7 +175,7 @@ class SelftestJob:
         expected = [row["loss"] for row in rows if row["split"] == "eval"][-1]
         difference = abs(loss - expected) / abs(expected)
         problem = f"the export's loss is {loss:.8g}, the run has measured {expected:.8g} with the same weights"
-        _agree(world, "" if difference <= TOLERANCE else problem)
+        _raise_on_all_ranks(world, "" if difference <= TOLERANCE else problem)
         return f"{difference:.1e}"
 
     def _run_dir(self, preset: str, run: str) -> Path:
@@ -228,11 +228,11 @@ def _on_all_ranks(world: World, make: Callable[[], Any]) -> Any:
         made = make()
     except UsageError as error:
         problem = str(error)
-    _agree(world, problem, UsageError)
+    _raise_on_all_ranks(world, problem, UsageError)
     return made
 
 
-def _agree(world: World, problem: str, error: type[UsageError | SelftestError] = SelftestError) -> None:
+def _raise_on_all_ranks(world: World, problem: str, error: type[UsageError | SelftestError] = SelftestError) -> None:
     """Raise the error on every rank if any rank has a problem. Collective."""
     if found := next(filter(None, world.gather(problem)), ""):
         raise error(found)

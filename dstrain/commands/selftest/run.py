@@ -40,7 +40,7 @@ SAMPLES = {"train": 48, "eval": 16}
 LAUNCH_TIMEOUT_SECONDS = 900.0
 """Longest time of a launch; a rank that hangs is found earlier, by `timeout_minutes`."""
 KILL_GRACE_SECONDS = 10.0
-LOGS_KEPT = "the logs of the processes are kept in"
+LOGS_KEPT = "the logs of the processes are keep in"
 """Part of a line about a folder that is removed with the selftest's."""
 
 
@@ -66,20 +66,20 @@ def plan_processes(gpus: int) -> tuple[Processes, Processes]:
 
 
 @contextlib.contextmanager
-def work_folder(kept: Path | None) -> Iterator[Path]:
+def work_folder(keep: Path | None) -> Iterator[Path]:
     """Yield a temporary folder that is removed at the end, or the folder that the user wants to keep.
 
     Raises UsageError if that one cannot be created or is not empty.
     """
-    if kept is not None:
+    if keep is not None:
         try:
-            kept.mkdir(parents=True, exist_ok=True)
-            used = any(kept.iterdir())
+            keep.mkdir(parents=True, exist_ok=True)
+            used = any(keep.iterdir())
         except OSError as error:
-            raise UsageError(f"--keep {kept}: cannot be used ({error.strerror}); choose another folder") from None
+            raise UsageError(f"--keep {keep}: cannot be used ({error.strerror}); choose another folder") from None
         if used:
-            raise UsageError(f"--keep {kept}: is not empty; choose another folder")
-        yield kept.resolve()
+            raise UsageError(f"--keep {keep}: is not empty; choose another folder")
+        yield keep.resolve()
         return
     folder = make_scratch_path()
     make_scratch(folder)
@@ -99,7 +99,7 @@ def run_selftest(presets: Sequence[str], folder: Path, report_line: Callable[[st
     results: list[CheckResult] = []
     left = list(presets)
     for phase, processes in zip(CHECKS, (first, second), strict=True):
-        found = Launches(phase, processes, folder, batch).run(left, report_line)
+        found = LaunchSequence(phase, processes, folder, batch).run(left, report_line)
         results += found
         left = [preset for preset in left if all(row.state == "ok" for row in found if row.preset == preset)]
     done = {(row.preset, row.check) for row in results}
@@ -139,7 +139,7 @@ def _write_data(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Launches:
+class LaunchSequence:
     """The launches of one phase: one if all goes well, and one more after each preset that ended it."""
 
     phase: Phase
@@ -208,7 +208,7 @@ def run_child(command: Sequence[str], env: Mapping[str, str], output: int) -> in
 
     A signal that ends this process ends the child first: SIGTERM and SIGHUP raise KeyboardInterrupt inside.
     """
-    with _signals_as_interrupt():
+    with _handle_signals():
         child = subprocess.Popen(command, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
         try:
             return child.wait(LAUNCH_TIMEOUT_SECONDS)
@@ -230,17 +230,17 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _signals_as_interrupt() -> Iterator[None]:
+def _handle_signals() -> Iterator[None]:
     """Raise KeyboardInterrupt for SIGTERM and SIGHUP inside, too. An ignored signal stays ignored, for nohup."""
 
-    def interrupt(signum: int, frame: FrameType | None) -> None:
+    def raise_interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
-            signal.signal(number, interrupt)
+            signal.signal(number, raise_interrupt)
     try:
         yield
     finally:

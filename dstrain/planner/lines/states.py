@@ -99,7 +99,7 @@ def _gradients_on_device(settings: StateSettings) -> Iterator[MemoryLine]:
     yield make_line("gradients", (trained * share, wide), "gpu", STATE, ("g T / N", f"{ZERO_PAPER}.2"))
     if wide == width:
         yield make_line(
-            "gradients across partitions", (max(gradient_overhangs(settings)), width), "gpu", BUFFER,
+            "gradients across partitions", (max(gradient_overlaps(settings)), width), "gpu", BUFFER,
             ("w (n - own part of n), tensors n across an end of a partition", f"{STAGE_1_2}, get_flat_partition"),
         )  # fmt: skip
     # A flat copy in the type of the master weights; the fp32 sum of 16-bit gradients is already flat.
@@ -115,20 +115,20 @@ def _gradients_on_device(settings: StateSettings) -> Iterator[MemoryLine]:
         )  # fmt: skip
 
 
-def gradient_overhangs(settings: StateSettings) -> list[int]:
+def gradient_overlaps(settings: StateSettings) -> list[int]:
     """Return, for each process, the gradient values that it keeps of other partitions at stages 1 and 2.
 
     A tensor across the end of a partition has its whole gradient in both processes, whose parts are views of it.
     Partitions are equal parts of the matrices in their order; vectors form a small group of their own.
     """
     matrices = [one.numel for one in settings.shape.tensors if one.is_trainable and len(one.shape) > 1]
-    share, overhangs, start = ceil(sum(matrices) / settings.world_size), [0] * settings.world_size, 0
+    share, overlaps, start = ceil(sum(matrices) / settings.world_size), [0] * settings.world_size, 0
     for size in matrices:
         end = start + size
         for rank in range(start // share, (end - 1) // share + 1):
-            overhangs[rank] += size - (min(end, (rank + 1) * share) - max(start, rank * share))
+            overlaps[rank] += size - (min(end, (rank + 1) * share) - max(start, rank * share))
         start = end
-    return overhangs
+    return overlaps
 
 
 def _offloaded_gradients(settings: StateSettings) -> Iterator[MemoryLine]:

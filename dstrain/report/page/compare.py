@@ -18,7 +18,7 @@ MAX_DEPTH = 20
 """Levels of keys; a deeper value is compared as a whole."""
 
 
-def find_differences(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
+def diff_settings(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
     """Return (key, value of each run) for each key whose values differ; the recipe first."""
     flat = [dict(_flatten_run(run)) for run in runs]
     keys = list(dict.fromkeys(key for values in flat for key in values))

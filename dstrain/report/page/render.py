@@ -14,21 +14,21 @@ from typing import Any
 
 from dstrain import __version__
 from dstrain.report.page.charts import build_axes, build_charts, build_marks
-from dstrain.report.page.compare import find_differences
+from dstrain.report.page.compare import diff_settings
 from dstrain.report.page.sections import (
     escape,
     key_figures,
     render_cards,
     render_checkpoints,
-    render_differences,
+    render_diff,
     render_events,
     render_files,
     render_table,
     render_time_use,
-    render_verdicts,
+    render_verdict_list,
 )
 from dstrain.report.page.verdict import RunSummary
-from dstrain.report.page.verdicts import find_verdicts
+from dstrain.report.page.verdict_rules import evaluate_rules
 from dstrain.report.progress import last_start
 
 GENERATOR = '<meta name="generator" content="dstrain report">'
@@ -46,7 +46,7 @@ CONTROLS = """<div class="controls">
 
 
 @dataclass(frozen=True)
-class ReportedRun:
+class RunReport:
     """A run on the page."""
 
     summary: RunSummary
@@ -59,7 +59,7 @@ class ReportedRun:
         return self.summary.state in ("running", "starting")
 
 
-def render_page(runs: Sequence[ReportedRun], is_rewritten: bool = False) -> str:
+def render_page(runs: Sequence[RunReport], is_rewritten: bool = False) -> str:
     """Return the page of one or several runs. `is_rewritten`: a run writes it again, so it reloads itself."""
     names = unique_names([run.summary.history.run_dir for run in runs])
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
@@ -68,9 +68,9 @@ def render_page(runs: Sequence[ReportedRun], is_rewritten: bool = False) -> str:
     note = f"Written by dstrain {__version__}, {_format_now()}. One file that loads nothing: it can be copied and sent."
     body = [
         _render_head(runs, title),
-        _render_overview(runs, names),
+        _render_summary(runs, names),
         CONTROLS,
-        _render_run_buttons(names) if several else "",
+        _render_run_filters(names) if several else "",
         reload if is_rewritten else "",
         '</div><div class="charts" id="charts"></div>',
         "<noscript><p>The charts need JavaScript; it runs inside this page and loads nothing.</p></noscript>",
@@ -80,7 +80,7 @@ def render_page(runs: Sequence[ReportedRun], is_rewritten: bool = False) -> str:
     return _wrap(title, "".join(body), _encode_data(runs, names), is_rewritten)
 
 
-def _render_run_buttons(names: Sequence[str]) -> str:
+def _render_run_filters(names: Sequence[str]) -> str:
     return "".join(
         f'<button type="button" class="small" data-run="{index}"><span class="swatch k{index % 8}"></span>'
         f"{escape(name)}</button>"
@@ -97,7 +97,7 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
     return [f"{name} ({index})" if names.count(name) > 1 else name for index, name in enumerate(names, 1)]
 
 
-def _render_head(runs: Sequence[ReportedRun], title: str) -> str:
+def _render_head(runs: Sequence[RunReport], title: str) -> str:
     states = {run.summary.state for run in runs}
     badge = f'<span class="badge {next(iter(states))}">{escape(next(iter(states)))}</span>' if len(states) == 1 else ""
     about = escape(_describe_run(runs[0])) if len(runs) == 1 else "overlaid, with what differs between them"
@@ -105,7 +105,7 @@ def _render_head(runs: Sequence[ReportedRun], title: str) -> str:
     return f'<header><div class="title"><h1>{escape(title)}</h1>{badge}</div><p class="soft">{about}</p>{age}</header>'
 
 
-def _describe_run(run: ReportedRun) -> str:
+def _describe_run(run: RunReport) -> str:
     history = run.summary.history
     environment, start = history.parse_json("environment.json"), last_start(history)
     gpus = environment.get("gpus")
@@ -121,10 +121,10 @@ def _describe_run(run: ReportedRun) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _render_overview(runs: Sequence[ReportedRun], names: Sequence[str]) -> str:
+def _render_summary(runs: Sequence[RunReport], names: Sequence[str]) -> str:
     if len(runs) == 1:
         only = runs[0].summary
-        verdicts = f"<h2>Verdict</h2>{render_verdicts(find_verdicts(only))}"
+        verdicts = f"<h2>Verdict</h2>{render_verdict_list(evaluate_rules(only))}"
         return f"{render_cards(only)}{verdicts}<h2>Where the time went</h2>{render_time_use(only)}"
     figures = [{title: value for title, value, _ in key_figures(run.summary)} for run in runs]
     titles = list(dict.fromkeys(title for of_run in figures for title in of_run))
@@ -132,24 +132,24 @@ def _render_overview(runs: Sequence[ReportedRun], names: Sequence[str]) -> str:
     for name, run, of_run in zip(names, runs, figures, strict=True):
         values = [("fixed", of_run.get(title, "")) for title in titles]
         rows.append([("key", name), ("fixed", run.summary.state), *values])
-    differences = render_differences(names, find_differences([run.summary.history for run in runs]))
+    differences = render_diff(names, diff_settings([run.summary.history for run in runs]))
     return f"<h2>Runs</h2>{render_table(('run', 'state', *titles), rows)}<h2>What differs</h2>{differences}"
 
 
-def _render_details(run: ReportedRun, name: str, is_one_of_several: bool) -> str:
+def _render_details(run: RunReport, name: str, is_multi_run: bool) -> str:
     history = run.summary.history
     parts = (
         f"<h2>Checkpoints</h2>{render_checkpoints(run.checkpoints)}"
         f"<h2>Events</h2>{render_events(history)}<h2>Configuration</h2>{render_files(history)}"
     )
-    if not is_one_of_several:
+    if not is_multi_run:
         return parts
-    verdicts = render_verdicts(find_verdicts(run.summary)) + render_time_use(run.summary)
+    verdicts = render_verdict_list(evaluate_rules(run.summary)) + render_time_use(run.summary)
     folded = f"<details><summary>Checkpoints, events and configuration</summary>{parts}</details>"
     return f"<h2>{escape(name)}</h2>{verdicts}{folded}"
 
 
-def _encode_data(runs: Sequence[ReportedRun], names: Sequence[str]) -> str:
+def _encode_data(runs: Sequence[RunReport], names: Sequence[str]) -> str:
     histories = [run.summary.history for run in runs]
     data = {
         "runs": [{"name": name, "axes": build_axes(history)} for name, history in zip(names, histories, strict=True)],
@@ -168,7 +168,7 @@ def _format_now() -> str:
 
 
 @cache
-def _read_asset(name: str) -> str:
+def _read_static_file(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
@@ -178,7 +178,7 @@ def _hash(text: str) -> str:
 
 def _wrap(title: str, body: str, data: str, is_rewritten: bool) -> str:
     """Return the page. Its policy allows the two own scripts and no request, whatever a text of a run contains."""
-    css, script = _read_asset("page.css"), _read_asset("page.js")
+    css, script = _read_static_file("page.css"), _read_static_file("page.js")
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(css)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"

@@ -51,13 +51,13 @@ def render_table(
     return f'<div class="scroll {kind}">{table}</div>'
 
 
-def render_verdicts(verdicts: Sequence[Verdict]) -> str:
+def render_verdict_list(found: Sequence[Verdict]) -> str:
     """Return the list of verdicts."""
     items = "".join(
         f'<li class="{one.level}">{escape(one.text)}'
         + (f' <span class="advice">{escape(one.advice)}</span>' if one.advice else "")
         + "</li>"
-        for one in verdicts
+        for one in found
     )
     return f'<ul class="verdicts">{items}</ul>'
 
@@ -210,7 +210,7 @@ def render_checkpoints(checkpoints: Sequence[Mapping[str, Any]]) -> str:
     return render_table(("step", "size", "processes", "ZeRO stage", "metric", "state"), rows)
 
 
-def render_differences(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+def render_diff(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
     """Return the table of keys in which runs differ."""
     if not rows:
         return '<p class="soft">The recipes, DeepSpeed JSONs and environments are the same.</p>'

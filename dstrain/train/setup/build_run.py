@@ -14,7 +14,7 @@ from dstrain.launch.lease import check_lease
 from dstrain.models.params.groups import build_param_groups
 from dstrain.models.params.summary import summarize_components
 from dstrain.models.params.zero3 import zero3_init
-from dstrain.process_setup import keep_freed_memory, notice_if_slow
+from dstrain.process_setup import keep_freed_memory, log_if_slow
 from dstrain.report.meter import Meter
 from dstrain.report.run_log import RunLog
 from dstrain.tasks.common.registry import copy_task_file
@@ -274,7 +274,7 @@ def build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngin
     world.log.activity = "building the model"
     is_first = world.rank == 0
     # At stage 3 no rank could hold the whole model, so it is sharded as it is built.
-    with notice_if_slow("loading the model", is_first), zero3_init(plan.ds_config):
+    with log_if_slow("loading the model", is_first), zero3_init(plan.ds_config):
         train_module = build_train_module(plan.task, run_log)
     groups = build_param_groups(train_module.model, plan.config.optim)
     total, trained = count_parameters(train_module.model)
@@ -293,7 +293,7 @@ def build_engine(plan: RunPlan, world: World, run_log: RunLog) -> DeepSpeedEngin
             where = "sharded" if plan.preset.stage == 3 else "replicated in every process; zero3 would shard it"
             print(f"reference: a frozen second model, {where}", flush=True)
     world.log.activity = "building the engine and its optimizer"
-    with notice_if_slow(COMPILING, is_first):
+    with log_if_slow(COMPILING, is_first):
         engine = DeepSpeedEngine(train_module, groups, plan.config.optim, plan.ds_config, world)
     world.log.activity = ""
     return engine

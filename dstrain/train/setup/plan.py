@@ -26,7 +26,7 @@ from dstrain.launch.threads import count_available_cores, threads_per_process
 from dstrain.launch.topology import Worker, is_cpu_requested
 from dstrain.models.quantization.library import check_bitsandbytes, iter_bitsandbytes_keys
 from dstrain.preset import Device, Preset, read_preset
-from dstrain.process_setup import notice_if_slow
+from dstrain.process_setup import log_if_slow
 from dstrain.report.sinks import check_trackers
 from dstrain.schedule import Every, LRSchedule, StepSchedule, scale_lr
 from dstrain.tasks import Task, make_task
@@ -202,7 +202,7 @@ def _prepare_datasets(
         rendezvous.local_main_process_first()
         if rendezvous and isinstance(task, TextTask)
         else contextlib.nullcontext(),
-        notice_if_slow("reading and tokenizing data.train and data.eval, once for these files", worker.rank == 0),
+        log_if_slow("reading and tokenizing data.train and data.eval, once for these files", worker.rank == 0),
     ):
         train_dataset, eval_dataset = load_split(task, "train"), load_split(task, "eval")
     if not train_dataset:
@@ -210,7 +210,7 @@ def _prepare_datasets(
     # Rank 0's digests go into checkpoints; the same files need not be hashed by all.
     if worker.rank > 0:
         return train_dataset, eval_dataset, {}
-    with notice_if_slow("hashing the data files and the weights, to compare them when the run is resumed"):
+    with log_if_slow("hashing the data files and the weights, to compare them when the run is resumed"):
         inputs = digest_inputs(task, train_dataset, eval_dataset)
         return train_dataset, eval_dataset, {**fingerprint_weights(task, ds_config), "inputs": inputs}
 

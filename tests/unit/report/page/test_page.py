@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dstrain.report.page.compare import find_differences
-from dstrain.report.page.render import ReportedRun, render_page, unique_names
+from dstrain.report.page.compare import diff_settings
+from dstrain.report.page.render import RunReport, render_page, unique_names
 from dstrain.report.page.sections import choose_events
 from dstrain.report.page.verdict import RunSummary
 from dstrain.report.progress import State
@@ -59,7 +59,7 @@ class Page(HTMLParser):
 
 
 def render(*folders: Path, state: State = "finished") -> Page:
-    runs = [ReportedRun(RunSummary(open_run(folder), state), [CHECKPOINT]) for folder in folders]
+    runs = [RunReport(RunSummary(open_run(folder), state), [CHECKPOINT]) for folder in folders]
     return Page(render_page(runs, is_rewritten=state == "running"))
 
 
@@ -132,7 +132,7 @@ def test_no_password_of_an_address_is_on_the_page(tmp_path: Path) -> None:
     (folder / "environment.json").write_text(json.dumps(write))
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps(event("warning", what="https://me:hush3@host/x")) + "\n")
-    assert "hush" not in render_page([ReportedRun(RunSummary(open_run(folder), "finished"))])
+    assert "hush" not in render_page([RunReport(RunSummary(open_run(folder), "finished"))])
 
 
 def test_runs_are_overlaid_with_what_differs_between_them(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_runs_are_overlaid_with_what_differs_between_them(tmp_path: Path) -> Non
         (1, "eval"),
     ]
     assert [run["name"] for run in page.data["runs"]] == ["a/run", "b/run"]
-    assert find_differences([open_run(folder) for folder in folders]) == [("recipe.seed", ["1", "2"])]
+    assert diff_settings([open_run(folder) for folder in folders]) == [("recipe.seed", ["1", "2"])]
     assert "recipe.seed" in page.texts["text"]
 
 
@@ -161,7 +161,7 @@ def test_absent_keys_and_nested_values_are_compared(tmp_path: Path) -> None:
     one = finished_run(tmp_path / "one", batch={"total": 8}, extra=["x"])
     two = finished_run(tmp_path / "two", batch={"total": 16})
     (two / "environment.json").write_text(json.dumps({"host": "node2", "command": ["other"]}))
-    rows = find_differences([open_run(one), open_run(two)])
+    rows = diff_settings([open_run(one), open_run(two)])
     assert rows == [
         ("recipe.batch.total", ["8", "16"]),
         ("recipe.extra", ['["x"]', "(absent)"]),
@@ -180,7 +180,7 @@ def test_a_run_of_100000_rows_gives_a_small_page_in_seconds(tmp_path: Path) -> N
         tmp_path / "run", [*rows], [started(100_000), *(event("saved", step=step) for step in range(0, 100_000, 20))]
     )
     start = time.process_time()
-    text = render_page([ReportedRun(RunSummary(open_run(folder), "finished"))])
+    text = render_page([RunReport(RunSummary(open_run(folder), "finished"))])
     assert len(text) < 2_000_000
     assert time.process_time() - start < 20, "about 2 s on a core of 2026"
 

@@ -33,7 +33,7 @@ LORA = {"rank": 16, "alpha": 32}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class Hardware:
     """Devices of one host."""
 
     gpus: int
@@ -63,7 +63,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSuggestion:
-    """A model that fits the machine."""
+    """A model that fits the hardware."""
 
     name: str
     """Id on the Hub."""
@@ -71,19 +71,19 @@ class ModelSuggestion:
     """True where full training does not fit."""
 
 
-def detect_machine(gpus: int | None = None, gpu_memory: str | None = None) -> Machine:
-    """Return this machine, with other GPUs where given. Raises UsageError."""
+def detect_hardware(gpus: int | None = None, gpu_memory: str | None = None) -> Hardware:
+    """Return this hardware, with other GPUs where given. Raises UsageError."""
     sizes = [] if gpu_memory else detect_gpu_bytes(os.environ)[0]
     memory = parse_bytes(gpu_memory, "--gpu-memory") if gpu_memory else min(sizes, default=None)
     count = gpus if gpus is not None else visible_gpus(os.environ) or int(gpu_memory is not None)
-    # Without a driver here, the recipe is for another machine: nearly all GPUs since 2020 have bf16.
-    return Machine(
+    # Without a driver here, the recipe is for another hardware: nearly all GPUs since 2020 have bf16.
+    return Hardware(
         gpus=count, gpu_bytes=memory if count else None, bf16=gpus_support_bf16() is not False,
         cores=count_available_cores(),
     )  # fmt: skip
 
 
-def suggest_model(task: str, machine: Machine) -> ModelSuggestion | None:
+def suggest_model(task: str, hardware: Hardware) -> ModelSuggestion | None:
     """Return the largest packaged model that the machine trains without offloading, with adapters if need be.
 
     Without a GPU, or if none fits, it is the smallest one. None for tasks that build their own model.
@@ -91,12 +91,12 @@ def suggest_model(task: str, machine: Machine) -> ModelSuggestion | None:
     if task in MODELS_OF_NONE:
         return None
     models = VISION_MODELS if task in VISION_TASKS else TEXT_MODELS
-    if machine.gpus and machine.gpu_bytes and task not in UNPLANNED_TASKS:
+    if hardware.gpus and hardware.gpu_bytes and task not in UNPLANNED_TASKS:
         for name in models:
             for lora in (None, LORA):
-                if _fits(task, name, lora, machine):
+                if _fits(task, name, lora, hardware):
                     return ModelSuggestion(name=_hub_id(name), use_lora=lora is not None)
-    is_planned = task not in UNPLANNED_TASKS and bool(machine.gpus and machine.gpu_bytes)
+    is_planned = task not in UNPLANNED_TASKS and bool(hardware.gpus and hardware.gpu_bytes)
     return ModelSuggestion(name=_hub_id(models[-1]), use_lora=is_planned)
 
 
@@ -105,14 +105,14 @@ def _hub_id(shape_name: str) -> str:
     return hub_name(shape_name) + ("-Instruct" if shape_name in VISION_MODELS else "")
 
 
-def _fits(task: str, shape_name: str, lora: dict[str, Any] | None, machine: Machine) -> bool:
+def _fits(task: str, shape_name: str, lora: dict[str, Any] | None, hardware: Hardware) -> bool:
     values = {
         "task": task,
         "model": {"config": named_config(shape_name), "lora": lora},
         "data": {"train": [], "max_length": 1024},
         "batch": {"micro": 1, "accumulate": 1},
     }
-    cluster = Cluster(gpus_per_node=machine.gpus, bf16=machine.bf16)
+    cluster = Cluster(gpus_per_node=hardware.gpus, bf16=hardware.bf16)
     try:
         config = fill_learning_rate(RunConfig.model_validate(values))
         properties = read_properties(config)
@@ -122,4 +122,4 @@ def _fits(task: str, shape_name: str, lora: dict[str, Any] | None, machine: Mach
         plans = [plan_memory(config, read_preset(name), cluster, shape, properties) for name in RESIDENT_PRESETS]
     except DstrainError:  # a preset does not take such a run
         return False
-    return min(plan.gpu_bytes for plan in plans) <= (machine.gpu_bytes or 0) * (1 - MARGIN)
+    return min(plan.gpu_bytes for plan in plans) <= (hardware.gpu_bytes or 0) * (1 - MARGIN)

@@ -11,14 +11,14 @@ import yaml
 from dstrain.config import RunConfig
 from dstrain.errors import UsageError
 from dstrain.planner import machine
-from dstrain.planner.machine import Machine, detect_machine, suggest_model
+from dstrain.planner.hardware import Hardware, detect_hardware, suggest_model
 from tests.vocabulary import invoke
 
 GIB = 2**30
 
 
-def gpus(count: int, gib: int, **more: Any) -> Machine:
-    return Machine(gpus=count, gpu_bytes=gib * GIB, **{"bf16": True, "cores": 16, **more})
+def gpus(count: int, gib: int, **more: Any) -> Hardware:
+    return Hardware(gpus=count, gpu_bytes=gib * GIB, **{"bf16": True, "cores": 16, **more})
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_the_planner_does_not_know_gets_the_smallest() -> None:
 
 
 def test_without_a_gpu_the_smallest_is_suggested() -> None:
-    found = suggest_model("rm", Machine(gpus=0, gpu_bytes=None, bf16=True, cores=2))
+    found = suggest_model("rm", Hardware(gpus=0, gpu_bytes=None, bf16=True, cores=2))
     assert found is not None
     assert (found.name, found.use_lora) == ("Qwen/Qwen3-0.6B", False)
 
@@ -63,12 +63,12 @@ def test_without_a_gpu_the_smallest_is_suggested() -> None:
 def test_a_machine_is_described_in_words() -> None:
     assert gpus(1, 24).describe() == "1 GPU with 24.0 GiB free (bf16), 16 cores"
     assert gpus(2, 11, bf16=False).describe() == "2 GPUs with 11.0 GiB free each (no bf16), 16 cores"
-    assert Machine(gpus=0, gpu_bytes=None, bf16=True, cores=2).describe() == "a CPU with 2 cores"
+    assert Hardware(gpus=0, gpu_bytes=None, bf16=True, cores=2).describe() == "a CPU with 2 cores"
 
 
 def test_precision_and_workers_follow_from_the_devices() -> None:
     assert [gpus(1, 24).precision, gpus(1, 24, bf16=False).precision] == ["bf16", "fp16"]
-    assert Machine(gpus=0, gpu_bytes=None, bf16=True, cores=2).precision == "fp32"
+    assert Hardware(gpus=0, gpu_bytes=None, bf16=True, cores=2).precision == "fp32"
     assert [gpus(8, 80).loader_workers, gpus(1, 80).loader_workers, gpus(8, 80, cores=4).loader_workers] == [2, 4, 1]
 
 
@@ -76,17 +76,17 @@ def test_this_machine_is_read_from_its_driver(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(machine, "visible_gpus", lambda env: 2)
     monkeypatch.setattr(machine, "detect_gpu_bytes", lambda env: ([24 * GIB, 20 * GIB], "pynvml"))
     monkeypatch.setattr(machine, "gpus_support_bf16", lambda: False)
-    found = detect_machine()
+    found = detect_hardware()
     assert (found.gpus, found.gpu_bytes, found.bf16) == (2, 20 * GIB, False)
 
 
 def test_another_machine_is_given_by_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert detect_machine(8, "80GiB").gpus == 8
-    assert detect_machine(None, "80GiB").gpus == 1
-    assert detect_machine().gpus == 0
+    assert detect_hardware(8, "80GiB").gpus == 8
+    assert detect_hardware(None, "80GiB").gpus == 1
+    assert detect_hardware().gpus == 0
     with pytest.raises(UsageError, match=r"--gpu-memory: 'much' is not a size of memory"):
-        detect_machine(1, "much")
+        detect_hardware(1, "much")
 
 
 @pytest.mark.parametrize("task", ["sft", "dpo", "vlm"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dstrain.report.page.verdict import RunSummary
-from dstrain.report.page.verdicts import find_verdicts
+from dstrain.report.page.verdict_rules import evaluate_rules
 from dstrain.report.progress import State
 from dstrain.report.run_history import open_run
 from tests.run_folders import RECIPE, eval_row, event, finished_run, started, train_row, write_run
@@ -28,7 +28,7 @@ def read(tmp_path: Path) -> Read:
         folder = write_run(tmp_path / "run", rows, [started(), *events], RECIPE | recipe)
         return [
             f"{one.level}: {one.text} {one.advice}".strip()
-            for one in find_verdicts(RunSummary(open_run(folder), state))
+            for one in evaluate_rules(RunSummary(open_run(folder), state))
         ]
 
     return verdicts
@@ -43,7 +43,7 @@ def says(verdicts: list[str], *words: str) -> bool:
 
 
 def test_a_healthy_run_has_no_warning(tmp_path: Path) -> None:
-    found = find_verdicts(RunSummary(open_run(finished_run(tmp_path / "run")), "finished"))
+    found = evaluate_rules(RunSummary(open_run(finished_run(tmp_path / "run")), "finished"))
     assert {one.level for one in found} <= {"good", "info"}, found
     assert found[0].text.startswith("Finished: step 100 of 100 in 3 m 2")
 
@@ -100,7 +100,7 @@ def test_a_change_below_chance_is_no_progress(tmp_path: Path) -> None:
     rows = evaluations([0.80, 0.805, 0.81])
     run = open_run(write_run(tmp_path / "run", rows, [started(eval_samples=200)]))
     assert says(
-        [one.text for one in find_verdicts(RunSummary(run, "finished"))],
+        [one.text for one in evaluate_rules(RunSummary(run, "finished"))],
         "has not changed beyond chance",
         "standard error 0.0277",
     )

@@ -44,7 +44,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         "seconds_left": left,
         "ends_at": None if left is None else _format_time(time.time() + left),
         "seconds_since_update": age,
-        "is_late": is_alive and age is not None and _is_overdue(progress, age),
+        "is_late": is_alive and age is not None and _is_stale(progress, age),
         "last_train": history.train.last_row or None,
         "last_eval": history.eval.last_row or None,
         "last_checkpoint": next((one for one in checkpoints if one["state"] == "whole"), None),
@@ -72,7 +72,7 @@ def _find_reason(history: RunHistory, liveness: Liveness) -> str:
     return next((str(one.get("what") or "") for one in reversed(history.find_events("failed", "out_of_memory"))), "")
 
 
-def _is_overdue(progress: Progress, age: float) -> bool:
+def _is_stale(progress: Progress, age: float) -> bool:
     return age > max(LATE_SECONDS, LATE_FACTOR * (progress.row_seconds or progress.seconds_per_step or 0.0))
 
 

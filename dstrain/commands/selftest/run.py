@@ -233,14 +233,14 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 def _handle_signals() -> Iterator[None]:
     """Raise KeyboardInterrupt for SIGTERM and SIGHUP inside, too. An ignored signal stays ignored, for nohup."""
 
-    def raise_interrupt(signum: int, frame: FrameType | None) -> None:
+    def on_signal(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
-            signal.signal(number, raise_interrupt)
+            signal.signal(number, on_signal)
     try:
         yield
     finally:

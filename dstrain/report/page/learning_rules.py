@@ -80,13 +80,13 @@ def evaluation(run: RunSummary) -> Iterator[Verdict]:
         )
     elif best >= len(values) - third and last_gain > LAST_GAIN * gain:
         yield Verdict("info", f"Eval {name} is still {verb}: best {where}.", _continue_advice(run))
-    elif not _is_falling(scores):
+    elif not _ends_lower(scores):
         yield Verdict("good", f"Eval {name} has levelled off: best {where}.")
     elif name != "loss":  # of the loss `overfitting` speaks
         yield Verdict("warning", f"Eval {name} was best with {where}, and is {format_number(values[-1])} now.")
 
 
-def _is_falling(scores: NDArray[np.float64]) -> bool:
+def _ends_lower(scores: NDArray[np.float64]) -> bool:
     """Return True if the last value is clearly below the highest, which came before."""
     best = scores.max()
     # Of a metric around 0 a part of its value is nothing, so its range counts.
@@ -117,7 +117,7 @@ def overfitting(run: RunSummary) -> Iterator[Verdict]:
         return
     best = int(np.argmin(values))
     has_fallen = np.median(train[-len(train) // 4 :]) < np.median(train[: len(train) // 2])
-    if has_fallen and _is_falling(-values):
+    if has_fallen and _ends_lower(-values):
         text = (
             f"Overfitting: eval loss was lowest at step {int(steps[best])} ({format_number(values[best])}) and is "
             f"{format_number(values[-1])} now, while the training loss falls."

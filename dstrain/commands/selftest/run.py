@@ -40,7 +40,7 @@ SAMPLES = {"train": 48, "eval": 16}
 LAUNCH_TIMEOUT_SECONDS = 900.0
 """Longest time of a launch; a rank that hangs is found earlier, by `timeout_minutes`."""
 KILL_GRACE_SECONDS = 10.0
-LOGS_KEPT = "the logs of the processes are keep in"
+LOGS_KEPT = "the logs of the processes are kept in"
 """Part of a line about a folder that is removed with the selftest's."""
 
 

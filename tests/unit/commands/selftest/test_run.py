@@ -1,4 +1,4 @@
-"""Launches of the selftest: how many processes, what a dead launch costs, and what is left."""
+"""LaunchSequence of the selftest: how many processes, what a dead launch costs, and what is left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from dstrain.commands.selftest import run
 from dstrain.commands.selftest.checks import CHECKS, CheckResult, Phase, error_path, result_path, write_results
-from dstrain.commands.selftest.run import Launches, Processes, plan_processes, run_selftest, work_folder
+from dstrain.commands.selftest.run import LaunchSequence, Processes, plan_processes, run_selftest, work_folder
 from dstrain.errors import UsageError
 from tests.vocabulary import invoke
 
@@ -89,7 +89,7 @@ def test_the_error_of_a_rank_is_the_reason(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(run, "run_child", FakeLaunch(tmp_path, "zero1"))
     (path := error_path(tmp_path, "stop", "zero1", 0)).parent.mkdir()
     path.write_text("the disk is full")
-    assert Launches("stop", ALONE, tmp_path, 8).run(["zero1"], lambda line: None)[0].detail == "the disk is full"
+    assert LaunchSequence("stop", ALONE, tmp_path, 8).run(["zero1"], lambda line: None)[0].detail == "the disk is full"
 
 
 def test_a_launch_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""dstrain init: a starter recipe for a task and a hardware, with the usual keys, commented from the schema."""
+"""dstrain init: a starter recipe for a task and a machine, with the usual keys, commented from the schema."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def format_lora(lora: LoraConfig) -> str:
 
 
 def render_recipe_template(task: str, hardware: Hardware | None = None) -> str:
-    """Return a YAML recipe for this hardware, or another, that is valid once the data is named.
+    """Return a YAML recipe for this machine, or another, that is valid once the data is named.
 
     Raises TaskError and UsageError.
     """

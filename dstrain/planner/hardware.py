@@ -43,7 +43,7 @@ class Hardware:
     cores: int
 
     def describe(self) -> str:
-        """Return the machine as a phrase."""
+        """Return the hardware as a phrase."""
         if not self.gpus:
             return f"a CPU with {self.cores} cores"
         memory = f" with {format_bytes(self.gpu_bytes)} free{' each' * (self.gpus > 1)}" if self.gpu_bytes else ""
@@ -72,11 +72,11 @@ class ModelSuggestion:
 
 
 def detect_hardware(gpus: int | None = None, gpu_memory: str | None = None) -> Hardware:
-    """Return this hardware, with other GPUs where given. Raises UsageError."""
+    """Return the hardware of this machine, with other GPUs where given. Raises UsageError."""
     sizes = [] if gpu_memory else detect_gpu_bytes(os.environ)[0]
     memory = parse_bytes(gpu_memory, "--gpu-memory") if gpu_memory else min(sizes, default=None)
     count = gpus if gpus is not None else visible_gpus(os.environ) or int(gpu_memory is not None)
-    # Without a driver here, the recipe is for another hardware: nearly all GPUs since 2020 have bf16.
+    # Without a driver here, the recipe is for another machine: nearly all GPUs since 2020 have bf16.
     return Hardware(
         gpus=count, gpu_bytes=memory if count else None, bf16=gpus_support_bf16() is not False,
         cores=count_available_cores(),
@@ -84,7 +84,7 @@ def detect_hardware(gpus: int | None = None, gpu_memory: str | None = None) -> H
 
 
 def suggest_model(task: str, hardware: Hardware) -> ModelSuggestion | None:
-    """Return the largest packaged model that the machine trains without offloading, with adapters if need be.
+    """Return the largest packaged model that the hardware trains without offloading, with adapters if need be.
 
     Without a GPU, or if none fits, it is the smallest one. None for tasks that build their own model.
     """

@@ -32,13 +32,20 @@ def read_status(folder: Path) -> dict[str, Any]:
     return found
 
 
-def now(seconds: float = 0.0) -> str:
-    return datetime.fromtimestamp(time.time() + seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+def now(seconds: float = 0.0, base: float | None = None) -> str:
+    """Return the time in `seconds`; `base`: one present for several times, which then differ exactly."""
+    present = time.time() if base is None else base
+    return (
+        datetime.fromtimestamp(round(present, 3) + seconds, UTC)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )
 
 
 def live_run(folder: Path) -> Path:
-    rows = [train_row(step, time=now(step - 10), accuracy=0.5, tokens_per_second=1234.0) for step in range(1, 11)]
-    return write_run(folder, rows, [started(time=now(-10), steps=70)])
+    base = time.time()
+    rows = [train_row(step, time=now(step - 10, base), accuracy=0.5, tokens_per_second=1234.0) for step in range(1, 11)]
+    return write_run(folder, rows, [started(time=now(-10, base), steps=70)])
 
 
 @pytest.fixture

@@ -80,12 +80,12 @@ def read_base_shape(model: ModelConfig) -> ModelShape | None:
     values = _read_config(model)
     if values is None:
         return None
-    if fault := wrong_size_fault(values, "model.config" if model.config is not None else "model.path"):
+    key = "model.config" if model.config is not None else "model.path"
+    if fault := wrong_size_fault(values, key):
         raise RecipeError(fault)
     try:
         shape, sizes_of_others = shape_from_config(values), generic_shape(values)
     except (ValueError, TypeError, AttributeError, ZeroDivisionError, OverflowError) as error:
-        key = "model.config" if model.config is not None else "model.path"
         problem = f"has sizes in its config that make no model ({error})"
         raise RecipeError(Fault(key, problem, "correct them: whole numbers above 0")) from None
     if shape is not None or model.path is None:

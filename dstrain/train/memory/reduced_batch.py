@@ -99,13 +99,15 @@ def write_reduced_batch(run_dir: Path, config: RunConfig, batch: BatchPlan, at: 
     except RunError:  # it is replaced
         earlier = None
     written, between = config.batch.model_dump(mode="json"), list[dict[str, Any]]()
+    new_batch = new_config.batch.model_dump(mode="json")
     if earlier is not None and earlier.fits(config, world_size):
-        written, between = earlier.recipe, [*earlier.between, earlier.batch]
+        # Another rank may have written the new batch already.
+        written, between = earlier.recipe, [one for one in (*earlier.between, earlier.batch) if one != new_batch]
     reduced = ReducedBatch(
         recipe=written,
         preset=config.ds_config,
         world_size=world_size,
-        batch=new_config.batch.model_dump(mode="json"),
+        batch=new_batch,
         step=step,
         between=between,
     )

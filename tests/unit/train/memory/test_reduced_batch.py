@@ -98,6 +98,17 @@ def test_a_size_between_the_recipe_and_the_newest_one_is_known(tmp_path: Path) -
     assert apply_reduced_batch(asked, tmp_path, 2, "auto").config.batch.micro == 2
 
 
+def test_ranks_that_write_one_after_the_other_write_the_same(tmp_path: Path) -> None:
+    asked = recipe(total=64, micro=8)
+    for _ in range(2):
+        config = apply_reduced_batch(asked, tmp_path, 2, "auto")
+        contents = set()
+        for _ in range(3):
+            shrink(tmp_path, config)
+            contents.add((tmp_path / FILE_NAME).read_text())
+        assert len(contents) == 1
+
+
 def test_another_batch_preset_or_world_and_a_new_run_begin_with_the_recipe(tmp_path: Path) -> None:
     asked = recipe(total=64, micro=8)
     shrink(tmp_path, asked)

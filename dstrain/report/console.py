@@ -114,11 +114,12 @@ class ConsoleSink:
             self._ticker.start()
 
     def _refresh(self) -> None:
-        while not self._closed.wait(LEAST_REDRAW_SECONDS):
-            self._moved.wait(REDRAW_SECONDS)
+        while not self._closed.is_set():
             self._moved.clear()
             with self._lock, self._quiet_if_closed():
                 self._draw_line()
+            self._closed.wait(LEAST_REDRAW_SECONDS)
+            self._moved.wait(REDRAW_SECONDS)
 
     def _print_table_row(self, row: Row) -> None:
         layout = choose_columns(row, self._total_steps, self._width() - 1, self._format_memory(row))

@@ -58,7 +58,9 @@ def test_a_run_in_a_terminal_shows_each_step_and_a_table(folder: Path) -> None:
     assert (code, is_same) == (0, True), text[-3000:]
     plain = ESCAPE.sub("", text)
     assert plain.index("starting 1 process; loading torch and DeepSpeed takes some seconds") < plain.index("model: ")
-    assert all(f"{step}/6  " in plain for step in (1, 6))
+    drawn = [int(step) for step in re.findall(r"\b([1-6])/6  ", plain)]
+    assert drawn == sorted(drawn)
+    assert {2, 4, 6} <= set(drawn), "each row draws the line; between rows a step may be faster than the terminal"
     assert re.search(r"step +loss +accuracy", plain)
     assert re.search(r"\r {3}6 +0\.\d+", plain) or re.search(r"\r *6 +0\.\d+", plain)
     assert re.search(r"memory: measured [\d.]+ MiB", plain)

@@ -17,10 +17,10 @@ import numpy as np
 
 from benchmarks.common import SHAPES, run
 from benchmarks.padding import write_uneven
+from dstrain.batch import PackingMode
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.micro_batches import (
     MicroBatchLimits,
-    PackingMode,
     SampleCosts,
     costs_of,
     sort_longest_first,

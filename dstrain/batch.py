@@ -1,4 +1,4 @@
-"""The values of one step: Batch, Progress and StepResult."""
+"""The values of one step: PackingMode, Batch, Progress and StepResult."""
 
 # Shapes of a batch's tensors: B rows (samples or sides of pairs), L tokens, K tokens from the first
 # target to the end. Each task says in its `collate` which tensors there are.
@@ -11,6 +11,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True)
+class PackingMode:
+    """The form of a run's batches."""
+
+    is_packed: bool
+    """One row without padding instead of one row for each sequence."""
+    shares_prefixes: bool = False
+    """Sequences of a sample share their common beginning."""
+    message: str = ""
+    """Why `auto` is off; empty where it is on, or where the recipe decides."""
+
+
+PADDED = PackingMode(False)
 
 
 @dataclass(frozen=True)

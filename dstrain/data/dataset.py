@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
-LengthFunction = Callable[[np.ndarray], np.ndarray]
+LengthFunction = Callable[["np.ndarray"], "np.ndarray"]
 """(N,) sample ids -> (N,) their lengths in tokens."""
 
 
@@ -22,7 +23,7 @@ class SequenceLengths:
     """(N,) tokens at the start that all sequences of a sample share; 0 where that is unknown."""
 
 
-SequenceLengthsFunction = Callable[[np.ndarray], SequenceLengths]
+SequenceLengthsFunction = Callable[["np.ndarray"], SequenceLengths]
 """(N,) sample ids -> the lengths of all their sequences."""
 
 

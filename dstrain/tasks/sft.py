@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
-from dstrain.data.encoding.conversations import EncodingConfig, encode_conversations
-from dstrain.data.encoding.rendering import PlaceholderExpansion
 from dstrain.data.formats.conversations import PromptCompletion, Sample, read_conversation
-from dstrain.data.records import EncodeResult
 from dstrain.old_paths import moved_names
 from dstrain.tasks.common.task import Loss
 from dstrain.tasks.common.text import TextExport, TextTask
@@ -22,6 +19,10 @@ from dstrain.tasks.common.tiny import tiny_recipe
 
 if TYPE_CHECKING:
     import torch
+
+    from dstrain.data.encoding.conversations import EncodingConfig
+    from dstrain.data.encoding.rendering import PlaceholderExpansion
+    from dstrain.data.records import EncodeResult
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class SFT(TextTask):
         return read_conversation(record)
 
     def encode(self, samples: list[Sample], images: PlaceholderExpansion | None) -> Sequence[EncodeResult]:
+        from dstrain.data.encoding.conversations import encode_conversations
+
         return encode_conversations(self.tokenizer, samples, self._encoding_config, images)
 
     def encode_key(self) -> dict[str, Any]:
@@ -67,6 +70,8 @@ class SFT(TextTask):
 
     @property
     def _encoding_config(self) -> EncodingConfig:
+        from dstrain.data.encoding.conversations import EncodingConfig
+
         data = self.recipe.data
         return EncodingConfig(
             max_length=data.max_length,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dstrain.data.formats.conversations import PromptCompletion, read_conversation
 from dstrain.data.formats.messages import parse_prompt_transcript
 from dstrain.data.formats.preferences import Prompt, is_preference_pair
 from dstrain.data.records import BadRecord
-from dstrain.data.series.patches import Patches
+
+if TYPE_CHECKING:
+    from dstrain.data.series.patches import Patches
 
 DUMMY_ANSWER = "answer"
 """Takes the place of an answer that a record may lack, so that one parser reads both."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dstrain.batch import PackingMode
 from dstrain.config.schema import BatchConfig
 from dstrain.data.dataset import Dataset, LengthFunction, SequenceLengths, SequenceLengthsFunction
 from dstrain.errors import Fault, RecipeError
@@ -26,21 +27,6 @@ class MicroBatchLimits:
 
 
 NO_LIMITS = MicroBatchLimits()
-
-
-@dataclass(frozen=True)
-class PackingMode:
-    """The form of a run's batches."""
-
-    is_packed: bool
-    """One row without padding instead of one row for each sequence."""
-    shares_prefixes: bool = False
-    """Sequences of a sample share their common beginning."""
-    message: str = ""
-    """Why `auto` is off; empty where it is on, or where the recipe decides."""
-
-
-PADDED = PackingMode(False)
 
 
 @dataclass(frozen=True)

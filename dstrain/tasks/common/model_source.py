@@ -10,11 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.cache_dir import cache_root
 from dstrain.config.schema import ModelConfig, ProcessorConfig, RunConfig, TokenizerConfig
-from dstrain.data.encoding.chat_template import resolve_chat_template
-from dstrain.data.encoding.train_tokenizer import load_or_train_tokenizer
-from dstrain.data.sources.base import ConcatSource
-from dstrain.data.vision.processor import VisionProcessor
-from dstrain.data.vision.statistics import compute_image_stats
 from dstrain.errors import Fault, RecipeError
 from dstrain.launch.threads import count_available_cores
 from dstrain.models.adapters.load import load_adapters
@@ -35,6 +30,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
+    from dstrain.data.sources.base import ConcatSource
+    from dstrain.data.vision.processor import VisionProcessor
 
 TEXTS_CACHE_NAMES = {
     "PairTask.iter_texts": "PairTask.texts",
@@ -191,6 +188,8 @@ class ModelSource:
 
     def _set_chat_template(self, tokenizer: Any, image_token: str = "") -> Any:
         """Put the recipe's chat template into the tokenizer, where it has one. Raises RecipeError."""
+        from dstrain.data.encoding.chat_template import resolve_chat_template
+
         wanted = self.recipe.model.chat_template
         if wanted is not None:
             tokenizer.chat_template = resolve_chat_template(wanted, tokenizer, image_token)
@@ -214,6 +213,8 @@ class ModelSource:
         return self._wrap_processor(read_processor(name, key, model.trust_remote_code))
 
     def _wrap_processor(self, processor: Any) -> VisionProcessor:
+        from dstrain.data.vision.processor import VisionProcessor
+
         wrapped = VisionProcessor(processor)
         tokenizer = self._set_chat_template(processor.tokenizer, wrapped.image_token)
         # Both are saved, and must not differ.
@@ -222,6 +223,8 @@ class ModelSource:
 
     def _image_stats(self) -> tuple[list[float] | None, list[float] | None]:
         """Return mean and deviation of the training images, where the recipe asks for them."""
+        from dstrain.data.vision.statistics import compute_image_stats
+
         wanted = self.recipe.model.processor
         if not isinstance(wanted, ProcessorConfig) or wanted.normalize is None:
             return None, None
@@ -231,6 +234,8 @@ class ModelSource:
     @cached_property
     def base_tokenizer(self) -> Any:
         """The tokenizer of a folder, or a trained one, without the tokens that a processor adds."""
+        from dstrain.data.encoding.train_tokenizer import load_or_train_tokenizer
+
         model = self.recipe.model
         wanted = model.tokenizer
         if wanted is None and model.config is not None:

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from dstrain.batch import Batch
+from dstrain.batch import PADDED, Batch, PackingMode
 from dstrain.config.schema import ModelConfig, RunConfig
 from dstrain.data.dataset import Dataset, Samples, as_dataset
-from dstrain.data.loading.micro_batches import PADDED, PackingMode
 from dstrain.errors import TaskError
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""Base class of tasks on text: records of files, tokens in a cache, a transformers model."""
+"""Base class of tasks on text: records of files, tokens in a cache, a transformers model.
+
+What reads data is imported where it is used: `dstrain plan` asks a task for its properties alone.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dstrain.batch import Batch
 from dstrain.config.schema import DatasetConfig, LoraConfig, TrainDatasetConfig
-from dstrain.data.cache.dataset import NO_TRAIN_DATA, get_source_sizes, split_examples
-from dstrain.data.cache.token_store import TokenizedDataset, TokenStore
-from dstrain.data.encoding.rendering import PlaceholderExpansion, describe_missing_template
 from dstrain.data.formats.prompts import ParsedPrompt, read_prompt
-from dstrain.data.records import EncodeResult
 from dstrain.data.sources.base import ConcatSource, Source, cut_source
-from dstrain.data.sources.open import open_source
 from dstrain.errors import DataError, RecipeError
 from dstrain.models.checks.compatibility import ModelValidator, check_trains_on_text
 from dstrain.models.checks.preflight import check_model
 from dstrain.models.load import MISSING_MODEL, check_vocab_size
 from dstrain.models.weights.check_files import check_weight_files
 from dstrain.tasks.common.model_source import TEXTS_CACHE_NAMES, ModelSource, NamedTexts, TrainingRecords
-from dstrain.tasks.common.store_builder import StoreBuilder
 from dstrain.tasks.common.task import Checks, Export, GenerationMetrics, LossInputs, Split, Task, has_dropout_disabled
 from dstrain.tasks.data.text_data import TextData
 
 if TYPE_CHECKING:
     import torch
+
+    from dstrain.data.cache.token_store import TokenizedDataset, TokenStore
+    from dstrain.data.encoding.rendering import PlaceholderExpansion
+    from dstrain.data.records import EncodeResult
+    from dstrain.tasks.common.store_builder import StoreBuilder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,8 @@ class TextChecks(Checks):
     task: TextTask
 
     def required_keys(self) -> None:
+        from dstrain.data.cache.dataset import NO_TRAIN_DATA
+
         recipe = self.task.recipe
         faults = [MISSING_MODEL] * (not self.task.model_source.is_named)
         faults += [NO_TRAIN_DATA] * (not self.task.training_items)
@@ -60,6 +64,8 @@ class TextChecks(Checks):
         return self.validator.warnings
 
     def info_messages(self) -> Sequence[str]:
+        from dstrain.data.encoding.rendering import describe_missing_template
+
         packing = [message] if (message := self.task.packing.message) else []
         return [*self.validator.info_messages, *describe_missing_template(self.task.tokenizer), *packing]
 
@@ -194,6 +200,8 @@ class TextTask(TextData, Task):
     @property
     def store_builder(self) -> StoreBuilder:
         """Builder of this task's token stores, with its `parse` and `encode`."""
+        from dstrain.tasks.common.store_builder import StoreBuilder
+
         return StoreBuilder(
             recipe=self.recipe,
             parse=self.parse,
@@ -203,6 +211,8 @@ class TextTask(TextData, Task):
         )
 
     def examples(self, split: Split) -> TokenizedDataset | None:  # type: ignore[override]
+        from dstrain.data.cache.dataset import NO_TRAIN_DATA, get_source_sizes, split_examples
+
         data = self.recipe.data
         if split == "eval" and data.eval:
             source = self.open_sources([data.eval])
@@ -240,6 +250,8 @@ class TextTask(TextData, Task):
 
     def open_source(self, item: DatasetConfig) -> Source:
         """Return the records of a file or of a dataset of the Hub."""
+        from dstrain.data.sources.open import open_source
+
         return open_source(item, self.recipe.data.columns)
 
     def wrap_source(self, source: Source, item: DatasetConfig) -> Source:

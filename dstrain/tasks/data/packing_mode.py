@@ -6,8 +6,8 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from dstrain.batch import PADDED, PackingMode
 from dstrain.config.schema import BatchConfig, ModelConfig
-from dstrain.data.loading.micro_batches import PADDED, PackingMode
 from dstrain.errors import Fault, RecipeError
 
 if TYPE_CHECKING:

@@ -6,17 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
-from dstrain.batch import Batch
+from dstrain.batch import Batch, PackingMode
 from dstrain.config.schema import RunConfig
 from dstrain.data.formats.image_placeholders import RecordWithImages, read_with_images
 from dstrain.data.formats.messages import has_images
-from dstrain.data.loading.micro_batches import PackingMode
 from dstrain.data.records import BadRecord
 from dstrain.tasks.data.packing_mode import model_unsupported_reason, resolve_packing
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from PIL.Image import Image
 

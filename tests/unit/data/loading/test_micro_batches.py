@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dstrain.batch import PADDED, PackingMode
 from dstrain.config.schema import BatchConfig
 from dstrain.data.dataset import SequenceDataset, SequenceLengths
 from dstrain.data.loading.micro_batches import (
-    PADDED,
     MicroBatchLimits,
-    PackingMode,
     SampleCosts,
     make_cost_function,
     make_limits,

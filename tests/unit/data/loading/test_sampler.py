@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dstrain.batch import PADDED
 from dstrain.data.dataset import as_dataset
 from dstrain.data.loading.loader import StepSampler, eval_micro_batches
 from dstrain.data.loading.micro_batches import (
-    PADDED,
     CostFunction,
     MicroBatchLimits,
     SampleCosts,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from dstrain.batch import PackingMode
 from dstrain.config.schema import BatchConfig, RunConfig
-from dstrain.data.loading.micro_batches import PackingMode
 from dstrain.errors import RecipeError, TaskError
 from dstrain.models.attention.packed import enable_packed_attention, has_packed_attention
 from dstrain.tasks import Task, make_task

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 RECORD_STREAM, EPOCH_STREAM = 1, 2
 """Order of the records of a source; order of the samples of an epoch."""
@@ -21,4 +23,6 @@ def make_random_state(key: Sequence[int]) -> np.random.RandomState:
 
     RandomState, because NEP 19 freezes its stream for all versions of numpy.
     """
+    import numpy as np
+
     return np.random.RandomState([word for number in key for word in (number % 2**32, number // 2**32 % 2**32)])

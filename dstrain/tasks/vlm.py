@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.config.schema import DatasetConfig, TrainDatasetConfig
-from dstrain.data.encoding.rendering import messages_to_transcript
 from dstrain.data.formats.conversations import PromptCompletion
 from dstrain.data.formats.group_by_image import GroupByImageSource
 from dstrain.data.formats.image_placeholders import RecordWithImages, read_with_images
@@ -71,6 +70,8 @@ class VLM(SFT):
         return super().parse_with_images(record, parse)
 
     def iter_texts(self, record: dict[str, Any]) -> Iterator[str]:
+        from dstrain.data.encoding.rendering import messages_to_transcript
+
         sample = self.parse_record(record).parsed
         dialog = sample.to_conversation() if isinstance(sample, PromptCompletion) else sample
         yield messages_to_transcript(dialog.messages).replace(IMAGE_PLACEHOLDER, "")  # with the text between turns

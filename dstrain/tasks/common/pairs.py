@@ -8,22 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from dstrain.batch import Batch
 from dstrain.data.dataset import Samples
-from dstrain.data.encoding.preferences import encode_preferences
-from dstrain.data.encoding.rendering import PlaceholderExpansion
 from dstrain.data.formats.messages import iter_parts
 from dstrain.data.formats.preferences import Preference, Response, read_preference
-from dstrain.data.records import BadRecord, EncodeResult
+from dstrain.data.records import BadRecord
 from dstrain.tasks.common.text import TextChecks, TextTask
 from dstrain.tasks.common.tiny import tiny_recipe
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
+    from dstrain.data.encoding.rendering import PlaceholderExpansion
     from dstrain.data.loading.collate import PackedRows, PaddedRows
+    from dstrain.data.records import EncodeResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +36,8 @@ class PairChecks(TextChecks):
 
         Lengths are characters before truncation; a tie counts half.
         """
+        import numpy as np
+
         longer = np.array(self.task.length_diff([examples[index] for index in range(len(examples))]))
         return {"length_baseline": float(np.mean((longer > 0) + 0.5 * (longer == 0)))}
 
@@ -53,6 +54,8 @@ class PairTask(TextTask):
         return read_preference(record)
 
     def encode(self, samples: list[Preference], images: PlaceholderExpansion | None) -> list[EncodeResult]:
+        from dstrain.data.encoding.preferences import encode_preferences
+
         data = self.recipe.data
         encoded = encode_preferences(self.tokenizer, samples, data.max_length, data.max_prompt_length, images)
         return [

@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dstrain.tasks.safety.corrupted_images import corrupt_image
 from dstrain.tasks.safety.dataset import column_names
 from dstrain.tasks.safety.options import SafetyOptions
@@ -25,6 +23,8 @@ def order_examples(examples: Examples, options: SafetyOptions) -> PairOrder | No
     names = column_names(options)
     if options.method == "none" or not names or any(name not in examples[0] for name in names):
         return None
+    import numpy as np
+
     columns = {name: np.array([example[name] for example in examples]) for name in names}
     return order_pairs(columns, options.harmless_threshold)
 

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dstrain.data.cache.token_store import TokenizedDataset
 from dstrain.errors import DataError
 from dstrain.tasks.common.task import Split
 from dstrain.tasks.safety.options import SafetyOptions
 from dstrain.tasks.safety.ordering import HARMLESS_COLUMNS, HELPFUL_COLUMNS, LABEL_COLUMNS, order_pairs
+
+if TYPE_CHECKING:
+    from dstrain.data.cache.token_store import TokenizedDataset
 
 
 def column_names(options: SafetyOptions) -> tuple[str, ...]:

@@ -9,10 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dstrain.batch import Batch
-from dstrain.data.cache.token_store import TokenizedDataset
 from dstrain.data.dataset import Dataset
 from dstrain.data.formats.preferences import Preference
 from dstrain.data.formats.safety_labels import read_safety_labels
@@ -35,9 +32,11 @@ from dstrain.tasks.safety.ordering import LABEL_COLUMNS
 from dstrain.tasks.safety.reward_models import FrozenRewardModel, cached_scores, make_reward_models
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from PIL.Image import Image
 
+    from dstrain.data.cache.token_store import TokenizedDataset
     from dstrain.data.loading.collate import PackedRows, PaddedRows
 
 Examples = Sequence[Mapping[str, Any]]
@@ -115,6 +114,8 @@ class SafePairTask(PairTask, ReferenceTask):
 
     def _select_pairs(self, dataset: Dataset, split: Split) -> Dataset:
         """Return the dataset ordered by its scores, which only the started processes compute."""
+        from dstrain.data.cache.token_store import TokenizedDataset
+
         assert self.safety is not None
         assert isinstance(dataset, TokenizedDataset)
         return order_dataset(dataset, self.safety, split)

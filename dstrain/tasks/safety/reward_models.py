@@ -12,16 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dstrain.batch import Batch
 from dstrain.config import read_recipe
 from dstrain.config.schema import DatasetConfig, EvalConfig, ModelConfig
-from dstrain.data.cache.dataset import align_store
-from dstrain.data.cache.token_store import TokenizedDataset, TokenStore
 from dstrain.data.dataset import Dataset
-from dstrain.data.fingerprint import tokenizer_fingerprint
-from dstrain.data.sources.base import ConcatSource
 from dstrain.errors import MAX_NAMES, DataError, Fault, RecipeError, UsageError
 from dstrain.models.checks.preflight import check_model
 from dstrain.models.folder.adapter_config import read_adapter
@@ -32,7 +26,11 @@ from dstrain.tasks.rm import SCORE_POSITIONS, RewardModel
 from dstrain.tasks.safety.options import SafetyOptions
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+
+    from dstrain.data.cache.token_store import TokenStore
+    from dstrain.data.sources.base import ConcatSource
 
 SIDES = ("chosen", "rejected")
 HEADS = ("helpful", "harmless")
@@ -148,6 +146,9 @@ class FrozenRewardModel:
 
         Raises RecipeError for a model that cannot be used, DataError for samples that it cannot score.
         """
+        from dstrain.data.cache.dataset import align_store
+        from dstrain.data.cache.token_store import TokenizedDataset
+
         task = self.checked_task
         if not isinstance(dataset, TokenizedDataset):
             raise DataError(f"{self.key}: reward models score samples of a token store, not a {type(dataset).__name__}")
@@ -211,6 +212,8 @@ class FrozenRewardModel:
 
 def input_fingerprint(task: TextTask) -> str:
     """Return a hash of tokenizer, chat template and processor; the pad token, which changes no token, is left out."""
+    from dstrain.data.fingerprint import tokenizer_fingerprint
+
     processor = task.model_source.vision_processor
     if processor is not None:
         return processor.compute_fingerprint(with_pad_token=False)

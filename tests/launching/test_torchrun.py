@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -31,8 +31,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
     write_recipe(tmp_path, values)
     started: list[subprocess.Popen[str]] = []
 
-    def begin(run: str, *sets: str, **env: str) -> subprocess.Popen[str]:
-        words = [str(ROOT / "launchers/torchrun.sh"), str(tmp_path / "recipe.yaml"), "--run-dir", str(tmp_path / run)]
+    def begin(run: str, *sets: str, cores: Sequence[int] = (), **env: str) -> subprocess.Popen[str]:
+        pin = ["taskset", "-c", ",".join(map(str, cores))] if cores else []
+        words = [
+            *pin,
+            str(ROOT / "launchers/torchrun.sh"),
+            str(tmp_path / "recipe.yaml"),
+            "--run-dir",
+            str(tmp_path / run),
+        ]
         words += [word for setting in sets for word in ("--set", setting)]
         # The variables are what the script reads, whatever the shell that runs the tests has.
         ours = ("NODES", "NODE_RANK", "RESTARTS", "GRACE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_ADDR")
@@ -61,9 +68,13 @@ def wait_for(path: Path, child: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize("restarts", ["0", "1"])
 def test_two_machines_are_one_run(restarts: str, start: Start, tmp_path: Path) -> None:
-    assert start("one", GPUS="2").wait(200) == 0
+    cores = sorted(os.sched_getaffinity(0))[:2]  # one for each process: the order of a sum depends on the threads
+    assert start("one", GPUS="2", cores=cores).wait(200) == 0
     place = {"NODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RESTARTS": restarts}
-    both = [start("two", GPUS="1", NODE_RANK=node, LOCAL_ADDR="127.0.0.1", **place) for node in "01"]
+    both = [
+        start("two", GPUS="1", NODE_RANK=str(node), LOCAL_ADDR="127.0.0.1", cores=cores[node : node + 1], **place)
+        for node in (0, 1)
+    ]
     assert [child.wait(200) for child in both] == [0, 0]
     assert len(losses(tmp_path / "one")) == 7
     assert losses(tmp_path / "two") == losses(tmp_path / "one")

@@ -24,6 +24,9 @@ from dstrain.preset import Device, Preset, complete_preset
 
 __all__ = ["MemoryLine", "MemoryPlan", "plan_memory"]
 
+CHECKPOINTED_INPUTS = ("inputs of the layers", "inputs of the encoder's layers")
+"""Lines of what cpu_checkpointing keeps in host memory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
@@ -113,8 +116,9 @@ def plan_memory(
     width = states.weight_bytes
     lines = [*state_lines(states), *_frozen_model_lines(config, properties, states)]
     on_host = ds_config.get("activation_checkpointing", {}).get("cpu_checkpointing", False)
-    lines += (_on_host(line) if on_host else line for line in activation_lines(shape, workload, width))
-    lines += [*head_lines(shape, workload, width), *vision_lines(shape, workload, width)]
+    layers = [*activation_lines(shape, workload, width), *vision_lines(shape, workload, width)]
+    lines += (_on_host(line) if on_host else line for line in layers)
+    lines += head_lines(shape, workload, width)
     lines += host_lines(states, workload, config.data.prefetch, config.save.background)
     made = MemoryPlan(
         preset=preset.name, precision=states.precision, batch=batch, cluster=cluster, workload=workload, shape=shape,
@@ -125,7 +129,7 @@ def plan_memory(
 
 def _on_host(line: MemoryLine) -> MemoryLine:
     """Return the inputs of checkpointed layers as they are with cpu_checkpointing; another line as it is."""
-    return replace(line, place="host", when="always") if line.name == "inputs of the layers" else line
+    return replace(line, place="host", when="always") if line.name in CHECKPOINTED_INPUTS else line
 
 
 def make_state_settings(

@@ -45,7 +45,9 @@ class VisionShape:
     layers: int
     heads: int
     patches: int
-    """Patches of one image."""
+    """Positions of one image in the encoder: its patches, and the class token of CLIP."""
+    patch_values: int
+    """Pixel values of one patch, over its channels and frames."""
     tokens: int
     """Tokens of one image in the language model."""
     is_gated: bool = False

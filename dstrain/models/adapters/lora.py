@@ -43,11 +43,14 @@ def add_adapters(model: torch.nn.Module, lora: LoraConfig, heads: Sequence[str],
     try:
         with warnings.catch_warnings():  # transformers 6 renames is_gradient_checkpointing
             warnings.simplefilter("ignore", FutureWarning)
-            return get_peft_model(model, settings, autocast_adapter_dtype=False)
+            wrapped = get_peft_model(model, settings, autocast_adapter_dtype=False)
     except ValueError as error:
         names = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if not list(part.children())})
         problem = f"{lora.targets!r}: {str(error).split('.')[0]}"
         raise RecipeError(Fault("model.lora.targets", problem, f"known here: {', '.join(names)}")) from error
+    if hasattr(model, "disable_input_require_grads"):  # as in enable_gradient_checkpointing
+        model.disable_input_require_grads()
+    return wrapped
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ def _clip(config: Mapping[str, Any], whole: Mapping[str, Any]) -> tuple[VisionSh
     vision = VisionShape(
         hidden=hidden, intermediate=inner, layers=feature_layer if feature_layer > 0 else layers + 1 + feature_layer,
         heads=int(given["num_attention_heads"]), patches=patches + 1, tokens=patches, stored_layers=layers,
+        patch_values=int(given["num_channels"]) * patch**2,
     )  # fmt: skip
     return vision, _named(_clip_tensors(vision, patch, int(given["num_channels"])))
 
@@ -57,13 +59,13 @@ def _qwen_2_5_tower(config: Mapping[str, Any], whole: Mapping[str, Any]) -> tupl
                 "temporal_patch_size": 2, "spatial_merge_size": 2}  # fmt: skip
     given = {**defaults, **config}
     merge = int(given["spatial_merge_size"]) ** 2
+    channels = int(given.get("in_channels", given.get("in_chans", 3)))
+    patch = (channels, int(given["temporal_patch_size"]), int(given["patch_size"]), int(given["patch_size"]))
     vision = VisionShape(
         hidden=int(given["hidden_size"]), intermediate=int(given["intermediate_size"]), layers=int(given["depth"]),
         heads=int(given["num_heads"]), patches=DEFAULT_IMAGE_TOKENS * merge, tokens=DEFAULT_IMAGE_TOKENS, is_gated=True,
-        stored_layers=int(given["depth"]),
+        stored_layers=int(given["depth"]), patch_values=math.prod(patch),
     )  # fmt: skip
-    channels = int(given.get("in_channels", given.get("in_chans", 3)))
-    patch = (channels, int(given["temporal_patch_size"]), int(given["patch_size"]), int(given["patch_size"]))
     return vision, _named(_qwen_2_5_tensors(vision, patch))
 
 

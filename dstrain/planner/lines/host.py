@@ -59,16 +59,16 @@ def host_lines(
     settings: StateSettings, workload: Workload, prefetch: int, background_saves: bool
 ) -> Iterator[MemoryLine]:
     """Yield batches that are loaded in advance, and the copy from which a background save is written."""
-    batch = workload.tokens * 8 * 4 + workload.images * 4 * 588 * (
-        settings.shape.vision.patches if settings.shape.vision else 0
-    )
+    vision = settings.shape.vision
+    pixels = vision.patches * vision.patch_values if vision else 0
+    batch = workload.tokens * 8 * 4 + workload.images * 4 * pixels
     ahead = prefetch * settings.accumulate * batch
     yield MemoryLine(
         "batches loaded in advance",
         ahead,
         "host",
         "buffer",
-        "data.prefetch x passes x (32 T + 2352 S)",
+        "data.prefetch x passes x (32 T + 4 V S)",
         "dstrain/data/loading/loader.py",
     )
     if background_saves:

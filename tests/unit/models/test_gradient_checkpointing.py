@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dstrain.config.schema import RunConfig
 from dstrain.data.loading.loader import make_batch
@@ -16,7 +18,7 @@ from dstrain.models.gradient_checkpointing import (
     enable_gradient_checkpointing,
     offload_activation_checkpoints,
 )
-from dstrain.tasks import make_task
+from dstrain.tasks import find_task, make_task
 from dstrain.tasks.sft import SFT
 from dstrain.train.build_model import build_train_module
 
@@ -111,3 +113,29 @@ def test_a_share_of_a_model_without_such_layers_is_refused() -> None:
 def test_another_number_is_no_share(value: Any) -> None:
     with pytest.raises(ValueError, match=r"must be true, false, or the share of the layers|valid"):
         RunConfig.model_validate({"task": "rm", "model": {"gradient_checkpointing": value}})
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "targets": ["q_proj", "gate_proj"]}], ids=["full", "lora"])
+def test_a_frozen_encoder_runs_once_and_keeps_nothing(tmp_path: Path, lora: dict[str, Any] | None) -> None:
+    """transformers makes the outputs of every embedding require gradients, also the encoder's (modeling_utils.py,
+    enable_input_require_grads): its layers would be recomputed, and gradients sent through them to nothing."""
+    values = find_task("vlm").tiny(tmp_path)
+    values["model"] |= {"gradient_checkpointing": True, "freeze": ["vision"], "lora": lora}
+    task = make_task(RunConfig.model_validate(values))
+    objective = build_train_module(task)
+    calls: list[str] = []
+    for name, module in objective.named_modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.self_attn.register_forward_hook(lambda *_, kept=name: calls.append(kept))
+    outputs: list[torch.Tensor] = []
+    tower = next(module for name, module in objective.named_modules() if name.endswith("vision_tower"))
+    tower.register_forward_hook(lambda module, inputs, output: outputs.append(output.last_hidden_state))
+    examples: Any = task.examples("train")
+    total, _ = objective.train()(make_batch(examples, task.collate, [0, 1, 2], 0))
+    total.backward()
+    times = Counter("vision" if "vision" in name else "language" for name in calls)
+    assert times == {"vision": LAYERS, "language": 2 * LAYERS}
+    assert len(outputs) == 1
+    assert not any(output.requires_grad for output in outputs)
+    if lora is None:
+        assert objective.model.get_input_embeddings().weight.grad is not None

@@ -138,8 +138,13 @@ def test_a_host_without_proc_is_known_by_its_name(monkeypatch: pytest.MonkeyPatc
 def test_a_file_system_that_flushes_no_folder_is_accepted(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    opened: list[int] = []
+    open_folder = os.open
+    monkeypatch.setattr(files.os, "open", lambda *args: opened.append(open_folder(*args)) or opened[-1])
     monkeypatch.setattr(files.os, "fsync", raising(OSError(code, "")))
     sync_folder(tmp_path)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(*opened)
 
 
 def test_a_disk_that_fails_to_flush_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

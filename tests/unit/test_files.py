@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from dstrain import files
-from dstrain.errors import describe_key_diff, first_names
 from dstrain.files import (
     NOT_REGULAR,
     WatchedFile,
@@ -111,14 +110,6 @@ def test_partials_of_dead_processes_are_removed_and_other_files_left(tmp_path: P
     assert {*tmp_path.iterdir()} == {mine, fresh, other, old, users}
     remove_stale_partials(place, include_old_names=True)
     assert {*tmp_path.iterdir()} == {mine, fresh, other, users}
-
-
-def test_names_in_messages() -> None:
-    assert first_names([]) == "none"
-    assert first_names(["a"]) == "a"
-    assert first_names(dict.fromkeys("abcde")) == "a, b, c and 2 more"
-    assert first_names(range(5), 4) == "0, 1, 2, 3 and 1 more"
-    assert describe_key_diff(["a.weight"], []) == "missing keys: a.weight; unexpected keys: none"
 
 
 def raising(error: OSError) -> object:
